@@ -62,7 +62,7 @@ class AotiExporter(Exporter):
         def compiled(folder: Path, *, strict: bool) -> tuple[Path, ...]:
             if programs:
                 # Compiling takes minutes, and a file that is wrong for one program is wrong for the other.
-                raise RouteRefused("the model was captured without it")
+                raise RouteRefused("the model was already captured without it")
             program, placed = captured(evidence, strict=strict)
             programs.append(placed)
             return self._compiled(program, evidence, folder)
@@ -250,7 +250,9 @@ def _metadata(path: Path) -> dict[str, Any]:
     loader: Any = torch._C._aoti.AOTIModelPackageLoader
     found: Mapping[str, str] = loader.load_metadata_from_package(str(path), _MODEL)
     if _OURS not in found:
-        raise OtherMachine(f"{path.name} isn't a package of this program: it doesn't say what it was made for.")
+        raise OtherMachine(
+            f"{path.name} isn't a package of this program: it doesn't say which machine it was compiled for."
+        )
     return {**found, _OURS: json.loads(found[_OURS])}
 
 
@@ -272,8 +274,10 @@ def _refuse_other_machine(name: str, metadata: Mapping[str, Any], device: torch.
     lacking = [need for need in metadata[_OURS]["needs"] if need not in able]
     other = [value for key, value in here.items() if metadata[key] != value]
     if other or lacking:
-        what = f"it is {', '.join(other)} here" if other else f"the processor here has no {', '.join(lacking)}"
-        raise OtherMachine(f"{name} was made for {_place(metadata)}, and {what}: export it where it is to run.")
+        what = f"the target here is {', '.join(other)}" if other else f"the processor here has no {', '.join(lacking)}"
+        raise OtherMachine(
+            f"{name} was compiled for {_place(metadata)}, but {what}: export it on the machine where it will run."
+        )
 
 
 def _compute_capability() -> Any:
@@ -305,7 +309,7 @@ class _LoadedPackage:
         sizes = dict(zip(self._parameters, (tensor.shape for tensor in tensors), strict=True))
         for guard in self._guards:
             if not guard_holds(guard, sizes):
-                raise ValueError(f"The file wasn't made for inputs of such sizes: {guard} doesn't hold.")
+                raise ValueError(f"The file wasn't compiled for inputs of these sizes: {guard} doesn't hold.")
         held = [_laid_out(tensor.detach().to(self._target)) for tensor in tensors]
         with torch.no_grad():
             outputs = self._loader.boxed_run(held)

@@ -61,8 +61,8 @@ class Adapter(nn.Module):
         for place, tensor in _tensors(self):
             if kind := kind_without_strides(tensor):
                 raise StructureError(
-                    f"The model holds a {kind} tensor ({place.removeprefix('model.')}), which files have no place for;"
-                    " hold a dense one."
+                    f"The model contains a {kind} tensor ({place.removeprefix('model.')}), which exported files "
+                    "can't represent; use a dense one."
                 )
         # Set the flag instead of calling train(), which would also switch the model. The old ONNX exporter reads the
         # flag of the outermost module.
@@ -75,7 +75,7 @@ class Adapter(nn.Module):
                 outputs = Structure(self._call(clones(self.inputs.flatten(bound))), side="output")
         self.outputs = outputs
         if not self.outputs.paths:
-            raise StructureError("The model's output holds no tensor, so there is nothing that a file could compute.")
+            raise StructureError("The model's output contains no tensor, so a file would compute nothing.")
         self.input_names, self.output_names = self._names(input_names, output_names)
         self.__class__ = _with_signature(self.input_names)
 
@@ -381,9 +381,9 @@ def _given(side: str, names: Sequence[str], own: tuple[str, ...]) -> tuple[str, 
     if len(names) != len(own):
         raise StructureError(f"{len(names)} {side} names were given for {len(own)} {side} tensors ({', '.join(own)}).")
     if bad := [name for name in names if not isinstance(name, str) or not name.strip() or not name.isprintable()]:
-        raise StructureError(f"{bad[0]!r} is no name for an {side}.")
+        raise StructureError(f"{bad[0]!r} is not a valid name for an {side}.")
     if len(set(names)) != len(names):
-        raise StructureError(f"The {side} names {', '.join(names)} aren't different from each other.")
+        raise StructureError(f"The {side} names {', '.join(names)} aren't unique.")
     return tuple(names)
 
 

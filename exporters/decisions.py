@@ -156,8 +156,8 @@ def refuse_values(watch: Watch, where: str = "") -> None:
     """
     if watch.values:
         raise RouteRefused(
-            f"{where}the model decides by the values of its inputs at {watch.values[0]}, and a trace keeps one side of it for"
-            " all inputs (torch.where and torch.cond keep both)"
+            f"{where}the model branches on the values of its inputs at {watch.values[0]}, and a trace records only "
+            "one branch for all inputs (torch.where and torch.cond keep both)"
         )
 
 

@@ -150,8 +150,8 @@ def _naming_the_fixed_dim(refusal: RouteRefused, evidence: Evidence, *, strict: 
             if other.size == size:
                 return other
     return RouteRefused(
-        f"the model fixes dim {dim} of input `{spec.name}` to {found['size']}, and it must be open"
-        f"{place and f'; it does so at {place}'}",
+        f"the model fixes dim {dim} of input `{spec.name}` to {found['size']}, but it must be open"
+        f"{place and f', at {place}'}",
         size=size,
     )
 
@@ -279,7 +279,7 @@ def _holds(guard: str, sizes: Mapping[str, Sequence[int]]) -> bool:
     except ArithmeticError:
         return False
     except UnreadableGuard as error:
-        raise RouteRefused(f"torch.export guards its program by what can't be judged: {error}") from error
+        raise RouteRefused(f"torch.export added a guard that can't be evaluated: {error}") from error
 
 
 def _drop_traces(program: torch.export.ExportedProgram) -> None:

@@ -35,4 +35,4 @@ def guard_holds(guard: str, sizes: Mapping[str, Sequence[int]]) -> bool:
     except ArithmeticError:
         raise
     except Exception as error:
-        raise UnreadableGuard(f"`{guard[:80]}` is no comparison of sizes") from error
+        raise UnreadableGuard(f"`{guard[:80]}` is not a comparison of sizes") from error

@@ -23,6 +23,4 @@ def refuse_unfit(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -
         )
         if dtype != spec.dtype or not fits:
             wanted = ", ".join(str(sizes.get(size, size) if isinstance(size, str) else size) for size in spec.shape)
-            raise ValueError(
-                f"Input `{spec.name}` of the file is {spec.dtype}[{wanted}], and {dtype}{shape} was given."
-            )
+            raise ValueError(f"Input `{spec.name}` of the file is {spec.dtype}[{wanted}], but got {dtype}{shape}.")

@@ -52,7 +52,7 @@ def lists_as_long_as_a_size(evidence: Evidence) -> Iterator[tuple[str, str]]:
                 break
             if count != other:
                 many = f"{count} tensors at {view.at(view.batches[0])} and {other} at {view.at(view.batches[1])}"
-                yield view.size, f"the model takes a tensor apart at {place}, into {many}"
+                yield view.size, f"the model splits a tensor at {place}, into {many}"
                 break
 
 

@@ -28,22 +28,24 @@ EXTRA_FILE = "metadata.json"
 def refuse_metadata(metadata: object) -> None:
     """Raise MetadataError unless this is a dict of texts whose keys are single lines without our prefix."""
     if not isinstance(metadata, Mapping):
-        raise MetadataError(f"Metadata are a dict of texts, such as {{'author': 'Jane'}}, not {metadata!r}.")
+        raise MetadataError(f"Metadata must be a dict of strings, such as {{'author': 'Jane'}}, not {metadata!r}.")
     for key, value in metadata.items():
         if not isinstance(key, str):
-            raise MetadataError(f"The metadata key {key!r} is no text.")
+            raise MetadataError(f"The metadata key {key!r} is not a string.")
         if not key.strip():
-            raise MetadataError(f"The metadata key {key!r} is empty: give it a name.")
+            raise MetadataError(f"The metadata key {key!r} is empty: use a name.")
         if any(unicodedata.category(character) == "Cc" for character in key):
-            raise MetadataError(f"The metadata key {key!r} holds a newline, NUL or the like: write it in one line.")
+            raise MetadataError(
+                f"The metadata key {key!r} contains a newline, NUL or a similar character: use a single line."
+            )
         if key == OURS or key.startswith(f"{OURS}."):
-            raise MetadataError(f"The metadata key {key!r} is written by this program: choose one without {OURS}.")
+            raise MetadataError(f"The metadata key {key!r} is reserved for this program: use a key without {OURS}.")
         if not isinstance(value, str):
-            raise MetadataError(f"The metadata value of {key!r} is no text but {value!r}: write it as one.")
+            raise MetadataError(f"The metadata value of {key!r} must be a string, not {value!r}.")
         if "\0" in value:
-            raise MetadataError(f"The metadata value of {key!r} holds NUL, where readers would cut it off.")
+            raise MetadataError(f"The metadata value of {key!r} contains NUL, where readers would cut it off.")
         if not (_is_unicode(key) and _is_unicode(value)):
-            raise MetadataError(f"The metadata of {key!r} aren't Unicode: they hold half a character.")
+            raise MetadataError(f"The metadata of {key!r} aren't valid Unicode: they contain half a surrogate pair.")
 
 
 def _is_unicode(text: str) -> bool:
@@ -101,5 +103,5 @@ def read_extra_file(path: Path) -> dict[str, str]:
     except (zipfile.BadZipFile, ValueError, RecursionError) as error:
         raise MetadataError(f"The metadata of {path.name} can't be read: {error}.") from error
     if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
-        raise MetadataError(f"The metadata of {path.name} aren't texts by key.")
+        raise MetadataError(f"The metadata of {path.name} aren't strings by key.")
     return found

@@ -95,7 +95,7 @@ class OnnxExporter(Exporter):
         try:
             header = onnx.load(path, load_external_data=False)
         except DecodeError as error:
-            raise MetadataError(f"The metadata of {path.name} can't be read: it is no ONNX file.") from error
+            raise MetadataError(f"The metadata of {path.name} can't be read: it isn't an ONNX file.") from error
         return {entry.key: entry.value for entry in header.metadata_props}
 
     @staticmethod
@@ -125,7 +125,7 @@ class OnnxExporter(Exporter):
         with refusing("the file can't be written"):
             files = _save(model, folder / self.file_name)
         _check_header(onnx.load(files[0], load_external_data=False), request.opset, evidence)
-        with refusing("the ONNX checker refuses the file"), silent():
+        with refusing("the ONNX checker rejects the file"), silent():
             onnx.checker.check_model(str(files[0]), full_check=True)
         prove_file(evidence, _session_for_proof(files[0]), files, conditions)
         return files
@@ -136,13 +136,14 @@ def _refuse_what_no_runtime_gives(evidence: Evidence) -> None:
         for spec in specs:
             if spec.dtype.startswith("complex"):
                 raise RouteRefused(
-                    f"{side} `{spec.name}` is {spec.dtype}, which ONNX runtimes neither take nor give: let the model have its"
-                    " parts, as torch.view_as_real gives them, or export to torchscript or pt2"
+                    f"{side} `{spec.name}` is {spec.dtype}, which ONNX runtimes don't support: use its real and "
+                    "imaginary parts in the model, as torch.view_as_real returns them, or export to torchscript or "
+                    "pt2"
                 )
     if evidence.draws:
         raise RouteRefused(
-            f"the model draws random numbers at {evidence.draws}, and an ONNX runtime draws others: take them as an input, or"
-            " export to torchscript or pt2, which draw as torch does"
+            f"the model draws random numbers at {evidence.draws}, and an ONNX runtime draws different ones: make "
+            "them an input, or export to torchscript or pt2, which draw the same as torch"
         )
 
 
@@ -165,7 +166,7 @@ def _dynamo(evidence: Evidence, opset: int | None, *, optimize: bool) -> _Captur
         verbose=False,
     )
     if program is None or program.exported_program is None:
-        raise RouteRefused("torch.onnx.export gave no program")
+        raise RouteRefused("torch.onnx.export returned no program")
     exported = program.exported_program
     known = Program.of(exported, evidence.adapter.model, evidence.adapter.output_names)
     return program.model, conditions_of_program(exported, evidence), known
@@ -287,7 +288,7 @@ def _check_header(header: onnx.ModelProto, opset: int | None, evidence: Evidence
     torch silently keeps its own opset where it can't convert the model to the requested one.
     """
     if opset is not None and (written := _opset(header)) != opset:
-        raise RouteRefused(f"torch's exporter gives opset {written} in place of {opset}")
+        raise RouteRefused(f"torch's exporter writes opset {written} instead of {opset}")
     _check_dims(header.graph, evidence)
 
 
@@ -307,12 +308,12 @@ def _check_dims(graph: onnx.GraphProto, evidence: Evidence) -> None:
         for value, spec in zip(values, specs, strict=True):
             dims = _dims(value)
             if len(dims) != len(spec.shape):
-                raise RouteRefused(f"{side} `{spec.name}` has {len(dims)} dims in place of {len(spec.shape)}")
+                raise RouteRefused(f"{side} `{spec.name}` has {len(dims)} dims instead of {len(spec.shape)}")
             for dim, (found, expected) in enumerate(zip(dims, spec.shape, strict=True)):
                 if isinstance(expected, str) and isinstance(found, int):
-                    raise RouteRefused(f"dim {dim} of {side} `{spec.name}` is fixed to {found} and must be open")
+                    raise RouteRefused(f"dim {dim} of {side} `{spec.name}` is fixed to {found}, but must be open")
                 if isinstance(expected, int) and isinstance(found, int) and found != expected:
-                    raise RouteRefused(f"dim {dim} of {side} `{spec.name}` is {found} in place of {expected}")
+                    raise RouteRefused(f"dim {dim} of {side} `{spec.name}` is {found} instead of {expected}")
 
 
 def _read_specs(graph: onnx.GraphProto, evidence: Evidence) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
@@ -398,9 +399,9 @@ def _require_cuda(session: ort.InferenceSession, assigned: list[AssignedNode] | 
             f"its CUDA and cuDNN versions must fit those that are installed."
         )
     if _tf32(session) == "on":
-        raise ProviderFallback(f"onnxruntime {ort.__version__} computes float32 in TF32, though it was told not to.")
+        raise ProviderFallback(f"onnxruntime {ort.__version__} computes float32 in TF32, although that was disabled.")
     if assigned is None:
-        raise ProviderFallback(f"onnxruntime {ort.__version__} can't tell where its nodes run; 1.24 or later can.")
+        raise ProviderFallback(f"onnxruntime {ort.__version__} can't report where its nodes run; 1.24 or later can.")
     graph = onnx.load(path, load_external_data=False).graph
     judge_placement(assigned, shape_only_nodes(graph))
 

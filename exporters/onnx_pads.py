@@ -42,7 +42,8 @@ def _leave_out_zero(node: ir.Node, opset: int) -> None:
     number = None if value is None else ir.convenience.get_const_tensor(value)
     if opset < _WITH_VALUE or (value is not None and number is None):
         raise RouteRefused(
-            f"onnxruntime takes zeros in front of a maximum for minus infinity in opset {opset}: give {_WITH_AXES} or more"
+            f"onnxruntime treats zero padding before a maximum as minus infinity in opset {opset}: use {_WITH_AXES} "
+            "or later"
         )
     if number is None or not number.numpy().any():
         node.resize_inputs(3)

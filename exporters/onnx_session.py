@@ -34,7 +34,7 @@ def run_session(
     for (name, element_type), tensor in zip(inputs, held, strict=True):
         if (given := _ELEMENT_TYPES.get(tensor.dtype)) != element_type:
             wanted = onnx.TensorProto.DataType.Name(element_type).lower()
-            raise ValueError(f"Input `{name}` of the file is {wanted}, and {tensor.dtype} was given ({given}).")
+            raise ValueError(f"Input `{name}` of the file is {wanted}, but got {tensor.dtype} ({given}).")
         binding.bind_input(name, *place, element_type, list(tensor.shape), tensor.data_ptr())
     for name, _ in outputs:
         binding.bind_output(name, *place)
@@ -81,7 +81,7 @@ def providers_for(device: torch.device) -> list[Any]:
     if device.type == "cpu":
         return [CPU]
     if device.type != "cuda":
-        raise ProviderFallback(f"ONNX files run on the CPU or by CUDA; {device.type!r} is neither.")
+        raise ProviderFallback(f"ONNX files run on the CPU or with CUDA, not on {device.type!r}.")
     if CUDA not in ort.get_available_providers():
         raise ProviderFallback(
             f"onnxruntime {ort.__version__} has no CUDA provider; install one with `pip install onnxruntime-gpu`."

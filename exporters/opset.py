@@ -26,16 +26,16 @@ def refuse_opset(opset: object, formats: Sequence[str]) -> None:
     if opset is None:
         return
     if not isinstance(opset, int) or isinstance(opset, bool):
-        raise UnknownOpset(f"The opset is a whole number, not {opset!r}.")
+        raise UnknownOpset(f"The opset must be a whole number, not {opset!r}.")
     if "onnx" not in formats:
         raise UnknownOpset(
-            f"An opset is that of an ONNX file, and the formats are {', '.join(formats)}: add onnx, or leave it out."
+            f"opset applies to ONNX files only, but the formats are {', '.join(formats)}: add onnx, or leave out opset."
         )
     known = opsets()
     if opset not in known:
         raise UnknownOpset(
-            f"There is no opset {opset} here: torch's exporters write, and onnxruntime {ort.__version__} reads, those from"
-            f" {known[0]} to {known[-1]}."
+            f"Opset {opset} isn't available here: torch's exporters write, and onnxruntime {ort.__version__} reads, "
+            f"opsets {known[0]} to {known[-1]}."
         )
 
 

@@ -173,7 +173,7 @@ class Evidence:
     def at(self, batch: int) -> str:
         """The sizes at a batch as a phrase for a message."""
         if not self.steps:
-            return f"a batch of {batch}" if self.size == BATCH else f"{self.size} = {batch}"
+            return f"batch size {batch}" if self.size == BATCH else f"{self.size} = {batch}"
         shapes = self.shapes_at(batch)
         sizes = {self.input_specs[index].shape[dim]: shapes[index][dim] for index, dim in self.open_dims}
         return _listed([f"{name} = {size}" for name, size in sizes.items()])
@@ -187,7 +187,7 @@ class Evidence:
             if name == size
         ]
         if not dims or not self.declared.issuperset(dims):
-            return " Fix the batch with --static-batch (static_batch=True)." if dims else ""
+            return " Fix the batch size with --static-batch (static_batch=True)." if dims else ""
         named = _listed([f"dim {dim} of `{self.input_specs[index].name}`" for index, dim in dims])
         return f" Leave {named} out of --dynamic (dynamic=…)."
 
@@ -240,7 +240,7 @@ class Evidence:
             line = self.line(index, dim)
             if line is None:
                 raise RouteRefused(
-                    f"dim {dim} of input `{self.adapter.input_names[index]}` doesn't grow with {self.growing}",
+                    f"dim {dim} of input `{self.adapter.input_names[index]}` isn't a linear function of {self.growing}",
                     size=self.size,
                 )
             shapes[index][dim] = line.at(batch)
@@ -256,7 +256,7 @@ class Evidence:
         shapes = self.shapes_at(batch)
         for index in {index for index, _ in self.open_dims}:
             if made[index].element_size() * math.prod(shapes[index]) > LARGEST_TRIAL:
-                raise _TooLarge("such inputs are too large to compare the two", size=self.size)
+                raise _TooLarge("the inputs would be too large for a comparison", size=self.size)
         for index, dim in self.open_dims:
             rows = made[index]
             if sum(other == index for other, _ in self.open_dims) == 1:
@@ -490,8 +490,8 @@ def _proven_where_it_breaks(
                 # Sizes that grow together soon need too much memory. Each of them was checked by itself.
                 break
             reason = (
-                f"at {evidence.at(batch)} the model goes another way than the one that was captured, by {condition.what}:"
-                f" {refusal}"
+                f"at {evidence.at(batch)} the model takes a different path than the captured one, because of "
+                f"{condition.what}: {refusal}"
             )
             if isinstance(refusal, WrongFile):
                 raise WrongFile(reason, refusal.inputs, refusal.output, size=evidence.size) from refusal
@@ -545,7 +545,7 @@ def _compare(
     except RouteRefused as refusal:
         raise WrongFile(str(refusal), inputs) from refusal
     if len(outputs) != len(expected):
-        raise WrongFile(f"the file gives {len(outputs)} outputs, the model {len(expected)}", inputs)
+        raise WrongFile(f"the file returns {len(outputs)} outputs, the model {len(expected)}", inputs)
     for index, (name, ours, theirs) in enumerate(zip(evidence.adapter.output_names, expected, outputs, strict=True)):
         allowed = evidence.rounding(ours.dtype)
         if errors is not None:
@@ -601,9 +601,9 @@ def difference(
         allowed: the largest error of floats, relative to the largest value; None for the loose bound of the dtype.
     """
     if got.shape != expected.shape:
-        return f"its shape is {list(got.shape)} in place of {list(expected.shape)}"
+        return f"its shape is {list(got.shape)} instead of {list(expected.shape)}"
     if got.dtype != expected.dtype:
-        return f"its dtype is {dtype_name(got)} in place of {dtype_name(expected)}"
+        return f"its dtype is {dtype_name(got)} instead of {dtype_name(expected)}"
     if not values or expected.numel() == 0:
         return None
     if not (expected.is_floating_point() or expected.is_complex()):
@@ -613,7 +613,7 @@ def difference(
     left, right = (_as_float64(tensor) for tensor in (expected, got))
     finite = torch.isfinite(left)
     if not torch.equal(torch.nan_to_num(left[~finite]), torch.nan_to_num(right[~finite])):
-        return "NaN or infinity stand in other places"
+        return "NaN or infinity occur in different places"
     error, scale = _largest(left, right, finite)
     allowed = _ROUNDING.get(expected.dtype, _ROUNDING_ELSEWHERE) if allowed is None else allowed
     # Written so that NaN fails the comparison.
@@ -703,14 +703,16 @@ def _reasons(refused: Sequence[tuple[str, RouteRefused]], clauses: Iterable[str]
 def _place(request: ExportRequest, artifact: Artifact, refusal: WrongFile) -> str:
     """A sentence that locates the first difference of a wrong file; "" where it is unknown."""
     place = "" if request.place_of is None else request.place_of(artifact, refusal.inputs)
-    return f" The file by way of {artifact.route!r} {place}." if place else ""
+    return f" The file of the route {artifact.route!r} {place}." if place else ""
 
 
 def _shared(refused: Sequence[tuple[str, RouteRefused]]) -> str:
     """A sentence naming the one output that every route gets wrong, if their reasons differ."""
     outputs = {refusal.output if isinstance(refusal, WrongFile) else "" for _, refusal in refused}
     several = len({str(refusal) for _, refusal in refused}) > 1
-    return f" Every way gives another `{outputs.pop()}`." if several and len(outputs) == 1 and outputs != {""} else ""
+    return (
+        f" Each route gets a different `{outputs.pop()}`." if several and len(outputs) == 1 and outputs != {""} else ""
+    )
 
 
 def _hint(evidence: Evidence, sizes: Iterable[str]) -> str:
@@ -720,8 +722,8 @@ def _hint(evidence: Evidence, sizes: Iterable[str]) -> str:
         word = str(half).removeprefix("torch.")
         others = " in float16, or" if half is torch.bfloat16 else ""
         hint = (
-            f" It computes in {word}, which not every operator of a format and not every runtime takes: export it{others} in"
-            " float32."
+            f" It computes in {word}, which not every operator of a format and not every runtime supports: export "
+            f"it{others} in float32."
         )
     return hint + "".join(dict.fromkeys(map(evidence.way_out, sizes)))
 
@@ -801,7 +803,7 @@ def _open_inputs(
         sizes = tuple(shape[0] for shape in shapes)
         if sizes[0] < 2:
             raise StructureError(
-                f"Input `{name}` has a batch of {sizes[0]} in the first call; tracing needs two rows or more."
+                f"Input `{name}` has batch size {sizes[0]} in the first call; tracing needs two rows or more."
             )
         symbol = symbols.setdefault(sizes, f"{name}_batch" if BATCH in symbols.values() else BATCH)
         found[index, 0] = (symbol, sizes)
@@ -822,17 +824,17 @@ def _declared_inputs(
         for dim, sizes in enumerate(zip(*shapes, strict=True)):
             symbol = declared[name].get(dim)
             if symbol is None and len(set(sizes)) > 1:
-                raise StructureError(f"Input `{name}` changes dim {dim} between the calls, which isn't open.")
+                raise StructureError(f"Input `{name}` changes dim {dim} between the calls, but that dim isn't open.")
             if symbol is None:
                 continue
             if len(set(sizes)) == 1:
-                raise StructureError(f"Dim {dim} of input `{name}` is open and has one size in all calls.")
+                raise StructureError(f"Dim {dim} of input `{name}` is open, but has the same size in all calls.")
             if sizes[0] < 2:
                 raise StructureError(
                     f"Dim {dim} of input `{name}` has the size {sizes[0]} in the first call; tracing needs two or more."
                 )
             if sizes_of.setdefault(symbol, sizes) != sizes:
-                raise StructureError(f"Dims of the size {symbol} have other sizes in the same call.")
+                raise StructureError(f"Dims named {symbol} have different sizes in the same call.")
             found[index, dim] = (symbol, sizes)
     return found
 
@@ -858,7 +860,7 @@ def _directions(open_dims: _OpenDims, named: Collection[str]) -> tuple[Direction
     for name, calls in changed.items():
         alone = calls.difference(*(changed[other] for other in changed if other != name))
         if not alone:
-            raise StructureError(f"The size {name} changes by itself in none of the calls.")
+            raise StructureError(f"No call changes the size {name} alone.")
         found.append(Direction((0, *sorted(alone)), tuple(dims_of[name])))
     shared = frozenset(call for one, other in itertools.combinations(changed.values(), 2) for call in one & other)
     if shared:

@@ -39,7 +39,7 @@ def exporter_named(name: str) -> Exporter:
     if name in _OWN:
         return _OWN[name]()
     if name not in others:
-        raise UnknownFormat(f"There is no format {name!r}; there are {', '.join((*_OWN, *others))}.")
+        raise UnknownFormat(f"There is no format {name!r}; the formats are: {', '.join((*_OWN, *others))}.")
     return _loaded(others[name])
 
 
@@ -57,10 +57,10 @@ def _from_others() -> dict[str, EntryPoint]:
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=_GROUP):
         if point.name in _OWN:
-            raise ExporterError(f"The format {point.name!r} is brought by optimize-export and by {_owner(point)}.")
+            raise ExporterError(f"The format {point.name!r} is provided by optimize-export and by {_owner(point)}.")
         if point.name in found and point.value != found[point.name].value:
             owners = f"{_owner(found[point.name])} and by {_owner(point)}"
-            raise ExporterError(f"The format {point.name!r} is brought by {owners}.")
+            raise ExporterError(f"The format {point.name!r} is provided by {owners}.")
         found[point.name] = point
     return found
 

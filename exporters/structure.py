@@ -109,7 +109,7 @@ class Structure:
         remaining = iter(tensors)
         value = _rebuild(self.root, remaining)
         if next(remaining, None) is not None or len(tensors) != len(self.paths):
-            raise StructureError(f"{len(tensors)} tensors were given where the model takes {len(self.paths)}.")
+            raise StructureError(f"{len(tensors)} tensors were given, but the model takes {len(self.paths)}.")
         return value
 
     def describe(self, names: Sequence[str]) -> Any:
@@ -149,26 +149,26 @@ class Structure:
         if kind is not None:
             way_out = "give" if self.side == "argument" else "return"
             raise StructureError(
-                f"{self.spell(path)} is a {kind} tensor, which files have no place for; {way_out} a dense one."
+                f"{self.spell(path)} is a {kind} tensor, which exported files can't represent; {way_out} a dense one."
             )
 
     def _match(self, node: Node, value: Any, flat: list[torch.Tensor], constants: bool, around: frozenset[int]) -> None:
         if isinstance(node, TensorNode):
             if not isinstance(value, torch.Tensor):
-                raise StructureError(f"{self.spell(node.path)} was a tensor when exported and is {_kind(value)} here.")
+                raise StructureError(f"{self.spell(node.path)} was a tensor when exported, but is {_kind(value)} here.")
             flat.append(value)
             return
         if isinstance(node, ConstantNode):
             if constants and not _same_constant(node.value, value):
                 raise StructureError(
-                    f"{self.spell(node.path)} was {node.value!r} when exported and is {_kind(value)} here; "
-                    f"only tensors can change from call to call."
+                    f"{self.spell(node.path)} was {node.value!r} when exported, but is {_kind(value)} here; only "
+                    "tensors can change from call to call."
                 )
             return
         opened = self._open(value, around)
         if opened is None or type(value) is not node.type:
             raise StructureError(
-                f"{self.spell(node.path)} was a {node.type.__name__} when exported and is {_kind(value)} here."
+                f"{self.spell(node.path)} was a {node.type.__name__} when exported, but is {_kind(value)} here."
             )
         keys, children, _ = opened
         if set(keys) != set(node.keys):
@@ -190,9 +190,9 @@ class Structure:
         return _open_object(value, around) if opened is None and self.side == "output" else opened
 
     def _unknown(self, value: Any, path: tuple[Key, ...]) -> str:
-        what = f"{self.spell(path)} is a {type(value).__name__}, which can't be taken apart into tensors"
+        what = f"{self.spell(path)} is a {type(value).__name__}, which can't be flattened into tensors"
         if self.side == "argument":
-            return f"{what}; give tensors, numbers, strings, dicts, lists, tuples or dataclasses."
+            return f"{what}; pass tensors, numbers, strings, dicts, lists, tuples or dataclasses."
         if "Cache" in type(value).__name__:
             return f"{what}; leave it out of the outputs (for example with use_cache=False)."
         return f"{what}; leave it out of the outputs, or register it with torch.utils._pytree.register_pytree_node."

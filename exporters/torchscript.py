@@ -149,8 +149,8 @@ def _script(adapter: Adapter) -> torch.jit.ScriptModule:
     changed = next((name for name, module in model.named_modules() if "forward" in vars(module)), None)
     if changed is not None:
         raise RouteRefused(
-            f"{f'module `{changed}`' if changed else 'the model'} has a forward of its own, and scripting would take that of"
-            " its class: leave out the pass that put it there"
+            f"{f'module `{changed}`' if changed else 'the model'} has its own forward, but scripting would compile "
+            "the one of its class: leave out the pass that replaced it"
         )
     names = [f"input_{index}" for index in range(len(adapter.input_names))]
     args, kwargs = adapter.call_arguments([_Source(name) for name in names])

@@ -40,8 +40,8 @@ def conditions_of_trace(evidence: Evidence, watch: Watch) -> tuple[Condition, ..
         return conditions_of_program(shared_program(evidence), evidence)
     except RouteRefused as refusal:
         raise RouteRefused(
-            f"the model reads a size in Python at {watch.sizes[0]}, which the trace freezes, and torch.export can't tell at"
-            f" which sizes it holds: {refusal}",
+            f"the model reads a size in Python at {watch.sizes[0]}, which the trace freezes, and torch.export can't "
+            f"determine at which sizes the trace is valid: {refusal}",
             size=refusal.size,
         ) from refusal
 

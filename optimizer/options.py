@@ -99,7 +99,7 @@ def parse_batch_sizes(text: str) -> tuple[int, ...]:
 def parse_seed(text: str) -> int:
     """Parse a seed; raise `UsageError` unless it is a whole number that torch's generators accept."""
     if not (_is_number(text) and int(text) < 2**63):
-        raise UsageError(f"--seed: {text!r} is no whole number from 0 to {2**63 - 1}.")
+        raise UsageError(f"--seed: {text!r} is not a whole number from 0 to {2**63 - 1}.")
     return int(text)
 
 
@@ -107,8 +107,8 @@ def parse_digest(option: str, text: str) -> str:
     """Parse a SHA-256 and convert it to lower case; raise `UsageError` for anything else."""
     if not isinstance(text, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", text.strip()):
         raise UsageError(
-            f"{option}: {text!r} is no SHA-256, which has 64 hexadecimal digits; give the one that the export of the bundle"
-            " showed."
+            f"{option}: {text!r} is not a SHA-256, which has 64 hexadecimal digits; use the one that the export of "
+            "the bundle printed."
         )
     return text.strip().lower()
 
@@ -119,7 +119,7 @@ def parse_opset(text: str) -> int:
     Only torch and onnxruntime know which opsets exist.
     """
     if not _is_number(text):
-        raise UsageError(f"--opset: {text!r} is no whole number; give one such as 17.")
+        raise UsageError(f"--opset: {text!r} is not a whole number; use one such as 17.")
     return int(text)
 
 
@@ -129,11 +129,11 @@ def parse_metadata(texts: Sequence[str]) -> dict[str, str]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals and key.strip():
-            raise UsageError(f"--metadata {text!r} has no value; give one such as --metadata {key.strip()}=Jane.")
+            raise UsageError(f"--metadata {text!r} has no value; add one, such as --metadata {key.strip()}=Jane.")
         if not key.strip():
-            raise UsageError(f"--metadata {text!r} has no key; give one such as --metadata author=Jane.")
+            raise UsageError(f"--metadata {text!r} has no key; add one, such as --metadata author=Jane.")
         if key in found:
-            raise UsageError(f"--metadata gives {key} twice.")
+            raise UsageError(f"--metadata sets {key} twice.")
         found[key] = value
     return found
 
@@ -155,13 +155,13 @@ def parse_tolerance(option: str, texts: Sequence[str]) -> Tolerance:
         name, equals, value = text.rpartition("=")
         name = name.strip()
         if equals and not name:
-            raise UsageError(f"{option} {text!r} names no output; give one such as {option} logits=1e-3.")
+            raise UsageError(f"{option} {text!r} names no output; use for example {option} logits=1e-3.")
         if name in found:
             raise UsageError(f"{option} is given twice for {name or 'all outputs'}.")
         found[name] = _tolerance(option, value)
     if "" in found and len(found) > 1:
         named = next(name for name in found if name)
-        raise UsageError(f"{option} is given for all outputs and for {named}: give a number for all, or one for each.")
+        raise UsageError(f"{option} is set for all outputs and for {named}: use one number for all, or one for each.")
     return found.get("", found or None)
 
 
@@ -171,7 +171,9 @@ def _tolerance(option: str, text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise UsageError(f"{option}: {text!r} is no number from 0 on; give one such as {option} 1e-3 or logits=1e-3.")
+        raise UsageError(
+            f"{option}: {text!r} is not a number of 0 or more; use for example {option} 1e-3 or logits=1e-3."
+        )
     return value
 
 
@@ -182,7 +184,7 @@ def parse_factor(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise UsageError(f"--factor: {text!r} is no number above 0; give one such as 2.")
+        raise UsageError(f"--factor: {text!r} is not a number above 0; use one such as 2.")
     return value
 
 
@@ -200,17 +202,17 @@ def parse_dynamic(texts: Sequence[str]) -> dict[str, dict[int, str | None]] | No
         name, colon, dims = text.rpartition(":")
         name = name.strip()
         if not colon or not name or not dims.strip():
-            raise UsageError(f"--dynamic {text!r} opens nothing: give an input and its dims, such as --dynamic x:0,2.")
+            raise UsageError(f"--dynamic {text!r} opens no dim: pass an input and its dims, such as --dynamic x:0,2.")
         for part in _parts("--dynamic", dims):
             number, equals, size = (piece.strip() for piece in part.partition("="))
             if not _is_number(number):
                 raise UsageError(
-                    f"--dynamic {text!r}: {number!r} is no dim; dims are whole numbers from 0, the first, on."
+                    f"--dynamic {text!r}: {number!r} is not a dim; dims are whole numbers, counted from 0."
                 )
             if equals and not size.isidentifier():
-                raise UsageError(f"--dynamic {text!r}: {size!r} is no name of a size; give a word such as 2=time.")
+                raise UsageError(f"--dynamic {text!r}: {size!r} is not a name for a size; use a word such as 2=time.")
             if int(number) in found.setdefault(name, {}):
-                raise UsageError(f"--dynamic names dim {int(number)} of {name} twice.")
+                raise UsageError(f"--dynamic lists dim {int(number)} of {name} twice.")
             found[name][int(number)] = size or None
     return found or None
 
@@ -229,18 +231,20 @@ def check_numbers(seed: object, batch_sizes: Any) -> None:
         UsageError: the seed isn't a whole number, or `batch_sizes` isn't a sequence of whole numbers of at least 1.
     """
     if not isinstance(seed, int) or isinstance(seed, bool):
-        raise UsageError(f"seed is a whole number, not {seed!r}.")
+        raise UsageError(f"seed must be a whole number, not {seed!r}.")
     if batch_sizes is None:
         return
     listed = isinstance(batch_sizes, Sequence) and not isinstance(batch_sizes, str)
     if not listed or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in batch_sizes):
-        raise UsageError(f"batch_sizes is a list of whole numbers from 1 on, such as (1, 2, 8), not {batch_sizes!r}.")
+        raise UsageError(
+            f"batch_sizes must be a list of whole numbers of 1 or more, such as (1, 2, 8), not {batch_sizes!r}."
+        )
 
 
 def check_effort(effort: object) -> None:
     """Raise `UsageError` for an unknown effort."""
     if effort not in get_args(Effort):
-        raise UsageError(f"effort is 'quick', 'normal' or 'thorough', not {effort!r}.")
+        raise UsageError(f"effort must be 'quick', 'normal' or 'thorough', not {effort!r}.")
 
 
 def is_utf8(text: str) -> bool:
@@ -269,7 +273,7 @@ def _is_number(text: str) -> bool:
 def _batch_size(text: str) -> int:
     if not (_is_number(text) and 1 <= int(text) <= _LARGEST_BATCH):
         raise UsageError(
-            f"--batch-sizes: {text!r} is no whole number from 1 to {_LARGEST_BATCH}; give some such as 1,2,3,5,8."
+            f"--batch-sizes: {text!r} is not a whole number from 1 to {_LARGEST_BATCH}; use for example 1,2,3,5,8."
         )
     return int(text)
 
@@ -285,7 +289,11 @@ def refuse_missing_weights(path: Path) -> None:
     """Raise `LoadError` if the path isn't a file."""
     if not path.is_file():
         kind = (
-            "is a folder; give the file in it" if path.is_dir() else "is no file" if path.exists() else "doesn't exist"
+            "is a folder; use the file in it"
+            if path.is_dir()
+            else "is not a file"
+            if path.exists()
+            else "doesn't exist"
         )
         raise LoadError(f"The weights file {path} {kind}.")
 
@@ -297,6 +305,6 @@ def check_debug_folder(directory: str | Path | None) -> None:
         UsageError: a file or folder exists there, or the path isn't UTF-8.
     """
     if directory is not None and os.path.lexists(directory):
-        raise UsageError(f"{directory} exists already: name a folder for debugging that doesn't, or take it away.")
+        raise UsageError(f"{directory} already exists: choose a new folder for debugging, or delete it.")
     if directory is not None and not is_utf8(str(directory)):
-        raise UsageError(f"{directory} isn't UTF-8, which the libraries that write there need: name another path.")
+        raise UsageError(f"{directory} isn't UTF-8, which the libraries that write there need: use another path.")

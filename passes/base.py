@@ -195,8 +195,8 @@ class Pass(ABC):
         """
         if self.max_error is not None and not 0 < self.max_error < 1:
             raise PassOptionError(
-                f"{self.name}: max_error is a share of an output's largest magnitude, above 0 and below 1, not"
-                f" {self.max_error!r}."
+                f"{self.name}: max_error must be a share of an output's largest magnitude, above 0 and below 1, not "
+                f"{self.max_error!r}."
             )
         if context.mode not in self.modes:
             raise RequirementNotMet(
@@ -204,7 +204,7 @@ class Pass(ABC):
                 " optimize() in Python."
             )
         if self.needs_run and not context.example_calls:
-            raise RequirementNotMet(f"The pass {self.name} {self.needs_run}: give example inputs.")
+            raise RequirementNotMet(f"The pass {self.name} {self.needs_run}: add example inputs.")
 
     def would_apply(self, tree: ModelTree, context: Context) -> bool:
         """Whether the pass would change something that exported files also contain; leaves the model unchanged.
@@ -236,9 +236,9 @@ class Pass(ABC):
             key = name.replace("-", "_")
             if key not in fields:
                 known = ", ".join(fields) or "none"
-                raise PassOptionError(f"{cls.name} has no option {name!r}: its options are: {known}.")
+                raise PassOptionError(f"{cls.name} has no option {name!r}; its options are: {known}.")
             if key in values:
-                raise PassOptionError(f"{cls.name} is given the option {name!r} twice.")
+                raise PassOptionError(f"{cls.name} has the option {name!r} twice.")
             values[key] = _parse(cls.name, key, text, typing.get_type_hints(cls)[key])
         return cls.made_with(values)
 
@@ -267,16 +267,16 @@ def _parse(owner: str, name: str, text: str, kind: Any) -> Any:
     if typing.get_origin(kind) is typing.Literal:
         choices = {str(choice): choice for choice in typing.get_args(kind)}
         if text not in choices:
-            raise PassOptionError(f"{owner}:{name} is one of {', '.join(choices)}, not {text!r}.")
+            raise PassOptionError(f"{owner}:{name} must be one of {', '.join(choices)}, not {text!r}.")
         return choices[text]
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return _parse_union(owner, name, text, kind)
     if kind is bool:
         if text.lower() not in ("true", "false"):
-            raise PassOptionError(f"{owner}:{name} is true or false, not {text!r}.")
+            raise PassOptionError(f"{owner}:{name} must be true or false, not {text!r}.")
         return text.lower() == "true"
     if kind not in (int, float, str):
-        raise PassOptionError(f"{owner}:{name} can't be given as text: make the pass in Python.")
+        raise PassOptionError(f"{owner}:{name} can't be set as text: create the pass in Python.")
     try:
         return kind(text)
     except ValueError:

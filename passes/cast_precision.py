@@ -109,11 +109,11 @@ class CastPrecision(ModulePass):
 
     def __post_init__(self) -> None:
         if self.dtype not in ("bfloat16", "float16"):
-            raise ValueError(f"dtype is 'bfloat16' or 'float16', not {self.dtype!r}")
+            raise ValueError(f"dtype must be 'bfloat16' or 'float16', not {self.dtype!r}")
         if self.how not in ("autocast", "weights"):
-            raise ValueError(f"how is 'autocast' or 'weights', not {self.how!r}")
+            raise ValueError(f"how must be 'autocast' or 'weights', not {self.how!r}")
         if not isinstance(self.keep, str):
-            raise ValueError(f"keep is the path of modules as a text, such as 'head', not {self.keep!r}")
+            raise ValueError(f"keep must be a string of module paths, such as 'head', not {self.keep!r}")
 
     def check(self, context: Context) -> None:
         """Look whether the dtype can be had here.
@@ -124,20 +124,20 @@ class CastPrecision(ModulePass):
         super().check(context)
         if self.how == "weights" and context.mode != "inference":
             raise RequirementNotMet(
-                f"The pass {self.name} casts weights for inference alone: train with how='autocast', which keeps them in"
-                " float32."
+                f"The pass {self.name} casts weights for inference only: train with how='autocast', which keeps "
+                "them in float32."
             )
         if self.how == "weights" and not context.example_calls:
             raise RequirementNotMet(
-                f"The pass {self.name} with how='weights' looks in a run for what can't be computed in {self.dtype}: give"
-                " example inputs, or take how='autocast'."
+                f"The pass {self.name} with how='weights' needs a run to find what can't be computed in "
+                f"{self.dtype}: add example inputs, or use how='autocast'."
             )
         if context.device.type == "cuda" and self.dtype == "bfloat16":
             found = torch.cuda.get_device_capability(context.device)
             if found < _FIRST_WITH_BFLOAT16:
                 raise RequirementNotMet(
-                    f"The pass {self.name} can't have bfloat16 on a GPU of compute capability {found[0]}.{found[1]}, which"
-                    " has no arithmetic for it: take dtype='float16'."
+                    f"The pass {self.name} can't use bfloat16 on a GPU of compute capability {found[0]}.{found[1]}, "
+                    "which has no arithmetic for it: use dtype='float16'."
                 )
 
     def would_apply(self, tree: ModelTree, context: Context) -> bool:
@@ -156,12 +156,12 @@ class CastPrecision(ModulePass):
         tree, dtype = model.tree, getattr(torch, self.dtype)
         self._refuse(tree)
         if (done := model.computes_in) is not None:
-            model.skip("", f"it computes in {str(done).removeprefix('torch.')} already")
+            model.skip("", f"it already computes in {str(done).removeprefix('torch.')}")
             return
         floats = [tensor for module in tree.modules() for _, tensor in _floats_of(module)]
         if floats and all(tensor.dtype is not torch.float32 for tensor in floats):
             named = " and ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in floats}))
-            model.skip("", f"its parameters are in {named} already")
+            model.skip("", f"its parameters are already in {named}")
             return
         casting = _Casting(model, context, dtype, weights=self.how == "weights")
         casting.keep_named(self._kept_by_name(tree))
@@ -169,9 +169,7 @@ class CastPrecision(ModulePass):
             return
         casting.write()
         if context.device.type == "cpu" and not _is_fast_here(dtype):
-            model.remark(
-                "", f"torch has no fast kernels for {self.dtype} on this CPU: the result is for another device"
-            )
+            model.remark("", f"torch has no fast kernels for {self.dtype} on this CPU: the result is for other devices")
 
     def _refuse(self, tree: ModelTree) -> None:
         for module in tree.modules():
@@ -184,8 +182,8 @@ class CastPrecision(ModulePass):
                 )
             if any(tensor.dtype is torch.float64 for _, tensor in _floats_of(module)):
                 raise RequirementNotMet(
-                    f"The pass {self.name} is for models in float32, and {path} has parameters in float64: give it a model in"
-                    " float32, or leave the pass out."
+                    f"The pass {self.name} is for models in float32, and {path} has parameters in float64: use a "
+                    "float32 model, or leave the pass out."
                 )
 
     def _kept_by_name(self, tree: ModelTree) -> list[nn.Module]:
@@ -195,8 +193,8 @@ class CastPrecision(ModulePass):
         for pattern in self.keep.split("|"):
             if not paths_matching(paths, pattern):
                 raise RequirementNotMet(
-                    f"{self.name} has keep={self.keep!r}, and {pattern.strip()!r} is the path of no module of"
-                    f" {type(tree.root).__name__}."
+                    f"{self.name} has keep={self.keep!r}, but {pattern.strip()!r} isn't the path of any module of "
+                    f"{type(tree.root).__name__}."
                 )
         return [paths[path] for path in sorted(paths_matching(paths, self.keep))]
 
@@ -241,7 +239,7 @@ class _Casting:
     def keep_named(self, modules: list[nn.Module]) -> None:
         """Keep what the user names."""
         for module in modules:
-            self.choice.kept[id(module)] = "kept in float32, as the pass was told to"
+            self.choice.kept[id(module)] = "kept in float32 by the option keep"
         self._keep_what_is_tied()
 
     # Finding ----------------------------------------------------------------------------------------------------------
@@ -253,7 +251,7 @@ class _Casting:
         most = _MOST_OF_A_LAYER * unit
         watch = LossWatch(self.root, self.besides, layers, self.dtype, most, self._lowered)
         if (problem := self._run(watch)) is not None:
-            self.model.skip("", f"no run shows what its layers lose in {self.word} ({problem})")
+            self.model.skip("", f"no run shows the precision that its layers lose in {self.word} ({problem})")
             return False
         losses, wanted = watch.losses, watch.outputs
         self.outputs = dtypes_of(wanted)
@@ -292,7 +290,10 @@ class _Casting:
         if loss.by_input <= most or feeder is None or feeder is self.root or not _has_floats(feeder):
             return
         path = self.tree.path(self.modules[key])
-        why = f"kept in float32: one rounding of what it gives to {path} to {self.word} is {_percent(loss.by_input)} there"
+        why = (
+            f"kept in float32: rounding its output to {self.word} once causes an error of {_percent(loss.by_input)} "
+            f"in {path}"
+        )
         self.choice.kept.setdefault(id(feeder), why)
         self.choice.bare.add(id(feeder))
 
@@ -315,7 +316,7 @@ class _Casting:
             if found is None:
                 return
             module, path = found
-            self.choice.kept[id(module)] = f"kept in float32, as it shares a parameter with {path}"
+            self.choice.kept[id(module)] = f"kept in float32, because it shares a parameter with {path}"
 
     def _kept_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         for module in self.modules.values():
@@ -346,7 +347,7 @@ class _Casting:
             problem = self._run(trial)
         for module, way, error in trial.mended.values():
             if way == _MIXED:
-                self.choice.mixed[id(module)] = f"under autocast, as it raises without {_clause(error)}"
+                self.choice.mixed[id(module)] = f"under autocast, because it raises without {_clause(error)}"
             else:
                 self.choice.kept[id(module)] = f"kept in float32: in {self.word} it raises {_clause(error)}"
         if trial.mended:
@@ -461,7 +462,7 @@ class _Casting:
         for key, module in self.modules.items():
             if key not in in_float32:
                 self._write_one(path_of(module), module)
-        what = "inputs and outputs as before around" if self.weights else "computes under autocast to"
+        what = "inputs and outputs keep their dtypes around" if self.weights else "runs under autocast to"
         mixed = self.choice.mixed.get(id(self.root))
         with model.change("", f"{what} {self.word}{f', {mixed}' if mixed else ''}"):
             model.set_attribute(self.root, "forward", self._forward_of(self.root))
@@ -478,7 +479,7 @@ class _Casting:
         if isinstance(forward, FiniteMasks):
             what.append(f"masks stay finite in {self.word}")
         elif self._takes_one_dtype(module) and not held:
-            what.append(f"given {self.word}, for the layers in it")
+            what.append(f"input cast to {self.word} for its layers")
         what += [self.choice.mixed[id(module)]] if is_around and id(module) in self.choice.mixed else []
         with self.model.change(path, ", ".join(what)) as change:
             flat = self._flat_weights(module)
@@ -495,7 +496,7 @@ class _Casting:
     def _why_given_up(self, problem: str | None, lost: float) -> str:
         if problem is not None:
             return f"it doesn't run in {self.word} ({problem})"
-        return f"in {self.word} it {_off(lost)} with every layer that loses something in float32"
+        return f"in {self.word} it {_off(lost)} even with every sensitive layer in float32"
 
 
 def _held_flat(module: nn.Module, flat: list[Any]) -> list[AttributeEdit]:
@@ -545,7 +546,7 @@ def _is_fast_here(dtype: torch.dtype) -> bool:
 
 
 def _off(share: float) -> str:
-    return f"is off by {_percent(share)} of its output" if math.isfinite(share) else "isn't finite any more"
+    return f"is off by {_percent(share)} of its output" if math.isfinite(share) else "is no longer finite"
 
 
 def _percent(share: float) -> str:

@@ -121,7 +121,7 @@ def _infer(model: ModuleRewriter, context: Context, seen: Runs) -> None:
 
 
 _TOO_DEAR = (
-    "its weight is large beside its maps: packing that anew at every call would cost more than channels_last saves"
+    "its weight is large compared with its maps: repacking it at every call would cost more than channels_last saves"
 )
 
 
@@ -156,13 +156,13 @@ def _why_not_converted(model: ModuleRewriter, module: nn.Module, seen: Runs) -> 
         for user in run.recording.uses(ref):
             if not _convolves(user, run.recording.reader(ref)):
                 reader = model.tree.path(call_of(user).module) or "the root"
-                return f"its weight is also read by {reader}, which may count on the format"
+                return f"its weight is also read by {reader}, which may depend on its memory format"
     return None
 
 
 def _why_not_tried(weight: nn.Parameter, context: Context) -> str | None:
     if not context.example_calls:
-        return "only a run shows that no view counts on the old format: give example inputs"
+        return "only a run can show that no view depends on the old format: add example inputs"
     if weight.is_meta:
         return "its weight is on the meta device and has no values"
     return None
@@ -314,10 +314,10 @@ def _audit(model: ModuleRewriter, context: Context) -> Layouts | None:
         else:
             model.withdraw(change)
     if problem is not None:
-        model.remark("", f"no run shows where channels_last is lost on the way ({problem})")
+        model.remark("", f"no run shows where channels_last is lost ({problem})")
         return None
     for path in layouts.scripted:
-        model.remark(path, "it is TorchScript: whether channels_last is lost inside of it isn't seen")
+        model.remark(path, "it is TorchScript: whether channels_last is lost inside it can't be seen")
     for loss in layouts.losses:
         model.remark(loss.where, _what_is_lost(loss))
     return layouts
@@ -334,11 +334,11 @@ def _what_is_lost(loss: Loss) -> str:
     first, *others = loss.convolutions or [""]
     which = f"{first} and {len(others)} more" if others else first
     if not loss.is_seen:
-        return f"its input comes in contiguous format from what no run shows: {loss.converted:,} elements are converted"
+        return f"its input is contiguous for a reason that no run shows: {loss.converted:,} elements are converted"
     lost = f"channels_last is lost here for {loss.elements:,} elements"
     if loss.converted:
-        return f"{lost}: {which} convert{'' if others else 's'} {loss.converted:,} anew"
-    return f"{lost}: what follows runs in contiguous format"
+        return f"{lost}: {which} convert{'' if others else 's'} {loss.converted:,} elements back"
+    return f"{lost}: the operations after it run in contiguous format"
 
 
 # In training ----------------------------------------------------------------------------------------------------------
@@ -379,7 +379,7 @@ def _train(model: ModuleRewriter, context: Context, seen: Runs) -> None:
         layouts = _audit(model, context)
     for path, module in entered.items():
         if layouts is None or path in layouts.entries:
-            with model.change(path, "input brought into channels_last", module):
+            with model.change(path, "input converted to channels_last", module):
                 _put_around(model, module, ChannelsLastInput(module, module.__dict__.get("forward")))
     for path in () if layouts is None else layouts.draws:
         module = root.get_submodule(path)
@@ -404,9 +404,9 @@ def _why_not_entered(maps: Mapping[int, _Shapes], module: nn.Module, context: Co
     if reason := _why_not_tried(weight, context):
         return reason
     if not is_stock(module, _LAYERS):
-        return f"it is a {type(module).__name__}, which computes in a way of its own"
+        return f"it is a {type(module).__name__}, which has its own computation"
     if any(len(shape) != weight.dim() for shape, _ in maps.get(id(module), ())):
-        return "it is given maps without a batch, which its kernels take for contiguous ones"
+        return "its input has no batch dim, so its kernels treat it as contiguous"
     return None
 
 
@@ -473,7 +473,7 @@ def _convert_inputs(model: ModuleRewriter, names: Sequence[str]) -> ModuleChange
     inner = root.__dict__.get("forward")
     while isinstance(inner, ChannelsLastInputs | FormattedForward):
         inner = inner.inner
-    with model.change("", f"input {' and '.join(names)} brought into channels_last once") as change:
+    with model.change("", f"input {' and '.join(names)} converted to channels_last once") as change:
         _put_around(model, root, ChannelsLastInputs(root, frozenset(names), inner))
     return change
 

@@ -81,7 +81,7 @@ def _why_not_trained(model: TensorRewriter, pair: Pair, norm: BatchNorm) -> str 
     if not norm.uses_batch_statistics and model.is_as_given(norm):
         where = model.where(norm)
         other = "" if norm.module is None else f"put {where} in training before optimize(), or "
-        return f"the BatchNorm {where} uses running statistics, with which the bias is trained: {other}freeze the bias"
+        return f"the BatchNorm {where} uses running statistics, so the bias is trained: {other}freeze the bias"
     if bias._backward_hooks or getattr(bias, "_post_accumulate_grad_hooks", None):
         return "its bias has hooks, which see its gradient"
     return None
@@ -91,11 +91,13 @@ def _why_not_saved(model: TensorRewriter, pair: Pair) -> str | None:
     """Whether a result that is trained on can't keep the two together, or checkpoints don't hold them under one name."""
     assert isinstance(pair.affine, BatchNorm)
     if pair.conv.module is None:
-        return "it is called as a function, and its weight is the caller's in training: nothing can guard its output"
+        return (
+            "it is called as a function, and its weight belongs to the caller in training: nothing can guard its output"
+        )
     for owner in (ref.owner for ref in (pair.conv.bias, pair.affine.mean) if ref is not None):
         where, aliases = model.tree.path(owner), model.tree.aliases(owner)
         if not model.tree.is_registered(owner):
-            return f"{where} stands in a plain container, where checkpoints don't find it: put it into an nn.ModuleList"
+            return f"{where} is in a plain container, where checkpoints don't find it: put it into an nn.ModuleList"
         if aliases:
             return f"checkpoints hold its tensors under two names, {where} and {aliases[0]}"
     return None
@@ -103,7 +105,11 @@ def _why_not_saved(model: TensorRewriter, pair: Pair) -> str | None:
 
 def _move(model: TensorRewriter, pair: Pair, norm: BatchNorm, moved: torch.Tensor | None) -> None:
     into = model.where(norm)
-    what = f"bias moved into the running mean of {into}" if norm.mean else f"bias dropped, as {into} takes it out again"
+    what = (
+        f"bias moved into the running mean of {into}"
+        if norm.mean
+        else f"bias dropped, because {into} subtracts it again"
+    )
     assert pair.conv.bias_value is not None
     trained = model.mode == "training" and norm.mean is not None and pair.conv.bias_value.requires_grad
     with model.change(pair.conv, what, pair):

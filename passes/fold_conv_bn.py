@@ -66,7 +66,7 @@ class FoldConvBn(TensorPass):
                     with model.change(pair.affine, what, pair):
                         model.fold(pair, weight, bias)
                 else:
-                    model.skip(pair.affine, f"{what}, it gives weights that aren't finite")
+                    model.skip(pair.affine, f"{what} would give weights that aren't finite")
         model.skip_the_rest()
 
 
@@ -78,9 +78,9 @@ def _why_not(model: TensorRewriter, pair: Pair) -> str | None:
     if reason is None:
         return None
     return (
-        f"it isn't folded into {where} behind it: {reason}"
+        f"it isn't folded into {where} after it: {reason}"
         if norm.leads
-        else f"the convolution {where} stays as it is: {reason}"
+        else f"the convolution {where} is unchanged: {reason}"
     )
 
 
@@ -88,9 +88,9 @@ def _why_not_in_front(model: TensorRewriter, pair: Pair) -> str | None:
     if pair.conv.transposed:
         return "the outputs of a transposed convolution near the border are sums of fewer products"
     if pair.conv.pads:
-        return "the zeros that are padded in between would have to be shifted too"
+        return "the zero padding between them would have to be shifted too"
     if model.is_tied(pair.affine):
-        return "it was folded together with the convolution before it"
+        return "it was already folded with the convolution before it"
     return model.why_not(pair)
 
 

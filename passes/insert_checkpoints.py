@@ -83,14 +83,14 @@ class InsertCheckpoints(Pass):
     def __post_init__(self) -> None:
         bytes_of(self.memory_budget, 1)
         if self.strategy not in ("optimal", "uniform"):
-            raise ValueError(f"strategy is 'optimal' or 'uniform', not {self.strategy!r}")
+            raise ValueError(f"strategy must be 'optimal' or 'uniform', not {self.strategy!r}")
         if not isinstance(self.selective, bool):
-            raise ValueError(f"selective is True or False, not {self.selective!r}")
+            raise ValueError(f"selective must be True or False, not {self.selective!r}")
         if not isinstance(self.units, str):
-            raise ValueError(f"units is the path of modules as a text, such as 'layers.*', not {self.units!r}")
+            raise ValueError(f"units must be a string of module paths, such as 'layers.*', not {self.units!r}")
         rows = self.batch_size
         if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
-            raise ValueError(f"batch_size is a whole number of rows from 1 on, not {rows!r}")
+            raise ValueError(f"batch_size must be a whole number of rows of 1 or more, not {rows!r}")
 
     def run(self, tree: ModelTree, context: Context) -> PassResult:
         """Plan a step of the root, and put the plan around its forward.
@@ -119,7 +119,7 @@ class InsertCheckpoints(Pass):
         before = root.__dict__.get("forward")
         if isinstance(before, CheckpointedForward):
             if before.plan == found.plan:
-                rewriter.skip("", "it trains under this plan already")
+                rewriter.skip("", "it already trains with this plan")
                 return PassResult((), tuple(rewriter.skips), rewriter)
             before = before.inner
         report = found.report(solver)
@@ -155,8 +155,8 @@ class InsertCheckpoints(Pass):
         if found := paths_matching((path for path, _ in root.named_modules() if path), self.units):
             return found
         raise RequirementNotMet(
-            f"{self.name} has units={self.units!r}, which is the path of no module of {type(root).__name__}: give the paths"
-            ' of those that fully_shard will be called on, such as "layers.*".'
+            f"{self.name} has units={self.units!r}, which matches no module of {type(root).__name__}: use the paths "
+            'of the modules that fully_shard will be called on, such as "layers.*".'
         )
 
     def _planned(self, steps: _Steps, solver: Solver) -> _Planned:
@@ -178,9 +178,9 @@ class InsertCheckpoints(Pass):
         if budget is not None and reached <= budget:
             return lowest
         raise _OutOfReach(
-            f"{self.name} can't keep to memory_budget={self.memory_budget!r}, which is {shown(budget or 0)} of the"
-            f" {shown(peak)} that a step takes: the lowest is {shown(reached)}, memory_budget={_rounded_up(reached / peak)}"
-            ' or "min".'
+            f"{self.name} can't meet memory_budget={self.memory_budget!r}, which is {shown(budget or 0)} of the "
+            f"{shown(peak)} that a step needs: the lowest is {shown(reached)}, "
+            f'memory_budget={_rounded_up(reached / peak)} or "min".'
         )
 
     def _chosen(self, solver: Solver, budget: int | None) -> Choice | None:
@@ -213,7 +213,7 @@ def _set_compiled(rewriter: ModuleRewriter, root: nn.Module, paths: Sequence[str
     if had == wanted:
         return
     names = f"{paths[0]}{f' and {len(paths) - 1} like it' if paths[1:] else ''}" if paths else "no module"
-    with rewriter.change("", f"where torch.compile compiles it, {names} is a checkpoint"):
+    with rewriter.change("", f"under torch.compile, {names} is a checkpoint"):
         for path in sorted(had ^ wanted):
             module = root.get_submodule(path)
             forward = _inside(module) if path in had else CompiledCheckpoint(module, module.__dict__.get("forward"))
@@ -233,7 +233,7 @@ def _memory_needed(before: str = "") -> Iterator[None]:
         # torch has no class of its own for it on the CPU.
         texts = ("can't allocate memory", "not enough memory")
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts):
-            lack = "on real tensors the memory isn't enough for a step: give example inputs of fewer rows"
+            lack = "on real tensors there isn't enough memory for a step: use example inputs with fewer rows"
             raise NoProfile(before + lack) from error
         raise
 
@@ -276,11 +276,11 @@ class _Steps:
         """
         if self._batch_size is not None:
             raise NoProfile(
-                f"batch_size={self._batch_size} is planned for on tensors without numbers, and its forward looks at numbers:"
-                " leave batch_size out, and give example inputs of as many rows as you train with"
+                f"batch_size={self._batch_size} is planned on tensors without values, but its forward reads values: "
+                "leave out batch_size, and use example inputs with the batch size that you train with"
             )
         self.is_fake = False
-        before = "" if why is None else f"without numbers its forward raises {_quoted(why)}, and "
+        before = "" if why is None else f"without values its forward raises {_quoted(why)}, and "
         try:
             with _memory_needed(before):
                 self.profile = self._profile()
@@ -352,8 +352,8 @@ class _Planned:
         peak, eager = self.measured.peak, self._profile.peak
         share = self._again / self._profile.flops if self._profile.flops else 0.0
         return (
-            f"trains in {shown(peak)} of {shown(eager)} ({100 * peak / eager:.1f} %; memory_budget={self._budget}), and"
-            f" computes {100 * share:.1f} % of the forward's FLOPs again"
+            f"trains in {shown(peak)} of {shown(eager)} ({100 * peak / eager:.1f} %; memory_budget={self._budget}), "
+            f"and recomputes {100 * share:.1f} % of the forward's FLOPs"
         )
 
     @property

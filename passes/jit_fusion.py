@@ -65,12 +65,13 @@ class JitFusion(GraphPass):
         no_fuser = f"this build of torch has no TorchScript fuser for {device.type}"
         if self.backend == "torchscript" and not fuses:
             raise RequirementNotMet(
-                f"jit-fusion:backend=torchscript can't be had here: {no_fuser}; use backend=inductor, or leave it out."
+                f"jit-fusion:backend=torchscript isn't available here: {no_fuser}; use backend=inductor, or leave "
+                "it out."
             )
         if self.backend == "inductor" and missing:
-            raise RequirementNotMet(f"jit-fusion:backend=inductor can't be had here: {missing}.")
+            raise RequirementNotMet(f"jit-fusion:backend=inductor isn't available here: {missing}.")
         if self.backend == "auto" and missing and not fuses:
-            raise RequirementNotMet(f"jit-fusion can't be had here: {no_fuser}, and {missing}.")
+            raise RequirementNotMet(f"jit-fusion isn't available here: {no_fuser}, and {missing}.")
         if self.backend == "auto":
             return "torchscript" if missing else "inductor"
         return self.backend
@@ -100,7 +101,10 @@ class JitFusion(GraphPass):
         for group in reversed(list(pointwise_groups(graph.nodes, graph.settings()))):
             *_, last = group.nodes
             if memory.may_be_written((*group.nodes, *group.inputs)):
-                graph.skip(last, f"{graph.name_of(last)} and what it is made of, or is given, may be written to")
+                graph.skip(
+                    last,
+                    f"{graph.name_of(last)}, a value that it is computed from, or an input of it may be written to",
+                )
                 continue
             unit = FusedUnit.of(group, backend)
             with graph.change(last, f"{unit.name}: {unit.operations} kernels become one") as change:

@@ -54,8 +54,8 @@ class MergeLinears(GraphPass):
         if groups and not self.force and context.device.type != "cuda":
             graph.skip_place(
                 "",
-                "some of its layers take one input, and the model is on a device where one product for all only costs"
-                f" ({context.device}): merge-linears:force=true has it anyway",
+                f"some of its layers share an input, but on this device ({context.device}) one product for all is "
+                "only slower: merge-linears:force=true merges them anyway",
             )
             return
         memory = graph.memory()
@@ -106,7 +106,9 @@ def _alike(graph: GraphRewriter, memory: Memory, nodes: Sequence[Node]) -> Itera
         if len(alike) > 1:
             yield alike
         elif len(kinds) > 1:
-            graph.skip(alike[0].node, "its weight is of another dtype, device or width than those beside it")
+            graph.skip(
+                alike[0].node, "its weight has a different dtype, device or width than the weights of the other layers"
+            )
 
 
 def _linear(graph: GraphRewriter, node: Node) -> _Linear:
@@ -124,9 +126,9 @@ def _why_not(graph: GraphRewriter, memory: Memory, node: Node) -> str | None:
             return f"its {name} {reason}"
     rows = graph.example(weight)
     if rows.dim() != 2:
-        return f"its weight is of shape {list(rows.shape)}, as no layer's is"
+        return f"its weight has the shape {list(rows.shape)}, which no linear layer has"
     if bias is not None and _kind(graph.example(bias)) != _kind(rows):
-        return "its bias is of another dtype, device or length than its weight"
+        return "its bias has a different dtype, device or length than its weight"
     if memory.may_be_written((node, *node.all_input_nodes)):
         return "its input, its weight or its output may be written to"
     return graph.why_layout_shows(node, _in_rows(graph.example(node)))
@@ -135,10 +137,10 @@ def _why_not(graph: GraphRewriter, memory: Memory, node: Node) -> str | None:
 def _why_no_rows(graph: GraphRewriter, tensor: Any) -> str | None:
     """Why a tensor can't be rows of a joint one."""
     if not graph.is_parameter(tensor):
-        return "is computed at every call, or is no parameter of the model"
+        return "is computed at every call, or is not a parameter of the model"
     example = graph.example(tensor)
     if not hasattr(example, "fake_mode"):
-        return f"is a {type(example).__name__}, which has an arithmetic of its own"
+        return f"is a {type(example).__name__}, which has its own arithmetic"
     if example.layout is not torch.strided or not example.is_floating_point():
         return f"is of layout {example.layout} and dtype {example.dtype}"
     return None

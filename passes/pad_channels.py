@@ -58,7 +58,7 @@ class PadChannels(GraphPass):
 
     def __post_init__(self) -> None:
         if self.multiple < 2:
-            raise ValueError(f"multiple is a number of channels from 2 on, not {self.multiple}")
+            raise ValueError(f"multiple must be a number of channels of 2 or more, not {self.multiple}")
 
     def rewrite(self, graph: GraphRewriter, context: Context) -> None:
         """Pad every layer that can be padded, where it can pay."""
@@ -162,13 +162,19 @@ def _unaligned_layers(graph: GraphRewriter, multiple: int) -> Iterator[_Layer]:
 
 def _why_not(graph: GraphRewriter, layer: _Layer) -> str | None:
     if layer.groups > 1:
-        return f"its channels are in {layer.groups} groups, of which each would have to be padded: that only costs"
+        return (
+            f"its channels are in {layer.groups} groups, each of which would have to be padded: that costs more "
+            "than it saves"
+        )
     for name, tensor in zip(("weight", "bias"), layer.parameters, strict=False):
         if not graph.is_parameter(tensor) and not graph.is_derived(tensor):
-            return f"its {name} is computed at every call, and would be padded at every call: that only costs"
+            return (
+                f"its {name} is computed at every call, and would be padded at every call: that costs more than it "
+                "saves"
+            )
         example = graph.example(tensor)
         if not hasattr(example, "fake_mode"):
-            return f"its {name} is a {type(example).__name__}, which has an arithmetic of its own"
+            return f"its {name} is a {type(example).__name__}, which has its own arithmetic"
         if example.layout is not torch.strided or not example.is_floating_point():
             return f"its {name} is of layout {example.layout} and dtype {_name_of(example.dtype)}"
     return None
@@ -186,7 +192,8 @@ def _why_not_here(layers: Sequence[_Layer], device: torch.device) -> str | None:
         names = sorted({_name_of(layer.dtype) for layer in layers})
         wanted = " and ".join(map(_name_of, dtypes))
         return (
-            f"its layers compute in {' and '.join(names)}, and the tensor cores of {device} take {wanted} in multiples"
+            f"its layers compute in {' and '.join(names)}, but the tensor cores of {device} need multiples only for "
+            f"{wanted}"
         )
     return None
 
@@ -203,21 +210,21 @@ def _dtypes_of_tensor_cores(device: torch.device) -> tuple[torch.dtype, ...]:
 
 def _why_it_costs(layer: _Layer, device: torch.device) -> str | None:
     if layer.dtype not in _dtypes_of_tensor_cores(device):
-        return f"it computes in {_name_of(layer.dtype)}, which gains nothing by multiples"
+        return f"it computes in {_name_of(layer.dtype)}, which doesn't gain from multiples"
     if GraphRewriter.name_of(layer.node) != "linear" and (reason := _why_cudnn_does_it(layer)):
         return reason
     work = layer.given * layer.made
     padded = (layer.given + layer.inputs) * (layer.made + layer.outputs)
     if padded > _MOST_WORK * work:
-        return f"padded, it would multiply {padded / work:.1f} times as much, mostly by zeros"
+        return f"padded, it would multiply {padded / work:.1f} times as much, mostly zeros"
     return _why_copies_cost(layer)
 
 
 def _why_copies_cost(layer: _Layer) -> str | None:
     source, weight, output = layer.examples
     text = (
-        "it multiplies so little for each number that it reads and writes that copies of its inputs and outputs cost more"
-        " than a faster product saves"
+        "it multiplies so little per element that copies of its inputs and outputs cost more than a faster product "
+        "saves"
     )
     # On so large an input that the weight counts for nothing.
     if weight[0, 0].numel() * layer.given * layer.made < _BALANCE * (layer.given + layer.made):
@@ -235,7 +242,7 @@ def _why_copies_cost(layer: _Layer) -> str | None:
 def _why_cudnn_does_it(layer: _Layer) -> str | None:
     _, weight, _ = layer.examples
     if weight.dim() not in CHANNELS_LAST_FORMATS or not is_channels_last(weight):
-        hint = ": put channels-last in front of this pass" if weight.dim() in CHANNELS_LAST_FORMATS else ""
+        hint = ": put channels-last before this pass" if weight.dim() in CHANNELS_LAST_FORMATS else ""
         return f"its maps are contiguous, and cuDNN pads those itself{hint}"
     if layer.given <= _IMAGE_CHANNELS:
         return f"its input has {layer.given} channels, and cuDNN has kernels for such images"

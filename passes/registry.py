@@ -111,11 +111,11 @@ def _add(classes: dict[str, type[Pass]], cls: type[Pass]) -> None:
 
 def _checked(point: EntryPoint, loaded: object) -> type[Pass]:
     if not isinstance(loaded, type) or not issubclass(loaded, Pass):
-        raise UnknownPass(f"The entry point {point.name!r} is {point.value}, which is no class of a Pass.")
+        raise UnknownPass(f"The entry point {point.name!r} is {point.value}, which isn't a subclass of Pass.")
     if getattr(loaded, "name", None) != point.name:
         raise UnknownPass(
-            f"The entry point {point.name!r} is {point.value}, whose name is {getattr(loaded, 'name', None)!r}:"
-            " give both the same one."
+            f"The entry point {point.name!r} is {point.value}, whose name is {getattr(loaded, 'name', None)!r}: use "
+            "the same name for both."
         )
     return loaded
 
@@ -135,7 +135,7 @@ def pass_named(name: str) -> type[Pass]:
     if name in classes:
         return classes[name]
     if name in _broken:
-        raise UnknownPass(f"The pass {name!r} is not to be had: {_broken[name]}.")
+        raise UnknownPass(f"The pass {name!r} isn't available: {_broken[name]}.")
     near = get_close_matches(name, classes, 1)
     hint = f"did you mean {near[0]!r}?" if near else f"the passes are: {', '.join(classes)}."
     raise UnknownPass(f"There is no pass {name!r}: {hint}")
@@ -170,7 +170,7 @@ def parse_passes(text: str) -> list[Pass]:
         return []
     parts = text.split(",")
     if not all(part.strip() for part in parts):
-        raise UnknownPass(f"{text!r} has nothing between two commas, or behind the last one.")
+        raise UnknownPass(f"{text!r} has an empty entry: put a pass between two commas, and none after the last pass.")
     return [parse_pass(part) for part in parts]
 
 
@@ -200,7 +200,7 @@ def _made(item: object) -> Pass:
         return item.made_with({})
     if isinstance(item, Pass):
         return item
-    raise UnknownPass(f"{item!r} is neither the name of a pass nor an instance of one.")
+    raise UnknownPass(f"{item!r} is neither the name of a pass nor an instance of Pass.")
 
 
 def check_order(passes: Sequence[Pass]) -> None:
@@ -217,8 +217,9 @@ def check_order(passes: Sequence[Pass]) -> None:
     for item in passes:
         if planner is not None and (item.needs_graph or item.is_barrier or item.plans_calls):
             raise PassOrderError(
-                f"{item.name} can't come after {planner.name}, whose plan is for the calls as they stand then:"
-                f" put {planner.name} last{' and leave the other out' if item.is_barrier or item.plans_calls else ''}."
+                f"{item.name} can't come after {planner.name}, which plans for the calls as they are at that point: "
+                f"put {planner.name} "
+                f"last{' and leave the other out' if item.is_barrier or item.plans_calls else ''}."
             )
         if barrier is not None and item.is_barrier:
             raise PassOrderError(f"{item.name} can't come after {barrier.name}: only one of them can be the last.")

@@ -65,12 +65,12 @@ def _leave_out_nothings(graph: GraphRewriter) -> None:
         name = graph.name_of(node)
         if is_what == _VIEW and memory.may_be_written((node, source)):
             # Only its shape may be written to: what is the same tensor stays so whatever is done to it.
-            graph.skip(node, f"what {name} gives again may be written to")
+            graph.skip(node, f"the value that {name} returns unchanged may be written to")
         elif is_what == _COPY and (reason := _why_not_one(graph, memory, node, source)):
             graph.skip(node, reason)
         else:
             is_layer = "dropout" in name and graph.is_of_layer(node)
-            what = "as dropout does nothing in eval" if is_layer else "which gives what it is given"
+            what = "because dropout does nothing in eval" if is_layer else "because it returns its input"
             with graph.change(node, f"left out, {what}" if is_layer else f"{name} left out, {what}"):
                 graph.replace(node, source)
 
@@ -78,9 +78,9 @@ def _leave_out_nothings(graph: GraphRewriter) -> None:
 def _why_not_one(graph: GraphRewriter, memory: Memory, node: Node, other: Node) -> str | None:
     """Why the values can't be one."""
     if memory.may_be_written((node, other)):
-        return f"the value of {graph.name_of(node)} or of what it is made of may be written to"
+        return f"the value of {graph.name_of(node)}, or a value that it is computed from, may be written to"
     if memory.may_leave(node):
-        return f"the value of {graph.name_of(node)} leaves the forward, and may be written to by others"
+        return f"the value of {graph.name_of(node)} leaves the forward, and may be written to outside"
     return None
 
 
@@ -103,7 +103,7 @@ def _compute_once(graph: GraphRewriter) -> None:
         name = graph.name_of(node)
         if memory.may_be_written(node.all_input_nodes):
             if computes:
-                graph.skip(node, f"{name} stands there twice, and what it is given may be written to in between")
+                graph.skip(node, f"{name} occurs twice, and its input may be written to in between")
             continue
         firsts[node] = first
         if not computes:
@@ -190,7 +190,7 @@ def _leave_out_unused(graph: GraphRewriter) -> None:
     if not unused or not (work or graph.changes):
         return
     count = f"{len(work)} operations" if len(work) > 1 else graph.name_of(work[0]) if work else "sizes and views"
-    with graph.change("", f"{count} left out, as nobody uses what is computed"):
+    with graph.change("", f"{count} left out, because the result is unused"):
         graph.drop(list(reversed(unused)))
 
 

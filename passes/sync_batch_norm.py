@@ -76,7 +76,7 @@ class SyncBatchNorm(ModulePass):
             if isinstance(module, AnyInstanceNorm):
                 model.skip(
                     tree.path(module),
-                    "an InstanceNorm normalises each sample by itself: there is nothing to synchronise",
+                    "an InstanceNorm normalizes each sample on its own: there is nothing to synchronize",
                 )
         for module in layers:
             if reason := _why_not(module):
@@ -84,9 +84,9 @@ class SyncBatchNorm(ModulePass):
             else:
                 _convert(model, module)
         for where in calls:
-            model.skip(where, "it is a call of a function: only an nn.BatchNorm layer can be synchronised")
+            model.skip(where, "it is a function call: only an nn.BatchNorm layer can be synchronized")
         if model.changes and context.device.type == "cpu":
-            model.remark("", "torch synchronises on a GPU: with a process group, a training step on this CPU raises")
+            model.remark("", "torch synchronizes on a GPU: with a process group, a training step on this CPU raises")
 
 
 def _is_scripted(module: nn.Module) -> bool:
@@ -118,18 +118,18 @@ def _why_not(module: nn.Module) -> str | None:
     assert isinstance(module, AnyBatchNorm)
     kind = type(module).__name__
     if isinstance(module, nn.SyncBatchNorm):
-        return "it is a SyncBatchNorm already"
+        return "it is already a SyncBatchNorm"
     if isinstance(module, LazyModuleMixin):
         return f"it is a {kind}, not initialised yet: run the model once first"
     if is_parametrized(module):
         return "it has parametrizations"
     if not is_stock(module, _LAYERS):
         what = f"its class {kind}" if inner_forward(module) is None else "it"
-        return f"{what} has a forward of its own, which a SyncBatchNorm wouldn't run"
+        return f"{what} has its own forward, which a SyncBatchNorm wouldn't run"
     if own := _own_names(module):
-        return f"its class {kind} has {own[0]} of its own, which a SyncBatchNorm hasn't"
+        return f"its class {kind} has its own {own[0]}, which a SyncBatchNorm doesn't have"
     if module.num_features == 0:
-        return "it has no channels, which a SyncBatchNorm refuses"
+        return "it has no channels, which a SyncBatchNorm doesn't accept"
     if module.track_running_stats and module._buffers.get("num_batches_tracked") is None:
         return "it has no num_batches_tracked, without which a SyncBatchNorm keeps no running statistics"
     return None
@@ -143,7 +143,7 @@ def _own_names(module: nn.Module) -> list[str]:
 
 
 def _convert(model: ModuleRewriter, module: nn.Module) -> None:
-    what = f"{type(module).__name__} made a SyncBatchNorm"
+    what = f"{type(module).__name__} converted to SyncBatchNorm"
     with model.change(model.tree.path(module), what, module):
         model.set_class(module, nn.SyncBatchNorm)
         model.set_attribute(module, "process_group", None)

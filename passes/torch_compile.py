@@ -85,22 +85,26 @@ class TorchCompile(Pass):
             raise RequirementNotMet(f"torch-compile has no backend {self.backend!r}: use one of {', '.join(known)}.")
         if self.backend != "inductor" and (self.mode != "default" or self.freezing):
             option = f"mode={self.mode}" if self.mode != "default" else "freezing=true"
-            raise RequirementNotMet(f"torch-compile:{option} is for inductor: leave it out for backend={self.backend}.")
+            raise RequirementNotMet(
+                f"torch-compile:{option} is only for inductor: leave it out with backend={self.backend}."
+            )
         if self.freezing and context.mode != "inference":
             raise RequirementNotMet(
-                "torch-compile:freezing=true makes constants of the weights, which are trained here: leave it out."
+                "torch-compile:freezing=true turns the weights into constants, but they are trained here: leave it out."
             )
         if self.regions == "blocks" and (reason := self._why_whole()):
-            raise RequirementNotMet(f"torch-compile:regions=blocks can't be had with {reason}: leave one of them out.")
+            raise RequirementNotMet(
+                f"torch-compile:regions=blocks can't be combined with {reason}: leave one of them out."
+            )
         if self.backend == "inductor" and (missing := missing_compiler(context.device)):
-            raise RequirementNotMet(f"torch-compile can't be had here: {missing}.")
+            raise RequirementNotMet(f"torch-compile isn't available here: {missing}.")
 
     def _why_whole(self) -> str:
         """The option with which blocks aren't compiled one by one; "" for none."""
         if self.freezing:
-            return "freezing=true, which makes code for each block's own weights"
+            return "freezing=true, which compiles each block's own weights into the code"
         if self.mode in _CAPTURING:
-            return f"mode={self.mode}, which keeps what a code gives only until it is called again"
+            return f"mode={self.mode}, which keeps outputs only until the code is called again"
         return ""
 
     def run(self, tree: ModelTree, context: Context) -> PassResult:
@@ -114,7 +118,7 @@ class TorchCompile(Pass):
         with without_graph_call(root) as call:
             compiled = [path for path, module in root.named_modules() if module.__dict__.get(COMPILED_CALL) is not None]
             if compiled:
-                rewriter.skip(compiled[0], "its call is compiled already")
+                rewriter.skip(compiled[0], "its call is already compiled")
                 return PassResult((), tuple(rewriter.skips), rewriter)
             groups = self._blocks(root, context)
             if self.fullgraph and not groups and context.run_compiled is not None:
@@ -142,8 +146,8 @@ class TorchCompile(Pass):
             return groups if _share(groups, context) >= _LEAST_SHARE else ()
         if not groups:
             raise RequirementNotMet(
-                "torch-compile:regions=blocks finds no three equal modules beside each other that could share their code:"
-                " leave it out."
+                "torch-compile:regions=blocks finds no three equal consecutive modules that could share their "
+                "code: leave it out."
             )
         return groups
 
@@ -152,8 +156,8 @@ class TorchCompile(Pass):
         context.run_compiled(trial.watch())
         if trial.found is not None:
             raise RequirementNotMet(
-                f"torch-compile:fullgraph=true can't be had: the graph breaks at {trial.found.where}"
-                f" ({trial.found.reason}): change that line, or leave fullgraph out."
+                f"torch-compile:fullgraph=true isn't possible: the graph breaks at {trial.found.where} "
+                f"({trial.found.reason}): change that line, or leave fullgraph out."
             )
 
     def _compile_blocks(

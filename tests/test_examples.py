@@ -115,7 +115,7 @@ def test_a_mistake_in_a_pass_with_new_parameters_is_found(monkeypatch):
 def trained(done, name):
     """Of one model: the sentence of the plan, the lines of the two ways, and the largest difference of their losses."""
     assert done.returncode == 0, done.stderr
-    assert "another way" not in done.stderr, "the plan wasn't kept to"
+    assert "a different path" not in done.stderr, "the plan wasn't kept to"
     lines = done.stdout.splitlines()
     (first,) = [number for number, line in enumerate(lines) if line.startswith(f"{name}: ")]
     sentence, *ways, last = lines[first : first + 4]

@@ -556,7 +556,7 @@ def check_plan(step: Step, budget: float | str, strategy: Any = "optimal", selec
     try:
         result = optimized(budget)
     except RequirementNotMet as error:
-        if "nothing that it returns needs a gradient" in str(error):
+        if "none of its outputs needs a gradient" in str(error):
             return
         # The lowest that it names can be had.
         lowest = re.search(r"memory_budget=([\d.]+) or", str(error))

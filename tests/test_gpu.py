@@ -56,7 +56,7 @@ def test_programs_of_torch_export_go_the_whole_way(name, tmp_path):
     assert verify_bundle(bundle.path, device="cuda", require_gpu=True).ok
     pt2, aoti = verify_bundle(bundle.path, device="cpu").artifacts
     assert pt2.ok
-    assert "was made for cuda" in aoti.problem
+    assert "was compiled for cuda" in aoti.problem
 
 
 @pytest.mark.parametrize("name", ["resnet", "bert"])

@@ -133,7 +133,7 @@ def test_its_files_are_proven_and_verified_as_those_of_any_format(name, installe
     [
         # Its largest exponent bit makes a weight huge, its sign moves the output by less than one thousandth.
         (0x40, ExporterError, r"can't be exported to openvino \(.*output `output` is wrong on inputs of"),
-        (0x80, ParityError, "The openvino artifact isn't shown to compute what the original does: output is off by"),
+        (0x80, ParityError, "The openvino artifact isn't proven to compute the same as the original: output is off by"),
     ],
 )
 def test_a_file_with_a_wrong_weight_is_refused(bit, error, sentence, installed, tmp_path, monkeypatch):

@@ -177,7 +177,7 @@ class Bundle:
             if entry["format"] == format:
                 return load_artifact(format, self.path / entry["path"], device)
         formats = ", ".join(entry["format"] for entry in self.manifest["artifacts"])
-        raise BundleError(f"{self.path} has no artifact of the format {format!r}; it has {formats}.")
+        raise BundleError(f"{self.path} has no {format!r} artifact; it has {formats}.")
 
     def golden(self) -> tuple[GoldenCall, ...]:
         """Read the golden inputs and reference outputs.
@@ -328,13 +328,15 @@ def rejudge_bundle(
 
 def _device(device: str, require_gpu: bool) -> str:
     if device not in {"cpu", "cuda", "auto"}:
-        raise DeviceError(f"A bundle can't be verified on {device!r}: name cpu, cuda or auto.")
+        raise DeviceError(f"A bundle can't be verified on {device!r}: use cpu, cuda or auto.")
     if require_gpu and device == "cpu":
-        raise DeviceError("A GPU is required, and the device asked for is cpu: name cuda or auto.")
+        raise DeviceError("A GPU is required, but the requested device is cpu: use cuda or auto.")
     if torch.cuda.is_available():
         return "cpu" if device == "cpu" else "cuda"
     if require_gpu or device == "cuda":
-        raise DeviceError("A GPU is required, and torch finds none here: verify on the cpu, or where there is one.")
+        raise DeviceError(
+            "A GPU is required, but torch finds none here: verify on the CPU, or on a machine with a GPU."
+        )
     return "cpu"
 
 
@@ -369,7 +371,7 @@ def _absolute(path: str | Path) -> Path:
     """
     given = Path(path)
     if "\0" in str(given):
-        raise BundleError(f"{str(given)!r} is no path: it holds a null character.")
+        raise BundleError(f"{str(given)!r} is not a valid path: it contains a null character.")
     try:
         path = given.resolve() if given.name in {"", ".."} else given.parent.resolve() / given.name
     # Python before 3.13 raises RuntimeError for a loop of links.
@@ -377,7 +379,7 @@ def _absolute(path: str | Path) -> Path:
         raise BundleError(f"{given} can't be resolved: {error}.") from error
     if not is_utf8(str(path)):
         raise BundleError(
-            f"{path} isn't UTF-8, which the libraries that write and read a bundle need: name another path."
+            f"{path} isn't UTF-8, which the libraries that write and read a bundle need: use another path."
         )
     return path
 
@@ -393,31 +395,31 @@ def _check_standing(folder: Path, target: Path, *, force: bool) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return
     if stat.S_ISLNK(status.st_mode):
-        raise BundleError(f"{target} is a symbolic link, which is not replaced: name the folder itself.")
+        raise BundleError(f"{target} is a symbolic link, which is not replaced: use the folder itself.")
     if not stat.S_ISDIR(status.st_mode):
-        raise BundleError(f"{target} is a file, which is not replaced: name a folder.")
+        raise BundleError(f"{target} is a file, which is not replaced: choose a folder.")
     if os.path.ismount(folder):
-        raise BundleError(f"{target} is a mount point, which can't be exchanged: name a folder inside it.")
+        raise BundleError(f"{target} is a mount point, which can't be replaced: choose a folder inside it.")
     if exchange.is_empty_folder(folder):
         return
     if not (folder / MANIFEST).is_file():
-        raise BundleError(f"{target} is a folder with other things in it, which is not replaced: name another one.")
+        raise BundleError(f"{target} is a folder with other contents, which is not replaced: choose another folder.")
     try:
         manifest = read_manifest(folder)
     except BundleError as error:
         raise BundleError(f"{target} is not replaced, because it can't be recognised as a bundle ({error})") from error
     if not force:
         raise BundleError(
-            f"{target} is a bundle already: replace it with --force (force=True in Python), or name another folder."
+            f"{target} is already a bundle: replace it with --force (force=True in Python), or choose another folder."
         )
     if extra := unlisted(folder, manifest):
         raise BundleError(
-            f"{target} holds what this program didn't write ({listed(extra)}): move that elsewhere first."
+            f"{target} contains files that this program didn't write ({listed(extra)}): move them elsewhere first."
         )
     if changed := changed_files(folder, manifest):
         raise BundleError(
-            f"{target} holds files that were changed since this program wrote them ({listed(changed)}): move them elsewhere,"
-            " or delete the folder, first."
+            f"{target} contains files that were changed since this program wrote them ({listed(changed)}): move "
+            "them elsewhere, or delete the folder, first."
         )
 
 
@@ -425,10 +427,10 @@ def _check_surroundings(target: Path) -> None:
     home = Path(os.path.expanduser("~")).resolve()
     for kept, what in ((Path.cwd(), "the current folder"), (home, "the home folder")):
         if target == kept or target in kept.parents:
-            raise BundleError(f"{target} is or holds {what}, which is not replaced: name a folder of its own.")
+            raise BundleError(f"{target} is or contains {what}, which is not replaced: choose a separate folder.")
     for parent in target.parents:
         if _is_bundle(parent):
-            raise BundleError(f"{target} lies inside the bundle {parent}: name a folder outside of it.")
+            raise BundleError(f"{target} is inside the bundle {parent}: choose a folder outside it.")
 
 
 def _is_bundle(folder: Path) -> bool:
@@ -444,10 +446,10 @@ def _is_bundle(folder: Path) -> bool:
 def _check_writable(target: Path) -> None:
     standing = next(parent for parent in target.parents if os.path.lexists(parent))
     if not standing.is_dir():
-        raise BundleError(f"{target} can't be written, because {standing} is not a folder: name another one.")
+        raise BundleError(f"{target} can't be written, because {standing} is not a folder: choose another path.")
     limit = os.pathconf(standing, "PC_NAME_MAX") if hasattr(os, "pathconf") else 255
     if too_long := [part for part in target.parts if len(os.fsencode(part)) > limit]:
-        raise BundleError(f"The name {too_long[0][:40]}… is too long: a name may have {limit} bytes.")
+        raise BundleError(f"The name {too_long[0][:40]}… is too long: a name can have at most {limit} bytes.")
     probe = standing / exchange.staging_name(target)
     probe.mkdir()
     probe.rmdir()
@@ -518,7 +520,9 @@ def _hashed_files(folder: Path) -> list[dict[str, Any]]:
         if stat.S_ISDIR(status.st_mode):
             continue
         if not stat.S_ISREG(status.st_mode) or not is_inside_path(path) or path in {MANIFEST, SUMS}:
-            raise BundleError(f"{path} can't be a file of a bundle: it is no plain file, or its name isn't allowed.")
+            raise BundleError(
+                f"{path} can't be a file of a bundle: it isn't a regular file, or its name isn't allowed."
+            )
         files.append({"path": path, "sha256": file_digest(folder / path), "bytes": status.st_size})
     return files
 
@@ -620,8 +624,8 @@ def _disk_full(target: Path, folder: Path) -> str:
     written = sum(status.st_size for status in entries_below(folder).values() if stat.S_ISREG(status.st_mode))
     free = shutil.disk_usage(folder).free
     return (
-        f"The bundle {target} can't be written: the disk is full ({_size(free)} are free beside the {_size(written)} "
-        "written so far, which is too little); free some space or choose another folder."
+        f"The bundle {target} can't be written: the disk is full ({_size(free)} are free after writing "
+        f"{_size(written)}, which is too little); free some space or choose another folder."
     )
 
 

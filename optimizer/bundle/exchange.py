@@ -225,7 +225,9 @@ def staged(target: Path) -> Iterator[Staging]:
 def _clear_own(staging: Staging) -> None:
     """Remove the staging place, unless it contains the only copy of the folder that was at the target."""
     if staging._old.is_dir() and not os.path.lexists(staging.target):
-        logger.warning("What stood at %s couldn't be put back; it is in %s.", staging.target, staging._old)
+        logger.warning(
+            "The previous contents of %s couldn't be restored; they are in %s.", staging.target, staging._old
+        )
         return
     _clear(staging.place)
 
@@ -245,7 +247,7 @@ def _clear(place: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        logger.warning("%s couldn't be removed (%s); it may be deleted by hand.", place, error.strerror or error)
+        logger.warning("%s couldn't be removed (%s); you can delete it by hand.", place, error.strerror or error)
 
 
 def _owner_of(place: Path) -> dict[str, object] | None:
@@ -369,7 +371,7 @@ def _ask(target: Path, may_replace: Callable[[Path], None]) -> None:
                 raise
         else:
             return
-    raise Occupied(f"other processes write {target} all the time: run again when they are done.")
+    raise Occupied(f"other processes keep writing {target}: run again when they are done.")
 
 
 def _incarnation(target: Path) -> tuple[int, int]:
@@ -386,9 +388,7 @@ def _put_fresh(staging: Staging) -> None:
     except OSError as error:
         if error.errno not in _OCCUPIED:
             raise
-        raise Occupied(
-            f"{staging.target} was made by another process in the meantime: run again to replace it."
-        ) from error
+        raise Occupied(f"another process created {staging.target} in the meantime: run again to replace it.") from error
 
 
 def _replace(staging: Staging, may_replace: Callable[[Path], None]) -> None:

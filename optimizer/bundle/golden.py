@@ -75,7 +75,7 @@ def write_golden(
         OSError, SafetensorError: the file can't be written.
     """
     if not entries:
-        raise ValueError("golden data needs one call at least")
+        raise ValueError("golden data needs at least one call")
     own_names = list(entries[0].outputs)
     calls = [_named(entry, flatten, input_names, own_names, output_names) for entry in entries]
     tensors: dict[str, torch.Tensor] = {}
@@ -201,7 +201,7 @@ def read_golden(
             for name, mask in found.items():
                 if mask.shape != tensors[f"{call['name']}/output/{name}"].shape:
                     raise BundleError(
-                        f"{path} can't be used: {call['name']}/tied/{name} hasn't the shape of its output."
+                        f"{path} can't be used: {call['name']}/tied/{name} doesn't have the shape of its output."
                     )
         return found
 
@@ -219,7 +219,7 @@ def read_golden(
             for call in golden["calls"]
         )
     except KeyError as error:
-        raise BundleError(f"{path} has no tensor {error}, which the manifest names.") from error
+        raise BundleError(f"{path} lacks the tensor {error}, which the manifest names.") from error
 
 
 def stored_noises(golden: Mapping[str, Any]) -> dict[str, OutputNoise]:

@@ -334,12 +334,14 @@ def check_manifest(manifest: Any) -> None:
         raise _wrong(MANIFEST, "an object", manifest)
     schema = manifest.get("schema")
     if not isinstance(schema, dict) or schema.get("name") != SCHEMA_NAME:
-        raise BundleError(f"{MANIFEST} is not the manifest of a bundle of this program: it has no `schema` of it.")
+        raise BundleError(
+            f"{MANIFEST} is not the manifest of a bundle of this program: its `schema` is missing or has another name."
+        )
     version = schema.get("version")
     if version != SCHEMA_VERSION:
         raise BundleError(
-            f"{MANIFEST} is of schema version {version!r}, and this program reads version {SCHEMA_VERSION}: "
-            "use the version of the program that wrote the bundle."
+            f"{MANIFEST} has schema version {version!r}, but this program reads version {SCHEMA_VERSION}: use the "
+            "version of the program that wrote the bundle."
         )
     _manifest(manifest, "")
     for problem in _contradictions(manifest):
@@ -349,9 +351,9 @@ def check_manifest(manifest: Any) -> None:
 def _contradictions(manifest: dict[str, Any]) -> Iterator[str]:
     files = {file["path"]: file for file in manifest["files"]}
     if len(files) != len(manifest["files"]):
-        yield "a path stands twice in `files`"
+        yield "a path occurs twice in `files`"
     if MANIFEST in files or SUMS in files:
-        yield f"`files` can't hold {MANIFEST} or {SUMS}"
+        yield f"`files` can't contain {MANIFEST} or {SUMS}"
     golden = manifest["golden"]
     if golden["path"] not in files:
         yield f"{golden['path']} is not in `files`"
@@ -361,7 +363,7 @@ def _contradictions(manifest: dict[str, Any]) -> Iterator[str]:
             yield f"the outputs of {call['name']} are not those of `golden.outputs`"
     formats = [artifact["format"] for artifact in manifest["artifacts"]]
     if len(set(formats)) != len(formats):
-        yield "a format stands twice in `artifacts`"
+        yield "a format occurs twice in `artifacts`"
     if both := set(formats) & set(manifest.get("missing", {})):
         yield f"{min(both)} is in `artifacts` and in `missing`"
     for artifact in manifest["artifacts"]:
@@ -375,7 +377,7 @@ def _contradictions(manifest: dict[str, Any]) -> Iterator[str]:
         if [tensor["name"] for tensor in artifact["outputs"]] != outputs:
             yield f"the outputs of the artifact {artifact['format']} are not those of `golden.outputs`"
         if (measurement := artifact.get("measurement")) and len(measurement["outputs"]) != len(outputs):
-            yield f"the measurement of the artifact {artifact['format']} is not of its outputs"
+            yield f"the measurement of the artifact {artifact['format']} doesn't have the artifact's outputs"
 
 
 # -------------------------------------------------------------------------------------------------- writing and reading
@@ -391,7 +393,7 @@ def plain(value: Any) -> Any:
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     if isinstance(value, Mapping):
         if strange := [key for key in value if not isinstance(key, str)]:
-            raise TypeError(f"the key {strange[0]!r} is no text")
+            raise TypeError(f"the key {strange[0]!r} is not a string")
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
@@ -437,7 +439,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def local_roots(*more: Path) -> tuple[str, ...]:
@@ -693,7 +695,8 @@ def _pt2_example(artifact: Mapping[str, Any]) -> list[str]:
 def _aoti_example(artifact: Mapping[str, Any]) -> list[str]:
     return _torch_example(
         artifact,
-        "# Made for one device and kind of processor; without this variable sizes and dtypes of inputs aren't looked at.",
+        "# Made for one device and kind of processor; without this variable the sizes and dtypes of inputs aren't "
+        "checked.",
         'os.environ["AOTI_RUNTIME_CHECK_INPUTS"] = "1"',
         f'model = torch._inductor.aoti_load_package("{artifact["path"]}")',
     )

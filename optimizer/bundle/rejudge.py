@@ -20,7 +20,7 @@ class RejudgeReport(VerifyReport):
         device: the type of the device where the artifacts were measured.
     """
 
-    said: ClassVar[str] = "right by what was measured"
+    said: ClassVar[str] = "correct by its stored measurements"
 
 
 def rejudge_contents(
@@ -40,10 +40,10 @@ def rejudge_contents(
         return RejudgeReport(folder, device, (problem,), ())
     if lacking := [artifact["path"] for artifact in manifest["artifacts"] if not artifact.get("measurement")]:
         raise BundleError(
-            f"{folder} holds no measurement of {', '.join(lacking)}, as its version of the program kept none: export the"
-            " model again, or verify the bundle."
+            f"{folder} has no measurement of {', '.join(lacking)}, because the program version that wrote it stored "
+            "none: export the model again, or verify the bundle."
         )
-    notes = [f"judged by what was measured on {manifest['device']['name']} ({device}); nothing was run"]
+    notes = [f"judged by the measurements on {manifest['device']['name']} ({device}); nothing was run"]
     by_user: dict[str, Any] = {"atol": atol, "rtol": rtol}
     if atol is None and rtol is None and factor is None:
         by_user = dict(stored_tolerances(manifest["golden"]))

@@ -291,7 +291,7 @@ def verify_contents(
     if expect is not None and (problem := _unexpected(folder, expect)):
         damage = {SUMS: problem, **damage}
     if damage:
-        note = f"no artifact was loaded; wrong: {listed([*damage])}"
+        note = f"no artifact was loaded, because some files are wrong: {listed([*damage])}"
         return VerifyReport(folder, device, tuple(damage.values()), (), (note,))
     golden = manifest["golden"]
     try:
@@ -304,7 +304,7 @@ def verify_contents(
     notes = [*lacks(manifest), f"the noise was measured on {golden['device']['name']} ({golden['device']['type']})"]
     factor = factor_between(golden["device"], here, (output["dtype"] for output in golden["outputs"]))
     if factor > 1:
-        notes.append(f"errors on {here['name']} ({here['type']}) may be {factor:g} times those allowed there")
+        notes.append(f"errors on {here['name']} ({here['type']}) may be {factor:g} times as large as there")
     figures = []
     for artifact in manifest["artifacts"]:
         ran = _run_artifact(folder, artifact, golden, calls, FACTOR * factor, device, load)
@@ -312,7 +312,7 @@ def verify_contents(
         figures.append(replace(ran, metadata=artifact.get("metadata", {})))
     unjudged = [noise.name for noise in stored_noises(golden).values() if not noise.deterministic]
     if unjudged:
-        notes.append(f"not judged, as the original is not deterministic there: {listed(unjudged)}")
+        notes.append(f"not judged, because the original is not deterministic there: {listed(unjudged)}")
     return VerifyReport(folder, device, (), tuple(figures), tuple(notes))
 
 

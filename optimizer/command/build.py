@@ -94,7 +94,7 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
     shown, options = options.output, _with_absolute_paths(options)
     device = _device(options.device, require_gpu=options.require_gpu)
     if options.reference_device == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("There is no GPU that torch can use here, and --reference-device cuda asks for one.")
+        raise DeviceError("--reference-device cuda needs a GPU, but torch finds none here.")
     loaded = _load(options, progress)
     if options.dynamic is not None:
         check_dynamic(
@@ -177,7 +177,7 @@ def _device(asked: str, *, require_gpu: bool) -> str:
         return "cpu" if asked == "cpu" else "cuda"
     if require_gpu or asked == "cuda":
         option = "--require-gpu" if require_gpu else "--device cuda"
-        raise DeviceError(f"There is no GPU that torch can use here, and {option} asks for one.")
+        raise DeviceError(f"{option} needs a GPU, but torch finds none here.")
     return "cpu"
 
 

@@ -82,15 +82,15 @@ Inputs (--input), one for each argument of forward:
 Exit codes:
   0    done
   1    a defect of the program itself
-  2    an option, or a combination of options, that makes no sense
+  2    an option, or a combination of options, is invalid
   3    the model, its weights or its inputs couldn't be loaded
   4    a requested format is missing from the bundle: it couldn't be exported, or its file isn't proven
   5    the required device is missing
-  6    no proof that the files compute what the original computes; an export publishes nothing
-  7    a pass failed or was rolled back under --strict, or a pass that was named can't be had here
+  6    the files aren't proven to compute the same as the original; an export publishes nothing
+  7    a pass failed or was rolled back under --strict, or a requested pass isn't available
   8    the bundle couldn't be written, read or verified
   9    the model's outputs carry no signal, so nothing could be proven
-  130  interrupted (Ctrl-C); 143 where it was terminated
+  130  interrupted (Ctrl-C); 143 if terminated
 """
 
 
@@ -191,23 +191,27 @@ def _installed(distribution: str) -> str:
 )
 @click.argument("model", required=False)
 @click.option("--model", "name", metavar="NAME", help="The model in the file: an instance, a class or a factory.")
-@click.option("--input", "inputs", metavar="SPEC", multiple=True, help="An example input (see below); once for each.")
+@click.option(
+    "--input", "inputs", metavar="SPEC", multiple=True, help="An example input (see below); repeat for each input."
+)
 @click.option(
     "--inputs",
     "input_files",
     metavar="FILE",
     multiple=True,
-    help="A call of the model: a .safetensors file with its tensors by the names of forward's arguments, or by number"
-    " (0, 1, ...). The first are the example inputs; further files are checked as they are.",
+    help="A call of the model: a .safetensors file whose tensors are named after forward's arguments, or by "
+    "position (0, 1, ...). The first file has the example inputs; further files are checked as they are.",
 )
 @click.option("--weights", metavar="FILE", help="Weights: .safetensors, or a state dict (.pt, .pth, .bin).")
-@click.option("--passes", metavar="LIST", help="Passes in order, such as fold-conv-bn,channels-last; none for no pass.")
+@click.option(
+    "--passes", metavar="LIST", help="Passes in order, such as fold-conv-bn,channels-last; none disables all passes."
+)
 @click.option(
     "--formats",
     metavar="LIST",
     default=",".join(DEFAULT_FORMATS),
     show_default=True,
-    help="What to write: torchscript, onnx, pt2, aoti.",
+    help="Formats to write: torchscript, onnx, pt2, aoti.",
 )
 @click.option("--output", metavar="DIR", help="The folder of the bundle.  [default: dist/<name of the file>]")
 @click.option(
@@ -215,43 +219,48 @@ def _installed(distribution: str) -> str:
     type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
     show_default=True,
-    help="Where to run and to check; auto takes the GPU where there is one.",
+    help="Device to run and check on; auto uses the GPU if there is one.",
 )
 @click.option(
     "--reference-device",
     type=click.Choice(["cpu", "cuda"]),
-    help="Where to run the original that the files are compared with.  [default: where the files are run]",
+    help="Device of the original that the files are compared with.  [default: the device of the files]",
 )
-@click.option("--require-gpu", is_flag=True, help="Fail where there is no GPU, instead of checking on the CPU.")
+@click.option("--require-gpu", is_flag=True, help="Fail if there is no GPU, instead of checking on the CPU.")
 @click.option(
     "--batch-sizes",
     metavar="LIST",
-    help="The batch sizes to check.  [default: 1,2,3,5,8; for large inputs 1,2,3]",
+    help="Batch sizes to check.  [default: 1,2,3,5,8; for large inputs 1,2,3]",
 )
 @click.option("--static-batch", is_flag=True, help="Fix the batch size to that of the example inputs.")
 @click.option(
     "--dynamic",
     metavar="NAME:DIMS",
     multiple=True,
-    help="The open dims of an input, by its name in the files, in place of dim 0: x:0,2, or x:0=batch,2=time with names;"
-    " dims of one name have one size. Once for each input.",
+    help="Dynamic dims of an input, by its name in the files, instead of dim 0: x:0,2, or x:0=batch,2=time with "
+    "names; dims with the same name have the same size. Repeat for each input.",
 )
 @click.option("--input-names", metavar="LIST", help="Names of the inputs in the files.")
 @click.option("--output-names", metavar="LIST", help="Names of the outputs in the files.")
-@click.option("--opset", metavar="N", help="The version of the operator set of the ONNX file.  [default: torch's]")
-@click.option("--metadata", metavar="KEY=VALUE", multiple=True, help="Put a text into every file, such as author=Jane.")
+@click.option("--opset", metavar="N", help="Opset version of the ONNX file.  [default: torch's]")
+@click.option("--metadata", metavar="KEY=VALUE", multiple=True, help="Add a text to every file, such as author=Jane.")
 @click.option(
     "--atol",
     metavar="TOL",
     multiple=True,
-    help="Allow |file - original| <= atol + rtol * |original| instead of the measured noise: 1e-3, or logits=1e-3 once"
-    " for each output.",
+    help="Allow |file - original| <= atol + rtol * |original| instead of the measured noise: 1e-3, or logits=1e-3, "
+    "repeated for each output.",
 )
-@click.option("--rtol", metavar="TOL", multiple=True, help="Likewise; one that isn't given is 0.")
+@click.option(
+    "--rtol",
+    metavar="TOL",
+    multiple=True,
+    help="Relative part of that tolerance, in the same form; the part that isn't set is 0.",
+)
 @click.option(
     "--row-independence",
     is_flag=True,
-    help="See, too, that each row of the outputs is the same whatever the other rows of its batch are.",
+    help="Also check that each row of the outputs is independent of the other rows of its batch.",
 )
 @click.option(
     "--quick",
@@ -266,39 +275,41 @@ def _installed(distribution: str) -> str:
 @click.option(
     "--strict",
     is_flag=True,
-    help="Fail where a pass fails or is rolled back; publish nothing where a format is missing.",
+    help="Fail if a pass fails or is rolled back; publish nothing if a format is missing.",
 )
-@click.option("--seed", metavar="N", default="0", show_default=True, help="For all random values.")
+@click.option("--seed", metavar="N", default="0", show_default=True, help="Seed for all random values.")
 @click.option("--force", is_flag=True, help="Replace the bundle that is at --output.")
-@click.option("--debug-dir", metavar="DIR", help="Where a file computes something else: write what shows it there.")
 @click.option(
-    "--verify", metavar="BUNDLE", help="Check a bundle again; no MODEL. This runs its files, which are programs."
+    "--debug-dir", metavar="DIR", help="If a file computes something different, write a reproduction to this folder."
+)
+@click.option(
+    "--verify", metavar="BUNDLE", help="Verify a bundle again; no MODEL. This runs its files, which are programs."
 )
 @click.option(
     "--expect",
     metavar="SHA256",
-    help="With --verify: the SHA-256 of SHA256SUMS that the builder gave you. Any other bundle is refused before it is loaded.",
+    help="With --verify: the SHA-256 of SHA256SUMS from the builder. Any other bundle is refused before it is loaded.",
 )
 @click.option("--no-run", is_flag=True, help="With --verify: check hashes and golden data, and load no model file.")
 @click.option(
     "--rejudge",
     metavar="BUNDLE",
-    help="Judge again what was measured when a bundle was written, by --atol, --rtol or --factor; nothing is run.",
+    help="Judge the stored measurements of a bundle again with --atol, --rtol or --factor; nothing is run.",
 )
 @click.option(
-    "--factor", metavar="K", help="How many times its noise an output may be off; with --rejudge.  [default: 4]"
+    "--factor", metavar="K", help="Allowed error of an output in multiples of its noise; with --rejudge.  [default: 4]"
 )
-@click.option("--list-passes", is_flag=True, help="Show the passes with their options; no MODEL.")
+@click.option("--list-passes", is_flag=True, help="List the passes with their options; no MODEL.")
 @click.option(
     "--details",
     is_flag=True,
-    help="Show the routes, tensors and errors of each file too, of every output and every call.",
+    help="Also show the routes, tensors and errors of each file, for every output and call.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Put one JSON document on stdout, also for an error.")
-@click.option("--quiet", is_flag=True, help="Show errors and the path of the bundle only.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document to stdout, also for an error.")
+@click.option("--quiet", is_flag=True, help="Show only errors and the path of the bundle.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version.")
-@click.option("-h", "--help", is_flag=True, is_eager=True, expose_value=False, callback=_help, help="Show this text.")
+@click.option("-h", "--help", is_flag=True, is_eager=True, expose_value=False, callback=_help, help="Show this help.")
 @click.pass_context
 def command(context: click.Context, /, **values: Any) -> Options:
     """Make a PyTorch model faster and put it into deployable files, with proof that it still computes the same.
@@ -338,9 +349,7 @@ def _refuse_swallowed(context: click.Context, values: Mapping[str, Any]) -> None
         given = value if isinstance(value, tuple) else (value,)
         swallowed = next((text for text in given if text in names), None)
         if swallowed is not None:
-            raise UsageError(
-                f"{option.opts[-1]} is given no {option.metavar or 'value'}: {swallowed} stands in its place."
-            )
+            raise UsageError(f"{option.opts[-1]} needs a {option.metavar or 'value'}, but {swallowed} follows it.")
 
 
 def _refuse_others(context: click.Context, mode: str) -> None:
@@ -349,7 +358,7 @@ def _refuse_others(context: click.Context, mode: str) -> None:
     others = [parameter for parameter in context.command.params if parameter.name in set(given) - _ALLOWED[mode]]
     if others:
         called = [param.opts[0] if isinstance(param, click.Option) else "MODEL" for param in others]
-        raise UsageError(f"{_MODES[mode]} doesn't go with {', '.join(called)}.")
+        raise UsageError(f"{_MODES[mode]} can't be combined with {', '.join(called)}.")
 
 
 def _verify_options(context: click.Context, values: Mapping[str, Any]) -> VerifyOptions:
@@ -380,20 +389,22 @@ def _rejudge_options(values: Mapping[str, Any]) -> RejudgeOptions:
 def _export_options(context: click.Context, values: Mapping[str, Any]) -> ExportOptions:
     model = values["model"]
     if model is None:
-        raise UsageError(f"MODEL is missing: give a Python file such as model.py ({PROGRAM} --help shows more).")
+        raise UsageError(f"MODEL is missing: pass a Python file such as model.py ({PROGRAM} --help shows more).")
     if values["inputs"] and values["input_files"]:
-        raise UsageError("--input and --inputs contradict each other: the tensors are drawn, or those of a file.")
+        raise UsageError(
+            "--input and --inputs contradict each other: inputs are either drawn at random or read from a file."
+        )
     if "" in map(str.strip, values["input_files"]):
-        raise UsageError("--inputs names no file: give one, or leave the option out.")
+        raise UsageError("--inputs names no file: add one, or leave out the option.")
     sizes = values["batch_sizes"]
     if values["static_batch"] and sizes is not None:
         raise UsageError("--static-batch and --batch-sizes contradict each other.")
     passes = values["passes"]
     if passes is not None and not passes.strip():
-        raise UsageError("--passes names no pass: give a list, none for no pass, or leave the option out.")
+        raise UsageError("--passes names no pass: list passes, use none for no pass, or leave out the option.")
     for option, what in (("output", "folder"), ("weights", "file"), ("debug_dir", "folder")):
         if values[option] is not None and not values[option].strip():
-            raise UsageError(f"--{option.replace('_', '-')} names no {what}: give one, or leave the option out.")
+            raise UsageError(f"--{option.replace('_', '-')} names no {what}: add one, or leave out the option.")
     return ExportOptions(
         model=model,
         name=values["name"],
@@ -426,7 +437,7 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
 
 def _effort(*, quick: bool, thorough: bool) -> Effort:
     if quick and thorough:
-        raise UsageError("--quick and --thorough contradict each other: give one of them.")
+        raise UsageError("--quick and --thorough contradict each other: use only one of them.")
     return "quick" if quick else "thorough" if thorough else "normal"
 
 
@@ -666,8 +677,8 @@ class _Voice:
 def _defect(error: BaseException) -> str:
     text = " ".join(str(error).split())[:300]
     return (
-        f"a defect of {PROGRAM} itself: {type(error).__name__}{': ' if text else ''}{text}; "
-        f"please report it with what --debug shows."
+        f"a defect of {PROGRAM} itself: {type(error).__name__}{': ' if text else ''}{text}; please report it with "
+        "the output of --debug."
     )
 
 

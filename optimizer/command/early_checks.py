@@ -58,14 +58,14 @@ def _refuse_unknown_formats(names: Sequence[str]) -> None:
     known = (*FORMAT_NAMES, *(point.name for point in entry_points(group="optimize_export.exporters")))
     for name in names:
         if name not in known:
-            raise UsageError(f"There is no format {name!r}; there are {', '.join(known)}.")
+            raise UsageError(f"There is no format {name!r}; the formats are: {', '.join(known)}.")
 
 
 def refuse_missing_inputs(paths: Sequence[Path]) -> None:
     """Raise `LoadError` if a path isn't a file."""
     for path in paths:
         if not path.is_file():
-            raise LoadError(f"The inputs file {path} {'is no file' if path.exists() else 'does not exist'}.")
+            raise LoadError(f"The inputs file {path} {'is not a file' if path.exists() else 'does not exist'}.")
 
 
 # MODEL ----------------------------------------------------------------------------------------------------------------
@@ -87,10 +87,12 @@ def split_target(spec: str, name: str | None = None) -> tuple[str, Path | None, 
     """
     place, own_name = _split_name(spec)
     if own_name and name and own_name != name:
-        raise UsageError(f"MODEL names {own_name!r} and --model names {name!r}; give one of them.")
+        raise UsageError(f"MODEL names {own_name!r} and --model names {name!r}; use only one of them.")
     name = own_name or name
     if name is not None and not all(part.isidentifier() for part in name.split(".")):
-        raise UsageError(f"{name!r} is no name of a model in a Python file; give one such as {place}:build_model.")
+        raise UsageError(
+            f"{name!r} is not the name of a model in a Python file; use a name, such as {place}:build_model."
+        )
     path = Path(place)
     if not place.endswith(".py") and not path.exists() and all(part.isidentifier() for part in place.split(".")):
         return place, None, name
@@ -102,7 +104,7 @@ def split_target(spec: str, name: str | None = None) -> tuple[str, Path | None, 
 
 def _split_name(spec: str) -> tuple[str, str | None]:
     if not spec.strip():
-        raise UsageError("MODEL is empty; give a path to a .py file, or package.module:factory.")
+        raise UsageError("MODEL is empty; use a path to a .py file, or package.module:factory.")
     if os.path.exists(spec):
         return spec, None
     place, colon, name = spec.rpartition(":")
@@ -110,7 +112,9 @@ def _split_name(spec: str) -> tuple[str, str | None]:
     if not colon or drive or "\\" in name or "/" in name or name.endswith(".py"):
         return spec, None
     if not name or not place:
-        raise UsageError(f"MODEL {spec!r} has nothing on one side of the colon; give one such as model.py:build_model.")
+        raise UsageError(
+            f"MODEL {spec!r} has nothing on one side of the colon; use both, such as model.py:build_model."
+        )
     return place, name
 
 
@@ -118,7 +122,7 @@ def _refuse_other_files(path: Path) -> None:
     if path.is_dir():
         files = sorted(file.name for file in path.glob("*.py"))
         which = f", such as {path / files[0]}" if files else ""
-        raise LoadError(f"{path} is a folder; give the Python file in it that holds the model{which}.")
+        raise LoadError(f"{path} is a folder; use the Python file in it that contains the model{which}.")
     if not path.exists():
         siblings = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, siblings, 1)
@@ -126,7 +130,8 @@ def _refuse_other_files(path: Path) -> None:
         raise LoadError(f"There is no file {path}{hint}")
     if path.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt"):
         raise LoadError(
-            f"{path} holds weights; MODEL is the Python file that builds the model, give these by --weights."
+            f"{path} contains weights; MODEL must be the Python file that builds the model. Pass the weights with "
+            "--weights."
         )
     if path.suffix != ".py":
-        raise LoadError(f"{path} is no Python file (.py).")
+        raise LoadError(f"{path} is not a Python file (.py).")

@@ -41,8 +41,8 @@ def check_runs(loaded: Loaded, *, seed: int = 0) -> None:
     if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         what = type_name(leaves[0]) if leaves else type_name(outputs)
         raise LoadError(
-            f"forward of {loaded.source} returned no tensor but {what}; it has to return tensors, also in tuples, lists, "
-            f"dicts or dataclasses."
+            f"forward of {loaded.source} returned {what} instead of tensors; it must return tensors, also in "
+            "tuples, lists, dicts or dataclasses."
         )
 
 
@@ -87,7 +87,7 @@ def _misfit(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     except TypeError as error:
         names = [str(parameter).partition(":")[0] for parameter in signature.parameters.values()]
         given = f"{len(args)} positional" + (f" and {listed(list(kwargs))}" if kwargs else "")
-        return f"{error}; forward takes ({', '.join(names)}), given were {given}"
+        return f"{error}; forward takes ({', '.join(names)}), but got {given}"
     return None
 
 

@@ -34,8 +34,8 @@ def read_calls(paths: Sequence[Path], model: nn.Module, own: Call | None) -> tup
     for name, tensors in named[1:]:
         if tensors.keys() != expected.keys():
             raise LoadError(
-                f"{name} holds {listed(sorted(tensors))} and {first} {listed(sorted(expected))}: each file is one call, with"
-                " the same arguments."
+                f"{name} contains {listed(sorted(tensors))}, but {first} contains {listed(sorted(expected))}: each "
+                "file is one call, with the same arguments."
             )
     constants = {} if own is None else _constants_of(model, own)
     return tuple(_call(name, tensors, model, constants) for name, tensors in named)
@@ -47,7 +47,7 @@ def _tensors_in(path: Path) -> dict[str, torch.Tensor]:
     except (SafetensorError, OSError) as error:
         raise LoadError(f"The inputs {path.name} couldn't be read as safetensors: {quote(error)}.") from error
     if not tensors:
-        raise LoadError(f"The inputs {path.name} hold no tensor.")
+        raise LoadError(f"The inputs {path.name} contain no tensor.")
     return tensors
 
 
@@ -63,7 +63,7 @@ def _call(file: str, tensors: Mapping[str, torch.Tensor], model: nn.Module, cons
     numbers = [str(number) for number in range(count)]
     if absent := [number for number in numbers if number not in tensors]:
         raise LoadError(
-            f"The inputs {file} lack the positional argument {absent[0]}: number them from 0 on, without a gap."
+            f"The inputs {file} lack the positional argument {absent[0]}: number them from 0, without a gap."
         )
     args = tuple(tensors[number] for number in numbers)
     parameters = _parameters(model)
@@ -97,13 +97,15 @@ def _refuse_misfit(
     takes = f"it takes {', '.join(map(str, _without_annotations(parameters))) or 'nothing'}"
     forward = f"forward of {type(model).__name__}"
     if len(args) > len(positional) and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        raise LoadError(f"The inputs {file} hold {len(args)} positional arguments, more than {forward} takes: {takes}.")
+        raise LoadError(
+            f"The inputs {file} contain {len(args)} positional arguments, more than {forward} takes: {takes}."
+        )
     strange = [name for name in names if name not in by_name]
     if strange and inspect.Parameter.VAR_KEYWORD not in kinds:
-        raise LoadError(f"The inputs {file} hold {listed(strange)}, which {forward} doesn't take: {takes}.")
+        raise LoadError(f"The inputs {file} contain {listed(strange)}, which {forward} doesn't take: {takes}.")
     numbered = positional[: len(args)]
     if twice := [name for name in names if name in numbered and name in by_name]:
-        raise LoadError(f"The inputs {file} hold {twice[0]} twice, by name and as {numbered.index(twice[0])}.")
+        raise LoadError(f"The inputs {file} contain {twice[0]} twice, by name and as {numbered.index(twice[0])}.")
     needed = [p.name for p in parameters if p.default is p.empty and p.name in {*positional, *by_name}]
     if lacking := [name for name in needed if name not in {*numbered, *names}]:
         raise LoadError(f"The inputs {file} lack {listed(lacking)}, which {forward} needs: {takes}.")

@@ -69,7 +69,7 @@ class InputSpec:
         try:
             return self._draw(generator)
         except (RuntimeError, MemoryError) as error:
-            raise LoadError(f"The input {self} couldn't be made: {quote(error)}.") from error
+            raise LoadError(f"The input {self} couldn't be created: {quote(error)}.") from error
 
     def _draw(self, generator: torch.Generator) -> torch.Tensor:
         if self.dtype.is_complex:
@@ -93,18 +93,18 @@ def parse_input(text: str) -> InputSpec:
     head, equals, rest = text.strip().partition("=")
     name, body = (head.strip(), rest.strip()) if equals else (None, head)
     if name is not None and not name.isidentifier():
-        _refuse_input(text, f"{name!r} is no name of an argument")
+        _refuse_input(text, f"{name!r} is not the name of an argument")
     body, colon, range_text = body.partition(":")
     dtype_name, shape_text = _split_body(text, body)
     dtype = _dtype_named(dtype_name)
     if dtype is None:
         near = difflib.get_close_matches(dtype_name, [*_SHORT_DTYPES, *_SHORT_DTYPES.values(), "bool"], 1)
-        _refuse_input(text, f"{dtype_name!r} is no dtype" + (f" (did you mean {near[0]}?)" if near else ""))
+        _refuse_input(text, f"{dtype_name!r} is not a dtype" + (f" (did you mean {near[0]}?)" if near else ""))
     if any(len(size) > _MOST_DIGITS for size in shape_text):
-        _refuse_input(text, "a size of it is too large")
+        _refuse_input(text, "one of its sizes is too large")
     shape = tuple(int(size) for size in shape_text)
     if 0 in shape:
-        _refuse_input(text, "every size has to be 1 or more")
+        _refuse_input(text, "every size must be 1 or more")
     if math.prod(shape) > _MOST_ELEMENTS:
         _refuse_input(text, f"{math.prod(shape)} elements are too many")
     if not colon:
@@ -122,7 +122,7 @@ def draw_inputs(specs: Sequence[InputSpec], seed: int) -> tuple[tuple[torch.Tens
     names = [spec.name for spec in specs if spec.name is not None]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise UsageError(f"--input gives {', '.join(twice)} twice; give each input once.")
+        raise UsageError(f"--input sets {', '.join(twice)} twice; set each input once.")
     generator = torch.Generator().manual_seed(seed)
     drawn = [(spec.name, spec.draw(generator)) for spec in specs]
     positional = tuple(tensor for name, tensor in drawn if name is None)
@@ -134,11 +134,11 @@ def _split_body(text: str, body: str) -> tuple[str, list[str]]:
         return "float32", body.split("x")
     typed = _TYPED.fullmatch(body)
     if typed is None:
-        _refuse_input(text, "it isn't understood")
+        _refuse_input(text, "the syntax is invalid")
     sizes = [size.strip() for size in typed["shape"].split(",")] if typed["shape"].strip() else []
     wrong = [size for size in sizes if not re.fullmatch("[0-9]+", size)]
     if wrong:
-        _refuse_input(text, f"{wrong[0]!r} is no size; every size has to be 1 or more")
+        _refuse_input(text, f"{wrong[0]!r} is not a size; every size must be 1 or more")
     return typed["dtype"], sizes
 
 
@@ -151,18 +151,18 @@ def _dtype_named(name: str) -> torch.dtype | None:
 def _parse_range(text: str, range_text: str, dtype: torch.dtype) -> tuple[float, float]:
     found = _RANGE.fullmatch(range_text.strip())
     if found is None:
-        _refuse_input(text, f"{range_text!r} is no range LOW..HIGH")
+        _refuse_input(text, f"{range_text!r} is not a range LOW..HIGH")
     low, high = float(found["low"]), float(found["high"])
     if not low < high:
-        _refuse_input(text, "the range is empty (its upper end is left out)")
+        _refuse_input(text, "the range is empty (its upper end is excluded)")
     if dtype.is_complex:
-        _refuse_input(text, "complex numbers have no range")
+        _refuse_input(text, "complex numbers can't have a range")
     if dtype.is_floating_point:
         if max(-low, high) > torch.finfo(dtype).max:
             _refuse_input(text, f"the range doesn't fit {dtype_name(dtype)}")
         return low, high
     if not (low.is_integer() and high.is_integer()):
-        _refuse_input(text, "a range of integers has integers as ends")
+        _refuse_input(text, "a range of integers needs integer ends")
     least, most = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     if low < least or high - 1 > min(most, 2**53):
         _refuse_input(text, f"the range doesn't fit {dtype_name(dtype)}")
@@ -170,7 +170,7 @@ def _parse_range(text: str, range_text: str, dtype: torch.dtype) -> tuple[float,
 
 
 def _refuse_input(text: str, reason: str) -> NoReturn:
-    raise UsageError(f"--input {text!r}: {reason}; a right one looks like {INPUT_EXAMPLE}.")
+    raise UsageError(f"--input {text!r}: {reason}; a valid one looks like {INPUT_EXAMPLE}.")
 
 
 def _physical_memory() -> float:

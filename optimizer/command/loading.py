@@ -117,7 +117,7 @@ def load(
     refuse_circular_modules(model)
     notes: list[str] = []
     if isinstance(inner := dict(model.named_children()).get("_orig_mod"), nn.Module):
-        notes.append(f"{model_name} is what torch.compile(module) made; the module in it is taken.")
+        notes.append(f"{model_name} was made by torch.compile(module); the module inside it is used.")
         model = inner
     if weights is not None:
         notes += load_weights(model, weights)
@@ -125,21 +125,21 @@ def load(
     example_inputs, example_kwargs = finder.inputs()
     if specs:
         if example_inputs is not None or example_kwargs:
-            notes.append(f"The inputs given by --input replace those of {target.label}.")
+            notes.append(f"The inputs from --input replace those of {target.label}.")
         example_inputs, example_kwargs = draw_inputs(specs, seed)
     further: FurtherInputs = ()
     if input_files:
         own = None
         if example_inputs is not None or example_kwargs:
-            notes.append(f"The inputs given by --inputs replace those of {target.label}.")
+            notes.append(f"The inputs from --inputs replace those of {target.label}.")
             own = Samples(example_inputs or (), example_kwargs, seed=seed).given
         first, *others = read_calls(input_files, model, own)
         example_inputs, example_kwargs = first.args, first.kwargs
         further = [_alike(path, first, call, seed) for path, call in zip(input_files[1:], others, strict=True)]
     if example_inputs is None and not example_kwargs:
         raise LoadError(
-            f"{target.label} has no example_inputs and no get_example_inputs(); add one of them to the file or give "
-            f"each input by --input, such as --input 2x3x224x224 or --input ids=int64[2,128]:0..30000."
+            f"{target.label} has no example_inputs and no get_example_inputs(); add one of them to the file or pass "
+            "each input with --input, such as --input 2x3x224x224 or --input ids=int64[2,128]:0..30000."
         )
     source = f"{target.label}:{model_name}"
     loaded = Loaded(model, example_inputs, example_kwargs, source, tuple(notes), target.folder, further)
@@ -243,8 +243,9 @@ class _Finder:
         demanding = [f"{cls.__name__} needs {listed(_required_arguments(cls))}" for cls in classes]
         found = f" ({'; '.join(demanding[:5])})" if demanding else ""
         raise LoadError(
-            f"{self.target.label} has no model: there is no `model`, no {' / '.join(FACTORY_NAMES)} and no nn.Module "
-            f"subclass that needs no arguments{found}; add one of them, or name the model as {self.target.label}:NAME."
+            f"{self.target.label} has no model: it has no `model`, no {' / '.join(FACTORY_NAMES)} and no nn.Module "
+            f"subclass without required arguments{found}; add one of them, or name the model as "
+            f"{self.target.label}:NAME."
         )
 
     def _only(self, names: list[str], kind: str) -> str:
@@ -278,15 +279,15 @@ class _Finder:
         below = [path for path in sys.modules if path.startswith(f"{label}.") and "._" not in path]
         homes = [path for path in below if name in vars(sys.modules[path])]
         if self.target.file is None and homes:
-            return f" at its top level: give {min(homes, key=lambda path: (len(path), path))}:{name}."
+            return f" at its top level: use {min(homes, key=lambda path: (len(path), path))}:{name}."
         near = difflib.get_close_matches(name, [other for other in vars(self.module) if not other.startswith("_")], 1)
         if near:
             return f"; did you mean {near[0]}?"
         factory = next((factory for factory in FACTORY_NAMES if callable(self._held(factory))), None)
         if self.target.file is None and factory:
             return (
-                f" at its top level; if {label}.{factory}({name!r}) makes the model, write a file with"
-                f" `model = {label}.{factory}({name!r})` and give that."
+                f" at its top level; if {label}.{factory}({name!r}) creates the model, write a file with"
+                f" `model = {label}.{factory}({name!r})` and use that."
             )
         return "."
 
@@ -302,21 +303,21 @@ class _Finder:
         if isinstance(value, nn.Module):
             return value
         if isinstance(value, type) and not issubclass(value, nn.Module):
-            raise LoadError(f"{name} in {self.target.label} is the class {value.__name__}, which is no nn.Module.")
+            raise LoadError(f"{name} in {self.target.label} is the class {value.__name__}, which isn't an nn.Module.")
         if not callable(value):
-            raise LoadError(f"{name} in {self.target.label} is no nn.Module but a {type_name(value)}.")
+            raise LoadError(f"{name} in {self.target.label} is a {type_name(value)}, not an nn.Module.")
         required = _required_arguments(value)
         if required:
             kind = f"the class {value.__name__}" if isinstance(value, type) else "a function"
             raise LoadError(
-                f"{name} in {self.target.label} is {kind} that needs arguments ({listed(required)}); "
-                f"add a function build_model() that gives them and returns the model."
+                f"{name} in {self.target.label} is {kind} that needs arguments ({listed(required)}); add a function "
+                "build_model() that passes them and returns the model."
             )
         built = self._call(value, name)
         if isinstance(built, nn.Module):
             return built
         hint = "; return the model only" if isinstance(built, tuple) else ""
-        raise LoadError(f"{name}() in {self.target.label} returned a {type_name(built)} and no nn.Module{hint}.")
+        raise LoadError(f"{name}() in {self.target.label} returned a {type_name(built)}, not an nn.Module{hint}.")
 
     def _call(self, function: Callable[[], Any], name: str) -> Any:
         with errors_of_user_code(f"{name}() in {self.target.label} failed", self.target.folder):
@@ -327,7 +328,7 @@ class _Finder:
     def _refuse_coroutine(self, value: Any, called: str) -> None:
         if inspect.iscoroutine(value):
             value.close()  # otherwise Python warns that it was never awaited
-            raise LoadError(f"{called} in {self.target.label} is an async function; write def in place of async def.")
+            raise LoadError(f"{called} in {self.target.label} is an async function; write def instead of async def.")
 
     def _keyword_inputs(self) -> dict[str, Any]:
         value = self._held("example_kwargs")
@@ -336,13 +337,15 @@ class _Finder:
         if callable(value) and not isinstance(value, Mapping):
             value = self._call(value, "example_kwargs")
         if not isinstance(value, Mapping):
-            raise LoadError(f"example_kwargs in {self.target.label} is no dict but a {type_name(value)}.")
+            raise LoadError(f"example_kwargs in {self.target.label} is a {type_name(value)}, not a dict.")
         return self._keywords(value, "example_kwargs")
 
     def _keywords(self, value: Mapping[Any, Any], name: str) -> dict[str, Any]:
         wrong = [key for key in value if not isinstance(key, str)]
         if wrong:
-            raise LoadError(f"{name} in {self.target.label} has the key {wrong[0]!r}, which names no argument.")
+            raise LoadError(
+                f"{name} in {self.target.label} has the key {wrong[0]!r}, which isn't the name of an argument."
+            )
         return dict(value)
 
     def _merged(self, value: Any, name: str, kwargs: dict[str, Any]) -> tuple[ExampleInputs | None, dict[str, Any]]:
@@ -350,7 +353,7 @@ class _Finder:
             return self._positional(value, name), kwargs
         twice = [key for key in value if key in kwargs]
         if twice:
-            raise LoadError(f"{twice[0]} stands in {name} and in example_kwargs of {self.target.label}; give it once.")
+            raise LoadError(f"{twice[0]} is in both {name} and example_kwargs of {self.target.label}; set it once.")
         return (), {**self._keywords(value, name), **kwargs}
 
     def _positional(self, value: Any, name: str) -> tuple[Any, ...]:
@@ -358,9 +361,9 @@ class _Finder:
             return (value,)
         if isinstance(value, tuple | list):
             return tuple(value)
-        hint = "; torch.from_numpy makes a tensor of it" if isinstance(value, numpy.ndarray) else ""
+        hint = "; torch.from_numpy converts it to a tensor" if isinstance(value, numpy.ndarray) else ""
         raise LoadError(
-            f"{name} in {self.target.label} is a {type_name(value)}; it has to be a tensor, a tuple or a list of "
+            f"{name} in {self.target.label} is a {type_name(value)}; it must be a tensor, a tuple or a list of "
             f"arguments, or a dict of keyword arguments{hint}."
         )
 
@@ -411,10 +414,10 @@ def _check_inputs(loaded: Loaded, seed: int) -> None:
     arrays = [leaf for leaf in leaves if isinstance(leaf, numpy.ndarray)]
     if arrays:
         raise LoadError(
-            f"The example inputs of {loaded.source} hold a numpy array; torch.from_numpy makes a tensor of it."
+            f"The example inputs of {loaded.source} contain a numpy array; torch.from_numpy converts it to a tensor."
         )
     if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        raise LoadError(f"The example inputs of {loaded.source} hold no tensor.")
+        raise LoadError(f"The example inputs of {loaded.source} contain no tensor.")
 
 
 def _seed_everything(seed: int) -> None:

@@ -62,7 +62,7 @@ def own_errors() -> Iterator[None]:
         raise ExportFailed(one_line(error)) from error
     except SystemExit as error:
         # The program never exits here. The model does, on an input that its first run didn't have.
-        raise LoadError(f"The model called {exit_call(error)} while it ran: take the call out of it.") from error
+        raise LoadError(f"The model called {exit_call(error)} while it ran: remove the call.") from error
     except OSError as error:
         if error.errno not in _DISK:
             raise

@@ -189,10 +189,10 @@ def _rows(format: str, rows: Document) -> str:
         "alone, in other places and among other rows" if rows["alone"] else "in other places and among other rows"
     )
     lacking = (
-        f"; not looked at, as they have no rows: {', '.join(rows['without_rows'])}" if rows["without_rows"] else ""
+        f"; not checked, because they have no rows: {', '.join(rows['without_rows'])}" if rows["without_rows"] else ""
     )
     sizes = ", ".join(map(str, rows["batch_sizes"]))
-    return f"rows of {format}: none depends on the others, of batches of {sizes}, run {otherwise}{lacking}"
+    return f"rows of {format}: none depends on the other rows (batch sizes {sizes}; run {otherwise}){lacking}"
 
 
 def _gained(report: Document) -> Iterable[str]:
@@ -362,7 +362,7 @@ def _agreement(share: float | None, undecided: int) -> str:
 
 def _available(passes: Sequence[Document], width: int) -> Iterable[Text]:
     rows = [(each["name"], each["summary"], _options(each["options"])) for each in passes]
-    yield from _table(("pass", "what it does", "options"), rows, width)
+    yield from _table(("pass", "description", "options"), rows, width)
 
 
 def _options(options: Any) -> str:

@@ -42,7 +42,7 @@ def errors_of_user_code(what: str, folder: Path) -> Iterator[None]:
 def _import_sentence(error: ImportError) -> str:
     message = quote(error)
     if "relative import" in message:
-        return f"{message}; for a file of a package give package.module:NAME from the folder above the package"
+        return f"{message}; for a file of a package use package.module:NAME from the folder above the package"
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return message
     top = error.name.partition(".")[0]

@@ -27,7 +27,7 @@ def exporters_of(formats: Sequence[str], opset: int | None, metadata: Mapping[st
     """
     names = [formats] if isinstance(formats, str) else list(formats or ())
     if not names:
-        raise UsageError("formats names no format: give one at least, such as 'onnx'.")
+        raise UsageError("formats is empty: name at least one format, such as 'onnx'.")
     exporters = [exporter_named(name) for name in dict.fromkeys(names)]
     refuse_opset(opset, [exporter.name for exporter in exporters])
     refuse_metadata(metadata)
@@ -42,11 +42,11 @@ def check_folders(output: str | Path, debug_dir: str | Path | None, *, force: bo
         BundleError: a bundle can't be written to `output`.
     """
     if not isinstance(output, str | os.PathLike) or not str(output).strip():
-        raise UsageError(f"output names the folder of the bundle, such as 'dist/net'; it is {output!r}.")
+        raise UsageError(f"output must be the folder of the bundle, such as 'dist/net', not {output!r}.")
     check_target(output, force=force)
     check_debug_folder(debug_dir)
     if debug_dir is not None and os.path.realpath(debug_dir) == os.path.realpath(output):
-        raise UsageError(f"{debug_dir} is the folder of the bundle: name another one for debugging.")
+        raise UsageError(f"{debug_dir} is the folder of the bundle: use another folder for debugging.")
     return Path(output).absolute(), None if debug_dir is None else Path(debug_dir).absolute()
 
 

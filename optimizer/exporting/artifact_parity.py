@@ -125,7 +125,8 @@ class Failures:
         if not self.parity.reference.draws_random_numbers:
             return ""
         return (
-            "The model draws random numbers, and a file that draws others can't give the same: take them as an input."
+            "The model draws random numbers, and a file that draws different numbers can't match it: make them an "
+            "input."
         )
 
     def _reproduced(
@@ -152,6 +153,6 @@ def factor_between_devices(reference: Reference, home: torch.device, target: tor
     if factor == FACTOR:
         return factor, []
     return factor, [
-        f"the original was run on {measured['name']} ({measured['type']}): artifacts on {here['name']} ({here['type']}) may be"
-        f" off by {factor:g} times its noise"
+        f"the original ran on {measured['name']} ({measured['type']}): artifacts on {here['name']} ({here['type']}) "
+        f"may have errors of {factor:g} times its noise"
     ]

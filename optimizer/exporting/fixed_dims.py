@@ -41,8 +41,8 @@ def note_on_fixed_dims(
     declared = _with_batch(declared, inputs, rows)
     fixed = [f"dim {dim} of {name} ({size})" for name, dims in found.items() for dim, size in dims.items()]
     return [
-        f"fixed in the files, though the model takes other sizes: {', '.join(fixed)}; `{_option(declared)}` opens"
-        f" {'them' if len(fixed) > 1 else 'it'} (dynamic= in Python)"
+        f"fixed in the files, although the model takes other sizes: {', '.join(fixed)}; `{_option(declared)}` makes "
+        f"{'them' if len(fixed) > 1 else 'it'} dynamic (dynamic= in Python)"
     ]
 
 

@@ -101,7 +101,7 @@ class GraphFiles:
             why = error.reasons or quote(error)
         except ExporterError as error:
             why = quote(error)
-        self.refused[exporter.name] = f"the file made of the rewritten graph was refused ({why})"
+        self.refused[exporter.name] = f"the file made from the rewritten graph was rejected ({why})"
         remove(set(folder.iterdir()) - before)
         return None
 
@@ -113,7 +113,9 @@ class GraphFiles:
         for record in applied:
             reason = _why_never(kind_of(record.name, provenance))
             if reason is None and record.name in self.asked:
-                reason = why or (None if record.name in self.names else "the graph of the whole has none of its places")
+                reason = why or (
+                    None if record.name in self.names else "the graph of the whole model contains none of its changes"
+                )
             if reason is not None:
                 found.append({"name": record.name, "reason": reason})
         return found
@@ -127,7 +129,7 @@ class GraphFiles:
         names = listed(list(dict.fromkeys(self.asked)), _MOST_NAMES)
         told = {format: why for format, why in self.refused.items() if format not in missing}
         return [
-            f"{f'the {format} file does' if format else 'the files do'}n't hold what {names} did: {why}"
+            f"{f'the {format} file does' if format else 'the files do'}n't contain the changes of {names}: {why}"
             for format, why in told.items()
         ]
 
@@ -149,11 +151,11 @@ def _why_never(kind: type[Pass] | None) -> str | None:
     if kind is None:
         return None
     if kind.is_barrier:
-        return "files hold the module before its calls are compiled"
+        return "files contain the module before its calls are compiled"
     if kind.plans_calls:
-        return "files hold no backward pass"
+        return "files contain no backward pass"
     if issubclass(kind, GraphPass) and not kind.in_files:
-        return "files hold the operations that its kernels are made of"
+        return "files contain the operations that its kernels fuse"
     return None
 
 

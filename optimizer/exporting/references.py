@@ -64,7 +64,8 @@ def sizes_of(samples: Samples, batch_sizes: Sequence[int] | None, static: bool, 
     """
     if static and (further := [size for size, _ in samples.further if size != samples.batch_size]):
         raise UsageError(
-            f"static_batch fixes the batch at {samples.batch_size} rows, and there are further inputs of {further[0]}."
+            f"static_batch fixes the batch size at {samples.batch_size}, but there are further inputs of batch size "
+            f"{further[0]}."
         )
     if static or not samples.dynamic:
         return None if samples.batch_size is None else [samples.batch_size]

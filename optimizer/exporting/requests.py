@@ -22,7 +22,7 @@ _NUMBERS_TOLD = 4
 def note_on_numbers(adapter: Adapter) -> list[str]:
     """A note on the Python numbers in the example inputs, which are constants in the files."""
     told = [f"{where} = {number}" for where, number in adapter.inputs.numbers()]
-    return [f"fixed in the files, as the example inputs have them: {listed(told, _NUMBERS_TOLD)}"] if told else []
+    return [f"fixed in the files at the values of the example inputs: {listed(told, _NUMBERS_TOLD)}"] if told else []
 
 
 def request_for(job: ExportJob, model: nn.Module, reference: Reference) -> ExportRequest:
@@ -86,11 +86,11 @@ def refuse_sizes_not_taken(job: ExportJob, reference: Reference) -> None:
         why = reference.why_not(None if name == dims.batch else name)
         if why is None:
             raise UsageError(
-                f"dynamic opens {where}, and batch_sizes names no size of it beside that of the example inputs."
+                f"dynamic opens {where}, but batch_sizes has only the size of the example inputs: add another size."
             )
         raise ExportFailed(
-            f"dynamic opens {where}, and the model raises at every other size of it that was tried ({why}): leave {where}"
-            " out, or change that line."
+            f"dynamic opens {where}, but the model raises at every other size that was tried ({why}): leave {where} "
+            "out, or change that line."
         )
 
 
@@ -99,6 +99,6 @@ def note_on_fixed_batch(job: ExportJob, reference: Reference) -> list[str]:
     if job.static_batch or not job.samples.dynamic or len(reference.batch_sizes) > 1:
         return []
     why = reference.why_not(None)
-    raised = why and f"the model raises at the other sizes that were tried ({why})"
-    alone = "batch_sizes names no size beside that of the example inputs"
-    return [f"the batch is fixed, as by static_batch: {raised or alone}"]
+    raised = why and f"the model raises at every other size that was tried ({why})"
+    alone = "batch_sizes has only the size of the example inputs"
+    return [f"the batch size is fixed, as with static_batch: {raised or alone}"]

@@ -22,10 +22,10 @@ def refuse_vacuous(reference: Reference) -> None:
     computed = f"computed in {reference.precision}, " if reference.precision else ""
     told = f"{computed}{reason}, so nothing could be proven"
     if not any(noise.deterministic for noise in reference.noises.values()):
-        advice = "make the model give the same answer to the same inputs"
+        advice = "make the model return the same outputs for the same inputs"
     else:
-        ways = "leave cast-precision out, " if reference.precision else ""
-        advice = f"{ways}load trained weights (--weights FILE on the command line), or give other example inputs"
+        ways = "leave out cast-precision, " if reference.precision else ""
+        advice = f"{ways}load trained weights (--weights FILE on the command line), or use other example inputs"
     raise VacuousError(f"{told[0].upper()}{told[1:]}: {advice}.")
 
 

@@ -176,7 +176,7 @@ def _note_on_metadata(artifact: Artifact, own: Mapping[str, str]) -> Sequence[st
     lacking = [key for key, text in own.items() if artifact.metadata.get(key) != text]
     if not lacking:
         return ()
-    return [f"the {artifact.format} file doesn't hold the metadata {', '.join(lacking)}: its exporter writes none"]
+    return [f"the {artifact.format} file lacks the metadata {', '.join(lacking)}: its exporter doesn't write metadata"]
 
 
 def _all_notes(own: Sequence[str], reports: Mapping[str, ParityReport]) -> list[str]:
@@ -187,7 +187,7 @@ def _all_notes(own: Sequence[str], reports: Mapping[str, ParityReport]) -> list[
 def _not_proven(parity: ParityReport, name: str, remark: str) -> ParityError:
     where = f" {remark}" if remark else ""
     return ParityError(
-        f"The {name} artifact isn't shown to compute what the original does: {parity.reason}{where}",
+        f"The {name} artifact isn't proven to compute the same as the original: {parity.reason}{where}",
         {"notes": _all_notes((), {name: parity})},
     )
 

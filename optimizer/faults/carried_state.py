@@ -60,8 +60,8 @@ def refuse_carried_state(original: nn.Module, reference: Reference) -> None:
     wheres = named_first(reference, measurement)[:_LOOKED_AT]
     found = next(filter(None, (_first_to_differ(original, reference, where) for where in wheres)), None)
     raise ExportFailed(
-        f"{found or 'The model answers the same inputs otherwise after other calls'}, and no file does so alike: take what it"
-        f" goes by as an input, and give what that becomes as an output. Called again and again: {report.reason}"
+        f"{found or 'The model carries state from call to call'}, and exported files can't: make the state an "
+        f"explicit input and output. In repeated calls: {report.reason}"
     )
 
 
@@ -77,8 +77,8 @@ class _Found:
         who = (
             f"Module `{self.call.path}` ({self.call.kind}{line})" if self.call.path else f"The model ({self.call.kind})"
         )
-        kept = f", as it keeps {listed(self.changed, _NAMED)}" if self.changed else ""
-        return f"{who} answers the same inputs otherwise after other calls{kept}"
+        kept = f" in {listed(self.changed, _NAMED)}" if self.changed else ""
+        return f"{who} carries state from call to call{kept}"
 
 
 def _first_to_differ(original: nn.Module, reference: Reference, where: str) -> _Found | None:

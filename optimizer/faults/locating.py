@@ -46,7 +46,7 @@ class Located:
 
     def __str__(self) -> str:
         if self.divergence is None:
-            return f"Where it first differs isn't known: {self.note}."
+            return f"The first difference couldn't be located: {self.note}."
         return f"It {self.divergence}."
 
     def to_json(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def located_module(reference: Reference, measurement: Measurement, candidate: nn
     """Find where a module that failed the comparison first diverges; an exception goes into the note."""
     wheres = named_first(reference, measurement)[:_SEARCHED]
     found = (first_wrong_module(reference, candidate, where) for where in wheres)
-    return _first_of(found, "no module gives anything else than the original's")
+    return _first_of(found, "every module returns the same as in the original")
 
 
 @dataclass(frozen=True)
@@ -159,15 +159,15 @@ class _FileSearch:
     def nowhere(self) -> str:
         """The reason why nothing was found, as a clause."""
         if self.artifact.values is not None:
-            return "each value of the file is what it should be"
+            return "every value in the file is correct"
         if self.artifact.parts is not None:
-            return "each module of the file that takes one tensor gives what it should"
+            return "every module of the file that takes one tensor returns the correct value"
         if self.artifact.program is not None:
             return (
-                "a package of machine code has no values to look at, and the program that it was compiled from is right, so"
-                " that it was made wrong by the compiler, or written to since"
+                "compiled machine code has no values to compare, and the program that it was compiled from is "
+                "correct: either the compiler is at fault, or the package was modified afterwards"
             )
-        return f"a file of the format {self.artifact.format} gives nothing but its outputs"
+        return f"a file of the format {self.artifact.format} shows only its outputs"
 
 
 def first_wrong_value(
@@ -207,9 +207,12 @@ def fault_of_runtime(artifact: Artifact, is_right: Callable[[Artifact], bool]) -
         right = is_right(replace(artifact, loader=artifact.unoptimized))
     except Exception as error:  # the runtime is foreign code, and its error must not hide the failure
         logger.debug("the run without optimizations raised", exc_info=True)
-        return f"Run without the runtime's graph optimizations, it raised {type(error).__name__}: {quote(error)}."
+        return f"Without the runtime's graph optimizations, it raised {type(error).__name__}: {quote(error)}."
     if right:
-        return "Without the runtime's graph optimizations the file is right: they are at fault, and not the file."
+        return (
+            "Without the runtime's graph optimizations the file is correct: the optimizations are at fault, not "
+            "the file."
+        )
     return "Without the runtime's graph optimizations it is wrong too."
 
 
@@ -219,7 +222,7 @@ def _first_of(found: Iterator[Divergence | None], nowhere: str) -> Located:
         first = next(filter(None, found), None)
     except Exception as error:  # the search runs foreign code, whose error must not hide the failure
         logger.debug("locating raised", exc_info=True)
-        return Located(None, f"looking for it raised {type(error).__name__}: {quote(error)}")
+        return Located(None, f"the search raised {type(error).__name__}: {quote(error)}")
     return Located(first, nowhere if first is None else "")
 
 

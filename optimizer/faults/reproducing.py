@@ -23,12 +23,12 @@ _README = """# What is wrong with {file}
 {reason}
 {place}
 
-`inputs.safetensors` has the inputs of the call at {where}, `expected.safetensors` what the original gives there, in float64
-rounded once. `python reproduce.py` runs the file on them and shows by how much each output is off; it needs {needs}
-and nothing else, and ends with 1 where one is off by more than is allowed.
+`inputs.safetensors` contains the inputs of the call at {where}. `expected.safetensors` contains the original's outputs for
+them, computed in float64 and rounded once. `python reproduce.py` runs the file and shows the error of each output. It
+needs only {needs}, and exits with 1 if an error is larger than allowed.
 """
 
-_SCRIPT = '''"""Run {file} on the inputs beside it, and show how far its outputs are from those that are expected."""
+_SCRIPT = '''"""Run {file} on the inputs next to it, and show the errors of its outputs."""
 
 import json
 import sys
@@ -50,7 +50,7 @@ DTYPES = {{
 
 
 def read(name):
-    """The tensors of a safetensors file: the length of a header of JSON, the header, and the bytes that it speaks of."""
+    """The tensors of a safetensors file: the length of its JSON header, the header, and the tensors' bytes."""
     content = (HERE / name).read_bytes()
     begin = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:begin])
@@ -78,7 +78,7 @@ def main():
         error = float((got.to(wide) - want.to(wide))[apart].abs().max()) if same and apart.any() else 0.0
         bad = not same or not error <= allowed
         wrong = wrong or bad
-        shapes = "" if same else f", its shape is {{list(got.shape)}} in place of {{list(want.shape)}}"
+        shapes = "" if same else f", its shape is {{list(got.shape)}} instead of {{list(want.shape)}}"
         print(f"{{name}}: off by {{error:.2e}}, {{allowed:.1e}} is allowed{{shapes}}: {{'wrong' if bad else 'right'}}")
     return 1 if wrong else 0
 
@@ -148,7 +148,7 @@ def write_reproduction(
         A sentence that names the folder, or the reason why there is none.
     """
     if artifact.format not in _RUN:
-        return f"There is no program that shows it for {artifact.format} files."
+        return f"There is no reproduction script for {artifact.format} files."
     file = artifact.path.name
     given = dict(zip((spec.name for spec in artifact.inputs), inputs, strict=True))
     # The file and the original have their outputs in the same order.
@@ -174,7 +174,7 @@ def write_reproduction(
         # Only the number: `write_bundle` would take the system's error text for a disk error of the bundle.
         reason = f"error {error.errno}" if isinstance(error, OSError) else "safetensors refused"
         return f"The folder {directory} couldn't be written ({reason})."
-    return f"{directory / artifact.format} has what it takes to see it: run reproduce.py there."
+    return f"{directory / artifact.format} contains a self-contained reproduction: run reproduce.py there."
 
 
 def _write(

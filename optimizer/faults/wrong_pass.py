@@ -33,14 +33,14 @@ def pass_to_blame(passes: Sequence[Pass], is_wrong_with: Callable[[Sequence[Pass
         return _found(passes, is_wrong_with)
     except Exception as error:  # the search runs foreign code, whose error must not hide the failure
         logger.debug("the search for the pass raised", exc_info=True)
-        return f"Which pass brings it in isn't known: looking for it raised {type(error).__name__}: {quote(error)}."
+        return f"The pass that causes it is unknown: the search raised {type(error).__name__}: {quote(error)}."
 
 
 def _found(passes: Sequence[Pass], is_wrong_with: Callable[[Sequence[Pass] | None], bool]) -> str:
     if not passes or not is_wrong_with(None):
         return ""
     if not is_wrong_with(passes):
-        return "Run again, the passes make no such result: this one was written to after it was made."
+        return "The same passes, run again, give a correct result: this one was modified after optimize() made it."
     # Invariant: the first `low` passes are right or low is 0, and the first `high` passes are wrong.
     low, high = 0, len(passes)
     while high - low > 1:
@@ -50,5 +50,8 @@ def _found(passes: Sequence[Pass], is_wrong_with: Callable[[Sequence[Pass] | Non
         else:
             low = middle
     if high <= 1 and is_wrong_with(()):
-        return "It is so without any pass."
-    return f"The pass {passes[high - 1].name} brings it in: without it, and those behind it, the result is right at every call."
+        return "It is wrong even without any pass."
+    return (
+        f"The pass {passes[high - 1].name} causes it: without it and the later passes, the result is correct at "
+        "every call."
+    )

@@ -56,7 +56,7 @@ def open_dims(
         return OpenDims()
     declared = {name: _named_dims(name, dims) for name, dims in _mapping(dynamic).items()}
     if unknown := [name for name in declared if name not in inputs]:
-        raise UsageError(f"dynamic names {unknown[0]}, and the inputs in the files are {listed(list(inputs))}.")
+        raise UsageError(f"dynamic names {unknown[0]}, but the inputs in the files are {listed(list(inputs))}.")
     _refuse_one_tensor_for_two(declared, inputs)
     for name, dims in declared.items():
         _refuse_absent(name, dims, inputs[name])
@@ -71,7 +71,9 @@ def open_dims(
         for dim, size_name in named_dims.items():
             size, place = inputs[name].shape[dim], f"dim {dim} of {name}"
             if static_batch and size_name == batch:
-                raise UsageError(f"static_batch fixes the batch, and dynamic opens {place}: give one of the two.")
+                raise UsageError(
+                    f"static_batch fixes the batch size, but dynamic opens {place}: use only one of the two."
+                )
             known, elsewhere = sizes.setdefault(size_name, (size, place))
             if known != size:
                 raise UsageError(
@@ -84,31 +86,35 @@ def open_dims(
 def _mapping(dynamic: Dynamic) -> Dynamic:
     if not isinstance(dynamic, Mapping):
         raise UsageError(
-            f"dynamic is a dict such as {{'x': (0, 2)}} or {{'x': {{0: 'batch', 2: 'time'}}}}, not {dynamic!r}."
+            f"dynamic must be a dict such as {{'x': (0, 2)}} or {{'x': {{0: 'batch', 2: 'time'}}}}, not {dynamic!r}."
         )
     if not dynamic:
-        raise UsageError("dynamic opens nothing: name the dims of an input, such as {'x': (0, 2)}, or leave it out.")
+        raise UsageError("dynamic opens no dim: list the dims of an input, such as {'x': (0, 2)}, or leave it out.")
     return dynamic
 
 
 def _named_dims(name: object, dims: object) -> dict[int, str | None]:
     listed_dims = isinstance(dims, Sequence) and not isinstance(dims, str)
     if not isinstance(name, str) or not (listed_dims or isinstance(dims, Mapping)):
-        raise UsageError(f"dynamic gives each input a tuple of dims, or a dict of dims with names, not {dims!r}.")
+        raise UsageError(
+            f"dynamic must map each input to a tuple of dims, or to a dict of dims and names, not {dims!r}."
+        )
     assert isinstance(dims, Sequence | Mapping)
     if not dims:
-        raise UsageError(f"dynamic names no dim of {name}: name one such as 0, or leave {name} out.")
+        raise UsageError(f"dynamic lists no dim of {name}: add one such as 0, or leave {name} out.")
     found: dict[int, str | None] = {}
     for dim in dims:
         if not isinstance(dim, int) or isinstance(dim, bool):
-            raise UsageError(f"dynamic names a dim of {name} by {dim!r}: dims are whole numbers from 0 on.")
+            raise UsageError(f"dynamic lists {dim!r} as a dim of {name}: dims must be whole numbers, counted from 0.")
         if dim < 0:
-            raise UsageError(f"dynamic names dim {dim} of {name}: dims are counted from 0, the first one, on.")
+            raise UsageError(f"dynamic lists dim {dim} of {name}: dims are counted from 0, the first one.")
         if dim in found:
-            raise UsageError(f"dynamic names dim {dim} of {name} twice.")
+            raise UsageError(f"dynamic lists dim {dim} of {name} twice.")
         symbol = dims[dim] if isinstance(dims, Mapping) else None
         if symbol is not None and (not isinstance(symbol, str) or not symbol.isidentifier()):
-            raise UsageError(f"dynamic names the size of dim {dim} of {name} {symbol!r}: give a word such as time.")
+            raise UsageError(
+                f"dynamic uses {symbol!r} as the name for the size of dim {dim} of {name}: use a word such as time."
+            )
         found[dim] = symbol
     return found
 
@@ -117,10 +123,10 @@ def _refuse_absent(name: str, dims: Mapping[int, str | None], tensor: torch.Tens
     shape = list(tensor.shape)
     for dim in dims:
         if dim >= len(shape):
-            last = f"its dims are 0 to {len(shape) - 1}" if shape else "it has none"
-            raise UsageError(f"dynamic names dim {dim} of {name}, which is {shape} in the example inputs: {last}.")
+            last = f"its dims are 0 to {len(shape) - 1}" if shape else "it has no dims"
+            raise UsageError(f"dynamic opens dim {dim} of {name}, which is {shape} in the example inputs: {last}.")
         if shape[dim] == 0:
-            raise UsageError(f"dynamic names dim {dim} of {name}, which is empty in the example inputs: {shape}.")
+            raise UsageError(f"dynamic opens dim {dim} of {name}, which is empty in the example inputs: {shape}.")
 
 
 def _refuse_one_tensor_for_two(
@@ -131,6 +137,6 @@ def _refuse_one_tensor_for_two(
         other = by_tensor.setdefault(id(tensor), name)
         if declared.get(other) != declared.get(name):
             raise UsageError(
-                f"{other} and {name} are one tensor in the example inputs, and dynamic opens other dims of the two: give"
-                " each a tensor of its own, or the same dims with the same names."
+                f"{other} and {name} are the same tensor in the example inputs, but dynamic opens different dims of "
+                "them: use separate tensors, or the same dims with the same names."
             )

@@ -105,7 +105,7 @@ class Samples:
             self.given = self._placed(Call(_positional(example_inputs, "example_inputs"), self._kwargs))
         self.batch_size = _batch_size(self.given)
         if self.batch_size == 0:
-            raise UsageError("The example inputs are a batch of no rows: give one row at least.")
+            raise UsageError("The example inputs have a batch of no rows: use at least one row.")
         self.dynamic = self._function is not None or bool(self.batch_size)
         self.sizes: dict[str, int] = {}
         self._open: dict[int, Mapping[int, str]] = {}
@@ -161,7 +161,8 @@ class Samples:
             return self._from_function(_FUNCTION_BATCH if batch_size is None else batch_size, draw)
         if batch_size != self.batch_size and not self.dynamic:
             raise UsageError(
-                f"The example inputs have no batch dimension to make {batch_size} from: no tensor in them has rows."
+                f"A batch of {batch_size} can't be made from the example inputs: none of their tensors has a batch "
+                "dimension."
             )
         if draw == 0 and batch_size == self.batch_size:
             return self.given
@@ -216,11 +217,11 @@ class Samples:
         call = self._placed(Call(*item))
         size = _batch_size(call)
         if size == 0:
-            raise UsageError(f"{which} are a batch of no rows: give one row at least.")
+            raise UsageError(f"{which} have a batch of no rows: use at least one row.")
         if size != self.batch_size and (size is None or self.batch_size is None):
-            raise UsageError(f"{which} have {_rows_of(size)}, and the example inputs {_rows_of(self.batch_size)}.")
+            raise UsageError(f"{which} have {_rows_of(size)}, but the example inputs {_rows_of(self.batch_size)}.")
         if misfit := _other_than_rows(self.at(size), call):
-            raise UsageError(f"{which} differ from the example inputs in more than their rows: {misfit}.")
+            raise UsageError(f"{which} differ from the example inputs in more than the number of rows: {misfit}.")
         # The example inputs are draw 0 of their batch size.
         taken = {(self.batch_size, 0), *self._own}
         self._own[size, next(draw for draw in itertools.count() if (size, draw) not in taken)] = call
@@ -300,8 +301,8 @@ class Samples:
             for dim, name in dims.items():
                 if tensor.shape[dim] != self.sizes[name]:
                     raise UsageError(
-                        f"The function given as example_inputs gives {name} the size {tensor.shape[dim]} at one batch size"
-                        f" and {self.sizes[name]} at another: nothing but the rows may change."
+                        f"The function given as example_inputs returns {name} with size {tensor.shape[dim]} at one "
+                        f"batch size and {self.sizes[name]} at another: only the number of rows may change."
                     )
             if not dims:
                 return tensor
@@ -340,7 +341,7 @@ def _other_than_rows(expected: Call, call: Call) -> str | None:
         return difference
     for (name, wanted), (_, tensor) in zip(_named_tensors(expected), _named_tensors(call), strict=True):
         if (wanted.dtype, wanted.shape) != (tensor.dtype, tensor.shape):
-            return f"{name} is {_described(tensor)} and should be {_described(wanted)}"
+            return f"{name} is {_described(tensor)}, but should be {_described(wanted)}"
     return None
 
 
@@ -360,9 +361,9 @@ def _positional(inputs: Any, what: str) -> tuple[Any, ...]:
     if isinstance(inputs, tuple):
         return inputs
     if isinstance(inputs, dict):
-        raise UsageError(f"{what} must give a tuple of positional arguments; give a dict as example_kwargs.")
+        raise UsageError(f"{what} must be a tuple of positional arguments; use example_kwargs for a dict.")
     raise UsageError(
-        f"{what} must give a tuple with one item per positional argument, such as (x,), not {_kind(inputs)}."
+        f"{what} must be a tuple with one item per positional argument, such as (x,), not {_kind(inputs)}."
     )
 
 
@@ -370,20 +371,23 @@ def _refuse_unusable(call: Call) -> None:
     for name, tensor in _named_tensors(call):
         if tensor.is_nested:
             raise UsageError(
-                f"The example inputs hold a nested tensor ({name}), which has no rows to make other batches from: give a"
-                " padded tensor, or a module that makes the nested one of it."
+                f"The example inputs contain a nested tensor ({name}), which can't be split into rows: pass a "
+                "padded tensor, or a module that builds the nested tensor from it."
             )
         if tensor.is_meta:
             raise UsageError(
-                f"The example inputs hold a tensor without values ({name} is on the meta device): make it on the CPU."
+                f"The example inputs contain a tensor without values ({name} is on the meta device): create it on "
+                "the CPU."
             )
         if tensor.layout not in _LAYOUTS:
             layout = str(tensor.layout).removeprefix("torch.")
-            raise UsageError(f"The example inputs hold a tensor in the layout {layout} ({name}): give a dense one.")
+            raise UsageError(
+                f"The example inputs contain a tensor in the layout {layout} ({name}): pass a dense tensor."
+            )
         if tensor.is_quantized and not has_strides(tensor):
             raise UsageError(
-                f"The example inputs hold a tensor that is quantized per channel ({name}), of which torch takes no rows:"
-                " give one that is quantized as a whole, or a dense one."
+                f"The example inputs contain a tensor that is quantized per channel ({name}), from which torch "
+                "can't take rows: pass one that is quantized per tensor, or a dense one."
             )
 
 

@@ -32,8 +32,8 @@ def check_model(model: object, *, runs: bool) -> None:
         raise UsageError(f"The model must be an nn.Module, not {type(model).__name__}.")
     if is_compiled(model):
         raise UsageError(
-            "The model is a wrapper that torch.compile(module) made: give the module itself, and torch-compile as the last"
-            " pass."
+            "The model is a wrapper made by torch.compile(module): pass the module itself, with torch-compile as "
+            "the last pass."
         )
     if runs:
         refuse_unrunnable(model)
@@ -51,7 +51,7 @@ def _refuse_distributed(model: nn.Module) -> None:
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise UsageError(
-            "The model is wrapped in DistributedDataParallel: give its .module, and wrap the result of optimize()."
+            "The model is wrapped in DistributedDataParallel: pass its .module, and wrap the result of optimize()."
         )
     # A process that hasn't imported this module has no sharded modules.
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -76,7 +76,9 @@ def samples_of(
     """
     if example_inputs is None and not example_kwargs:
         if further_inputs:
-            raise UsageError("further_inputs are calls beside that of example_inputs: give the first one there.")
+            raise UsageError(
+                "further_inputs are calls in addition to example_inputs: pass the first call as example_inputs."
+            )
         return None
     first = () if example_inputs is None else example_inputs
     return Samples(first, example_kwargs, further_inputs=further_inputs, seed=seed, device=device)
@@ -97,11 +99,11 @@ def resolved_device(device: str, *, require_gpu: bool) -> torch.device:
     except RuntimeError:
         resolved = None
     if resolved is None or resolved.type not in ("cpu", "cuda"):
-        raise UsageError(f"There is no device {device!r}: it is auto, cpu or cuda.")
+        raise UsageError(f"There is no device {device!r}: use auto, cpu or cuda.")
     if (require_gpu or resolved.type == "cuda") and not available:
-        raise DeviceError("A GPU is required, and torch finds none here: use device='cpu', or a machine that has one.")
+        raise DeviceError("A GPU is required, but torch finds none here: use device='cpu', or a machine with a GPU.")
     if require_gpu and resolved.type != "cuda":
-        raise DeviceError(f"A GPU is required, and the device asked for is {resolved}: use device='cuda'.")
+        raise DeviceError(f"A GPU is required, but the requested device is {resolved}: use device='cuda'.")
     return resolved
 
 

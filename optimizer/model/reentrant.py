@@ -44,17 +44,17 @@ def gradients_by_backward(
     """
     if parameters is None:
         raise LoadError(
-            "The function has a reentrant checkpoint, which writes gradients to tensors that nothing here knows of: give the"
-            " module itself, or make the checkpoint with use_reentrant=False."
+            "The function uses a reentrant checkpoint, which writes gradients to tensors that the comparison can't "
+            "find: pass the module itself, or create the checkpoint with use_reentrant=False."
         )
     # Otherwise active function modes would intercept the access to `.grad`.
     with torch._C.DisableTorchFunction():
         kept = [(leaf, leaf.grad) for leaf in (*leaves, *parameters) if leaf.is_leaf and leaf.requires_grad]
         if any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf, _ in kept):
             raise LoadError(
-                "The model has a reentrant checkpoint and a hook that runs when a gradient is there, as an optimizer in the"
-                " backward pass has: a comparison of gradients would run it, so take the hook off first, or make the"
-                " checkpoint with use_reentrant=False."
+                "The model has a reentrant checkpoint and a hook that runs when a gradient is computed, such as an "
+                "optimizer in the backward pass. Comparing gradients would run the hook: remove it first, or "
+                "create the checkpoint with use_reentrant=False."
             )
     try:
         with torch._C.DisableTorchFunction():

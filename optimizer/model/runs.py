@@ -123,8 +123,8 @@ class Runs:
                 return result
             if found <= self.written:
                 raise LoadError(
-                    f"Forward writes to {listed(sorted(found))} in TorchScript, whose weights a copy shares: leave them as"
-                    " they are in forward."
+                    f"Forward writes to {listed(sorted(found))} in TorchScript, where copies share the weights: "
+                    "don't write to them in forward."
                 )
             self.written |= found
 
@@ -196,6 +196,6 @@ def _refuse_writes(before: dict[str, int], module: nn.Module) -> None:
     written = [name for name, version in _versions(module).items() if before.get(name, version) != version]
     if written:
         raise LoadError(
-            f"Forward wrote to {listed(written)} of the model, which it doesn't do at its first call: load the weights again,"
-            " and leave them as they are in forward."
+            f"Forward wrote to {listed(written)} of the model, but not in its first call: load the weights again, "
+            "and don't write to them in forward."
         )

@@ -100,16 +100,16 @@ def first_difference(expected: Any, got: Any, path: str = "") -> str | None:
     kind, *parts = expected
     other_kind, *other_parts = got
     if kind != other_kind:
-        return f"{where} is {_article(other_kind)} and should be {_article(kind)}"
+        return f"{where} is {_article(other_kind)}, but should be {_article(kind)}"
     if kind == "value":
-        return f"{where} is {other_parts[0]} and should be {parts[0]}"
+        return f"{where} is {other_parts[0]}, but should be {parts[0]}"
     keys, other_keys = [key for key, _ in parts[0]], [key for key, _ in other_parts[0]]
     if keys != other_keys:
-        return f"{where} holds {_listing(other_keys)} and should hold {_listing(keys)}"
+        return f"{where} contains {_listing(other_keys)}, but should contain {_listing(keys)}"
     for (key, child), (_, other) in zip(parts[0], other_parts[0], strict=True):
         if difference := first_difference(child, other, f"{path}.{key}" if path else str(key)):
             return difference
-    return f"{where} has another structure"
+    return f"{where} has a different structure"
 
 
 def _open(tree: Any, path: str, root: str, keep: Callable[[str, Any], None], opened: set[int]) -> Any:

@@ -20,7 +20,7 @@ from optimizer.wording import listed, quote, type_name
 
 WRAPPER_KEYS = ("state_dict", "model_state_dict", "model")
 WRAPPER_PREFIXES = ("module.", "_orig_mod.")
-_STATE_DICT = "; give a file that torch.save(model.state_dict(), ...) wrote, or safetensors."
+_STATE_DICT = "; use a file written by torch.save(model.state_dict(), ...), or safetensors."
 
 
 def load_weights(model: nn.Module, path: Path) -> list[str]:
@@ -45,7 +45,7 @@ def load_weights(model: nn.Module, path: Path) -> list[str]:
         and state[name].shape != tensor.shape
     ]
     if misshapen:
-        raise LoadError(f"The weights {path.name} don't fit the model: other shapes in {listed(misshapen)}.")
+        raise LoadError(f"The weights {path.name} don't fit the model: different shapes in {listed(misshapen)}.")
     cast = [name for name, tensor in own.items() if name in state and _cast(state[name], tensor)]
     assign = any(tensor.is_meta for tensor in model.parameters())
     if assign:  # `assign` keeps the dtype of the file, where a copy would cast
@@ -92,10 +92,10 @@ def _unpickled(path: Path) -> Any:
             return torch.load(path, weights_only=True, map_location="cpu", mmap=False)
     except pickle.UnpicklingError as error:
         if not re.search("Unsupported (global|class)", str(error)) and (zipped or path.read_bytes()[:1] != b"\x80"):
-            raise LoadError(f"The weights {path.name} are damaged or no state dict{_STATE_DICT}") from error
+            raise LoadError(f"The weights {path.name} are damaged or not a state dict{_STATE_DICT}") from error
         raise LoadError(
-            f"The weights {path.name} hold more than tensors and aren't opened, because unpickling them could run any "
-            f"code; save the state dict alone: torch.save(model.state_dict(), ...)."
+            f"The weights {path.name} contain more than tensors and aren't loaded, because unpickling them could "
+            "run arbitrary code; save only the state dict: torch.save(model.state_dict(), ...)."
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         if "TorchScript" in str(error):
@@ -104,31 +104,32 @@ def _unpickled(path: Path) -> Any:
             ) from error
         if "legacy .tar" in str(error):
             raise LoadError(
-                f"The weights {path.name} are in torch's old .tar format, which could run any code; load them with an old "
-                f"torch and save the state dict again: torch.save(model.state_dict(), ...)."
+                f"The weights {path.name} are in torch's old .tar format, which could run arbitrary code; load them "
+                "with an old torch and save the state dict again: torch.save(model.state_dict(), ...)."
             ) from error
         # For bytes that aren't a pickle, an unpickler's message is about opcodes, and a zip reader's is about records.
         why = f": {quote(error)}." if isinstance(error, OSError) else _STATE_DICT
-        raise LoadError(f"The weights {path.name} are damaged or no state dict{why}") from error
+        raise LoadError(f"The weights {path.name} are damaged or not a state dict{why}") from error
 
 
 def _unwrapped(value: Any, path: Path, notes: list[str]) -> dict[str, torch.Tensor]:
     if isinstance(value, Mapping) and not any(isinstance(each, torch.Tensor) for each in value.values()):
         key = next((key for key in WRAPPER_KEYS if isinstance(value.get(key), Mapping)), None)
         if key is not None:
-            notes.append(f"The weights are those under {key!r} in {path.name}.")
+            notes.append(f"The weights were taken from the key {key!r} of {path.name}.")
             value = value[key]
     if not isinstance(value, Mapping):
-        raise LoadError(f"The weights {path.name} hold no state dict but a {type_name(value)}.")
+        raise LoadError(f"The weights {path.name} contain a {type_name(value)}, not a state dict.")
     if unnamed := [key for key in value if not isinstance(key, str)]:
         raise LoadError(
-            f"The weights {path.name} hold no state dict: the key {unnamed[0]!r} is no name of a parameter{_STATE_DICT}"
+            f"The weights {path.name} contain no state dict: the key {unnamed[0]!r} isn't the name of a "
+            f"parameter{_STATE_DICT}"
         )
     others = [str(key) for key, each in value.items() if not isinstance(each, torch.Tensor)]
     others = [key for key in others if not key.endswith("_extra_state")]
     if others or not value:
         what = f"no tensor under {listed(others)}" if others else "nothing"
-        raise LoadError(f"The weights {path.name} hold no state dict: there is {what}.")
+        raise LoadError(f"The weights {path.name} contain no state dict: there is {what}.")
     return dict(value)
 
 
@@ -142,7 +143,7 @@ def _without_prefix(
             continue
         stripped = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
         if set(stripped) <= own and not _untied(model, own - set(stripped), stripped):
-            notes.append(f"The prefix {prefix!r} of all names in {path.name} was left out.")
+            notes.append(f"The prefix {prefix!r} of all names in {path.name} was removed.")
             return stripped
     return state
 
@@ -221,6 +222,6 @@ def refuse_lazy_modules(model: nn.Module) -> None:
     ]
     if lazy:
         raise LoadError(
-            f"{listed(lazy)} {'has' if len(lazy) == 1 else 'have'} no weights yet: run the model once to initialise it, and "
-            f"take out what it never calls."
+            f"{listed(lazy)} {'has' if len(lazy) == 1 else 'have'} no weights yet: run the model once to initialize "
+            "them, and remove modules that it never calls."
         )

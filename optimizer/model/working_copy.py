@@ -232,17 +232,15 @@ def _notes_on_functions(owners: Sequence[nn.Module], modules: Sequence[nn.Module
     """
     notes = []
     for owner, place, held in functions_over_modules(owners, modules):
-        where = f"{place} of {type(owner).__name__} is a function that holds modules of the model itself"
+        where = f"{place} of {type(owner).__name__} is a function that references modules of the original model"
         if mode == "training":
             raise LoadError(
-                f"{where}, which would be trained beside the copy: make it a method that reaches them by self."
+                f"{where}, so training would change them instead of their copies: make it a method that uses self."
             )
         if any(module.training for module in held):
-            raise LoadError(
-                f"{where}, in training mode: call model.eval() first, or make it a method that reaches them by self."
-            )
+            raise LoadError(f"{where} in training mode: call model.eval() first, or make it a method that uses self.")
         kinds = listed(sorted({type(module).__name__ for module in held}))
-        notes.append(f"{where} ({kinds}): it goes on running the original's, which aren't optimized")
+        notes.append(f"{where} ({kinds}): it keeps running those, which aren't optimized")
     return notes
 
 
@@ -356,21 +354,21 @@ def _copied(module: nn.Module, name: str, value: Any, memo: dict[int, Any]) -> A
         if lack_of_memory(error):
             raise
         raise LoadError(
-            f"{where} can't be copied ({quote(error, with_type=True)}), and every run is made on a copy: {_remedy(value)}."
+            f"{where} can't be copied ({quote(error, with_type=True)}), but every run needs a copy: {_remedy(value)}."
         ) from error
     if type(copied) is not type(value) and not hasattr(copied, "__next__") and not hasattr(type(value), "__deepcopy__"):
         # An object whose `__getattr__` returns something for every name.
         raise LoadError(
-            f"{where} can't be copied: copy.deepcopy gave {_a(type_name(copied))}, and every run is made on a copy; give"
-            f" {type_name(value)} a __deepcopy__."
+            f"{where} can't be copied: copy.deepcopy returned {_a(type_name(copied))}, but every run needs a copy; "
+            f"define __deepcopy__ on {type_name(value)}."
         )
     return copied
 
 
 def _remedy(value: Any) -> str:
     if hasattr(type(value), "__next__"):
-        return "hold a list and an index instead"
-    return f"make it in forward, or give {type_name(value)} a __deepcopy__"
+        return "store a list and an index instead"
+    return f"create it in forward, or define __deepcopy__ on {type_name(value)}"
 
 
 def _registered(item: Any, memo: dict[int, Any]) -> Any:
@@ -392,8 +390,8 @@ def _copy_by_itself(module: nn.Module, memo: dict[int, Any]) -> None:
         ) from error
     if not isinstance(copied, nn.Module):
         raise LoadError(
-            f"copy.deepcopy of the model's {kind} gave a {type_name(copied)}. Passes and exporters work on a copy: fix its"
-            " __deepcopy__."
+            f"copy.deepcopy of the model's {kind} returned a {type_name(copied)}. Passes and exporters work on a "
+            "copy: fix its __deepcopy__."
         )
     memo[id(module)] = copied
 

@@ -82,16 +82,16 @@ class WriteGuard(TorchDispatchMode):
         others = sorted(names - self._parameters)
         if others:
             raise LoadError(
-                f"Forward writes to {others[0]} of the model by a way that leads around a copy of it, as by a global or a"
-                " function that holds the model: reach it by self."
+                f"Forward writes to {others[0]} of the model through a reference outside the module, such as a "
+                "global or a function that holds the model: use self instead."
             )
         self.found |= names
         raise WritesToWeights
 
     def _refuse_reader(self, reader: nn.Module) -> None:
         raise LoadError(
-            f"Forward runs {type(reader).__name__} modules of the model in training mode by a way that leads around a copy of"
-            " it, as by a global or a function that holds the model: reach them by self."
+            f"Forward runs {type(reader).__name__} modules of the model in training mode through a reference "
+            "outside the module, such as a global or a function that holds the model: use self instead."
         )
 
 

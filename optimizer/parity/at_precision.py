@@ -36,7 +36,9 @@ def errors_at(noise: RoundingNoise, precision: Precision, samples: int = 0) -> d
         UsageError: the original is no module, whose parts in float32 could be named by path.
     """
     if not isinstance(noise.original.target, nn.Module):
-        raise UsageError("Only a module can be compared at another precision, as its float32 parts are named by path.")
+        raise UsageError(
+            "Only a module can be compared at another precision, because its float32 parts are named by path."
+        )
     errors: dict[str, Pool] = {}
     for one, number in itertools.product(noise.calls, range(samples) if samples else [None]):
         seed = None if number is None else mixed_seed(one.seed, 4, number)
@@ -61,8 +63,8 @@ def noise_at(noise: RoundingNoise, precision: Precision, before: OutputNoise, er
         tied = sum(int(one.unstable[name].sum()) for one in calls if name in one.unstable)
         if tied > before.tied:
             noise.notes.append(
-                f"{tied - before.tied} elements of {name} are decided differently by the original in {precision.name}, and"
-                " were not compared."
+                f"{tied - before.tied} elements of {name} are ties that the original breaks differently in "
+                f"{precision.name}; they were not compared."
             )
         signal = missing_signal(noise.original, name, before.rms, before.noise_rms)
         return replace(before, tied=tied, signal=signal)

@@ -85,7 +85,7 @@ def hold_to_algebra(
     wrong = {name: each for name, each in noises.items() if is_beyond(errors[name], each)}
     comparison.noises = {**comparison.noises, **wrong}
     if wrong:
-        why = "float64 has the same error, so it isn't rounding inside"
+        why = "float64 has the same error, so it isn't internal rounding"
         comparison.notes.append(f"Judged by the response to changes of one ulp ({why}): {', '.join(wrong)}.")
 
 

@@ -99,7 +99,7 @@ class Comparison:
     def add(self, one: OriginalCall, got: Observation) -> None:
         """Add the errors of one call."""
         if not self.flat and (difference := first_difference(one.own.structure, got.structure)):
-            self._problem(f"The outputs have another structure: {difference}")
+            self._problem(f"The outputs have a different structure: {difference}")
             return
         for name, value in self._matched(one, got):
             self._compare(one, name, value)
@@ -152,8 +152,8 @@ class Comparison:
             self._compared[name].error = error
         first, *others = (name for name in self._compared if name in errors)
         which = f"{first} and {len(others)} more" if others else first
-        why = "a kink (of ReLU, say) or a long sum rounds differently"
-        self.notes.append(f"Judged in float64, as {why}: {which}.")
+        why = "a kink (of ReLU, for example) or a long sum rounds differently"
+        self.notes.append(f"Judged in float64, because {why}: {which}.")
 
     def finish(self, blank: Measurement) -> Measurement:
         """The measurement with all errors.
@@ -165,10 +165,10 @@ class Comparison:
             bias = name.removeprefix("gradient of ")
             self._problem(f"The candidate trains without {bias}, which has a gradient in the original")
         if self._lacking:
-            self.notes.append(f"The candidate lacks, not compared: {', '.join(self._lacking)}.")
+            self.notes.append(f"Not compared, because the candidate lacks them: {', '.join(self._lacking)}.")
         for name in self._unmatched:
             self.notes.append(
-                f"{_changed(name)} by the original; files are compared by their outputs alone: use those."
+                f"{_changed(name)} by the original; files are compared only by their outputs, so use those."
             )
         return replace(
             blank,
@@ -222,7 +222,7 @@ class Comparison:
         if self.flat:
             values = [got.values[name] for name in got.of_kind("output")]
             if len(values) != len(expected):
-                self._problem(f"The candidate gives {len(values)} tensors and the original {len(expected)}")
+                self._problem(f"The candidate returns {len(values)} tensors, and the original {len(expected)}")
                 return
             yield from zip(expected, values, strict=True)
         else:
@@ -262,7 +262,7 @@ class Comparison:
             odd_own, odd_value = special(own), special(value)
             if count := int(((odd_own != odd_value) & ~one.unstable[name]).sum()):
                 where = f"({count} at {one.where})"
-                append_once(compared.problems, f"NaN or inf in other places than the original {where}")
+                append_once(compared.problems, f"NaN or inf in different places than in the original {where}")
             plain = (odd_own == 0) & (odd_value == 0)
             # Where float64 alone isn't finite, the original's own number is the best there is.
             target = torch.where(special(truth) == 0, wide(truth), wide(own))
@@ -306,9 +306,9 @@ def is_beyond(error: Pool, noise: OutputNoise) -> bool:
 
 def _incomparable(own: torch.Tensor, value: torch.Tensor) -> str | None:
     if value.shape != own.shape:
-        return f"the shape is {tuple(value.shape)} and should be {tuple(own.shape)}"
+        return f"the shape is {tuple(value.shape)}, but should be {tuple(own.shape)}"
     if value.dtype != own.dtype:
-        return f"the dtype is {dtype_name(value.dtype)} and should be {dtype_name(own.dtype)}"
+        return f"the dtype is {dtype_name(value.dtype)}, but should be {dtype_name(own.dtype)}"
     return None
 
 

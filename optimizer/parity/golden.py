@@ -106,7 +106,7 @@ def compare_golden(
     report = judge(comparison.finish(blank), atol=atol, rtol=rtol, factor=factor)
     allowed = {output.name: output.tolerance for output in report.outputs}
     if report.ok and not any(_has_signal(entry, noises, allowed) for entry, _ in entries):
-        reason = "The golden data hold no number beyond the allowed error: zeros would pass."
+        reason = "The golden data contain no number larger than the allowed error: zeros would pass."
         return replace(report, verdict="vacuous", reason=reason)
     return report
 

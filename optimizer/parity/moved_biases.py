@@ -55,7 +55,7 @@ def find_moved_biases(
         # A step with momentum 1 leaves nothing of the mean before it.
         allowed = unit(rest.dtype) * (wide(mean).abs() + bias.abs())
         if bool((distance(rest, wide(mean) - bias) > allowed).any()):
-            found.problems.append(f"{mean_path} isn't the original's minus {bias_path}, though it stands for it")
+            found.problems.append(f"{mean_path} should be the original's minus {bias_path}, but isn't")
     return found
 
 

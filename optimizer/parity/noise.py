@@ -160,7 +160,7 @@ class RoundingNoise:
         if self.refused:
             notes.append(f"The reference is the original in its own dtype, because {self.refused}.")
         elif self.lowered:
-            notes.append(f"Not raised to float64 inside: {', '.join(sorted(self.lowered))}.")
+            notes.append(f"Not computed in float64: {', '.join(sorted(self.lowered))}.")
         for noise in noises.values():
             if not noise.deterministic:
                 notes.append(f"{noise.name} is not deterministic in the original and was not judged.")
@@ -240,7 +240,7 @@ class RoundingNoise:
         self.lowered |= mode.lowered
         self.coarsest = max(self.coarsest, mode.coarsest)
         if reason := _another_answer(one.own, truth):
-            self.refused = f"the float64 run gave something else: {reason}"
+            self.refused = f"the float64 run computes something different: {reason}"
             return None
         truth.values = {name: _within_range(one.own.values[name], value) for name, value in truth.values.items()}
         return truth
@@ -276,7 +276,7 @@ class RoundingNoise:
             # A tie is rare: many of them at once are another computation.
             if gathered.truth_ties > 8 + gathered.elements / 50 + 8 * gathered.own_ties:
                 self.refused = (
-                    f"the float64 run gave something else: {name} differs in {gathered.truth_ties} of "
+                    f"the float64 run computes something different: {name} differs in {gathered.truth_ties} of "
                     f"{gathered.elements} elements"
                 )
                 return
@@ -289,8 +289,8 @@ class RoundingNoise:
             rounding = max(rounding, explained.get(name, Pool()).rms)
             if own > 64 * rounding:
                 self.refused = (
-                    f"the float64 run gave something else: {name} differs by {own:.1e} where rounding explains "
-                    f"{rounding:.1e}"
+                    f"the float64 run computes something different: {name} differs by {own:.1e}, and rounding "
+                    f"explains only {rounding:.1e}"
                 )
                 return
 
@@ -305,7 +305,7 @@ class RoundingNoise:
                 with pinned_settings():
                     count, other = rounded(self.original, one, call, number)
             except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
-                note = f"The response to rounding inside couldn't be measured: {error_summary(error)}"
+                note = f"The response to internal rounding couldn't be measured: {error_summary(error)}"
                 append_once(self.notes, note)
                 continue
             for name, own in one.own.values.items() if count else ():
@@ -358,7 +358,7 @@ def _another_answer(own: Observation, other: Observation) -> str | None:
         if twin is None:
             return f"{name} is missing"
         if twin.shape != value.shape:
-            return f"{name} has the shape {tuple(twin.shape)} and not {tuple(value.shape)}"
+            return f"{name} has the shape {tuple(twin.shape)} instead of {tuple(value.shape)}"
         if is_exact(twin) != is_exact(value) or twin.is_complex() != value.is_complex():
             return f"{name} is {twin.dtype} instead of {value.dtype}"
     return None

@@ -42,8 +42,8 @@ def independent_rows(reference: Reference, *, atol: Mapping[str, float], rtol: M
     report = judge_rows(seen, allowed_by(reference.noises.values(), names, atol, rtol), FACTOR)
     if not report.ok:
         raise ParityError(
-            f"{report.problem}, in the original itself: nothing can be claimed of its rows, so leave row independence"
-            " out, or mend the model."
+            f"{report.problem}, in the original itself: its rows aren't independent, so leave out row independence, "
+            "or fix the model."
         )
     return rows
 
@@ -74,7 +74,7 @@ def measure_rows(reference: Reference, runs: Runs, rows: Rows, flatten: Flatten 
         try:
             return rows.measure(run)
         except Exception as error:  # noqa: BLE001 - the candidate is foreign code; what it raises is a result
-            problem = f"Rows that run alone or among other rows raise: {error_summary(error)}"
+            problem = f"Running rows alone or among other rows raises: {error_summary(error)}"
             sizes = tuple(batch.size for batch in rows.batches)
             return RowMeasurement((), sizes, rows.alone, rows.without_rows, problem)
 
@@ -83,7 +83,7 @@ def _rows_of(reference: Reference) -> Rows:
     original, samples = reference.original, reference.original.samples
     calls = [one for one in original.calls if one.draw == 0 and not one.sizes and (one.batch_size or 0) > 1]
     if not calls or samples is None:
-        raise UsageError("Row independence shows only in a batch of two rows or more: give one.")
+        raise UsageError("Row independence needs a batch of two rows or more: add one.")
     batches = [
         Batch(one.batch_size or 0, original.inputs_of(one), samples.at(one.batch_size, 1), one.unstable)
         for one in calls

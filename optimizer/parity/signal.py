@@ -44,7 +44,7 @@ def missing_signal(original: Original, name: str, rms: float, noise_rms: float) 
         return None
     if changed.largest == 0:
         return "the same for every input"
-    return "less moved by its inputs than by rounding" if not exact and changed.rms <= noise_rms else None
+    return "changed less by its inputs than by rounding" if not exact and changed.rms <= noise_rms else None
 
 
 def why_vacuous(original: Original) -> str | None:

@@ -118,7 +118,7 @@ def by_output(label: str, tolerance: Tolerance, names: Mapping[str, str]) -> dic
     for name, value in tolerance.items():
         own = in_files.get(name, name)
         if own not in names:
-            raise UsageError(f"{label} names the output {name!r}; there are: {_listed(names) or 'none'}.")
+            raise UsageError(f"{label} names the output {name!r}; the outputs are: {_listed(names) or 'none'}.")
         if own in found:
             raise UsageError(f"{label} names the output {names[own]} twice: it is {own} in the model.")
         found[own] = _checked(label, value)
@@ -250,8 +250,8 @@ def _beyond_declared(output: OutputDifference, name: str, factor: float) -> str 
     if output.max_error <= allowed and output.rms_error <= allowed_rms:
         return None
     return (
-        f"{name} is off by {output.max_error:.2e} at {output.where}, and passes declare an error of at most"
-        f" {noise.declared:.2e} ({noise.declared / noise.scale:.2g} of its largest magnitude)"
+        f"{name} is off by {output.max_error:.2e} at {output.where}, but passes declare an error of at most "
+        f"{noise.declared:.2e} ({noise.declared / noise.scale:.2g} of its largest magnitude)"
     )
 
 
@@ -266,9 +266,8 @@ def _beyond_noise(output: OutputDifference, name: str, factor: float, precision:
         )
     if not output.rms_error <= factor * noise.noise_rms:
         return (
-            f"{name} is off by {output.rms_error:.2e} in the root mean square, "
-            f"{_times(output.rms_error, noise.noise_rms)} {its_noise} {noise.noise_rms:.1e} "
-            f"({factor:g} times is allowed)"
+            f"{name} has an RMS error of {output.rms_error:.2e}, {_times(output.rms_error, noise.noise_rms)} "
+            f"{its_noise} {noise.noise_rms:.1e} ({factor:g} times is allowed)"
         )
     if not output.slice_error <= slice_factor * output.slice_noise:
         return (
@@ -280,7 +279,7 @@ def _beyond_noise(output: OutputDifference, name: str, factor: float, precision:
 
 
 def _times(error: float, noise: float) -> str:
-    return f"{error / noise:.3g} times" if noise else "any number of times"
+    return f"{error / noise:.3g} times" if noise else "infinitely many times"
 
 
 def _worst(pick: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
@@ -351,18 +350,18 @@ def _judge_rows_of(one: RowDifference, by: Allowed, factor: float) -> RowJudgeme
     allowed_rms = 2.0 * factor * by.noise.noise_rms
     why: str | None = None
     if one.mismatches:
-        why = f"it differs where it is run {one.how}"
+        why = f"it differs when run {one.how}"
     elif by.by_user:
         if any(not error <= 2.0 * by.tolerance(size) for error, size in one.frontier):
-            why = f"it moves by {one.max_difference:.2e} where it is run {one.how}, more than {by} allow"
+            why = f"it changes by {one.max_difference:.2e} when run {one.how}, more than {by} allow"
     elif not one.max_difference <= allowed:
         why = (
-            f"it moves by {one.max_difference:.2e} where it is run {one.how}, and {allowed:.1e} is allowed for rounding"
+            f"it changes by {one.max_difference:.2e} when run {one.how}, but only {allowed:.1e} is allowed for rounding"
         )
     elif not one.rms_difference <= allowed_rms:
         why = (
-            f"rows that are run differently move by {one.rms_difference:.2e} in the root mean square, and"
-            f" {allowed_rms:.1e} is allowed for rounding"
+            f"rows change by an RMS of {one.rms_difference:.2e} when run differently, but only {allowed_rms:.1e} is "
+            "allowed for rounding"
         )
     place = f"Row {one.row} of {by.name} at batch size {one.batch_size}"
     problem = None if why is None else f"{place} depends on the other rows: {why}"

@@ -83,7 +83,7 @@ class CheckedChanges:
             self.wrong = f"{change.where or 'the root'} ({change.what}): {algebra.reason}"
         elif rounding is not None and not rounding.ok:
             reason = rounding.reason.rstrip(".")
-            self.imprecise[change.place] = f"{change.what}, it loses too much to rounding: {reason}"
+            self.imprecise[change.place] = f"undone ({change.what}), because it loses too much to rounding: {reason}"
         elif rounding is not None:
             self.worst = max(self.worst, rounding.ratio)
 

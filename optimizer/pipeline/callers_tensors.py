@@ -47,6 +47,6 @@ class CallersTensors:
         ]
         if written:
             raise OptimizeFailed(
-                f"The pass {item.name} wrote in place to {written[0]}, which belongs to the caller's model: a pass has to"
-                " make a new tensor, so leave it out and load the model's weights again."
+                f"The pass {item.name} wrote in place to {written[0]}, which belongs to the caller's model: a pass "
+                "must create a new tensor, so leave out the pass and load the model's weights again."
             )

@@ -70,7 +70,7 @@ def optimized(
         check_model(model, runs=example_inputs is not None or bool(example_kwargs))
         check_numbers(seed, batch_sizes)
         if mode not in ("inference", "training"):
-            raise UsageError(f"mode is 'inference' or 'training', not {mode!r}.")
+            raise UsageError(f"mode must be 'inference' or 'training', not {mode!r}.")
         chosen = make_passes(passes, mode)
         target = device_of(model) if device is None else resolved_device(str(device), require_gpu=False)
         samples = samples_of(example_inputs, example_kwargs, further_inputs, seed, target)
@@ -165,26 +165,28 @@ def _note_modes(report: Report, model: nn.Module, result: nn.Module, mode: Mode)
     if left and mode == "inference":
         more = f" and {len(left) - 1} more are" if left[1:] else " is"
         named = (
-            "the model is in training mode" if left[0] == "" else f"{left[0]}{more} in training mode, the model in eval"
+            "the model is in training mode"
+            if left[0] == ""
+            else f"{left[0]}{more} in training mode inside a model in eval mode"
         )
-        report.notes.append(f"{named}; the result, and what it was compared with, is in eval")
+        report.notes.append(f"{named}; the result is in eval mode and was compared with the model in eval mode")
 
 
 def _notes_on_verification(result: nn.Module, mode: Mode, parity: ParityReport | None) -> list[str]:
     notes = []
     means = [mean for _, mean in moved_biases(result) if mean is not None] if mode == "training" else []
     if means:
-        more = f" ({len(means) - 1} more likewise)" if len(means) > 1 else ""
+        more = f" and {len(means) - 1} more" if len(means) > 1 else ""
         notes.append(
-            f"{means[0]} is the result's own{more}, and the model's stays behind when the result is trained: load the"
-            " result's state_dict into the model afterwards"
+            f"training the result updates its own {means[0]}{more}, not the model's: load the result's state_dict "
+            "into the model afterwards"
         )
     if parity is not None and any(isinstance(m, nn.SyncBatchNorm) and m.training for m in result.modules()):
         notes.append(
-            "what was compared is one process: there a SyncBatchNorm takes the statistics of its own batch, as a BatchNorm"
-            " does, and among several those of all"
+            "the comparison ran in one process, where a SyncBatchNorm uses the statistics of its own batch, as a "
+            "BatchNorm does; with several processes it uses the statistics of all of them"
         )
-    return [*notes, *(["nothing was verified: give optimize() example inputs"] if parity is None else parity.notes)]
+    return [*notes, *(["nothing was verified: pass example inputs to optimize()"] if parity is None else parity.notes)]
 
 
 def _takes_batch_statistics(module: nn.Module) -> bool:

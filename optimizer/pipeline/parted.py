@@ -16,7 +16,7 @@ from passes.program.changes import Change, Place
 
 # A pass leaves at most so many pairs alone, each found in a run of its own; with more, all of it goes.
 _MOST_PARTED = 8
-_WITH_GRADIENTS = "where gradients are on"
+_WITH_GRADIENTS = "with gradients enabled"
 
 
 class PartedPairs:
@@ -69,9 +69,9 @@ class PartedPairs:
         for size in dict.fromkeys((1, *(self._batch_sizes or ()))):
             if size not in known:
                 with suppress(LoadError):  # the user's function makes no batch of that size, so the model meets none
-                    found.append((samples.at(size), f"at a batch size of {size}"))
+                    found.append((samples.at(size), f"at batch size {size}"))
         if 1 not in known:
-            found += ((call, "for a row that is alone") for call in samples.rows_alone())
+            found += ((call, "for a single row") for call in samples.rows_alone())
         return found
 
     def _leave(self, error: Exception | None, when: str) -> bool:
@@ -104,8 +104,11 @@ def _reason(place: Place, error: UnseenCall, when: str) -> str:
     assert error.pair is not None
     first, second = error.pair
     if when:
-        return f"{place.what}, {when} what {first} gives out isn't what {second} takes, or isn't used by that alone"
+        return (
+            f"undone ({place.what}), because {when} the output of {first} isn't the input of {second}, or is also "
+            "used elsewhere"
+        )
     return (
-        f"{place.what}, what {first} gives out is used on its way to {second}, as by a reentrant checkpoint or another"
-        " autograd function"
+        f"undone ({place.what}), because the output of {first} is used on its way to {second}, as by a reentrant "
+        "checkpoint or another autograd function"
     )

@@ -122,7 +122,9 @@ class Pipeline:
         seeds = [outputs.seed_of(*key) for key in keys]
         self._transactions.runs = CopyRuns(self._copy.root, calls, seeds, outputs.written)
         if len(calls) < 2:
-            self.notes.append("only one batch size could be run, so that constants of the batch size aren't found")
+            self.notes.append(
+                "only one batch size could be run, so constants that depend on the batch size can't be detected"
+            )
         if recorded is not None:
             self.tree.runs = self.tree.earlier_runs = recorded.as_runs(keys)
         self._transactions.comparer = Comparer(
@@ -132,9 +134,9 @@ class Pipeline:
 
     def record(self) -> None:
         """Record runs of the working copy, where those of the original weren't recorded."""
-        self._tell("capture", 1, 2, "recording what it does")
+        self._tell("capture", 1, 2, "recording a run")
         if failure := record_runs(self.tree, self.context()):
-            self.notes.append(f"its runs show nothing to the passes: {failure}")
+            self.notes.append(f"the passes get no recorded run: {failure}")
         self._tell("capture", 2, 2, "")
 
     def run(self, passes: Sequence[Pass]) -> None:

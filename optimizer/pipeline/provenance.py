@@ -65,8 +65,8 @@ class Provenance:
         for source in self.sources:
             if not source.unchanged:
                 raise ExportFailed(
-                    f"{source.path} was written to after optimize() folded it into other weights: the result has the old"
-                    " values, so optimize the model again before you export it."
+                    f"{source.path} was modified after optimize() folded it into other weights: the result has the "
+                    "old values, so optimize the model again before you export it."
                 )
 
 
@@ -121,7 +121,7 @@ def report_of(model: nn.Module) -> Report:
     """
     provenance = provenance_of(model)
     if provenance is None:
-        raise UsageError(f"This {type(model).__name__} has no report: it doesn't come from optimize().")
+        raise UsageError(f"This {type(model).__name__} has no report: optimize() didn't return it.")
     return provenance.report
 
 

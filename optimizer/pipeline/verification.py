@@ -35,8 +35,8 @@ def verified(
             continue
         if not with_changes(transactions.applied):
             raise ParityError(
-                f"Without any pass the result doesn't compute what the model did ({report.reason}): the model, or a pass,"
-                " writes to its weights."
+                f"Without any pass the result doesn't compute the same as the model ({report.reason}): the model, "
+                "or a pass, writes to its weights."
             )
         if not parted.leave_alone():
             take_back_culprit(transactions, comparer, report)

@@ -56,7 +56,9 @@ def _of_text(text: str, peak: int) -> int | None:
 
 
 def _wrong(budget: object) -> str:
-    return f"memory_budget is a share of the eager peak such as 0.5, a size such as '12GiB', or 'min', not {budget!r}"
+    return (
+        f"memory_budget must be a share of the eager peak such as 0.5, a size such as '12GiB', or 'min', not {budget!r}"
+    )
 
 
 def shown(size: float) -> str:

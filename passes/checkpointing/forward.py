@@ -54,7 +54,7 @@ class CheckpointedForward(AroundForward):
         if modes:
             # They may not be active in the backward pass, where calls run again. Code that compares models uses such
             # modes.
-            self._tell(logging.INFO, f"the function mode {type(modes[0]).__name__} is around the forward")
+            self._tell(logging.INFO, f"the function mode {type(modes[0]).__name__} is active around the forward")
             return self._inner_forward(*args, **kwargs)
         if reason := _why_not():
             self._tell(logging.WARNING, reason)
@@ -67,21 +67,22 @@ class CheckpointedForward(AroundForward):
             outputs = self._inner_forward(*args, **kwargs)
         if tape.missed is not None:
             logger.warning(
-                "the forward took another way than the one that its checkpoints were planned for: the call of %s didn't "
-                "come, and what is behind it was kept for the backward pass", tape.missed,
-            )  # fmt: skip
+                "the forward took a different path than the one that its checkpoints were planned for: the call of %s didn't"
+                " come, and everything after it was kept for the backward pass",
+                tape.missed,
+            )
         return outputs
 
     def _tell(self, level: int, reason: str) -> None:
         if reason not in self._told:
             self._told.add(reason)
-            logger.log(level, "everything is kept for the backward pass, in spite of the plan: %s", reason)
+            logger.log(level, "everything is kept for the backward pass, despite the plan: %s", reason)
 
 
 def _why_not() -> str | None:
     """The reason why a plan can't control what is kept or recomputed here, as a clause; None if it can."""
     if top_saved_tensors_hooks() is not None:
-        return "hooks on saved tensors are set around the forward"
+        return "hooks on saved tensors are active around the forward"
     if not saved_tensors_hooks_enabled():
         return "hooks on saved tensors are disabled around the forward"
-    return "gradients are asked for in forward mode" if is_in_forward_mode() else None
+    return "gradients are requested in forward mode" if is_in_forward_mode() else None

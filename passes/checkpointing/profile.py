@@ -159,7 +159,7 @@ def profile(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> P
     with whole.watching(args, kwargs):
         outputs = whole.run(args, kwargs)
         if whole.names != forgetful.names:
-            raise NoProfile("its forward doesn't make the same calls each time that it runs")
+            raise NoProfile("its forward doesn't make the same calls in every run")
         loss = loss_of(outputs)
         del outputs
         whole.turn_back()
@@ -183,7 +183,7 @@ def loss_of(outputs: Any) -> Tensor:
     """
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not tensors:
-        raise NoProfile("nothing that it returns needs a gradient")
+        raise NoProfile("none of its outputs needs a gradient")
     if scalars := [tensor for tensor in tensors if tensor.dim() == 0]:
         return torch.stack([scalar.float() for scalar in scalars]).sum()
     return torch.stack([tensor.abs().float().square().mean() / 2 for tensor in tensors]).sum()
@@ -201,7 +201,7 @@ def measure(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan
         with Tape(plan) as tape:
             outputs = root(*args, **kwargs)
         if tape.missed is not None:
-            raise NoProfile("its forward doesn't make the same calls each time that it runs")
+            raise NoProfile("its forward doesn't make the same calls in every run")
         loss = loss_of(outputs)
         del outputs
         loss.backward()
@@ -249,7 +249,7 @@ class _Watch(TorchFunctionMode):
             except RuntimeError as error:
                 if "saved tensor hooks" not in str(error):
                     raise
-                raise NoProfile("it takes gradients by torch.func, which lets nobody see what is saved") from error
+                raise NoProfile("it computes gradients with torch.func, which hides the saved tensors") from error
 
     @contextmanager
     def _following(self) -> Iterator[None]:
@@ -331,7 +331,7 @@ class _Forgetting(_Watch):
         return None
 
     def unpack(self, held: Any) -> Tensor:
-        raise AssertionError("nothing goes backward here")
+        raise AssertionError("there is no backward pass here")
 
 
 @dataclass(slots=True)

@@ -227,8 +227,8 @@ def _run(node: Node, numbers: Any, values: _Temporary) -> dict[int, Tensor]:
     for number, tensor in got.items():
         if (view := view_of(tensor)) != node.views[number]:
             raise RuntimeError(
-                f"{node.name} gave another layout when it was computed again in the backward pass: {view} and not"
-                f" {node.views[number]}"
+                f"{node.name} produced a different layout when it was recomputed in the backward pass: {view} "
+                f"instead of {node.views[number]}"
             )
     return got
 
@@ -261,8 +261,8 @@ def _tensor(item: Dropped | Kept | Scratch, node: Node, values: _Temporary) -> T
         values.gathered.gather(item.tensor, item.unit)
     if item.tensor._version != item.version:
         raise RuntimeError(
-            f"a tensor of shape {list(item.tensor.shape)} that {node.name} is computed again from in the backward pass"
-            " has been modified by an inplace operation since the forward"
+            f"a tensor of shape {list(item.tensor.shape)} from which {node.name} is recomputed in the backward pass "
+            "has been modified by an inplace operation since the forward"
         )
     return item.tensor.detach().requires_grad_(item.requires_grad)
 
@@ -289,4 +289,4 @@ class _Internals:
 
 
 def _never(held: Any) -> Tensor:
-    raise AssertionError("no gradient goes through a call that runs again")
+    raise AssertionError("no gradient goes through a recomputed call")

@@ -40,7 +40,7 @@ class RegionRecord:
     @property
     def text(self) -> str:
         """A short description of the region."""
-        return f"computes again {self.names}: {shown(self.dropped)} less to keep"
+        return f"recomputes {self.names}: {shown(self.dropped)} less to keep"
 
 
 def regions_of(profile: Profile, choice: Choice) -> list[RegionRecord]:

@@ -54,8 +54,8 @@ class Units:
                 dist.all_gather_object(digests, digest, group)
                 if len(set(digests)) > 1:
                     raise UnseenCall(
-                        "the ranks train under different checkpoints: call optimize() with the same passes and with example"
-                        " inputs of the same shapes on each rank."
+                        "the ranks train with different checkpoints: call optimize() with the same passes and with "
+                        "example inputs of the same shapes on each rank."
                     )
 
     def home(self, tensor: Tensor) -> nn.Module | None:

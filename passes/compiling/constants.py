@@ -40,7 +40,7 @@ class BakedTensors:
                 continue
             if value.is_inference() or value.layout is not torch.strided:
                 kind = "an inference tensor" if value.is_inference() else f"of the layout {value.layout}"
-                self.unwatched = f"a tensor of shape {tuple(value.shape)} is {kind}: torch doesn't tell of writes to it"
+                self.unwatched = f"a tensor of shape {tuple(value.shape)} is {kind}: torch doesn't track writes to it"
                 return
             self._found[id(value)] = weakref.ref(value), value._version, value.data_ptr()
             self._looked_up = False
@@ -60,7 +60,7 @@ class BakedTensors:
             if key in self._found and key not in into:
                 tensor = self._found[key][0]()
                 shape = "" if tensor is None else f" of shape {tuple(tensor.shape)}"
-                self.unwatched = f"a tensor{shape} that it reads is no attribute of it or of a module in it"
+                self.unwatched = f"a tensor{shape} that it reads is not an attribute of it or of a module in it"
                 self._put([])
                 return
             for place in into[key]:

@@ -91,7 +91,7 @@ class FrozenCall:
 
     def _give_up(self, reason: str) -> None:
         name = type(self.module).__name__
-        logger.warning("the weights of %s are read at each call from now on: %s", name, reason)
+        logger.warning("from now on the weights of %s are read at each call: %s", name, reason)
         # Free everything that was made from the weights.
         self.compiled = None
         self.baked = BakedTensors(self.module)

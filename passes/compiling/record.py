@@ -43,7 +43,7 @@ class GraphBreak:
             stack: the compiled frames, the innermost one last.
         """
         frame = next((one for one in reversed(stack) if not _is_inner(one.filename)), stack[-1] if stack else None)
-        lines = reason.strip().splitlines() or ["the compiler doesn't say why"]
+        lines = reason.strip().splitlines() or ["the compiler gives no reason"]
         sentence = next((text for word, text in _PLAINLY.items() if lines[0].startswith(word)), lines[0].strip(" ."))
         if frame is None:
             return cls("an unknown place", "", sentence)

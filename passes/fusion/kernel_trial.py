@@ -56,7 +56,7 @@ class KernelTrial:
                 if reason is None and value.requires_grad:
                     reason = _why_gradients_wrong(unit, sources, value.detach())
             except Exception:  # noqa: BLE001 - a kernel that raises here would raise in a call too
-                reason = "its kernel raises on what the examples give it"
+                reason = "its kernel raises on the example values"
             if reason is not None:
                 self.wrong[unit.place] = reason
         return value
@@ -72,8 +72,8 @@ class KernelTrial:
             return kernels.failure
         if (got.shape, got.dtype, got.device) != (value.shape, value.dtype, value.device):
             return (
-                f"its kernel gives {got.dtype} of shape {tuple(got.shape)} where its operations give {value.dtype} of shape"
-                f" {tuple(value.shape)}"
+                f"its kernel returns {got.dtype} of shape {tuple(got.shape)}, but its operations return "
+                f"{value.dtype} of shape {tuple(value.shape)}"
             )
         reason = _why_apart(got, value, exact)
         return None if reason is None else f"its kernel {reason}"
@@ -101,10 +101,10 @@ def _why_gradients_wrong(unit: FusedUnit, sources: Sequence[torch.Tensor], value
         if expected is None or part is None:
             # A source that the value doesn't depend on has no gradient, or zeros.
             if found is not None and found.count_nonzero():
-                return f"its kernel gives a gradient to input {number}, on which nothing depends"
+                return f"its kernel returns a gradient for input {number}, on which no output depends"
             continue
         if found is None:
-            return f"its kernel gives no gradient to input {number}"
+            return f"its kernel returns no gradient for input {number}"
         shape = sources[number].shape
         reason = _why_apart(found, expected, part.sum_to_size(shape), part.abs().sum_to_size(shape))
         if reason is not None:
@@ -136,8 +136,8 @@ def _why_apart(
         return None
     apart = float(off[wrong].nan_to_num(posinf=torch.inf, nan=torch.inf).max())
     return (
-        f"computes otherwise than its operations, {int(wrong.sum())} of {wrong.numel()} values: off by up to"
-        f" {apart:.1e} where they are off by {noise:.1e}"
+        f"computes something different from its operations in {int(wrong.sum())} of {wrong.numel()} values: off by "
+        f"up to {apart:.1e}, where the operations are off by {noise:.1e}"
     )
 
 

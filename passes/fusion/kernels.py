@@ -79,7 +79,7 @@ class InductorKernels:
         except self._failures as error:
             # Don't try this kind of call again.
             self._without.add((options, _kind_of(tensors)))
-            self.failure = f"inductor makes no kernel of it ({type(error).__name__}: {_first_line(error)})"
+            self.failure = f"inductor generates no kernel for it ({type(error).__name__}: {_first_line(error)})"
             tell(self.failure)
             return None
 

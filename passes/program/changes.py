@@ -119,7 +119,7 @@ class ChangeRecord(Generic[_Change]):
             RuntimeError: another change is open.
         """
         if self._open is not None:
-            raise RuntimeError("a change is opened inside of another one")
+            raise RuntimeError("a change is opened inside another one")
         words = change.where, change.what
         change.number = self._words[words]
         self._words[words] += 1
@@ -142,7 +142,7 @@ class ChangeRecord(Generic[_Change]):
 
     def _changing(self) -> _Change:
         if self._open is None:
-            raise RuntimeError("a module is written to outside of a change")
+            raise RuntimeError("a module is modified outside a change")
         return self._open
 
     def _put(self, ref: TensorRef, value: Any) -> None:

@@ -260,7 +260,7 @@ class NoSealsLeave(AroundForward):
             with guard, a_forward_runs():
                 return self._inner_forward(*args, **kwargs)
         if not FORWARDS.compared:
-            break_graph("torch.export with strict=True doesn't see how folded tensors are used: leave strict out")
+            break_graph("torch.export with strict=True can't trace how folded tensors are used: leave out strict")
         return self._inner_forward(*args, **kwargs)
 
 

@@ -36,7 +36,7 @@ class GraphPass(Pass):
         in_files: whether exported files contain the changes, provided that the forward is a single graph.
     """
 
-    needs_run: ClassVar[str] = "rewrites what runs of the model show"
+    needs_run: ClassVar[str] = "needs recorded runs of the model"
     in_files: ClassVar[bool] = True
 
     @abstractmethod
@@ -185,7 +185,7 @@ class _Trial:
             Exception: any error of the pass.
         """
         if self.context.run_compiled is None:
-            raise RequirementNotMet(f"The pass {self.item.name} {self.item.needs_run}: give example inputs.")
+            raise RequirementNotMet(f"The pass {self.item.name} {self.item.needs_run}: add example inputs.")
         compilation = compilation_of(call)
         compilation.error = None
         failure = self.context.run_compiled(nullcontext())

@@ -171,7 +171,7 @@ class GraphRewriter:
         removed if they have no side effects. An excluded change runs like any other, and its writes are then discarded.
         """
         if self._open is not None:
-            raise RuntimeError("a change is opened inside of another one")
+            raise RuntimeError("a change is opened inside another one")
         where = where if isinstance(where, str) else self.where(where)
         change = GraphChange(where, what, self._words[where, what])
         self._words[where, what] += 1
@@ -260,7 +260,7 @@ class GraphRewriter:
 
     def _writing(self) -> GraphChange:
         if self._open is None:
-            raise RuntimeError("a graph is written to outside of a change")
+            raise RuntimeError("a graph is modified outside a change")
         return self._open
 
     def _close(self, change: GraphChange) -> None:

@@ -79,7 +79,7 @@ class Judge:
             recording: the run.
         """
         if has_global_hooks():
-            return "hooks for all modules are registered, which see what it gives: remove them and optimize again"
+            return "hooks for all modules are registered, and see its output: remove them and optimize again"
         own = {node for pair in found for node in (pair.conv.node, pair.affine.node)}
         reasons = (
             self._why_not_value(pair)
@@ -104,12 +104,14 @@ class Judge:
             (name for name in names[1:] if isinstance(given.get(name), Node) and not tensor_of(given[name])), ""
         )
         if name:
-            return f"its {name} is computed or set by other code, and is no parameter or buffer"
+            return f"its {name} is computed or set by other code, and is not a parameter or buffer"
         given = arguments_of(source, layer_arguments(source.target))
         name = next((name for name in ("weight", "bias") if given.get(name) and not tensor_of(given[name])), "")
         where = self.where(source)
         return (
-            f"the {name} of {where} is computed or set by other code, and is no parameter or buffer" if name else None
+            f"the {name} of {where} is computed or set by other code, and is not a parameter or buffer"
+            if name
+            else None
         )
 
     def _why_not_value(self, pair: Pair) -> str | None:
@@ -120,10 +122,10 @@ class Judge:
             if other is not None:
                 return f"its output is also used by {self.where(other)}"
             if escapes(value):
-                return "its output is kept somewhere outside of the graph"
+                return "its output is kept somewhere outside the graph"
         for module in dict.fromkeys(_modules_between(pair)):
             if has_hooks(module):
-                return f"its output passes the hooks of {self.tree.path(module) or 'the root'}"
+                return f"its output passes through the hooks of {self.tree.path(module) or 'the root'}"
         return None
 
     def _around(self, node: Node) -> str:
@@ -164,11 +166,11 @@ class Judge:
         tensor = ref.value
         assert tensor is not None
         if type(tensor) not in PLAIN_TENSORS:
-            return f"is a {type(tensor).__name__}, which has an arithmetic of its own"
+            return f"is a {type(tensor).__name__}, which has its own arithmetic"
         if kind := kind_of(tensor):
-            return f"is {kind}: a fold computes with dense numbers"
+            return f"is {kind}: a fold needs dense tensors"
         if not tensor.is_floating_point():
-            return f"is of dtype {str(tensor.dtype).removeprefix('torch.')}"
+            return f"has dtype {str(tensor.dtype).removeprefix('torch.')}"
         if self.tree.holders_of(tensor) > 1:
             return "is shared with another module"
         other = next((user for user in recording.uses(ref) if user not in own), None)
@@ -191,26 +193,26 @@ class Judge:
         assert weight is not None
         assert tensor is not None
         if tensor.dtype != weight.dtype:
-            return f"{self.tree.path_of(pair.affine.tensor)} is of another dtype than its weight"
+            return f"{self.tree.path_of(pair.affine.tensor)} has a different dtype than its weight"
         # Under autocast the layer gives bfloat16, and its product with a float32 parameter is float32.
         given, made = shape_of(pair.conv.node), shape_of(pair.affine.node)
         if not pair.affine.leads and given is not None and made is not None and given.dtype != made.dtype:
             names = [str(one.dtype).removeprefix("torch.") for one in (given, made)]
-            return f"{self.where(pair.affine.node)} makes {names[1]} of its {names[0]}"
+            return f"{self.where(pair.affine.node)} converts its {names[0]} input to {names[1]}"
         return None
 
     def _why_not_dims(self, pair: Pair) -> str | None:
         """Refuse ranks at which dim 1, BatchNorm's channel dim, is not the layer's channel dim."""
         conv, norm = pair.conv, pair.affine
         channels = channels_at_end(pair)
-        way = f"its output passes {', '.join(map(self.where, norm.moves))}, " if norm.moves else ""
+        way = f"its output passes through {', '.join(map(self.where, norm.moves))}, " if norm.moves else ""
         if channels is None:
-            return f"{way}behind which its channels aren't known" if way else "the rank of its input isn't known"
+            return f"{way}after which its channels aren't known" if way else "the rank of its input isn't known"
         if channels.dim == (channels.rank - conv.dims - 1 if norm.leads else 1):
             return None
         if way:
             taker = self.where(conv.node) if norm.leads else "the BatchNorm"
-            return f"{way}behind which its channels are not those of {taker}"
+            return f"{way}after which its channels are not those of {taker}"
         kind, ends = "convolution" if conv.dims else "linear layer", "inputs" if norm.leads else "outputs"
         owner = f"the input of {self.where(conv.node)}" if norm.leads else "its input"
         return f"{owner} is {channels.rank}-D, where the BatchNorm's channels are not the {ends} of the {kind}"
@@ -221,7 +223,7 @@ class Judge:
             # An autocast that a pass set for the whole model is allowed: each change is also checked under it.
             if dtype is not None and dtype is not dtype_inside(self.tree.root):
                 name = str(dtype).removeprefix("torch.")
-                return f"{role} runs under autocast to {name}, where a fold changes what is computed in which dtype"
+                return f"{role} runs under autocast to {name}, where a fold changes the dtypes of the computation"
         return None
 
 

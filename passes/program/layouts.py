@@ -29,15 +29,15 @@ def why_layout_shows(node: fx.Node, instead: torch.Tensor) -> str | None:
         del waiting[user]
         name = name_of(user)
         if user.op == "output":
-            return "its output leaves the forward, and would lie in memory otherwise than it did"
+            return "its output leaves the forward, and its memory layout would change"
         if name.startswith("as_strided"):
-            return f"its output comes to {name}, which goes by how it lies in memory"
+            return f"its output goes to {name}, which depends on its memory layout"
         try:
             value = value_with(user, known)
         except (RuntimeError, ValueError):
-            return f"its output comes to {name}, which takes no rows of a wider tensor"
+            return f"its output goes to {name}, which doesn't accept rows of a wider tensor"
         if value is None:
-            return f"its output comes to {name}, of which nothing says whether it takes rows of a wider tensor"
+            return f"its output goes to {name}, which isn't known to accept rows of a wider tensor"
         if _strides(value) != _strides(example_of(user)):
             known[user] = value
             waiting |= dict.fromkeys(user.users)

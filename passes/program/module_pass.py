@@ -67,7 +67,7 @@ def _checked(writer: ModuleRewriter, context: Context) -> Iterator[tuple[ModuleC
     with taken_back(writer.edits):
         failure = context.run_each(check.watching(), context.smallest_call)
     if failure is not None:
-        raise RuntimeError(f"the run in which its changes are checked raises ({failure})")
+        raise RuntimeError(f"the run that checks its changes raises ({failure})")
     yield from check.found
 
 

@@ -91,9 +91,9 @@ class MovedBias:
     def alone(self, given: str, lacking: str) -> str:
         """The error message for a checkpoint with only one of the two."""
         return (
-            f"{given} comes without {lacking}, and {self.bias_path} was moved into {self.mean_path} when the model was"
-            f" optimized: load both together, into {self.holder_path or 'the whole model'}, or load them into the original"
-            " model and optimize it again."
+            f"{given} comes without {lacking}, but {self.bias_path} was moved into {self.mean_path} when the model "
+            f"was optimized: load both together, into {self.holder_path or 'the whole model'}, or load them into "
+            "the original model and optimize it again."
         )
 
 

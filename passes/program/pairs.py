@@ -11,7 +11,7 @@ import torch
 from passes.errors import UnseenCall
 from passes.program.tensors import TensorRef
 
-_ADVICE = "give optimize() example inputs that take this branch, or leave the pass out."
+_ADVICE = "call optimize() with example inputs that take this branch, or leave out the pass."
 
 
 class FoldedPair:
@@ -93,93 +93,94 @@ class FoldedPair:
     def came_from_elsewhere(self) -> UnseenCall:
         """The error for an input of the second that is not the output of the first."""
         return UnseenCall(
-            f"{self.second} was folded together with {self.first} and is given a value that doesn't come from it: {_ADVICE}",
+            f"{self.second} was folded together with {self.first}, but its input doesn't come from it: {_ADVICE}",
             (self.first, self.second),
         )
 
     def other_rank(self, input: torch.Tensor) -> UnseenCall:
         """The error for an input of the layer with another number of dims."""
         return UnseenCall(
-            f"{self.conv_path} was folded together with {self.norm_path} for {self.rank}-D input and is given"
-            f" {input.dim()}-D input: leave the pass out."
+            f"{self.conv_path} was folded together with {self.norm_path} for {self.rank}-D input, but got "
+            f"{input.dim()}-D input: leave out the pass."
         )
 
     def other_dim(self, dim: int, wanted: int) -> UnseenCall:
         """The error for an input of the second whose channels are in another dim than it expects."""
         return UnseenCall(
-            f"{self.first} was folded together with {self.second}, which takes dim {wanted} for the channels, and they"
-            f" come to it in dim {dim}: {_ADVICE}"
+            f"{self.first} was folded together with {self.second}, which takes dim {wanted} as the channels, but "
+            f"they are in dim {dim}: {_ADVICE}"
         )
 
     def went_astray(self) -> UnseenCall:
         """The error for a use of the first one's output by anything but the second."""
         return UnseenCall(
-            f"{self.first} was folded together with {self.second}, and its output was used without it: {_ADVICE}",
+            f"{self.first} was folded together with {self.second}, but its output was used without it: {_ADVICE}",
             (self.first, self.second),
         )
 
     def read_elsewhere(self, path: str) -> UnseenCall:
         """The error for a read of a folded tensor, at the path, outside of the pair."""
         return UnseenCall(
-            f"{path} was changed when {self.conv_path} was folded together with {self.norm_path}, and is used without the"
-            f" two: {_ADVICE}"
+            f"{path} was changed when {self.conv_path} was folded together with {self.norm_path}, but is used "
+            f"without the two: {_ADVICE}"
         )
 
     def written(self, path: str) -> UnseenCall:
         """The error for a write to a folded tensor, at the path."""
         return UnseenCall(
-            f"{path} was changed when {self.conv_path} was folded together with {self.norm_path}, and its tensors can't be"
-            " written to: write to the original model and optimize it again (to train, optimize it with"
-            ' mode="training").'
+            f"{path} was changed when {self.conv_path} was folded together with {self.norm_path}, so its tensors "
+            "can't be modified: modify the original model and optimize it again (to train, optimize it with "
+            'mode="training").'
         )
 
     def other_weight(self) -> UnseenCall:
         """The error for a layer that was given a parameter in the place of a folded one."""
         return UnseenCall(
-            f"{self.conv_path} has another weight or bias than the one that was folded together with {self.norm_path}: give"
-            " it to the original model and optimize that again."
+            f"{self.conv_path} has a different weight or bias than the one that was folded together with "
+            f"{self.norm_path}: set it in the original model and optimize that again."
         )
 
     def other_mean(self) -> UnseenCall:
         """The error for a BatchNorm that was given a running mean in the place of the one that a bias was moved into."""
         return UnseenCall(
-            f"{self.norm_path} has another running mean than the one that the bias of {self.conv_path} was moved into: give"
-            " it to the original model and optimize that again."
+            f"{self.norm_path} has a different running mean than the one that the bias of {self.conv_path} was "
+            "moved into: set it in the original model and optimize that again."
         )
 
     def other_tensors(self, path: str) -> UnseenCall:
         """The error for a module, at the path, that has parameters again after the fold removed them."""
         return UnseenCall(
-            f"{path} has parameters again that went into another module when {self.conv_path} was folded together with"
-            f" {self.norm_path}: load weights into the original model, or give them to it, and optimize it again."
+            f"{path} has parameters again, but they were folded into another module when {self.conv_path} was "
+            f"folded together with {self.norm_path}: load or set weights in the original model, and optimize it "
+            "again."
         )
 
     def in_training(self) -> UnseenCall:
         """The error for a BatchNorm in training mode, although the layer contains its running statistics."""
         return UnseenCall(
-            f"{self.norm_path} was put in training, and it was folded together with {self.conv_path} as it is in eval: put"
-            ' it in eval, or optimize the original model with mode="training".'
+            f"{self.norm_path} was put in training mode, but it was folded together with {self.conv_path} in eval "
+            'mode: put it in eval mode, or optimize the original model with mode="training".'
         )
 
     def other_eps(self) -> UnseenCall:
         """The error for a BatchNorm whose `eps` was changed after the fold."""
         return UnseenCall(
-            f"{self.norm_path} has another eps than when it was folded into {self.conv_path}: set it in the original"
-            " model and optimize that again."
+            f"{self.norm_path} has a different eps than when it was folded into {self.conv_path}: set it in the "
+            "original model and optimize that again."
         )
 
     def other_padding(self) -> UnseenCall:
         """The error for a layer that now pads with zeros, which is wrong after the fold of a preceding BatchNorm."""
         return UnseenCall(
-            f"{self.conv_path} pads zeros now, and {self.norm_path} was folded into it when it didn't: set the padding in"
-            " the original model and optimize that again."
+            f"{self.conv_path} pads with zeros now, but {self.norm_path} was folded into it when it didn't: set the "
+            "padding in the original model and optimize that again."
         )
 
     def refuse_reset(self) -> NoReturn:
         """Replaces the `reset_running_stats` of a BatchNorm whose statistics were folded into other weights."""
         raise UnseenCall(
-            f"the running statistics of {self.norm_path} went into {self.conv_path} when the two were folded together:"
-            " reset them in the original model and optimize that again."
+            f"the running statistics of {self.norm_path} were folded into {self.conv_path}: reset them in the "
+            "original model and optimize that again."
         )
 
     def warn_of_lost_gradient(self, gradient: torch.Tensor) -> None:
@@ -187,9 +188,9 @@ class FoldedPair:
         if not self.warned:
             self.warned = True
             warnings.warn(
-                f"a gradient went back through {self.norm_path} in eval, where it would train the bias of"
-                f" {self.conv_path}: optimize() moved that into the running mean, and it isn't trained. To train with this"
-                " BatchNorm in eval, put it in eval before optimize().",
+                f"a gradient flowed back through {self.norm_path} in eval mode, where it would train the bias of "
+                f"{self.conv_path}: optimize() moved that into the running mean, so it isn't trained. To train with "
+                "this BatchNorm in eval mode, put it in eval mode before optimize().",
                 UserWarning,
                 stacklevel=2,
             )

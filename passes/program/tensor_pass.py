@@ -41,12 +41,13 @@ class TensorPass(Pass):
         runs = () if recorded is None else recorded.runs
         writer = TensorRewriter(tree, context.mode, {run.recording: run.when for run in runs}, context.left_alone)
         if recorded is None:
-            writer.skips.append(Skip("", "nothing is known of it without a run: give example inputs"))
+            writer.skips.append(Skip("", "it needs a run: add example inputs"))
         elif recorded.failure:
             writer.skips.append(Skip("", recorded.failure))
         elif is_under_autocast(tree):
             reason = (
-                "optimize() was called under autocast, which changes what is computed in which dtype: call it outside"
+                "optimize() was called under autocast, which changes the dtypes of the computation: call it "
+                "outside autocast"
             )
             writer.skips.append(Skip("", reason))
         else:
@@ -89,10 +90,10 @@ def _checked(
         with taken_back(writer.edits), training_flags(tree.root, run.flag):
             failure = run_each(replay, run.number)
         if failure is not None:
-            raise RuntimeError(f"the run in which its changes are checked raises ({failure})")
+            raise RuntimeError(f"the run that checks its changes raises ({failure})")
         left = {number: change for number, change in left.items() if number not in shown}
     compared = {id(change) for change, _ in found}
     missing = next((change for change in writer.changes if id(change) not in compared), None)
     if missing is not None:
-        raise RuntimeError(f"a second run of the model goes another way at {missing.where or 'the root'}")
+        raise RuntimeError(f"a second run of the model takes a different path at {missing.where or 'the root'}")
     return found

@@ -104,7 +104,7 @@ def install_whole_graph(module: nn.Module, plain: nn.Module, call: FlatCall) -> 
         if rewriter.changes:
             names.append(step.item.name)
     if not names:
-        raise NoWholeGraph("the graph of the whole holds none of the places that were changed")
+        raise NoWholeGraph("the graph of the whole model contains none of its changes")
     del module.__dict__[GRAPH_CALL]
     module.__dict__[COMPILED_CALL] = None
     for node in captured.graph.nodes:
@@ -205,7 +205,7 @@ class _Capture:
             raise NoWholeGraph(_why(error)) from error
         self.conditions = SizeConditions(self._environment)
         if not self.conditions.are_of_dims:
-            raise NoWholeGraph("it goes by sizes that aren't those of its inputs")
+            raise NoWholeGraph("it depends on sizes other than those of its inputs")
         known = {id(value): number for number, value in enumerate((*self._inputs, *self._values))}
         self.outputs = [self._output(tensor, known) for tensor in self.call.outputs(result)]
         return self._captured
@@ -236,14 +236,14 @@ class _Capture:
         if held and isinstance(value, torch.Tensor):
             # A tensor that is neither a parameter nor a buffer becomes a constant of the file.
             return lambda inputs: value
-        raise NoWholeGraph(f"its graph takes {node.name}, which is neither an input nor a tensor of the model's")
+        raise NoWholeGraph(f"its graph takes {node.name}, which is neither an input nor a tensor of the model")
 
     def _output(self, tensor: torch.Tensor, known: Mapping[int, int]) -> _Read:
         if (number := known.get(id(tensor))) is not None:
             return lambda values: values[number]
         path = self._modules.tensors.get(id(tensor))
         if path is None:
-            raise NoWholeGraph("it gives a tensor that its graph doesn't make")
+            raise NoWholeGraph("it returns a tensor that its graph doesn't compute")
         self.given.add(id(tensor))
         return _reader(self.module, path)
 
@@ -312,4 +312,4 @@ def _why(error: Exception) -> str:
     if fixed := _FIXED.search(str(error)):
         *_, (file, line) = [("its source", "?"), *_FRAME.findall(str(error))]
         return f"an open size is fixed to {fixed[1]} at {PurePath(file).name}:{line}"
-    return f"torch.compile captures no graph of the whole ({found.reason})"
+    return f"torch.compile captures no graph of the whole model ({found.reason})"

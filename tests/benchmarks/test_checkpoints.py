@@ -48,7 +48,7 @@ def test_every_way_is_there_or_says_why_not(done):
     assert list(ways) == ["eager", "blocks", "segments", *OURS]
     assert {name for name, way in ways.items() if way["unavailable"]} == {"segments", "ours-0.33"}
     assert "more than one tensor" in ways["segments"]["unavailable"]
-    assert "can't keep to memory_budget=0.33" in ways["ours-0.33"]["unavailable"]
+    assert "can't meet memory_budget=0.33" in ways["ours-0.33"]["unavailable"]
 
 
 def test_budgets_are_kept_and_what_is_computed_again_is_counted(done):

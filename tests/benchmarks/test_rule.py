@@ -94,7 +94,7 @@ def test_a_judge_that_lets_nothing_pass_is_counted(rule, monkeypatch):
     assert total["failed"] == 4
     assert not rule.is_met(total)
     (table,) = [rule.right_table([vars(unit)])]
-    assert any("TorchScript file: The torchscript artifact isn't shown to compute" in line for line in table.caption)
+    assert any("TorchScript file: The torchscript artifact isn't proven to compute" in line for line in table.caption)
     assert unit.runs[-1]["figures"]["outputs"]
 
 

@@ -125,13 +125,13 @@ def test_outputs_outlive_the_package(artifact, inputs):
 def test_other_inputs_are_refused_before_they_are_read(artifact, inputs):
     loaded = artifact.load()
     ids, keep, half = inputs(4)
-    with pytest.raises(ValueError, match=r"Input `extra_half` of the file is float16\[4, 3\], and float16\[4, 2\] was"):
+    with pytest.raises(ValueError, match=r"Input `extra_half` of the file is float16\[4, 3\], but got float16\[4, 2\]"):
         loaded(ids, keep, half[:, :2])
-    with pytest.raises(ValueError, match=r"and float32\[4, 3\] was given"):
+    with pytest.raises(ValueError, match=r"but got float32\[4, 3\]"):
         loaded(ids, keep, half.float())
-    with pytest.raises(ValueError, match=r"Input `extra_keep` of the file is bool\[4, 5\], and bool\[2, 5\] was given"):
+    with pytest.raises(ValueError, match=r"Input `extra_keep` of the file is bool\[4, 5\], but got bool\[2, 5\]"):
         loaded(ids, keep[:2], half)
-    with pytest.raises(ValueError, match=r"and bool\[5\] was given"):
+    with pytest.raises(ValueError, match=r"but got bool\[5\]"):
         loaded(ids, keep[0], half)
     with pytest.raises(ValueError, match="takes 3 tensors, not 2"):
         loaded(ids, keep)
@@ -139,7 +139,7 @@ def test_other_inputs_are_refused_before_they_are_read(artifact, inputs):
 
 def test_a_batch_that_the_model_refuses_is_refused(artifact, inputs):
     with pytest.raises(
-        ValueError, match=r"wasn't made for inputs of such sizes: .*L\['ids'\]\.size\(\)\[0\].* doesn't"
+        ValueError, match=r"wasn't compiled for inputs of these sizes: .*L\['ids'\]\.size\(\)\[0\].* doesn't"
     ):
         artifact.load()(*inputs(5))
 
@@ -206,14 +206,15 @@ def test_it_says_what_it_was_made_for(artifact):
 
 def test_another_device_is_refused(artifact):
     with pytest.raises(
-        OtherMachine, match=r"model\.aoti\.pt2 was made for cpu: .*, and it is cuda here: export it where"
+        OtherMachine,
+        match=r"model\.aoti\.pt2 was compiled for cpu: .*, but the target here is cuda: export it on the machine where",
     ):
         artifact.load("cuda")
 
 
 def test_another_kind_of_machine_is_refused(artifact, monkeypatch):
     monkeypatch.setattr(exporters.aoti.platform, "machine", lambda: "riscv64")
-    with pytest.raises(OtherMachine, match=r"and it is riscv64 here"):
+    with pytest.raises(OtherMachine, match=r"but the target here is riscv64"):
         artifact.load()
 
 
@@ -222,7 +223,7 @@ def test_another_processor_is_refused(artifact, monkeypatch):
     assert needs, "a processor without vector instructions shows nothing here"
     able = {name: has for name, has in torch.cpu.get_capabilities().items() if name.replace("_", "") != needs[0]}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able)
-    with pytest.raises(OtherMachine, match=f"and the processor here has no {needs[0]}: export it where"):
+    with pytest.raises(OtherMachine, match=f"but the processor here has no {needs[0]}: export it on the machine where"):
         artifact.load()
 
 
@@ -248,7 +249,9 @@ class Switch(nn.Module):
 
 @pytest.mark.slow
 def test_a_way_that_another_batch_takes_is_refused(tmp_path, capfd):
-    with pytest.raises(ExportError, match=r"at a batch of 17 the model goes another way .*, by `batch <= 16`: output"):
+    with pytest.raises(
+        ExportError, match=r"at batch size 17 the model takes a different path .*, because of `batch <= 16`: output"
+    ):
         export(Switch(), mlp_calls(2, 3), tmp_path)
     assert not list(tmp_path.iterdir())
     assert capfd.readouterr() == ("", "")
@@ -290,11 +293,11 @@ class NearlyTheSame(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dim", "at"), [(0, "a batch of 17"), (1, "time = 17")])
+@pytest.mark.parametrize(("dim", "at"), [(0, "batch size 17"), (1, "time = 17")])
 def test_a_way_that_makes_a_small_difference_is_no_long_sum(dim, at, tmp_path):
     calls = tuple(((floats(*((size, 4) if dim == 0 else (2, size, 4))),), {}) for size in (8, 5, 11))
     model = enliven(NearlyTheSame(dim)).eval()
-    with pytest.raises(ExportError, match=rf"at {at} the model goes another way .*: its values are off by"):
+    with pytest.raises(ExportError, match=rf"at {at} the model takes a different path .*: its values are off by"):
         export(model, calls, tmp_path, **({"open_dims": {"x": {1: "time"}}} if dim else {}))
 
 
@@ -302,7 +305,7 @@ def test_a_branch_on_data_is_refused_before_anything_is_compiled(tmp_path, monke
     monkeypatch.setattr(exporters.aoti, "_compile", None)
     calls = tuple(((sign * floats(size, 3).abs(),), {}) for size, sign in ((2, 1), (3, -1)))
     with pytest.raises(
-        ExportError, match=r"\(aotinductor and aotinductor-strict: the model decides by the values of its"
+        ExportError, match=r"\(aotinductor and aotinductor-strict: the model branches on the values of its"
     ):
         export(enliven(Branch()), calls, tmp_path)
 
@@ -329,6 +332,6 @@ def test_a_package_for_a_gpu_runs_there_and_nowhere_else(tmp_path):
     assert torch.allclose(y, model(x.cuda()), atol=1e-4)
     assert torch.cuda.get_device_name() in artifact.notes[0]
     assert not found_paths(artifact.path, tmp_path)
-    with pytest.raises(OtherMachine, match=r"was made for cuda: .*, and it is cpu here"):
+    with pytest.raises(OtherMachine, match=r"was compiled for cuda: .*, but the target here is cpu"):
         artifact.load("cpu")
     assert exporter_named("aoti").load(Path(artifact.path), "cuda").device == "cuda"

@@ -50,7 +50,7 @@ def test_given_names_come_first():
         ({"input_names": ["a", "b"]}, r"2 input names were given for 1 input tensors \(x\)\."),
         ({"output_names": []}, r"0 output names were given for 1 output tensors \(output\)\."),
         ({"output_names": ["x"]}, r"`x` names an input and an output; each tensor of a file needs its own name\."),
-        ({"output_names": [" "]}, r"' ' is no name for an output\."),
+        ({"output_names": [" "]}, r"' ' is not a valid name for an output\."),
     ],
 )
 def test_names_that_do_not_fit_are_refused(names, sentence):
@@ -80,7 +80,7 @@ def test_a_model_that_holds_what_a_file_has_no_place_for_is_refused(layout, plac
     with pytest.raises(StructureError) as caught:
         Adapter(Holds(place, laid_out(layout, torch.eye(4))), (floats(2, 3),))
     assert str(caught.value) == (
-        f"The model holds a {kind} tensor (inner.held), which files have no place for; hold a dense one."
+        f"The model contains a {kind} tensor (inner.held), which exported files can't represent; use a dense one."
     )
 
 
@@ -91,7 +91,7 @@ def test_a_model_may_hold_quantized_and_empty_buffers(layout):
 
 
 def test_names_that_repeat_are_refused():
-    with pytest.raises(StructureError, match="The output names a, a, b, c aren't different"):
+    with pytest.raises(StructureError, match="The output names a, a, b, c aren't unique"):
         Adapter(DictOutput(), (floats(2, 3),), output_names=["a", "a", "b", "c"])
 
 
@@ -108,7 +108,7 @@ def test_outputs_without_a_tensor_are_refused(output):
         def forward(self, x):
             return output
 
-    with pytest.raises(StructureError, match="The model's output holds no tensor"):
+    with pytest.raises(StructureError, match="The model's output contains no tensor"):
         Adapter(Silent(), (floats(2, 3),))
 
 
@@ -119,7 +119,7 @@ def test_an_output_that_counts_rows_is_refused_at_another_batch():
 
     adapter = Adapter(Counting(), (floats(2, 3),))
     assert len(adapter.run([floats(2, 3)])) == 1
-    with pytest.raises(StructureError, match=r"output `1` was 2 when exported and is 3 here"):
+    with pytest.raises(StructureError, match="output `1` was 2 when exported, but is 3 here"):
         adapter.run([floats(3, 3)])
 
 

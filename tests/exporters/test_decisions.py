@@ -150,7 +150,7 @@ def test_a_decision_on_values_is_found(function):
 @pytest.mark.parametrize("options", [{}, {"dynamic_batch": False, "calls": CALLS[:1]}], ids=["dynamic", "static"])
 def test_a_decision_on_values_is_refused_with_its_place(exporter, options, tmp_path):
     sentence = refusal(exporter, by_truth, tmp_path, **options)
-    assert "the model decides by the values of its inputs at `if x.sum() > 1000:` in the model's forward" in sentence
+    assert "the model branches on the values of its inputs at `if x.sum() > 1000:` in the model's forward" in sentence
     assert "torch.where" in sentence
 
 
@@ -247,7 +247,7 @@ def above_sixteen_in_python(self, x):
 )
 def test_a_branch_at_a_batch_that_no_call_has_is_found_there(exporter, function, batch, tmp_path):
     sentence = refusal(exporter, function, tmp_path)
-    assert f"at a batch of {batch} the model goes another way than the one that was captured" in sentence
+    assert f"at batch size {batch} the model takes a different path than the captured one" in sentence
     assert f"output `output` is wrong on inputs of [{batch}, 4]" in sentence
 
 
@@ -266,7 +266,7 @@ def by_steps(self, x):
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize(("function", "batch"), [(by_the_larger, 65), (by_steps, 101)])
 def test_a_branch_behind_one_that_makes_no_difference_is_found(exporter, function, batch, tmp_path):
-    assert f"at a batch of {batch} the model goes another way" in refusal(exporter, function, tmp_path)
+    assert f"at batch size {batch} the model takes a different path" in refusal(exporter, function, tmp_path)
 
 
 def by_tanh_above_sixteen(self, x):
@@ -277,7 +277,7 @@ def by_tanh_above_sixteen(self, x):
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_a_branch_that_makes_a_small_difference_is_found(exporter, tmp_path):
     sentence = refusal(exporter, by_tanh_above_sixteen, tmp_path)
-    assert "at a batch of 17 the model goes another way" in sentence
+    assert "at batch size 17 the model takes a different path" in sentence
     assert "its values are off by" in sentence
 
 
@@ -290,13 +290,13 @@ def by_values_of_many(self, x):
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_a_decision_on_values_that_only_large_batches_take_is_refused(exporter, tmp_path):
     reason = refusal(exporter, by_values_of_many, tmp_path)
-    assert "at a batch of 11 the model decides by the values of its inputs at" in reason
+    assert "at batch size 11 the model branches on the values of its inputs at" in reason
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_a_batch_that_goes_into_python_as_a_number_is_refused(exporter, tmp_path):
-    assert "at a batch of 17 the model goes another way" in refusal(exporter, above_sixteen_in_python, tmp_path)
+    assert "at batch size 17 the model takes a different path" in refusal(exporter, above_sixteen_in_python, tmp_path)
 
 
 def where_a_division_has_no_value(self, x):
@@ -309,7 +309,7 @@ def where_a_division_has_no_value(self, x):
 def test_a_condition_without_a_value_is_tried_on_the_model(exporter, tmp_path):
     # The model raises at 20 rows, and goes another way at 21 and 22.
     sentence = refusal(exporter, where_a_division_has_no_value, tmp_path)
-    assert "at a batch of 2" in sentence
+    assert "at batch size 2" in sentence
 
 
 def by_the_diagonal_of_a_square(self, x):
@@ -371,7 +371,7 @@ def test_a_branch_that_only_a_large_batch_takes_is_refused_untried(tmp_path):
 
     calls = tuple(((floats(size, 64)[:, :4],), {}) for size in (2, 3))
     sentence = refusal(TorchScriptExporter, above_a_million, tmp_path, calls=calls)
-    assert "such inputs are too large" in sentence or "is wrong on inputs of [1000001, 4]" in sentence
+    assert "the inputs would be too large" in sentence or "is wrong on inputs of [1000001, 4]" in sentence
 
 
 def test_nothing_is_left_on_the_model():

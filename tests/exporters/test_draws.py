@@ -95,7 +95,9 @@ def test_a_model_that_draws_nothing_has_no_seeds_in_its_bundle(tmp_path):
 
 
 def test_a_file_that_keeps_a_number_that_is_drawn_fails_and_the_reason_is_told(tmp_path):
-    with pytest.raises(ParityError, match="The model draws random numbers, and a file that draws others can't give"):
+    with pytest.raises(
+        ParityError, match="The model draws random numbers, and a file that draws different numbers can't match"
+    ):
         bundle_of(WithNumpy(), tmp_path, "torchscript")
 
 

@@ -214,7 +214,7 @@ def test_what_no_file_can_hold_is_said_before_any_route(format, tmp_path):
         def forward(self, x):
             return x * 2, len(x)
 
-    with pytest.raises(StructureError, match=r"output `1` was 2 when exported and is 3 here"):
+    with pytest.raises(StructureError, match="output `1` was 2 when exported, but is 3 here"):
         exporter_named(format).export(ExportRequest(Counting(), mlp_calls(2, 3)), tmp_path)
 
 

@@ -95,26 +95,29 @@ def test_a_file_that_is_broken_is_one_sentence(format, tmp_path):
 def test_an_archive_with_other_things_in_their_place_is_one_sentence(content, tmp_path):
     with zipfile.ZipFile(tmp_path / "odd.pt2", "w") as archive:
         archive.writestr(f"model/extra/{EXTRA_FILE}", content)
-    with pytest.raises(MetadataError, match=r"^The metadata of odd\.pt2 (aren't texts by key\.|can't be read: )"):
+    with pytest.raises(MetadataError, match=r"^The metadata of odd\.pt2 (aren't strings by key\.|can't be read: )"):
         exporter_named("pt2").read_metadata(tmp_path / "odd.pt2")
 
 
 @pytest.mark.parametrize(
     ("metadata", "sentence"),
     [
-        ("author=Jane", r"^Metadata are a dict of texts, such as .*, not 'author=Jane'\.$"),
-        ({1: "x"}, r"^The metadata key 1 is no text\.$"),
-        ({"": "x"}, r"^The metadata key '' is empty: give it a name\.$"),
+        ("author=Jane", r"^Metadata must be a dict of strings, such as .*, not 'author=Jane'\.$"),
+        ({1: "x"}, r"^The metadata key 1 is not a string\.$"),
+        ({"": "x"}, r"^The metadata key '' is empty: use a name\.$"),
         ({" ": "x"}, r"^The metadata key ' ' is empty"),
-        ({"a\nb": "x"}, r"^The metadata key 'a\\nb' holds a newline, NUL or the like"),
-        ({"a\0": "x"}, r"^The metadata key 'a\\x00' holds a newline, NUL or the like"),
-        ({"optimize_export": "x"}, r"^The metadata key 'optimize_export' is written by this program"),
-        ({"optimize_export.torch": "x"}, r"^The metadata key 'optimize_export\.torch' is written by this program"),
-        ({"a": 1}, r"^The metadata value of 'a' is no text but 1: write it as one\.$"),
-        ({"a": None}, r"^The metadata value of 'a' is no text but None"),
-        ({"a": "x\0y"}, r"^The metadata value of 'a' holds NUL, where readers would cut it off\.$"),
-        ({"a": "\udcff"}, r"^The metadata of 'a' aren't Unicode: they hold half a character\.$"),
-        ({"\udcff": "a"}, r"^The metadata of '\\udcff' aren't Unicode"),
+        (
+            {"a\nb": "x"},
+            r"^The metadata key 'a\\nb' contains a newline, NUL or a similar character",
+        ),
+        ({"a\0": "x"}, r"^The metadata key 'a\\x00' contains a newline, NUL or a similar character"),
+        ({"optimize_export": "x"}, "^The metadata key 'optimize_export' is reserved for this program"),
+        ({"optimize_export.torch": "x"}, "^The metadata key 'optimize_export.torch' is reserved for this program"),
+        ({"a": 1}, r"^The metadata value of 'a' must be a string, not 1\.$"),
+        ({"a": None}, "^The metadata value of 'a' must be a string, not None"),
+        ({"a": "x\0y"}, r"^The metadata value of 'a' contains NUL, where readers would cut it off\.$"),
+        ({"a": "\udcff"}, r"^The metadata of 'a' aren't valid Unicode: they contain half a surrogate pair\.$"),
+        ({"\udcff": "a"}, r"^The metadata of '\\udcff' aren't valid Unicode"),
     ],
 )
 def test_what_no_file_can_say_is_one_sentence(metadata, sentence):
@@ -123,7 +126,7 @@ def test_what_no_file_can_say_is_one_sentence(metadata, sentence):
 
 
 def test_an_exporter_takes_none_of_ours_from_the_user(tmp_path):
-    with pytest.raises(MetadataError, match=r"'optimize_export\.torch' is written by this program"):
+    with pytest.raises(MetadataError, match=r"'optimize_export\.torch' is reserved for this program"):
         export("torchscript", tmp_path, metadata={"optimize_export.torch": "1.0"})
     assert not list(tmp_path.iterdir())
 

@@ -74,7 +74,7 @@ def test_a_branch_on_data_is_refused_by_every_route(tmp_path, capfd):
     calls = tuple(((sign * floats(size, 3).abs(),), {}) for size, sign in ((2, 1), (3, -1)))
     with pytest.raises(ExportError) as caught:
         export(enliven(Branch()), calls, tmp_path)
-    sentence = "the model decides by the values of its inputs at `if bool(x.sum() > 0):`"
+    sentence = "the model branches on the values of its inputs at `if bool(x.sum() > 0):`"
     assert f"(dynamo and dynamo-unoptimized and torchscript: {sentence}" in str(caught.value)
     assert not list(tmp_path.iterdir())
     assert capfd.readouterr() == ("", "")
@@ -102,7 +102,7 @@ def test_complex_numbers_are_refused_in_silence(model, dtype, where, tmp_path, c
     with pytest.raises(ExportError, match="can't be exported to onnx") as caught:
         export(model, calls, tmp_path)
     assert where in str(caught.value)
-    assert "as torch.view_as_real gives them" in str(caught.value)
+    assert "as torch.view_as_real returns them" in str(caught.value)
     assert capfd.readouterr() == ("", "")
 
 
@@ -164,7 +164,7 @@ def test_nodes_have_names_and_no_metadata(tmp_path):
 
 def test_inputs_are_checked_before_they_are_bound_by_address(tmp_path):
     loaded = export(Mlp(), mlp_calls(2, 3), tmp_path).load()
-    with pytest.raises(ValueError, match=r"Input `x` of the file is float, and torch\.float64 was given"):
+    with pytest.raises(ValueError, match=r"Input `x` of the file is float, but got torch\.float64"):
         loaded(floats(2, 3).double())
     with pytest.raises(ValueError, match="takes 1 tensors, not 2"):
         loaded(floats(2, 3), floats(2, 3))
@@ -228,9 +228,9 @@ class Session:
         (
             Session(options={CUDA: {"use_tf32": "1"}}),
             [(CUDA, "mul", "MatMul")],
-            "computes float32 in TF32, though it was",
+            "computes float32 in TF32, although that was",
         ),
-        (Session(), None, "can't tell where its nodes run"),
+        (Session(), None, "can't report where its nodes run"),
         (Session(), [(CUDA, "mul", "MatMul"), (CPU, "add", "Add")], r"runs `add` \(Add\) on the CPU, not on the GPU"),
         (Session(), [], "runs no node of the file on the GPU"),
     ],

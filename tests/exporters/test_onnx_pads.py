@@ -61,7 +61,7 @@ def test_zeros_are_kept_in_old_operator_sets_where_no_call_shows_it(opset, value
 
 def test_an_operator_set_in_which_zeros_can_not_be_kept_is_refused(tmp_path):
     calls = tuple(((torch.rand(size, 2, 6, 6),), {}) for size in (2, 3))
-    with pytest.raises(ExportError, match=r"takes zeros in front of a maximum for minus infinity in opset 10: give 18"):
+    with pytest.raises(ExportError, match="treats zero padding before a maximum as minus infinity in opset 10: use 18"):
         OnnxExporter().export(ExportRequest(Layer().eval(), calls, opset=10), tmp_path)
 
 

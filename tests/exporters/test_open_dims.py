@@ -215,7 +215,7 @@ def test_a_recurrent_net_is_open_in_time(name, format, tmp_path):
 @pytest.mark.slow
 def test_a_recurrent_net_that_torch_unrolls_is_refused_with_the_line(tmp_path):
     sentence = refused("gru", "pt2", tmp_path)
-    assert "the model fixes dim 1 of input `x` to 8, and it must be open" in sentence
+    assert "the model fixes dim 1 of input `x` to 8, but it must be open" in sentence
     assert "`return self.head(self.cells(x)[0])` in the model's forward (test_open_dims.py:" in sentence
     assert sentence.endswith(" Leave dim 1 of `x` out of --dynamic (dynamic=…).")
 
@@ -241,7 +241,7 @@ def test_a_compiled_package_is_right_at_sizes_that_no_call_has(tmp_path):
 @pytest.mark.parametrize("format", ["onnx", "pt2"])
 def test_a_branch_on_the_length_is_refused_where_it_turns(format, tmp_path):
     sentence = refused("on_length", format, tmp_path)
-    assert "at time = 17 the model goes another way than the one that was captured, by " in sentence
+    assert "at time = 17 the model takes a different path than the captured one, because of " in sentence
     assert "output `output` is wrong on inputs of [2, 17, 3]" in sentence
     assert sentence.endswith(" Leave dim 1 of `x` out of --dynamic (dynamic=…).")
 
@@ -249,7 +249,7 @@ def test_a_branch_on_the_length_is_refused_where_it_turns(format, tmp_path):
 def test_a_branch_on_the_length_is_kept_by_a_script(tmp_path):
     artifact, model, call = exported("on_length", "torchscript", tmp_path)
     assert artifact.route == "script"
-    assert "at time = 17 the model goes another way" in dict(artifact.refused)["trace"]
+    assert "at time = 17 the model takes a different path" in dict(artifact.refused)["trace"]
     for sizes in [(2, 16, 0), (2, 17, 0), (2, 40, 0)]:
         assert_right(artifact, model, call(*sizes))
 
@@ -282,28 +282,32 @@ def test_sizes_that_only_turn_when_they_grow_together_are_found(tmp_path):
     open_dims = {"x": {1: "first"}, "y": {1: "second"}}
     with pytest.raises(ExportError) as caught:
         exporter_named("pt2").export(ExportRequest(Square().eval(), calls, False, open_dims), tmp_path)
-    assert "at first = 31 and second = 31 the model goes another way" in str(caught.value)
+    assert "at first = 31 and second = 31 the model takes a different path" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("open_dims", "sizes", "sentence"),
     [
-        ({"input": {1: "time"}}, [(2, 4), (3, 5)], "Input `input` changes dim 0 between the calls, which isn't open."),
+        (
+            {"input": {1: "time"}},
+            [(2, 4), (3, 5)],
+            "Input `input` changes dim 0 between the calls, but that dim isn't open.",
+        ),
         (
             {"input": {0: "batch", 1: "time"}},
             [(2, 4), (3, 4)],
-            "Dim 1 of input `input` is open and has one size in all calls.",
+            "Dim 1 of input `input` is open, but has the same size in all calls.",
         ),
         (
             {"input": {1: "time"}},
             [(2, 1), (2, 5)],
             "Dim 1 of input `input` has the size 1 in the first call; tracing needs two",
         ),
-        ({"input": {0: "n", 1: "n"}}, [(2, 4), (3, 5)], "Dims of the size n have other sizes in the same call."),
+        ({"input": {0: "n", 1: "n"}}, [(2, 4), (3, 5)], "Dims named n have different sizes in the same call."),
         (
             {"input": {0: "batch", 1: "time"}},
             [(2, 4), (3, 5)],
-            "The size batch changes by itself in none of the calls.",
+            "No call changes the size batch alone.",
         ),
     ],
 )
@@ -322,7 +326,7 @@ def test_each_size_is_looked_at_by_itself_and_all_together():
     assert views[1].shapes_at(20) == [(2, 2, 20, 6)]
     assert views[3].shapes_at(5) == [(6, 2, 24, 10)]
     assert [view.at(5) for view in views] == [
-        "a batch of 5",
+        "batch size 5",
         "height = 5",
         "width = 5",
         "batch = 6, height = 24 and width = 10",
@@ -379,7 +383,7 @@ def test_a_batch_that_is_baked_in_is_told_with_the_way_out(rows, format, tmp_pat
     with pytest.raises(ExportError) as caught:
         exporter.export(ExportRequest(model, batches(2, 4, 6)), tmp_path)
     assert re.search(r" at `return .*` in module `inner` \(test_open_dims\.py:\d+\)", str(caught.value))
-    assert str(caught.value).endswith(" Fix the batch with --static-batch (static_batch=True).")
+    assert str(caught.value).endswith(" Fix the batch size with --static-batch (static_batch=True).")
     for size in (1, 2, 3, 5, 8):
         fixed = exporter.export(ExportRequest(model, batches(size), dynamic_batch=False), tmp_path)
         assert_right(fixed, model, batches(size)[0][0])

@@ -55,7 +55,7 @@ def test_what_the_new_exporter_cannot_convert_down_goes_by_the_old_one(tmp_path)
     artifact = export(Normed(), 13, tmp_path)
     assert artifact.route == "torchscript"
     assert artifact.opset == written(artifact.path) == 13
-    reason = "torch's exporter gives opset 18 in place of 13"
+    reason = "torch's exporter writes opset 18 instead of 13"
     assert artifact.refused == (("dynamo", reason), ("dynamo-unoptimized", reason))
     assert export(Normed(), 17, tmp_path).opset == 17
 
@@ -68,7 +68,7 @@ def test_no_file_claims_another_opset_than_was_asked_for(tmp_path, monkeypatch):
         return real(*args, **{**options, "opset_version": 20})
 
     monkeypatch.setattr(torch.onnx, "export", stubborn)
-    with pytest.raises(ExportError, match="torch's exporter gives opset 20 in place of 18"):
+    with pytest.raises(ExportError, match="torch's exporter writes opset 20 instead of 18"):
         export(Mlp(), 18, tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -84,19 +84,19 @@ def test_the_range_is_that_of_the_exporters_and_of_the_runtime():
 @pytest.mark.parametrize(
     ("opset", "formats", "sentence"),
     [
-        (8, ["onnx"], r"^There is no opset 8 here: .* those from 9 to \d+\.$"),
+        (8, ["onnx"], r"^Opset 8 isn't available here: .* opsets 9 to \d+\.$"),
         (
             999,
             ["onnx"],
-            r"^There is no opset 999 here: torch's exporters write, and onnxruntime \S+ reads, those from 9 to",
+            r"^Opset 999 isn't available here: torch's exporters write, and onnxruntime \S+ reads, opsets 9 to",
         ),
-        (-1, ["onnx"], "There is no opset -1 here"),
-        ("17", ["onnx"], r"^The opset is a whole number, not '17'\.$"),
-        (True, ["onnx"], r"^The opset is a whole number, not True\.$"),
+        (-1, ["onnx"], "Opset -1 isn't available here"),
+        ("17", ["onnx"], r"^The opset must be a whole number, not '17'\.$"),
+        (True, ["onnx"], r"^The opset must be a whole number, not True\.$"),
         (
             17,
             ["torchscript", "pt2"],
-            r"^An opset is that of an ONNX file, and the formats are torchscript, pt2: add onnx, or leave it out\.$",
+            r"^opset applies to ONNX files only, but the formats are torchscript, pt2: add onnx, or leave out opset\.$",
         ),
     ],
 )

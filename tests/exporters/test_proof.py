@@ -33,7 +33,7 @@ def test_an_input_that_does_not_change_stays_fixed():
     ("calls", "dynamic", "sentence"),
     [
         (mlp_calls(2, 3), False, "Input `x` changes its shape between the calls of a static export."),
-        (mlp_calls(1, 3), True, "Input `x` has a batch of 1 in the first call; tracing needs two rows or more."),
+        (mlp_calls(1, 3), True, "Input `x` has batch size 1 in the first call; tracing needs two rows or more."),
         (
             (((floats(2, 3),), {}), ((floats(2, 3).double(),), {})),
             True,
@@ -87,12 +87,12 @@ ones = torch.ones(4, 50)
     [
         (ones, ones * (1 + 1e-5), None),
         (ones, ones * 1.01, "its values are off by 0.01 where the largest is 1"),
-        (ones, ones[:1], "its shape is [1, 50] in place of [4, 50]"),
-        (ones, ones.double(), "its dtype is float64 in place of float32"),
+        (ones, ones[:1], "its shape is [1, 50] instead of [4, 50]"),
+        (ones, ones.double(), "its dtype is float64 instead of float32"),
         (ones, ones * float("nan"), "its values are off by nan where the largest is 1"),
         (ones * float("nan"), ones * float("nan"), None),
-        (ones * float("nan"), ones, "NaN or infinity stand in other places"),
-        (ones * float("inf"), -ones * float("inf"), "NaN or infinity stand in other places"),
+        (ones * float("nan"), ones, "NaN or infinity occur in different places"),
+        (ones * float("inf"), -ones * float("inf"), "NaN or infinity occur in different places"),
         (ones.half(), ones.half() * 1.01, None),
         (ones.half(), ones.half() * 1.1, "its values are off by 0.1 where the largest is 1"),
         (ones.long(), ones.long(), None),
@@ -177,8 +177,8 @@ def test_the_first_file_that_is_wrong_is_there_when_its_place_is_asked_for(evide
     message, asked = _asked(outcomes, evidence, tmp_path, monkeypatch)
     assert asked == [("route-1", [b"x"], (1,))]
     assert message == (
-        "The model can't be exported to torchscript (route-0: no; route-1: off; route-2: off too). The file by way of"
-        " 'route-1' first differs at head."
+        "The model can't be exported to torchscript (route-0: no; route-1: off; route-2: off too). The file of the"
+        " route 'route-1' first differs at head."
     )
 
 
@@ -191,7 +191,7 @@ def test_a_place_that_is_not_known_is_not_spoken_of(evidence, tmp_path, monkeypa
 def test_an_output_that_every_way_gets_wrong_is_named(evidence, tmp_path, monkeypatch):
     outcomes = [WrongFile("off", (1,), "y"), WrongFile("off too", (2,), "y")]
     message, _ = _asked(outcomes, evidence, tmp_path, monkeypatch)
-    assert "(route-0: off; route-1: off too). Every way gives another `y`. The file by" in message
+    assert "(route-0: off; route-1: off too). Each route gets a different `y`. The file of" in message
 
 
 def test_a_large_file_that_is_wrong_makes_room_for_the_next(evidence, tmp_path, monkeypatch):

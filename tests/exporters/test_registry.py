@@ -64,7 +64,7 @@ def test_another_package_brings_a_format(bring):
 @pytest.mark.parametrize("name", ["onnx", "weights"])
 def test_a_name_that_two_bring_names_both(bring, name):
     bring((name, "Weights"), (name, "Path"))
-    with pytest.raises(ExporterError, match=rf"'{name}' is brought by .* and by .*\("):
+    with pytest.raises(ExporterError, match=rf"'{name}' is provided by .* and by .*\("):
         exporter_named("torchscript")
 
 

@@ -45,14 +45,14 @@ def test_dict_order_does_not_matter_and_the_example_decides():
     [
         ({"a": x}, "the argument lacks `n`, compared with the call that was exported."),
         ({"a": x, "n": 1, "m": 2}, "the argument adds `m`, compared with the call that was exported."),
-        ({"a": None, "n": 1}, "argument `a` was a tensor when exported and is None here."),
+        ({"a": None, "n": 1}, "argument `a` was a tensor when exported, but is None here."),
         (
             {"a": x, "n": 2},
-            "argument `n` was 1 when exported and is 2 here; only tensors can change from call to call.",
+            "argument `n` was 1 when exported, but is 2 here; only tensors can change from call to call.",
         ),
-        ({"a": x, "n": True}, "argument `n` was 1 when exported and is True here; only tensors"),
-        ({"a": x, "n": y}, "argument `n` was 1 when exported and is a tensor here"),
-        ([x, 1], "the argument was a dict when exported and is a list here."),
+        ({"a": x, "n": True}, "argument `n` was 1 when exported, but is True here; only tensors"),
+        ({"a": x, "n": y}, "argument `n` was 1 when exported, but is a tensor here"),
+        ([x, 1], "the argument was a dict when exported, but is a list here."),
     ],
 )
 def test_another_structure_is_refused(value, sentence):
@@ -69,7 +69,7 @@ def test_tensors_that_a_file_has_no_place_for_are_refused(side):
         tensor = laid_out(layout, torch.eye(4))
         with pytest.raises(StructureError) as caught:
             Structure({"a": [x, tensor]}, side=side)
-        assert str(caught.value).startswith(f"{side} `a[1]` is a {kind} tensor, which files have no place for")
+        assert str(caught.value).startswith(f"{side} `a[1]` is a {kind} tensor, which exported files can't represent")
 
 
 def test_a_nan_constant_equals_itself():
@@ -86,7 +86,7 @@ def test_what_cannot_be_taken_apart_is_named_with_the_way_out():
 
     with pytest.raises(StructureError, match=r"output `past_key_values` is a DynamicCache.*use_cache=False"):
         Structure({"logits": x, "past_key_values": DynamicCache()}, side="output")
-    with pytest.raises(StructureError, match=r"argument `a\[0\]` is a object, which can't be taken apart"):
+    with pytest.raises(StructureError, match=r"argument `a\[0\]` is a object, which can't be flattened"):
         Structure({"a": [object()]}, side="argument")
 
 
@@ -146,7 +146,7 @@ def test_objects_that_know_each_other_are_opened_once_on_each_way():
 def test_a_dataclass_that_holds_itself_is_refused():
     value = Detections(x, (y,), "dog")
     value.label = value
-    with pytest.raises(StructureError, match="output `label` is a Detections, which can't be taken apart"):
+    with pytest.raises(StructureError, match="output `label` is a Detections, which can't be flattened"):
         Structure(value, side="output")
 
 
@@ -160,7 +160,7 @@ def test_what_holds_no_tensor_is_seen_however_its_objects_hang_together(beside):
 
 
 def test_objects_among_the_arguments_are_refused():
-    with pytest.raises(StructureError, match="argument `cache` is a Cache, which can't be taken apart into tensors"):
+    with pytest.raises(StructureError, match="argument `cache` is a Cache, which can't be flattened into tensors"):
         Structure({"cache": Cache(x)}, side="argument")
 
 
@@ -168,7 +168,7 @@ def test_objects_among_the_arguments_are_refused():
     "value", [nn.Linear(1, 1), lambda: x, Cache, torch.Generator()], ids=["module", "function", "class", "generator"]
 )
 def test_what_only_keeps_tensors_is_not_opened(value):
-    with pytest.raises(StructureError, match="which can't be taken apart into tensors"):
+    with pytest.raises(StructureError, match="which can't be flattened into tensors"):
         Structure([x, value], side="output")
 
 
@@ -227,5 +227,5 @@ def test_the_description_is_json():
 def test_rebuilding_needs_the_right_number_of_tensors():
     structure = Structure([x, y], side="argument")
     for count in (1, 3):
-        with pytest.raises(StructureError, match=f"{count} tensors were given where the model takes 2"):
+        with pytest.raises(StructureError, match=f"{count} tensors were given, but the model takes 2"):
             structure.rebuild([x] * count)

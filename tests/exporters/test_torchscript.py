@@ -38,7 +38,7 @@ def test_a_branch_on_data_is_scripted(tmp_path):
     assert artifact.route == "script"
     ((route, reason),) = artifact.refused
     assert route == "trace"
-    assert "the model decides by the values of its inputs at `if bool(x.sum() > 0):` in the model's forward" in reason
+    assert "the model branches on the values of its inputs at `if bool(x.sum() > 0):` in the model's forward" in reason
     for (x,), _ in branch_calls():
         assert torch.allclose(artifact.load()(x)[0], model(x)["hidden"])
 
@@ -124,7 +124,7 @@ def test_a_forward_on_an_instance_is_never_scripted(inner, tmp_path):
     vars(branch)["forward"] = Other(branch)
     model = nn.Sequential(branch) if inner else branch
     place = "module `0`" if inner else "the model"
-    with pytest.raises(ExportError, match=f"script: {place} has a forward of its own"):
+    with pytest.raises(ExportError, match=f"script: {place} has its own forward"):
         export(model, branch_calls(), tmp_path)
 
 

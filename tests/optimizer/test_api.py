@@ -71,7 +71,7 @@ def test_files_of_a_model_that_writes_to_its_input_are_compared_by_their_outputs
     for artifact in bundle.manifest["artifacts"]:
         assert [output["noise"]["name"] for output in artifact["measurement"]["outputs"]] == ["output"]
     (told,) = [note for note in bundle.manifest["notes"] if "in place" in note]
-    assert told.startswith("x is changed in place by the original; files are compared by their outputs alone")
+    assert told.startswith("x is changed in place by the original; files are compared only by their outputs, so")
     # Each file gets the inputs as they were stored, whatever the one before wrote to them.
     assert verify_bundle(bundle.path).ok
 
@@ -100,7 +100,7 @@ def test_numbers_that_no_call_of_a_file_can_change_are_told(numbers, told, tmp_p
     model = Scaled().eval()
     example = (torch.randn(2, 4), *numbers)
     bundle = export(model, example_inputs=example, output=tmp_path / "net", formats=("torchscript",))
-    assert f"fixed in the files, as the example inputs have them: {told}" in bundle.manifest["notes"]
+    assert f"fixed in the files at the values of the example inputs: {told}" in bundle.manifest["notes"]
     assert told in (bundle.path / "README.md").read_text()
 
 
@@ -164,7 +164,7 @@ def test_an_exporter_that_knows_no_metadata_goes_on_and_is_named(model, image, t
     bundle = export(model, output=tmp_path / "net", metadata={"author": "Jane"}, **options)
     assert bundle.artifacts[0].metadata == {}
     (note,) = (note for note in bundle.manifest["notes"] if "metadata" in note)
-    assert note == "the torchscript file doesn't hold the metadata author: its exporter writes none"
+    assert note == "the torchscript file lacks the metadata author: its exporter doesn't write metadata"
     bundle = export(model, output=tmp_path / "plain", **options)
     assert not any("metadata" in note for note in bundle.manifest["notes"])
 
@@ -201,7 +201,9 @@ def test_the_comparison_is_with_the_original(model, image, tmp_path):
     fast = optimize(model, example_inputs=(image,))
     with torch.no_grad():
         bare(fast.conv.weight).mul_(1.01)
-    with pytest.raises(ParityError, match="isn't shown to compute what the original does: features is off") as caught:
+    with pytest.raises(
+        ParityError, match="isn't proven to compute the same as the original: features is off"
+    ) as caught:
         export(fast, example_inputs=(image,), output=tmp_path / "net", formats=("torchscript",))
     assert not (tmp_path / "net").exists()
     assert list(tmp_path.iterdir()) == []
@@ -261,7 +263,7 @@ def test_a_folded_weight_that_was_written_to_is_refused(model, image, tmp_path):
     fast = optimize(model, example_inputs=(image,))
     with torch.no_grad():
         model.norm.running_mean.add_(1)
-    with pytest.raises(ExportFailed, match=r"^norm\.running_mean was written to after optimize"):
+    with pytest.raises(ExportFailed, match=r"^norm\.running_mean was modified after optimize"):
         export(fast, example_inputs=(image,), output=tmp_path / "net")
 
 
@@ -355,7 +357,7 @@ def test_a_file_that_proves_nothing_is_not_explained_as_a_wrong_one(tmp_path, mo
     )
     explained = []
     monkeypatch.setattr(Failures, "explained", lambda *arguments: explained.append(arguments))
-    with pytest.raises(ParityError, match="The onnx artifact isn't shown to compute what the original does"):
+    with pytest.raises(ParityError, match="The onnx artifact isn't proven to compute the same as the original"):
         export(nn.Linear(3, 3), example_inputs=(torch.randn(2, 3),), output=tmp_path / "net", formats=("onnx",))
     assert explained == []
     assert list(tmp_path.iterdir()) == []
@@ -384,7 +386,7 @@ def test_outputs_that_prove_nothing_are_not_published(image, tmp_path):
     with pytest.raises(
         VacuousError,
         match=r"^The outputs carry no signal \(output is the same for every input\), so nothing could be proven: load trained"
-        r" weights \(--weights FILE on the command line\), or give other example inputs\.$",
+        r" weights \(--weights FILE on the command line\), or use other example inputs\.$",
     ):
         export(model, example_inputs=(image,), output=tmp_path / "net", atol=1.0, progress=told.append)
     assert [progress.stage for progress in told] == ["parity"]
@@ -406,7 +408,7 @@ def test_outputs_that_prove_nothing_in_half_precision_are_not_published(tmp_path
     assert export(Small(), example_inputs=(x,), output=tmp_path / "net", formats=("torchscript",)).parity.ok
     fast = optimize(Small(), ["cast-precision:how=weights"], example_inputs=(x,))
     with pytest.raises(
-        VacuousError, match=r"^Computed in bfloat16, the outputs carry no signal .*: leave cast-precision"
+        VacuousError, match=r"^Computed in bfloat16, the outputs carry no signal .*: leave out cast-precision"
     ):
         export(fast, example_inputs=(x,), output=tmp_path / "half", formats=("torchscript",))
 
@@ -419,7 +421,7 @@ def test_answers_that_differ_from_themselves_are_not_published(tmp_path):
             return x + next(Moody.count)
 
     with pytest.raises(
-        VacuousError, match=r"^No output of the original is deterministic, .*: make the model give the same"
+        VacuousError, match=r"^No output of the original is deterministic, .*: make the model return the same"
     ):
         export(Moody(), example_inputs=(torch.ones(2, 3),), output=tmp_path / "net")
 
@@ -452,22 +454,22 @@ def test_a_loop_over_the_batch_is_told_and_can_be_static(tmp_path):
     ("changed", "error", "sentence"),
     [
         ({"formats": ("tflite",)}, UnknownFormat, "There is no format 'tflite'"),
-        ({"formats": ()}, UsageError, "formats names no format"),
+        ({"formats": ()}, UsageError, "formats is empty"),
         ({"example_inputs": None}, UsageError, "export() needs example_inputs"),
         ({"example_inputs": (torch.randn(2, 3),)}, LoadError, "The model raises on the example inputs"),
-        ({"opset": 999}, UnknownOpset, "There is no opset 999 here"),
-        ({"opset": 17, "formats": "torchscript"}, UnknownOpset, "An opset is that of an ONNX file"),
+        ({"opset": 999}, UnknownOpset, "Opset 999 isn't available here"),
+        ({"opset": 17, "formats": "torchscript"}, UnknownOpset, "opset applies to ONNX files only"),
         ({"metadata": {"": "x"}}, MetadataError, "The metadata key '' is empty"),
         ({"metadata": {"optimize_export.torch": "1"}}, MetadataError, "The metadata key 'optimize_export.torch' is"),
-        ({"formats": None}, UsageError, "formats names no format"),
-        ({"batch_sizes": (0,)}, UsageError, "batch_sizes is a list of whole numbers from 1 on"),
-        ({"batch_sizes": 2}, UsageError, "batch_sizes is a list of whole numbers from 1 on"),
-        ({"batch_sizes": (True,)}, UsageError, "batch_sizes is a list of whole numbers from 1 on"),
-        ({"seed": "x"}, UsageError, "seed is a whole number, not 'x'."),
+        ({"formats": None}, UsageError, "formats is empty"),
+        ({"batch_sizes": (0,)}, UsageError, "batch_sizes must be a list of whole numbers of 1 or more"),
+        ({"batch_sizes": 2}, UsageError, "batch_sizes must be a list of whole numbers of 1 or more"),
+        ({"batch_sizes": (True,)}, UsageError, "batch_sizes must be a list of whole numbers of 1 or more"),
+        ({"seed": "x"}, UsageError, "seed must be a whole number, not 'x'."),
         ({"device": "tpu"}, UsageError, "There is no device 'tpu'"),
         ({"device": "meta"}, UsageError, "There is no device 'meta'"),
-        ({"output": ""}, UsageError, "output names the folder of the bundle"),
-        ({"output": None}, UsageError, "output names the folder of the bundle"),
+        ({"output": ""}, UsageError, "output must be the folder of the bundle"),
+        ({"output": None}, UsageError, "output must be the folder of the bundle"),
     ],
 )
 def test_what_makes_no_sense_is_one_sentence(model, image, tmp_path, changed, error, sentence):
@@ -519,7 +521,7 @@ def test_an_original_on_another_device_allows_the_factor_of_the_devices(model, i
     parity = bundle.manifest["artifacts"][0]["parity"]
     assert parity["factor"] == bundle.manifest["parity"]["factor"] == 16.0
     assert all(output["tolerance"] == 16 * output["noise"] for output in parity["outputs"])
-    assert any("may be off by 16 times its noise" in note for note in bundle.manifest["notes"])
+    assert any("may have errors of 16 times its noise" in note for note in bundle.manifest["notes"])
 
 
 def test_the_placement_of_nodes_and_the_state_of_tf32_are_kept(model, image, tmp_path):
@@ -583,7 +585,7 @@ def test_a_wrapper_of_torch_compile_is_refused_with_the_way_out(model, image, tm
         lambda: optimize(wrapped, example_inputs=(image,)),
         lambda: export(wrapped, example_inputs=(image,), output=tmp_path / "net"),
     ):
-        with pytest.raises(UsageError, match="give the module itself"):
+        with pytest.raises(UsageError, match="pass the module itself"):
             call()
 
 
@@ -610,7 +612,7 @@ def test_an_existing_bundle_is_kept_without_force(model, image, tmp_path):
     target = tmp_path / "net"
     export(model, example_inputs=(image,), output=target, formats=("torchscript",))
     before = open_bundle(target).manifest
-    with pytest.raises(BundleError, match="is a bundle already"):
+    with pytest.raises(BundleError, match="is already a bundle"):
         export(model, example_inputs=(image,), output=target, formats=("torchscript",))
     assert open_bundle(target).manifest == before
     export(model, example_inputs=(image,), output=target, formats=("onnx",), force=True)
@@ -618,7 +620,7 @@ def test_an_existing_bundle_is_kept_without_force(model, image, tmp_path):
 
 
 def test_a_module_that_was_not_optimized_has_no_report(model):
-    with pytest.raises(UsageError, match="doesn't come from optimize"):
+    with pytest.raises(UsageError, match="didn't return it"):
         report_of(model)
 
 

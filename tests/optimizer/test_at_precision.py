@@ -269,7 +269,7 @@ def test_integers_are_ties_where_the_original_itself_decides_otherwise() -> None
     ties = {name: each.noises["output_1"].tied for name, each in (("plain", reference), ("coarse", in_kind))}
     finer = reference.at_precision(FLOAT16).noises["output_1"].tied
     assert ties["plain"] <= finer < ties["coarse"] < 40
-    assert any("are decided differently by the original in bfloat16" in note for note in report.notes)
+    assert any("are ties that the original breaks differently in bfloat16" in note for note in report.notes)
 
     class Wrong(Labels):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -402,7 +402,7 @@ def test_a_change_behind_autocast_that_is_wrong_in_its_dtype_alone_is_left_alone
     assert (record.status, [change.where for change in record.changes]) == ("applied", ["3"])
     (skip,) = record.skips
     assert skip.where == "0"
-    assert "made a WrongInHalf, it loses too much to rounding" in skip.text
+    assert "undone (made a WrongInHalf), because it loses too much to rounding" in skip.text
 
 
 def test_what_compiles_behind_a_cast_is_run_with_it_alone() -> None:

@@ -190,27 +190,27 @@ def refusal(model, folder, **options):
     [
         (
             Counting,
-            "The model (Counting) answers the same inputs otherwise after other calls, as it keeps buffer `seen`, and",
+            "The model (Counting) carries state from call to call in buffer `seen`, and",
         ),
         (
             Adding,
-            "The model (Adding) answers the same inputs otherwise after other calls, as it keeps attribute `last`, and",
+            "The model (Adding) carries state from call to call in attribute `last`, and",
         ),
-        (AddingLittle, "as it keeps buffer `seen`, and"),
-        (Listing, "as it keeps attribute `history`, and"),
-        (InPlaceInDict, "as it keeps attribute `state`, and"),
-        (DrawingAlone, "as it keeps attribute `generator`, and"),
+        (AddingLittle, "in buffer `seen`, and"),
+        (Listing, "in attribute `history`, and"),
+        (InPlaceInDict, "in attribute `state`, and"),
+        (DrawingAlone, "in attribute `generator`, and"),
         (WritingToWeights, "Module `linear` (Linear, called at test_carried_state.py:"),
-        (WritingToWeights, "as it keeps parameter `weight`, and"),
+        (WritingToWeights, "in parameter `weight`, and"),
         (
             Numbering,
-            "The model (Numbering) answers the same inputs otherwise after other calls, as it keeps attribute `number`, and",
+            "The model (Numbering) carries state from call to call in attribute `number`, and",
         ),
-        (InSlots, "as it keeps attribute `state`, and"),
-        (Unregistered, "as it keeps attribute `parts`, and"),
-        (DrawingByNumpy, "as it keeps attribute `rng`, and"),
-        (OfOneSize, "as it keeps attribute `first`, and"),
-        (OfOneSize, "Called again and again: output: the shape is (2, 4) and should be (1, 4) at batch size 1"),
+        (InSlots, "in attribute `state`, and"),
+        (Unregistered, "in attribute `parts`, and"),
+        (DrawingByNumpy, "in attribute `rng`, and"),
+        (OfOneSize, "in attribute `first`, and"),
+        (OfOneSize, "In repeated calls: output: the shape is (2, 4), but should be (1, 4) at batch size 1"),
     ],
 )
 def test_a_model_that_goes_by_earlier_calls_is_refused_by_what_it_keeps(kind, kept, tmp_path):
@@ -230,7 +230,7 @@ def test_no_tolerance_and_no_lower_precision_is_for_what_a_model_keeps(tmp_path)
     model = enliven(AddingLittle()).eval()
     fast = optimize(model, ["cast-precision"], example_inputs=(torch.randn(2, 4),))
     for given, options in ((model, {"atol": 1.0}), (fast, {})):
-        assert "as it keeps buffer `seen`" in refusal(given, tmp_path, **options)
+        assert "in buffer `seen`" in refusal(given, tmp_path, **options)
 
 
 def test_the_part_that_keeps_it_is_named_and_no_other(tmp_path):
@@ -242,9 +242,7 @@ def test_the_part_that_keeps_it_is_named_and_no_other(tmp_path):
 
     parts = nn.Sequential(Harmless(), nn.Sequential(Harmless(), Counting()), Harmless())
     sentence = refusal(enliven(parts).eval(), tmp_path)
-    assert sentence.startswith(
-        "Module `1.1` (Counting) answers the same inputs otherwise after other calls, as it keeps buffer"
-    )
+    assert sentence.startswith("Module `1.1` (Counting) carries state from call to call in buffer")
     assert "attention" not in sentence
 
 
@@ -256,7 +254,7 @@ def test_more_than_three_are_counted(tmp_path):
             return self.linear(x) * self.a
 
     sentence = refusal(enliven(Many()).eval(), tmp_path)
-    assert "as it keeps attribute `a`, attribute `b`, attribute `c` and 2 more, and no file" in sentence
+    assert "in attribute `a`, attribute `b`, attribute `c` and 2 more, and exported files" in sentence
 
 
 def test_tensors_deep_in_what_a_model_keeps_are_no_obstacle(tmp_path):
@@ -270,7 +268,7 @@ def test_tensors_deep_in_what_a_model_keeps_are_no_obstacle(tmp_path):
             self.deep["a"][0]["b"][0] = (torch.full((2,), float(self.calls)),)
             return self.linear(x) * self.calls
 
-    assert "as it keeps attribute `calls`, attribute `deep`, and" in refusal(enliven(Deep()).eval(), tmp_path)
+    assert "in attribute `calls`, attribute `deep`, and" in refusal(enliven(Deep()).eval(), tmp_path)
 
 
 def test_what_comes_and_goes_is_refused_without_a_place(tmp_path):
@@ -283,7 +281,7 @@ def test_what_comes_and_goes_is_refused_without_a_place(tmp_path):
             self.one, self.other, self.third = self.other, self.third, self.one
             return self.one(x)
 
-    assert refusal(enliven(Swapping()).eval(), tmp_path).startswith("The model answers the same inputs otherwise after")
+    assert refusal(enliven(Swapping()).eval(), tmp_path).startswith("The model carries state from call to call")
 
 
 def test_what_is_no_tensor_among_the_outputs_must_stay_the_same(tmp_path):
@@ -295,12 +293,12 @@ def test_what_is_no_tensor_among_the_outputs_must_stay_the_same(tmp_path):
             return {"y": self.linear(x), "number": self.calls}
 
     sentence = refusal(enliven(Telling()).eval(), tmp_path)
-    assert "The outputs have another structure: number is 2 and should be 1" in sentence
+    assert "The outputs have a different structure: number is 2, but should be 1" in sentence
 
 
 def test_the_result_of_passes_is_judged_by_its_original(tmp_path):
     fast = optimize(enliven(Counting()).train(), example_inputs=(torch.randn(2, 4),))
-    assert "as it keeps buffer `seen`, and" in refusal(fast, tmp_path)
+    assert "in buffer `seen`, and" in refusal(fast, tmp_path)
 
 
 def test_a_scripted_model_is_refused_alike(tmp_path):
@@ -315,7 +313,7 @@ def test_a_scripted_model_is_refused_alike(tmp_path):
 
     with torchscript_allowed():
         scripted = torch.jit.script(enliven(Scriptable()).eval())
-    assert "as it keeps buffer `seen`, and" in refusal(scripted, tmp_path)
+    assert "in buffer `seen`, and" in refusal(scripted, tmp_path)
     assert not scripted.seen
 
 
@@ -325,7 +323,7 @@ def test_rounding_in_front_of_it_is_not_blamed(tmp_path):
             return x * (1 + 1e-7 * (time.perf_counter_ns() % 3))
 
     parts = nn.Sequential(nn.Linear(4, 4), Rounding(), Counting())
-    assert refusal(enliven(parts).eval(), tmp_path).startswith("Module `2` (Counting) answers")
+    assert refusal(enliven(parts).eval(), tmp_path).startswith("Module `2` (Counting) carries")
 
 
 def test_what_no_other_call_brings_about_is_left_to_the_exporters(tmp_path):

@@ -239,98 +239,101 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        ([], "MODEL is missing: give a Python file such as model.py"),
+        ([], "MODEL is missing: pass a Python file such as model.py"),
         (["m.py", "--no-such"], "No such option '--no-such'"),
         (["m.py", "n.py"], "Got unexpected extra argument (n.py)"),
         (["m.py", "--device", "tpu"], "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
         (["m.py", "--reference-device", "auto"], "'auto' is not one of 'cpu', 'cuda'"),
-        (["--verify", "b", "--reference-device", "cpu"], "--verify doesn't go with --reference-device."),
-        (["m.py", "--seed", "-1"], "--seed: '-1' is no whole number from 0 to 9223372036854775807."),
-        (["m.py", "--seed", "x"], "--seed: 'x' is no whole number"),
-        (["m.py", "--seed", "9" * 5000], "is no whole number"),
-        (["m.py", "--opset", "-1"], "--opset: '-1' is no whole number; give one such as 17."),
-        (["m.py", "--opset", "1.5"], "--opset: '1.5' is no whole number"),
-        (["--verify", "b", "--opset", "17"], "--verify doesn't go with --opset."),
+        (["--verify", "b", "--reference-device", "cpu"], "--verify can't be combined with --reference-device."),
+        (["m.py", "--seed", "-1"], "--seed: '-1' is not a whole number from 0 to 9223372036854775807."),
+        (["m.py", "--seed", "x"], "--seed: 'x' is not a whole number"),
+        (["m.py", "--seed", "9" * 5000], "is not a whole number"),
+        (["m.py", "--opset", "-1"], "--opset: '-1' is not a whole number; use one such as 17."),
+        (["m.py", "--opset", "1.5"], "--opset: '1.5' is not a whole number"),
+        (["--verify", "b", "--opset", "17"], "--verify can't be combined with --opset."),
         (
             ["m.py", "--metadata", "author"],
-            "--metadata 'author' has no value; give one such as --metadata author=Jane.",
+            "--metadata 'author' has no value; add one, such as --metadata author=Jane.",
         ),
         (["m.py", "--metadata", "=Jane"], "--metadata '=Jane' has no key"),
         (["m.py", "--metadata", " =Jane"], "--metadata ' =Jane' has no key"),
-        (["m.py", "--metadata", "a=1", "--metadata", "a=1"], "--metadata gives a twice."),
-        (["m.py", "--metadata", "--force"], "--metadata is given no KEY=VALUE: --force stands in its place."),
-        (["--verify", "b", "--metadata", "a=1"], "--verify doesn't go with --metadata."),
+        (["m.py", "--metadata", "a=1", "--metadata", "a=1"], "--metadata sets a twice."),
+        (["m.py", "--metadata", "--force"], "--metadata needs a KEY=VALUE, but --force follows it."),
+        (["--verify", "b", "--metadata", "a=1"], "--verify can't be combined with --metadata."),
         (["m.py", "--input"], "requires an argument"),
         *(
-            (["m.py", "--atol", text], f"--atol: {text!r} is no number from 0 on")
+            (["m.py", "--atol", text], f"--atol: {text!r} is not a number of 0 or more")
             for text in ("x", "-1", "nan", "inf", "")
         ),
-        (["m.py", "--rtol", "logits="], "--rtol: '' is no number from 0 on"),
-        (["m.py", "--atol", "=1"], "--atol '=1' names no output; give one such as --atol logits=1e-3."),
+        (["m.py", "--rtol", "logits="], "--rtol: '' is not a number of 0 or more"),
+        (["m.py", "--atol", "=1"], "--atol '=1' names no output; use for example --atol logits=1e-3."),
         (["m.py", "--atol", "1", "--atol", "2"], "--atol is given twice for all outputs."),
         (["m.py", "--atol", "y=1", "--atol", "y=2"], "--atol is given twice for y."),
         (
             ["m.py", "--atol", "y=1", "--atol", "2"],
-            "--atol is given for all outputs and for y: give a number for all, or",
+            "--atol is set for all outputs and for y: use one number for all, or",
         ),
-        (["--verify", "b", "--atol", "1"], "--verify doesn't go with --atol."),
-        (["m.py", "--batch-sizes", "0"], "'0' is no whole number from 1 to 1048576"),
-        (["m.py", "--batch-sizes", "1,-2"], "'-2' is no whole number from 1 to"),
-        (["m.py", "--batch-sizes", "two"], "'two' is no whole number from 1 to"),
+        (["--verify", "b", "--atol", "1"], "--verify can't be combined with --atol."),
+        (["m.py", "--batch-sizes", "0"], "'0' is not a whole number from 1 to 1048576"),
+        (["m.py", "--batch-sizes", "1,-2"], "'-2' is not a whole number from 1 to"),
+        (["m.py", "--batch-sizes", "two"], "'two' is not a whole number from 1 to"),
         (["m.py", "--batch-sizes", "1,,2"], "has an empty entry"),
         (["m.py", "--batch-sizes", ""], "has an empty entry"),
         (["m.py", "--batch-sizes", "1,2,1"], "--batch-sizes has 1 twice."),
-        (["m.py", "--batch-sizes", "99999999999"], "is no whole number from 1 to 1048576"),
-        (["m.py", "--batch-sizes", "9" * 5000], "is no whole number"),
-        (["m.py", "--passes", ""], "--passes names no pass: give a list, none for no pass, or leave the option out."),
-        (["m.py", "--inputs", " "], "--inputs names no file: give one, or leave the option out."),
-        (["m.py", "--inputs", "--force"], "--inputs is given no FILE: --force stands in its place."),
+        (["m.py", "--batch-sizes", "99999999999"], "is not a whole number from 1 to 1048576"),
+        (["m.py", "--batch-sizes", "9" * 5000], "is not a whole number"),
+        (
+            ["m.py", "--passes", ""],
+            "--passes names no pass: list passes, use none for no pass, or leave out the option.",
+        ),
+        (["m.py", "--inputs", " "], "--inputs names no file: add one, or leave out the option."),
+        (["m.py", "--inputs", "--force"], "--inputs needs a FILE, but --force follows it."),
         (["m.py", "--input", "2x3", "--inputs", "a.safetensors"], "--input and --inputs contradict each other"),
-        (["--verify", "b", "--inputs", "a.safetensors"], "--verify doesn't go with --inputs."),
-        (["m.py", "--output", " "], "--output names no folder: give one, or leave the option out."),
-        (["m.py", "--weights", ""], "--weights names no file: give one, or leave the option out."),
+        (["--verify", "b", "--inputs", "a.safetensors"], "--verify can't be combined with --inputs."),
+        (["m.py", "--output", " "], "--output names no folder: add one, or leave out the option."),
+        (["m.py", "--weights", ""], "--weights names no file: add one, or leave out the option."),
         (["m.py", "--static-batch", "--batch-sizes", "1"], "--static-batch and --batch-sizes contradict each other."),
         *(
             (
                 ["m.py", "--dynamic", text],
-                f"--dynamic {text!r} opens nothing: give an input and its dims, such as --dynamic",
+                f"--dynamic {text!r} opens no dim: pass an input and its dims, such as --dynamic",
             )
             for text in ("x", "x:", ":0", "")
         ),
-        (["m.py", "--dynamic", "x:-1"], "'-1' is no dim; dims are whole numbers from 0, the first, on."),
-        (["m.py", "--dynamic", "x:a"], "'a' is no dim; dims are whole numbers from 0, the first, on."),
+        (["m.py", "--dynamic", "x:-1"], "'-1' is not a dim; dims are whole numbers, counted from 0."),
+        (["m.py", "--dynamic", "x:a"], "'a' is not a dim; dims are whole numbers, counted from 0."),
         (["m.py", "--dynamic", "x:0,,1"], "has an empty entry"),
-        (["m.py", "--dynamic", "x:0="], "'' is no name of a size; give a word such as 2=time."),
-        (["m.py", "--dynamic", "x:0=a b"], "'a b' is no name of a size; give a word such as 2=time."),
-        (["m.py", "--dynamic", "x:0,0"], "--dynamic names dim 0 of x twice."),
-        (["m.py", "--dynamic", "x:0", "--dynamic", "x:0=n"], "--dynamic names dim 0 of x twice."),
-        (["--verify", "b", "--dynamic", "x:0"], "--verify doesn't go with --dynamic."),
+        (["m.py", "--dynamic", "x:0="], "'' is not a name for a size; use a word such as 2=time."),
+        (["m.py", "--dynamic", "x:0=a b"], "'a b' is not a name for a size; use a word such as 2=time."),
+        (["m.py", "--dynamic", "x:0,0"], "--dynamic lists dim 0 of x twice."),
+        (["m.py", "--dynamic", "x:0", "--dynamic", "x:0=n"], "--dynamic lists dim 0 of x twice."),
+        (["--verify", "b", "--dynamic", "x:0"], "--verify can't be combined with --dynamic."),
         (["m.py", "--require-gpu", "--device", "cpu"], "--require-gpu and --device cpu contradict each other."),
         (["m.py", "--formats", "onnx,onnx"], "--formats has onnx twice."),
         (["m.py", "--output-names", "a,,b"], "has an empty entry"),
-        (["m.py", "--verify", "b", "--passes", "x"], "--verify doesn't go with MODEL, --passes."),
-        (["--verify", "b", "--list-passes"], "--verify doesn't go with --list-passes."),
-        (["--rejudge", "b", "m.py", "--device", "cpu"], "--rejudge doesn't go with MODEL, --device."),
-        (["--verify", "b", "--rejudge", "b"], "--verify doesn't go with --rejudge."),
+        (["m.py", "--verify", "b", "--passes", "x"], "--verify can't be combined with MODEL, --passes."),
+        (["--verify", "b", "--list-passes"], "--verify can't be combined with --list-passes."),
+        (["--rejudge", "b", "m.py", "--device", "cpu"], "--rejudge can't be combined with MODEL, --device."),
+        (["--verify", "b", "--rejudge", "b"], "--verify can't be combined with --rejudge."),
         (["--rejudge", " "], "--rejudge names no folder."),
         *(
-            (["--rejudge", "b", "--factor", k], f"--factor: {k!r} is no number above 0")
+            (["--rejudge", "b", "--factor", k], f"--factor: {k!r} is not a number above 0")
             for k in ("0", "x", "nan", "inf")
         ),
         (["m.py", "--factor", "2"], "--factor goes with --rejudge only."),
-        (["--verify", "b", "--factor", "2"], "--verify doesn't go with --factor."),
+        (["--verify", "b", "--factor", "2"], "--verify can't be combined with --factor."),
         (["--verify", " "], "--verify names no folder."),
-        (["--verify", "b", "--expect", "ab"], "--expect: 'ab' is no SHA-256, which has 64 hexadecimal digits"),
+        (["--verify", "b", "--expect", "ab"], "--expect: 'ab' is not a SHA-256, which has 64 hexadecimal digits"),
         (["--verify", "b", "--no-run", "--device", "cpu"], "--no-run and --device contradict each other."),
         (["--verify", "b", "--no-run", "--require-gpu"], "--no-run and --require-gpu contradict each other."),
         (["m.py", "--no-run"], "--no-run goes with --verify only."),
         (["m.py", "--expect", "ab"], "--expect goes with --verify only."),
-        (["--rejudge", "b", "--no-run"], "--rejudge doesn't go with --no-run."),
-        (["--verify", "--quiet"], "--verify is given no BUNDLE: --quiet stands in its place."),
-        (["m.py", "--input", "2x3", "--input", "--force"], "--input is given no SPEC: --force stands in its place."),
-        (["m.py", "--output", "-h"], "--output is given no DIR: -h stands in its place."),
-        (["--list-passes", "--force"], "--list-passes doesn't go with --force."),
-        (["--list-passes", "--details"], "--list-passes doesn't go with --details."),
+        (["--rejudge", "b", "--no-run"], "--rejudge can't be combined with --no-run."),
+        (["--verify", "--quiet"], "--verify needs a BUNDLE, but --quiet follows it."),
+        (["m.py", "--input", "2x3", "--input", "--force"], "--input needs a SPEC, but --force follows it."),
+        (["m.py", "--output", "-h"], "--output needs a DIR, but -h follows it."),
+        (["--list-passes", "--force"], "--list-passes can't be combined with --force."),
+        (["--list-passes", "--details"], "--list-passes can't be combined with --details."),
     ],
 )
 def test_usage_errors_are_one_line(run, arguments, part):
@@ -348,7 +351,7 @@ def test_an_option_in_the_place_of_a_value_is_told_as_json(run):
     assert (done.code, done.options) == (2, None)
     document = json.loads(done.out)
     assert (document["exit_code"], document["error"]["kind"]) == (2, "UsageError")
-    assert document["error"]["message"] == "--verify is given no BUNDLE: --json stands in its place."
+    assert document["error"]["message"] == "--verify needs a BUNDLE, but --json follows it."
 
 
 @pytest.mark.parametrize("arguments", [["--version", "--json"], ["--json", "--version"]])
@@ -445,7 +448,7 @@ def test_a_defect_says_how_to_report_it(run):
     assert done.code == 1
     assert done.err == (
         "optimize-export: error: a defect of optimize-export itself: KeyError: 'x'; "
-        "please report it with what --debug shows.\n"
+        "please report it with the output of --debug.\n"
     )
 
 
@@ -735,8 +738,8 @@ def test_rows_are_told_of_below_the_figures():
     parity = {**DONE["artifacts"][0]["parity"], "rows": rows}
     text = as_text({**DONE, "artifacts": [{**DONE["artifacts"][0], "parity": parity}]}, terminal=False)
     assert (
-        "rows of onnx: none depends on the others, of batches of 2, 3, run in other places and among other rows; "
-        "not looked at, as they have no rows: loss" in text
+        "rows of onnx: none depends on the other rows (batch sizes 2, 3; run in other places and among other rows); "
+        "not checked, because they have no rows: loss" in text
     )
     parity["rows"] = {**rows, "ok": False, "problem": "Row 1 of y depends"}
     text = as_text({**DONE, "artifacts": [{**DONE["artifacts"][0], "parity": parity}]}, terminal=False)

@@ -40,8 +40,8 @@ def test_an_error_at_either_place_fails(tree):
 @pytest.mark.parametrize(
     ("swapped", "sentence"),
     [
-        (lambda a, b: {"1": a, 1: b}, "the output holds '1', 1 and should hold 1, '1'"),
-        (lambda a, b: {1: a, 2: b}, "the output holds 1, 2 and should hold 1, '1'"),
+        (lambda a, b: {"1": a, 1: b}, "the output contains '1', 1, but should contain 1, '1'"),
+        (lambda a, b: {1: a, 2: b}, "the output contains 1, 2, but should contain 1, '1'"),
     ],
 )
 def test_a_number_and_its_text_are_two_keys(swapped, sentence):

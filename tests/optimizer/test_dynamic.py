@@ -63,18 +63,21 @@ def test_equal_sizes_share_no_name_unless_they_are_given_one():
 @pytest.mark.parametrize(
     ("dynamic", "sentence"),
     [
-        ({}, "dynamic opens nothing: name the dims of an input, such as {'x': (0, 2)}, or leave it out."),
-        ((0, 1), "dynamic is a dict such as {'x': (0, 2)} or {'x': {0: 'batch', 2: 'time'}}, not (0, 1)."),
-        ({"y": (0,)}, "dynamic names y, and the inputs in the files are x, mask, lengths."),
-        ({"x": ()}, "dynamic names no dim of x: name one such as 0, or leave x out."),
-        ({"x": 0}, "dynamic gives each input a tuple of dims, or a dict of dims with names, not 0."),
-        ({"x": "01"}, "dynamic gives each input a tuple of dims, or a dict of dims with names, not '01'."),
-        ({0: (0,)}, "dynamic gives each input a tuple of dims, or a dict of dims with names, not (0,)."),
-        ({"x": (3,)}, "dynamic names dim 3 of x, which is [2, 5, 4] in the example inputs: its dims are 0 to 2."),
-        ({"x": (-1,)}, "dynamic names dim -1 of x: dims are counted from 0, the first one, on."),
-        ({"x": (0, 0)}, "dynamic names dim 0 of x twice."),
-        ({"x": (True,)}, "dynamic names a dim of x by True: dims are whole numbers from 0 on."),
-        ({"x": {1: "two words"}}, "dynamic names the size of dim 1 of x 'two words': give a word such as time."),
+        ({}, "dynamic opens no dim: list the dims of an input, such as {'x': (0, 2)}, or leave it out."),
+        ((0, 1), "dynamic must be a dict such as {'x': (0, 2)} or {'x': {0: 'batch', 2: 'time'}}, not (0, 1)."),
+        ({"y": (0,)}, "dynamic names y, but the inputs in the files are x, mask, lengths."),
+        ({"x": ()}, "dynamic lists no dim of x: add one such as 0, or leave x out."),
+        ({"x": 0}, "dynamic must map each input to a tuple of dims, or to a dict of dims and names, not 0."),
+        ({"x": "01"}, "dynamic must map each input to a tuple of dims, or to a dict of dims and names, not '01'."),
+        ({0: (0,)}, "dynamic must map each input to a tuple of dims, or to a dict of dims and names, not (0,)."),
+        ({"x": (3,)}, "dynamic opens dim 3 of x, which is [2, 5, 4] in the example inputs: its dims are 0 to 2."),
+        ({"x": (-1,)}, "dynamic lists dim -1 of x: dims are counted from 0, the first one."),
+        ({"x": (0, 0)}, "dynamic lists dim 0 of x twice."),
+        ({"x": (True,)}, "dynamic lists True as a dim of x: dims must be whole numbers, counted from 0."),
+        (
+            {"x": {1: "two words"}},
+            "dynamic uses 'two words' as the name for the size of dim 1 of x: use a word such as time.",
+        ),
         (
             {"x": {1: "time"}, "lengths": {0: "time"}},
             "dynamic calls the size of dim 0 of lengths time, which is 2 there and 5 in dim 1 of x of the example inputs.",
@@ -92,21 +95,25 @@ def test_what_makes_no_sense_is_told(dynamic, sentence):
 
 
 def test_a_batch_is_open_or_fixed():
-    with pytest.raises(UsageError, match=r"static_batch fixes the batch, and dynamic opens dim 0 of mask: give one"):
+    with pytest.raises(
+        UsageError, match="static_batch fixes the batch size, but dynamic opens dim 0 of mask: use only one"
+    ):
         declared({"mask": (0, 1)}, static_batch=True)
     assert declared({"mask": (1,)}, static_batch=True).given == {"mask_dim_1": 5}
 
 
 def test_a_scalar_and_an_empty_dim_have_no_size_to_change():
-    with pytest.raises(UsageError, match=r"names dim 0 of s, which is \[\] in the example inputs: it has none"):
+    with pytest.raises(UsageError, match=r"opens dim 0 of s, which is \[\] in the example inputs: it has no dims"):
         open_dims({"s": (0,)}, {"s": torch.tensor(1.0)}, first=None)
-    with pytest.raises(UsageError, match=r"names dim 1 of e, which is empty in the example inputs: \[2, 0\]"):
+    with pytest.raises(UsageError, match=r"opens dim 1 of e, which is empty in the example inputs: \[2, 0\]"):
         open_dims({"e": (1,)}, {"e": torch.ones(2, 0)}, first=None)
 
 
 def test_one_tensor_for_two_inputs_has_one_declaration():
     inputs = {"q": X, "k": X}
-    with pytest.raises(UsageError, match="q and k are one tensor in the example inputs, and dynamic opens other dims"):
+    with pytest.raises(
+        UsageError, match="q and k are the same tensor in the example inputs, but dynamic opens different dims"
+    ):
         open_dims({"q": (0, 1)}, inputs, first=X)
     dims = {0: "batch", 1: "time"}
     assert open_dims({"q": dims, "k": dims}, inputs, first=X).given == {"time": 5}
@@ -172,7 +179,7 @@ def test_a_function_whose_other_sizes_go_with_the_batch_is_told():
     samples = Samples(lambda batch, generator: (torch.ones(batch, batch + 3),))
     inputs = {"x": samples.given.args[0]}
     samples = samples.opened(open_dims({"x": (0, 1)}, inputs, first=samples.first), inputs)
-    with pytest.raises(UsageError, match="gives x_dim_1 the size 6 at one batch size and 5 at another"):
+    with pytest.raises(UsageError, match="returns x_dim_1 with size 6 at one batch size and 5 at another"):
         samples.at(3, sizes=(("x_dim_1", 9),))
 
 
@@ -396,9 +403,7 @@ def test_a_length_that_the_model_fixes_is_told_with_module_and_line(tmp_path):
     with pytest.raises(ExportFailed) as caught:
         export(Baked().eval(), example_inputs=(X,), output=tmp_path / "net", formats=("onnx",), dynamic={"x": (0, 1)})
     sentence = str(caught.value)
-    assert sentence.startswith(
-        "dynamic opens dim 1 of x, and the model raises at every other size of it that was tried"
-    )
+    assert sentence.startswith("dynamic opens dim 1 of x, but the model raises at every other size that was tried")
     assert "`return x.reshape(x.shape[0], 5, 4).sum(2)` in module `head` (test_dynamic.py:" in sentence
     assert sentence.endswith(": leave dim 1 of x out, or change that line.")
     assert not list(tmp_path.iterdir())
@@ -417,7 +422,11 @@ def test_a_batch_that_the_model_fixes_is_refused_where_it_is_asked_for_and_told_
             TwoRows(), example_inputs=(X,), output=tmp_path / "net", formats=("torchscript",), force=True, **options
         )
         assert bundle.artifacts[0].inputs[0].shape == (2, 5, 4)
-        told = [note for note in bundle.manifest["notes"] if note.startswith("the batch is fixed, as by static_batch")]
+        told = [
+            note
+            for note in bundle.manifest["notes"]
+            if note.startswith("the batch size is fixed, as with static_batch")
+        ]
         assert len(told) == (not options)
         assert all("x.reshape(2, 5, 4)[:, 0, 0]` in the model's forward (test_dynamic.py:" in note for note in told)
 
@@ -483,12 +492,12 @@ def test_a_batch_that_is_fixed_as_no_other_size_is_compared_is_told(tmp_path):
     assert bundle.artifacts[0].inputs[0].shape == (2, 5)
     assert bundle.manifest["notes"] == [
         "the artifacts are compared with the exported module itself",
-        "the batch is fixed, as by static_batch: batch_sizes names no size beside that of the example inputs",
+        "the batch size is fixed, as with static_batch: batch_sizes has only the size of the example inputs",
     ]
 
 
 def test_a_batch_of_which_no_other_size_is_asked_for_is_told(tmp_path):
-    with pytest.raises(UsageError, match="and batch_sizes names no size of it beside that of the"):
+    with pytest.raises(UsageError, match="but batch_sizes has only the size of the"):
         export(
             scores(),
             example_inputs=(X, MASK),
@@ -504,9 +513,9 @@ def test_nothing_is_run_for_what_makes_no_sense(tmp_path):
         def forward(self, x, mask):
             raise AssertionError("it ran")
 
-    with pytest.raises(UsageError, match="dynamic names y, and the inputs in the files are x, mask"):
+    with pytest.raises(UsageError, match="dynamic names y, but the inputs in the files are x, mask"):
         export(Never(), example_inputs=(X, MASK), output=tmp_path / "net", dynamic={"y": (0,)})
-    with pytest.raises(UsageError, match="dynamic names x, and the inputs in the files are a, b"):
+    with pytest.raises(UsageError, match="dynamic names x, but the inputs in the files are a, b"):
         export(Never(), example_inputs=(X, MASK), output=tmp_path / "net", input_names=("a", "b"), dynamic={"x": (0,)})
 
 
@@ -546,14 +555,14 @@ def test_the_command_opens_the_dims_that_it_is_told(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--dynamic", "ids:1"), "dynamic names ids, and the inputs in the files are x, mask."),
+        (("--dynamic", "ids:1"), "dynamic names ids, but the inputs in the files are x, mask."),
         (
             ("--dynamic", "x:7"),
-            "dynamic names dim 7 of x, which is [2, 5, 4] in the example inputs: its dims are 0 to 2.",
+            "dynamic opens dim 7 of x, which is [2, 5, 4] in the example inputs: its dims are 0 to 2.",
         ),
         (
             ("--dynamic", "x:0,1", "--static-batch"),
-            "static_batch fixes the batch, and dynamic opens dim 0 of x: give one of the two.",
+            "static_batch fixes the batch size, but dynamic opens dim 0 of x: use only one of the two.",
         ),
     ],
 )

@@ -88,7 +88,7 @@ def test_the_manifest_tells_the_effort(effort: Any, tmp_path: Path) -> None:
 
 
 def test_an_unknown_effort_is_refused_before_any_work(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"^effort is 'quick', 'normal' or 'thorough', not 'fast'\.$"):
+    with pytest.raises(UsageError, match=r"^effort must be 'quick', 'normal' or 'thorough', not 'fast'\.$"):
         export(net(), example_inputs=(X,), output=tmp_path / "net", effort="fast")  # type: ignore[arg-type]
 
 

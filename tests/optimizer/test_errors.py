@@ -110,7 +110,7 @@ def test_usage(refused, options, part):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("options", [["--require-gpu"], ["--device", "cuda"], ["--reference-device", "cuda"]])
 def test_a_missing_gpu(refused, options):
-    assert "no GPU" in refused(5, write(UNTOUCHED, whole=True), *options)
+    assert "needs a GPU, but torch finds none" in refused(5, write(UNTOUCHED, whole=True), *options)
 
 
 def test_an_output_folder_that_cant_be_written(refused):
@@ -144,8 +144,8 @@ def test_no_such_file(refused):
         ),
         (
             "x = 1",
-            "model.py has no model: there is no `model`, no get_model / build_model / create_model and no nn.Module "
-            "subclass that needs no arguments; add one of them, or name the model as model.py:NAME.",
+            "model.py has no model: it has no `model`, no get_model / build_model / create_model and no nn.Module "
+            "subclass without required arguments; add one of them, or name the model as model.py:NAME.",
         ),
     ],
 )
@@ -166,8 +166,8 @@ def test_files_without_a_model(refused, text, sentence):
         ),
         (
             "class Wide(Net):\n    def __init__(self, width): ...\nmodel = Wide",
-            "model in model.py is the class Wide that needs arguments (width); add a function build_model() that gives "
-            "them and returns the model.",
+            "model in model.py is the class Wide that needs arguments (width); add a function build_model() that "
+            "passes them and returns the model.",
         ),
         (
             "class Bad(Net):\n    def forward(self, x):\n        raise KeyError('lost')\nmodel = Bad()",
@@ -175,13 +175,13 @@ def test_files_without_a_model(refused, text, sentence):
         ),
         (
             "class Bad(Net):\n    def forward(self, x):\n        return {'n': 3}\nmodel = Bad()",
-            "forward of model.py:model returned no tensor but int; it has to return tensors, also in tuples, lists, "
-            "dicts or dataclasses.",
+            "forward of model.py:model returned int instead of tensors; it must return tensors, also in tuples, "
+            "lists, dicts or dataclasses.",
         ),
         (
             "class Bad(Net):\n    def forward(self, x):\n        if len(x) != 2: raise SystemExit(4)\n        return x * 2\n"
             "model = Bad()",
-            "The model called sys.exit(4) while it ran: take the call out of it.",
+            "The model called sys.exit(4) while it ran: remove the call.",
         ),
         (
             "class Gone(BaseException): ...\nraise Gone('early')",
@@ -198,7 +198,8 @@ def test_files_without_a_model(refused, text, sentence):
         (
             "class Lazy(Net):\n    def __init__(self):\n        super().__init__()\n        self.late = nn.LazyLinear(3)\n"
             "model = Lazy()",
-            "late (LazyLinear) has no weights yet: run the model once to initialise it, and take out what it never calls.",
+            "late (LazyLinear) has no weights yet: run the model once to initialize them, and remove modules that "
+            "it never calls.",
         ),
         (
             "class Greedy(Net):\n    def forward(self, x):\n        return torch.empty(2**55, dtype=torch.uint8)\n"
@@ -241,7 +242,7 @@ def test_inputs_that_dont_fit(refused, inputs, part):
     [
         ("torch.randn(2, 3, device='meta')", "a tensor without values (argument_0 is on the meta device)"),
         ("torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)", "a nested tensor (argument_0)"),
-        ("torch.ones(0, 3)", "are a batch of no rows"),
+        ("torch.ones(0, 3)", "have a batch of no rows"),
     ],
 )
 def test_inputs_of_the_file_that_cant_be_run(refused, inputs, part):
@@ -255,7 +256,7 @@ def test_sparse_outputs_have_no_place_in_a_file(refused):
         "class Sparse(Net):\n    def forward(self, x): return {'y': super().forward(x).to_sparse()}\nmodel = Sparse()"
     )
     assert refused(2, write(text)) == (
-        "output `y` is a sparse tensor, which files have no place for; return a dense one."
+        "output `y` is a sparse tensor, which exported files can't represent; return a dense one."
     )
 
 
@@ -271,7 +272,7 @@ def test_weights(refused):
         "norm.running_var; unexpected extra."
     )
     Path("evil.pt").write_bytes(pickle.dumps(os.system))
-    assert "evil.pt hold more than tensors and aren't opened" in refused(3, "model.py", "--weights", "evil.pt")
+    assert "evil.pt contain more than tensors and aren't loaded" in refused(3, "model.py", "--weights", "evil.pt")
     Path("cut.safetensors").write_bytes(b"\0" * 5)
     assert "cut.safetensors couldn't be read" in refused(3, "model.py", "--weights", "cut.safetensors")
     assert refused(3, "model.py", "--weights", "gone.pt") == "The weights file gone.pt doesn't exist."
@@ -334,7 +335,7 @@ def test_the_whole_way_and_back(run, folder):
         ),
         (
             "async def build_model(): return Net()",
-            "build_model() in model.py is an async function; write def in place of async def.",
+            "build_model() in model.py is an async function; write def instead of async def.",
         ),
         (
             "class Alone(Net):\n    def __deepcopy__(self, memo): raise ValueError('no')\nmodel = Alone()",
@@ -343,7 +344,8 @@ def test_the_whole_way_and_back(run, folder):
         ),
         (
             "class Lost(Net):\n    def __deepcopy__(self, memo): return None\nmodel = Lost()",
-            "copy.deepcopy of the model's Lost gave a None. Passes and exporters work on a copy: fix its __deepcopy__.",
+            "copy.deepcopy of the model's Lost returned a None. Passes and exporters work on a copy: fix its "
+            "__deepcopy__.",
         ),
         (
             "model = Net()\nmodel.norm.parent = model",
@@ -380,7 +382,7 @@ def test_weights_whose_keys_are_no_names(refused):
     write()
     torch.save({1: torch.ones(3), "conv.bias": torch.ones(4)}, "w.pt")
     assert refused(3, "model.py", "--weights", "w.pt").startswith(
-        "The weights w.pt hold no state dict: the key 1 is no name of a parameter; give a file that torch.save("
+        "The weights w.pt contain no state dict: the key 1 isn't the name of a parameter; use a file written by torch.save("
     )
 
 
@@ -415,7 +417,7 @@ def test_the_code_of_the_readme_works_for_every_name_of_an_input(run, folder, mo
 
 
 def test_a_name_with_control_characters_is_none(refused):
-    assert refused(2, write(), "--input-names", "a\x1bb") == "'a\\x1bb' is no name for an input."
+    assert refused(2, write(), "--input-names", "a\x1bb") == "'a\\x1bb' is not a valid name for an input."
 
 
 def test_a_file_that_changes_the_current_folder_moves_no_path(run, folder):
@@ -568,7 +570,9 @@ def test_a_file_that_isnt_proven_is_missing_with_its_figures(run, folder, monkey
     (figures,) = document["unproven"]
     assert (figures["format"], figures["parity"]["ok"]) == ("onnx", False)
     assert figures["parity"]["outputs"][0]["max_error"] > figures["parity"]["outputs"][0]["tolerance"]
-    assert document["missing"]["onnx"].startswith("The onnx artifact isn't shown to compute what the original does: ")
+    assert document["missing"]["onnx"].startswith(
+        "The onnx artifact isn't proven to compute the same as the original: "
+    )
     assert sorted(path.name for path in (folder / "dist/model").glob("model*")) == ["model.torchscript.pt"]
     assert run("--verify", "dist/model", "--quiet").code == 0
     before = (folder / "dist/model/manifest.json").read_bytes()
@@ -600,7 +604,7 @@ def wrong_onnx(monkeypatch):
 
 def test_a_tolerance_for_an_output_that_there_isnt(refused):
     told = refused(2, write(), "--atol", "boxes=1e-3")
-    assert "atol names the output 'boxes'; there are: " in told
+    assert "atol names the output 'boxes'; the outputs are: " in told
 
 
 def test_a_format_that_cant_be_had_withholds_the_bundle(refused):
@@ -700,4 +704,6 @@ def test_a_file_that_is_written_to_after_its_proof_is_proven_again(run, folder, 
     monkeypatch.setattr(OnnxExporter, "export", scaled)
     document = json.loads(run(write(), "--json").out)
     assert [artifact["format"] for artifact in document["artifacts"]] == ["torchscript"]
-    assert document["missing"]["onnx"].startswith("The onnx artifact isn't shown to compute what the original does: ")
+    assert document["missing"]["onnx"].startswith(
+        "The onnx artifact isn't proven to compute the same as the original: "
+    )

@@ -36,7 +36,7 @@ def tokens(length: int = 12) -> torch.Tensor:
 
 def option_in(notes: list[str]) -> str | None:
     """The option in the only note on fixed dims; None where there is no such note."""
-    found = [note for note in notes if note.startswith("fixed in the files, though")]
+    found = [note for note in notes if note.startswith("fixed in the files, although")]
     assert len(found) <= 1
     return re.search(r"`(.*)`", found[0])[1] if found else None
 

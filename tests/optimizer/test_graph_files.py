@@ -305,15 +305,15 @@ def test_a_file_that_isnt_right_gives_way_to_that_of_the_plain_forward(tmp_path:
     bundle = exported(made(Net), [WrongAtFive()], tmp_path, data(4, 5, 8), formats=("pt2",))
     ((name, reason),) = (each.values() for each in entries(bundle)["pt2"])
     assert name == "wrong-at-five"
-    assert reason.startswith("the file made of the rewritten graph was refused (output is off by ")
-    assert bundle.manifest["notes"] == [f"the pt2 file doesn't hold what wrong-at-five did: {reason}"]
+    assert reason.startswith("the file made from the rewritten graph was rejected (output is off by ")
+    assert bundle.manifest["notes"] == [f"the pt2 file doesn't contain the changes of wrong-at-five: {reason}"]
     assert sorted(path.name for path in bundle.path.glob("*.pt2")) == ["model.pt2"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "sizes"), [(BySize, (2, 3)), (ByOne, (2, 3))])
 def test_a_branch_on_a_size_is_in_no_file(kind: type[nn.Module], sizes: tuple[int, ...], tmp_path: Any) -> None:
-    with pytest.raises(ExportError, match=r"at a batch of [17] the model goes another way"):
+    with pytest.raises(ExportError, match=r"at batch size [17] the model takes a different path"):
         exported(made(kind), ["simplify"], tmp_path, data(4, 5, 8), batch_sizes=sizes)
     bundle = exported(made(kind), ["simplify"], tmp_path, data(4, 5, 8), static_batch=True)
     assert entries(bundle) == EVERYTHING
@@ -325,8 +325,8 @@ def test_kernels_and_compiled_calls_are_in_no_file(tmp_path: Any) -> None:
     bundle = exported(made(Gelu), passes, tmp_path, data(4, 5, 8), formats=("onnx",))
     assert entries(bundle) == {
         "onnx": [
-            {"name": "jit-fusion", "reason": "files hold the operations that its kernels are made of"},
-            {"name": "torch-compile", "reason": "files hold the module before its calls are compiled"},
+            {"name": "jit-fusion", "reason": "files contain the operations that its kernels fuse"},
+            {"name": "torch-compile", "reason": "files contain the module before its calls are compiled"},
         ]
     }
     assert bundle.manifest["notes"] == []

@@ -68,8 +68,8 @@ def test_what_the_runtime_has_no_kernels_for_is_one_sentence_with_a_way_out(net,
         export(model, example_inputs=(x,), output=tmp_path / "net", formats=("onnx",))
     assert str(caught.value).startswith("The model can't be exported to onnx (")
     assert str(caught.value).endswith(
-        " It computes in bfloat16, which not every operator of a format and not every runtime takes: export it in float16,"
-        " or in float32."
+        " It computes in bfloat16, which not every operator of a format and not every runtime supports: export it "
+        "in float16, or in float32."
     )
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())

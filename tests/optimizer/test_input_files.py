@@ -85,14 +85,17 @@ def test_what_is_no_tensor_in_the_users_file_stays(tmp_path: Path) -> None:
     [
         (
             {"idz": ids(2)},
-            "hold idz, which forward of Net doesn't take: it takes ids, mask=None, scale=1.0, flag=False.",
+            "contain idz, which forward of Net doesn't take: it takes ids, mask=None, scale=1.0, flag=False.",
         ),
         ({"mask": torch.ones(2, 5)}, "lack ids, which forward of Net needs: it takes ids, mask=None"),
-        ({"0": ids(2), "2": ids(2)}, "lack the positional argument 1: number them from 0 on, without a gap."),
-        ({"0": ids(2), "ids": ids(2)}, "hold ids twice, by name and as 0."),
-        ({str(number): ids(2) for number in range(4)}, "hold 4 positional arguments, more than forward of Net takes"),
+        ({"0": ids(2), "2": ids(2)}, "lack the positional argument 1: number them from 0, without a gap."),
+        ({"0": ids(2), "ids": ids(2)}, "contain ids twice, by name and as 0."),
+        (
+            {str(number): ids(2) for number in range(4)},
+            "contain 4 positional arguments, more than forward of Net takes",
+        ),
         ({"00": ids(2)}, "lack the positional argument 0"),
-        ({}, "hold no tensor"),
+        ({}, "contain no tensor"),
     ],
 )
 def test_what_forward_does_not_take_is_one_sentence(
@@ -110,7 +113,7 @@ def test_files_that_are_none_or_differ(tmp_path: Path) -> None:
         read_calls([tmp_path / "x.safetensors"], Net(), None)
     one, other = saved(tmp_path, "a", ids=ids(2)), saved(tmp_path, "b", ids=ids(2), mask=torch.ones(2, 5))
     with pytest.raises(
-        LoadError, match=r"b\.safetensors holds ids, mask and a\.safetensors ids: each file is one call"
+        LoadError, match=r"b\.safetensors contains ids, mask, but a\.safetensors contains ids: each file is one call"
     ):
         read_calls([one, other], Net(), None)
 
@@ -141,13 +144,13 @@ def test_further_calls_stand_in_the_place_of_the_next_draws() -> None:
         ((ids(2, 7),), "must be a pair of a tuple and a dict"),
         (
             ((ids(2, 7),), {}),
-            r"differ .* in more than their rows: argument_0 is int64\[2, 7\] and should be int64\[2, 5\]",
+            r"differ .* in more than the number of rows: argument_0 is int64\[2, 7\], but should be int64\[2, 5\]",
         ),
-        (((ids(4, 6),), {}), r"is int64\[4, 6\] and should be int64\[4, 5\]"),
-        (((ids(2).int(),), {}), r"is int32\[2, 5\] and should be int64\[2, 5\]"),
-        (((), {"ids": ids(2)}), "holds .* and should hold"),
-        (((ids(0),), {}), "are a batch of no rows"),
-        (((torch.tensor(3),), {}), "have no rows, and the example inputs 2 rows"),
+        (((ids(4, 6),), {}), r"is int64\[4, 6\], but should be int64\[4, 5\]"),
+        (((ids(2).int(),), {}), r"is int32\[2, 5\], but should be int64\[2, 5\]"),
+        (((), {"ids": ids(2)}), "contains .* but should contain"),
+        (((ids(0),), {}), "have a batch of no rows"),
+        (((torch.tensor(3),), {}), "have no rows, but the example inputs 2 rows"),
     ],
 )
 def test_further_calls_that_differ_in_more_than_rows(item: Any, sentence: str) -> None:
@@ -228,10 +231,10 @@ def test_a_bundle_holds_the_users_calls(tmp_path: Path) -> None:
     assert torch.equal(golden[2, 0], x)
     assert torch.equal(golden[6, 0], y)
     with pytest.raises(
-        UsageError, match=r"static_batch fixes the batch at 2 rows, and there are further inputs of 6\."
+        UsageError, match=r"static_batch fixes the batch size at 2, but there are further inputs of batch size 6\."
     ):
         export(Net().eval(), example_inputs=(x,), further_inputs=further(y), static_batch=True, force=True, **options)
-    with pytest.raises(UsageError, match="give the first one there"):
+    with pytest.raises(UsageError, match="pass the first call as example_inputs"):
         export(Net().eval(), further_inputs=further(y), force=True, **options)
 
 
@@ -269,9 +272,9 @@ def test_files_replace_the_inputs_of_the_users_file(model_file: Path, tmp_path: 
     assert loaded.example_kwargs["x"].shape == (2, 4)
     assert loaded.example_kwargs["scale"] == 2.0
     assert [kwargs["x"].shape for _, kwargs in loaded.further_inputs] == [(6, 4)]
-    assert loaded.notes == ("The inputs given by --inputs replace those of own_inputs.py.",)
+    assert loaded.notes == ("The inputs from --inputs replace those of own_inputs.py.",)
     wrong = saved(tmp_path, "c", x=torch.randn(6, 5))
-    with pytest.raises(LoadError, match=r"c\.safetensors: .* x is float32\[6, 5\] and should be float32\[6, 4\]"):
+    with pytest.raises(LoadError, match=r"c.safetensors: .* x is float32\[6, 5\], but should be float32\[6, 4\]"):
         load(str(model_file), input_files=[first, wrong])
     with pytest.raises(LoadError, match=r"The inputs file .*none\.safetensors does not exist\."):
         load(str(model_file), input_files=[tmp_path / "none.safetensors"])

@@ -145,7 +145,7 @@ def test_without_rows_there_is_one_batch_size(args):
     assert samples.batch_size is None
     assert not samples.dynamic
     assert samples.at(None, 1).args == args
-    with pytest.raises(UsageError, match="no batch dimension"):
+    with pytest.raises(UsageError, match="of their tensors has a batch dimension"):
         samples.at(2)
 
 
@@ -198,7 +198,7 @@ def meta(size):
 def test_tensors_that_no_call_can_be_made_of_are_named(inputs, kwargs, part):
     with pytest.raises(UsageError) as caught:
         Samples(inputs, kwargs, device="cpu")
-    assert str(caught.value).startswith(f"The example inputs hold {part}")
+    assert str(caught.value).startswith(f"The example inputs contain {part}")
 
 
 def test_a_function_that_raises_is_one_sentence():

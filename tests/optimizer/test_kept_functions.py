@@ -180,9 +180,9 @@ def test_the_result_goes_on_with_the_originals_modules(change, verified):
     fast = optimize(model, example_inputs=(X,) if verified else None)
     assert torch.allclose(fast(X), twin(X), atol=1e-5)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    notes = [note for note in fast.report.notes if "a function that holds modules of the model itself" in note]
+    notes = [note for note in fast.report.notes if "a function that references modules of the original model" in note]
     assert bool(notes) == (change in AROUND)
-    assert all(note.endswith("it goes on running the original's, which aren't optimized") for note in notes)
+    assert all(note.endswith("it keeps running those, which aren't optimized") for note in notes)
 
 
 @pytest.mark.parametrize("change", [*AROUND, *UNSEEN], ids=lambda change: change.__name__)
@@ -206,9 +206,9 @@ def test_measuring_trains_such_functions_as_they_are(change):
 @pytest.mark.parametrize("verified", [False, True])
 def test_modules_in_training_that_a_copy_cant_reach_are_refused(change, verified):
     inputs = (X,) if verified else None
-    with pytest.raises(LoadError, match=r"holds modules of the model itself, in training mode: call model.eval"):
+    with pytest.raises(LoadError, match=r"references modules of the original model in training mode: call model.eval"):
         optimize(made(change).train(), example_inputs=inputs)
-    with pytest.raises(LoadError, match=r"holds modules of the model itself, which would be trained beside the copy"):
+    with pytest.raises(LoadError, match=r"references modules of the original model, so training would change them"):
         optimize(made(change).train(), example_inputs=inputs, mode="training")
 
 
@@ -217,7 +217,7 @@ def test_modules_in_training_that_a_copy_cant_reach_are_refused(change, verified
 def test_they_are_refused_where_a_run_shows_them(change, mode):
     model = made(change).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(LoadError, match=r"holds modules of the model|leads around a copy"):
+    with pytest.raises(LoadError, match=r"references modules of the original model|a reference outside"):
         optimize(model, example_inputs=(X,), mode=mode)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

@@ -54,7 +54,7 @@ def test_a_name_after_the_colon_and_by_option(write):
     assert load(f"{path}:small").model.linear.out_features == 1
     assert load(str(path), name="small").source == "model.py:small"
     assert load(f"{path}:Zoo.big", name="Zoo.big").model.linear.out_features == 8
-    assert "give one of them" in refused(f"{path}:small", name="Zoo.big", error=UsageError)
+    assert "use only one of them" in refused(f"{path}:small", name="Zoo.big", error=UsageError)
 
 
 @pytest.mark.parametrize(
@@ -98,22 +98,22 @@ def test_an_importable_module_of_the_current_folder(write, monkeypatch, tmp_path
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("x = 1", "has no model: there is no `model`, no get_model / build_model / create_model"),
+        ("x = 1", "has no model: it has no `model`, no get_model / build_model / create_model"),
         (
             "class A(nn.Module):\n  def __init__(self, width, depth): ...\n  def forward(self): ...",
             "A needs width, depth",
         ),
-        ("model = 3", "model in model.py is no nn.Module but a int"),
-        ("model = None", "is no nn.Module but a None"),
+        ("model = 3", "model in model.py is a int, not an nn.Module"),
+        ("model = None", "is a None, not an nn.Module"),
         ("def build_model(width): ...", "build_model in model.py is a function that needs arguments (width)"),
         (
             "class A(nn.Module):\n  def __init__(self, width): ...\nmodel = A",
             "is the class A that needs arguments (width)",
         ),
-        ("class model: pass", "is the class model, which is no nn.Module"),
+        ("class model: pass", "is the class model, which isn't an nn.Module"),
         (
             "def get_model(): return nn.Identity(), 3",
-            "get_model() in model.py returned a tuple and no nn.Module; return the",
+            "get_model() in model.py returned a tuple, not an nn.Module; return the",
         ),
         ("def get_model():\n    raise ValueError('two\\nlines')", "failed: ValueError: two lines (model.py line 4)"),
         ("def get_model(): raise KeyError", "get_model() in model.py failed: KeyError (model.py line 3)."),
@@ -150,10 +150,10 @@ def test_a_name_of_a_package_that_isnt_at_its_top_level(monkeypatch, tmp_path):
         (package / path).parent.mkdir(exist_ok=True)
         (package / path).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    assert refused("modelhub:resnet50") == "modelhub has no resnet50 at its top level: give modelhub.nets:resnet50."
+    assert refused("modelhub:resnet50") == "modelhub has no resnet50 at its top level: use modelhub.nets:resnet50."
     assert refused("modelhub:vit_tiny") == (
-        "modelhub has no vit_tiny at its top level; if modelhub.create_model('vit_tiny') makes the model, write a file"
-        " with `model = modelhub.create_model('vit_tiny')` and give that."
+        "modelhub has no vit_tiny at its top level; if modelhub.create_model('vit_tiny') creates the model, write a file"
+        " with `model = modelhub.create_model('vit_tiny')` and use that."
     )
     assert refused("modelhub.nets:vit_tiny") == "modelhub.nets has no vit_tiny."
 
@@ -165,7 +165,7 @@ def test_wrapped_models_pass(write):
     with pytest.warns(DeprecationWarning, match="torch.jit.script"):
         loaded = load(f"{path}:compiled")
     assert type(loaded.model).__name__ == "Net"
-    assert loaded.notes == ("compiled is what torch.compile(module) made; the module in it is taken.",)
+    assert loaded.notes == ("compiled was made by torch.compile(module); the module inside it is used.",)
 
 
 # The file -------------------------------------------------------------------------------------------------------------
@@ -175,11 +175,11 @@ def test_files_that_arent_there_or_arent_python(write, tmp_path):
     path = write("")
     assert f"did you mean {path}?" in refused(str(tmp_path / "modle.py"))
     assert refused(str(tmp_path / "nowhere" / "x.py")).startswith("There is no file")
-    assert f"is a folder; give the Python file in it that holds the model, such as {path}" in refused(str(tmp_path))
+    assert f"is a folder; use the Python file in it that contains the model, such as {path}" in refused(str(tmp_path))
     (tmp_path / "net.safetensors").write_bytes(b"")
     (tmp_path / "net.txt").write_bytes(b"")
-    assert "give these by --weights" in refused(str(tmp_path / "net.safetensors"))
-    assert "is no Python file" in refused(str(tmp_path / "net.txt"))
+    assert "Pass the weights with --weights" in refused(str(tmp_path / "net.safetensors"))
+    assert "is not a Python file" in refused(str(tmp_path / "net.txt"))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_files_that_arent_there_or_arent_python(write, tmp_path):
         ),
         ("import no_such_package_xyz", "pip install no_such_package_xyz) (model.py line 1)."),
         ("from math import no_such_name", "cannot import name 'no_such_name' from 'math'"),
-        ("from .blocks import Block", "give package.module:NAME from the folder above the package"),
+        ("from .blocks import Block", "use package.module:NAME from the folder above the package"),
         ("\n1 / 0", "model.py couldn't be loaded: ZeroDivisionError: division by zero (model.py line 2)."),
         ("import sys\nsys.exit(3)", "model.py couldn't be loaded: it called sys.exit(3)."),
         ("import argparse\np = argparse.ArgumentParser()\np.add_argument('x')\np.parse_args()", "sys.exit(2)"),
@@ -295,20 +295,21 @@ def test_a_function_of_inputs_is_asked_for_any_batch_size(write):
     [
         (
             "",
-            "has no example_inputs and no get_example_inputs(); add one of them to the file or give each input by --input",
+            "has no example_inputs and no get_example_inputs(); add one of them to the file or pass each input "
+            "with --input",
         ),
-        ("example_inputs = 3", "example_inputs in model.py is a int; it has to be a tensor, a tuple or a list"),
-        ("import numpy\nexample_inputs = numpy.ones(3)", "torch.from_numpy makes a tensor of it"),
+        ("example_inputs = 3", "example_inputs in model.py is a int; it must be a tensor, a tuple or a list"),
+        ("import numpy\nexample_inputs = numpy.ones(3)", "torch.from_numpy converts it to a tensor"),
         (
             "import numpy\nexample_inputs = (numpy.ones(3),)",
-            "hold a numpy array; torch.from_numpy makes a tensor of it",
+            "contain a numpy array; torch.from_numpy converts it to a tensor",
         ),
-        ("example_inputs = (1, 2)", "hold no tensor"),
-        ("example_inputs = {3: torch.ones(2)}", "has the key 3, which names no argument"),
-        ("example_inputs = {'x': torch.ones(2)}\nexample_kwargs = {'x': 3}", "x stands in example_inputs and in"),
-        ("example_kwargs = 3", "example_kwargs in model.py is no dict but a int"),
+        ("example_inputs = (1, 2)", "contain no tensor"),
+        ("example_inputs = {3: torch.ones(2)}", "has the key 3, which isn't the name of an argument"),
+        ("example_inputs = {'x': torch.ones(2)}\nexample_kwargs = {'x': 3}", "x is in both example_inputs and"),
+        ("example_kwargs = 3", "example_kwargs in model.py is a int, not a dict"),
         ("def get_example_inputs():\n    return 1 / 0", "get_example_inputs() in model.py failed: ZeroDivisionError"),
-        ("def example_inputs(n, generator): return None", "is a None; it has to be"),
+        ("def example_inputs(n, generator): return None", "is a None; it must be"),
     ],
 )
 def test_inputs_that_cant_be_had(write, text, part):
@@ -319,6 +320,6 @@ def test_inputs_given_by_option_replace_those_of_the_file(write):
     loaded = load(str(write("")), inputs=["x=5x4"])
     assert loaded.example_kwargs["x"].shape == (5, 4)
     assert loaded.example_inputs == ()
-    assert loaded.notes == ("The inputs given by --input replace those of model.py.",)
+    assert loaded.notes == ("The inputs from --input replace those of model.py.",)
     assert load(str(write("", inputs=False)), inputs=["5x4"]).notes == ()
-    assert "gives x twice" in refused(str(write("")), inputs=["x=5x4", "x=2x4"], error=UsageError)
+    assert "sets x twice" in refused(str(write("")), inputs=["x=5x4", "x=2x4"], error=UsageError)

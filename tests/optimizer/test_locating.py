@@ -195,7 +195,7 @@ def test_a_transposed_axis_that_does_not_fit_is_found_by_its_shape(exported):
     node.attribute.append(helper.make_attribute("perm", [0, 1, 2, 3]))
     found = exported.first()
     assert found.place == Place("blocks.0.attention", 1, line_with(HEADS), "transpose")
-    assert found.problem == "the shape is (2, 8, 2, 4) and should be (2, 2, 8, 4) at batch size 2"
+    assert found.problem == "the shape is (2, 8, 2, 4), but should be (2, 2, 8, 4) at batch size 2"
 
 
 def test_a_batch_that_is_a_constant_is_found_where_it_first_matters(exported):
@@ -218,7 +218,7 @@ def test_a_batch_that_is_cut_is_found_by_its_shape(exported):
     exported.proto.graph.node.insert(at + 1, cut)
     assert exported.first(2) is None
     found = exported.first(3)
-    assert (found.operation, found.problem.split(" and should")[0]) == ("transpose", "the shape is (2, 2, 8, 4)")
+    assert (found.operation, found.problem.split(", but should")[0]) == ("transpose", "the shape is (2, 2, 8, 4)")
 
 
 def test_the_second_call_of_a_module_is_told_from_the_first(exported):
@@ -280,9 +280,9 @@ def test_locating_never_hides_the_failure(tmp_path, monkeypatch):
         raise RuntimeError("no values today")
 
     monkeypatch.setattr("optimizer.faults.locating.first_wrong_value", broken)
-    with pytest.raises(ParityError, match=r"isn't shown to compute what the original does: .* is off by") as caught:
+    with pytest.raises(ParityError, match=r"isn't proven to compute the same as the original: .* is off by") as caught:
         export(enliven(Net()), example_inputs=torch.randn(2, 3, 18), output=tmp_path / "net", formats=["onnx"])
-    assert "isn't known: looking for it raised RuntimeError: no values today." in str(caught.value)
+    assert "couldn't be located: the search raised RuntimeError: no values today." in str(caught.value)
     assert caught.value.figures["artifacts"][0]["divergence"] is None
 
 
@@ -309,8 +309,8 @@ def test_a_runtime_that_is_at_fault_is_told_from_the_file(tmp_path, monkeypatch)
     with pytest.raises(ParityError) as caught:
         export(enliven(Net()), example_inputs=torch.randn(2, 3, 18), output=tmp_path / "net", formats=["onnx"])
     assert str(caught.value).endswith(
-        "Where it first differs isn't known: each value of the file is what it should be. Without the runtime's"
-        " graph optimizations the file is right: they are at fault, and not the file."
+        "The first difference couldn't be located: every value in the file is correct. Without the runtime's"
+        " graph optimizations the file is correct: the optimizations are at fault, not the file."
     )
 
 

@@ -286,8 +286,8 @@ def test_state_dicts_go_in_and_out():
     [
         ([], None),
         ([""], "the model is in training mode"),
-        (["3"], "3 is in training mode, the model in eval"),
-        (["3", "4"], "3 and 1 more are in training mode, the model in eval"),
+        (["3"], "3 is in training mode inside a model in eval mode"),
+        (["3", "4"], "3 and 1 more are in training mode inside a model in eval mode"),
     ],
 )
 def test_what_was_in_training_is_named(paths, note):
@@ -298,7 +298,9 @@ def test_what_was_in_training_is_named(paths, note):
     for inputs in ((X,), None):
         report = report_of(optimize(model, ["fold-conv-bn"], example_inputs=inputs))
         said = [text for text in report.notes if "in training mode" in text]
-        assert said == ([] if note is None else [f"{note}; the result, and what it was compared with, is in eval"])
+        assert said == (
+            [] if note is None else [f"{note}; the result is in eval mode and was compared with the model in eval mode"]
+        )
         assert report.warnings == []
     assert not report_of(optimize(model, ["torch-compile:backend=eager"], mode="training")).notes[:-1]
 
@@ -747,8 +749,8 @@ def test_lazy_modules_are_refused_and_stay_as_they_are(inputs, mode):
     with pytest.raises(LoadError) as caught:
         optimize(model, example_inputs=inputs, mode=mode)
     assert str(caught.value) == (
-        "1.0 (LazyConv2d), 1.1 (LazyBatchNorm2d) have no weights yet: run the model once to initialise it, and take out"
-        " what it never calls."
+        "1.0 (LazyConv2d), 1.1 (LazyBatchNorm2d) have no weights yet: run the model once to initialize them, and "
+        "remove modules that it never calls."
     )
     assert type(model[1][0]) is nn.LazyConv2d
     assert len(model[1][0]._forward_pre_hooks) == 1
@@ -769,10 +771,10 @@ def test_a_module_whose_constructor_forgot_torchs_is_refused():
 @pytest.mark.parametrize(
     ("changed", "part"),
     [
-        ({"batch_sizes": [0]}, "batch_sizes is a list of whole numbers from 1 on"),
-        ({"batch_sizes": ["a"]}, "batch_sizes is a list of whole numbers from 1 on"),
-        ({"batch_sizes": 2}, "batch_sizes is a list of whole numbers from 1 on"),
-        ({"seed": 1.5}, "seed is a whole number, not 1.5."),
+        ({"batch_sizes": [0]}, "batch_sizes must be a list of whole numbers of 1 or more"),
+        ({"batch_sizes": ["a"]}, "batch_sizes must be a list of whole numbers of 1 or more"),
+        ({"batch_sizes": 2}, "batch_sizes must be a list of whole numbers of 1 or more"),
+        ({"seed": 1.5}, "seed must be a whole number, not 1.5."),
         ({"device": "meta"}, "There is no device 'meta'"),
         ({"device": "gpu"}, "There is no device 'gpu'"),
     ],

@@ -147,7 +147,7 @@ def test_a_small_error_everywhere_fails_by_the_root_mean_square():
 
     report = check_parity(linear, shifted, (torch.randn(2, 400),))
     assert report.verdict == "failed"
-    assert "root mean square" in report.reason
+    assert "RMS" in report.reason
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -541,7 +541,7 @@ def test_a_tolerance_names_outputs_of_the_reference_also_where_the_candidate_rai
 
     report = check_parity(torch.clone, raises, (image(),), atol={"output": 1.0})
     assert (report.verdict, "raises" in report.reason) == ("failed", True)
-    with pytest.raises(UsageError, match="'other'; there are: output"):
+    with pytest.raises(UsageError, match="'other'; the outputs are: output"):
         check_parity(torch.clone, raises, (image(),), atol={"other": 1.0})
 
 
@@ -801,7 +801,7 @@ def test_a_weight_that_is_off_is_no_rounding_inside(monkeypatch):
     report = judged(shifted)
     assert report.verdict == "failed"
     assert "(4 times is allowed)" in report.reason
-    assert any("float64 has the same error, so it isn't rounding inside" in note for note in report.notes)
+    assert any("float64 has the same error, so it isn't internal rounding" in note for note in report.notes)
     assert not check_region(model, shifted, [inputs.given.args]).ok
     # What only rounds differently is nothing of the kind, and off by as much.
     with monkeypatch.context() as patch:
@@ -1357,7 +1357,8 @@ def test_a_number_on_the_other_side_of_a_kink_is_no_error():
     report = kinked()
     assert report.ok, report.reason
     assert any(
-        "a kink (of ReLU, say) or a long sum rounds differently: gradient of bias." in note for note in report.notes
+        "a kink (of ReLU, for example) or a long sum rounds differently: gradient of bias." in note
+        for note in report.notes
     )
     assert not any("kink" in note for note in kinked(0).notes)
 

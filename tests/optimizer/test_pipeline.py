@@ -215,7 +215,7 @@ def test_a_place_where_half_precision_would_lose_too_much_is_left_alone(dtype: t
     (skip,) = record.skips
     assert skip.where == "first.1"
     what = "folded into first.0" if item == "fold-conv-bn" else "scale moved"
-    assert skip.text.startswith(f"{what}, it loses too much to rounding: output is off by ")
+    assert skip.text.startswith(f"undone ({what}), because it loses too much to rounding: output is off by ")
     assert skip.text.endswith("(4 times is allowed)")
     assert {change.where for change in later.changes} == {"first.0", "second.0", ""}
     assert report_of(fast).verified
@@ -236,9 +236,11 @@ def test_a_pass_that_leaves_nothing_alone_is_taken_back_as_a_whole() -> None:
     fast = optimize(model, asked, example_inputs=(X.bfloat16(),))
     record, later = report_of(fast).passes
     assert record.status == "rolled-back"
-    assert record.reason.startswith("scale moved, it loses too much to rounding: output is off by ")
+    assert record.reason.startswith("undone (scale moved), because it loses too much to rounding: output is off by ")
     assert [change.where for change in later.changes] == ["second.1"]
-    with pytest.raises(OptimizeFailed, match="scale-moved-blindly was rolled back: scale moved, it loses too much"):
+    with pytest.raises(
+        OptimizeFailed, match=r"scale-moved-blindly was rolled back: undone \(scale moved\), because it loses too much"
+    ):
         optimize(model, asked, example_inputs=(X.bfloat16(),), strict=True)
 
 
@@ -348,7 +350,7 @@ def test_a_pass_that_writes_to_the_callers_weights_is_named(strict: bool) -> Non
 
 
 def test_a_write_past_the_version_counter_is_found_in_the_result() -> None:
-    with pytest.raises(ParityError, match="Without any pass the result doesn't compute what the model did"):
+    with pytest.raises(ParityError, match="Without any pass the result doesn't compute the same as the model"):
         optimize(Residual(), ["fold-conv-bn", WritesInPlace("data")], example_inputs=(X,))
 
 
@@ -392,7 +394,7 @@ def test_a_pass_whose_changes_no_run_can_be_watched_for_fails(monkeypatch: pytes
     (record,) = report_of(fast).passes
     assert record.status == "failed"
     assert record.reason == (
-        "RuntimeError: the run in which its changes are checked raises (RecursionError: maximum recursion depth exceeded)"
+        "RuntimeError: the run that checks its changes raises (RecursionError: maximum recursion depth exceeded)"
     )
     with pytest.raises(OptimizeFailed, match="maximum recursion depth"):
         optimize(Complex().eval(), ["channels-last"], example_inputs=(X,), strict=True)
@@ -598,7 +600,7 @@ def test_a_change_of_a_dtype_within_is_found_where_it_was_made() -> None:
     fast = optimize(Casts().eval(), [Widen()], example_inputs=(X,))
     (record,) = report_of(fast).passes
     assert record.status == "rolled-back"
-    assert record.reason.startswith("conv (gives float64): output: the dtype is float64 and should be float32")
+    assert record.reason.startswith("conv (gives float64): output: the dtype is float64, but should be float32")
 
 
 class Parted(Pair):
@@ -634,8 +636,10 @@ def test_a_pair_that_a_run_parts_is_left_alone(cls: type[Parted], mode: Literal[
         assert [change.where for change in record.changes] == [one]
         assert {skip.where for skip in record.skips} == {f"{other}.{index}" for index in range(cls.count)}
         for index in range(cls.count):
-            way = f"convs.{index} gives out is used on its way to norms.{index}, as by a reentrant checkpoint"
-            reason = way if mode == "training" else f"where gradients are on what convs.{index} gives out isn't what"
+            way = f"the output of convs.{index} is used on its way to norms.{index}, as by a reentrant checkpoint"
+            reason = (
+                way if mode == "training" else f"with gradients enabled the output of convs.{index} isn't the input"
+            )
             assert any(reason in skip.text for skip in record.skips)
     assert report_of(fast).verified
     torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
@@ -692,7 +696,7 @@ class SavingMemory(Parted):
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(
     ("cls", "batch", "when"),
-    [(OneRowAlone, 1, "at a batch size of 1 "), (SavingMemory, 2, "where gradients are on ")],
+    [(OneRowAlone, 1, "at batch size 1 "), (SavingMemory, 2, "with gradients enabled ")],
 )
 def test_a_pair_that_a_likely_call_parts_is_left_alone(cls: type[Parted], batch: int, when: str) -> None:
     model = cls().eval()
@@ -701,7 +705,7 @@ def test_a_pair_that_a_likely_call_parts_is_left_alone(cls: type[Parted], batch:
     assert [change.where for change in record.changes] == ["bn"]
     (skip,) = record.skips
     assert skip.where == "norms.0"
-    assert f"{when}what convs.0 gives out isn't what norms.0 takes" in skip.text
+    assert f"{when}the output of convs.0 isn't the input of norms.0" in skip.text
     assert report_of(fast).verified
     x = image(batch, 3, 8, 8)
     torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
@@ -774,7 +778,7 @@ def test_a_pass_goes_as_a_whole_where_a_likely_call_parts_too_many_or_it_does_no
         monkeypatch.setattr(parted, "_MOST_PARTED", most)
         fast = optimize(OneRowAlone().eval(), [item, "channels-last"], example_inputs=(X,))
         assert [status for _, status in statuses(fast)] == ["rolled-back", "applied"]
-        assert "at a batch size of 1: convs.0 was folded together" in report_of(fast).passes[0].reason
+        assert "at batch size 1: convs.0 was folded together" in report_of(fast).passes[0].reason
         assert fast(image(1, 3, 8, 8)).shape == (1, 4, 8, 8)
 
 

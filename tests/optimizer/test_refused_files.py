@@ -58,7 +58,7 @@ def test_an_onnx_file_by_its_operation(tmp_path, monkeypatch):
     monkeypatch.setattr(exporters.onnx, "_strip", spoil)
     message = refused(tmp_path, "onnx")
     place = f"first ({line_with('hidden = self.norm(self.first(x))')}, linear)"
-    assert f" The file by way of 'dynamo' first differs at {place}: off by " in message
+    assert f" The file of the route 'dynamo' first differs at {place}: off by " in message
     assert message.startswith("The model can't be exported to onnx (dynamo")
 
 
@@ -81,7 +81,7 @@ def test_a_torchscript_file_by_its_module(tmp_path, monkeypatch, way):
     if way == "script":
         monkeypatch.setattr(exporters.torchscript, "traced", refuse)
     place = f"second ({line_with('return self.second(torch.tanh(hidden))')}, Linear)"
-    assert f" The file by way of '{way}' first differs at {place}: off by " in refused(tmp_path, "torchscript")
+    assert f" The file of the route '{way}' first differs at {place}: off by " in refused(tmp_path, "torchscript")
 
 
 def test_a_capture_that_is_wrong_before_it_is_written(tmp_path, monkeypatch):
@@ -97,7 +97,7 @@ def test_a_capture_that_is_wrong_before_it_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(exporters.pt2, "captured", spoil)
     message = refused(tmp_path, "pt2")
     place = f"norm ({line_with('hidden = self.norm(self.first(x))')}, LayerNorm)"
-    assert f" The file by way of 'export' first differs at {place}: off by " in message
+    assert f" The file of the route 'export' first differs at {place}: off by " in message
 
 
 @pytest.mark.slow

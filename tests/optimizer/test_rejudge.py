@@ -77,7 +77,7 @@ def test_without_options_it_is_the_judgement_of_the_export(bundle: Bundle) -> No
     assert artifact.parity is not None
     assert json.loads(json.dumps(artifact.parity.to_json())) == bundle.manifest["artifacts"][0]["parity"]
     assert artifact.calls == 5
-    assert str(report).startswith(f"{bundle.path}: right by what was measured on cpu")
+    assert str(report).startswith(f"{bundle.path}: correct by its stored measurements on cpu")
     assert "nothing was run" in report.notes[0]
     assert {path.name: path.read_bytes() for path in bundle.path.iterdir()} == before
 
@@ -131,7 +131,9 @@ def test_a_tolerance_decides_at_the_largest_difference(bundle: Bundle) -> None:
 
 
 def test_what_makes_no_sense_is_one_sentence(bundle: Bundle) -> None:
-    with pytest.raises(UsageError, match=r"'boxes'; there are: scores \(logits in the model\), vector \(features in"):
+    with pytest.raises(
+        UsageError, match=r"'boxes'; the outputs are: scores \(logits in the model\), vector \(features in"
+    ):
         rejudge_bundle(bundle.path, atol={"boxes": 1.0})
     for factor in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(UsageError, match="factor must be a number above 0"):
@@ -183,7 +185,9 @@ def test_a_broken_measurement_names_the_field(bundle: Bundle, keys: tuple[Any, .
 
 def test_a_measurement_of_other_outputs_contradicts_the_manifest(bundle: Bundle) -> None:
     edit(bundle, lambda manifest: manifest["artifacts"][0]["measurement"]["outputs"].pop())
-    with pytest.raises(BundleError, match="the measurement of the artifact torchscript is not of its outputs"):
+    with pytest.raises(
+        BundleError, match="the measurement of the artifact torchscript doesn't have the artifact's outputs"
+    ):
         rejudge_bundle(bundle.path)
 
 
@@ -248,4 +252,4 @@ def test_the_command_judges_as_it_verifies(
     assert "scores" in shown
     assert ["parity", "of", "output", "batch", "draw", "error"] in [line.split()[:6] for line in shown.splitlines()]
     assert cli.main(["--rejudge", str(written), "--atol", "boxes=1"]) == 2
-    assert "atol names the output 'boxes'; there are: scores (logits in the model)" in capsys.readouterr().err
+    assert "atol names the output 'boxes'; the outputs are: scores (logits in the model)" in capsys.readouterr().err

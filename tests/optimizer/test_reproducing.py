@@ -88,7 +88,9 @@ def reproduce(folder):
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_folder_shows_what_is_wrong_by_itself(tmp_path, monkeypatch, name):
     spoiling(monkeypatch, *FORMATS[name])
-    with pytest.raises(ParityError, match=rf"debug/{name} has what it takes to see it: run reproduce\.py there\."):
+    with pytest.raises(
+        ParityError, match=rf"debug/{name} contains a self-contained reproduction: run reproduce\.py there\."
+    ):
         export(net(), example_inputs=X, output=tmp_path / "net", formats=[name], debug_dir=tmp_path / "debug")
     assert [path.name for path in tmp_path.iterdir()] == ["debug"]
     folder = tmp_path / "debug" / name
@@ -152,9 +154,7 @@ def test_a_package_of_machine_code_is_shown_too_and_its_program_is_looked_at(tmp
         spoil_aoti(path)
 
     spoiling(monkeypatch, AotiExporter, spoil)
-    with pytest.raises(
-        ParityError, match=r"the program that it was compiled from is right, so that it was made"
-    ) as caught:
+    with pytest.raises(ParityError, match="the program that it was compiled from is correct: either") as caught:
         export(net(), example_inputs=X, output=tmp_path / "net", formats=["aoti"], debug_dir=tmp_path / "debug")
     assert caught.value.figures["artifacts"][0]["divergence"] is None
     folder = tmp_path / "debug" / "aoti"
@@ -174,7 +174,7 @@ def test_nothing_is_written_where_nothing_is_wrong(tmp_path):
 
 def test_a_folder_that_stands_there_is_refused_before_any_work(tmp_path):
     (tmp_path / "debug").mkdir()
-    with pytest.raises(UsageError, match=r"exists already: name a folder for debugging that doesn't"):
+    with pytest.raises(UsageError, match="already exists: choose a new folder for debugging"):
         export(net(), example_inputs=X, output=tmp_path / "net", debug_dir=tmp_path / "debug")
 
 
@@ -192,7 +192,7 @@ def test_a_folder_is_never_half_written_and_never_hides_the_failure(tmp_path, mo
 
 
 def test_the_folder_of_the_bundle_is_no_folder_for_debugging(tmp_path):
-    with pytest.raises(UsageError, match="is the folder of the bundle: name another one for debugging"):
+    with pytest.raises(UsageError, match="is the folder of the bundle: use another folder for debugging"):
         export(
             net(),
             example_inputs=X,

@@ -87,13 +87,13 @@ def test_a_nan_is_no_error_here(write):
         (["int64[2,4]"], "failed on its inputs (int64[2, 4]): RuntimeError: mat1 and mat2 must have the same dtype"),
         (
             ["2x4", "2x4"],
-            "don't fit forward of model.py:Net: too many positional arguments; forward takes (x), given were 2",
+            "don't fit forward of model.py:Net: too many positional arguments; forward takes (x), but got 2",
         ),
         (
             ["2x4", "mask=2x4"],
-            "got an unexpected keyword argument 'mask'; forward takes (x), given were 1 positional and mask",
+            "got an unexpected keyword argument 'mask'; forward takes (x), but got 1 positional and mask",
         ),
-        (["y=2x4"], "missing a required argument: 'x'; forward takes (x), given were 0 positional and y"),
+        (["y=2x4"], "missing a required argument: 'x'; forward takes (x), but got 0 positional and y"),
     ],
 )
 def test_inputs_that_dont_fit(write, inputs, part):
@@ -104,10 +104,10 @@ def test_inputs_that_dont_fit(write, inputs, part):
     ("body", "part"),
     [
         ("raise TypeError('mine')", "failed on its inputs (float32[2, 4]): TypeError: mine (model.py line 13)."),
-        ("return None", "returned no tensor but None"),
-        ("return [3, 'a']", "returned no tensor but int"),
-        ("return ()", "returned no tensor but tuple"),
-        ("return Answer()", "returned no tensor but Answer; it has to return tensors"),
+        ("return None", "returned None instead of tensors"),
+        ("return [3, 'a']", "returned int instead of tensors"),
+        ("return ()", "returned tuple instead of tensors"),
+        ("return Answer()", "returned Answer instead of tensors; it must return tensors"),
         ("import sys; sys.exit()", "it called sys.exit()"),
     ],
 )

@@ -78,7 +78,7 @@ def test_nested_weights(write, tmp_path, state, key):
     torch.save({key: state, "epoch": 3}, tmp_path / "w.pt")
     loaded = load(str(write("")), weights=tmp_path / "w.pt")
     assert_filled(loaded, state)
-    assert loaded.notes == (f"The weights are those under '{key}' in w.pt.",)
+    assert loaded.notes == (f"The weights were taken from the key '{key}' of w.pt.",)
 
 
 def test_a_wrappers_prefix_goes_only_where_all_names_fit_then(write, tmp_path, state):
@@ -86,7 +86,7 @@ def test_a_wrappers_prefix_goes_only_where_all_names_fit_then(write, tmp_path, s
     torch.save(prefixed, tmp_path / "w.pt")
     loaded = load(str(write("")), weights=tmp_path / "w.pt")
     assert_filled(loaded, state)
-    assert loaded.notes == ("The prefix 'module.' of all names in w.pt was left out.",)
+    assert loaded.notes == ("The prefix 'module.' of all names in w.pt was removed.",)
     torch.save(prefixed | {"module.more": torch.ones(1)}, tmp_path / "w.pt")
     message = refused(str(write("")), weights=tmp_path / "w.pt")
     assert (
@@ -143,27 +143,29 @@ def test_weights_that_dont_fit(write, tmp_path, state):
     torch.save({"linear.bias": state["linear.bias"]}, weights)
     assert "don't fit the model: missing linear.weight." in refused(path, weights=weights)
     torch.save(state | {"linear.weight": torch.ones(5, 4)}, weights)
-    assert "other shapes in linear.weight (file [5, 4], model [3, 4])." in refused(path, weights=weights)
+    assert "different shapes in linear.weight (file [5, 4], model [3, 4])." in refused(path, weights=weights)
 
 
 def test_weights_that_cant_be_read(write, tmp_path, state):
     path, weights = str(write("")), tmp_path / "w.pt"
     assert "doesn't exist" in refused(path, weights=weights)
     assert "is a folder" in refused(path, weights=tmp_path)
-    assert "/dev/null is no file" in refused(path, weights=Path("/dev/null"))
+    assert "/dev/null is not a file" in refused(path, weights=Path("/dev/null"))
     torch.save(nn.Linear(3, 3), weights)
-    assert "hold more than tensors and aren't opened" in refused(path, weights=weights)
+    assert "contain more than tensors and aren't loaded" in refused(path, weights=weights)
     weights.write_bytes(pickle.dumps({"x": Path}))
-    assert "hold more than tensors and aren't opened" in refused(path, weights=weights)
+    assert "contain more than tensors and aren't loaded" in refused(path, weights=weights)
     for text in (b"weights, honestly", b"hello world", b"", b"0\n", b"(lp0\n", b"PK\x03\x04"):
         weights.write_bytes(text)
         said = refused(path, weights=weights)
-        assert said.startswith("The weights w.pt are damaged or no state dict; give a file that torch.save("), text
+        assert said.startswith("The weights w.pt are damaged or not a state dict; use a file written by torch.save("), (
+            text
+        )
     torch.save(state, weights)
     weights.write_bytes(weights.read_bytes()[:300])
-    assert "are damaged or no state dict" in refused(path, weights=weights)
+    assert "are damaged or not a state dict" in refused(path, weights=weights)
     torch.save([torch.ones(3)], weights)
-    assert "hold no state dict but a list" in refused(path, weights=weights)
+    assert "contain a list, not a state dict" in refused(path, weights=weights)
     torch.save({"epoch": 3}, weights)
     assert "there is no tensor under epoch" in refused(path, weights=weights)
     torch.save({}, weights)

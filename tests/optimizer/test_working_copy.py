@@ -226,12 +226,12 @@ def test_a_class_that_copies_itself_does():
     [
         (
             threading.Lock(),
-            r"TypeError: cannot pickle '_thread.lock' object.*: make it in forward, or give lock a __deepc",
+            r"TypeError: cannot pickle '_thread.lock' object.*: create it in forward, or define __deepc",
         ),
-        ((i for i in range(3)), r"TypeError: cannot pickle 'generator' object.*: hold a list and an index instead"),
-        (RefusesToBeCopied(), r"RuntimeError: no.*: make it in forward, or give RefusesToBeCopied a __deepcopy__"),
+        ((i for i in range(3)), r"TypeError: cannot pickle 'generator' object.*: store a list and an index instead"),
+        (RefusesToBeCopied(), r"RuntimeError: no.*: create it in forward, or define __deepcopy__ on RefusesToBeCopied"),
         ({"a": [threading.Lock()]}, r"TypeError: cannot pickle"),
-        (Answers(), r"copy.deepcopy gave a dict"),
+        (Answers(), "copy.deepcopy returned a dict"),
     ],
 )
 def test_what_cant_be_copied_is_refused_by_its_attribute(value, why):

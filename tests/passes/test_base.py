@@ -52,13 +52,13 @@ def test_options_from_text() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"budge": "1"}, "tuned has no option 'budge': its options are: budget, steps, kind"),
+        ({"budge": "1"}, "tuned has no option 'budge'; its options are: budget, steps, kind"),
         ({"budget": "much"}, "tuned:budget takes float, not 'much'."),
         ({"budget": "1", "steps": "2.5"}, "tuned:steps takes int, not '2.5'."),
-        ({"budget": "1", "kind": "slow"}, "tuned:kind is one of fast, small, not 'slow'."),
-        ({"budget": "1", "level": "3"}, "tuned:level is one of 1, 2, not '3'."),
+        ({"budget": "1", "kind": "slow"}, "tuned:kind must be one of fast, small, not 'slow'."),
+        ({"budget": "1", "level": "3"}, "tuned:level must be one of 1, 2, not '3'."),
         ({"budget": "1", "dynamic": "perhaps"}, "tuned:dynamic takes bool, not 'perhaps'."),
-        ({"budget": "1", "places": "a"}, "tuned:places can't be given as text: make the pass in Python."),
+        ({"budget": "1", "places": "a"}, "tuned:places can't be set as text: create the pass in Python."),
         ({"budget": "-1"}, "tuned: budget is a share from 0 on"),
         ({}, "tuned needs the option 'budget'."),
     ],

@@ -303,11 +303,11 @@ def test_an_output_of_another_dtype_stays_so(how: Any) -> None:
 def test_without_example_inputs_autocast_is_all_there_is() -> None:
     model = net()
     fast = optimize(model, [CastPrecision()])
-    assert [place.text for place in report_of(fast).passes[0].changes] == ["computes under autocast to bfloat16"]
+    assert [place.text for place in report_of(fast).passes[0].changes] == ["runs under autocast to bfloat16"]
     x = image(2, 3, 8, 8)
     assert fast(x).dtype == torch.float32
     assert not torch.equal(fast(x), model(x))
-    with pytest.raises(RequirementNotMet, match=r"how='weights' looks in a run .* give example inputs"):
+    with pytest.raises(RequirementNotMet, match=r"how='weights' needs a run .* add example inputs"):
         optimize(model, [CastPrecision(how="weights")])
 
 
@@ -387,7 +387,7 @@ class Tapped(nn.Module):
 @pytest.mark.parametrize("how", ["autocast", "weights"])
 def test_a_module_in_float32_writes_into_the_lists_and_dicts_that_it_is_given(how: Any) -> None:
     texts = texts_of(check_pass(CastPrecision(how=how, keep="tap"), Tapped().eval(), (rows(4, 6),)))
-    assert kept_in(texts) == {"tap": "kept in float32, as the pass was told to"}
+    assert kept_in(texts) == {"tap": "kept in float32 by the option keep"}
     fast = optimize(Tapped().eval(), [CastPrecision(how=how, keep="tap")], example_inputs=(rows(4, 6),))
     assert report_of(fast).passes[0].status == "applied", str(report_of(fast))
 
@@ -576,13 +576,13 @@ def test_what_mixes_its_weights_with_float32_computes_under_autocast() -> None:
     model, x = Masked().eval(), rows(2, 4, 6)
     texts = texts_of(check_pass(CastPrecision(how="weights"), model, (x, torch.zeros(4, 4))))
     assert re.fullmatch(
-        r"inputs and outputs as before around bfloat16, under autocast, as it raises without \(RuntimeError: .*\)",
+        r"inputs and outputs keep their dtypes around bfloat16, under autocast, because it raises without \(RuntimeError: .*\)",
         texts[""],
     )
     holder = Beside(model).eval()
     texts = texts_of(check_pass(CastPrecision(how="weights"), holder, (x, torch.zeros(4, 4))))
-    assert texts["inner"].startswith("under autocast, as it raises without (RuntimeError: ")
-    assert texts[""] == "inputs and outputs as before around bfloat16"
+    assert texts["inner"].startswith("under autocast, because it raises without (RuntimeError: ")
+    assert texts[""] == "inputs and outputs keep their dtypes around bfloat16"
     fast = optimize(holder, [CastPrecision(how="weights")], example_inputs=(x, torch.zeros(4, 4)))
     assert {parameter.dtype for parameter in fast.parameters()} == {torch.bfloat16}
     assert isinstance(fast.inner.forward, UnderAutocast)
@@ -605,7 +605,7 @@ class Beside(nn.Module):
 def test_a_layer_that_overflows_stays_in_float32_and_what_it_gives_too(how: Any) -> None:
     x = rows(2, 6)
     texts = texts_of(check_pass(CastPrecision(dtype="float16", how=how), Large().eval(), (x,)))
-    assert kept_in(texts) == {"large": "kept in float32: in float16 it isn't finite any more"}
+    assert kept_in(texts) == {"large": "kept in float32: in float16 it is no longer finite"}
     fine = check_pass(CastPrecision(dtype="bfloat16", how=how), Large().eval(), (x,))
     assert not kept_in(texts_of(fine))
 
@@ -618,7 +618,7 @@ def test_a_difference_of_large_numbers_and_what_feeds_it_stay_in_float32(dtype: 
     assert kept.keys() == {"conv", "norm"}
     assert re.fullmatch(rf"kept in float32: in {dtype} it is off by [\d.]+ % of its output", kept["norm"])
     assert re.fullmatch(
-        rf"kept in float32: one rounding of what it gives to norm to {dtype} is [\d.]+ % there", kept["conv"]
+        rf"kept in float32: rounding its output to {dtype} once causes an error of [\d.]+ % in norm", kept["conv"]
     )
     assert fast.conv.weight.dtype == torch.float32
     # What is left is one rounding of a linear layer, and not a hundred of them.
@@ -652,7 +652,7 @@ def test_nothing_is_changed_where_no_layer_is_to_blame(how: Any) -> None:
     record = report.passes[0]
     assert (record.status, record.changes) == ("unchanged", ())
     (skip,) = record.skips
-    reason = r"in bfloat16 it is off by \S+ % of its output with every layer that loses something in float32"
+    reason = r"in bfloat16 it is off by \S+ % of its output even with every sensitive layer in float32"
     assert re.fullmatch(reason, skip.text)
 
 
@@ -712,7 +712,7 @@ def test_each_layer_is_run_as_often_in_a_deep_model() -> None:
 def test_modules_that_the_user_names_stay_in_float32() -> None:
     model, x = net(), image(2, 3, 8, 8)
     texts = texts_of(check_pass(CastPrecision(how="weights", keep="8 | 0"), model, (x,)))
-    assert kept_in(texts) == dict.fromkeys(("0", "8"), "kept in float32, as the pass was told to")
+    assert kept_in(texts) == dict.fromkeys(("0", "8"), "kept in float32 by the option keep")
     nested = nn.Sequential(nn.Sequential(linear(6, 6), nn.ReLU()), linear(6, 3)).eval()
     fast = optimize(nested, [CastPrecision(how="weights", keep="0")], example_inputs=(rows(2, 6),))
     assert [parameter.dtype for parameter in fast.parameters()] == [torch.float32] * 2 + [torch.bfloat16] * 2
@@ -729,7 +729,7 @@ def test_a_tied_parameter_stays_one() -> None:
     assert kept.head.weight is kept.embed.weight
     assert kept.head.weight.dtype == torch.float32
     texts = {place.where: place.text for place in report_of(kept).passes[0].changes}
-    assert texts["embed"] == "kept in float32, as it shares a parameter with head"
+    assert texts["embed"] == "kept in float32, because it shares a parameter with head"
     assert report_of(kept).verified
 
 
@@ -749,15 +749,17 @@ def test_the_losses_are_measured_without_a_trace() -> None:
 
 def test_what_it_is_not_for_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     x = rows(2, 6)
-    with pytest.raises(RequirementNotMet, match=r"casts weights for inference alone: train with how='autocast'"):
+    with pytest.raises(RequirementNotMet, match="casts weights for inference only: train with how='autocast'"):
         optimize(linear(6, 3).train(), [CastPrecision(how="weights")], mode="training", example_inputs=(x,))
     with pytest.raises(RequirementNotMet, match=r"for models in float32, and 0 has parameters in float64"):
         optimize(linear(6, 3).double(), [CastPrecision()], example_inputs=(x.double(),))
-    with pytest.raises(RequirementNotMet, match=r"keep='1\|head', and 'head' is the path of no module of Sequential"):
+    with pytest.raises(
+        RequirementNotMet, match=r"keep='1\|head', but 'head' isn't the path of any module of Sequential"
+    ):
         optimize(linear(6, 6, 3), [CastPrecision(keep="1|head")], example_inputs=(x,))
     on_gpu = Context("inference", torch.device("cuda"), (((x,), {}),))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    with pytest.raises(RequirementNotMet, match=r"no bfloat16|can't have bfloat16 on a GPU of compute capability 7\.5"):
+    with pytest.raises(RequirementNotMet, match=r"no bfloat16|can't use bfloat16 on a GPU of compute capability 7\.5"):
         CastPrecision().check(on_gpu)
     CastPrecision(dtype="float16").check(on_gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
@@ -787,10 +789,10 @@ def test_what_is_cast_already_is_left_as_it_is(dtype: Any, how: Any) -> None:
     x = rows(2, 6)
     item = CastPrecision(dtype=dtype, how=how)
     half = linear(6, 3).to(DTYPES[dtype])
-    assert check_pass(item, half, (x.to(DTYPES[dtype]),)).skips[0].reason == f"its parameters are in {dtype} already"
+    assert check_pass(item, half, (x.to(DTYPES[dtype]),)).skips[0].reason == f"its parameters are already in {dtype}"
     twice = report_of(optimize(linear(6, 3), [item, CastPrecision()], example_inputs=(x,)))
     assert [record.status for record in twice.passes] == ["applied", "unchanged"]
-    assert twice.passes[1].skips[0].text == f"it computes in {dtype} already"
+    assert twice.passes[1].skips[0].text == f"it already computes in {dtype}"
 
 
 def test_options() -> None:
@@ -808,7 +810,7 @@ def test_options() -> None:
 def test_a_cpu_without_fast_kernels_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     from passes import cast_precision
 
-    remark = "torch has no fast kernels for float16 on this CPU: the result is for another device"
+    remark = "torch has no fast kernels for float16 on this CPU: the result is for other devices"
     for fast, wanted in ((False, [remark]), (True, [])):
         monkeypatch.setattr(cast_precision, "_is_fast_here", lambda dtype, fast=fast: fast)
         done = check_pass(CastPrecision(dtype="float16"), linear(6, 3), (rows(2, 6),))
@@ -868,7 +870,7 @@ def test_a_weight_that_is_written_to_later_is_told_of(tmp_path: Path) -> None:
     fast = optimize(model, [CastPrecision(how="weights")], example_inputs=(x,))
     with torch.no_grad():
         model[0].weight.mul_(2)
-    with pytest.raises(Exception, match=r"0\.weight was written to after optimize"):
+    with pytest.raises(Exception, match=r"0\.weight was modified after optimize"):
         export(fast, example_inputs=(x,), output=tmp_path / "net", formats=("torchscript",))
 
 
@@ -1083,7 +1085,8 @@ def test_what_a_format_cannot_hold_is_told_in_a_sentence(
     x = rows(3, 6)
     options: dict[str, Any] = {"example_inputs": (x,), "formats": ("onnx",), "batch_sizes": (1, 5)}
     hint = (
-        f" It computes in {dtype}, which not every operator of a format and not every runtime takes: export it{others}"
+        f" It computes in {dtype}, which not every operator of a format and not every runtime supports: export "
+        f"it{others}"
     )
     with pytest.raises(
         ExportError,

@@ -134,7 +134,7 @@ def test_without_example_inputs() -> None:
     done = ChannelsLast().run(tree, context)
     assert done.changes == ()
     assert {text for _, text in sentences_of(done)} == {
-        "only a run shows that no view counts on the old format: give example inputs"
+        "only a run can show that no view depends on the old format: add example inputs"
     }
 
 
@@ -149,8 +149,8 @@ def test_refusals() -> None:
     for model, reason in (
         (tied, "its weight is shared with another module"),
         (hooked, "it has hooks, which may set its weight"),
-        (own, "its weight is also read by 0, which may count on the format"),
-        (standardised, "its weight is also read by 0, which may count on the format"),
+        (own, "its weight is also read by 0, which may depend on its memory format"),
+        (standardised, "its weight is also read by 0, which may depend on its memory format"),
     ):
         done = check_pass(ChannelsLast(), model, (image(),))
         assert done.changes == ()
@@ -194,7 +194,7 @@ def test_a_weight_whose_values_lie_alike_in_both_formats_gets_the_strides_and_st
 
 
 KEPT = "kept in contiguous format"
-DEAR = "its weight is large beside its maps: packing that anew at every call would cost more than channels_last saves"
+DEAR = "its weight is large compared with its maps: repacking it at every call would cost more than channels_last saves"
 
 
 def narrowing() -> nn.Module:
@@ -336,7 +336,7 @@ class Branches(nn.Module):
         return {"y": y, "rest": (pixels[:, :1] if how == "looked at" else pixels if how == "given back" else None,)}
 
 
-CONVERTED = "input pixels brought into channels_last once"
+CONVERTED = "input pixels converted to channels_last once"
 
 
 def texts_of(done: Any) -> list[str]:
@@ -402,7 +402,7 @@ def test_an_input_that_one_convolution_reads_is_left_to_it() -> None:
         done = check_pass(ChannelsLast(), model, (image(2, 3, 12, 12),))
         assert len(done.changes) == 2
     enlarging = image_net(nn.Upsample(scale_factor=2), nn.Conv2d(3, 4, 3))
-    assert "input input brought into channels_last once" in texts_of(check_pass(ChannelsLast(), enlarging, (image(),)))
+    assert "input input converted to channels_last once" in texts_of(check_pass(ChannelsLast(), enlarging, (image(),)))
 
 
 def test_an_input_whose_format_is_lost_before_the_convolutions_is_left_to_them() -> None:
@@ -495,8 +495,11 @@ def remarks_of(model: nn.Module, x: Tensor, passes: list[str] | None = None) -> 
 def test_the_report_names_where_the_format_is_lost() -> None:
     model = enliven(Lossy()).eval()
     assert remarks_of(model, image()) == [
-        ("stem.1 (instance_norm)", "channels_last is lost here for 576 elements: conv converts 576 anew"),
-        ("the root (softmax)", "channels_last is lost here for 128 elements: what follows runs in contiguous format"),
+        ("stem.1 (instance_norm)", "channels_last is lost here for 576 elements: conv converts 576 elements back"),
+        (
+            "the root (softmax)",
+            "channels_last is lost here for 128 elements: the operations after it run in contiguous format",
+        ),
     ]
     fast = optimize(model, example_inputs=(image(),))
     assert "channels-last: stem.1 (instance_norm): channels_last is lost here" in str(fast.report)
@@ -542,7 +545,7 @@ def test_a_forward_that_bears_no_watch_is_optimized_and_the_report_says_so() -> 
     fast = optimize(model, ["channels-last"], example_inputs=(image(),))
     assert report_of(fast).passes[0].status == "applied"
     assert remarks_of(model, image(), ["channels-last"]) == [
-        ("", "no run shows where channels_last is lost on the way (ValueError: not under watch)")
+        ("", "no run shows where channels_last is lost (ValueError: not under watch)")
     ]
 
 

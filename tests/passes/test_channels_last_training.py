@@ -18,7 +18,7 @@ from passes import ChannelsLast, InsertCheckpoints
 from passes.memory_format.forwards import ChannelsLastInput, ContiguousInput, is_kept_contiguous
 from passes.memory_format.watch import LAST, LayoutWatch, layout_of
 
-ENTERED, KEPT = "input brought into channels_last", "kept in contiguous format"
+ENTERED, KEPT = "input converted to channels_last", "kept in contiguous format"
 OUTPUTS = "outputs in the memory format of the original"
 
 
@@ -459,16 +459,16 @@ def reasons_of(model: nn.Module, x: Tensor) -> list[tuple[str, str]]:
 
 def test_refusals() -> None:
     assert reasons_of(net(Standardised(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten()), images(4, 24)) == [
-        ("0", "it is a Standardised, which computes in a way of its own")
+        ("0", "it is a Standardised, which has its own computation")
     ]
     unbatched = net(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
     done = ChannelsLast().run(*captured(unbatched, (images(4, 24)[0],), mode="training"))
     assert (done.changes, {skip.reason for skip in done.skips}) == (
-        (), {"it is given maps without a batch, which its kernels take for contiguous ones"},
+        (), {"its input has no batch dim, so its kernels treat it as contiguous"},
     )  # fmt: skip
     tree, context = captured(made(), mode="training")
     assert {text for _, text in sentences_of(ChannelsLast().run(tree, context))} == {
-        "only a run shows that no view counts on the old format: give example inputs"
+        "only a run can show that no view depends on the old format: add example inputs"
     }
 
 
@@ -479,7 +479,7 @@ def test_weights_that_are_all_large_are_left_alone() -> None:
     done = check_pass(ChannelsLast(), model, (x,), mode="training")
     assert done.changes == ()
     assert [skip.where for skip in done.skips] == ["0", "3"]
-    assert {skip.reason.split(":")[0] for skip in done.skips} == {"its weight is large beside its maps"}
+    assert {skip.reason.split(":")[0] for skip in done.skips} == {"its weight is large compared with its maps"}
     more = check_pass(ChannelsLast(), model, (torch.randn(4, 16, 40, 40),), mode="training")
     assert [change.where for change in more.changes] == ["0", ""]
 
@@ -552,7 +552,7 @@ class Branches(nn.Module):
 def test_an_input_that_several_convolutions_read_is_converted_once() -> None:
     model, x = made(Branches), images(4, 24)
     done = check_pass(ChannelsLast(), model, (x,), mode="training")
-    assert [change.what for change in done.changes] == ["input pixels brought into channels_last once", OUTPUTS]
+    assert [change.what for change in done.changes] == ["input pixels converted to channels_last once", OUTPUTS]
     fast, leaf = optimized(model, x=x), x.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(fast(leaf).sum(), leaf)
     assert gradient.stride() == leaf.stride()

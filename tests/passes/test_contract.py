@@ -101,7 +101,7 @@ def test_runs_without_example_inputs_or_asks_for_them(name: str) -> None:
     if not item.needs_run:
         check_pass(item, model, mode=item.modes[0])
         return
-    with pytest.raises(RequirementNotMet, match=f"The pass {name} .*: give example inputs."):
+    with pytest.raises(RequirementNotMet, match=f"The pass {name} .*: add example inputs\\."):
         optimize(model, [item], mode=item.modes[0])
 
 

@@ -89,7 +89,7 @@ def test_units_that_the_plan_knows_or_that_stay_whole_gather_for_nobody(found, n
 
 def test_ranks_of_different_plans_are_told_and_dont_wait_for_each_other(found):
     for rank in found["fsdp-other-plans"]:
-        assert "the ranks train under different checkpoints" in rank["error"]
+        assert "the ranks train with different checkpoints" in rank["error"]
 
 
 class Blocks(nn.Module):
@@ -125,7 +125,7 @@ def test_a_region_of_a_plan_that_knows_the_units_lies_in_one():
 
 
 def test_units_that_are_nowhere_are_refused():
-    with pytest.raises(RequirementNotMet, match=r"units='layers\.\*', which is the path of no module of Blocks"):
+    with pytest.raises(RequirementNotMet, match=r"units='layers\.\*', which matches no module of Blocks"):
         optimize(
             Blocks(),
             mode="training",
@@ -154,7 +154,7 @@ def test_what_is_wrapped_or_sharded_already_is_refused_with_the_way_out(alone):
     partly = Blocks()
     fully_shard(partly.blocks[2], mesh=alone)
     wrapped = {
-        "give its .module": DistributedDataParallel(Blocks()),
+        "pass its .module": DistributedDataParallel(Blocks()),
         "The model is sharded by FSDP: call optimize": fully_shard(Blocks(), mesh=alone),
         r"blocks\.2 of the model is sharded by FSDP": partly,
     }

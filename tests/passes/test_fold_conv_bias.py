@@ -82,7 +82,7 @@ def test_a_bias_that_half_precision_needs_where_it_is_stays(dtype: torch.dtype, 
     fast = optimize(model, ["fold-conv-bias"], example_inputs=(x,))
     (record,) = report_of(fast).passes
     assert record.status == ("unchanged" if cancels else "applied")
-    text = "bias moved into the running mean of bn, it loses too much to rounding: "
+    text = "undone (bias moved into the running mean of bn), because it loses too much to rounding: "
     assert [skip.text.startswith(text) for skip in record.skips] == [True] * cancels
     assert (fast.conv._parameters["bias"] is None) != cancels
 
@@ -109,7 +109,7 @@ def test_without_running_statistics_the_bias_is_dropped(mode: Mode) -> None:
     enliven(model)
     done = check_pass(FoldConvBias(), model, (image(4, 3, 8, 8),), mode=mode)
     (change,) = done.changes
-    assert change.what == "bias dropped, as bn takes it out again"
+    assert change.what == "bias dropped, because bn subtracts it again"
     fast = optimize(model, ["fold-conv-bias"], example_inputs=(image(4, 3, 8, 8),), mode=mode)
     assert "conv.bias" not in dict(fast.named_parameters())
     assert ("conv.bias" in fast.state_dict()) == (mode == "training")
@@ -310,8 +310,8 @@ def test_the_caller_s_running_means_stay_and_the_report_says_so() -> None:
     fast = optimize(model, ["fold-conv-bias"], mode="training", example_inputs=(x,))
     assert fast.bn.running_var is model.bn.running_var
     assert fast.bn.running_mean is not model.bn.running_mean
-    (note,) = [note for note in report_of(fast).notes if "stays behind" in note]
-    assert note.startswith("bn.running_mean is the result's own")
+    (note,) = [note for note in report_of(fast).notes if "not the model's" in note]
+    assert note.startswith("training the result updates its own")
     mean = model.bn.running_mean.clone()
     train(fast, sgd(fast.parameters()), x, image(6, 4, 8, 8, seed=3))
     assert torch.equal(model.bn.running_mean, mean)
@@ -341,8 +341,8 @@ def test_a_norm_in_eval_is_left_alone_where_the_bias_is_trained() -> None:
     done = check_pass(FoldConvBias(), model, (image(),), mode="training")
     assert done.changes == ()
     assert done.skips[0].reason == (
-        "the BatchNorm bn uses running statistics, with which the bias is trained: put bn in training before optimize(),"
-        " or freeze the bias"
+        "the BatchNorm bn uses running statistics, so the bias is trained: put bn in training before optimize(), "
+        "or freeze the bias"
     )
     whole = optimize(models.Pair().eval(), mode="training", example_inputs=(image(),))
     assert report_of(whole).passes[0].status == "unchanged"
@@ -378,10 +378,10 @@ def test_who_trains_on_in_eval_is_told_that_the_bias_is_lost(cls: type[nn.Module
     fast.bn.eval()
     with torch.no_grad():
         fast(image())
-    with pytest.warns(UserWarning, match=r"through bn.* in eval, where it would train the bias of conv"):
+    with pytest.warns(UserWarning, match="through bn.* in eval mode, where it would train the bias of conv"):
         pickle.loads(pickle.dumps(fast))(image()).sum().backward()
     with pytest.warns(
-        UserWarning, match=r"isn't trained\. To train with this BatchNorm in eval, put it in eval before"
+        UserWarning, match=r"isn't trained\. To train with this BatchNorm in eval mode, put it in eval mode before"
     ):
         fast(image()).sum().backward()
     # Once is enough.
@@ -481,7 +481,8 @@ def test_folds_in_every_spelling_and_answers_in_both_modes(cls: type[nn.Module])
         (AlsoInEval, "in eval, its output is also used by the root (add)"),
         (
             ByFunctions,
-            "it is called as a function, and its weight is the caller's in training: nothing can guard its output",
+            "it is called as a function, and its weight belongs to the caller in training: nothing can guard its "
+            "output",
         ),
     ],
 )
@@ -524,7 +525,7 @@ def test_what_differs_between_the_modes_is_refused_by_structure(cls: type[nn.Mod
 def test_the_original_s_parameters_are_refused_by_functional_call() -> None:
     model = models.Pair().train()
     fast = folded(model, image(4, 3, 8, 8))
-    with pytest.raises(UnseenCall, match="conv has another weight or bias"):
+    with pytest.raises(UnseenCall, match="conv has a different weight or bias"):
         functional_call(fast, dict(model.named_parameters()), (image(),))
     own = {name: tensor.detach().clone() for name, tensor in (*fast.named_parameters(), *fast.named_buffers())}
     assert torch.equal(functional_call(fast, own, (image(),)), fast(image()))
@@ -638,7 +639,7 @@ def test_without_example_inputs_nothing_is_known_of_a_model() -> None:
     fast = optimize(model, ["fold-conv-bias"], mode="training")
     (record,) = report_of(fast).passes
     assert record.status == "unchanged"
-    assert [skip.text for skip in record.skips] == ["nothing is known of it without a run: give example inputs"]
+    assert [skip.text for skip in record.skips] == ["it needs a run: add example inputs"]
     x = image(4, 3, 8, 8)
     assert torch.equal(fast(x), model(x))
 
@@ -698,7 +699,7 @@ def test_where_checkpoints_dont_reach_a_bias_stays() -> None:
     (record,) = report_of(fast).passes
     assert record.status == "unchanged"
     assert [skip.text for skip in record.skips] == [
-        "layers[0].conv stands in a plain container, where checkpoints don't find it: put it into an nn.ModuleList"
+        "layers[0].conv is in a plain container, where checkpoints don't find it: put it into an nn.ModuleList"
     ]
 
 

@@ -247,7 +247,7 @@ def test_a_branch_that_was_not_seen_raises(guarded: Any, cls: type[nn.Module]) -
     fast = guarded(cls)
     for twin in (fast, copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
         before = twin(image(seed=4))
-        with pytest.raises(UnseenCall, match="give optimize\\(\\) example inputs that take this branch"):
+        with pytest.raises(UnseenCall, match="call optimize\\(\\) with example inputs that take this branch"):
             twin(FAR)
         assert torch.equal(twin(image(seed=4)), before), "the error left something behind"
 
@@ -440,7 +440,7 @@ def test_padding_that_is_set_later_is_refused_behind_a_folded_norm(padding: Any)
     model = enliven(nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3))).eval()
     fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
     fast[1].padding = padding
-    with pytest.raises(UnseenCall, match="1 pads zeros now, and 0 was folded into it when it didn't"):
+    with pytest.raises(UnseenCall, match="1 pads with zeros now, but 0 was folded into it when it didn't"):
         fast(image())
 
 

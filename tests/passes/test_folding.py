@@ -623,7 +623,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "weight read by a twin": (WeightReadByTwin, "shown.weight is also read by"),
     "borrowed": (Borrowed, "conv.weight is also used by another call of conv"),
     "view mutated": (ViewMutated, "its output is also used by the root (getitem)"),
-    "kept in an attribute": (OutputKept, "its output is kept somewhere outside of the graph"),
+    "kept in an attribute": (OutputKept, "its output is kept somewhere outside the graph"),
     "kept in a list": (OutputInList, "its output is"),
     "hooked identity": (HookedIdentity, "its output is also used by the root (mean)"),
     "hooked border": (HookedBorder, "its output is also used by the root (mean)"),
@@ -633,13 +633,13 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "backward pre-hook on bn": (_hooked("bn", "register_full_backward_pre_hook"), "the BatchNorm bn has hooks"),
     "pre-hook on an inner container": (
         _hooked("stem.0", "register_forward_pre_hook", Contained),
-        "its output passes the hooks of stem.0",
+        "its output passes through the hooks of stem.0",
     ),
     "backward hook on a container": (
         _hooked("stem.0", "register_full_backward_hook", Contained),
-        "its output passes the hooks of stem.0",
+        "its output passes through the hooks of stem.0",
     ),
-    "under autocast": (InAutocast, "it runs under autocast to bfloat16, where a fold changes what is computed"),
+    "under autocast": (InAutocast, "it runs under autocast to bfloat16, where a fold changes the dtypes of"),
     "conv under autocast": (ConvInAutocast, "it runs under autocast to bfloat16"),
     "functions under autocast": (FunctionsInAutocast, "it runs under autocast to bfloat16"),
     "called under autocast": (AroundAutocast, "it runs under autocast to bfloat16"),
@@ -992,7 +992,7 @@ def test_in_a_loop_an_unseen_call_raises(cls: type[nn.Module]) -> None:
     fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
     assert report_of(fast).passes[0].status == "applied"
     assert check_parity(model, fast, (image(),), batch_sizes=(1, 3), draws=1).ok
-    with pytest.raises(UnseenCall, match="give optimize\\(\\) example inputs that take this branch"):
+    with pytest.raises(UnseenCall, match="call optimize\\(\\) with example inputs that take this branch"):
         fast(image() + 1e6)
 
 
@@ -1254,7 +1254,7 @@ def test_a_value_in_an_object_that_is_returned_has_other_users(cls: type[nn.Modu
     done = FoldConvBn().run(tree, context)
     assert done.changes == ()
     ((_, text),) = sentences_of(done)
-    assert "its output is kept somewhere outside of the graph" in text
+    assert "its output is kept somewhere outside the graph" in text
 
 
 def test_a_value_in_an_object_between_modules_is_no_pair() -> None:
@@ -1460,7 +1460,7 @@ def test_refuses_what_would_not_be_finite(tensor: str) -> None:
     tree, context = captured(model, image())
     done = FoldConvBn().run(tree, context)
     assert done.changes == ()
-    assert list(sentences_of(done)) == [("bn", "folded into conv, it gives weights that aren't finite")]
+    assert list(sentences_of(done)) == [("bn", "folded into conv would give weights that aren't finite")]
     if tensor == "running_var":
         assert FoldConvBias().run(tree, context).changes == ()
     torch.testing.assert_close(tree.root(image()), model(image()), equal_nan=True, rtol=0, atol=0)

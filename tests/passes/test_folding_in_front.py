@@ -291,9 +291,9 @@ class WeightRead(Front):
 
 
 REFUSED: dict[type[Front], str | None] = {
-    Padded: "it isn't folded into layer behind it: the zeros that are padded in between would have to be shifted too",
-    PaddedSame: "the zeros that are padded in between",
-    PaddedFunction: "the zeros that are padded in between",
+    Padded: "it isn't folded into layer after it: the zero padding between them would have to be shifted too",
+    PaddedSame: "the zero padding between",
+    PaddedFunction: "the zero padding between",
     PaddedBetween: None,
     TransposedConv: "the outputs of a transposed convolution near the border are sums of fewer products",
     UsedBesides: "its output is also used by the root (mean)",
@@ -301,7 +301,7 @@ REFUSED: dict[type[Front], str | None] = {
     TwoLayers: "its output is also used by other",
     LayerTwice: "layer.weight is also used by another call of layer",
     Straight: "the input of layer is 3-D, where the BatchNorm's channels are not the inputs of the linear layer",
-    Cloned: "its output passes the root (clone), behind which its channels are not those of layer",
+    Cloned: "its output passes through the root (clone), after which its channels are not those of layer",
     OtherFeatures: "the input of layer is 3-D",
     Grid: "the input of layer is 4-D",
     BatchStatistics: "it uses the statistics of the batch",
@@ -342,8 +342,8 @@ def test_a_norm_that_took_a_bias_in_stays_behind_its_convolution() -> None:
     bias, norm = report_of(fast).passes
     assert [change.where for change in bias.changes] == ["first"]
     assert [skip.text for skip in norm.skips] == [
-        "folded into first, it gives weights that aren't finite",
-        "it isn't folded into layer behind it: it was folded together with the convolution before it",
+        "folded into first would give weights that aren't finite",
+        "it isn't folded into layer after it: it was already folded with the convolution before it",
     ]
     report = check_parity(model, fast, (x,), batch_sizes=(1, 3))
     assert report.ok, report.reason
@@ -373,9 +373,9 @@ class Swapped(Front):
 
 
 UNSEEN = {
-    NormAlone: "norm was folded together with layer, and its output was used without it",
-    LayerAlone: "layer was folded together with norm and is given a value that doesn't come from it",
-    Swapped: "norm was folded together with layer, which takes dim 2 for the channels, and they come to it in dim 1",
+    NormAlone: "norm was folded together with layer, but its output was used without it",
+    LayerAlone: "layer was folded together with norm, but its input doesn't come from it",
+    Swapped: "norm was folded together with layer, which takes dim 2 as the channels, but they are in dim 1",
 }
 
 
@@ -393,7 +393,7 @@ def test_weights_of_before_and_another_eps_raise() -> None:
     with pytest.raises((UnseenCall, KeyError, RuntimeError)):
         torch.func.functional_call(fast, parameters, (model.example,))
     fast.norm.eps = 1.0
-    with pytest.raises(UnseenCall, match="another eps"):
+    with pytest.raises(UnseenCall, match="a different eps"):
         fast(model.example)
 
 

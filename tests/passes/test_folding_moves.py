@@ -218,13 +218,13 @@ class DropsStill(Dropped):
 
 
 REFUSED: dict[type[Moved], str] = {
-    OtherDim: "its output passes the root (clone), behind which its channels are not those of the BatchNorm",
-    Merged: "its output passes the root (flatten), behind which its channels aren't known",
+    OtherDim: "its output passes through the root (clone), after which its channels are not those of the BatchNorm",
+    Merged: "its output passes through the root (flatten), after which its channels aren't known",
     MoveUsed: "its output is also used by the root (add)",
     ViewWritten: "its output is also used by the root (getitem)",
     BaseWritten: "its output is also used by the root (mul_)",
     Reshaped: "its output is also used by the root (reshape_as)",
-    HookedMove: "its output passes the hooks of flat",
+    HookedMove: "its output passes through the hooks of flat",
 }
 
 
@@ -315,7 +315,7 @@ class Doubling(Moved):
         return self.norm(y * 2 if x.sum() > 1e3 else y)
 
 
-@pytest.mark.parametrize(("kind", "reason"), [(Turning, "they come to it in dim 2"), (Doubling, "used without it")])
+@pytest.mark.parametrize(("kind", "reason"), [(Turning, "they are in dim 2"), (Doubling, "used without it")])
 def test_an_unseen_branch_raises(kind: type[Moved], reason: str) -> None:
     check_unseen(kind().eval(), kind.example, reason)
 

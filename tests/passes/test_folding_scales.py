@@ -278,10 +278,10 @@ class ByZero(Scaled):
 REFUSED: dict[type[Scaled], str | None] = {
     ByPosition: None, Square: None, Spread: None, Whole: None, Wider: None, Computed: None, InPlace: None, DividedBy: None,
     WithAlpha: None, WithAlphaByPosition: None, OfTwo: None, Rounded: None,
-    OtherDtype: "gamma64 is of another dtype than its weight",
+    OtherDtype: "gamma64 has a different dtype than its weight",
     Shared: "gamma is also used by another call of the root (mul)",
     TakesBoth: "its output is also used by the root (add)",
-    ByZero: "it gives weights that aren't finite",
+    ByZero: "would give weights that aren't finite",
 }  # fmt: skip
 
 
@@ -387,7 +387,7 @@ def test_a_sparse_scale_is_refused(kind: type[Linear]) -> None:
     fast = optimize(model, ["fold-conv-bn"], example_inputs=(model.example,))
     (record,) = report_of(fast).passes
     assert record.changes == ()
-    assert ["mask is sparse: a fold computes with dense numbers" in skip.text for skip in record.skips] == [True]
+    assert ["mask is sparse: a fold needs dense tensors" in skip.text for skip in record.skips] == [True]
     torch.testing.assert_close(fast(model.example), model(model.example), rtol=0, atol=0)
 
 
@@ -400,5 +400,5 @@ def test_a_scale_whose_product_is_float32_under_autocast_is_left_alone() -> None
     fast = optimize(Linear().eval(), [CastPrecision(), FoldConvBn()], example_inputs=(LINE,))
     _, record = fast.report.passes
     assert record.status == "unchanged"
-    assert "makes float32 of its bfloat16" in record.skips[0].text
+    assert "converts its bfloat16 input to float32" in record.skips[0].text
     assert fast(LINE).dtype == torch.float32

@@ -64,12 +64,12 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
     "of another class": (
         _of_another_class,
         image(),
-        "conv.weight is a Logarithmic, which has an arithmetic of its own",
+        "conv.weight is a Logarithmic, which has its own arithmetic",
     ),
-    "sparse": (_laid_out("csr"), image(3, 4), "0.weight is sparse: a fold computes with dense numbers"),
-    "in blocks": (_laid_out("bsr"), image(3, 4), "0.weight is sparse: a fold computes with dense numbers"),
-    "complex": (_Complex, image(), "conv.weight is of dtype complex64"),
-    "of whole numbers": (_Integer, image(3, 4), "weight is of dtype int64"),
+    "sparse": (_laid_out("csr"), image(3, 4), "0.weight is sparse: a fold needs dense tensors"),
+    "in blocks": (_laid_out("bsr"), image(3, 4), "0.weight is sparse: a fold needs dense tensors"),
+    "complex": (_Complex, image(), "conv.weight has dtype complex64"),
+    "of whole numbers": (_Integer, image(3, 4), "weight has dtype int64"),
 }
 
 

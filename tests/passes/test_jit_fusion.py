@@ -619,15 +619,15 @@ def _off_in_one(value: torch.Tensor) -> torch.Tensor:
 WRONG: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "other values": (
         lambda value: value * 1.5,
-        r"computes otherwise than its operations, 12 of 12 values: off by up to",
+        "computes something different from its operations in 12 of 12 values: off by up to",
     ),
-    "one value": (_off_in_one, r"computes otherwise than its operations, 1 of 12 values: off by up to"),
+    "one value": (_off_in_one, "computes something different from its operations in 1 of 12 values: off by up to"),
     "NaN": (lambda value: value * math.nan, r"12 of 12 values: off by up to inf"),
     "another dtype": (
         torch.Tensor.double,
-        r"gives torch.float64 of shape \(2, 6\) where its operations give torch.float32",
+        r"returns torch\.float64 of shape \(2, 6\), but its operations return torch\.float32",
     ),
-    "another shape": (lambda value: value[:1], r"gives torch.float32 of shape \(1, 6\) where its operations give"),
+    "another shape": (lambda value: value[:1], r"returns torch\.float32 of shape \(1, 6\), but its operations return"),
 }
 
 
@@ -655,7 +655,7 @@ def test_a_kernel_that_raises_is_refused(off: dict[str, Any]) -> None:
     model = model_of(lambda self, x: ((x.exp() + 1).sum(-1, keepdim=True) + x).sin() * 2)
     fast, record = fused_model(model)
     assert units_of(record) == ["add_sin_mul"]
-    assert [skip.text for skip in record.skips] == ["its kernel raises on what the examples give it"]
+    assert [skip.text for skip in record.skips] == ["its kernel raises on the example values"]
     assert same(fast, model)
 
 
@@ -668,10 +668,10 @@ def test_each_kernel_is_tried_once_and_the_operations_answer(ran: list[str], mon
 WRONG_GRADIENTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor | None], str]] = {
     "other values": (
         lambda each: each * 1.5,
-        "the kernel of its gradients computes otherwise than its operations, 12 of",
+        "the kernel of its gradients computes something different from its operations in 12 of",
     ),
-    "one value": (_off_in_one, "the kernel of its gradients computes otherwise than its operations, 1 of"),
-    "none": (lambda each: None, "its kernel gives no gradient to input 0"),
+    "one value": (_off_in_one, "the kernel of its gradients computes something different from its operations in 1 of"),
+    "none": (lambda each: None, "its kernel returns no gradient for input 0"),
 }
 
 
@@ -746,7 +746,7 @@ def test_what_nothing_depends_on_may_get_no_gradient_or_zeros(ran: list[str]) ->
 
         unit.kernels = lambda sources, answering=Answering: answering(unit)
         reason = kernel_trial._why_gradients_wrong(unit, (x, scale), value)
-        assert reason == (None if is_right else "its kernel gives a gradient to input 1, on which nothing depends")
+        assert reason == (None if is_right else "its kernel returns a gradient for input 1, on which no output depends")
 
 
 def apart(got: torch.Tensor, value: torch.Tensor, exact: torch.Tensor) -> bool:
@@ -787,14 +787,16 @@ def test_a_build_without_the_fuser_refuses_it_before_work() -> None:
     with pytest.raises(RequirementNotMet) as caught:
         optimize(model_of(by_hand_gelu), [JitFusion(backend="torchscript")], example_inputs=(rows(),))
     assert str(caught.value) == (
-        "jit-fusion:backend=torchscript can't be had here: this build of torch has no TorchScript fuser for cpu; use"
-        " backend=inductor, or leave it out."
+        "jit-fusion:backend=torchscript isn't available here: this build of torch has no TorchScript fuser for "
+        "cpu; use backend=inductor, or leave it out."
     )
 
 
 def test_no_compiler_leaves_the_other_fuser_or_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nonexistent")
-    with pytest.raises(RequirementNotMet, match=r"backend=inductor can't be had here: inductor needs a C\+\+ compiler"):
+    with pytest.raises(
+        RequirementNotMet, match=r"backend=inductor isn't available here: inductor needs a C\+\+ compiler"
+    ):
         JitFusion(backend="inductor").check(CPU)
     monkeypatch.setattr("passes.jit_fusion.torchscript_fuses", lambda device: False)
     with pytest.raises(RequirementNotMet, match=r"no TorchScript fuser for cpu, and inductor needs a C\+\+ compiler"):
@@ -886,7 +888,9 @@ def test_a_unit_of_which_no_kernel_can_be_made_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(kernels, "_compiled", compiled)
     _, record = fused_model(model_of(by_hand_gelu))
     assert units_of(record) == []
-    assert [skip.text for skip in record.skips] == ["inductor makes no kernel of it (InductorError: RuntimeError: no)"]
+    assert [skip.text for skip in record.skips] == [
+        "inductor generates no kernel for it (InductorError: RuntimeError: no)"
+    ]
 
 
 @pytest.mark.slow

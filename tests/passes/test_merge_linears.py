@@ -148,8 +148,8 @@ def test_on_a_cpu_nothing_is_merged_unless_that_is_asked_for() -> None:
     model = nn.Sequential(Attention(), nn.ReLU(), Attention()).eval()
     done = check_pass(MergeLinears(), model, (image_of(),))
     reason = (
-        "some of its layers take one input, and the model is on a device where one product for all only costs (cpu):"
-        " merge-linears:force=true has it anyway"
+        "some of its layers share an input, but on this device (cpu) one product for all is only slower: "
+        "merge-linears:force=true merges them anyway"
     )
     assert changes(done) == []
     assert skips(done) == [("", reason)]
@@ -284,7 +284,7 @@ def test_layers_on_other_inputs_or_in_other_modes_are_no_group(use: Callable[...
 
 
 def _computed(name: str) -> str:
-    return f"its {name} is computed at every call, or is no parameter of the model"
+    return f"its {name} is computed at every call, or is not a parameter of the model"
 
 
 def _writes_to_input(self: Any, x: Tensor) -> Tensor:
@@ -317,7 +317,7 @@ REFUSALS: list[tuple[Callable[..., Any], Callable[[Any], Any] | None, str]] = [
     (
         lambda self, x: F.linear(x, self.first.weight[0]) + F.linear(x, self.other.bias) + self.second(x).sum(-1),
         None,
-        "its weight is of shape [8], as no layer's is",
+        "its weight has the shape [8], which no linear layer has",
     ),
     (_writes_to_input, None, WRITTEN),
     (_writes_to_weight, None, WRITTEN),
@@ -329,12 +329,12 @@ REFUSALS: list[tuple[Callable[..., Any], Callable[[Any], Any] | None, str]] = [
     (
         lambda self, x: torch.as_strided(self.first(x), (2, 40), (40, 1)).sum() + self.second(x),
         None,
-        "its output comes to as_strided, which goes by how it lies in memory",
+        "its output goes to as_strided, which depends on its memory layout",
     ),
     (
         lambda self, x: self.first(x).view(x.shape[0], -1).sum() + self.second(x),
         None,
-        "its output comes to view, which takes no rows of a wider tensor",
+        "its output goes to view, which doesn't accept rows of a wider tensor",
     ),
 ]
 
@@ -372,7 +372,7 @@ def test_weights_of_another_dtype_or_width_stay() -> None:
     tree, context = captured(model, (image_of(),))
     done = MergeLinears(force=True).run(tree, context)
     assert changes(done) == [("", "first and other computed together")]
-    reason = "its weight is of another dtype, device or width than those beside it"
+    reason = "its weight has a different dtype, device or width than the weights of the other layers"
     assert skips(done) == [("the root (linear)", reason)]
 
 
@@ -389,7 +389,7 @@ def test_outputs_that_leave_lie_as_they_did() -> None:
     model = Heads().eval()
     done = check_pass(MergeLinears(force=True), model, (image_of(),))
     assert changes(done) == [("", "c and d computed together")]
-    reason = "its output leaves the forward, and would lie in memory otherwise than it did"
+    reason = "its output leaves the forward, and its memory layout would change"
     assert skips(done) == [("a", reason), ("b", reason)]
     with torch.no_grad():
         assert [one.stride() for one in merged(model)(image_of())] == [one.stride() for one in model(image_of())]

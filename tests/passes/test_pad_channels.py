@@ -188,10 +188,10 @@ def test_the_multiple_is_an_option() -> None:
 
 @pytest.mark.parametrize("multiple", [1, 0, -8])
 def test_a_multiple_of_less_than_two_is_refused(multiple: int) -> None:
-    with pytest.raises(ValueError, match=f"multiple is a number of channels from 2 on, not {multiple}"):
+    with pytest.raises(ValueError, match=f"multiple must be a number of channels of 2 or more, not {multiple}"):
         PadChannels(multiple=multiple)
     with pytest.raises(
-        PassOptionError, match=f"pad-channels: multiple is a number of channels from 2 on, not {multiple}"
+        PassOptionError, match=f"pad-channels: multiple must be a number of channels of 2 or more, not {multiple}"
     ):
         parse_pass(f"pad-channels:multiple={multiple}")
 
@@ -421,25 +421,25 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, str]] = 
         lambda: nn.Conv2d(6, 9, 3, groups=3),
         (2, 6, 5, 5),
         "0",
-        "its channels are in 3 groups, of which each would have to be padded: that only costs",
+        "its channels are in 3 groups, each of which would have to be padded: that costs more than it saves",
     ),
     "depthwise": (
         lambda: nn.Conv1d(5, 5, 3, groups=5),
         (2, 5, 5),
         "0",
-        "its channels are in 5 groups, of which each would have to be padded: that only costs",
+        "its channels are in 5 groups, each of which would have to be padded: that costs more than it saves",
     ),
     "grouped and transposed": (
         lambda: nn.ConvTranspose1d(6, 9, 3, groups=3),
         (2, 6, 5),
         "0",
-        "its channels are in 3 groups, of which each would have to be padded: that only costs",
+        "its channels are in 3 groups, each of which would have to be padded: that costs more than it saves",
     ),
     "parametrized": (
         lambda: parametrizations.weight_norm(nn.Linear(5, 3)),
         (2, 5),
         "0 (linear)",
-        "its weight is computed at every call, and would be padded at every call: that only costs",
+        "its weight is computed at every call, and would be padded at every call: that costs more than it saves",
     ),
 }
 
@@ -573,12 +573,12 @@ def test_nothing_is_padded_for_a_cpu() -> None:
         (
             (7, 0),
             torch.bfloat16,
-            "its layers compute in bfloat16, and the tensor cores of cuda take float16 in multiples",
+            "its layers compute in bfloat16, but the tensor cores of cuda need multiples only for float16",
         ),
         (
             (8, 0),
             torch.float32,
-            "its layers compute in float32, and the tensor cores of cuda take float16 and bfloat16 in multiples",
+            "its layers compute in float32, but the tensor cores of cuda need multiples only for float16 and bfloat16",
         ),
         ((7, 0), torch.float16, None),
         ((8, 0), torch.bfloat16, None),
@@ -601,8 +601,7 @@ def test_other_gpus_have_no_tensor_cores(ampere: Any, monkeypatch: pytest.Monkey
 
 
 LITTLE = (
-    "it multiplies so little for each number that it reads and writes that copies of its inputs and outputs cost more than"
-    " a faster product saves"
+    "it multiplies so little per element that copies of its inputs and outputs cost more than a faster product saves"
 )
 
 
@@ -628,7 +627,7 @@ def test_the_dtype_is_that_of_autocast(ampere: Any) -> None:
 
     done = on_a_gpu(Cast(), torch.randn(500, 500))
     assert changes(done) == [("inside", "padded with zeros from 500 to 504 inputs and from 501 to 504 outputs")]
-    assert skips(done) == [("outside", "it computes in float32, which gains nothing by multiples")]
+    assert skips(done) == [("outside", "it computes in float32, which doesn't gain from multiples")]
 
 
 @pytest.mark.parametrize(
@@ -636,8 +635,8 @@ def test_the_dtype_is_that_of_autocast(ampere: Any) -> None:
     [
         (nn.Linear(1001, 999), 512, None),
         (nn.Linear(90, 90), 9000, LITTLE),
-        (nn.Linear(3, 1000), 9, "padded, it would multiply 2.7 times as much, mostly by zeros"),
-        (nn.Linear(4000, 1), 9, "padded, it would multiply 8.0 times as much, mostly by zeros"),
+        (nn.Linear(3, 1000), 9, "padded, it would multiply 2.7 times as much, mostly zeros"),
+        (nn.Linear(4000, 1), 9, "padded, it would multiply 8.0 times as much, mostly zeros"),
     ],
 )
 def test_a_linear_layer_is_padded_where_it_computes_much(
@@ -660,7 +659,7 @@ LAST = torch.channels_last
         (nn.Conv3d(60, 60, 3).to(memory_format=torch.channels_last_3d), None),
         (
             nn.Conv2d(60, 60, 3),
-            "its maps are contiguous, and cuDNN pads those itself: put channels-last in front of this pass",
+            "its maps are contiguous, and cuDNN pads those itself: put channels-last before this pass",
         ),
         (nn.Conv1d(60, 60, 3), "its maps are contiguous, and cuDNN pads those itself"),
         (
@@ -669,7 +668,7 @@ LAST = torch.channels_last
         ),
         (
             nn.Conv2d(9, 9, 3).to(memory_format=LAST),
-            "padded, it would multiply 3.2 times as much, mostly by zeros",
+            "padded, it would multiply 3.2 times as much, mostly zeros",
         ),
         (
             nn.Conv2d(60, 60, 1).to(memory_format=LAST),

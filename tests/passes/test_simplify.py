@@ -68,10 +68,10 @@ class Bottom(nn.Module):
 @pytest.mark.parametrize(
     ("child", "what"),
     [
-        (nn.Dropout(0.5), "left out, as dropout does nothing in eval"),
-        (nn.Dropout(0.5, inplace=True), "left out, as dropout does nothing in eval"),
-        (nn.AlphaDropout(0.5), "left out, as dropout does nothing in eval"),
-        (nn.Dropout1d(0.5), "left out, as dropout does nothing in eval"),
+        (nn.Dropout(0.5), "left out, because dropout does nothing in eval"),
+        (nn.Dropout(0.5, inplace=True), "left out, because dropout does nothing in eval"),
+        (nn.AlphaDropout(0.5), "left out, because dropout does nothing in eval"),
+        (nn.Dropout1d(0.5), "left out, because dropout does nothing in eval"),
     ],
 )
 def test_a_child_that_does_nothing_is_left_out(child: nn.Module, what: str) -> None:
@@ -122,7 +122,7 @@ def test_a_row_of_children_that_do_nothing_is_left_out() -> None:
 )
 def test_an_operation_that_does_nothing_is_left_out(function: Callable[..., Any], where: str) -> None:
     done = simplified(function)
-    assert (f"the root ({where})", f"{where} left out, which gives what it is given") in changes(done)
+    assert (f"the root ({where})", f"{where} left out, because it returns its input") in changes(done)
 
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ def test_a_copy_that_is_written_to_stays_a_copy() -> None:
 
     done = simplified(function)
     assert changes(done) == []
-    reason = "the value of mul or of what it is made of may be written to"
+    reason = "the value of mul, or a value that it is computed from, may be written to"
     assert skips(done) == [("the root (mul)", reason)]
 
 
@@ -181,7 +181,7 @@ def test_a_copy_that_is_given_out_stays_a_copy() -> None:
     fast = optimize(model, ["simplify"], example_inputs=(torch.randn(4, 6),))
     first, second = fast(torch.randn(4, 6))
     assert first.data_ptr() != second.data_ptr()
-    reason = "the value of mul leaves the forward, and may be written to by others"
+    reason = "the value of mul leaves the forward, and may be written to outside"
     assert [(skip.where, skip.text) for skip in report_of(fast).passes[0].skips] == [("the root (mul)", reason)]
 
 
@@ -195,7 +195,7 @@ def test_a_view_of_what_is_turned_in_place_stays() -> None:
 
     done = simplified(function)
     assert changes(done) == []
-    assert skips(done) == [("the root (transpose)", "what transpose gives again may be written to")]
+    assert skips(done) == [("the root (transpose)", "the value that transpose returns unchanged may be written to")]
 
 
 @pytest.mark.slow
@@ -206,7 +206,9 @@ def test_what_is_written_to_behind_a_dropout_is_written_to() -> None:
         z.add_(1)
         return y * z
 
-    assert changes(simplified(function, child=nn.Dropout())) == [("child", "left out, as dropout does nothing in eval")]
+    assert changes(simplified(function, child=nn.Dropout())) == [
+        ("child", "left out, because dropout does nothing in eval")
+    ]
 
 
 @pytest.mark.slow
@@ -238,7 +240,9 @@ def test_an_island_does_what_it_does() -> None:
             return x
         return self.child(self.linear(x)).relu()
 
-    assert changes(simplified(function, child=nn.Dropout())) == [("child", "left out, as dropout does nothing in eval")]
+    assert changes(simplified(function, child=nn.Dropout())) == [
+        ("child", "left out, because dropout does nothing in eval")
+    ]
 
 
 @pytest.mark.slow
@@ -319,7 +323,9 @@ def test_two_values_of_which_one_is_written_to_stay_two() -> None:
 
     done = simplified(function)
     assert changes(done) == []
-    assert skips(done) == [("the root (relu)", "the value of relu or of what it is made of may be written to")]
+    assert skips(done) == [
+        ("the root (relu)", "the value of relu, or a value that it is computed from, may be written to")
+    ]
 
 
 @pytest.mark.slow
@@ -332,7 +338,7 @@ def test_two_values_made_before_and_behind_a_write_stay_two() -> None:
 
     done = simplified(function)
     assert changes(done) == []
-    reason = "sin stands there twice, and what it is given may be written to in between"
+    reason = "sin occurs twice, and its input may be written to in between"
     assert skips(done) == [("the root (sin)", reason)]
 
 
@@ -542,7 +548,7 @@ def test_what_nobody_uses_is_left_out() -> None:
         return y.relu()
 
     done = simplified(function, other=nn.Sequential(nn.Linear(6, 3), nn.ReLU()))
-    assert changes(done) == [("", "5 operations left out, as nobody uses what is computed")]
+    assert changes(done) == [("", "5 operations left out, because the result is unused")]
 
 
 @pytest.mark.slow

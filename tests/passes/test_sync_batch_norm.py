@@ -110,10 +110,10 @@ def test_every_batch_norm_becomes_torchs_own_with_the_tensors_that_it_has() -> N
     model = made(Net)
     result = synced(model, volume())
     assert places(result, "changes") == [
-        ("volume.1", "BatchNorm3d made a SyncBatchNorm"),
-        ("image.1", "BatchNorm2d made a SyncBatchNorm"),
-        ("plain", "BatchNorm2d made a SyncBatchNorm"),
-        ("row", "BatchNorm1d made a SyncBatchNorm"),
+        ("volume.1", "BatchNorm3d converted to SyncBatchNorm"),
+        ("image.1", "BatchNorm2d converted to SyncBatchNorm"),
+        ("plain", "BatchNorm2d converted to SyncBatchNorm"),
+        ("row", "BatchNorm1d converted to SyncBatchNorm"),
     ]
     assert places(result, "skips") == []
     for path in NORMS:
@@ -202,7 +202,7 @@ def test_hooks_go_on_firing() -> None:
     model.plain.register_full_backward_hook(lambda module, given, taken: seen.append("backward"))
     model.plain.register_state_dict_post_hook(lambda *_: seen.append("saved"))
     result = synced(model, volume())
-    assert ("plain", "BatchNorm2d made a SyncBatchNorm") in places(result, "changes")
+    assert ("plain", "BatchNorm2d converted to SyncBatchNorm") in places(result, "changes")
     seen.clear()
     result(volume()).sum().backward()
     result.state_dict()
@@ -221,7 +221,7 @@ def test_one_layer_under_two_names_stays_one() -> None:
             return self.second(self.conv(self.first(x)))
 
     result = synced(made(Shared), image())
-    assert places(result, "changes") == [("first", "BatchNorm2d made a SyncBatchNorm")]
+    assert places(result, "changes") == [("first", "BatchNorm2d converted to SyncBatchNorm")]
     assert report_of(result).passes[0].parity is not None
     assert result.first is result.second
     assert type(result.second) is nn.SyncBatchNorm
@@ -263,7 +263,7 @@ def test_each_change_is_checked_where_it_was_made() -> None:
 def test_without_example_inputs_layers_are_converted_and_nothing_verified() -> None:
     result = synced(made(Net), None)
     assert [where for where, _ in places(result, "changes")] == NORMS
-    assert "nothing was verified: give optimize() example inputs" in report_of(result).notes
+    assert "nothing was verified: pass example inputs to optimize()" in report_of(result).notes
     assert_equal(steps(made(Net), volume()), steps(result, volume()))
 
 
@@ -330,16 +330,16 @@ def scripted() -> nn.Module:
 
 
 LEFT_ALONE = {
-    "forward": (lambda: OwnForward(3), "its class OwnForward has a forward of its own, which a SyncBatchNorm wouldn't run"),
-    "method": (lambda: OwnMethod(3), "its class OwnMethod has freeze of its own, which a SyncBatchNorm hasn't"),
-    "instance": (forward_of_the_instance, "it has a forward of its own, which a SyncBatchNorm wouldn't run"),
+    "forward": (lambda: OwnForward(3), "its class OwnForward has its own forward, which a SyncBatchNorm wouldn't run"),
+    "method": (lambda: OwnMethod(3), "its class OwnMethod has its own freeze, which a SyncBatchNorm doesn't have"),
+    "instance": (forward_of_the_instance, "it has its own forward, which a SyncBatchNorm wouldn't run"),
     "parametrized": (parametrized, "it has parametrizations"),
-    "synced": (lambda: nn.SyncBatchNorm(3), "it is a SyncBatchNorm already"),
+    "synced": (lambda: nn.SyncBatchNorm(3), "it is already a SyncBatchNorm"),
     "scripted": (scripted, "it is TorchScript, which can't be changed"),
     "uncounted": (without_count, "it has no num_batches_tracked, without which a SyncBatchNorm keeps no running statistics"),
     "instance norm": (
         lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True),
-        "an InstanceNorm normalises each sample by itself: there is nothing to synchronise",
+        "an InstanceNorm normalizes each sample on its own: there is nothing to synchronize",
     ),
 }  # fmt: skip
 
@@ -350,7 +350,7 @@ def test_what_is_left_alone_is_named_with_the_reason(kind: str) -> None:
 
     model = made(lambda: nn.Sequential(nn.Conv2d(3, 3, 3), make(), nn.BatchNorm2d(3)))
     result = synced(model, image())
-    assert places(result, "changes") == [("2", "BatchNorm2d made a SyncBatchNorm")]
+    assert places(result, "changes") == [("2", "BatchNorm2d converted to SyncBatchNorm")]
     assert places(result, "skips") == [("1", reason)]
     assert type(result[1]) is type(model[1])
     assert "process_group" not in vars(result[1]) or kind == "synced"
@@ -368,7 +368,7 @@ def test_without_a_layer_that_can_be_converted_the_pass_changes_nothing() -> Non
 def test_a_second_run_finds_its_own_layers_and_changes_nothing() -> None:
     result = synced(synced(made(Net), volume()), volume())
     assert report_of(result).passes[0].status == "unchanged"
-    assert places(result, "skips") == [(path, "it is a SyncBatchNorm already") for path in NORMS]
+    assert places(result, "skips") == [(path, "it is already a SyncBatchNorm") for path in NORMS]
 
 
 def test_a_layer_that_was_never_run_is_left_alone() -> None:
@@ -382,13 +382,13 @@ def test_a_layer_that_was_never_run_is_left_alone() -> None:
 
 def test_a_layer_without_channels_is_left_alone() -> None:
     result = synced(nn.Sequential(nn.BatchNorm2d(0), nn.BatchNorm2d(3)).train(), None)
-    assert places(result, "skips") == [("0", "it has no channels, which a SyncBatchNorm refuses")]
+    assert places(result, "skips") == [("0", "it has no channels, which a SyncBatchNorm doesn't accept")]
 
 
 def test_a_subclass_that_is_only_made_with_other_settings_is_converted() -> None:
     model = made(lambda: nn.Sequential(nn.Conv2d(3, 3, 3), OwnSettings(3)))
     result = synced(model, image())
-    assert places(result, "changes") == [("1", "OwnSettings made a SyncBatchNorm")]
+    assert places(result, "changes") == [("1", "OwnSettings converted to SyncBatchNorm")]
     assert result[1].eps == 1e-2
     assert torch.equal(result(image()), model(image()))
 
@@ -413,7 +413,7 @@ def test_a_call_of_the_function_is_named() -> None:
     result = synced(made(ByFunction, True), image())
     assert report_of(result).passes[0].status == "unchanged"
     assert places(result, "skips") == [
-        ("the root (batch_norm)", "it is a call of a function: only an nn.BatchNorm layer can be synchronised")
+        ("the root (batch_norm)", "it is a function call: only an nn.BatchNorm layer can be synchronized")
     ]
 
 
@@ -510,14 +510,14 @@ def test_another_pass_that_fails_takes_nothing_of_it_back(monkeypatch: pytest.Mo
 def test_the_report_says_what_was_compared_and_what_a_cpu_does() -> None:
     report = report_of(synced(made(Net), volume()))
     note = (
-        "what was compared is one process: there a SyncBatchNorm takes the statistics of its own batch, as a BatchNorm"
-        " does, and among several those of all"
+        "the comparison ran in one process, where a SyncBatchNorm uses the statistics of its own batch, as a "
+        "BatchNorm does; with several processes it uses the statistics of all of them"
     )
     assert note in report.notes
     (remark,) = report.passes[0].remarks
     assert (remark.where, remark.text) == (
         "",
-        "torch synchronises on a GPU: with a process group, a training step on this CPU raises",
+        "torch synchronizes on a GPU: with a process group, a training step on this CPU raises",
     )
     assert report.parity is not None
     assert "sync_batch_norm" not in report.parity.settings
@@ -659,7 +659,7 @@ def test_two_processes_convert_alike_each_by_itself(tmp_path: Path) -> None:
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert first["verified"]
     assert second["verified"]
-    assert first["changes"] == second["changes"] == [("bn", "BatchNorm2d made a SyncBatchNorm")]
+    assert first["changes"] == second["changes"] == [("bn", "BatchNorm2d converted to SyncBatchNorm")]
     assert first["classes"] == second["classes"]
     assert "SyncBatchNorm" in first["classes"]
     assert_equal(list(first["state"].values()), list(second["state"].values()))

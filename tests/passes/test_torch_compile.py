@@ -99,8 +99,8 @@ def test_no_compiler_is_one_sentence_before_work(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(RequirementNotMet) as caught:
         optimize(Untouchable(), ["torch-compile"], example_inputs=(image(),))
     assert str(caught.value) == (
-        "torch-compile can't be had here: inductor needs a C++ compiler for the CPU, and there is no '/nonexistent':"
-        " install one or set CXX."
+        "torch-compile isn't available here: inductor needs a C++ compiler for the CPU, and there is no "
+        "'/nonexistent': install one or set CXX."
     )
     TorchCompile(backend="eager").check(CPU)
 
@@ -117,7 +117,7 @@ def test_no_headers_are_one_sentence_before_work(monkeypatch: pytest.MonkeyPatch
 def test_options_that_make_no_sense() -> None:
     with pytest.raises(RequirementNotMet, match=r"torch-compile has no backend 'nothing': use one of .*inductor"):
         optimize(Untouchable(), [TorchCompile(backend="nothing")], example_inputs=(image(),))
-    with pytest.raises(RequirementNotMet, match="torch-compile:mode=max-autotune is for inductor"):
+    with pytest.raises(RequirementNotMet, match="torch-compile:mode=max-autotune is only for inductor"):
         TorchCompile(mode="max-autotune", backend="eager").check(CPU)
 
 
@@ -230,7 +230,7 @@ def test_blocks_that_share_no_code_are_compiled_as_a_whole() -> None:
     assert compiled_paths(fast) == [""]
     assert record_of(fast).blocks == ()
     assert answers_alike(fast, model)
-    with pytest.raises(RequirementNotMet, match="finds no three equal modules beside each other that could share"):
+    with pytest.raises(RequirementNotMet, match="finds no three equal consecutive modules that could share"):
         optimize(model, [TorchCompile(backend="eager", regions="blocks")], example_inputs=(rows(),))
 
 
@@ -259,7 +259,7 @@ def test_without_example_inputs_nothing_shows_that_blocks_share_their_code() -> 
 
 def test_two_equal_modules_are_no_blocks() -> None:
     assert compiled_paths(optimize(tower(count=2), [TorchCompile(backend="eager")], example_inputs=(rows(),))) == [""]
-    with pytest.raises(RequirementNotMet, match="finds no three equal modules"):
+    with pytest.raises(RequirementNotMet, match="finds no three equal consecutive modules"):
         optimize(tower(count=2), [TorchCompile(backend="eager", regions="blocks")])
 
 
@@ -363,7 +363,7 @@ def test_a_block_that_is_compiled_already_is_left_alone() -> None:
     tree.root.blocks[1].compile(backend="eager")
     result = TorchCompile(backend="eager").run(tree, context)
     assert not result.changes
-    assert [(skip.where, skip.reason) for skip in result.skips] == [("blocks.1", "its call is compiled already")]
+    assert [(skip.where, skip.reason) for skip in result.skips] == [("blocks.1", "its call is already compiled")]
 
 
 # --------------------------------------------------------------------------------------------------------- graph breaks
@@ -458,7 +458,7 @@ def test_freezing_is_given_up_where_weights_keep_changing(caplog: pytest.LogCapt
             for each in (model, twin):
                 each.head.bias.add_(1)
             assert torch.allclose(call(rows()), twin(rows()))
-    given_up = [record.message for record in caplog.records if "read at each call from now on" in record.message]
+    given_up = [record.message for record in caplog.records if "from now on the weights" in record.message]
     assert len(given_up) == 1
 
 
@@ -637,8 +637,11 @@ class Outside(Tower):
 
 def test_what_cant_be_watched_isnt_compiled_in(caplog: pytest.LogCaptureFixture) -> None:
     for model, said in (
-        (enliven(Outside()).eval(), "a tensor of shape (3,) that it reads is no attribute of it or of a module in it"),
-        (_of_inference_tensors(), "is an inference tensor: torch doesn't tell of writes to it"),
+        (
+            enliven(Outside()).eval(),
+            "a tensor of shape (3,) that it reads is not an attribute of it or of a module in it",
+        ),
+        (_of_inference_tensors(), "is an inference tensor: torch doesn't track writes to it"),
     ):
         call = frozen(model)
         caplog.clear()
@@ -669,13 +672,13 @@ def test_gradients_go_to_weights_that_are_frozen_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("item", "context", "message"),
     [
-        (TorchCompile(freezing=True), Context("training", torch.device("cpu")), "makes constants of the weights"),
-        (TorchCompile(freezing=True, backend="eager"), CPU, "freezing=true is for inductor"),
-        (TorchCompile(freezing=True, regions="blocks"), CPU, "regions=blocks can't be had with freezing=true"),
+        (TorchCompile(freezing=True), Context("training", torch.device("cpu")), "turns the weights"),
+        (TorchCompile(freezing=True, backend="eager"), CPU, "freezing=true is only for inductor"),
+        (TorchCompile(freezing=True, regions="blocks"), CPU, "regions=blocks can't be combined with freezing=true"),
         (
             TorchCompile(mode="max-autotune", regions="blocks"),
             CPU,
-            "regions=blocks can't be had with mode=max-autotune",
+            "regions=blocks can't be combined with mode=max-autotune",
         ),
     ],
 )

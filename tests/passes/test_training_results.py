@@ -380,7 +380,7 @@ DONE = [
 
 
 # What optimize() warns of in eval is a bias that was folded away, with a plan and without.
-@pytest.mark.filterwarnings("ignore:a gradient went back through norm in eval", "ignore:Anomaly Detection")
+@pytest.mark.filterwarnings("ignore:a gradient flowed back through norm in eval", "ignore:Anomaly Detection")
 @pytest.mark.parametrize("do", DONE, ids=lambda do: do.__name__)
 def test_a_plan_changes_nothing_but_what_is_kept(do, pair):
     seen = []
@@ -639,4 +639,4 @@ def test_layers_that_are_dropped_at_random_train_alike_and_it_is_said(caplog):
             random.seed(5)
             seen.append(steps(copy.deepcopy(one), rows(), count=6))
     assert_equal(*seen)
-    assert "another way" in caplog.text
+    assert "a different path" in caplog.text

@@ -124,7 +124,7 @@ def test_a_lower_budget_takes_more_modules_and_another_plan_takes_the_place_of_t
     assert all(path.startswith("blocks.") and path.count(".") == 1 for path in many)
     assert chosen(planned(some, 0.45)) == many
     assert chosen(planned(planned(model, 0.45), 0.8)) == few
-    assert report_of(some).passes[-1].changes[-2].text.startswith("where torch.compile compiles it, blocks.0")
+    assert report_of(some).passes[-1].changes[-2].text.startswith("under torch.compile, blocks.0")
 
 
 def test_nothing_is_a_checkpoint_where_there_are_no_modules_of_several_calls():

@@ -44,10 +44,10 @@ def half():
 
 
 AROUND = {
-    "hooks on saved tensors are set": half,
-    "hooks on saved tensors are set ": save_on_cpu,
+    "hooks on saved tensors are active": half,
+    "hooks on saved tensors are active ": save_on_cpu,
     "hooks on saved tensors are disabled": lambda: disable_saved_tensors_hooks("not here"),
-    "the function mode Doubling is": Doubling,
+    "the function mode Doubling is active": Doubling,
 }
 
 
@@ -59,7 +59,7 @@ def test_what_is_around_the_forward_alone_is_left_alone(reason, caplog):
             expected, got = (gradients(one, inputs, AROUND[reason]) for one in (model, result))
             assert all(torch.equal(*pair) for pair in zip(expected, got, strict=True))
     # Once, and not at each step.
-    assert caplog.text.count(f"in spite of the plan: {reason.strip()} around the forward") == 1
+    assert caplog.text.count(f"despite the plan: {reason.strip()} around the forward") == 1
 
 
 # torch's own formulas for it are scripted.
@@ -74,7 +74,7 @@ def test_in_forward_mode_everything_is_kept(caplog):
     model, result, (x,) = planned()
     expected, got = tangents(model, x), tangents(result, x)
     assert all(torch.equal(*pair) for pair in zip(expected, got, strict=True))
-    assert "gradients are asked for in forward mode" in caplog.text
+    assert "gradients are requested in forward mode" in caplog.text
 
 
 def test_a_device_of_all_tensors_is_no_reason(caplog):
@@ -82,7 +82,7 @@ def test_a_device_of_all_tensors_is_no_reason(caplog):
     with torch.device("cpu"), half():
         result(*inputs)
     assert "function mode" not in caplog.text
-    assert "hooks on saved tensors are set" in caplog.text
+    assert "hooks on saved tensors are active" in caplog.text
 
 
 def test_a_plan_within_another_one_counts_for_nothing(caplog, monkeypatch):

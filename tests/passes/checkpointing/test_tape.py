@@ -493,7 +493,7 @@ def test_a_weight_that_is_written_to_before_the_backward_pass_raises():
     with torch.no_grad():
         model[0].weight.add_(1)
     with pytest.raises(
-        RuntimeError, match=r"linear is computed again from .* has been modified by an inplace operation"
+        RuntimeError, match=r"from which linear is recomputed .* has been modified by an inplace operation"
     ):
         result.sum().backward()
 

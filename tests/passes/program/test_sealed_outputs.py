@@ -114,7 +114,7 @@ def test_no_operator_computes_on_it(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")
 @pytest.mark.parametrize("use", USES)
 def test_its_values_are_not_to_be_had(use: str) -> None:
-    with pytest.raises(UnseenCall, match=r"conv was folded together with bn, and its output was used without it: .*\."):
+    with pytest.raises(UnseenCall, match=r"conv was folded together with bn, but its output was used without it: .*\."):
         USES[use](sealed())
 
 
@@ -155,7 +155,7 @@ def test_only_its_norm_opens_it() -> None:
     assert torch.equal(FoldedNormForward(norm, PAIR, carried=False)(output), norm(conv(x)))
     other = FoldedNormForward(norm, FoldedPair("conv", "bn", 4, 2), carried=True)
     for value in (output, conv(x)):
-        with pytest.raises(UnseenCall, match="bn was folded together with conv and is given a value that doesn't come"):
+        with pytest.raises(UnseenCall, match="bn was folded together with conv, but its input doesn't come"):
             other(value)
 
 
@@ -170,13 +170,13 @@ def test_tensors_that_the_fold_took_away_are_not_ignored() -> None:
     for name, home in homes.items():
         home[name] = torch.ones(4)
         with pytest.raises(
-            UnseenCall, match=r"^bn has parameters again that went into another module when conv was folded"
+            UnseenCall, match=r"^bn has parameters again, but they were folded into another module when conv was folded"
         ):
             second(output)
         home[name] = None
     assert torch.equal(second(output), conv(x))
     conv.bias = nn.Parameter(torch.ones(4))
-    with pytest.raises(UnseenCall, match=r"^conv has another weight or bias"):
+    with pytest.raises(UnseenCall, match=r"^conv has a different weight or bias"):
         first(x)
 
 
@@ -202,7 +202,7 @@ def test_what_mixes_its_channels_with_others_or_draws_does_not_pass(mix: Callabl
 def test_channels_that_come_in_another_dim_are_not_opened() -> None:
     norm = FoldedNormForward(_without_tensors(), PAIR, carried=True)
     moved = sealed().transpose(1, 2)
-    with pytest.raises(UnseenCall, match="takes dim 1 for the channels, and they come to it in dim 2"):
+    with pytest.raises(UnseenCall, match="takes dim 1 as the channels, but they are in dim 2"):
         norm(moved)
     assert torch.equal(norm(moved.transpose(1, 2)), VALUE)
 
@@ -215,13 +215,13 @@ def test_input_of_other_dims_than_were_seen_is_refused() -> None:
         lambda value: sealed_for(value, PAIR, 2),
     ):
         assert isinstance(give(torch.randn(2, 3, 5, 5)), SealedOutput)
-        with pytest.raises(UnseenCall, match="for 4-D input and is given 3-D input"):
+        with pytest.raises(UnseenCall, match="for 4-D input, but got 3-D input"):
             give(torch.randn(3, 5, 5))
 
 
 def test_a_sealed_output_is_not_sealed_again() -> None:
     for pair in (PAIR, FoldedPair("other", "behind", 4, 2), FoldedPair("other", "front", 4, 2, leads=True)):
-        with pytest.raises(UnseenCall, match=r"^conv was folded together with bn, and its output was used without it"):
+        with pytest.raises(UnseenCall, match=r"^conv was folded together with bn, but its output was used without it"):
             sealed_for(sealed(), pair, 2)
 
 
@@ -233,11 +233,11 @@ def test_what_is_set_on_a_norm_that_is_carried_is_not_ignored(leads: bool) -> No
     given = VALUE if leads else seal_of(VALUE, pair)
     forward(given)
     norm.eps = 1.0
-    with pytest.raises(UnseenCall, match="bn has another eps than when it was folded into conv"):
+    with pytest.raises(UnseenCall, match="bn has a different eps than when it was folded into conv"):
         forward(given)
     norm.eps = forward.eps
     norm.train()
-    with pytest.raises(UnseenCall, match="bn was put in training, and it was folded together with conv"):
+    with pytest.raises(UnseenCall, match="bn was put in training mode, but it was folded together with conv"):
         forward(given)
     norm.eval()
     norm._parameters["weight"] = torch.ones(4)

@@ -248,7 +248,7 @@ def test_a_result_within_a_result_is_exported(functional, passes):
 @BOTH
 def test_a_strict_export_is_refused_where_it_isnt_compared(functional):
     _, result = folded(functional)
-    with pytest.raises(Exception, match="strict=True doesn't see how folded tensors are used: leave strict out"):
+    with pytest.raises(Exception, match="strict=True can't trace how folded tensors are used: leave out strict"):
         exported(result, strict=True)
     with ComparedExports():
         exported(result, strict=True)
@@ -264,7 +264,7 @@ def test_a_running_mean_in_the_place_of_a_moved_one_is_refused(way, value):
     run = WAYS[way] if way != "exported" else lambda module: torch.export.export(module, (X,))
     run(result)
     result.bn.running_mean = None if value is None else torch.zeros(4)
-    with pytest.raises(UnseenCall, match="another running mean than the one that the bias of conv was moved into"):
+    with pytest.raises(UnseenCall, match="a different running mean than the one that the bias of conv was moved into"):
         run(result)
 
 
@@ -281,7 +281,7 @@ def test_a_class_of_parameters_is_no_folded_one():
 
     model, result = folded(False)
     result.conv.weight = Own(model.conv.weight.detach().clone())
-    with pytest.raises(UnseenCall, match="another weight or bias"):
+    with pytest.raises(UnseenCall, match="a different weight or bias"):
         result(X)
 
 
@@ -333,7 +333,7 @@ def test_a_sealed_value_answers_for_its_shape_and_moves():
     moved = y.transpose(1, 2).contiguous()
     assert type(moved) is SealedTensor
     assert moved.sealed_dim == 2
-    with pytest.raises(UnseenCall, match="takes dim 1 for the channels, and they come to it in dim 2"):
+    with pytest.raises(UnseenCall, match="takes dim 1 as the channels, but they are in dim 2"):
         result.bn(moved)
     assert torch.equal(result.bn(moved.transpose(1, 2)), result.bn(y))
 
@@ -351,7 +351,7 @@ def test_a_sealed_value_answers_for_its_shape_and_moves():
 )  # fmt: skip
 def test_a_sealed_value_refuses_all_else(use):
     _, result = folded(False)
-    with pytest.raises(UnseenCall, match=r"^conv was folded together with bn, and its output was used without it"):
+    with pytest.raises(UnseenCall, match=r"^conv was folded together with bn, but its output was used without it"):
         use(result.conv(X))
 
 
@@ -362,14 +362,14 @@ def test_another_batch_norm_does_not_open_it(functional):
     bn, y = other.bn, (F.conv2d(X, result.conv.weight, result.conv.bias) if functional else result.conv(X))
     with pytest.raises(UnseenCall):
         F.batch_norm(y, bn.running_mean, bn.running_var) if functional else bn(y)
-    with pytest.raises(UnseenCall, match="given a value that doesn't come from it"):
+    with pytest.raises(UnseenCall, match="input doesn't come from it"):
         F.batch_norm(X[:, :1], bn.running_mean, bn.running_var) if functional else bn(torch.ones(2, 4, 6, 6))
 
 
 def test_a_functional_norm_is_called_as_it_was():
     _, result = folded(True)
     y, bn = F.conv2d(X, result.conv.weight, result.conv.bias), result.bn
-    with pytest.raises(UnseenCall, match="another eps"):
+    with pytest.raises(UnseenCall, match="a different eps"):
         F.batch_norm(y, bn.running_mean, bn.running_var, eps=1.0)
     with pytest.raises(UnseenCall, match="put in training"):
         F.batch_norm(y, bn.running_mean, bn.running_var, training=True)
@@ -395,7 +395,7 @@ def test_a_folded_weight_refuses_to_be_computed_with(use):
     _, result = folded(False)
     with pytest.raises(
         UnseenCall,
-        match=r"^conv was changed when conv was folded together with bn, and (is used without|its tensors can't be written)",
+        match=r"^conv was changed when conv was folded together with bn, (but is used without|so its tensors can't be modified)",
     ):
         use(result.conv.weight)
 
@@ -427,7 +427,7 @@ def test_in_a_forward_no_number_of_a_folded_tensor_can_be_read(read, name):
 )  # fmt: skip
 def test_a_folded_weight_cant_be_written_to(write):
     model, result = folded(False)
-    with torch.no_grad(), pytest.raises(UnseenCall, match="can't be written to: write to the original model"):
+    with torch.no_grad(), pytest.raises(UnseenCall, match="can't be modified: modify the original model"):
         write(result.conv.weight)
     assert same(result(X), model(X))
 
@@ -466,7 +466,7 @@ def test_a_tensor_in_the_place_of_a_folded_one_is_refused(functional, way, name,
     error, text = (
         (TypeError, "conv2d")
         if functional and (name, value) == ("weight", None)
-        else (UnseenCall, "another weight or bias")
+        else (UnseenCall, "a different weight or bias")
     )
     with pytest.raises(error, match=text):
         WAYS[way](result)
@@ -499,7 +499,7 @@ def test_functional_call_takes_its_own_weights():
     assert same(torch.func.functional_call(result, own, (X,)), model(X))
     own = {key: bare(tensor) * 1 for key, tensor in result.named_parameters()}
     assert same(torch.func.functional_call(result, own, (X,)), model(X))
-    with pytest.raises(UnseenCall, match="has another weight or bias than the one that was folded"):
+    with pytest.raises(UnseenCall, match="has a different weight or bias than the one that was folded"):
         torch.func.functional_call(result, dict(model.named_parameters()), (X,))
 
 

@@ -85,7 +85,7 @@ def test_the_graph_answers_tracers_and_the_plain_forward_all_others() -> None:
 @pytest.mark.parametrize(
     ("kind", "second", "reason"),
     [
-        (Boxed, Box(torch.ones(4)), "which is neither an input nor a tensor of the model's"),
+        (Boxed, Box(torch.ones(4)), "which is neither an input nor a tensor of the model"),
         (Fixed, torch.ones(4), r"an open size is fixed to 3 at test_whole_graph\.py:\d+"),
         (Keeping, torch.ones(4), r"the graph breaks at test_whole_graph\.py:\d+"),
     ],
@@ -100,7 +100,7 @@ def test_why_there_is_none(kind: type[nn.Module], second: Any, reason: str) -> N
 def test_a_graph_without_the_places_that_were_changed() -> None:
     fast = simplified(Twice)
     fast.drop = nn.Identity()
-    with pytest.raises(NoWholeGraph, match="none of the places"):
+    with pytest.raises(NoWholeGraph, match="none of its changes"):
         install_whole_graph(copy.deepcopy(fast), copy.deepcopy(fast), flat_call((torch.randn(3, 4),)))
 
 
