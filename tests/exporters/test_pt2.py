@@ -185,7 +185,7 @@ def test_a_dim_that_a_capture_fixes_is_named(tmp_path):
             return x.unbind(0)[0]
 
     with pytest.raises(
-        ExportError, match=r"\(export and export-strict: the model fixes dim 0 of input `x` to 2, and it must"
+        ExportError, match=r"\(export and export-strict: the model fixes dim 0 of input `x` to 2, but it must"
     ):
         export(First(), mlp_calls(2, 3), tmp_path)
 

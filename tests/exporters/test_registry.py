@@ -50,7 +50,9 @@ def test_our_own_formats():
 
 
 def test_an_unknown_format_lists_the_known():
-    with pytest.raises(UnknownFormat, match=r"^There is no format 'onxx'; there are torchscript, onnx, pt2, aoti"):
+    with pytest.raises(
+        UnknownFormat, match=r"^There is no format 'onxx'; the formats are: torchscript, onnx, pt2, aoti"
+    ):
         exporter_named("onxx")
 
 

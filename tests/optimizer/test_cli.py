@@ -217,7 +217,7 @@ def test_modes(run):
     asked = run("--rejudge", "dist/x", "--atol", "y=1", "--rtol", "2", "--factor", "0.5", "--details", "--json").options
     assert asked == RejudgeOptions(Path("dist/x"), {"y": 1.0}, 2.0, 0.5)
     listed = run("--list-passes")
-    assert listed.out.split() == ["pass", "what", "it", "does", "options", "p", "Does", "[x].", "budget=0.5"]
+    assert listed.out.split() == ["pass", "description", "options", "p", "Does", "[x].", "budget=0.5"]
     assert json.loads(run("--list-passes", "--json").out)["available_passes"][0]["name"] == "p"
     assert isinstance(cli.command.main(["--list-passes"], standalone_mode=False), ListOptions)
 

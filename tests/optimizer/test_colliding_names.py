@@ -54,7 +54,7 @@ def test_a_tolerance_by_a_name_that_two_places_share_is_refused():
     def model(x):
         return {1: x.sin(), "1": x.cos(), "2": x.tan()}
 
-    with pytest.raises(UsageError, match=r"there are: 1 \(1\), 1 \(2\), 2\."):
+    with pytest.raises(UsageError, match=r"the outputs are: 1 \(1\), 1 \(2\), 2\."):
         check_parity(model, model, (X,), atol={"1": 1.0})
     off = check_parity(model, lambda x: {1: x.sin() + 0.5, "1": x.cos(), "2": x.tan()}, (X,), atol={"1 (1)": 1.0})
     assert off.ok

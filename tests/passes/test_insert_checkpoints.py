@@ -551,7 +551,7 @@ def test_where_memory_runs_out_under_a_plan_the_pass_is_refused(monkeypatch):
 def test_a_model_without_anything_to_train_is_refused():
     model = nn.Linear(3, 3).requires_grad_(False)
     with pytest.raises(
-        RequirementNotMet, match="insert-checkpoints can't plan a training step of Linear: nothing that"
+        RequirementNotMet, match="insert-checkpoints can't plan a training step of Linear: none of its outputs"
     ):
         optimize(model, [InsertCheckpoints()], mode="training", example_inputs=(torch.randn(2, 3),))
 
