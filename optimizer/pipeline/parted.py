@@ -7,7 +7,6 @@ from contextlib import suppress
 
 from optimizer.errors import LoadError
 from optimizer.model import Call, Samples
-from optimizer.pipeline.applied import with_changes
 from optimizer.pipeline.copy_runs import CopyRuns
 from optimizer.pipeline.transactions import Transactions
 from optimizer.wording import first_line
@@ -46,7 +45,8 @@ class PartedPairs:
 
     def leave_alone_elsewhere(self) -> bool:
         """Leave the pairs alone that other likely calls part: a batch of one row, and gradients that are on."""
-        if self._in_training or not with_changes(self._transactions.applied):
+        pairs = any(change.between for done in self._transactions.applied for change in done.result.changes)
+        if self._in_training or not pairs:
             return False
         has_run = False
         for call, when in self._further_calls():
