@@ -105,8 +105,8 @@ def run_of(item: Pass, tree: ModelTree) -> PassResult:
     if isinstance(item, GraphPass):
         context = replace(context, run_compiled=run_compiled)
     if isinstance(item, TensorPass | ModulePass):
-        context = replace(context, run_each=run_inside)
-    return item.run(tree, replace(context, run_inside=run_inside) if isinstance(item, CastPrecision) else context)
+        context = replace(context, run_inside=run_inside)
+    return item.run(tree, context)
 
 
 def steps_of(model: nn.Module) -> dict[str, float]:

@@ -20,12 +20,17 @@ from passes.program.changes import Change, Place, Remark, Skip
 from passes.program.edits import Edit
 from passes.program.model_tree import ModelTree
 
-RunInside = Callable[[AbstractContextManager[Any]], str | None]
-RunEach = Callable[[AbstractContextManager[Any], int], str | None]
+RunCompiled = Callable[[AbstractContextManager[Any]], str | None]
 # (old, new, values) -> one result per comparison, as a pair of `optimizer.parity` measures: the error in exact
 # arithmetic and, if it is relevant, the rounding error.
 Judge = Callable[[Callable[..., Any], Callable[..., Any], tuple[Any, ...]], Sequence[tuple[Any, Any]]]
 Apart = Callable[[], AbstractContextManager[tuple[tuple[Any, ...], dict[str, Any]]]]
+
+
+class RunInside(Protocol):
+    """The type of `Context.run_inside`."""
+
+    def __call__(self, watch: AbstractContextManager[Any], number: int = 0, /) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -38,9 +43,9 @@ class Context:
         example_calls: (args, kwargs) at several batch sizes; empty if the user gave no example inputs.
         left_alone: changes that an earlier run of this pass made and that it must not make again, each with the reason.
             The rewriters enforce this.
-        run_inside: runs the root on the first example call inside a given context, for example a recorder, and restores
-            all state. Returns the error as a clause, or None on success. None if the model must not be run.
-        run_each: the same for the example call with the given index.
+        run_inside: runs the root on the example call with the given index (the first by default) inside a given
+            context, for example a recorder, and restores all state. Returns the error as a clause, or None on success.
+            None if the model must not be run.
         run_compiled: runs all example calls inside a given context. Unlike `run_inside`, it runs calls that are set up
             to be compiled as compiled code.
         apart: a context in which a pass may run the root with gradients; it restores all state and yields the arguments
@@ -54,8 +59,7 @@ class Context:
     example_calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]] = ()
     left_alone: Mapping[Place, str] = field(default_factory=dict)
     run_inside: RunInside | None = None
-    run_each: RunEach | None = None
-    run_compiled: RunInside | None = None
+    run_compiled: RunCompiled | None = None
     apart: Apart | None = None
     judge: Judge | None = None
 

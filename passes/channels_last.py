@@ -300,7 +300,7 @@ def _audit(model: ModuleRewriter, context: Context) -> Layouts | None:
 
     Gives what a run shows then; None where there is none to be seen.
     """
-    if context.run_each is None:
+    if context.run_inside is None:
         return None
     root = model.tree.root
     layouts, problem = _watched(root, context)
@@ -324,9 +324,9 @@ def _audit(model: ModuleRewriter, context: Context) -> Layouts | None:
 
 
 def _watched(root: nn.Module, context: Context) -> tuple[Layouts, str | None]:
-    assert context.run_each is not None
+    assert context.run_inside is not None
     watch = LayoutWatch(root)
-    problem = context.run_each(watch, context.smallest_call)
+    problem = context.run_inside(watch, context.smallest_call)
     return watch.layouts, problem
 
 

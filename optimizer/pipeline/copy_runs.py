@@ -46,7 +46,6 @@ class CopyRuns:
             device,
             calls,
             run_inside=self.run_inside,
-            run_each=self.run_inside,
             run_compiled=self._run_compiled,
             apart=self._apart,
         )

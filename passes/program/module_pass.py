@@ -52,7 +52,7 @@ class ModulePass(Pass):
 
     def would_apply(self, tree: ModelTree, context: Context) -> bool:
         """See `Pass.would_apply`. Rewrites without running the model, and rolls that back."""
-        runless = replace(context, run_inside=None, run_each=None, run_compiled=None, apart=None, judge=None)
+        runless = replace(context, run_inside=None, run_compiled=None, apart=None, judge=None)
         result = self.run(tree, runless)
         result.rewriter.roll_back()
         return bool(result.changes)
@@ -61,11 +61,11 @@ class ModulePass(Pass):
 def _checked(writer: ModuleRewriter, context: Context) -> Iterator[tuple[ModuleChange, Sequence[tuple[Any, Any]]]]:
     """Compare each module with and without its change, on the example call with the smallest batch."""
     changes = [change for change in writer.changes if change.module is not None]
-    if context.judge is None or context.run_each is None or not changes:
+    if context.judge is None or context.run_inside is None or not changes:
         return
     check = _Check(changes, context)
     with taken_back(writer.edits):
-        failure = context.run_each(check.watching(), context.smallest_call)
+        failure = context.run_inside(check.watching(), context.smallest_call)
     if failure is not None:
         raise RuntimeError(f"the run that checks its changes raises ({failure})")
     yield from check.found

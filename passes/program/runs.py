@@ -11,19 +11,19 @@ from passes.program.recording import WHEN, Recorder, Run, Runs, autocast_dtype
 
 def recorded_runs(tree: ModelTree, context: Context) -> Runs | None:
     """The recordings of the example calls on the current tree; None if the model must not be run."""
-    if tree.runs is None and context.run_each is not None:
+    if tree.runs is None and context.run_inside is not None:
         tree.runs = tree.earlier_runs = _record(tree, context)
     return tree.runs
 
 
 def _record(tree: ModelTree, context: Context) -> Runs:
-    assert context.run_each is not None
+    assert context.run_inside is not None
     runs: list[Run] = []
     for flag in _states(tree.root, context.mode):
         for number in range(len(context.example_calls)):
             recorder = Recorder(tree.root, tree.modules)
             with training_flags(tree.root, flag):
-                failure = context.run_each(recorder, number)
+                failure = context.run_inside(recorder, number)
             if failure is not None:
                 return Runs(tuple(runs), " ".join(filter(None, ("it can't be recorded", WHEN[flag], f"({failure})"))))
             runs.append(Run(number, flag, recorder.recording))

@@ -73,8 +73,8 @@ def _checked(
     tree: ModelTree, context: Context, writer: TensorRewriter, runs: Sequence[Run]
 ) -> list[tuple[TensorChange, Any]]:
     """Compare each pair with and without its change, in the run with the smallest batch that reaches it."""
-    judge, run_each = context.judge, context.run_each
-    if judge is None or run_each is None:
+    judge, run_inside = context.judge, context.run_inside
+    if judge is None or run_inside is None:
         return []
     found: list[tuple[TensorChange, Any]] = []
     left = dict(enumerate(writer.changes))
@@ -88,7 +88,7 @@ def _checked(
             continue
         replay = Replay(tree.root, tree.modules, run.recording, shown, compare, in_eval_too=context.mode == "training")
         with taken_back(writer.edits), training_flags(tree.root, run.flag):
-            failure = run_each(replay, run.number)
+            failure = run_inside(replay, run.number)
         if failure is not None:
             raise RuntimeError(f"the run that checks its changes raises ({failure})")
         left = {number: change for number, change in left.items() if number not in shown}

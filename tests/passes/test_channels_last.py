@@ -516,7 +516,7 @@ def test_no_run_is_watched_where_nothing_is_changed() -> None:
     model = enliven(Lossy()).eval().to(memory_format=torch.channels_last)
     tree, context = captured(model, (image(),))
 
-    def run_inside(watch: Any) -> str | None:
+    def run_inside(watch: Any, number: int = 0) -> str | None:
         raise AssertionError("there is nothing to look at")
 
     done = ChannelsLast().run(tree, dataclasses.replace(context, run_inside=run_inside))
@@ -525,7 +525,7 @@ def test_no_run_is_watched_where_nothing_is_changed() -> None:
 
 def test_without_a_run_nothing_is_said() -> None:
     tree, context = captured(enliven(Lossy()).eval(), (image(),))
-    done = ChannelsLast().run(tree, dataclasses.replace(context, run_inside=None, run_each=None))
+    done = ChannelsLast().run(tree, dataclasses.replace(context, run_inside=None))
     assert len(done.changes) == 3
     assert done.remarks == ()
 
