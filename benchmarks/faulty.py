@@ -70,7 +70,7 @@ def in_onnx(path: Path, kind: str, tensors: tuple[torch.Tensor, ...], draw: rand
 def _read(path: Path, tensors: tuple[torch.Tensor, ...]) -> File:
     model = onnx.load(path)
     names = [name for node in model.graph.node for name in node.output if name]
-    seen = OnnxExporter.values(path, "cpu", names).run(tensors).values
+    seen, _ = OnnxExporter.values(path, "cpu", names).run(tensors)
     floats = frozenset(name for name, value in seen.items() if value.dtype == torch.float32)
     return File(model, {name: tuple(value.shape) for name, value in seen.items()}, floats)
 

@@ -247,7 +247,8 @@ def test_a_tolerance_goes_by_the_names_in_the_files_or_in_the_model(model, image
     with pytest.raises(ParityError, match=r"scores differs from the original .* atol 1e-12 and rtol 0 allow"):
         written("off", atol={"logits": 1e-12})
     with pytest.raises(
-        UsageError, match=r"'boxes'; there are: scores \(logits in the model\), vector \(features in the model\)\."
+        UsageError,
+        match=r"'boxes'; the outputs are: scores \(logits in the model\), vector \(features in the model\)\.",
     ):
         written("off", atol={"boxes": 0.1})
     with pytest.raises(UsageError, match="rtol names the output scores twice: it is logits in the model"):

@@ -290,9 +290,7 @@ def test_autocasts_are_in_files(tmp_path: Any) -> None:
 def test_a_graph_break_is_named_and_the_files_are_right(tmp_path: Any) -> None:
     bundle = exported(made(Breaks), ["simplify"], tmp_path, data(4, 5, 8))
     (note,) = bundle.manifest["notes"]
-    wanted = (
-        r"the files don't hold what simplify did: the graph breaks at test_graph_files\.py:\d+ \(`print\(end=\"\"\)`: "
-    )
+    wanted = r"the files don't contain the changes of simplify: the graph breaks at test_graph_files\.py:\d+ \(`print\(end=\"\"\)`: "
     assert re.match(wanted, note), note
     reason = note.partition(": ")[2]
     assert entries(bundle) == {format: [{"name": "simplify", "reason": reason}] for format in FORMATS}
