@@ -289,6 +289,8 @@ def test_a_wrong_pass_without_a_region_is_found_by_bisection() -> None:
 
 
 def test_two_wrong_passes_are_both_found() -> None:
+    # With some weights a channel is dead, and the scaled weight changes nothing.
+    torch.manual_seed(0)
     first, second = (ScaleOneWeight(f"blocks.{n}.first", 40.0, declared=False) for n in (0, 3))
     fast = optimize(Residual(), [first, "fold-conv-bn", second], example_inputs=(X,))
     assert [status for _, status in statuses(fast)] == ["rolled-back", "applied", "rolled-back"]
