@@ -17,6 +17,7 @@ TIMM := $(VENV)/timm
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 # Two processes of one thread each are faster than one of two: most of the time is Python's.
 WORKERS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 N ?= 1000
 RUNS ?= 2000
 SEED := $(or $(SEED),$(shell date +%s))
@@ -27,19 +28,18 @@ demo: $(VENV)/examples
 	$(BIN)/optimize-export examples/resnet.py --output dist/resnet --force
 
 test: $(VENV)/test $(TIMM)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not zoo" -n $(WORKERS) --dist worksteal
+	$(PYTEST) -m "not slow and not zoo"
 
 test-all: $(VENV)/test $(TIMM)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not zoo" -n $(WORKERS) --dist worksteal
+	$(PYTEST) -m "slow and not zoo"
 
 coverage: $(VENV)/dev $(TIMM)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not zoo" -n $(WORKERS) --dist worksteal \
+	$(PYTEST) -m "not slow and not zoo" \
 		--cov=optimizer --cov=passes --cov=exporters --cov-report=term:skip-covered --cov-fail-under=90
 
 fuzz: $(VENV)/test
 	@echo "make fuzz N=$(N) SEED=$(SEED)"
-	OMP_NUM_THREADS=1 FUZZ_EXAMPLES=$(N) FUZZ_SEED=$(SEED) \
-		$(BIN)/python -m pytest tests/test_fuzz.py -n $(WORKERS) --dist worksteal
+	FUZZ_EXAMPLES=$(N) FUZZ_SEED=$(SEED) $(PYTEST) tests/test_fuzz.py
 
 zoo: $(VENV)/test $(TIMM)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m zoo -n $(WORKERS) --dist worksteal

@@ -159,7 +159,7 @@ def figures_of(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         found[way] = json.loads(process.stdout.splitlines()[-1])
     mine = found[OURS]
     mine["memory"] = mine["peak_bytes"] / found[PLAIN]["peak_bytes"]
-    mine["memory beside a run"] = mine["peak_bytes"] / found[BY_HAND]["peak_bytes"]
+    mine["memory with a run"] = mine["peak_bytes"] / found[BY_HAND]["peak_bytes"]
     goal = "optimize" if mine["changes"] else "optimize, nothing changed"
     mine["met"] = (
         mine["optimize"]["all"] <= GOALS[goal]
@@ -173,7 +173,7 @@ def figures_of(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 def table_of(results: list[dict[str, Any]], environment: dict[str, Any], batch: int) -> Table:
     """One row for each model."""
     headings = ["model", "changes", "optimize", "of them in float64", "runs of a rewrite", "export"]
-    headings += ["of them in float64", "of the file", "further format", "memory", "beside a run by hand"]
+    headings += ["of them in float64", "of the file", "further format", "memory", "compared with export and run"]
     table = Table("What the proof costs, in forwards of the example inputs", headings)
     for result in results:
         mine = result[OURS]
@@ -188,13 +188,13 @@ def table_of(results: list[dict[str, Any]], environment: dict[str, Any], batch: 
             f"{mine['export'].get('files', 0.0):.1f}",
             f"{mine['further format']:.1f}",
             f"{mine['memory']:.2f}×",
-            f"{mine['memory beside a run']:.2f}×",
+            f"{mine['memory with a run']:.2f}×",
         )
     met = sum(result[OURS]["met"] for result in results)
     goals = ", ".join(f"{name} {goal}" for name, goal in GOALS.items())
     table.caption.append(
         f"Example inputs of {batch} rows; a forward in float64 counts twice in the sums. The export is to {FORMAT}, the further"
-        f" format is {FURTHER}; memory is the peak of the process, beside that of torch.onnx.export alone and of that with one run of the file. The goals are"
+        f" format is {FURTHER}; memory is the peak of the process, compared with torch.onnx.export alone and with one run of the file. The goals are"
         f" at most: {goals}. {met} of {len(results)} models meet them all."
     )
     table.caption.append(caption(environment))

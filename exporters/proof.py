@@ -136,7 +136,9 @@ class Evidence:
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """Run the model, or a program captured from it, without lasting effects on the buffers of both."""
-        with undisturbed(self.adapter), undisturbed(self.captures.adapter):
+        with ExitStack() as stack:
+            for adapter in dict.fromkeys((self.adapter, self.captures.adapter)):
+                stack.enter_context(undisturbed(adapter))
             yield
 
     @property
@@ -383,7 +385,7 @@ def _proven_at(evidence: Evidence, loaded: LoadedArtifact, calls: Iterable[int])
             if not evidence.outputs_given:
                 raise
             # The caller's outputs may come from the model before a pass damaged it. Then the route is right.
-            with evidence.undisturbed(), silent():
+            with undisturbed(evidence.adapter), silent():
                 expected = evidence.adapter.run(inputs)
             outputs = _compare(evidence, loaded, inputs, expected)
         errors.append([_relative_error(*pair) for pair in zip(expected, outputs, strict=True)])

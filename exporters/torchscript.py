@@ -21,7 +21,7 @@ from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArt
 from exporters.decisions import Watch, traced
 from exporters.errors import RouteRefused, WrongFile
 from exporters.file_values import FileParts
-from exporters.isolation import silent
+from exporters.isolation import silent, undisturbed
 from exporters.metadata import extra_files, read_extra_file
 from exporters.proof import Evidence, Route, first_right, gather, refusing
 from exporters.structure import ContainerNode, Node, TensorNode
@@ -56,7 +56,7 @@ class TorchScriptExporter(Exporter):
                 raise WrongFile(f"{refusal}; {place}", refusal.inputs, refusal.output, size=evidence.size) from refusal
 
         def scripted(folder: Path) -> tuple[Path, ...]:
-            with evidence.undisturbed(), refusing(), silent(), torchscript_allowed():
+            with undisturbed(evidence.adapter), refusing(), silent(), torchscript_allowed():
                 module = _script(evidence.adapter)
             return self._proven(module, evidence, folder)
 

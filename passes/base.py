@@ -66,7 +66,7 @@ class Context:
     @property
     def smallest_call(self) -> int:
         """The index of the example call with the fewest rows."""
-        return min(range(len(self.example_calls)), key=lambda number: rows_of(self.example_calls[number]))
+        return fewest_rows(self.example_calls)
 
 
 class Detail(Protocol):
@@ -307,6 +307,11 @@ def device_of(module: nn.Module) -> torch.device:
     for tensor in (*module.parameters(), *module.buffers()):
         return tensor.device
     return torch.device("cpu")
+
+
+def fewest_rows(calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> int:
+    """The index of the call with the smallest batch size."""
+    return min(range(len(calls)), key=lambda number: rows_of(calls[number]))
 
 
 def rows_of(call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> int:

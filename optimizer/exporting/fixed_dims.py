@@ -67,7 +67,7 @@ def _lengths(inputs: Mapping[str, torch.Tensor], batch_size: int | None) -> dict
 def _with_batch(
     declared: Mapping[str, dict[int, str]], inputs: Mapping[str, torch.Tensor], rows: int | None
 ) -> dict[str, dict[int, str]]:
-    """Open dim 0 too where an input has so many rows; nothing where `rows` is None."""
+    """The open dims with the batch dim of each input that has `rows` rows; unchanged if `rows` is None."""
     return {
         name: {0: BATCH, **dims} if rows is not None and inputs[name].shape[0] == rows else dims
         for name, dims in declared.items()

@@ -12,7 +12,7 @@ from optimizer.errors import ExportFailed, UsageError
 from optimizer.exporting.job import ExportJob
 from optimizer.parity import Reference
 from optimizer.wording import listed
-from passes.base import rows_of
+from passes.base import fewest_rows
 from passes.program.forwards import dtype_inside
 
 # The maximum number of fixed numbers that a note names.
@@ -59,7 +59,7 @@ def request_for(job: ExportJob, model: nn.Module, reference: Reference) -> Expor
 
 def smallest_call(request: ExportRequest) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """The call with the fewest rows."""
-    return min(request.calls, key=rows_of)
+    return request.calls[fewest_rows(request.calls)]
 
 
 def names_in_files(reference: Reference, adapter: Adapter) -> dict[str, str]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from optimizer.model import Call, Mode, clone, eager_only, pinned_settings, private_state, random_state, seed_torch
 from optimizer.wording import first_line
-from passes.base import Context, rows_of
+from passes.base import Context, fewest_rows, rows_of
 from passes.errors import UnseenCall
 
 
@@ -63,7 +63,7 @@ class CopyRuns:
     def refused(self, *, gradients: bool) -> list[UnseenCall]:
         """The refusals of seals at the example calls."""
         with self._quiet(), torch.set_grad_enabled(gradients):
-            outputs = [self._output(number, fresh(call)) for number, call in enumerate(self.calls)]
+            outputs = [self._output(number, call) for number, call in enumerate(self.calls)]
         return [output for output in outputs if isinstance(output, UnseenCall)]
 
     def error_at(self, call: Call, *, gradients: bool) -> Exception | None:
@@ -74,12 +74,12 @@ class CopyRuns:
             if gradients:
                 # No backward pass follows: the tensors kept for it would only take memory.
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_forgotten, _forgotten))
-            output = self._output(0, fresh(call))
+            output = self._output(0, call)
         return output if isinstance(output, Exception) else None
 
     def smallest(self) -> Call:
         """The call with the fewest rows."""
-        return min(self.calls, key=lambda call: rows_of((call.args, call.kwargs)))
+        return self.calls[fewest_rows([(call.args, call.kwargs) for call in self.calls])]
 
     def batch_sizes(self) -> set[int]:
         """The numbers of rows of the example calls."""
@@ -87,6 +87,7 @@ class CopyRuns:
 
     def _output(self, seed: int, call: Call) -> Any:
         """The output of one call, or its error."""
+        call = fresh(call)
         seed_torch(seed)
         try:
             return self.root(*call.args, **call.kwargs)

@@ -32,7 +32,7 @@ from optimizer.options import check_numbers
 from optimizer.parity import OriginalOutputs, ParityReport, Reference
 from optimizer.pipeline.pipeline import Pipeline
 from optimizer.pipeline.provenance import Provenance, attach, detach
-from optimizer.pipeline.size import coverage_record
+from optimizer.pipeline.size import coverage_record, size_of
 from optimizer.report import ProgressFunction, Report
 from optimizer.wording import listed
 from passes.base import Context, Pass, PassResult, device_of
@@ -113,7 +113,7 @@ def _run_stages(
     with _timed(stages, "original"):
         pipeline.record()
     tree, context = pipeline.tree, pipeline.context()
-    before, coverage = pipeline.size(), coverage_record(tree, context)
+    before, coverage = size_of(tree), coverage_record(tree, context)
     with _timed(stages, "passes"):
         pipeline.run(passes)
         # Before the verification: further passes are tried on the result and undone.
@@ -129,7 +129,7 @@ def _run_stages(
         passes=pipeline.records,
         parity=parity,
         before=before,
-        after=pipeline.size(),
+        after=size_of(tree),
         notes=list(pipeline.notes),
         could_apply=could_apply,
         stages=stages,

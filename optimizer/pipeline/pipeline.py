@@ -23,10 +23,10 @@ from optimizer.pipeline.applied import Lowered, is_own, lowered_by
 from optimizer.pipeline.comparer import Comparer
 from optimizer.pipeline.copy_runs import CopyRuns
 from optimizer.pipeline.hints import passes_that_would_apply
-from optimizer.pipeline.size import record_runs, size_of
+from optimizer.pipeline.size import record_runs
 from optimizer.pipeline.transactions import Transactions
 from optimizer.pipeline.verification import verified
-from optimizer.report import PassRecord, Progress, ProgressFunction, Size
+from optimizer.report import PassRecord, Progress, ProgressFunction
 from passes.base import Context, Pass, PassResult
 from passes.program.model_tree import ModelTree
 
@@ -166,10 +166,6 @@ class Pipeline:
         if not self._may_differ():
             return comparer.outputs.unchanged("No pass changed the model: there was nothing to compare.")
         return verified(self._transactions, comparer, self._samples, self._batch_sizes)
-
-    def size(self) -> Size:
-        """The size of the working copy as it is now."""
-        return size_of(self.tree)
 
     def could_apply(self) -> list[str]:
         """The passes that weren't named and would change something, where the named ones changed nothing."""

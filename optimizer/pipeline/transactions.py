@@ -29,7 +29,6 @@ class Transactions:
     """Runs the passes in order, keeps their records, and rolls them back.
 
     Attributes:
-        tree: the working copy as passes see it.
         passes: in their order.
         records: of the passes that ran.
         runs: of the working copy.
@@ -58,7 +57,7 @@ class Transactions:
         self.comparer: Comparer | None = None
         self._copy = copy
         self._original = original
-        self.tree = tree
+        self._tree = tree
         self._device = device
         self._strict = strict
         self._progress = progress
@@ -90,7 +89,7 @@ class Transactions:
         if context.example_calls:
             context = replace(context, judge=partial(judge_change, self._copy.root, item.declared_error))
         for tries_left in reversed(range(_MOST_TRIES)):
-            ran = attempt(item, context, self._copy, self._original, self.tree)
+            ran = attempt(item, context, self._copy, self._original, self._tree)
             record, result = ran.record, ran.result
             if result is None:
                 self.records.append(record)
