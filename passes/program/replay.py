@@ -6,7 +6,7 @@ values, once with the old tensors and once with the new ones, and the judge comp
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from passes.program.matching import BATCH_NORMS, CONVOLUTIONS, Pair, arguments_of, layer_arguments
-from passes.program.recording import Node, Recorder, Recording, tensor_of
+from passes.program.recording import Node, Recorder, Recording, call_of, tensor_of
 from passes.program.seals import opened
 from passes.program.tensors import TensorRef
 from passes.program.weights import bare
@@ -45,6 +45,23 @@ class Rewritten:
     bias: TensorRef | None
     carried: bool
     passed: frozenset[Node]
+
+
+class _Numbered:
+    """Numbers the calls of each function in each module.
+
+    The position in the whole run would not do: the first run may fill a cache (`functools.lru_cache`) with values that
+    the second run doesn't compute again.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[int, Any]] = Counter()
+
+    def key_of(self, node: Node) -> tuple[int, Any, int]:
+        """The key of the next call; the nodes must come in the order of the run."""
+        kind = id(call_of(node).module), node.target
+        self._counts[kind] += 1
+        return (*kind, self._counts[kind])
 
 
 @dataclass
@@ -86,19 +103,18 @@ class Replay(Recorder):
         for number, way in self._ways.items():
             for node in way:
                 pairs_of[node].append(number)
-        calls = [node for node in recording.graph.nodes if node.op == "call_function"]
-        # Keyed by the position of the call in the run.
-        self._wanted = {place: (node, pairs_of[node]) for place, node in enumerate(calls) if node in pairs_of}
+        numbered = _Numbered()
+        calls = ((node, numbered.key_of(node)) for node in recording.graph.nodes if node.op == "call_function")
+        self._wanted = {key: (node, pairs_of[node]) for node, key in calls if node in pairs_of}
         self._open: dict[int, _Calls] = {}
-        self._place = 0
+        self._numbered = _Numbered()
 
     def _add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> fx.Node | None:
         node = super()._add(func, args, kwargs, result)
         if node is not None:
-            wanted, self._place = self._wanted.get(self._place), self._place + 1
-            if wanted is not None and wanted[0].target is func:
-                for number in wanted[1]:
-                    self._note(wanted[0], number, args, kwargs)
+            recorded, pairs = self._wanted.get(self._numbered.key_of(node), (node, []))
+            for number in pairs:
+                self._note(recorded, number, args, kwargs)
         return node
 
     def _mark_escapes(self) -> None:

@@ -449,3 +449,24 @@ def test_code_that_goes_around_the_seal_finds_no_number_of_a_folded_norm() -> No
     (norm,) = (module for module in fast.modules() if isinstance(module, nn.BatchNorm2d))
     with pytest.warns(UserWarning, match="To copy construct"):
         assert torch.tensor(norm.running_var).isnan().all()
+
+
+def test_a_cache_that_only_the_first_run_fills_stands_in_no_way() -> None:
+    """As the position embeddings of RT-DETR, which a function with `lru_cache` computes."""
+
+    @functools.lru_cache
+    def positions(size: int) -> Tensor:
+        return torch.arange(size).float().div(size).sin()
+
+    class Positioned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(3, 4, 3)
+            self.norm = nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.first(x + positions(x.shape[-1])))
+
+    model = enliven(Positioned()).eval()
+    fast = optimize(model, FoldConvBn(), example_inputs=(image(),))
+    assert [(record.status, len(record.changes)) for record in fast.report.passes] == [("applied", 1)]
