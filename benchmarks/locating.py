@@ -167,12 +167,12 @@ class Subject:
         """By the old exporter, into a folder of its own."""
         folder = self.folder / "old"
         folder.mkdir()
-        captured = exporters.onnx._dynamo
-        exporters.onnx._dynamo = refused
+        captured = exporters.onnx.by_dynamo
+        exporters.onnx.by_dynamo = refused
         try:
             return OnnxExporter().export(self.request(self.fast), folder)
         finally:
-            exporters.onnx._dynamo = captured
+            exporters.onnx.by_dynamo = captured
 
     def request(self, model: nn.Module) -> ExportRequest:
         return ExportRequest(model, tuple(((self.inputs(batch),), {}) for batch in (2, 3, 1)))

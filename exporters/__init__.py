@@ -18,15 +18,17 @@ from exporters.errors import (
     UnknownFormat,
     UnknownOpset,
     WrongFile,
+    refusing,
 )
+from exporters.evidence import Evidence, gather
 from exporters.exported_program import captured, conditions_of_program
 from exporters.isolation import silent
 from exporters.onnx import OnnxExporter
-from exporters.proof import Evidence, Route, first_right, gather, refusing
+from exporters.proof import prove_file
 from exporters.pt2 import Pt2Exporter
 from exporters.registry import exporter_named, exporter_names, load_artifact
+from exporters.routes import Route, first_right
 from exporters.torchscript import TorchScriptExporter
-from exporters.trace_conditions import prove_file
 
 __all__ = [
     "Adapter",

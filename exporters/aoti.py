@@ -24,15 +24,16 @@ from typing import Any, ClassVar
 import torch
 
 from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec, parameter_names
-from exporters.errors import ExportError, OtherMachine, RouteRefused
+from exporters.errors import ExportError, OtherMachine, RouteRefused, refusing
+from exporters.evidence import Evidence, gather
 from exporters.exported_program import captured, conditions_of_program, guards_in_force, take_guards
 from exporters.file_values import Program
 from exporters.guards import guard_holds
 from exporters.input_checks import refuse_unfit
 from exporters.isolation import silent
 from exporters.metadata import extra_files, read_extra_file
-from exporters.proof import Evidence, Route, first_right, gather, prove, prove_beyond, prove_early, refusing
-from exporters.trace_conditions import conditions_at
+from exporters.proof import prove_at_calls, prove_program
+from exporters.routes import Route, first_right
 from exporters.writing import write_archive
 
 _MODEL = "model"
@@ -95,14 +96,11 @@ class AotiExporter(Exporter):
             # Compiling adds further conditions.
             conditions = conditions_of_program(program, evidence)
             loaded = self._packaged(files, evidence, (), path)
-            with evidence.undisturbed(), silent():
-                errors = prove_early(evidence, loaded)
-                agreed = prove_beyond(evidence, loaded, conditions, conditions_at, errors)
+            agreed = prove_program(evidence, loaded, conditions)
             if kept := guards_in_force(guards, evidence, agreed):
                 del loaded
                 loaded = self._packaged(files, evidence, kept, path)
-            with evidence.undisturbed(), silent():
-                prove(evidence, loaded, [path])
+            prove_at_calls(evidence, loaded, [path])
         return (path,)
 
     def _packaged(self, files: Sequence[Path], evidence: Evidence, guards: Sequence[str], path: Path) -> LoadedArtifact:

@@ -27,10 +27,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from exporters.autograd_functions import traced_by_their_forwards
 from exporters.base import Adapter, clones
-from exporters.errors import RouteRefused
+from exporters.errors import RouteRefused, refusing
 from exporters.isolation import silent, undisturbed
 from exporters.places import paths_of, place_of, user_frame
-from exporters.proof import refusing
 from exporters.torchscript_deprecation import torchscript_allowed
 
 Dependence = Literal["size", "value", "length"]

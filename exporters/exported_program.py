@@ -18,12 +18,12 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from exporters.base import TensorSpec, clones, parameter_names
 from exporters.conditions import Condition, Line, batches_near
 from exporters.decisions import refuse_values, traced
-from exporters.errors import RouteRefused
+from exporters.errors import RouteRefused, refusing
+from exporters.evidence import Evidence, Shapes
 from exporters.file_values import Program
 from exporters.guards import UnreadableGuard, guard_holds
 from exporters.isolation import silent, undisturbed
 from exporters.places import place_in_stack
-from exporters.proof import Evidence, Shapes, refusing
 
 # Node metadata about the origin of a node: files and lines of this machine, and how the graph was made.
 _TRACES = ("stack_trace", "from_node", "source_fn_stack", "custom", "original_aten")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from exporters.base import TensorSpec
-from exporters.proof import dtype_name
+from exporters.evidence import dtype_name
 
 
 def refuse_unfit(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:

@@ -16,7 +16,7 @@ from exporters.isolation import silent, undisturbed
 from exporters.places import paths_of, place_of, user_frame
 
 if TYPE_CHECKING:
-    from exporters.proof import Evidence
+    from exporters.evidence import Evidence
 
 
 class _Lists(TorchFunctionMode):

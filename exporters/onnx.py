@@ -7,31 +7,28 @@ reproduces the model's values at every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import onnx
 import onnx_ir as ir
 import torch
 from google.protobuf.message import DecodeError
 
-from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec, clones
-from exporters.conditions import Condition
-from exporters.errors import MetadataError, ProviderFallback, RouteRefused
-from exporters.exported_program import conditions_of_program, named_dims, shared_program
+from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec
+from exporters.errors import MetadataError, RouteRefused, refusing
+from exporters.evidence import Evidence, gather
 from exporters.file_values import FileValues, Program
 from exporters.isolation import silent
-from exporters.onnx_operators import translations
+from exporters.onnx_captures import Captured, by_dynamo, by_torchscript
 from exporters.onnx_pads import keep_pads
-from exporters.onnx_runtime import ort
-from exporters.onnx_session import CUDA, providers_for, run_session
+from exporters.onnx_session import LoadedOnnx, session_for_proof
 from exporters.onnx_values import OnnxValues
-from exporters.proof import Evidence, Route, first_right, gather, refusing
+from exporters.proof import prove_file
+from exporters.routes import Route, first_right
 from exporters.torchscript_deprecation import torchscript_allowed
-from exporters.trace_conditions import prove_file, watched
 
 # Bytes of weights from which they are saved as external data. Protobuf can't hold more than 2 GiB, and long before that
 # its readers keep three copies of a file. External data is read tensor by tensor.
@@ -44,9 +41,6 @@ _DATA_DEPENDENT = frozenset({"NonZero", "Unique", "Compress", "NonMaxSuppression
 # The first IR version that supports functions.
 _IR_WITH_FUNCTIONS = 8
 
-# Nodes that compute nothing. A runtime on the GPU places them on the CPU by design.
-_NO_COMPUTATION = frozenset({"Shape", "Size", "Constant", "MemcpyToHost", "MemcpyFromHost"})
-
 
 class OnnxExporter(Exporter):
     """The exporter to `model.onnx`, with large weights in `model.onnx.data` next to it."""
@@ -57,10 +51,10 @@ class OnnxExporter(Exporter):
     def export(self, request: ExportRequest, directory: Path) -> Artifact:
         evidence = gather(request)
         programs: dict[str, Program | None] = {}
-        captures: dict[str, Callable[[Path], _Captured]] = {
-            "dynamo": lambda _: _dynamo(evidence, request.opset, optimize=True),
-            "dynamo-unoptimized": lambda _: _dynamo(evidence, request.opset, optimize=False),
-            "torchscript": lambda folder: _by_torchscript(evidence, request.opset, folder),
+        captures: dict[str, Callable[[Path], Captured]] = {
+            "dynamo": lambda _: by_dynamo(evidence, request.opset, optimize=True),
+            "dynamo-unoptimized": lambda _: by_dynamo(evidence, request.opset, optimize=False),
+            "torchscript": lambda folder: by_torchscript(evidence, request.opset, folder),
         }
 
         def route(name: str) -> Route:
@@ -83,12 +77,12 @@ class OnnxExporter(Exporter):
 
     @staticmethod
     def load(path: Path, device: str) -> LoadedArtifact:
-        return _LoadedOnnx(path, torch.device(device))
+        return LoadedOnnx(path, torch.device(device))
 
     @staticmethod
     def load_unoptimized(path: Path, device: str) -> LoadedArtifact:
         """Load the file with onnxruntime's graph optimizations off."""
-        return _LoadedOnnx(path, torch.device(device), optimize=False)
+        return LoadedOnnx(path, torch.device(device), optimize=False)
 
     @staticmethod
     def read_metadata(path: Path) -> Mapping[str, str]:
@@ -106,7 +100,7 @@ class OnnxExporter(Exporter):
     def _proven(
         self,
         route: str,
-        capture: Callable[[Path], _Captured],
+        capture: Callable[[Path], Captured],
         request: ExportRequest,
         evidence: Evidence,
         folder: Path,
@@ -127,7 +121,7 @@ class OnnxExporter(Exporter):
         _check_header(onnx.load(files[0], load_external_data=False), request.opset, evidence)
         with refusing("the ONNX checker rejects the file"), silent():
             onnx.checker.check_model(str(files[0]), full_check=True)
-        prove_file(evidence, _session_for_proof(files[0]), files, conditions)
+        prove_file(evidence, session_for_proof(files[0]), files, conditions)
         return files
 
 
@@ -145,73 +139,6 @@ def _refuse_what_no_runtime_gives(evidence: Evidence) -> None:
             f"the model draws random numbers at {evidence.draws}, and an ONNX runtime draws different ones: make "
             "them an input, or export to torchscript or pt2, which draw the same as torch"
         )
-
-
-_Captured = tuple[ir.Model, Sequence[Condition], Program | None]
-"""The model in the file, the conditions on the batch, and the program it was made from, where there is one."""
-
-
-def _dynamo(evidence: Evidence, opset: int | None, *, optimize: bool) -> _Captured:
-    # These only name the dims: they are open in the capture.
-    names = tuple(named_dims(spec) or None for spec in evidence.input_specs)
-    program = torch.onnx.export(
-        shared_program(evidence),
-        input_names=evidence.adapter.input_names,
-        output_names=evidence.adapter.output_names,
-        opset_version=opset,
-        dynamo=True,
-        dynamic_shapes=names if any(names) else None,
-        custom_translation_table=translations(),
-        optimize=optimize,
-        verbose=False,
-    )
-    if program is None or program.exported_program is None:
-        raise RouteRefused("torch.onnx.export returned no program")
-    exported = program.exported_program
-    known = Program.of(exported, evidence.adapter.model, evidence.adapter.output_names)
-    return program.model, conditions_of_program(exported, evidence), known
-
-
-def _by_torchscript(evidence: Evidence, opset: int | None, folder: Path) -> _Captured:
-    adapter = evidence.adapter
-    axes = {spec.name: named_dims(spec) for spec in (*evidence.input_specs, *evidence.output_specs)}
-    # Export to a file: above 2 GiB this exporter writes the weights next to it. The folder is removed after the export.
-    raw = folder / "raw"
-    raw.mkdir()
-    # By default the exporter switches a module in training mode to eval.
-    mode: dict[str, Any] = {"training": torch.onnx.TrainingMode.PRESERVE} if adapter.training else {}
-    with _without_native_log(), watched(evidence) as conditions:
-        torch.onnx.export(
-            adapter,
-            clones(evidence.inputs[0]),
-            str(raw / "model.onnx"),
-            input_names=list(adapter.input_names),
-            output_names=list(adapter.output_names),
-            opset_version=opset,
-            dynamo=False,
-            dynamic_axes={name: dims for name, dims in axes.items() if dims},
-            verbose=False,
-            **mode,
-        )
-    return ir.load(raw / "model.onnx"), conditions(), None
-
-
-@contextmanager
-def _without_native_log() -> Iterator[None]:
-    """Keep the old exporter from printing the graph on which it fails.
-
-    It prints regardless of `verbose`: it tests the function that reports whether logging is on, but never calls it. The
-    text goes to the process's stdout and bypasses sys.stdout.
-    """
-    log = getattr(torch._C, "_jit_onnx_log", None)
-    if log is None:
-        yield
-        return
-    torch._C._jit_onnx_log = lambda *_: None
-    try:
-        yield
-    finally:
-        torch._C._jit_onnx_log = log
 
 
 def _strip(model: ir.Model) -> None:
@@ -328,113 +255,3 @@ def _read_specs(graph: onnx.GraphProto, evidence: Evidence) -> tuple[tuple[Tenso
 def _dims(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
     dims = value.type.tensor_type.shape.dim
     return tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in dims)
-
-
-def _session_for_proof(path: Path) -> LoadedArtifact:
-    """Load the file on the CPU, or on the GPU where the CPU lacks a kernel (some operators in half precision)."""
-    with refusing("onnxruntime can't load the file"):
-        try:
-            # Failures raise exceptions; onnxruntime's own lines on stderr would only repeat them.
-            return _LoadedOnnx(path, torch.device("cpu"), log_severity=4)
-        except ort.capi.onnxruntime_pybind11_state.NotImplemented:
-            if not torch.cuda.is_available():
-                raise
-            return _LoadedOnnx(path, torch.device("cuda"), log_severity=4)
-
-
-class _LoadedOnnx:
-    def __init__(self, path: Path, device: torch.device, *, log_severity: int = 3, optimize: bool = True) -> None:
-        self._target = torch.device(device.type, device.index or 0)
-        self.device = device.type
-        options = ort.SessionOptions()
-        options.log_severity_level = log_severity
-        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-        if not optimize:
-            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        self._session = ort.InferenceSession(str(path), options, providers=providers_for(self._target))
-        assigned = _assigned_nodes(self._session)
-        self.placement = None if assigned is None else _count(assigned)
-        self.settings = {"onnxruntime_tf32": _tf32(self._session)}
-        if device.type != "cpu":
-            _require_cuda(self._session, assigned, path)
-
-    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return run_session(self._session, self._target, tensors)
-
-
-AssignedNode = tuple[str, str, str]
-"""Execution provider, node name, operator type."""
-
-
-def _assigned_nodes(session: ort.InferenceSession) -> list[AssignedNode] | None:
-    """The execution provider of each node of the optimized graph; None if this onnxruntime can't report it."""
-    if not hasattr(session, "get_provider_graph_assignment_info"):
-        return None
-    return [
-        (subgraph.ep_name, node.name, node.op_type)
-        for subgraph in session.get_provider_graph_assignment_info()
-        for node in subgraph.get_nodes()
-    ]
-
-
-def _count(nodes: Iterable[AssignedNode]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for provider, _, _ in nodes:
-        counts[provider] = counts.get(provider, 0) + 1
-    return counts
-
-
-def _tf32(session: ort.InferenceSession) -> str:
-    """Whether float32 products use TF32, as the session reports it: "on", "off" or "unknown"."""
-    if CUDA not in session.get_providers():
-        return "off"
-    used = session.get_provider_options().get(CUDA, {}).get("use_tf32")
-    return "unknown" if used is None else "off" if str(used).lower() in ("0", "false") else "on"
-
-
-def _require_cuda(session: ort.InferenceSession, assigned: list[AssignedNode] | None, path: Path) -> None:
-    if CUDA not in session.get_providers():
-        raise ProviderFallback(
-            f"onnxruntime {ort.__version__} couldn't start its CUDA provider and would run on the CPU; "
-            f"its CUDA and cuDNN versions must fit those that are installed."
-        )
-    if _tf32(session) == "on":
-        raise ProviderFallback(f"onnxruntime {ort.__version__} computes float32 in TF32, although that was disabled.")
-    if assigned is None:
-        raise ProviderFallback(f"onnxruntime {ort.__version__} can't report where its nodes run; 1.24 or later can.")
-    graph = onnx.load(path, load_external_data=False).graph
-    judge_placement(assigned, shape_only_nodes(graph))
-
-
-def judge_placement(assigned: Sequence[AssignedNode], shape_only: frozenset[str]) -> None:
-    """Accept a placement whose computations are all on CUDA.
-
-    Nodes that compute nothing (`Shape`, `Constant`, copies) and the `shape_only` nodes, given by name, may be on the
-    CPU. onnxruntime places those there on purpose, because the host needs the shapes.
-
-    Raises:
-        ProviderFallback: another node isn't on CUDA, or no node is.
-    """
-    fallen = [
-        f"`{name}` ({op_type})"
-        for provider, name, op_type in assigned
-        if provider != CUDA and op_type not in _NO_COMPUTATION and name not in shape_only
-    ]
-    if fallen:
-        more = f" and {len(fallen) - 5} more" if len(fallen) > 5 else ""
-        raise ProviderFallback(f"onnxruntime runs {', '.join(fallen[:5])}{more} on the CPU, not on the GPU.")
-    if not any(provider == CUDA for provider, _, _ in assigned):
-        raise ProviderFallback("onnxruntime runs no node of the file on the GPU.")
-
-
-def shape_only_nodes(graph: onnx.GraphProto) -> frozenset[str]:
-    """Names of the nodes that read no tensor data: shapes, constants, and nodes that compute only from these."""
-    known = {initializer.name for initializer in graph.initializer}
-    names = set()
-    for node in graph.node:
-        has_body = any(attribute.HasField("g") for attribute in node.attribute)
-        reads_none = not has_body and all(name in known for name in node.input if name)
-        if node.op_type in ("Shape", "Size") or reads_none:
-            names.add(node.name)
-            known.update(node.output)
-    return frozenset(names)

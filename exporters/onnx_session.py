@@ -1,18 +1,58 @@
-"""Run an onnxruntime session on torch tensors."""
+"""Load an ONNX file in onnxruntime, run it on torch tensors, and tell where its nodes run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import onnx
 import torch
 
-from exporters.errors import ProviderFallback
+from exporters.base import LoadedArtifact
+from exporters.errors import ProviderFallback, refusing
 from exporters.onnx_runtime import ort
 
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
+
+# Nodes that compute nothing. A runtime on the GPU places them on the CPU by design.
+_NO_COMPUTATION = frozenset({"Shape", "Size", "Constant", "MemcpyToHost", "MemcpyFromHost"})
+
+AssignedNode = tuple[str, str, str]
+"""Execution provider, node name, operator type."""
+
+
+def session_for_proof(path: Path) -> LoadedArtifact:
+    """Load the file on the CPU, or on the GPU where the CPU lacks a kernel (some operators in half precision)."""
+    with refusing("onnxruntime can't load the file"):
+        try:
+            # Failures raise exceptions; onnxruntime's own lines on stderr would only repeat them.
+            return LoadedOnnx(path, torch.device("cpu"), log_severity=4)
+        except ort.capi.onnxruntime_pybind11_state.NotImplemented:
+            if not torch.cuda.is_available():
+                raise
+            return LoadedOnnx(path, torch.device("cuda"), log_severity=4)
+
+
+class LoadedOnnx:
+    def __init__(self, path: Path, device: torch.device, *, log_severity: int = 3, optimize: bool = True) -> None:
+        self._target = torch.device(device.type, device.index or 0)
+        self.device = device.type
+        options = ort.SessionOptions()
+        options.log_severity_level = log_severity
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        if not optimize:
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        self._session = ort.InferenceSession(str(path), options, providers=providers_for(self._target))
+        assigned = _assigned_nodes(self._session)
+        self.placement = None if assigned is None else _count(assigned)
+        self.settings = {"onnxruntime_tf32": _tf32(self._session)}
+        if device.type != "cpu":
+            _require_cuda(self._session, assigned, path)
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return run_session(self._session, self._target, tensors)
 
 
 def run_session(
@@ -88,3 +128,77 @@ def providers_for(device: torch.device) -> list[Any]:
         )
     # TF32 rounds the factors of float32 products to 10 bits of mantissa; results must match the model's.
     return [(CUDA, {"device_id": str(device.index), "use_tf32": "0"}), CPU]
+
+
+def _assigned_nodes(session: ort.InferenceSession) -> list[AssignedNode] | None:
+    """The execution provider of each node of the optimized graph; None if this onnxruntime can't report it."""
+    if not hasattr(session, "get_provider_graph_assignment_info"):
+        return None
+    return [
+        (subgraph.ep_name, node.name, node.op_type)
+        for subgraph in session.get_provider_graph_assignment_info()
+        for node in subgraph.get_nodes()
+    ]
+
+
+def _count(nodes: Iterable[AssignedNode]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for provider, _, _ in nodes:
+        counts[provider] = counts.get(provider, 0) + 1
+    return counts
+
+
+def _tf32(session: ort.InferenceSession) -> str:
+    """Whether float32 products use TF32, as the session reports it: "on", "off" or "unknown"."""
+    if CUDA not in session.get_providers():
+        return "off"
+    used = session.get_provider_options().get(CUDA, {}).get("use_tf32")
+    return "unknown" if used is None else "off" if str(used).lower() in ("0", "false") else "on"
+
+
+def _require_cuda(session: ort.InferenceSession, assigned: list[AssignedNode] | None, path: Path) -> None:
+    if CUDA not in session.get_providers():
+        raise ProviderFallback(
+            f"onnxruntime {ort.__version__} couldn't start its CUDA provider and would run on the CPU; "
+            f"its CUDA and cuDNN versions must fit those that are installed."
+        )
+    if _tf32(session) == "on":
+        raise ProviderFallback(f"onnxruntime {ort.__version__} computes float32 in TF32, although that was disabled.")
+    if assigned is None:
+        raise ProviderFallback(f"onnxruntime {ort.__version__} can't report where its nodes run; 1.24 or later can.")
+    graph = onnx.load(path, load_external_data=False).graph
+    judge_placement(assigned, shape_only_nodes(graph))
+
+
+def judge_placement(assigned: Sequence[AssignedNode], shape_only: frozenset[str]) -> None:
+    """Accept a placement whose computations are all on CUDA.
+
+    Nodes that compute nothing (`Shape`, `Constant`, copies) and the `shape_only` nodes, given by name, may be on the
+    CPU. onnxruntime places those there on purpose, because the host needs the shapes.
+
+    Raises:
+        ProviderFallback: another node isn't on CUDA, or no node is.
+    """
+    fallen = [
+        f"`{name}` ({op_type})"
+        for provider, name, op_type in assigned
+        if provider != CUDA and op_type not in _NO_COMPUTATION and name not in shape_only
+    ]
+    if fallen:
+        more = f" and {len(fallen) - 5} more" if len(fallen) > 5 else ""
+        raise ProviderFallback(f"onnxruntime runs {', '.join(fallen[:5])}{more} on the CPU, not on the GPU.")
+    if not any(provider == CUDA for provider, _, _ in assigned):
+        raise ProviderFallback("onnxruntime runs no node of the file on the GPU.")
+
+
+def shape_only_nodes(graph: onnx.GraphProto) -> frozenset[str]:
+    """Names of the nodes that read no tensor data: shapes, constants, and nodes that compute only from these."""
+    known = {initializer.name for initializer in graph.initializer}
+    names = set()
+    for node in graph.node:
+        has_body = any(attribute.HasField("g") for attribute in node.attribute)
+        reads_none = not has_body and all(name in known for name in node.input if name)
+        if node.op_type in ("Shape", "Size") or reads_none:
+            names.add(node.name)
+            known.update(node.output)
+    return frozenset(names)

@@ -6,37 +6,20 @@ not judge numerical accuracy.
 
 from __future__ import annotations
 
-import errno
 import itertools
-import math
-import re
-import shutil
-import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from exporters.base import (
-    Adapter,
-    Artifact,
-    Captures,
-    Exporter,
-    ExportRequest,
-    LoadedArtifact,
-    Proof,
-    TensorSpec,
-    clones,
-)
-from exporters.conditions import Condition, Line, breaks, line_through
-from exporters.draws import place_of_draws
-from exporters.errors import ExporterError, ExportError, RouteRefused, StructureError, WrongFile
+from exporters.base import Adapter, LoadedArtifact, clones
+from exporters.conditions import Condition, breaks
+from exporters.errors import RouteRefused, StructureError, WrongFile, refusing
+from exporters.evidence import Evidence, Shapes, TooLarge, dtype_name
 from exporters.isolation import silent, undisturbed
-from exporters.lists import lists_as_long_as_a_size
-from exporters.metadata import metadata_of
+from exporters.open_dims import BATCH
+from exporters.trace_conditions import conditions_at
 
 # Largest error that rounding could explain, relative to the largest value of the output.
 _ROUNDING = {torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -57,296 +40,25 @@ _MOST_FURTHER = 16
 # Only this many open sizes are combined when two or more sizes are set to 1.
 _MOST_AT_ONE = 4
 
-# Maximum bytes of one input that is built only to try a batch outside the calls.
-LARGEST_TRIAL = 64 * 2**20
 
-# Maximum bytes of a wrong file to keep until its first wrong operation is located. The other routes may need the disk
-# space of a larger one.
-_LARGEST_KEPT = 2**30
+def prove_file(
+    evidence: Evidence, loaded: LoadedArtifact, files: Sequence[Path], conditions: Sequence[Condition]
+) -> None:
+    """Compare a loaded file with the model at every call, and at sizes that break a condition of its capture.
 
-_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM})
-
-
-class _TooLarge(RouteRefused):
-    """The inputs for a batch would be too large to build."""
-
-
-# The shapes of all inputs in one call.
-Shapes = list[tuple[int, ...]]
-
-# Default name for the size of dim 0.
-BATCH = "batch"
-
-
-@dataclass(frozen=True)
-class Direction:
-    """Calls in which certain open dims change while the others keep their size.
-
-    Attributes:
-        calls: indices of the calls; the first one is always call 0.
-        dims: the (input, dim) pairs that change.
-        steps: where several sizes grow together, the step number of each call, starting at 1; otherwise empty.
-    """
-
-    calls: tuple[int, ...]
-    dims: tuple[tuple[int, int], ...]
-    steps: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """The model's inputs and outputs at every call, and the open dims of both.
-
-    Attributes:
-        unstable: indices of outputs that differ between two runs on the same inputs; only their shapes and dtypes can
-            be compared.
-        open_dims: the (input, dim) pairs that change between calls.
-        computes_in: the half precision that the model computes in, whatever the dtypes of its outputs; None if there is
-            none.
-        metadata: all metadata to write into the file.
-        declared: those `open_dims` that the request names.
-        directions: the ways in which the sizes change, where there are several.
-        steps: the `steps` of the direction, in the evidence for a single direction.
-        draws: the source location where the model draws the random numbers that make outputs unstable; "" if there is
-            none.
-        outputs_given: whether the caller supplied the outputs, so that the model wasn't run for them.
-        proof: the `proof` of the request.
-        captures: the `captures` of the request, or new ones of the adapter.
-        in_a_row: the largest number of terms that a format's loops add sequentially, where torch sums pairwise.
-    """
-
-    adapter: Adapter
-    inputs: tuple[tuple[torch.Tensor, ...], ...]
-    outputs: tuple[tuple[torch.Tensor, ...], ...]
-    unstable: frozenset[int]
-    open_dims: tuple[tuple[int, int], ...]
-    input_specs: tuple[TensorSpec, ...]
-    output_specs: tuple[TensorSpec, ...]
-    computes_in: torch.dtype | None = None
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    declared: frozenset[tuple[int, int]] = frozenset()
-    directions: tuple[Direction, ...] = ()
-    steps: tuple[int, ...] = ()
-    draws: str = ""
-    outputs_given: bool = False
-    proof: Proof | None = None
-    in_a_row: int = 1
-    captures: Captures = field(kw_only=True)
-
-    @contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        """Run the model, or a program captured from it, without lasting effects on the buffers of both."""
-        with ExitStack() as stack:
-            for adapter in dict.fromkeys((self.adapter, self.captures.adapter)):
-                stack.enter_context(undisturbed(adapter))
-            yield
-
-    @property
-    def along(self) -> tuple[Evidence, ...]:
-        """One evidence per size that changes by itself, and one for all that grow together.
-
-        Conditions are functions of one number, so each needs a single direction.
-        """
-        return tuple(
-            replace(
-                self,
-                inputs=tuple(self.inputs[call] for call in direction.calls),
-                outputs=tuple(self.outputs[call] for call in direction.calls),
-                open_dims=direction.dims,
-                directions=(),
-                steps=direction.steps,
-            )
-            for direction in self.directions
-        ) or (self,)
-
-    @property
-    def size(self) -> str:
-        """The name of the size that changes; the first name where several grow together."""
-        return next((str(self.input_specs[index].shape[dim]) for index, dim in self.open_dims), BATCH)
-
-    @property
-    def growing(self) -> str:
-        """The growing sizes as a phrase for a message."""
-        if self.steps:
-            sizes = dict.fromkeys(str(self.input_specs[index].shape[dim]) for index, dim in self.open_dims)
-            return _listed(list(sizes))
-        return f"the {self.size}" if self.size == BATCH else f"`{self.size}`"
-
-    def at(self, batch: int) -> str:
-        """The sizes at a batch as a phrase for a message."""
-        if not self.steps:
-            return f"batch size {batch}" if self.size == BATCH else f"{self.size} = {batch}"
-        shapes = self.shapes_at(batch)
-        sizes = {self.input_specs[index].shape[dim]: shapes[index][dim] for index, dim in self.open_dims}
-        return _listed([f"{name} = {size}" for name, size in sizes.items()])
-
-    def way_out(self, size: str) -> str:
-        """Advice for a size that can't be open; empty where no dim has that size."""
-        dims = [
-            (index, dim)
-            for index, spec in enumerate(self.input_specs)
-            for dim, name in enumerate(spec.shape)
-            if name == size
-        ]
-        if not dims or not self.declared.issuperset(dims):
-            return " Fix the batch size with --static-batch (static_batch=True)." if dims else ""
-        named = _listed([f"dim {dim} of `{self.input_specs[index].name}`" for index, dim in dims])
-        return f" Leave {named} out of --dynamic (dynamic=…)."
-
-    def rounding(self, dtype: torch.dtype) -> float:
-        """The largest error of an output of this dtype that rounding could explain, relative to its largest value."""
-        own = _ROUNDING.get(dtype, _ROUNDING_ELSEWHERE)
-        return own if self.computes_in is None else max(own, _ROUNDING[self.computes_in])
-
-    def unit(self, dtype: torch.dtype) -> float:
-        """The machine epsilon of the precision in which an output of this dtype is computed."""
-        eps = torch.finfo(dtype).eps
-        return eps if self.computes_in is None else max(eps, torch.finfo(self.computes_in).eps)
-
-    @property
-    def half(self) -> torch.dtype | None:
-        """The half precision that the model computes in or that one of its tensors has; None if there is none."""
-        adapter = self.adapter
-        tensors = (*adapter.parameters(), *adapter.buffers(), *self.inputs[0], *self.outputs[0])
-        held = {self.computes_in, *(tensor.dtype for tensor in tensors)}
-        return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in held), None)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the model."""
-        tensors = (*self.adapter.parameters(), *self.adapter.buffers(), *self.inputs[0])
-        return next((tensor.device for tensor in tensors), torch.device("cpu"))
-
-    @property
-    def batches(self) -> tuple[int, ...]:
-        """The batch of each call: the size of the first open dim, or `steps` where several sizes grow together.
-
-        Empty where no dim is open.
-        """
-        return self.steps or tuple(
-            tensors[index].shape[dim] for tensors in self.inputs for index, dim in self.open_dims[:1]
-        )
-
-    def line(self, index: int, dim: int) -> Line | None:
-        """The size of an open dim as a linear function of the batch; None where it isn't one."""
-        return line_through(self.batches, [tensors[index].shape[dim] for tensors in self.inputs])
-
-    def shapes_at(self, batch: int) -> list[tuple[int, ...]]:
-        """The shapes of the inputs at another batch.
-
-        Raises:
-            RouteRefused: an open dim isn't a linear function of the batch.
-        """
-        shapes = [list(tensor.shape) for tensor in self.inputs[0]]
-        for index, dim in self.open_dims:
-            line = self.line(index, dim)
-            if line is None:
-                raise RouteRefused(
-                    f"dim {dim} of input `{self.adapter.input_names[index]}` isn't a linear function of {self.growing}",
-                    size=self.size,
-                )
-            shapes[index][dim] = line.at(batch)
-        return [tuple(shape) for shape in shapes]
-
-    def inputs_at(self, batch: int) -> tuple[torch.Tensor, ...]:
-        """Inputs at another batch, built by repeating rows of the calls.
-
-        Raises:
-            RouteRefused: they would be too large, or an open dim isn't a linear function of the batch.
-        """
-        made = list(self.inputs[0])
-        shapes = self.shapes_at(batch)
-        for index in {index for index, _ in self.open_dims}:
-            if made[index].element_size() * math.prod(shapes[index]) > LARGEST_TRIAL:
-                raise _TooLarge("the inputs would be too large for a comparison", size=self.size)
-        for index, dim in self.open_dims:
-            rows = made[index]
-            if sum(other == index for other, _ in self.open_dims) == 1:
-                rows = torch.cat([tensors[index] for tensors in self.inputs], dim)
-            size = shapes[index][dim]
-            made[index] = rows.index_select(dim, torch.arange(size, device=rows.device) % rows.shape[dim])
-        return tuple(made)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """One sentence per check that wasn't possible."""
-        names = [f"`{self.adapter.output_names[index]}`" for index in sorted(self.unstable)]
-        return tuple(
-            f"Output {name} differs between two runs of the model; only its shape was checked." for name in names
-        )
-
-
-def gather(request: ExportRequest) -> Evidence:
-    """Collect the evidence for a request; run the model where the request has no outputs.
+    Args:
+        loaded: the artifact, loaded from `files`.
+        conditions: on the open sizes, as `conditions_of_program` returns them.
 
     Raises:
-        StructureError: the calls don't match each other, or can't be left open as the request asks.
-        MetadataError: a file can't hold the metadata.
+        RouteRefused: the file fails, or its shapes, dtypes or values differ from the model's.
     """
-    args, kwargs = request.calls[0]
-    adapter = Adapter(
-        request.model,
-        args,
-        kwargs,
-        input_names=request.input_names,
-        output_names=request.output_names,
-        outputs=request.output_structure,
-    )
-    inputs = tuple(adapter.flatten_inputs(*call) for call in request.calls)
-    open_dims = _open_inputs(adapter.input_names, inputs, request.dynamic_batch, request.open_dims)
-    named = {symbol for dims in request.open_dims.values() for symbol in dims.values()}
-    directions = _directions(open_dims, named)
-    outputs, unstable = request.outputs or (), frozenset[int]()
-    given = bool(outputs) and all(len(flat) == len(adapter.output_names) for flat in outputs)
-    if not given:
-        outputs, unstable = _run_at_each(adapter, inputs)
-    draws = ""
-    if unstable:
-        with undisturbed(adapter), silent():
-            draws = place_of_draws(adapter, inputs[0])
-    symbols = {sizes: name for (_, _), (name, sizes) in open_dims.items()}
-    return Evidence(
-        adapter,
-        inputs,
-        outputs,
-        unstable,
-        tuple(open_dims),
-        tuple(
-            TensorSpec(
-                name,
-                dtype_name(tensor),
-                tuple(open_dims.get((index, dim), (size, ()))[0] for dim, size in enumerate(tensor.shape)),
-            )
-            for index, (name, tensor) in enumerate(zip(adapter.input_names, inputs[0], strict=True))
-        ),
-        _output_specs(adapter.output_names, outputs, symbols),
-        request.computes_in,
-        metadata_of(request.model, adapter.input_names, adapter.output_names, request.metadata),
-        frozenset((index, dim) for index, dim in open_dims if adapter.input_names[index] in request.open_dims),
-        directions,
-        draws=draws,
-        outputs_given=given,
-        proof=request.proof,
-        captures=request.captures or Captures(adapter),
-    )
+    errors = prove_at_calls(evidence, loaded, files)
+    with evidence.undisturbed(), silent():
+        _prove_beyond(evidence, loaded, conditions, errors)
 
 
-def _run_at_each(
-    adapter: Adapter, inputs: Sequence[tuple[torch.Tensor, ...]]
-) -> tuple[tuple[tuple[torch.Tensor, ...], ...], frozenset[int]]:
-    """Run the model at each call; also return the indices of outputs that differ when the first call is run again."""
-    with undisturbed(adapter), silent():
-        outputs = tuple(adapter.run(tensors) for tensors in inputs)
-        again = adapter.run(inputs[0])
-    unstable = (
-        index
-        for index, (first, second) in enumerate(zip(outputs[0], again, strict=True))
-        if first.shape != second.shape or not torch.equal(torch.nan_to_num(first), torch.nan_to_num(second))
-    )
-    return outputs, frozenset(unstable)
-
-
-def prove(evidence: Evidence, loaded: LoadedArtifact, files: Sequence[Path] = ()) -> tuple[float, ...] | None:
+def prove_at_calls(evidence: Evidence, loaded: LoadedArtifact, files: Sequence[Path] = ()) -> tuple[float, ...] | None:
     """Prove a loaded file by the request's own proof; if there is none, or it refuses, run the file at every call.
 
     Args:
@@ -358,18 +70,28 @@ def prove(evidence: Evidence, loaded: LoadedArtifact, files: Sequence[Path] = ()
     Raises:
         RouteRefused: the file fails, or its shapes, dtypes or values differ from the model's.
     """
-    if evidence.proof is not None and evidence.proof(loaded, files):
-        return None
-    return _proven_at(evidence, loaded, range(len(evidence.inputs)))
+    with evidence.undisturbed(), silent():
+        if evidence.proof is not None and evidence.proof(loaded, files):
+            return None
+        return _proven_at(evidence, loaded, range(len(evidence.inputs)))
 
 
-def prove_early(evidence: Evidence, loaded: LoadedArtifact) -> tuple[float, ...]:
-    """Like `prove`, for the program from which the file will be written.
+def prove_program(evidence: Evidence, loaded: LoadedArtifact, conditions: Sequence[Condition]) -> tuple[Shapes, ...]:
+    """Compare a program, from which a file will be written, with the model at sizes that break its conditions.
 
-    Only the smallest call is run if the request has its own proof: `prove` applies that to the file itself.
+    If the request has no proof of its own, the program is compared at every call, too. Otherwise only at the smallest
+    one: `prove_at_calls` applies that proof to the file itself.
+
+    Returns:
+        The input shapes at which they agree, including those of the calls.
+
+    Raises:
+        RouteRefused: the program fails, or its shapes, dtypes or values differ from the model's.
     """
     calls = range(len(evidence.inputs)) if evidence.proof is None else [_smallest(evidence)]
-    return _proven_at(evidence, loaded, calls)
+    with evidence.undisturbed(), silent():
+        errors = _proven_at(evidence, loaded, calls)
+        return _prove_beyond(evidence, loaded, conditions, errors)
 
 
 def _smallest(evidence: Evidence) -> int:
@@ -392,12 +114,8 @@ def _proven_at(evidence: Evidence, loaded: LoadedArtifact, calls: Iterable[int])
     return tuple(map(max, zip(*errors, strict=True)))
 
 
-def prove_beyond(
-    evidence: Evidence,
-    loaded: LoadedArtifact,
-    conditions: Sequence[Condition],
-    decided_at: Callable[[Evidence, int], Sequence[Condition]],
-    errors: Sequence[float] | None,
+def _prove_beyond(
+    evidence: Evidence, loaded: LoadedArtifact, conditions: Sequence[Condition], errors: Sequence[float] | None
 ) -> tuple[Shapes, ...]:
     """Compare file and model at batches that break each condition of the capture.
 
@@ -409,12 +127,11 @@ def prove_beyond(
 
     Args:
         conditions: the conditions of each view in `evidence.along`; `Condition.along` is the index of the view.
-        decided_at: returns the conditions of the model's path at a batch of such a view.
         errors: the error of each output at the calls, from which the error bound here is derived; None to run the
             smallest call for it where it is needed.
 
     Raises:
-        RouteRefused: the outputs differ, or the batch is too large to try. Errors of `decided_at` pass through.
+        RouteRefused: the outputs differ, the batch is too large to try, or Python reads a value of the inputs there.
     """
 
     @cache
@@ -424,7 +141,7 @@ def prove_beyond(
     agreed: list[Shapes] = [[tuple(tensor.shape) for tensor in tensors] for tensors in evidence.inputs]
     for number, view in enumerate(evidence.along):
         own = [condition for condition in conditions if condition.along == number]
-        agreed += map(view.shapes_at, _proven_along(view, loaded, own, decided_at, known))
+        agreed += map(view.shapes_at, _proven_along(view, loaded, own, known))
     for inputs in _several_at_one(evidence):
         if _proven_on(evidence, loaded, inputs, known()):
             agreed.append([tuple(tensor.shape) for tensor in inputs])
@@ -452,7 +169,6 @@ def _proven_along(
     evidence: Evidence,
     loaded: LoadedArtifact,
     conditions: Sequence[Condition],
-    decided_at: Callable[[Evidence, int], Sequence[Condition]],
     errors: Callable[[], Sequence[float]],
 ) -> list[int]:
     """The batches outside the calls at which file and model agree."""
@@ -463,7 +179,7 @@ def _proven_along(
     for condition in waiting:  # grows inside the loop
         for batch in _proven_where_it_breaks(evidence, loaded, condition, tried, errors):
             agreed.append(batch)
-            for further in decided_at(evidence, batch):
+            for further in conditions_at(evidence, batch):
                 key = (further.what, further.hints)
                 if key not in known and len(waiting) < len(conditions) + _MOST_FURTHER:
                     known.add(key)
@@ -488,7 +204,7 @@ def _proven_where_it_breaks(
         try:
             answers = _proven_on(evidence, loaded, evidence.inputs_at(batch), errors())
         except RouteRefused as refusal:
-            if evidence.steps and isinstance(refusal, _TooLarge):
+            if evidence.steps and isinstance(refusal, TooLarge):
                 # Sizes that grow together soon need too much memory. Each of them was checked by itself.
                 break
             reason = (
@@ -549,7 +265,7 @@ def _compare(
     if len(outputs) != len(expected):
         raise WrongFile(f"the file returns {len(outputs)} outputs, the model {len(expected)}", inputs)
     for index, (name, ours, theirs) in enumerate(zip(evidence.adapter.output_names, expected, outputs, strict=True)):
-        allowed = evidence.rounding(ours.dtype)
+        allowed = _rounding(evidence, ours.dtype)
         if errors is not None:
             allowed = _allowed_beyond(evidence, inputs, ours.dtype, errors[index])
         if problem := difference(ours, theirs, values=index not in evidence.unstable, allowed=allowed):
@@ -557,14 +273,26 @@ def _compare(
     return outputs
 
 
+def _rounding(evidence: Evidence, dtype: torch.dtype) -> float:
+    """The largest error of an output of this dtype that rounding could explain, relative to its largest value."""
+    own = _ROUNDING.get(dtype, _ROUNDING_ELSEWHERE)
+    return own if evidence.computes_in is None else max(own, _ROUNDING[evidence.computes_in])
+
+
 def _allowed_beyond(evidence: Evidence, inputs: tuple[torch.Tensor, ...], dtype: torch.dtype, error: float) -> float:
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
-    least = _LEAST_UNITS * evidence.unit(dtype)
+    least = _LEAST_UNITS * _unit(evidence, dtype)
     # Each addition has an error of at most half an ulp of the partial sum (Higham, Accuracy and Stability of Numerical
     # Algorithms, 4.2).
-    summing = _longest_sum(evidence, inputs) * evidence.unit(dtype) / 2
-    return min(evidence.rounding(dtype), max(_ROUNDING_VARIES_BY * max(error, least), summing))
+    summing = _longest_sum(evidence, inputs) * _unit(evidence, dtype) / 2
+    return min(_rounding(evidence, dtype), max(_ROUNDING_VARIES_BY * max(error, least), summing))
+
+
+def _unit(evidence: Evidence, dtype: torch.dtype) -> float:
+    """The machine epsilon of the precision in which an output of this dtype is computed."""
+    eps = torch.finfo(dtype).eps
+    return eps if evidence.computes_in is None else max(eps, torch.finfo(evidence.computes_in).eps)
 
 
 def _longest_sum(evidence: Evidence, inputs: tuple[torch.Tensor, ...]) -> int:
@@ -621,274 +349,6 @@ def difference(
     # Written so that NaN fails the comparison.
     within = error <= allowed * scale + 1e-30
     return None if within else f"its values are off by {error:.2g} where the largest is {scale:.2g}"
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """The name of a tensor's dtype: `float32` for torch.float32."""
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-@dataclass(frozen=True)
-class Route:
-    """One way to produce a format.
-
-    Attributes:
-        write: writes the files into an empty folder, proves them, and returns them, main file first. Raises
-            RouteRefused if the result isn't right.
-    """
-
-    name: str
-    write: Callable[[Path], tuple[Path, ...]]
-
-
-def first_right(
-    exporter: Exporter,
-    request: ExportRequest,
-    evidence: Evidence,
-    routes: Sequence[Route],
-    directory: Path,
-    known: Callable[[Artifact], Artifact] = lambda artifact: artifact,
-) -> Artifact:
-    """The artifact of the first route that isn't refused; its proven files are moved into `directory`.
-
-    Args:
-        known: adds exporter-specific fields to an artifact, also to one whose route was refused.
-
-    Raises:
-        ExportError: every route was refused.
-        OSError: a file couldn't be written.
-    """
-    refused: list[tuple[str, RouteRefused]] = []
-
-    def made(route: Route, files: Sequence[Path]) -> Artifact:
-        reasons = tuple((name, str(refusal)) for name, refusal in refused)
-        specs = (evidence.input_specs, evidence.output_specs)
-        artifact = Artifact(
-            exporter.name, files[0], tuple(files), route.name, reasons, *specs, evidence.notes, loader=exporter.load
-        )
-        return known(artifact)
-
-    with ExitStack() as until_told:
-        wrong: tuple[Artifact, WrongFile] | None = None
-        for route in routes:
-            with ExitStack() as stack:
-                staging = stack.enter_context(_staging(directory))
-                try:
-                    written = route.write(staging)
-                except RouteRefused as refusal:
-                    if wrong is None and isinstance(refusal, WrongFile) and _size(staging) <= _LARGEST_KEPT:
-                        wrong = made(route, [staging / exporter.file_name]), refusal
-                        until_told.push(stack.pop_all())
-                    refused.append((route.name, refusal))
-                    continue
-                files = [path.replace(directory / path.name) for path in written]
-            return made(route, files)
-        place = _place(request, *wrong) if wrong is not None else ""
-    lists = list(lists_as_long_as_a_size(evidence))
-    reasons = _reasons(refused, [clause for _, clause in lists])
-    hint = _hint(evidence, [*(refusal.size for _, refusal in refused), *(size for size, _ in lists)])
-    message = f"The model can't be exported to {exporter.name} ({reasons}).{_shared(refused)}{place}{hint}"
-    raise ExportError(message, reasons)
-
-
-def _reasons(refused: Sequence[tuple[str, RouteRefused]], clauses: Iterable[str]) -> str:
-    routes_by_reason: dict[str, list[str]] = {}
-    for tried, refusal in refused:
-        routes_by_reason.setdefault(str(refusal), []).append(tried)
-    for clause in clauses:
-        routes_by_reason.setdefault(clause, [])
-    return "; ".join(
-        f"{' and '.join(tried)}: {reason}" if tried else reason for reason, tried in routes_by_reason.items()
-    )
-
-
-def _place(request: ExportRequest, artifact: Artifact, refusal: WrongFile) -> str:
-    """A sentence that locates the first difference of a wrong file; "" where it is unknown."""
-    place = "" if request.place_of is None else request.place_of(artifact, refusal.inputs)
-    return f" The file of the route {artifact.route!r} {place}." if place else ""
-
-
-def _shared(refused: Sequence[tuple[str, RouteRefused]]) -> str:
-    """A sentence naming the one output that every route gets wrong, if their reasons differ."""
-    outputs = {refusal.output if isinstance(refusal, WrongFile) else "" for _, refusal in refused}
-    several = len({str(refusal) for _, refusal in refused}) > 1
-    return (
-        f" Each route gets a different `{outputs.pop()}`." if several and len(outputs) == 1 and outputs != {""} else ""
-    )
-
-
-def _hint(evidence: Evidence, sizes: Iterable[str]) -> str:
-    """Advice for the user; each sentence starts with a space."""
-    hint = ""
-    if (half := evidence.half) is not None:
-        word = str(half).removeprefix("torch.")
-        others = " in float16, or" if half is torch.bfloat16 else ""
-        hint = (
-            f" It computes in {word}, which not every operator of a format and not every runtime supports: export "
-            f"it{others} in float32."
-        )
-    return hint + "".join(dict.fromkeys(map(evidence.way_out, sizes)))
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-@contextmanager
-def refusing(what: str | None = None) -> Iterator[None]:
-    """Turn any exception raised inside into RouteRefused: third-party capture code can raise anything.
-
-    Exceptions that don't concern the route pass through: out of memory, a full disk, and non-Exceptions such as an
-    interrupt.
-    """
-    try:
-        yield
-    except (RouteRefused, MemoryError):
-        raise
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
-            raise
-        reason = one_line(error)
-        raise RouteRefused(f"{what}: {reason}" if what else reason) from error
-
-
-def one_line(error: BaseException, limit: int = 200) -> str:
-    """The first line of the root cause's message, without paths of this machine."""
-    while error.__cause__ is not None and not isinstance(error, ExporterError):
-        error = error.__cause__
-    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
-    line = lines[0] if lines else ""
-    if line.startswith("The following operation failed in the TorchScript interpreter"):
-        line = lines[-1]
-    elif line.endswith(":") and len(lines) > 1:
-        line = f"{line} {lines[1]}"
-    elif " " not in line:  # the message of a KeyError is only the key
-        line = f"{type(error).__name__}: {line}"
-    line = re.sub(r"(?:[A-Za-z]:)?(?:[\\/][\w.\-+@]+){2,}[\\/]([\w.\-+@]+)", r"\1", line).rstrip(".:; ")
-    return line if len(line) <= limit else f"{line[: limit - 1].rstrip()}…"
-
-
-@contextmanager
-def _staging(directory: Path) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(dir=directory, prefix=".export-"))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-_OpenDims = dict[tuple[int, int], tuple[str, tuple[int, ...]]]
-"""Name and size in each call of an open dim, by (input, dim)."""
-
-
-def _open_inputs(
-    names: tuple[str, ...],
-    inputs: tuple[tuple[torch.Tensor, ...], ...],
-    dynamic: bool,
-    declared: Mapping[str, Mapping[int, str]],
-) -> _OpenDims:
-    """The open dims; undeclared ones share a name where their sizes are equal in all calls."""
-    found = _declared_inputs(names, inputs, declared)
-    symbols = {sizes: symbol for symbol, sizes in found.values()}
-    for index, name in enumerate(names):
-        shapes = [tensors[index].shape for tensors in inputs]
-        if len({tensors[index].dtype for tensors in inputs}) > 1:
-            raise StructureError(f"Input `{name}` changes its dtype between the calls.")
-        if name in declared:
-            continue
-        if len({len(shape) for shape in shapes}) > 1 or len({shape[1:] for shape in shapes}) > 1:
-            raise StructureError(f"Input `{name}` changes more than its first dim between the calls.")
-        if len(set(shapes)) == 1:
-            continue
-        if not dynamic:
-            raise StructureError(f"Input `{name}` changes its shape between the calls of a static export.")
-        sizes = tuple(shape[0] for shape in shapes)
-        if sizes[0] < 2:
-            raise StructureError(
-                f"Input `{name}` has batch size {sizes[0]} in the first call; tracing needs two rows or more."
-            )
-        symbol = symbols.setdefault(sizes, f"{name}_batch" if BATCH in symbols.values() else BATCH)
-        found[index, 0] = (symbol, sizes)
-    return dict(sorted(found.items()))
-
-
-def _declared_inputs(
-    names: tuple[str, ...], inputs: tuple[tuple[torch.Tensor, ...], ...], declared: Mapping[str, Mapping[int, str]]
-) -> _OpenDims:
-    found: _OpenDims = {}
-    sizes_of: dict[str, tuple[int, ...]] = {}
-    for index, name in enumerate(names):
-        if name not in declared:
-            continue
-        shapes = [tensors[index].shape for tensors in inputs]
-        if len({len(shape) for shape in shapes}) > 1:
-            raise StructureError(f"Input `{name}` changes its number of dims between the calls.")
-        for dim, sizes in enumerate(zip(*shapes, strict=True)):
-            symbol = declared[name].get(dim)
-            if symbol is None and len(set(sizes)) > 1:
-                raise StructureError(f"Input `{name}` changes dim {dim} between the calls, but that dim isn't open.")
-            if symbol is None:
-                continue
-            if len(set(sizes)) == 1:
-                raise StructureError(f"Dim {dim} of input `{name}` is open, but has the same size in all calls.")
-            if sizes[0] < 2:
-                raise StructureError(
-                    f"Dim {dim} of input `{name}` has the size {sizes[0]} in the first call; tracing needs two or more."
-                )
-            if sizes_of.setdefault(symbol, sizes) != sizes:
-                raise StructureError(f"Dims named {symbol} have different sizes in the same call.")
-            found[index, dim] = (symbol, sizes)
-    return found
-
-
-def _directions(open_dims: _OpenDims, named: Collection[str]) -> tuple[Direction, ...]:
-    """The ways in which sizes change from the first call: each by itself, then all together.
-
-    Empty where only one size changes. Sizes without a declared name change with the batch.
-
-    Raises:
-        StructureError: a size doesn't change by itself in any call.
-    """
-    dims_of: dict[str, list[tuple[int, int]]] = {}
-    for place, (symbol, _) in open_dims.items():
-        dims_of.setdefault(symbol if symbol in named else BATCH, []).append(place)
-    if len(dims_of) < 2:
-        return ()
-    changed: dict[str, frozenset[int]] = {}
-    for name, dims in dims_of.items():
-        sizes = [open_dims[place][1] for place in dims]
-        changed[name] = frozenset(call for each in sizes for call, size in enumerate(each) if size != each[0])
-    found = []
-    for name, calls in changed.items():
-        alone = calls.difference(*(changed[other] for other in changed if other != name))
-        if not alone:
-            raise StructureError(f"No call changes the size {name} alone.")
-        found.append(Direction((0, *sorted(alone)), tuple(dims_of[name])))
-    shared = frozenset(call for one, other in itertools.combinations(changed.values(), 2) for call in one & other)
-    if shared:
-        together = tuple(place for name, dims in dims_of.items() if shared <= changed[name] for place in dims)
-        found.append(Direction((0, *sorted(shared)), together, tuple(range(1, len(shared) + 2))))
-    return tuple(found)
-
-
-def _listed(words: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
-
-
-def _output_specs(
-    names: tuple[str, ...], outputs: tuple[tuple[torch.Tensor, ...], ...], symbols: dict[tuple[int, ...], str]
-) -> tuple[TensorSpec, ...]:
-    specs = []
-    for index, name in enumerate(names):
-        tensors = [flat[index] for flat in outputs]
-        if len({tensor.dim() for tensor in tensors}) > 1:
-            raise StructureError(f"Output `{name}` changes its number of dims between the calls.")
-        shape: list[int | str] = []
-        for dim, sizes in enumerate(zip(*(tensor.shape for tensor in tensors), strict=True)):
-            constant = len(set(sizes)) == 1
-            shape.append(sizes[0] if constant else symbols.get(sizes, f"{name}_dim_{dim}"))
-        specs.append(TensorSpec(name, dtype_name(tensors[0]), tuple(shape)))
-    return tuple(specs)
 
 
 def _as_float64(tensor: torch.Tensor) -> torch.Tensor:

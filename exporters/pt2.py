@@ -17,23 +17,15 @@ import torch
 from torch.export.passes import move_to_device_pass
 
 from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec
+from exporters.errors import refusing
+from exporters.evidence import Evidence, dtype_name, gather
 from exporters.exported_program import captured, conditions_of_program, guards_in_force, take_guards
 from exporters.file_values import FileValues, Program, ProgramValues
 from exporters.input_checks import refuse_unfit
 from exporters.isolation import silent
 from exporters.metadata import extra_files, read_extra_file
-from exporters.proof import (
-    Evidence,
-    Route,
-    dtype_name,
-    first_right,
-    gather,
-    prove,
-    prove_beyond,
-    prove_early,
-    refusing,
-)
-from exporters.trace_conditions import conditions_at
+from exporters.proof import prove_at_calls, prove_program
+from exporters.routes import Route, first_right
 from exporters.writing import write_archive
 
 
@@ -81,17 +73,13 @@ class Pt2Exporter(Exporter):
         conditions = conditions_of_program(program, evidence)
         device = str(evidence.device)
         guards = take_guards(program)
-        with evidence.undisturbed(), silent():
-            unguarded = _LoadedProgram(program, device)
-            errors = prove_early(evidence, unguarded)
-            agreed = prove_beyond(evidence, unguarded, conditions, conditions_at, errors)
+        agreed = prove_program(evidence, _LoadedProgram(program, device), conditions)
         program._guards_code = [*_of_ranks(program), *guards_in_force(guards, evidence, agreed)]
         path = folder / self.file_name
         _save(program, path, extra_files(evidence.metadata))
         with refusing("the file can't be loaded"):
             loaded = self.load(path, device)
-        with evidence.undisturbed(), silent():
-            prove(evidence, loaded, [path])
+        prove_at_calls(evidence, loaded, [path])
         return (path,)
 
 

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
-from exporters.base import Captures, LoadedArtifact
+import torch
+
+from exporters.base import Captures
 from exporters.conditions import Condition
 from exporters.decisions import Watch, refuse_values, traced, watching
 from exporters.errors import RouteRefused
+from exporters.evidence import Evidence
 from exporters.exported_program import conditions_of_program, shared_program
-from exporters.isolation import silent
-from exporters.proof import Evidence, prove, prove_beyond
+
+
+def traced_with_conditions(evidence: Evidence) -> tuple[torch.jit.ScriptModule, tuple[Condition, ...], str]:
+    """Trace the first call.
+
+    Returns:
+        The trace, the conditions under which it is valid for any call, and the first place where Python reads a size of
+        the inputs ("" if there is none).
+
+    Raises:
+        RouteRefused: the model can't be traced, or as for `conditions_of_trace`.
+    """
+    module, watch = traced(evidence.adapter, evidence.inputs[0])
+    return module, conditions_of_trace(evidence, watch), next(iter(watch.sizes), "")
 
 
 @contextmanager
@@ -69,20 +83,3 @@ def _conditions_at(evidence: Evidence, batch: int) -> tuple[Condition, ...]:
             return ()
         refuse_values(watch, f"at {evidence.at(batch)} ")
         return ()
-
-
-def prove_file(
-    evidence: Evidence, loaded: LoadedArtifact, files: Sequence[Path], conditions: Sequence[Condition]
-) -> None:
-    """Compare a loaded file with the model at every call, and at sizes that break a condition of its capture.
-
-    Args:
-        loaded: the artifact, loaded from `files`.
-        conditions: on the open sizes, as `conditions_of_program` returns them.
-
-    Raises:
-        RouteRefused: the file fails, or its shapes, dtypes or values differ from the model's.
-    """
-    with evidence.undisturbed(), silent():
-        errors = prove(evidence, loaded, files)
-        prove_beyond(evidence, loaded, conditions, conditions_at, errors)

@@ -1,70 +1,61 @@
-"""Training in a given amount of memory: what isn't kept for the backward pass is computed again there."""
+"""Train within a given amount of memory: what isn't kept for the backward pass is recomputed there."""
 
 from __future__ import annotations
 
-import math
-import random
 import types
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import nn
 
 from passes.base import Context, Pass, PassResult
-from passes.checkpointing.budget import bytes_of, is_share, shown
+from passes.checkpointing.budget import bytes_of, shown
 from passes.checkpointing.choice import Choice
 from passes.checkpointing.compiled import CompiledCheckpoint, modules_for
-from passes.checkpointing.fake import faked
 from passes.checkpointing.forward import CheckpointedForward
-from passes.checkpointing.plan import Plan
-from passes.checkpointing.profile import Measured, NoProfile, Profile, measure, profile
-from passes.checkpointing.regions import regions_of
-from passes.checkpointing.report import CheckpointReport, Point
+from passes.checkpointing.profile import NoProfile
 from passes.checkpointing.solve import Solver
+from passes.checkpointing.steps import PlannedStep, Steps
 from passes.checkpointing.units import keep_between
 from passes.errors import RequirementNotMet
-from passes.module_interface import AttributeEdit, ModelTree, ModuleRewriter, in_place, paths_matching, training_flags
+from passes.module_interface import AttributeEdit, ModelTree, ModuleRewriter, in_place, paths_matching
 
 _TRIES = 4
-# The budgets of the curve that the plan is shown on.
-_SHARES = (0.85, 0.7, 0.55, 0.45, 0.35, 0.25)
 
 
 @dataclass(frozen=True)
 class InsertCheckpoints(Pass):
-    """Keep less for the backward pass, and compute it again there: training in a given amount of memory.
+    """Train within a given amount of memory: keep less for the backward pass, and recompute the rest there.
 
-    The peak is the most bytes alive in a step, forward and backward pass, without parameters, their gradients, buffers and
-    inputs, and without what kernels take for the time of a call. It is told from a run on fake tensors of the example
-    inputs' shapes, and the plan is made for these: the step that is planned for holds nothing but the loss when it turns
-    back, as `model(**batch).loss.backward()` does. The budget is kept, or the pass raises and names the lowest that it can
-    keep to. What is computed again is the same to the bit: losses, gradients, buffers and random numbers are those of a
-    step without the pass.
+    The peak is the maximum number of bytes alive during a step, forward and backward. It doesn't include parameters,
+    their gradients, buffers, inputs, and memory that a kernel uses only during one call. It is computed from a run on
+    fake tensors with the shapes of the example inputs, and the plan is valid for these shapes. The planned step holds
+    only the loss when the backward pass starts, as in `model(**batch).loss.backward()`. The plan keeps to the budget;
+    otherwise the pass raises and names the lowest budget that is possible. Recomputed values are equal to the bit:
+    losses, gradients, buffers and random numbers are those of a step without the pass.
 
-    The module's own code runs, once for each step. Single calls of torch functions are computed again, alone or in
-    regions; those that draw random numbers draw the same ones, and a BatchNorm moves its statistics once. A SyncBatchNorm
-    isn't computed again, so that no process is asked twice: what it takes is kept, too.
+    The module's own code runs once per step. Single calls of torch functions are recomputed, alone or in regions. Calls
+    that draw random numbers draw the same ones again, and a BatchNorm updates its statistics once. A SyncBatchNorm isn't
+    recomputed, so that its processes communicate only once; its inputs are kept.
 
     Attributes:
-        memory_budget: a share of the eager peak such as 0.5, a size such as "12GiB", or "min" for as little as can be
-            reached.
-        strategy: "optimal": the least to compute again; "uniform": all of several runs of equal work, as many as cost least,
-            or of none.
-        selective: whether results inside of a run may be kept; without it a run is computed again as a whole.
-        units: the modules that `fully_shard` (FSDP2) will be called on, beside the root, as a pattern of their paths such as
-            "layers.*" or "stem|stages.*.*": what goes from one to another is kept. Without it, a unit gathers its
-            parameters once more where another one's backward pass needs what it computed.
-        batch_size: the rows that you train with, where the example inputs have fewer: those are run by optimize(), with all
-            that a step without the pass keeps.
+        memory_budget: a share of the eager peak such as 0.5, a size such as "12GiB", or "min" for the lowest possible.
+        strategy: "optimal" for the least recomputation. "uniform" divides the calls into runs of equal work, as many as
+            cost least, and recomputes all of a run or nothing.
+        selective: whether results inside a run may be kept; otherwise a run is recomputed as a whole.
+        units: the modules on which `fully_shard` (FSDP2) will be called, besides the root, as a pattern of their paths
+            such as "layers.*" or "stem|stages.*.*". Values that go from one unit to another are kept. Otherwise a unit
+            would gather its parameters again where the backward pass of another one needs its results.
+        batch_size: the number of rows that you train with, if the example inputs have fewer. optimize() itself runs the
+            example inputs, with everything that a step without the pass keeps.
 
-    Where `torch.compile` compiles the result, checkpoints of whole modules stand in for the plan, and a BatchNorm moves its
-    statistics once there too; what the compiler keeps beside is its own, and the peak isn't promised.
+    Under `torch.compile`, checkpoints of whole modules replace the plan. A BatchNorm updates its statistics once there,
+    too. The compiler decides what else it keeps, so the peak isn't guaranteed.
 
-    Does not handle: a forward that makes other calls at each run (layers dropped at random); a forward inside of the user's own
-    hooks on saved tensors (`save_on_cpu`) or function modes, and exported code, which keep what they would without the pass.
+    Does not handle a forward that makes different calls in each run (layers dropped at random), a forward inside the
+    user's own hooks on saved tensors (`save_on_cpu`) or function modes, and exported code. These keep what they would
+    keep without the pass.
     """
 
     name: ClassVar[str] = "insert-checkpoints"
@@ -93,7 +84,7 @@ class InsertCheckpoints(Pass):
             raise ValueError(f"batch_size must be a whole number of rows of 1 or more, not {rows!r}")
 
     def run(self, tree: ModelTree, context: Context) -> PassResult:
-        """Plan a step of the root, and put the plan around its forward.
+        """Plan a training step, and wrap the root's forward in the plan.
 
         Raises:
             RequirementNotMet: the budget is out of reach, or no step can be planned.
@@ -101,11 +92,11 @@ class InsertCheckpoints(Pass):
         root, rewriter = tree.root, ModuleRewriter(tree)
         try:
             with in_place(_without_plan(root)):
-                steps = _Steps(root, context, self.batch_size)
+                steps = Steps(root, context, self.batch_size)
                 try:
                     solver, found = self._solved(root, steps)
                 except _OutOfReach as error:
-                    # Real tensors may take more: the lowest budget that is named must be one that they keep to.
+                    # Real tensors may need more memory. The error must name a budget that is possible with them.
                     solver, found = self._solved_on_numbers(root, steps, error)
                 if not steps.hold(found.plan, self.memory_budget):
                     steps.use_numbers()
@@ -131,13 +122,13 @@ class InsertCheckpoints(Pass):
             rewriter.set_attribute(root, "forward", CheckpointedForward(root, found.plan, before))
         return PassResult(tuple(rewriter.changes), (), rewriter, detail=report)
 
-    def _solved(self, root: nn.Module, steps: _Steps) -> tuple[Solver, _Planned]:
+    def _solved(self, root: nn.Module, steps: Steps) -> tuple[Solver, PlannedStep]:
         if self.units:
             keep_between(steps.profile, self._units_of(root))
         solver = Solver(steps.profile, self.selective)
         return solver, self._planned(steps, solver)
 
-    def _solved_on_numbers(self, root: nn.Module, steps: _Steps, refusal: _OutOfReach) -> tuple[Solver, _Planned]:
+    def _solved_on_numbers(self, root: nn.Module, steps: Steps, refusal: _OutOfReach) -> tuple[Solver, PlannedStep]:
         """The plan for steps on real tensors, after one for fake tensors was refused.
 
         Raises:
@@ -159,7 +150,7 @@ class InsertCheckpoints(Pass):
             'of the modules that fully_shard will be called on, such as "layers.*".'
         )
 
-    def _planned(self, steps: _Steps, solver: Solver) -> _Planned:
+    def _planned(self, steps: Steps, solver: Solver) -> PlannedStep:
         peak = steps.profile.peak
         budget = bytes_of(self.memory_budget, peak)
         target = budget
@@ -167,13 +158,13 @@ class InsertCheckpoints(Pass):
             choice = self._chosen(solver, target)
             if choice is None:
                 break
-            found = _Planned(choice, steps, self.memory_budget)
+            found = PlannedStep(choice, steps, self.memory_budget)
             if budget is None or found.measured.peak <= budget:
                 return found
             assert target is not None
             target -= found.measured.peak - budget
-        # A cheaper one may be told to fit by a few bytes, and not fit: the lowest that is named has to.
-        lowest = _Planned(self._lowest(solver), steps, self.memory_budget)
+        # A choice that was expected to fit may exceed the budget by a few bytes. The lowest budget in the message must fit.
+        lowest = PlannedStep(self._lowest(solver), steps, self.memory_budget)
         reached = lowest.measured.peak
         if budget is not None and reached <= budget:
             return lowest
@@ -193,19 +184,19 @@ class InsertCheckpoints(Pass):
 
 
 def _without_plan(root: nn.Module) -> list[AttributeEdit]:
-    """What takes an earlier plan off the root."""
+    """The edits that remove an earlier plan from the root."""
     forward = root.__dict__.get("forward")
     return [AttributeEdit(root, "forward", _inside(root))] if isinstance(forward, CheckpointedForward) else []
 
 
 def _inside(module: nn.Module) -> Any:
-    """What stands in the forward that this pass put around a module's."""
+    """The forward inside the one that this pass set on a module."""
     inner = module.__dict__["forward"].inner
     return types.MethodType(type(module).forward, module) if inner is None else inner
 
 
 def _set_compiled(rewriter: ModuleRewriter, root: nn.Module, paths: Sequence[str]) -> None:
-    """Make checkpoints, where they are compiled, of these modules and of no other."""
+    """Make exactly these modules checkpoints under torch.compile."""
     had = {
         path for path, module in root.named_modules() if isinstance(module.__dict__.get("forward"), CompiledCheckpoint)
     }
@@ -224,153 +215,5 @@ def _rounded_up(share: float) -> float:
     return min(1.0, int(share * 1000 + 1) / 1000)
 
 
-@contextmanager
-def _memory_needed(before: str = "") -> Iterator[None]:
-    """Say so where the memory isn't enough."""
-    try:
-        yield
-    except Exception as error:
-        # torch has no class of its own for it on the CPU.
-        texts = ("can't allocate memory", "not enough memory")
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts):
-            lack = "on real tensors there isn't enough memory for a step: use example inputs with fewer rows"
-            raise NoProfile(before + lack) from error
-        raise
-
-
-def _quoted(error: Exception) -> str:
-    """The class and the first line of an error."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
-
-
 class _OutOfReach(Exception):
     """No plan keeps to the budget."""
-
-
-class _Steps:
-    """Training steps of a root on its example inputs, on fake tensors or, where these don't go through, on real ones."""
-
-    def __init__(self, root: nn.Module, context: Context, batch_size: int | None) -> None:
-        self.root = root
-        self._context = context
-        self._batch_size = batch_size
-        self.is_fake = True
-        # What a forward leaves out at random, it leaves out in each step.
-        self._random = random.getstate()
-        try:
-            self.profile = self._profile()
-        except NoProfile:
-            raise
-        except Exception as error:  # noqa: BLE001 - what looks at numbers raises, in ways of its own, where there are none
-            self.use_numbers(error)
-
-    def use_numbers(self, why: Exception | None = None) -> None:
-        """Run steps on real tensors from now on.
-
-        Args:
-            why: what the forward raises on fake ones.
-
-        Raises:
-            NoProfile: no step can be profiled, or another batch size was asked for.
-        """
-        if self._batch_size is not None:
-            raise NoProfile(
-                f"batch_size={self._batch_size} is planned on tensors without values, but its forward reads values: "
-                "leave out batch_size, and use example inputs with the batch size that you train with"
-            )
-        self.is_fake = False
-        before = "" if why is None else f"without values its forward raises {_quoted(why)}, and "
-        try:
-            with _memory_needed(before):
-                self.profile = self._profile()
-        except NoProfile:
-            raise
-        except Exception as error:
-            raise NoProfile(f"{before}on real tensors it raises {_quoted(error)}") from error
-
-    def hold(self, plan: Plan, memory_budget: float | str) -> bool:
-        """Whether a step on real tensors makes the calls that the plan is for, and keeps to the budget.
-
-        A forward may branch on numbers, which fake tensors don't have, and kernels give maps in other formats than are
-        told for those, so that other copies of them are made.
-        """
-        if not self.is_fake:
-            return True
-        random.setstate(self._random)
-        with _memory_needed(), self._apart(real=True) as (args, kwargs):
-            try:
-                peak = measure(self.root, args, kwargs, plan).peak
-                if self._batch_size is not None:
-                    return True
-                # Only a share goes by the peak of a step without a plan.
-                eager = measure(self.root, args, kwargs, Plan((), ())).peak if is_share(memory_budget) else 0
-                budget = bytes_of(memory_budget, eager)
-                return budget is None or peak <= budget
-            except NoProfile:
-                # It doesn't make these calls: it is planned for again, and refused where it never does.
-                return False
-
-    def _profile(self) -> Profile:
-        with self._apart() as (args, kwargs):
-            return profile(self.root, args, kwargs)
-
-    def measure(self, plan: Plan) -> Measured:
-        """The step under a plan."""
-        with _memory_needed(), self._apart() as (args, kwargs):
-            return measure(self.root, args, kwargs, plan)
-
-    @contextmanager
-    def _apart(self, *, real: bool = False) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        assert self._context.apart is not None
-        with ExitStack() as stack:
-            args, kwargs = stack.enter_context(self._context.apart())
-            if not self.root.training:
-                stack.enter_context(training_flags(self.root, True))
-            if self.is_fake and not real:
-                args, kwargs = stack.enter_context(faked(self.root, args, kwargs, self._batch_size))
-            else:
-                # As in a step that isn't the first: the gradients are there, and what is added to them goes.
-                for parameter in self.root.parameters():
-                    parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-            yield args, kwargs
-
-
-class _Planned:
-    """A choice that was tried."""
-
-    def __init__(self, choice: Choice, steps: _Steps, budget: float | str) -> None:
-        self.choice = choice
-        self.plan = choice.plan(steps.profile)
-        self.measured = steps.measure(self.plan)
-        self._profile = steps.profile
-        self._budget = budget
-
-    @property
-    def text(self) -> str:
-        """What was reached, in a few words."""
-        peak, eager = self.measured.peak, self._profile.peak
-        share = self._again / self._profile.flops if self._profile.flops else 0.0
-        return (
-            f"trains in {shown(peak)} of {shown(eager)} ({100 * peak / eager:.1f} %; memory_budget={self._budget}), "
-            f"and recomputes {100 * share:.1f} % of the forward's FLOPs"
-        )
-
-    @property
-    def _again(self) -> int:
-        return self.measured.flops - self._profile.step_flops
-
-    def report(self, solver: Solver) -> CheckpointReport:
-        """The plan beside others."""
-        profile = self._profile
-        found = [solver.joined(int(share * profile.peak)) for share in _SHARES]
-        curve = [solver.simulation.run(choice) for choice in found if choice is not None]
-        uniform = solver.simulation.run(solver.uniform(max(1, round(math.sqrt(len(solver.cuts) - 1)))))
-        return CheckpointReport(
-            Point("this plan", self.measured.peak, self._again),
-            Point("eager", profile.peak, 0),
-            Point("uniform, √n runs", uniform.peak, uniform.flops),
-            tuple(Point("", outcome.peak, outcome.flops) for outcome in curve),
-            profile.flops,
-            tuple(regions_of(profile, self.choice)),
-        )

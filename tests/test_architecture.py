@@ -120,26 +120,16 @@ def test_few_files_stand_at_the_root_of_the_optimizer() -> None:
     assert len([path for path in INSIDE if name_of(path).count("/") == 1]) <= 8
 
 
-# The largest that there are, which are to shrink: lines of a class, and other modules of this project that a file imports.
-LARGEST = {"passes/checkpointing/solve.py": 309, "passes/program/tensor_rewriting.py": 343}
-MOST_IMPORTS = {
-    "passes/registry.py": 13,
-    "exporters/onnx.py": 14,
-    "passes/insert_checkpoints.py": 14,
-    "passes/program/tensor_rewriting.py": 15,
-}
-
-
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_no_class_is_long_and_no_file_knows_many_others(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             lines = (node.end_lineno or 0) - node.lineno + 1
-            assert lines <= LARGEST.get(name_of(path), 300), f"{node.name} has {lines} lines"
+            assert lines <= 300, f"{node.name} has {lines} lines"
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
     ours = {name for name in modules if name.split(".")[0] in PACKAGES}
-    assert path.name == "__init__.py" or len(ours) <= MOST_IMPORTS.get(name_of(path), 12), sorted(ours)
+    assert path.name == "__init__.py" or len(ours) <= 12, sorted(ours)
 
 
 # What looks at frames, to name a line in a message.
@@ -230,6 +220,7 @@ KINDS = (graph_interface, module_interface, tensor_interface)
 SHARED = {
     "__init__",
     "base",
+    "built_in",
     "errors",
     "registry",
     "torch_private",

@@ -24,8 +24,9 @@ import numpy as np
 
 from passes.checkpointing.choice import Choice, Region, possible
 from passes.checkpointing.cost import FLOPS_PER_BYTE
+from passes.checkpointing.equal_parts import EqualParts
 from passes.checkpointing.parts import Cutter, Part
-from passes.checkpointing.profile import Call, Profile
+from passes.checkpointing.profile import Profile
 from passes.checkpointing.rerun import cheapest
 from passes.checkpointing.simulation import Course, Simulation
 
@@ -48,8 +49,6 @@ _CLOSE = 0.002
 _BELOW = (0.995, 0.99, 0.98, 0.96, 0.93)
 # The maximum number of calls to simulate while single calls are dropped from a choice.
 _MOVES = 100_000
-# A value is identified by its distance if it was made at most this many parts back.
-_NEAR = 10
 
 
 class Option(NamedTuple):
@@ -84,6 +83,10 @@ class Solver:
     @cached_property
     def cutter(self) -> Cutter:
         return Cutter(self.profile)
+
+    @cached_property
+    def _equal_parts(self) -> EqualParts:
+        return EqualParts(self.profile, self.cuts, self.cutter.turns)
 
     @cached_property
     def cuts(self) -> list[int]:
@@ -246,7 +249,7 @@ class Solver:
 
     def options(self, start: int, end: int) -> list[Option]:
         """The options for the parts between two cuts."""
-        key = self._key(start, end)
+        key = self._equal_parts.key(start, end)
         if key not in self._options:
             self._options[key] = self._made(start, end)
         return self._options[key]
@@ -297,7 +300,7 @@ class Solver:
         return list(dict.fromkeys(rows))
 
     def _levels_at(self, number: int) -> list[tuple[bool, ...]]:
-        key = self._key(number, number + 1)
+        key = self._equal_parts.key(number, number + 1)
         if key not in self._levels:
             part = self.cutter.part(self.cuts[number], self.cuts[number + 1])
             calls = part.profile.calls
@@ -311,73 +314,6 @@ class Solver:
         costs = [call.cost for call in part.profile.calls]
         for price in _PRICES:
             yield cheapest(part.profile, costs, price, part.crossing)
-
-    def _key(self, start: int, end: int) -> Hashable:
-        """A key that is equal for equal ranges of parts."""
-        first = self.cuts[start]
-        far = tuple(ref for number in range(start, end) for ref in self._far[number] if ref[1] >= first)
-        return (tuple(self._signatures[start:end]), end == len(self.cuts) - 1, start if far else None)
-
-    @cached_property
-    def _signatures(self) -> list[int]:
-        """A number for each part, the same for equal parts."""
-        known: dict[Hashable, int] = {}
-        found = []
-        for number in range(len(self.cuts) - 1):
-            signature = self._signature(number)
-            found.append(known.setdefault(signature, len(known)))
-        return found
-
-    @cached_property
-    def _far(self) -> list[list[tuple[int, int]]]:
-        """For each part, the calls that take a value from far back, each with the call that made the value."""
-        values, found = self.profile.values, []
-        for number in range(len(self.cuts) - 1):
-            near = self.cuts[max(number - _NEAR, 0)]
-            calls = range(self.cuts[number], self.cuts[number + 1])
-            refs = ((call, values[arg].call) for call in calls for arg in self.profile.calls[call].args)
-            found.append([ref for ref in refs if ref[1] < near])
-        return found
-
-    def _signature(self, number: int) -> Hashable:
-        start, end = self.cuts[number], self.cuts[number + 1]
-        near = self.cuts[max(number - _NEAR, 0)]
-        profile, turns = self.profile, self.cutter.turns
-        last = end + (end == len(profile.calls))
-        places = sorted(turn for call in range(start, last) for turn in turns[call])
-        base = places[0] if places else 0
-        # Values are identified by how far back they were made.
-        made = profile.calls[start].makes or (0,)
-        origin = next((call.makes[0] for call in profile.calls[start:end] if call.makes), made[0])
-
-        def called(values: Sequence[int]) -> tuple[int, ...]:
-            return tuple(value - origin for value in values if profile.values[value].call >= near)
-
-        def described(call: Call) -> Hashable:
-            makes = tuple(
-                (
-                    value.size, value.numbers, value.python - start, max(value.until - base, -1), value.held, value.keepable,
-                    tuple(saver - start for saver in value.savers),
-                )
-                for value in (profile.values[made] for made in call.makes)
-            )  # fmt: skip
-            return (
-                call.flops, call.cost, call.inner, call.alone, call.early, called(call.args), makes, call.repeatable, call.random, call.writes, call.spare,
-            )  # fmt: skip
-
-        turn = tuple(
-            (
-                place - base,
-                item.call - start,
-                item.incoming,
-                called(item.needs),
-                called(item.releases),
-                tuple(item.extras),
-            )
-            for place in places
-            for item in (profile.order[place],)
-        )
-        return tuple(described(call) for call in profile.calls[start:end]), turn
 
 
 class _Labels:

@@ -9,8 +9,8 @@ from torch.export.passes import move_to_device_pass
 
 from exporters import ExportRequest, RouteRefused
 from exporters.aoti import missing_compiler
+from exporters.evidence import gather
 from exporters.exported_program import captured, shared_program, take_guards
-from exporters.proof import gather
 from optimizer import export
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import exporters.onnx
 from exporters import ExportError, ExportRequest, OnnxExporter, ProviderFallback
-from exporters.onnx import judge_placement, shape_only_nodes
+from exporters.onnx_session import judge_placement, shape_only_nodes
 
 
 def export(model, calls, tmp_path, **options):
@@ -238,13 +238,13 @@ class Session:
 def test_a_session_that_isnt_on_cuda_as_a_whole_is_refused(tmp_path, session, assigned, sentence):
     path = export(Mlp(), mlp_calls(2, 3), tmp_path).path
     with pytest.raises(ProviderFallback, match=sentence):
-        exporters.onnx._require_cuda(session, assigned, path)
+        exporters.onnx_session._require_cuda(session, assigned, path)
 
 
 def test_a_session_that_is_on_cuda_is_accepted(tmp_path):
     path = export(Mlp(), mlp_calls(2, 3), tmp_path).path
-    exporters.onnx._require_cuda(Session(), [(CUDA, "mul", "MatMul"), (CPU, "s", "Shape")], path)
-    exporters.onnx._require_cuda(Session(options={CUDA: {}}), [(CUDA, "mul", "MatMul")], path)
+    exporters.onnx_session._require_cuda(Session(), [(CUDA, "mul", "MatMul"), (CPU, "s", "Shape")], path)
+    exporters.onnx_session._require_cuda(Session(options={CUDA: {}}), [(CUDA, "mul", "MatMul")], path)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_a_session_that_is_on_cuda_is_accepted(tmp_path):
     ],
 )
 def test_the_state_of_tf32_is_what_the_session_tells(session, state):
-    assert exporters.onnx._tf32(session) == state
+    assert exporters.onnx_session._tf32(session) == state
 
 
 def test_a_session_on_the_cpu_has_no_tf32(tmp_path):

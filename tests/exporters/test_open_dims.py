@@ -11,7 +11,7 @@ from torch import nn
 
 from exporters import Adapter, ExportError, ExportRequest, StructureError, exporter_named
 from exporters.aoti import missing_compiler
-from exporters.proof import gather
+from exporters.evidence import gather
 
 FORMATS = ("torchscript", "onnx", "pt2")
 

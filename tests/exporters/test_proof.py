@@ -7,7 +7,10 @@ from exportable_models import Mlp, exportable, floats, mlp_calls
 from torch import nn
 
 from exporters import ExportError, ExportRequest, RouteRefused, StructureError, WrongFile
-from exporters.proof import Route, difference, first_right, gather, one_line, prove, refusing
+from exporters.errors import one_line, refusing
+from exporters.evidence import gather
+from exporters.proof import difference, prove_at_calls
+from exporters.routes import Route, first_right
 from exporters.torchscript import TorchScriptExporter
 
 
@@ -57,11 +60,11 @@ def test_an_unstable_output_is_named_and_compared_by_shape():
 
     evidence = gather(ExportRequest(Noisy(), mlp_calls(2, 4)))
     assert evidence.notes == ("Output `output_0` differs between two runs of the model; only its shape was checked.",)
-    prove(evidence, lambda x: (x, x * 2))
+    prove_at_calls(evidence, lambda x: (x, x * 2))
     with pytest.raises(RouteRefused, match="output `output_1` is wrong"):
-        prove(evidence, lambda x: (x, x))
+        prove_at_calls(evidence, lambda x: (x, x))
     with pytest.raises(RouteRefused, match=r"output `output_0` is wrong on inputs of .*: its shape is"):
-        prove(evidence, lambda x: (x[:1], x * 2))
+        prove_at_calls(evidence, lambda x: (x[:1], x * 2))
 
 
 @pytest.mark.parametrize(
@@ -74,9 +77,9 @@ def test_a_file_may_be_off_by_what_the_model_computes_in(computes_in, right, wro
             return 2 * x
 
     evidence = gather(ExportRequest(Twice(), mlp_calls(2, 4), computes_in=computes_in))
-    prove(evidence, lambda x: (2 * right * x,))
+    prove_at_calls(evidence, lambda x: (2 * right * x,))
     with pytest.raises(RouteRefused, match="its values are off by"):
-        prove(evidence, lambda x: (2 * wrong * x,))
+        prove_at_calls(evidence, lambda x: (2 * wrong * x,))
 
 
 ones = torch.ones(4, 50)
@@ -195,7 +198,7 @@ def test_an_output_that_every_way_gets_wrong_is_named(evidence, tmp_path, monkey
 
 
 def test_a_large_file_that_is_wrong_makes_room_for_the_next(evidence, tmp_path, monkeypatch):
-    monkeypatch.setattr("exporters.proof._LARGEST_KEPT", 0)
+    monkeypatch.setattr("exporters.routes._LARGEST_KEPT", 0)
     message, asked = _asked([WrongFile("off", (1,), "y")], evidence, tmp_path, monkeypatch)
     assert not asked
     assert message == "The model can't be exported to torchscript (route-0: off)."

@@ -33,6 +33,7 @@ FILES = (
     "passes/program/moved_bias.py",
     "passes/program/moves.py",
     "passes/program/pairs.py",
+    "passes/program/sealed_edits.py",
     "passes/program/seals.py",
     "passes/program/tensor_rewriting.py",
     "passes/program/tensors.py",

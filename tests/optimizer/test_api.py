@@ -18,7 +18,8 @@ from torch import nn
 import optimizer
 from exporters.base import Exporter
 from exporters.errors import ExportError, MetadataError, ProviderFallback, UnknownFormat, UnknownOpset
-from exporters.onnx import OnnxExporter, judge_placement
+from exporters.onnx import OnnxExporter
+from exporters.onnx_session import judge_placement
 from exporters.registry import exporter_named
 from exporters.torchscript import TorchScriptExporter
 from optimizer import export, open_bundle, optimize, rejudge_bundle, report_of, verify_bundle

@@ -17,7 +17,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from exporters.onnx import OnnxExporter, judge_placement
+from exporters.onnx import OnnxExporter
+from exporters.onnx_session import judge_placement
 from optimizer.command import cli
 from optimizer.exporting import artifact_parity
 from optimizer.exporting.artifact_parity import FileProof

@@ -65,7 +65,7 @@ def test_an_onnx_file_by_its_operation(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["trace", "script"])
 def test_a_torchscript_file_by_its_module(tmp_path, monkeypatch, way):
-    save = exporters.torchscript._save
+    save = exporters.torchscript.save
 
     def spoil(module, path: Path, *others: object) -> None:
         save(module, path, *others)
@@ -77,9 +77,9 @@ def test_a_torchscript_file_by_its_module(tmp_path, monkeypatch, way):
     def refuse(*_: object, **__: object) -> None:
         raise RouteRefused("no trace today")
 
-    monkeypatch.setattr(exporters.torchscript, "_save", spoil)
+    monkeypatch.setattr(exporters.torchscript, "save", spoil)
     if way == "script":
-        monkeypatch.setattr(exporters.torchscript, "traced", refuse)
+        monkeypatch.setattr(exporters.torchscript, "traced_with_conditions", refuse)
     place = f"second ({line_with('return self.second(torch.tanh(hidden))')}, Linear)"
     assert f" The file of the route '{way}' first differs at {place}: off by " in refused(tmp_path, "torchscript")
 

@@ -1080,7 +1080,7 @@ def test_what_a_format_cannot_hold_is_told_in_a_sentence(
         raise RouteRefused(f"there is no Conv in {dtype}")
 
     # The three routes of ONNX say so of a convolution, each after seconds.
-    for route in ("_dynamo", "_by_torchscript"):
+    for route in ("by_dynamo", "by_torchscript"):
         monkeypatch.setattr(exporters.onnx, route, lambda *args, **kwargs: refuses())
     x = rows(3, 6)
     options: dict[str, Any] = {"example_inputs": (x,), "formats": ("onnx",), "batch_sizes": (1, 5)}

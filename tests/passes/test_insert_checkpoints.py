@@ -541,7 +541,7 @@ def test_where_memory_runs_out_under_a_plan_the_pass_is_refused(monkeypatch):
     def measure(*args):
         raise RuntimeError(_NO_MEMORY)
 
-    monkeypatch.setattr("passes.insert_checkpoints.measure", measure)
+    monkeypatch.setattr("passes.checkpointing.steps.measure", measure)
     with pytest.raises(
         RequirementNotMet, match="step of Looking: on real tensors there isn't enough memory for a step: use"
     ):

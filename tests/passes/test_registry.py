@@ -18,8 +18,9 @@ from passes import (
     TorchCompile,
     registry,
 )
+from passes.built_in import BUILT_IN
 from passes.errors import DuplicatePass, PassesError, PassOptionError, PassOrderError, UnknownPass
-from passes.registry import _OWN, check_order, describe_passes, make_passes, parse_passes, pass_names, register
+from passes.registry import check_order, describe_passes, make_passes, parse_passes, pass_names, register
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names() -> None:
-    assert pass_names()[: len(_OWN)] == tuple(cls.name for cls in _OWN)
+    assert pass_names()[: len(BUILT_IN)] == tuple(cls.name for cls in BUILT_IN)
     assert pass_names()[:4] == ("fold-conv-bias", "fold-conv-bn", "channels-last", "simplify")
     assert make_passes(None, "inference") == [FoldConvBias(), FoldConvBn(), ChannelsLast()]
     assert [item.name for item in make_passes(None, "training")] == ["fold-conv-bias"]

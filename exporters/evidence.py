@@ -1,0 +1,296 @@
+"""The model's inputs and outputs at every call, which each exporter proves its files by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from exporters.base import Adapter, Captures, ExportRequest, Proof, TensorSpec
+from exporters.conditions import Line, line_through
+from exporters.draws import place_of_draws
+from exporters.errors import RouteRefused, StructureError
+from exporters.isolation import silent, undisturbed
+from exporters.metadata import metadata_of
+from exporters.open_dims import BATCH, Direction, directions_of, open_inputs
+
+# Maximum bytes of one input that is built only to try a batch outside the calls.
+LARGEST_TRIAL = 64 * 2**20
+
+# The shapes of all inputs in one call.
+Shapes = list[tuple[int, ...]]
+
+
+class TooLarge(RouteRefused):
+    """The inputs for a batch would be too large to build."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The model's inputs and outputs at every call, and the open dims of both.
+
+    Attributes:
+        unstable: indices of outputs that differ between two runs on the same inputs; only their shapes and dtypes can
+            be compared.
+        open_dims: the (input, dim) pairs that change between calls.
+        computes_in: the half precision that the model computes in, whatever the dtypes of its outputs; None if there is
+            none.
+        metadata: all metadata to write into the file.
+        declared: those `open_dims` that the request names.
+        directions: the ways in which the sizes change, where there are several.
+        steps: the `steps` of the direction, in the evidence for a single direction.
+        draws: the source location where the model draws the random numbers that make outputs unstable; "" if there is
+            none.
+        outputs_given: whether the caller supplied the outputs, so that the model wasn't run for them.
+        proof: the `proof` of the request.
+        captures: the `captures` of the request, or new ones of the adapter.
+        in_a_row: the largest number of terms that a format's loops add sequentially, where torch sums pairwise.
+    """
+
+    adapter: Adapter
+    inputs: tuple[tuple[torch.Tensor, ...], ...]
+    outputs: tuple[tuple[torch.Tensor, ...], ...]
+    unstable: frozenset[int]
+    open_dims: tuple[tuple[int, int], ...]
+    input_specs: tuple[TensorSpec, ...]
+    output_specs: tuple[TensorSpec, ...]
+    computes_in: torch.dtype | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    declared: frozenset[tuple[int, int]] = frozenset()
+    directions: tuple[Direction, ...] = ()
+    steps: tuple[int, ...] = ()
+    draws: str = ""
+    outputs_given: bool = False
+    proof: Proof | None = None
+    in_a_row: int = 1
+    captures: Captures = field(kw_only=True)
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Run the model, or a program captured from it, without lasting effects on the buffers of both."""
+        with ExitStack() as stack:
+            for adapter in dict.fromkeys((self.adapter, self.captures.adapter)):
+                stack.enter_context(undisturbed(adapter))
+            yield
+
+    @property
+    def along(self) -> tuple[Evidence, ...]:
+        """One evidence per size that changes by itself, and one for all that grow together.
+
+        Conditions are functions of one number, so each needs a single direction.
+        """
+        return tuple(
+            replace(
+                self,
+                inputs=tuple(self.inputs[call] for call in direction.calls),
+                outputs=tuple(self.outputs[call] for call in direction.calls),
+                open_dims=direction.dims,
+                directions=(),
+                steps=direction.steps,
+            )
+            for direction in self.directions
+        ) or (self,)
+
+    @property
+    def size(self) -> str:
+        """The name of the size that changes; the first name where several grow together."""
+        return next((str(self.input_specs[index].shape[dim]) for index, dim in self.open_dims), BATCH)
+
+    @property
+    def growing(self) -> str:
+        """The growing sizes as a phrase for a message."""
+        if self.steps:
+            sizes = dict.fromkeys(str(self.input_specs[index].shape[dim]) for index, dim in self.open_dims)
+            return _listed(list(sizes))
+        return f"the {self.size}" if self.size == BATCH else f"`{self.size}`"
+
+    def at(self, batch: int) -> str:
+        """The sizes at a batch as a phrase for a message."""
+        if not self.steps:
+            return f"batch size {batch}" if self.size == BATCH else f"{self.size} = {batch}"
+        shapes = self.shapes_at(batch)
+        sizes = {self.input_specs[index].shape[dim]: shapes[index][dim] for index, dim in self.open_dims}
+        return _listed([f"{name} = {size}" for name, size in sizes.items()])
+
+    def way_out(self, size: str) -> str:
+        """Advice for a size that can't be open; empty where no dim has that size."""
+        dims = [
+            (index, dim)
+            for index, spec in enumerate(self.input_specs)
+            for dim, name in enumerate(spec.shape)
+            if name == size
+        ]
+        if not dims or not self.declared.issuperset(dims):
+            return " Fix the batch size with --static-batch (static_batch=True)." if dims else ""
+        named = _listed([f"dim {dim} of `{self.input_specs[index].name}`" for index, dim in dims])
+        return f" Leave {named} out of --dynamic (dynamic=…)."
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """The half precision that the model computes in or that one of its tensors has; None if there is none."""
+        adapter = self.adapter
+        tensors = (*adapter.parameters(), *adapter.buffers(), *self.inputs[0], *self.outputs[0])
+        held = {self.computes_in, *(tensor.dtype for tensor in tensors)}
+        return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in held), None)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        tensors = (*self.adapter.parameters(), *self.adapter.buffers(), *self.inputs[0])
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """The batch of each call: the size of the first open dim, or `steps` where several sizes grow together.
+
+        Empty where no dim is open.
+        """
+        return self.steps or tuple(
+            tensors[index].shape[dim] for tensors in self.inputs for index, dim in self.open_dims[:1]
+        )
+
+    def line(self, index: int, dim: int) -> Line | None:
+        """The size of an open dim as a linear function of the batch; None where it isn't one."""
+        return line_through(self.batches, [tensors[index].shape[dim] for tensors in self.inputs])
+
+    def shapes_at(self, batch: int) -> list[tuple[int, ...]]:
+        """The shapes of the inputs at another batch.
+
+        Raises:
+            RouteRefused: an open dim isn't a linear function of the batch.
+        """
+        shapes = [list(tensor.shape) for tensor in self.inputs[0]]
+        for index, dim in self.open_dims:
+            line = self.line(index, dim)
+            if line is None:
+                raise RouteRefused(
+                    f"dim {dim} of input `{self.adapter.input_names[index]}` isn't a linear function of {self.growing}",
+                    size=self.size,
+                )
+            shapes[index][dim] = line.at(batch)
+        return [tuple(shape) for shape in shapes]
+
+    def inputs_at(self, batch: int) -> tuple[torch.Tensor, ...]:
+        """Inputs at another batch, built by repeating rows of the calls.
+
+        Raises:
+            RouteRefused: they would be too large, or an open dim isn't a linear function of the batch.
+        """
+        made = list(self.inputs[0])
+        shapes = self.shapes_at(batch)
+        for index in {index for index, _ in self.open_dims}:
+            if made[index].element_size() * math.prod(shapes[index]) > LARGEST_TRIAL:
+                raise TooLarge("the inputs would be too large for a comparison", size=self.size)
+        for index, dim in self.open_dims:
+            rows = made[index]
+            if sum(other == index for other, _ in self.open_dims) == 1:
+                rows = torch.cat([tensors[index] for tensors in self.inputs], dim)
+            size = shapes[index][dim]
+            made[index] = rows.index_select(dim, torch.arange(size, device=rows.device) % rows.shape[dim])
+        return tuple(made)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One sentence per check that wasn't possible."""
+        names = [f"`{self.adapter.output_names[index]}`" for index in sorted(self.unstable)]
+        return tuple(
+            f"Output {name} differs between two runs of the model; only its shape was checked." for name in names
+        )
+
+
+def gather(request: ExportRequest) -> Evidence:
+    """Collect the evidence for a request; run the model where the request has no outputs.
+
+    Raises:
+        StructureError: the calls don't match each other, or can't be left open as the request asks.
+        MetadataError: a file can't hold the metadata.
+    """
+    args, kwargs = request.calls[0]
+    adapter = Adapter(
+        request.model,
+        args,
+        kwargs,
+        input_names=request.input_names,
+        output_names=request.output_names,
+        outputs=request.output_structure,
+    )
+    inputs = tuple(adapter.flatten_inputs(*call) for call in request.calls)
+    open_dims = open_inputs(adapter.input_names, inputs, request.dynamic_batch, request.open_dims)
+    named = {symbol for dims in request.open_dims.values() for symbol in dims.values()}
+    directions = directions_of(open_dims, named)
+    outputs, unstable = request.outputs or (), frozenset[int]()
+    given = bool(outputs) and all(len(flat) == len(adapter.output_names) for flat in outputs)
+    if not given:
+        outputs, unstable = _run_at_each(adapter, inputs)
+    draws = ""
+    if unstable:
+        with undisturbed(adapter), silent():
+            draws = place_of_draws(adapter, inputs[0])
+    symbols = {sizes: name for (_, _), (name, sizes) in open_dims.items()}
+    return Evidence(
+        adapter,
+        inputs,
+        outputs,
+        unstable,
+        tuple(open_dims),
+        tuple(
+            TensorSpec(
+                name,
+                dtype_name(tensor),
+                tuple(open_dims.get((index, dim), (size, ()))[0] for dim, size in enumerate(tensor.shape)),
+            )
+            for index, (name, tensor) in enumerate(zip(adapter.input_names, inputs[0], strict=True))
+        ),
+        _output_specs(adapter.output_names, outputs, symbols),
+        request.computes_in,
+        metadata_of(request.model, adapter.input_names, adapter.output_names, request.metadata),
+        frozenset((index, dim) for index, dim in open_dims if adapter.input_names[index] in request.open_dims),
+        directions,
+        draws=draws,
+        outputs_given=given,
+        proof=request.proof,
+        captures=request.captures or Captures(adapter),
+    )
+
+
+def _run_at_each(
+    adapter: Adapter, inputs: Sequence[tuple[torch.Tensor, ...]]
+) -> tuple[tuple[tuple[torch.Tensor, ...], ...], frozenset[int]]:
+    """Run the model at each call; also return the indices of outputs that differ when the first call is run again."""
+    with undisturbed(adapter), silent():
+        outputs = tuple(adapter.run(tensors) for tensors in inputs)
+        again = adapter.run(inputs[0])
+    unstable = (
+        index
+        for index, (first, second) in enumerate(zip(outputs[0], again, strict=True))
+        if first.shape != second.shape or not torch.equal(torch.nan_to_num(first), torch.nan_to_num(second))
+    )
+    return outputs, frozenset(unstable)
+
+
+def _output_specs(
+    names: tuple[str, ...], outputs: tuple[tuple[torch.Tensor, ...], ...], symbols: dict[tuple[int, ...], str]
+) -> tuple[TensorSpec, ...]:
+    specs = []
+    for index, name in enumerate(names):
+        tensors = [flat[index] for flat in outputs]
+        if len({tensor.dim() for tensor in tensors}) > 1:
+            raise StructureError(f"Output `{name}` changes its number of dims between the calls.")
+        shape: list[int | str] = []
+        for dim, sizes in enumerate(zip(*(tensor.shape for tensor in tensors), strict=True)):
+            constant = len(set(sizes)) == 1
+            shape.append(sizes[0] if constant else symbols.get(sizes, f"{name}_dim_{dim}"))
+        specs.append(TensorSpec(name, dtype_name(tensors[0]), tuple(shape)))
+    return tuple(specs)
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """The name of a tensor's dtype: `float32` for torch.float32."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))

@@ -1,0 +1,86 @@
+"""The two exporters of torch that write ONNX, each with what it assumes about the open sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from exporters.base import clones
+from exporters.conditions import Condition
+from exporters.errors import RouteRefused
+from exporters.evidence import Evidence
+from exporters.exported_program import conditions_of_program, named_dims, shared_program
+from exporters.file_values import Program
+from exporters.onnx_operators import translations
+from exporters.trace_conditions import watched
+
+Captured = tuple[ir.Model, Sequence[Condition], Program | None]
+"""The model in the file, the conditions on the batch, and the program it was made from, where there is one."""
+
+
+def by_dynamo(evidence: Evidence, opset: int | None, *, optimize: bool) -> Captured:
+    # These only name the dims: they are open in the capture.
+    names = tuple(named_dims(spec) or None for spec in evidence.input_specs)
+    program = torch.onnx.export(
+        shared_program(evidence),
+        input_names=evidence.adapter.input_names,
+        output_names=evidence.adapter.output_names,
+        opset_version=opset,
+        dynamo=True,
+        dynamic_shapes=names if any(names) else None,
+        custom_translation_table=translations(),
+        optimize=optimize,
+        verbose=False,
+    )
+    if program is None or program.exported_program is None:
+        raise RouteRefused("torch.onnx.export returned no program")
+    exported = program.exported_program
+    known = Program.of(exported, evidence.adapter.model, evidence.adapter.output_names)
+    return program.model, conditions_of_program(exported, evidence), known
+
+
+def by_torchscript(evidence: Evidence, opset: int | None, folder: Path) -> Captured:
+    adapter = evidence.adapter
+    axes = {spec.name: named_dims(spec) for spec in (*evidence.input_specs, *evidence.output_specs)}
+    # Export to a file: above 2 GiB this exporter writes the weights next to it. The folder is removed after the export.
+    raw = folder / "raw"
+    raw.mkdir()
+    # By default the exporter switches a module in training mode to eval.
+    mode: dict[str, Any] = {"training": torch.onnx.TrainingMode.PRESERVE} if adapter.training else {}
+    with _without_native_log(), watched(evidence) as conditions:
+        torch.onnx.export(
+            adapter,
+            clones(evidence.inputs[0]),
+            str(raw / "model.onnx"),
+            input_names=list(adapter.input_names),
+            output_names=list(adapter.output_names),
+            opset_version=opset,
+            dynamo=False,
+            dynamic_axes={name: dims for name, dims in axes.items() if dims},
+            verbose=False,
+            **mode,
+        )
+    return ir.load(raw / "model.onnx"), conditions(), None
+
+
+@contextmanager
+def _without_native_log() -> Iterator[None]:
+    """Keep the old exporter from printing the graph on which it fails.
+
+    It prints regardless of `verbose`: it tests the function that reports whether logging is on, but never calls it. The
+    text goes to the process's stdout and bypasses sys.stdout.
+    """
+    log = getattr(torch._C, "_jit_onnx_log", None)
+    if log is None:
+        yield
+        return
+    torch._C._jit_onnx_log = lambda *_: None
+    try:
+        yield
+    finally:
+        torch._C._jit_onnx_log = log

@@ -1,0 +1,136 @@
+"""The routes of an exporter, tried one after another until one holds."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from exporters.base import Artifact, Exporter, ExportRequest
+from exporters.errors import ExportError, RouteRefused, WrongFile
+from exporters.evidence import Evidence
+from exporters.lists import lists_as_long_as_a_size
+
+# Maximum bytes of a wrong file to keep until its first wrong operation is located. The other routes may need the disk
+# space of a larger one.
+_LARGEST_KEPT = 2**30
+
+
+@dataclass(frozen=True)
+class Route:
+    """One way to produce a format.
+
+    Attributes:
+        write: writes the files into an empty folder, proves them, and returns them, main file first. Raises
+            RouteRefused if the result isn't right.
+    """
+
+    name: str
+    write: Callable[[Path], tuple[Path, ...]]
+
+
+def first_right(
+    exporter: Exporter,
+    request: ExportRequest,
+    evidence: Evidence,
+    routes: Sequence[Route],
+    directory: Path,
+    known: Callable[[Artifact], Artifact] = lambda artifact: artifact,
+) -> Artifact:
+    """The artifact of the first route that isn't refused; its proven files are moved into `directory`.
+
+    Args:
+        known: adds exporter-specific fields to an artifact, also to one whose route was refused.
+
+    Raises:
+        ExportError: every route was refused.
+        OSError: a file couldn't be written.
+    """
+    refused: list[tuple[str, RouteRefused]] = []
+
+    def made(route: Route, files: Sequence[Path]) -> Artifact:
+        reasons = tuple((name, str(refusal)) for name, refusal in refused)
+        specs = (evidence.input_specs, evidence.output_specs)
+        artifact = Artifact(
+            exporter.name, files[0], tuple(files), route.name, reasons, *specs, evidence.notes, loader=exporter.load
+        )
+        return known(artifact)
+
+    with ExitStack() as until_told:
+        wrong: tuple[Artifact, WrongFile] | None = None
+        for route in routes:
+            with ExitStack() as stack:
+                staging = stack.enter_context(_staging(directory))
+                try:
+                    written = route.write(staging)
+                except RouteRefused as refusal:
+                    if wrong is None and isinstance(refusal, WrongFile) and _size(staging) <= _LARGEST_KEPT:
+                        wrong = made(route, [staging / exporter.file_name]), refusal
+                        until_told.push(stack.pop_all())
+                    refused.append((route.name, refusal))
+                    continue
+                files = [path.replace(directory / path.name) for path in written]
+            return made(route, files)
+        place = _place(request, *wrong) if wrong is not None else ""
+    lists = list(lists_as_long_as_a_size(evidence))
+    reasons = _reasons(refused, [clause for _, clause in lists])
+    hint = _hint(evidence, [*(refusal.size for _, refusal in refused), *(size for size, _ in lists)])
+    message = f"The model can't be exported to {exporter.name} ({reasons}).{_shared(refused)}{place}{hint}"
+    raise ExportError(message, reasons)
+
+
+def _reasons(refused: Sequence[tuple[str, RouteRefused]], clauses: Iterable[str]) -> str:
+    routes_by_reason: dict[str, list[str]] = {}
+    for tried, refusal in refused:
+        routes_by_reason.setdefault(str(refusal), []).append(tried)
+    for clause in clauses:
+        routes_by_reason.setdefault(clause, [])
+    return "; ".join(
+        f"{' and '.join(tried)}: {reason}" if tried else reason for reason, tried in routes_by_reason.items()
+    )
+
+
+def _place(request: ExportRequest, artifact: Artifact, refusal: WrongFile) -> str:
+    """A sentence that locates the first difference of a wrong file; "" where it is unknown."""
+    place = "" if request.place_of is None else request.place_of(artifact, refusal.inputs)
+    return f" The file of the route {artifact.route!r} {place}." if place else ""
+
+
+def _shared(refused: Sequence[tuple[str, RouteRefused]]) -> str:
+    """A sentence naming the one output that every route gets wrong, if their reasons differ."""
+    outputs = {refusal.output if isinstance(refusal, WrongFile) else "" for _, refusal in refused}
+    several = len({str(refusal) for _, refusal in refused}) > 1
+    return (
+        f" Each route gets a different `{outputs.pop()}`." if several and len(outputs) == 1 and outputs != {""} else ""
+    )
+
+
+def _hint(evidence: Evidence, sizes: Iterable[str]) -> str:
+    """Advice for the user; each sentence starts with a space."""
+    hint = ""
+    if (half := evidence.half) is not None:
+        word = str(half).removeprefix("torch.")
+        others = " in float16, or" if half is torch.bfloat16 else ""
+        hint = (
+            f" It computes in {word}, which not every operator of a format and not every runtime supports: export "
+            f"it{others} in float32."
+        )
+    return hint + "".join(dict.fromkeys(map(evidence.way_out, sizes)))
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+@contextmanager
+def _staging(directory: Path) -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(dir=directory, prefix=".export-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
