@@ -32,7 +32,7 @@ from exporters.torchscript_deprecation import torchscript_allowed
 
 # Bytes of weights from which they are saved as external data. Protobuf can't hold more than 2 GiB, and long before that
 # its readers keep three copies of a file. External data is read tensor by tensor.
-EXTERNAL_DATA_FROM = 2**27
+EXTERNAL_DATA_FROM = 2**25
 
 # The number of rows in their outputs depends on the data. Equal sizes at all calls don't prove that the size is
 # constant.

@@ -24,11 +24,14 @@ AssignedNode = tuple[str, str, str]
 
 
 def session_for_proof(path: Path) -> LoadedArtifact:
-    """Load the file on the CPU, or on the GPU where the CPU lacks a kernel (some operators in half precision)."""
+    """Load the file on the CPU, or on the GPU where the CPU lacks a kernel (some operators in half precision).
+
+    The session has no memory arena: an arena would keep the memory of the largest run, and the proof has few runs.
+    """
     with refusing("onnxruntime can't load the file"):
         try:
             # Failures raise exceptions; onnxruntime's own lines on stderr would only repeat them.
-            return LoadedOnnx(path, torch.device("cpu"), log_severity=4)
+            return LoadedOnnx(path, torch.device("cpu"), log_severity=4, arena=False)
         except ort.capi.onnxruntime_pybind11_state.NotImplemented:
             if not torch.cuda.is_available():
                 raise
@@ -36,11 +39,14 @@ def session_for_proof(path: Path) -> LoadedArtifact:
 
 
 class LoadedOnnx:
-    def __init__(self, path: Path, device: torch.device, *, log_severity: int = 3, optimize: bool = True) -> None:
+    def __init__(
+        self, path: Path, device: torch.device, *, log_severity: int = 3, optimize: bool = True, arena: bool = True
+    ) -> None:
         self._target = torch.device(device.type, device.index or 0)
         self.device = device.type
         options = ort.SessionOptions()
         options.log_severity_level = log_severity
+        options.enable_cpu_mem_arena = arena
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         if not optimize:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL

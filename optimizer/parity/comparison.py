@@ -15,7 +15,7 @@ from optimizer.parity.frontier import frontier
 from optimizer.parity.moved_biases import MovedBiases
 from optimizer.parity.observe import Flatten, Observation, observe
 from optimizer.parity.original import OriginalCall
-from optimizer.parity.pools import Pool, SliceNoise, Slices
+from optimizer.parity.pools import Pool, SliceNoise, Slices, pieces_of
 from optimizer.parity.results import CallErrors, Measurement, OutputDifference, OutputNoise
 from optimizer.parity.statistics import error_statistics, has_classes, integer_agreement, top1_agreement
 from optimizer.parity.tensors import all_finite, distance, is_exact, lost_in_noise, special, unit, wide
@@ -267,20 +267,27 @@ class Comparison:
             # Where float64 alone isn't finite, the original's own number is the best there is.
             target = torch.where(special(truth) == 0, wide(truth), wide(own))
         before = compared.error.largest
-        errors = distance(value, target)
-        compared.error.add(errors, plain, of=own)
+        # Kept for the statistics of the whole output; the pieces are compared in float64.
+        errors = torch.empty(own.shape, dtype=torch.float64 if unit(own.dtype) < unit(torch.float32) else torch.float32)
+        for rows in pieces_of(own):
+            finite = None if plain is None else plain[rows]
+            piece = distance(value[rows], target[rows])
+            compared.error.add(piece, finite, of=own[rows])
+            if self.in_detail:
+                errors[rows] = piece
+                marked: Any = ... if finite is None else finite
+                apart, size = distance(value[rows], own[rows]), wide(own[rows]).abs()
+                compared.frontier = frontier(apart[marked], size[marked], compared.frontier)
         if compared.error.largest > before:
             compared.where = one.where
         if not self.in_detail:
             return
-        marked: Any = ... if plain is None else plain
-        statistics: dict[str, Any] = error_statistics(errors[marked], value[marked], target[marked])
+        everywhere: Any = ... if plain is None else plain
+        statistics: dict[str, Any] = error_statistics(errors[everywhere], value[everywhere], target[everywhere])
         if one.own.kinds.get(name) == "output" and has_classes(name, value):
             agreement, undecided = top1_agreement(value, target, self.noises[name].noise)
             statistics |= {"agreement": agreement, "undecided": undecided}
         compared.calls.append(CallErrors(one.batch_size, one.draw, **statistics, sizes=dict(one.sizes)))
-        del errors
-        compared.frontier = frontier(distance(value, own)[marked], wide(own)[marked].abs(), compared.frontier)
 
     def _compare_integers(
         self, compared: _Compared, one: OriginalCall, value: torch.Tensor, own: torch.Tensor, ties: torch.Tensor

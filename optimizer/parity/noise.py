@@ -16,7 +16,7 @@ from optimizer.parity.original import Original, OriginalCall
 from optimizer.parity.pools import Pool, SliceNoise, Slices, slice_noise
 from optimizer.parity.results import OutputNoise
 from optimizer.parity.signal import missing_signal
-from optimizer.parity.tensors import all_finite, floors, is_exact, special, unit, wide
+from optimizer.parity.tensors import all_finite, floors, is_exact, special, unit
 from optimizer.parity.verdict import FACTOR, SLICE_FACTOR
 from optimizer.wording import append_once, dtype_name, error_summary
 
@@ -199,8 +199,7 @@ class RoundingNoise:
             if is_exact(own):
                 gathered.elements += own.numel()
                 continue
-            plain = None if all_finite(own) else special(own) == 0
-            gathered.size.add(wide(own).abs(), plain, of=own)
+            gathered.size.add_sizes(own)
 
     def _run_again(self, one: OriginalCall) -> None:
         try:

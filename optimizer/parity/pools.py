@@ -11,8 +11,9 @@ So `Slices` also keeps the largest error of each band of magnitude.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -22,6 +23,18 @@ from optimizer.parity.tensors import distance, least_noise, unit, where_finite, 
 _BANDS = -1
 _BITS_PER_BAND = 8
 _BAND_COUNT = 16
+# Number of elements in a piece of an output.
+_PIECE = 1 << 22
+
+
+def pieces_of(tensor: torch.Tensor) -> Iterator[Any]:
+    """Indices that cut a tensor into pieces along dim 0, so that float64 copies of the pieces take little memory."""
+    if tensor.numel() <= _PIECE or not tensor.dim():
+        yield ...
+        return
+    rows = max(1, _PIECE * tensor.shape[0] // tensor.numel())
+    for start in range(0, tensor.shape[0], rows):
+        yield slice(start, start + rows)
 
 
 class Slices:
@@ -105,12 +118,18 @@ class Pool:
         if values.numel() == 0:
             return
         self.largest = max(self.largest, float(values.max()))
-        self.squares += float(values.square().sum())
+        self.squares += float(torch.linalg.vector_norm(values)) ** 2
         self.count += values.numel()
 
     def add_distance(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """Add the distances between two tensors of one shape, where both are finite; `a` is the original's."""
-        self.add(distance(a, b), where_finite(a, b), of=a)
+        for rows in pieces_of(a):
+            self.add(distance(a[rows], b[rows]), where_finite(a[rows], b[rows]), of=a[rows])
+
+    def add_sizes(self, a: torch.Tensor) -> None:
+        """Add the magnitudes of the finite elements of a tensor."""
+        for rows in pieces_of(a):
+            self.add(wide(a[rows]).abs(), where_finite(a[rows]), of=a[rows])
 
     @property
     def rms(self) -> float:
