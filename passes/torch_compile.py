@@ -1,4 +1,4 @@
-"""torch.compile in place of a module's call: of the whole, or of the blocks that it repeats."""
+"""Compile a module's call with torch.compile: the whole model, or its repeated blocks."""
 
 from __future__ import annotations
 
@@ -26,40 +26,42 @@ from passes.module_interface import ModelTree, ModuleRewriter
 from passes.program.backend import GraphCall, rewritten, without_graph_call
 from passes.torch_private import compiler_named, options_of_mode
 
-# Blocks are compiled one by one where they do this share of what compiling can spare: all else stays as it is.
+# With "auto", blocks are compiled if they do this share of the work that compiling can save: the rest isn't compiled.
 _LEAST_SHARE = 0.9
-# These capture the launches of kernels, whose memory is that of the next call of the same code too.
+# These modes capture CUDA graphs, whose memory the next call of the same code reuses.
 _CAPTURING = ("reduce-overhead", "max-autotune")
 
 
 @dataclass(frozen=True)
 class TorchCompile(Pass):
-    """Compile the module's call, or those of its equal blocks once for all, with torch.compile.
+    """Compile the whole model, or its repeated blocks once for all, with torch.compile.
 
-        module(x)              ->  compiled code of all that it does          regions="whole"
+        module(x)              ->  compiled code of the whole call            regions="whole"
         block0, ... blockN(x)  ->  one compiled code for all equal blocks     regions="blocks"
 
-    Equal blocks, as the layers of a transformer, are compiled once: the first call is there in a fraction of the time. What
-    is around them stays as it is. Whether they share their code is seen in a run of torch.compile's front end alone.
+    Equal blocks, such as the layers of a transformer, are compiled once, so the first call takes a fraction of the
+    time. The code around them isn't compiled. A run of torch.compile's front end alone shows whether blocks can share
+    code. If graph passes changed the model before, the whole is compiled, with their changes.
 
-    The module stays what it is, keys of its state_dict included: the compiled call is set on the instance, as
-    `Module.compile()` does. It isn't copied or exported: copies and exporters take the module before it. As with any code
-    of torch.compile's, hooks that are set later on modules inside aren't called.
+    The module stays the same object with the same state_dict keys. The compiled call is set on the instance, as
+    `Module.compile()` does. Copies and exported files don't contain it: they have the module as it was before this
+    pass. As with all code of torch.compile, hooks that are added later to inner modules aren't called.
 
-    With `freezing` the weights, and all other tensors that modules hold, are part of the code, laid out as its kernels like
-    them. One that is written to, moved or replaced is seen at the next call, and the code made anew; torch doesn't tell of
-    writes by `.data`. Where a tensor can't be watched, as one that isn't reached from the module, all are read at each call.
-    Calls in which gradients are on take other code.
+    With `freezing`, the weights and all other tensors that modules hold become constants of the code, in the layout
+    that its kernels prefer. If one of them is written to, moved or replaced, the next call notices, and the code is
+    compiled again; torch doesn't count writes through `.data`. After the fourth such change, or if a tensor can't be
+    watched (one that can't be reached from the module, for example), the code reads all tensors at each call. Calls
+    with gradients enabled use other code.
 
     Attributes:
         mode: as for torch.compile.
         fullgraph: raise at a graph break instead of compiling in parts.
-        dynamic: true for one kernel for all sizes, false for one for each, none to decide at the second size.
+        dynamic: true for one kernel for all sizes, false for one kernel per size, none to decide at the second size.
         backend: a torch.compile backend.
-        freezing: make the weights constants of the code; for inference.
-        regions: "whole"; "blocks", of which there have to be three or more that are equal and beside each other; or "auto":
-            blocks where runs of the example inputs show that they share their code, and do nine tenths or more of what
-            compiling can spare.
+        freezing: compile the weights into the code as constants; for inference.
+        regions: "whole"; "blocks", which needs three or more equal modules with the same parent; or "auto": blocks if
+            runs of the example inputs show that they share code and do at least nine tenths of the work that compiling
+            can save, otherwise the whole.
     """
 
     name: ClassVar[str] = "torch-compile"
@@ -74,10 +76,10 @@ class TorchCompile(Pass):
     regions: Literal["auto", "whole", "blocks"] = "auto"
 
     def check(self, context: Context) -> None:
-        """See that there is a compiler for the device, and that the options go together.
+        """Check that there is a compiler for the device, and that the options are compatible.
 
         Raises:
-            RequirementNotMet: there is none, or no backend of that name, or an option makes no sense with another.
+            RequirementNotMet: there is no compiler or no backend of that name, or two options contradict each other.
         """
         super().check(context)
         known = torch.compiler.list_backends(exclude_tags=())
@@ -100,7 +102,7 @@ class TorchCompile(Pass):
             raise RequirementNotMet(f"torch-compile isn't available here: {missing}.")
 
     def _why_whole(self) -> str:
-        """The option with which blocks aren't compiled one by one; "" for none."""
+        """The option that rules out blocks, with the reason; "" for none."""
         if self.freezing:
             return "freezing=true, which compiles each block's own weights into the code"
         if self.mode in _CAPTURING:
@@ -108,10 +110,10 @@ class TorchCompile(Pass):
         return ""
 
     def run(self, tree: ModelTree, context: Context) -> PassResult:
-        """Set the compiled calls; the code is made at the first call.
+        """Install the compiled calls; the code is compiled at the first call.
 
         Raises:
-            RequirementNotMet: `fullgraph` or `regions="blocks"` can't be had for this module.
+            RequirementNotMet: `fullgraph` or `regions="blocks"` isn't possible for this module.
         """
         rewriter = ModuleRewriter(tree)
         root = tree.root
@@ -120,23 +122,33 @@ class TorchCompile(Pass):
             if compiled:
                 rewriter.skip(compiled[0], "its call is already compiled")
                 return PassResult((), tuple(rewriter.skips), rewriter)
-            groups = self._blocks(root, context)
+            groups = self._blocks(root, context, is_rewritten=call is not None)
             if self.fullgraph and not groups and context.run_compiled is not None:
                 self._refuse_break(WholeTrial(root), context)
         record = CompileRecord(tuple(tuple(path for path, _ in group) for group in groups))
         if groups:
-            for number, group in enumerate(groups):
-                # The compiler does by itself, block by block, what graph passes did to the whole.
-                self._compile_blocks(rewriter, group, record, root if call is not None and number == 0 else None)
+            for group in groups:
+                self._compile_blocks(rewriter, group, record)
         else:
             with rewriter.change("", f"compiled by {self.backend}"):
                 rewriter.set_attribute(root, COMPILED_CALL, self._whole(root, record, call))
         return PassResult(tuple(rewriter.changes), (), rewriter, detail=record)
 
-    def _blocks(self, root: nn.Module, context: Context) -> Sequence[Blocks]:
-        """The groups of blocks to be compiled; none where the whole is."""
-        if self.regions == "whole" or (self.regions == "auto" and (self._why_whole() or context.run_compiled is None)):
+    def _blocks(self, root: nn.Module, context: Context, *, is_rewritten: bool) -> Sequence[Blocks]:
+        """The groups of blocks to compile; empty if the whole model is compiled.
+
+        Args:
+            is_rewritten: whether graph passes rewrite the call of the whole model; blocks would drop their changes.
+        """
+        if self.regions == "whole":
             return ()
+        if self.regions == "auto" and (self._why_whole() or is_rewritten or context.run_compiled is None):
+            return ()
+        if is_rewritten:
+            raise RequirementNotMet(
+                "torch-compile:regions=blocks would drop the changes of the graph passes before it, which rewrite the "
+                "whole model: use regions=whole, or leave those passes out."
+            )
         groups = repeated_blocks(root)
         if groups and context.run_compiled is not None:
             trial = BlocksTrial(groups)
@@ -146,7 +158,7 @@ class TorchCompile(Pass):
             return groups if _share(groups, context) >= _LEAST_SHARE else ()
         if not groups:
             raise RequirementNotMet(
-                "torch-compile:regions=blocks finds no three equal consecutive modules that could share their "
+                "torch-compile:regions=blocks finds no three equal modules with the same parent that could share their "
                 "code: leave it out."
             )
         return groups
@@ -160,14 +172,10 @@ class TorchCompile(Pass):
                 f"({trial.found.reason}): change that line, or leave fullgraph out."
             )
 
-    def _compile_blocks(
-        self, rewriter: ModuleRewriter, group: Blocks, record: CompileRecord, root: nn.Module | None
-    ) -> None:
+    def _compile_blocks(self, rewriter: ModuleRewriter, group: Blocks, record: CompileRecord) -> None:
         (first, block), *_, (last, _) = group
         compiled = self._compiled(record)(entry_of(block))
         with rewriter.change(first, f"compiled by {self.backend}, for {len(group)} blocks up to {last}"):
-            if root is not None:
-                rewriter.set_attribute(root, COMPILED_CALL, None)
             for _, block in group:
                 rewriter.set_attribute(block, COMPILED_CALL, CompiledCall(compiled, block))
             for module, bound in bound_forwards(block for _, block in group):
@@ -180,7 +188,7 @@ class TorchCompile(Pass):
         return CompiledCall(compile(entry_of(root)), root)
 
     def _compiled(self, record: CompileRecord, call: GraphCall | None = None) -> Compile:
-        """torch.compile with the options of the pass, noting what it makes, of graphs as the passes of `call` make them."""
+        """torch.compile with the options of the pass. It applies the passes of `call`, and records its programs."""
         name, compiler = self.backend, self._compiler()
         if call is not None:
             compiler = _of_rewritten(call, compiler)
@@ -211,7 +219,7 @@ def _of_rewritten(call: GraphCall, compiler: Callable[..., Any]) -> Callable[...
 
 
 def _share(groups: Sequence[Blocks], context: Context) -> float:
-    """How much of what compiling can spare is in the blocks, 0 to 1; 0 where a run doesn't show it."""
+    """The blocks' share of the work that compiling can save, 0 to 1; 0 if no run shows it."""
     if not groups or context.run_inside is None:
         return 0.0
     work = FusibleWork(groups)

@@ -205,8 +205,7 @@ def test_equal_blocks_are_compiled_once() -> None:
     assert list(fast.state_dict()) == list(model.state_dict())
 
 
-@pytest.mark.parametrize("first", ["simplify", "fold-conv-bn"])
-def test_blocks_with_rewritten_forwards_share_their_code_too(first: str) -> None:
+def test_blocks_with_folded_layers_share_their_code_too() -> None:
     class Convolving(Mixer):
         def __init__(self, number: int = 0) -> None:
             super().__init__(number)
@@ -216,7 +215,7 @@ def test_blocks_with_rewritten_forwards_share_their_code_too(first: str) -> None
             return super().forward(self.bn(self.conv(x.unsqueeze(-1))).squeeze(-1))
 
     model = tower(Convolving)
-    fast = optimize(model, [first, TorchCompile(backend="eager")], example_inputs=(rows(),))
+    fast = optimize(model, ["fold-conv-bn", TorchCompile(backend="eager")], example_inputs=(rows(),))
     assert report_of(fast).passes[0].status == "applied"
     assert compiled_paths(fast) == BLOCKS
     assert record_of(fast).programs == 2
@@ -230,7 +229,7 @@ def test_blocks_that_share_no_code_are_compiled_as_a_whole() -> None:
     assert compiled_paths(fast) == [""]
     assert record_of(fast).blocks == ()
     assert answers_alike(fast, model)
-    with pytest.raises(RequirementNotMet, match="finds no three equal consecutive modules that could share"):
+    with pytest.raises(RequirementNotMet, match="finds no three equal modules with the same parent that could share"):
         optimize(model, [TorchCompile(backend="eager", regions="blocks")], example_inputs=(rows(),))
 
 
@@ -257,9 +256,22 @@ def test_without_example_inputs_nothing_shows_that_blocks_share_their_code() -> 
     assert answers_alike(asked, tower())
 
 
+def test_blocks_never_drop_what_a_graph_pass_changed() -> None:
+    whole = optimize(tower(), ["simplify", TorchCompile(backend="eager")], example_inputs=(rows(),))
+    assert report_of(whole).passes[0].status == "applied"
+    assert compiled_paths(whole) == [""]
+    with pytest.raises(RequirementNotMet, match="blocks would drop the changes of the graph passes before it"):
+        optimize(
+            tower(),
+            ["simplify", TorchCompile(backend="eager", regions="blocks")],
+            example_inputs=(rows(),),
+            strict=True,
+        )
+
+
 def test_two_equal_modules_are_no_blocks() -> None:
     assert compiled_paths(optimize(tower(count=2), [TorchCompile(backend="eager")], example_inputs=(rows(),))) == [""]
-    with pytest.raises(RequirementNotMet, match="finds no three equal consecutive modules"):
+    with pytest.raises(RequirementNotMet, match="finds no three equal modules with the same parent"):
         optimize(tower(count=2), [TorchCompile(backend="eager", regions="blocks")])
 
 
