@@ -1,21 +1,22 @@
-# make demo    install the project and run it on a ResNet-50
-# make test    install what the tests need and run the fast ones (eight minutes)
-# make test-all   the other tests, those that are marked slow (25 minutes)
-# make coverage  the fast tests, with the share of lines that they run (at least 90 %)
-# make check   format, lint, type-check, test
-# make fuzz    random modules, other ones each time: N=20000 of them; SEED=… repeats a run
-# make zoo     thirty architectures the whole way and through every pair of passes, all others with a BatchNorm
-#              and thirty of timm through optimize, and all but timm's through torch.export (an hour and a half)
-# make rule    2000 right artifacts and some hundred faults, judged (hours; goes on where it was stopped): RUNS=…
-# make mutants take the guards of the judge of a fold away, one at a time: a test has to fail (half an hour)
-# make bench   the benchmarks (four and a half hours; leave the machine alone meanwhile), docs/benchmarks.md links to the tables
+# make demo      install the project and run it on a ResNet-50
+# make test      install the test dependencies and run the fast tests (eight minutes)
+# make test-all  run the tests that are marked slow (25 minutes)
+# make coverage  run the fast tests and measure their line coverage (at least 90 %)
+# make check     format, lint, type-check, run the fast and the slow tests
+# make fuzz      test N=20000 random modules, different ones in each run; SEED=… repeats a run
+# make zoo       30 architectures through optimize, export and verify, and through every pair of passes; all others with
+#                a BatchNorm and 30 of timm through optimize; all but timm's through torch.export (an hour and a half)
+# make rule      judge RUNS=2000 correct artifacts and several hundred faults (hours; continues an interrupted run)
+# make mutants   remove each guard of the fold checks in turn: a test must fail (half an hour)
+# make bench     run the benchmarks except `make rule`, on an idle machine (four and a half hours); docs/benchmarks.md
+#                links to the tables
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TIMM := $(VENV)/timm
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
-# Two processes of one thread each are faster than one of two: most of the time is Python's.
+# Two processes with one thread each are faster than one with two, because most of the time is spent in Python.
 WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 N ?= 1000

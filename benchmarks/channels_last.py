@@ -1,10 +1,10 @@
-"""What the memory format channels_last gains or costs: per model, beside what a user would do instead.
+"""Measure what the channels_last memory format gains or costs per model, compared with what a user would do by hand.
 
     python benchmarks/channels_last.py --json build/channels_last.json --markdown build/channels_last.md
 
-All contenders have their BatchNorms folded: what differs is the format. Beside the times stand counts, which are the
-same on every machine: of weights, of places where the format is lost on the way, and of elements that are moved for the
-sake of a format alone.
+All contenders have their BatchNorms folded, so they differ only in the memory format. The table also counts the
+convolutions with channels_last weights, the places where a feature map loses the format, and the elements that are
+copied only to change the format. These counts are the same on every machine.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _FOLDS = ["fold-conv-bias", "fold-conv-bn"]
 
 
 class FormatWorkshop(Workshop):
-    """Makes the contenders for one model: all folded, in different formats.
+    """Makes the contenders for one model: all folded, in different memory formats.
 
     Attributes:
-        models: what each contender of the last batch calls.
+        models: the module of each contender of the last batch.
     """
 
     def __init__(self, asked: Subject, folder: Path, device: str, threads: int) -> None:
@@ -67,7 +67,7 @@ class FormatWorkshop(Workshop):
         return self._run(FOLD, self._folded(), inputs)
 
     def _ours(self, inputs: tuple[torch.Tensor, ...]) -> Run:
-        # What is worth converting depends on the size of the maps: each batch size is optimized for.
+        # Optimize for each batch size: the size of the maps determines which layers are worth converting.
         return self._run(OURS, optimize(self._model, [*_FOLDS, "channels-last"], example_inputs=inputs), inputs)
 
     def _user(self, inputs: tuple[torch.Tensor, ...]) -> Run:
@@ -76,7 +76,7 @@ class FormatWorkshop(Workshop):
         return self._run(USER, model, tuple(tensor.contiguous(memory_format=memory_format) for tensor in inputs))
 
     def counts(self, name: str, batch: int) -> dict[str, Any]:
-        """What one run of the contender shows of formats."""
+        """Count the layouts that one run of the contender shows."""
         model, inputs = self.models[name], self.inputs(batch)
         if name == USER:
             inputs = tuple(tensor.contiguous(memory_format=CHANNELS_LAST_FORMATS[tensor.dim()]) for tensor in inputs)
@@ -101,7 +101,7 @@ def _is_last(module: _ConvNd) -> bool:
 
 
 def measure_model(name: str, batches: Sequence[int], rounds: int, scale: float, device: str, threads: int) -> Any:
-    """The results of one model, one for each batch size."""
+    """Measure one model: one result per batch size."""
     results = []
     with tempfile.TemporaryDirectory() as folder:
         workshop = FormatWorkshop(subject(name, scale), Path(folder), device, threads)
@@ -166,7 +166,7 @@ def main() -> int:
         results += measure_model(
             name, arguments.batch, arguments.rounds, arguments.scale, arguments.device, arguments.threads
         )
-        # After each model: what was measured stays, if the rest is interrupted.
+        # Write after each model, so that an interrupted run keeps its results.
         table = table_of(results)
         table.caption.append(caption(where))
         write([table], data, arguments.json, arguments.markdown)

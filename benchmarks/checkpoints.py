@@ -1,9 +1,9 @@
-"""Training in less memory: what `insert-checkpoints` keeps and computes again, beside what a user would do instead.
+"""Measure training in less memory: what `insert-checkpoints` keeps and recomputes, compared with what a user would do.
 
     python benchmarks/checkpoints.py --json build/checkpoints.json --markdown build/checkpoints.md
 
-What is kept and what is computed again is counted on tensors without numbers, and is the same on every machine. Beside it
-stands what real steps take: seconds, and what the allocator gave out.
+The kept bytes and the recomputed FLOPs are counted on fake tensors, and are the same on every machine. Real steps are
+measured, too: their seconds, and the bytes that the allocator gave out.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ PASSES = {
     LOWEST: InsertCheckpoints("min"),
     UNIFORM: InsertCheckpoints(0.5, "uniform"),
 }
-# How much of the forward's FLOPs may be computed again, on the mean over the five models.
+# Goals: the share of the forward's FLOPs that may be recomputed, as the mean over the five models in `GOALS`.
 GOAL = {HALF: 0.10, THIRD: 0.30}
-# Of the model of 70 billion parameters.
+# For the model of 70 billion parameters: its budgets, and the goals for time and memory.
 LARGE_BUDGETS = (0.5, 0.25, 0.1)
 LARGE_SECONDS, LARGE_GIB = 60, 3
 
@@ -92,10 +92,10 @@ class Way:
     """One way to run the training step of a model.
 
     Attributes:
-        name: of `LABELS`.
-        model: None where this way can't be had.
-        reason: then the sentence why.
-        seconds: what it took to plan.
+        name: a key of `LABELS`.
+        model: None if this way isn't available.
+        reason: the error that made it unavailable; otherwise "".
+        seconds: the time to make the model; for torch.compile including its first step.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Ways:
         }
 
     def way(self, name: str) -> Way:
-        """The way of that name; what planning took doesn't count the first step."""
+        """Make the way of that name. Its seconds don't include the first step, except for torch.compile."""
         started = time.perf_counter()
         try:
             model = self._makers[name]()
@@ -131,7 +131,7 @@ class Ways:
                     warnings.simplefilter("ignore")
                     run(model, self.kwargs)
                 taken = time.perf_counter() - started
-        except Exception as error:  # noqa: BLE001 - whatever a way raises is why it can't be had, and a sentence says so
+        except Exception as error:  # noqa: BLE001 - any error means that this way is unavailable; a sentence says so
             return Way(name, None, sentence_of(error))
         return Way(name, model, "", taken)
 
@@ -145,7 +145,7 @@ class Ways:
         def apart() -> Iterator[Any]:
             yield (), self.kwargs
 
-        # The pass looks at no graph, and `optimize` compares the result with the original on top of it.
+        # Run the pass alone. It needs no graph, and `optimize` would also compare the result with the original.
         context = Context("training", torch.device(self._device), (((), self.kwargs),), apart=apart)
         item.run(ModelTree(root), context)
         return root
@@ -162,7 +162,7 @@ class Ways:
             raise ValueError(
                 "its blocks hand on more than one tensor: several of them aren't checkpointed as one by hand"
             )
-        # Of all rows together there are about √n.
+        # About √n segments over all rows together.
         return self._in_runs(self._copy(), lambda blocks, count: max(1, round(blocks / count**0.5)))
 
     def _in_runs(self, root: nn.Module, runs_of: Callable[[int, int], int]) -> nn.Module:
@@ -181,7 +181,7 @@ class Ways:
 
 
 class Checkpointed(nn.Module):
-    """Blocks that `torch.utils.checkpoint` runs as one."""
+    """Runs several blocks under one `torch.utils.checkpoint`."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ def on_device(kwargs: Mapping[str, Any], device: str) -> dict[str, Any]:
 
 
 def run(model: nn.Module, kwargs: dict[str, Any]) -> Tensor:
-    """One step; nothing but the loss is held when it turns back."""
+    """Run one step. When the backward pass starts, only the loss is held, not the model's output."""
     loss = loss_of(model(**kwargs))
     loss.backward()
     return loss.detach()
@@ -219,7 +219,7 @@ def run(model: nn.Module, kwargs: dict[str, Any]) -> Tensor:
 
 
 def counted(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, int]:
-    """The most bytes alive in a step, and the FLOPs of its forward and of all of it, on tensors without numbers."""
+    """Run a step on fake tensors; count its peak bytes, and the FLOPs of its forward and of the whole step."""
     with faked(model, (), kwargs) as (_, fakes), LiveBytes(without=there_before(model, (), fakes)) as live:
         loss = loss_of(model(**fakes))
         forward = live.flops
@@ -232,7 +232,7 @@ def counted(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, int]:
 
 
 class RealSteps:
-    """Real steps of one model in several ways. Gradients are there, and added to, as from the second step on."""
+    """Runs real steps of one model in several ways. Gradients exist and are added to, as from the second step on."""
 
     def __init__(self, model: nn.Module, kwargs: dict[str, Any], device: str) -> None:
         self._parameters = list(model.parameters())
@@ -245,7 +245,10 @@ class RealSteps:
         self._truth = self._seen(model)
 
     def _seen(self, model: nn.Module) -> dict[str, str]:
-        """What a step gives and changes, from the same state at every call: of each a digest, which takes no memory."""
+        """Run a step, from the same state at every call, and return digests of its loss, gradients and buffers.
+
+        A digest takes no memory, unlike a copy.
+        """
         for buffer, before in zip(self._buffers, self._before, strict=True):
             buffer.copy_(before)
         for parameter in self._parameters:
@@ -256,14 +259,17 @@ class RealSteps:
         return {"loss": _digest([loss]), "gradients": _digest(gradients), "buffers": _digest(self._buffers)}
 
     def differences(self, model: nn.Module) -> list[str]:
-        """What isn't the same, to the bit, as in eager: of the loss, the gradients and the buffers."""
+        """Which of loss, gradients and buffers aren't equal to the bit to those of an eager step."""
         return [name for name, digest in self._seen(model).items() if digest != self._truth[name]]
 
     def seconds(self, model: nn.Module) -> float:
         return latency_of(lambda: run(model, self._kwargs), 1, self._device)
 
     def allocated(self, model: nn.Module) -> int:
-        """The most bytes that the allocator has given out in a step, over what it had before: kernels' own too."""
+        """The peak of the allocator in a step, in bytes above its level before.
+
+        Temporary memory of kernels is included.
+        """
         synchronize(self._device)
         if self._device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -288,7 +294,7 @@ def _digest(tensors: Sequence[Tensor]) -> str:
 
 
 def measure_model(name: str, names: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    """All figures of one model."""
+    """Measure all ways of one model."""
     step = step_of(name, arguments.scale)
     ways = Ways(step, arguments.device)
     made = []
@@ -318,7 +324,10 @@ def measure_model(name: str, names: Sequence[str], arguments: argparse.Namespace
 
 
 def on_gpu(name: str, names: Iterable[str], arguments: argparse.Namespace) -> dict[str, int]:
-    """What the allocator of a GPU gives out in a step of each way, beside the figures of a CPU; empty where there is none."""
+    """The peak of the allocator in a step of each way on a GPU, in addition to that on the CPU.
+
+    Empty if there is no GPU, or if the benchmark runs on it anyway.
+    """
     if arguments.device == "cuda" or not torch.cuda.is_available():
         return {}
     step = step_of(name, arguments.scale)
@@ -344,7 +353,7 @@ def _result(way: Way, counts: Mapping[str, dict[str, int]], figures: dict[str, A
 
 
 def means(results: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of what is computed again at each budget, where all models of the goals are there and keep to it."""
+    """The mean recomputed share at each budget, if the pass has met the budget on all models in `GOALS`."""
     found = {}
     for name in GOAL:
         shares = [
@@ -360,7 +369,7 @@ def means(results: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def misses(results: Sequence[dict[str, Any]]) -> list[str]:
-    """A sentence for each goal that is missed, and for each budget that isn't kept."""
+    """A sentence for each goal that is missed, and for each budget that is exceeded."""
     found = [
         f"{LABELS[name]}: {100 * mean:.1f} % of the forward are computed again; the goal is {100 * GOAL[name]:.0f} %."
         for name, mean in means(results).items()
@@ -437,7 +446,7 @@ def _time_cells(way: Mapping[str, Any]) -> list[str]:
 
 
 def measure_large() -> dict[str, Any]:
-    """What it takes to plan a step of a model that no machine of this size could train."""
+    """Measure what it takes to plan a step of a model that no machine of this size could train."""
     watch, peak = Stopwatch(time.process_time), PeakMemory()
     plans = []
     started = time.perf_counter()
@@ -475,7 +484,7 @@ def measure_large() -> dict[str, Any]:
 
 
 def seconds_of_large(large: Mapping[str, Any]) -> float:
-    """Of the processor: to profile, to plan for the first budget, and to check that plan."""
+    """The CPU seconds to profile, to plan for the first budget, and to check that plan."""
     taken, budget = large["seconds"], LARGE_BUDGETS[0]
     return sum(taken[name] for name in ("profile", f"plan for {budget}", f"check of the plan for {budget}"))
 
@@ -534,7 +543,7 @@ def main() -> int:
     for name in models:
         own = [*names, COMPILE] if name in compiled and COMPILE not in names else names
         results.append(measure_model(name, own, arguments))
-        # After each model: what was measured stays, if the rest is interrupted.
+        # Write after each model, so that an interrupted run keeps its results.
         tables = [table_of(results)]
         tables[0].caption.append(caption(where))
         write(tables, data, arguments.json, arguments.markdown)
@@ -552,7 +561,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # A cache of its own, so that a second run compiles what the first one did.
+    # Use a separate cache, so that a second run compiles everything again.
     with tempfile.TemporaryDirectory(prefix="inductor-") as cache:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
         sys.exit(main())

@@ -1,10 +1,11 @@
-"""How long it takes until a compiled transformer answers, and how fast it answers then: by its blocks, and as a whole.
+"""Measure cold start and latency of a compiled transformer: compiled by blocks, compared with compiled as a whole.
 
     python benchmarks/cold_start.py --json build/cold_start.json --markdown build/cold_start.md
 
-A start is a process of its own, with the model and its inputs in hand: what the way does with the model, with the import of
-the compiler, and the first call. The ways start in turn, on a machine where inductor has compiled something else before (it
-keeps what it found out about the C++ compiler), and on one where it has not. The latencies are taken in one process, in turn.
+Each start is a separate process that already has the model and its inputs. The measured time covers the preparation of
+the model, the import of the compiler, and the first call. The ways start in turn. In one series of starts, inductor's
+cache is that of a machine that has compiled something else before: it holds inductor's findings about the C++ compiler.
+In the other series, the cache is empty. The latencies are measured in one process, in turn.
 """
 
 from __future__ import annotations
@@ -33,16 +34,19 @@ from torch import nn
 from optimizer import optimize
 
 BLOCKS, WHOLE, EAGER = "torch-compile, by blocks", "torch.compile", "eager"
-# What the project aims at: so much of the whole's time until the first answer, and so much of its latency.
+# Goals: at most this share of the whole's time to the first answer, and of its latency.
 GOALS = {"cold_start": 0.5, "latency": 1.05}
 _SECONDS_OF_A_FIGURE = 0.1
-# The start that compiles a function of its own.
+# The start that compiles an unrelated function.
 _OTHER = "another function"
 USED, NEW = "starts", "starts_on_a_new_machine"
 
 
 def start(arguments: argparse.Namespace) -> int:
-    """In a process of its own: print the seconds until the first call is answered."""
+    """Run one start in this process, and print the seconds until the first call has returned.
+
+    The start of the unrelated function prints nothing.
+    """
     if arguments.start == _OTHER:
         torch.compile(lambda x: x.sin() + 1)(torch.zeros(64))
         return 0
@@ -62,15 +66,15 @@ def _inputs(asked: Subject, arguments: argparse.Namespace) -> tuple[torch.Tensor
 
 
 def _run(way: str, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Run:
-    """The model by one way; nothing is compiled yet."""
+    """Prepare the model for one way. Nothing is compiled yet."""
     if way == BLOCKS:
-        # Without example inputs nothing runs before the first call, as with torch.compile.
+        # Without example inputs, nothing runs before the first call. The same holds for torch.compile.
         model = optimize(model, ["torch-compile:regions=blocks"])
     return calling(Plain(torch.compile(model) if way == WHOLE else model), inputs)  # type: ignore[arg-type]
 
 
 def _started(way: str, name: str, arguments: argparse.Namespace, cache: Path) -> str:
-    """What a start prints."""
+    """Run a start in a new process, and return its stdout."""
     options = [f"--scale={arguments.scale}", f"--batch={arguments.batch}", f"--device={arguments.device}"]
     command = [
         sys.executable,
@@ -85,7 +89,11 @@ def _started(way: str, name: str, arguments: argparse.Namespace, cache: Path) ->
 
 
 def _starts(name: str, arguments: argparse.Namespace, *, used: bool) -> dict[str, list[float]]:
-    """The seconds of all starts."""
+    """The seconds of all starts, by way.
+
+    Args:
+        used: whether inductor has compiled the unrelated function on the machine before.
+    """
     found: dict[str, list[float]] = {BLOCKS: [], WHOLE: []}
     with tempfile.TemporaryDirectory(prefix="inductor-") as folder:
         first = Path(folder, "first")
@@ -102,7 +110,7 @@ def _starts(name: str, arguments: argparse.Namespace, *, used: bool) -> dict[str
 
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Both figures of all ways."""
+    """Measure the cold starts and latencies of all ways."""
     starts = {USED: _starts(name, arguments, used=True), NEW: _starts(name, arguments, used=False)}
     asked = subject(name, arguments.scale)
     model, inputs = asked.model.to(arguments.device), _inputs(asked, arguments)
@@ -145,7 +153,7 @@ def table_of(results: Sequence[dict[str, Any]]) -> Table:
 
 
 def misses(results: Sequence[dict[str, Any]]) -> list[str]:
-    """A sentence for each goal that isn't reached."""
+    """A sentence for each goal that is missed."""
     return [
         f"{result['model']}: {figure} is {result[figure]['median']:.2f} times that of the whole; the goal is {goal:g}"
         for result in results

@@ -1,4 +1,4 @@
-"""Every way of running one model: as it is, by this project, and by what a user would take instead."""
+"""All ways of running one model: as it is, optimized by this project, and by what a user would use instead."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ LABELS = {
 }
 
 
-# Batch sizes at which this project compares its results with the original; the benchmark itself shows the error at the
-# size that it measures.
+# The batch sizes at which this project verifies its results. The benchmark itself shows the error at the batch size
+# that it measures.
 _VERIFIED = (2, 1)
 
 
@@ -58,10 +58,10 @@ class Contender:
     """One way to run the model on one batch.
 
     Attributes:
-        name: of `LABELS`.
-        run: gives the outputs as flat tensors; None where this way can't be had.
-        reason: then the sentence why.
-        set_up_seconds: what it took to make, the first call included.
+        name: a key of `LABELS`.
+        run: returns the outputs as flat tensors; None if this way isn't available.
+        reason: the error that made it unavailable; otherwise "".
+        set_up_seconds: the time to make it, including the first call.
     """
 
     name: str
@@ -71,14 +71,14 @@ class Contender:
 
 
 class Workshop:
-    """Makes the contenders for one model. What doesn't depend on the batch size is made once.
+    """Makes the contenders for one model. Whatever doesn't depend on the batch size is made once.
 
     Args:
-        folder: for the files.
-        threads: of onnxruntime.
+        folder: where the exported files are written.
+        threads: the number of threads of onnxruntime.
 
     Attributes:
-        makers: for each name, what makes the run of one batch of inputs.
+        makers: for each name, the function that makes the run of one batch of inputs.
     """
 
     def __init__(self, subject: Subject, folder: Path, device: str, threads: int) -> None:
@@ -104,18 +104,18 @@ class Workshop:
         }
 
     def inputs(self, batch: int) -> tuple[torch.Tensor, ...]:
-        """The inputs that all contenders get, on the device."""
+        """The inputs of all contenders, on the device."""
         return tuple(tensor.to(self._device) for tensor in self._subject.inputs(batch))
 
     def truth(self, batch: int) -> tuple[torch.Tensor, ...]:
-        """What the model gives in float64."""
+        """The outputs of the model in float64."""
         double = Plain(deepcopy(self._subject.model)).eval().double()
         wide = tuple(t.double() if t.is_floating_point() else t for t in self.inputs(batch))
         return calling(double, wide)()
 
     def contenders(self, batch: int, names: Iterable[str]) -> list[Contender]:
-        """One contender for each name, each of them called once."""
-        # Compiled code of another batch size would make the compiler go for code that takes all sizes.
+        """Make one contender for each name, and call each of them once."""
+        # Drop compiled code of other batch sizes: with it, the compiler would switch to dynamic shapes.
         torch._dynamo.reset()
         inputs = self.inputs(batch)
         return [self._contender(name, inputs) for name in names]
@@ -127,7 +127,7 @@ class Workshop:
                 warnings.simplefilter("ignore")
                 run = self.makers[name](inputs)
                 run()
-        except Exception as error:  # noqa: BLE001 - whatever a way raises is why it can't be had, and the row says so
+        except Exception as error:  # noqa: BLE001 - any error means that this way is unavailable; the row says so
             return Contender(name, None, sentence_of(error), time.perf_counter() - started)
         return Contender(name, run, "", time.perf_counter() - started)
 
@@ -140,8 +140,8 @@ class Workshop:
         return self._once(OURS, lambda: optimize(self._model, example_inputs=self.inputs(_VERIFIED[0])))
 
     def _ours_compiled(self, inputs: tuple[torch.Tensor, ...]) -> Run:
-        # On top of the verified result. Without example inputs nothing runs the compiled code before the first call,
-        # which so compiles for one batch size, as that of torch.compile does.
+        # Compile the verified result. Without example inputs, nothing runs the compiled code before the first call. So
+        # it is compiled for one batch size, like that of torch.compile.
         return calling(Plain(optimize(self._optimized(), ["torch-compile"])), inputs)
 
     def _by_hand(self) -> nn.Module:
@@ -157,7 +157,7 @@ class Workshop:
         return calling(torch.jit.load(str(path), map_location=self._device).eval(), inputs)
 
     def _bundle(self, form: str) -> Any:
-        # One bundle for each format: the refusal of one withholds the whole.
+        # Export one bundle for each format, because a refused format would withhold the whole bundle.
         return export(
             self._optimized(),
             example_inputs=self.inputs(_VERIFIED[0]),
@@ -170,7 +170,7 @@ class Workshop:
     def _jit(self, inputs: tuple[torch.Tensor, ...]) -> Run:
         traced = torch.jit.trace(self._plain, inputs, check_trace=False)
         run = calling(torch.jit.optimize_for_inference(traced), inputs)
-        # Its profiling executor settles on the final code in the second call.
+        # The profiling executor settles on its final code in the second call.
         run()
         return run
 
@@ -182,21 +182,21 @@ class Workshop:
 
 
 class OnnxRun:
-    """A file on onnxruntime, with bound inputs and outputs: the same session settings for every file.
+    """Runs a file in onnxruntime with bound inputs and outputs, and with the same session settings for every file.
 
     Raises:
-        ProviderFallback: the device is the GPU, and onnxruntime would compute on the CPU.
+        ProviderFallback: the device is the GPU, but onnxruntime would compute on the CPU.
     """
 
     def __init__(self, path: Path, inputs: tuple[torch.Tensor, ...], device: str, threads: int) -> None:
         if device == "cuda":
-            # Looks where the nodes really are.
+            # This checks where the nodes really run.
             load_artifact("onnx", path, device)
         options = ort.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
-        # Its threads wait for work by spinning; once a run is over, that would cost the next contender its cores.
+        # The threads spin while they wait for work. After a run, this would take cores from the next contender.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         self._session = ort.InferenceSession(str(path), options, providers=_providers(device))
         self._device = device
@@ -210,7 +210,7 @@ class OnnxRun:
         for node in self._session.get_outputs():
             binding.bind_output(node.name, self._device, 0)
         if self._device == "cuda":
-            # onnxruntime has a stream of its own: the inputs must be there before it starts.
+            # onnxruntime uses its own stream, so the inputs must be complete before it starts.
             torch.cuda.current_stream().synchronize()
         self._session.run_with_iobinding(binding)
         return tuple(torch.utils.dlpack.from_dlpack(value) for value in binding.get_outputs())
@@ -222,12 +222,12 @@ _NUMPY_NAMES = {torch.float32: "float32", torch.int64: "int64"}
 def _providers(device: str) -> list[Any]:
     if device == "cpu":
         return ["CPUExecutionProvider"]
-    # TF32 rounds float32 products to 10 bits; it is off for torch too.
+    # TF32 rounds the operands of float32 products to 10 bits of mantissa. It is off for torch, too.
     return [("CUDAExecutionProvider", {"use_tf32": "0"}), "CPUExecutionProvider"]
 
 
 def calling(call: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> Run:
-    """The call with these inputs, without gradients, as a function that gives a tuple."""
+    """Return a function that makes the call with these inputs, without gradients, and returns a tuple."""
 
     def run() -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
@@ -243,15 +243,17 @@ def _compiled(model: nn.Module) -> nn.Module:
 
 
 def sentence_of(error: Exception) -> str:
-    """The class and the first line of an error, in 160 characters at most."""
+    """The class and the first line of an error, in at most 160 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return text if len(text) <= 160 else f"{text[:157]}..."
 
 
 def error_against(outputs: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
-    """The largest difference, over that output's largest value; of the worst output. Infinite where the outputs aren't
-    of one number, shape and finiteness."""
+    """The largest error of any output, relative to the largest value of that output.
+
+    Infinite if the outputs differ from the truth in number or shape, or aren't finite.
+    """
     if len(outputs) != len(truth):
         return float("inf")
     return max(_difference(output, true) for output, true in zip(outputs, truth, strict=True))

@@ -1,9 +1,9 @@
-"""Whether folding BatchNorms is right, case by case: by this project, and by what a user would take instead.
+"""Check case by case whether folding BatchNorms is right: by this project, and by what a user would use instead.
 
     python benchmarks/correctness.py --json build/correctness.json --markdown build/correctness.md
 
-Every contender gets the same model and, as an example, the same inputs at batch 2. What it makes is then called at batch
-2, 1 and 5 and on inputs that it hasn't seen, and compared with the model in float64.
+Every contender gets the same model and, as an example, the same inputs at batch size 2. Its result is then called at
+batch sizes 2, 1 and 5 and on unseen inputs, and compared with the model in float64.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ VERDICTS = (RIGHT, WRONG, REFUSED, CRASHED)
 
 INDUCTOR = "inductor"
 
-# An error may be that many times the one that eager has itself, and that many units in the last place of the output's
-# largest value: a folded weight is rounded where the model's own wasn't.
+# The allowed error: this many times eager's own error, plus this many ulps of the output's largest value. Folding
+# rounds weights that the model itself didn't round.
 TIMES_EAGER = 8.0
 ULPS = 4.0
 
-# (batch, number of the draw): the first is the one that contenders are shown.
+# (batch size, number of the draw). The contenders get the first one as an example.
 CALLS = ((2, 0), (1, 0), (5, 0), (2, 1))
 
 Call = Callable[..., Any]
@@ -57,11 +57,11 @@ class Contender:
     """One way to fold.
 
     Attributes:
-        label: for the table.
-        make: gives a callable from a model in eval and example inputs.
-        refusals: errors by which it says that it doesn't take such a model.
-        plain: its outputs are a tuple of the model's tensors, without their structure.
-        notes: what it says itself about what it left alone.
+        label: its name in the table.
+        make: makes a callable from a model in eval and example inputs.
+        refusals: the errors by which it refuses a model.
+        plain: whether its output is a flat tuple of the model's tensors.
+        notes: returns what it reports itself about BatchNorms that it left alone.
     """
 
     label: str
@@ -73,15 +73,14 @@ class Contender:
 
 @dataclass
 class Outcome:
-    """What became of one contender on one case.
+    """The result of one contender on one case.
 
     Attributes:
         verdict: one of `VERDICTS`.
-        reason: a sentence, where it isn't right.
-        folded: BatchNorms of the first call that don't compute any more; None where there was no call.
-        error: largest error over what is allowed, of all outputs and calls; None where nothing was compared, or where
-            it isn't finite.
-        notes: what the contender itself says about what it left alone.
+        reason: a sentence, if the verdict isn't "right".
+        folded: the number of BatchNorms of the first call that no longer run; None if there was no call.
+        error: the largest finite error divided by the allowed one, over all outputs and calls; None if there is none.
+        notes: what the contender reports itself about BatchNorms that it left alone.
     """
 
     verdict: str
@@ -93,13 +92,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a case computes.
+    """The expected results of a case.
 
     Attributes:
-        norms: BatchNorms of the first call that compute.
-        structures: of the outputs of each call.
-        truths: of each call, the outputs in float64.
-        allowed: of each output, the largest error.
+        norms: the number of BatchNorms that run in the first call.
+        structures: the structure of the outputs of each call.
+        truths: the outputs of each call in float64.
+        allowed: the largest allowed error of each output.
     """
 
     norms: int
@@ -109,7 +108,7 @@ class Expected:
 
     @classmethod
     def of(cls, case: Case) -> Expected:
-        """From eager runs of two new copies of the model, one of them in float64."""
+        """Run two new copies of the model in eager mode, one of them in float64."""
         model, double = case.build(), case.build().double()
         norms, structures, truths, errors = 0, [], [], []
         kinds: list[torch.dtype] = []
@@ -131,19 +130,21 @@ class Expected:
 
 
 def counted(call: Callable[[], Any]) -> tuple[Any, int]:
-    """What a call gives, and how many BatchNorms computed in it, in whatever way they were called: TorchScript's too."""
-    # torch.profiler counts the same and writes lines to the terminal at each start; a mode of torch breaks TorchScript.
+    """The result of a call, and the number of BatchNorms that ran in it, including those in TorchScript."""
+    # torch.profiler would count the same, but prints lines at each start. A torch mode breaks TorchScript.
     with profiler_legacy.profile() as profile:
         output = call()
     return output, sum(event.name == "aten::batch_norm" for event in profile.function_events)
 
 
 def outcome_of(contender: Contender, case: Case, expected: Expected | None = None) -> Outcome:
-    """Make the contender from a new copy of the case's model, call it, and judge.
+    """Make the contender from a new copy of the case's model, call it, and judge it.
 
-    Wrong: one output of one call is another than the model's, or the model itself is another afterwards. Refused: the
-    contender says that it doesn't take the model or the call, or what it made is right and folds nothing. Right: what it
-    made is right, and folds. Crashed: any other error.
+    - Wrong: an output of a call differs from the model's, or the contender has changed the model itself.
+    - Refused: the contender says that it doesn't support the model or the call, or its result is right but folds
+      nothing.
+    - Right: its result is right, and folds.
+    - Crashed: any other error.
     """
     expected = Expected.of(case) if expected is None else expected
     model = case.build()
@@ -160,7 +161,7 @@ def outcome_of(contender: Contender, case: Case, expected: Expected | None = Non
                     return dataclasses.replace(outcome, verdict=WRONG, reason=wrong)
     except contender.refusals as error:
         return dataclasses.replace(outcome, verdict=REFUSED, reason=sentence_of(error))
-    except Exception as error:  # noqa: BLE001 - whatever a contender raises is what became of it, and the row says so
+    except Exception as error:  # noqa: BLE001 - any error is the contender's result; the row says so
         return dataclasses.replace(outcome, verdict=CRASHED, reason=sentence_of(error))
     if not outcome.folded:
         return dataclasses.replace(outcome, verdict=REFUSED, reason="; ".join(outcome.notes) or "left as it was")
@@ -170,7 +171,7 @@ def outcome_of(contender: Contender, case: Case, expected: Expected | None = Non
 def _judge_call(
     call: Call, inputs: Inputs, number: int, contender: Contender, expected: Expected, outcome: Outcome
 ) -> str:
-    """Why this call is wrong; "" where it is right. The outcome learns what was seen."""
+    """Why this call is wrong; "" if it is right. Also records the number of folds and the error in the outcome."""
     output, count = counted(lambda: _called(call, inputs))
     structure, values = flat(output)
     if number == 0:
@@ -190,7 +191,7 @@ def _judge_call(
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
-    """What a tool mustn't change: values, kinds and modes."""
+    """The state that a tool must not change: values, classes and training flags."""
     state: dict[str, Any] = {f"{path}.class": type(module) for path, module in model.named_modules()}
     state |= {f"{path}.training": module.training for path, module in model.named_modules()}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -225,9 +226,9 @@ def _in_float64(inputs: Inputs) -> Inputs:
 
 
 def flat(output: Any) -> tuple[str, list[torch.Tensor]]:
-    """An output's structure, with the dtypes of its tensors, and these tensors."""
+    """The structure of an output, with the dtypes of its tensors, and the tensors."""
     if isinstance(output, torch.Tensor):
-        # A copy: the next call may write to it.
+        # Copy the tensor, because the next call may write to it.
         return str(output.dtype).removeprefix("torch."), [output.detach().clone()]
     if isinstance(output, dict):
         return _joined(type(output).__name__, [(f"{key}=", value) for key, value in output.items()])
@@ -246,7 +247,7 @@ def _joined(kind: str, parts: Sequence[tuple[str, Any]]) -> tuple[str, list[torc
 
 
 def _distance(value: torch.Tensor, truth: torch.Tensor) -> float:
-    """The largest difference; infinite where shapes differ or a number is none."""
+    """The largest absolute difference; infinite if the shapes differ or the difference isn't finite."""
     if value.shape != truth.shape:
         return math.inf
     distance = (value.double() - truth).abs().max().item()
@@ -286,7 +287,7 @@ def _inductor(model: nn.Module, example: Inputs) -> Call:
 
 
 class _FlatOutput(nn.Module):
-    """A model that returns a tuple of its tensors: tracing takes no other structure."""
+    """A model that returns a flat tuple of its tensors, for tracers that support no other structure."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], others: dict[str, Any]) -> None:
         super().__init__()
@@ -333,7 +334,7 @@ CONTENDERS: dict[str, Contender] = {
 
 
 def measure(case: Case, names: Sequence[str]) -> dict[str, Any]:
-    """All contenders on one case."""
+    """Judge all contenders on one case."""
     expected = Expected.of(case)
     outcomes = {name: outcome_of(CONTENDERS[name], case, expected) for name in names}
     return {
@@ -346,7 +347,7 @@ def measure(case: Case, names: Sequence[str]) -> dict[str, Any]:
 
 
 def misses(results: Sequence[dict[str, Any]]) -> list[str]:
-    """A sentence for each case in which this project is wrong, crashes, or leaves what folds exactly."""
+    """A sentence for each case that this project gets wrong, crashes on, or leaves unfolded though it folds exactly."""
     found = []
     for result in results:
         ours = result["contenders"].get(OURS)

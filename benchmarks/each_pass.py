@@ -1,9 +1,9 @@
-"""What each pass alone does to a model, and all of them: latency, kernels, bytes of weights, peak memory.
+"""Measure what each pass does to a model, alone and all together: latency, kernels, bytes of weights, peak memory.
 
     python benchmarks/each_pass.py --json build/each_pass.json --markdown build/each_pass.md
 
-Every result is made by `optimize` and verified by it; all are called in turn with the model in eager and with
-torch.compile of it, so that what slows the machine down for a while slows all of them.
+`optimize` makes and verifies every result. The results, the eager model and torch.compile of it are called in turn, so
+that a temporary slowdown of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from torch import nn
 
 from optimizer import optimize, report_of
 
-# What a user would take instead has no passes.
+# The ways without this project; they have no passes.
 EAGER, COMPILE = "eager", "torch.compile"
-# What is exact, on top of the preset.
+# The exact passes: those of the preset, and more.
 _EXACT = ("fold-conv-bias", "fold-conv-bn", "channels-last", "simplify", "merge-linears")
 WAYS: dict[str, tuple[str, ...]] = {
     COMPILE: (),
@@ -56,9 +56,9 @@ WAYS: dict[str, tuple[str, ...]] = {
     "all exact, cast-precision, torch-compile": (*_EXACT, "cast-precision", "torch-compile"),
 }
 _HALVES = ("bfloat16", "float16")
-# Of one figure of one round: shorter calls are repeated.
+# The duration of one measurement in one round; shorter calls are repeated.
 _SECONDS_OF_A_FIGURE = 0.1
-# Operations that get memory, or look at it from Python, and run no kernel.
+# Operations that allocate, alias or inspect memory, and run no kernel.
 _NO_KERNELS = frozenset({
     "empty", "empty_like", "empty_permuted", "empty_strided", "is_nonzero", "item", "lift_fresh", "new_empty",
     "new_empty_strided", "resize_", "resolve_conj", "resolve_neg", "result_type", "set_", "unsafe_chunk", "unsafe_split",
@@ -71,11 +71,11 @@ class Made:
     """One way to run the model on one batch.
 
     Attributes:
-        run: gives the outputs as flat tensors; None where this way can't be had.
-        statuses: of the passes, in order.
-        module: whose parameters count.
-        seconds: what it took to make, the first call included.
-        reason: why it can't be had.
+        run: returns the outputs as flat tensors; None if this way isn't available.
+        statuses: the status of each pass, in order.
+        module: the module whose parameters are counted.
+        seconds: the time to make it, including the first two calls.
+        reason: the error that made it unavailable; otherwise "".
     """
 
     name: str
@@ -87,7 +87,7 @@ class Made:
 
 
 def make(name: str, asked: Subject, inputs: tuple[torch.Tensor, ...], ways: dict[str, tuple[str, ...]]) -> Made:
-    """The way of that name; its first calls are made."""
+    """Make the way of that name, and call it twice."""
     torch._dynamo.reset()
     started = time.perf_counter()
     try:
@@ -97,7 +97,7 @@ def make(name: str, asked: Subject, inputs: tuple[torch.Tensor, ...], ways: dict
             run = calling(Plain(module), inputs)
             run()
             run()
-    except Exception as error:  # noqa: BLE001 - whatever a way raises is why it can't be had, and the row says so
+    except Exception as error:  # noqa: BLE001 - any error means that this way is unavailable; the row says so
         return Made(name, None, seconds=time.perf_counter() - started, reason=sentence_of(error))
     return Made(name, run, statuses, module, time.perf_counter() - started)
 
@@ -114,7 +114,7 @@ def _module(
 
 
 def kernels_of(run: Run, device: str) -> int:
-    """How many kernels one call launches: on a GPU those that the device ran, else operations that compute something."""
+    """The number of kernels that one call launches; on a CPU, the number of operations that compute something."""
     activity = torch.profiler.ProfilerActivity
     kinds = [activity.CPU, activity.CUDA] if device == "cuda" else [activity.CPU]
     with warnings.catch_warnings():
@@ -129,7 +129,7 @@ def kernels_of(run: Run, device: str) -> int:
 
 
 def _kernels_in(event: Any) -> int:
-    """How many operations with a kernel of their own an event holds, itself among them."""
+    """The number of operations with their own kernel in an event, including the event itself."""
     if "cpp_fused" in event.name:
         return 1
     name = event.name.removeprefix("aten::")
@@ -152,7 +152,7 @@ def _is_view(name: str) -> bool:
 
 @functools.cache
 def _is_composed(name: str) -> bool:
-    """Whether it runs other operations, which are events below it."""
+    """Whether the operation only calls other operations, which are events below it."""
     key = "CompositeImplicitAutograd"
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(each.name(), key) for each in _operations(name))
 
@@ -160,12 +160,12 @@ def _is_composed(name: str) -> bool:
 def _operations(name: str) -> list[Any]:
     packet = getattr(torch.ops.aten, name, None)
     found = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
-    # Those on plain numbers are TorchScript's, and have no kernels.
+    # Overloads on plain numbers belong to TorchScript and have no kernels.
     return [each for each in found if torch._C._dispatch_has_kernel(each.name())]
 
 
 def peak_of(run: Run, device: str) -> int:
-    """The most bytes that one call takes beyond what is there before it."""
+    """The peak memory of one call, in bytes above the level before it."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -177,7 +177,7 @@ def peak_of(run: Run, device: str) -> int:
 
 
 def bytes_of(module: nn.Module) -> int:
-    """Of all parameters and buffers, what shares its memory counted once."""
+    """The bytes of all parameters and buffers; shared memory counts once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(module)}
     return sum(storages.values())
 
@@ -189,7 +189,7 @@ def _tensors(module: nn.Module) -> Sequence[torch.Tensor]:
 def measure_batch(
     asked: Subject, batch: int, ways: dict[str, tuple[str, ...]], rounds: int, device: str
 ) -> list[dict[str, Any]]:
-    """All ways at one batch size, interleaved."""
+    """Measure all ways at one batch size, interleaved."""
     inputs = tuple(tensor.to(device) for tensor in asked.inputs(batch))
     truth = calling(Plain(asked.model), inputs)()
     made = [make(name, asked, inputs, ways) for name in (EAGER, *ways)]
@@ -240,7 +240,7 @@ def table_of(data: dict[str, Any]) -> Table:
 
 
 def _did(statuses: Sequence[str]) -> str:
-    """What became of the passes: of several, how many did something."""
+    """The status of a single pass; of several passes, how many did something, and any other status."""
     if len(statuses) < 2:
         return "".join(statuses)
     other = sorted({status for status in statuses if status not in ("applied", "unchanged")})
@@ -291,14 +291,14 @@ def main() -> int:
             ways = {each: WAYS[each] for each in names}
             measured = measure_batch(asked, batch, ways, arguments.rounds, arguments.device)
             results.append({"model": name, "batch": batch, "ways": measured})
-            # After each size: what was measured stays, if the rest is interrupted.
+            # Write after each batch size, so that an interrupted run keeps its results.
             write([table_of(data)], data, arguments.json, arguments.markdown)
     table_of(data).show()
     return 0
 
 
 def _resumed(parser: argparse.ArgumentParser, path: Path | None, data: dict[str, Any]) -> dict[str, Any]:
-    """What an interrupted run has measured, if it was to measure the same on a machine like this."""
+    """The results of an interrupted run, if it had the same settings and ran on a machine like this one."""
     if path is None or not path.exists():
         parser.error("--resume goes on with the figures of --json, and there are none")
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -325,7 +325,7 @@ def _cast(asked: Subject, device: str, dtype: str | None) -> Subject:
 
 
 if __name__ == "__main__":
-    # A cache of its own, so that a second run compiles what the first one did; kernels show in profiles.
+    # Use a separate cache, so that a second run compiles everything again. Show compiled kernels in profiles.
     with tempfile.TemporaryDirectory(prefix="inductor-") as cache:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
         torch._inductor.config.cpp.enable_kernel_profile = True

@@ -1,4 +1,4 @@
-"""Faults in files and in results of passes, at places that are drawn at random; each can be called like what is right."""
+"""Faults at random places, in exported files and in results of passes. Each can be called like the correct version."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Fault:
 
     Attributes:
         place: the operation with its output, or the parameter.
-        candidate: what is to be judged: a file that was loaded, or a module.
-        seen: why a check on the way has stopped it already; "" where it goes on to the verdict.
+        candidate: what is judged: a loaded file, or a module.
+        seen: why an earlier check has already rejected the fault; "" if it reaches the verdict.
     """
 
     place: str
@@ -44,12 +44,12 @@ class Fault:
 
 
 def in_onnx(path: Path, kind: str, tensors: tuple[torch.Tensor, ...], draw: random.Random) -> Iterator[Fault]:
-    """The file with a fault of a kind, at one place after another; none where the kind has no place.
+    """Plant a fault of one kind in the file, at one place after another; yield nothing if the kind fits no place.
 
-    What onnxruntime takes for no file is left out: nobody can be given it.
+    Files that onnxruntime can't load are left out, because no user could run them.
 
     Args:
-        tensors: its inputs at a batch of two.
+        tensors: the inputs of the file at batch size 2.
     """
     file = _read(path, tensors)
     places = file.candidates()
@@ -62,7 +62,7 @@ def in_onnx(path: Path, kind: str, tensors: tuple[torch.Tensor, ...], draw: rand
         onnx.save(planted.model, spoilt)
         try:
             loaded = OnnxExporter.load(spoilt, "cpu")
-        except Exception:  # noqa: BLE001 - it is one of many kinds, and says that onnxruntime takes no such file
+        except Exception:  # noqa: BLE001 - errors of many kinds mean that onnxruntime can't load the file
             continue
         yield Fault(f"{node.op_type} {node.output[0]}", loaded)
 
@@ -76,7 +76,7 @@ def _read(path: Path, tensors: tuple[torch.Tensor, ...]) -> File:
 
 
 def in_torchscript(path: Path, draw: random.Random) -> Iterator[Fault]:
-    """The file with one parameter that is 1 % larger, one after another."""
+    """Yield the file with one floating-point parameter 1 % larger, for one parameter after another."""
     spoilt = path.with_name("spoilt.pt")
     names = _floats(_parameters(path)[1])
     draw.shuffle(names)
@@ -113,7 +113,7 @@ class ScaleWeight(ModulePass):
 
 
 def by_a_pass(model: nn.Module, call: Call, draw: random.Random) -> Iterator[Fault]:
-    """What `optimize` makes of the model with a pass that scales one parameter, one after another."""
+    """Optimize the model with a pass that scales one parameter, for one parameter after another."""
     names = _floats(dict(model.named_parameters()))
     draw.shuffle(names)
     for name in names:
@@ -121,6 +121,6 @@ def by_a_pass(model: nn.Module, call: Call, draw: random.Random) -> Iterator[Fau
         fast = optimize(model, passes, example_inputs=call.args or None, example_kwargs=call.kwargs or None)
         (record,) = fast.report.passes
         if record.status == "failed":
-            # It has no place there.
+            # The pass can't be applied to this parameter.
             continue
         yield Fault(name, fast, record.reason if record.status == "rolled-back" else "")

@@ -1,7 +1,7 @@
-"""Which BatchNorms one eager run shows to be foldable into the layer before them, or else behind them.
+"""Find the BatchNorms that one eager run shows to be foldable, into the layer before them or the layer after them.
 
-It knows nothing of the passes and their matcher: it watches the calls of torch and asks of each value who made it and who
-used it.
+This doesn't use the passes or their matcher. It watches the torch calls, and determines for each value which call made
+it and which calls use it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-# Spatial dims of each; 0 for a linear layer.
+# The number of spatial dims; 0 for a linear layer.
 _CONVOLUTIONS: dict[Any, int] = {
     **{getattr(F, f"conv{dims}d"): dims for dims in (1, 2, 3)},
     **{getattr(F, f"conv_transpose{dims}d"): dims for dims in (1, 2, 3)},
@@ -30,12 +30,12 @@ _NORMS: dict[Any, tuple[str, ...]] = {
     F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training"),
     torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training"),
 }
-# They answer without a look at the values.
+# Calls that read no values.
 _QUESTIONS = frozenset({"size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "data_ptr"}) | {
     *("is_contiguous", "is_floating_point", "is_complex", "is_inference", "element_size", "get_device", "__len__"),
     *("is_tensor", "result_type", "__hash__", "__format__", "__repr__"),
 }
-# Of their further arguments they take the shape or the dtype alone; these take no more of any.
+# Calls that read only the shape or dtype of arguments: of all but the first (`_SHAPED_AS`), or of all (`_MADE_LIKE`).
 _SHAPED_AS = frozenset({"reshape_as", "view_as", "expand_as", "type_as"})
 _MADE_LIKE = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"}) | {
     *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
@@ -44,12 +44,12 @@ _MADE_LIKE = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "r
 
 @dataclass(frozen=True)
 class Pair:
-    """A BatchNorm that could be part of the layer before it, or else behind it.
+    """A BatchNorm that can be folded into the layer before it, or else into the layer after it.
 
     Attributes:
         norm: the path of the module that holds the running statistics.
         layer: the path of the module that holds the weight of the convolution or linear layer.
-        way: the operations in between, which only move numbers.
+        way: the names of the operations between the two, which only move elements.
     """
 
     norm: str
@@ -68,7 +68,7 @@ class _Call:
         return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors whose values it uses."""
+        """The tensors whose values the call uses."""
         name = getattr(self.function, "__name__", "")
         if name in _MADE_LIKE:
             return []
@@ -77,7 +77,7 @@ class _Call:
 
 
 class _Watch(TorchFunctionMode):
-    """Every call of torch that looks at values, in order. What it saw is kept, so that no identity is given twice."""
+    """Records every torch call that reads values, in order. It keeps all tensors alive, so that no id is reused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,12 +98,17 @@ def _is_question(function: Any, result: Any) -> bool:
 
 
 def foldable_pairs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Pair]:
-    """The pairs that a call of the model shows.
+    """The foldable pairs that one call of the model shows.
 
-    A BatchNorm counts where it uses running statistics; its input is, but for moves that keep the channels, the output of
-    one convolution or linear layer; nothing else uses that output or a value on the way, nor does the model return it;
-    and every tensor of the two is a parameter or buffer that nothing else uses. Likewise where its output is the input of
-    such a layer, which isn't transposed and pads no zeros.
+    A BatchNorm counts if all of these hold:
+
+    - It uses running statistics.
+    - Its input is the output of one convolution or linear layer, or a rearrangement of it that keeps the channels.
+    - Nothing else uses that output or a value in between, and the model doesn't return it.
+    - Every tensor of the BatchNorm and of the layer is a parameter or buffer that nothing else uses.
+
+    A BatchNorm whose output is the input of such a layer counts under the same conditions, unless the layer is
+    transposed or pads with zeros.
     """
     watch = _Watch()
     with torch.no_grad(), watch:
@@ -200,7 +205,7 @@ class _Run:
 
 
 def _may_pad(call: _Call) -> bool:
-    """Whether the outputs of a layer near the border are made of fewer inputs than the others."""
+    """Whether outputs near the border may depend on fewer inputs than the others."""
     if call.function is F.linear:
         return False
     padding = call.named(("input", "weight", "bias", "stride", "padding")).get("padding", 0)
@@ -211,13 +216,15 @@ def _may_pad(call: _Call) -> bool:
 def _keep_channels(
     value: torch.Tensor, channel: int, moves: Sequence[tuple[_Call, torch.Tensor]], taken: torch.Tensor, into: int
 ) -> bool:
-    """Whether the moves take every number of a channel to the same one of `taken`, and change none: tried on numbers that
-    tell where they come from."""
+    """Whether the moves take every element of a channel to the same channel of `taken`, without changing values.
+
+    The moves are tried on elements that encode their own position.
+    """
     if taken.dim() < 2 or taken.shape[into] != value.shape[channel]:
         return False
     places = torch.arange(1, value.numel() + 1, dtype=torch.float64).reshape(value.shape)
     moved = _moved(places, moves)
-    # What picks by value (a maximum), or cuts off, answers otherwise to the opposite.
+    # Operations that select by value (a maximum) or clip treat the negated values differently.
     opposite = _moved(-places, moves)
     if moved is None or opposite is None or moved.shape != taken.shape or not torch.equal(moved, -opposite):
         return False
@@ -230,7 +237,7 @@ def _keep_channels(
 
 def _moved(places: torch.Tensor, moves: Sequence[tuple[_Call, torch.Tensor]]) -> torch.Tensor | None:
     for move in moves:
-        # An operation that doesn't take these numbers moves nothing.
+        # An operation that fails on these values is no move.
         with contextlib.suppress(RuntimeError, TypeError, ValueError):
             places = _again(places, *move)
             continue
@@ -245,7 +252,7 @@ def _again(places: torch.Tensor, call: _Call, source: torch.Tensor) -> torch.Ten
 
 
 def _values(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a model returned, in whatever it holds them."""
+    """The tensors in the output of a model, in any container."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, dict):

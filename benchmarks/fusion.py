@@ -1,9 +1,9 @@
-"""Five pointwise operations as one kernel: what jit-fusion gains over eager, by the number of elements.
+"""Measure what jit-fusion gains over eager for five pointwise operations in one kernel, by number of elements.
 
     python benchmarks/fusion.py --json build/fusion.json --markdown build/fusion.md
 
-The operations are x · 0.5 · (1 + erf(x / 1.41421)). Beside them stand torch.compile of the same function, and a copy of the
-same bytes, which no kernel that reads and writes them once can beat.
+The operations are x · 0.5 · (1 + erf(x / 1.41421)). They are compared with torch.compile of the same function, and with
+a copy of the same bytes. No kernel that reads and writes these bytes once can be faster than the copy.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torch import nn
 from optimizer import optimize, report_of
 
 EAGER, OURS, COMPILE, COPY = "eager", "jit-fusion", "torch.compile", "copy of the same bytes"
-# Of one figure of one round: shorter calls are repeated.
+# The duration of one measurement in one round; shorter calls are repeated.
 _SECONDS_OF_A_FIGURE = 0.05
-# What the project aims at on a GPU: so many times as fast as eager, in so much of the bandwidth of a copy.
+# Goals on a GPU: at least this many times as fast as eager, and at least this share of the bandwidth of a copy.
 GOALS = {"speed_up": 4.0, "of_copy": 0.85}
 
 
@@ -39,9 +39,9 @@ class ByHand(nn.Module):
 
 
 def measure(elements: int, rounds: int, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """All contenders on one tensor, interleaved."""
+    """Measure all contenders on one tensor, interleaved."""
     x = torch.randn(elements, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    # Verified on few numbers and at two sizes, as they would be in a model.
+    # Verify on few elements and at two batch sizes, as in a model.
     fast = optimize(ByHand().eval().to(device), ["jit-fusion"], example_inputs=(x[: 1 << 16].reshape(2, -1),))
     (record,) = report_of(fast).passes
     eager = ByHand().eval()
@@ -90,7 +90,7 @@ def table_of(results: Sequence[dict[str, Any]]) -> Table:
 
 
 def misses(results: Sequence[dict[str, Any]], device: str) -> list[str]:
-    """A sentence for each goal that isn't reached; there are goals for a GPU, on tensors that don't fit in its caches."""
+    """A sentence for each goal that is missed. The goals are for a GPU, on tensors that don't fit in its caches."""
     found = []
     for result in results if device == "cuda" else ():
         for figure, goal in GOALS.items():

@@ -1,4 +1,4 @@
-"""Small models, each with one thing that makes folding a BatchNorm hard: what tools are known to get wrong or to miss."""
+"""Small models, each with one difficulty for folding a BatchNorm that tools are known to get wrong or to miss."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _IMAGE = (3, 8, 8)
 
 @dataclass(frozen=True)
 class Case:
-    """One model and what is known of it.
+    """One model, and what is known about it.
 
     Attributes:
-        name: for the table.
-        hard: what is hard, in a few words.
-        make: a new module in its own dtype and modes, with the same values at every call under one seed.
-        shape: of the input, without the batch.
-        folds: how many BatchNorms of a call at batch 2 can be folded exactly, in modules and tensors that are used for
-            nothing else. Where something is shared, hooked, parametrized or under autocast it is 0: to leave that alone
-            is as right as to fold it rightly.
-        dtype: of the model and of its input.
-        draw: the inputs from a standard normal tensor, (batch, *shape), and the number of the draw: 0, or 1 for those
-            that no tool has seen.
+        name: its name in the table.
+        hard: the difficulty, in a few words.
+        make: makes a new module in its own dtype and modes, with the same values at every call under one seed.
+        shape: the shape of the input, without the batch.
+        folds: the number of BatchNorm calls, in a call of the model at batch size 2, that can be folded exactly. Only
+            modules and tensors without any other use count. It is 0 if something is shared, hooked, parametrized or
+            under autocast: leaving that alone is as right as folding it correctly.
+        dtype: the dtype of the model and its input.
+        draw: makes the inputs from a standard normal tensor, (batch, *shape), and the number of the draw: 0, or 1 for
+            inputs that no tool has seen.
     """
 
     name: str
@@ -44,13 +44,13 @@ class Case:
     draw: Callable[[Tensor, int], Inputs] = lambda x, number: ((x,), {})
 
     def build(self) -> nn.Module:
-        """The model, the same at every call."""
+        """Make the model, the same at every call."""
         with torch.random.fork_rng():
             torch.manual_seed(0)
             return self.make().to(self.dtype)
 
     def inputs(self, batch: int, number: int = 0) -> Inputs:
-        """Positional and keyword arguments of one call."""
+        """The positional and keyword arguments of one call."""
         generator = torch.Generator().manual_seed(10 * batch + number)
         return self.draw(torch.randn(batch, *self.shape, generator=generator).to(self.dtype), number)
 
@@ -61,7 +61,7 @@ CASES: dict[str, Case] = {}
 def hard_case(
     name: str, hard: str, *, folds: int, shape: tuple[int, ...] = _IMAGE, **more: Any
 ) -> Callable[[Any], Any]:
-    """Put a class, or a function that makes a module, among the cases; its module is put in eval."""
+    """Register a class, or a function that makes a module, as a case. The module is put into eval."""
 
     def register(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         if name in CASES:
@@ -76,7 +76,10 @@ _NORMS: dict[int, type[nn.modules.batchnorm._BatchNorm]] = {1: nn.BatchNorm1d, 2
 
 
 def lively(norm: nn.Module) -> nn.Module:
-    """The BatchNorm with values as after training: with mean 0 and variance 1 it is next to nothing, and no error shows."""
+    """Give a BatchNorm values as after training, in place, and return it.
+
+    With mean 0 and variance 1 it is almost the identity, and hides errors.
+    """
     with torch.no_grad():
         for name, low, high in (
             ("running_mean", -0.5, 0.5),
@@ -91,17 +94,17 @@ def lively(norm: nn.Module) -> nn.Module:
 
 
 def batch_norm(channels: int = 4, dims: int = 2, **options: Any) -> nn.Module:
-    """A BatchNorm of that many dims with values as after training."""
+    """A BatchNorm with that many dims, and with values as after training."""
     return lively(_NORMS[dims](channels, **options))
 
 
 def pair(conv: Callable[[], nn.Module], dims: int = 2, channels: int = 4, **options: Any) -> Callable[[], nn.Module]:
-    """Makes a convolution, its BatchNorm and an activation in a row."""
+    """Return a function that makes a convolution, its BatchNorm and an activation, in sequence."""
     return lambda: nn.Sequential(conv(), batch_norm(channels, dims, **options), nn.ReLU())
 
 
 class Pair(nn.Module):
-    """A convolution, its BatchNorm and an activation; subclasses say what is different."""
+    """A convolution, its BatchNorm and an activation; each subclass changes something."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +113,7 @@ class Pair(nn.Module):
         self.more()
 
     def more(self) -> None:
-        """Further modules of a subclass, and those that it exchanges."""
+        """Add or replace modules in a subclass."""
 
     def forward(self, x: Tensor) -> Any:
         return self.bn(self.conv(x)).relu()
@@ -165,7 +168,7 @@ class LeftInTraining(Pair):
 
 
 class BatchNormAct(nn.BatchNorm2d):
-    """As image models have it: an activation inside, by a call of the function."""
+    """A BatchNorm as in image models: with an activation inside, and with a call of the function."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.batch_norm(
@@ -181,7 +184,7 @@ class WithActivation(Pair):
 
 
 class Statistics(nn.Module):
-    """The tensors of a BatchNorm, without being one."""
+    """Has the tensors of a BatchNorm, but isn't one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +216,7 @@ class AllFunctional(Statistics):
 
 
 class StandardisedConv(nn.Conv2d):
-    """Weight standardisation, by a batch_norm that is no BatchNorm of the model."""
+    """Weight standardization, by a batch_norm that belongs to no BatchNorm of the model."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = F.batch_norm(self.weight.reshape(1, self.out_channels, -1), None, None, training=True)
@@ -233,10 +236,10 @@ for _dtype, _word in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
 
 
 class CancellingWeights(Pair):
-    """Weights whose sum is zero, in numbers that these dtypes hold exactly: rounding them anew ends that."""
+    """Weights that sum to zero, in values that these dtypes represent exactly. After rounding they no longer cancel."""
 
     def more(self) -> None:
-        # No padding: beside it nothing cancels.
+        # No padding, because nothing cancels next to it.
         self.conv = nn.Conv2d(3, 4, 3, bias=False)
         first, second = (torch.randint(1, 17, (4, 9)).float() / 64 for _ in range(2))
         with torch.no_grad():
@@ -250,7 +253,7 @@ for _dtype, _word in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
     )(CancellingWeights)  # fmt: skip
 
 
-# Something else sees what the BatchNorm should see alone.
+# Something besides the BatchNorm uses the same value.
 
 
 @hard_case("conv used besides", "its output is used without the BatchNorm too", folds=0)
@@ -354,7 +357,7 @@ class ReadsStatistics(Pair):
 
 
 class Reader(nn.Module):
-    """Reads a weight of its sibling, in a branch on data."""
+    """Reads a weight of its sibling, in a data-dependent branch."""
 
     def __init__(self, conv: nn.Module) -> None:
         super().__init__()
@@ -434,14 +437,14 @@ class InPlaceBehind(Pair):
 
 
 class OwnForward(nn.Conv2d):
-    """A subclass that does something else."""
+    """A subclass that computes something else."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).tanh()
 
 
 class KeptForward(nn.Conv2d):
-    """A subclass that keeps the forward."""
+    """A subclass that inherits forward."""
 
     def describe(self) -> str:
         return "a convolution"
@@ -474,7 +477,7 @@ class OldWeightNorm(Pair):
             nn.Parameter(torch.empty(4, 1, 1, 1).uniform_(0.5, 2)),
             nn.Parameter(self.conv.weight.detach()),
         )
-        # What torch.nn.utils.weight_norm does, which is deprecated and warns.
+        # Do what torch.nn.utils.weight_norm does. It is deprecated, and warns.
         del self.conv._parameters["weight"]
         self.conv.register_parameter("weight_g", gain)
         self.conv.register_parameter("weight_v", direction)
@@ -606,14 +609,14 @@ class InList(nn.Module):
         return x.relu()
 
     def _apply(self, fn: Any, recurse: bool = True) -> InList:
-        # As people write it who notice that `.double()` forgets their list.
+        # The usual fix of people who notice that `.double()` skips their list.
         for layer in self.layers:
             layer._apply(fn, recurse)
         return super()._apply(fn, recurse)
 
 
 def _shifted(x: Tensor, number: int) -> Inputs:
-    """The second draw lies where no branch of the first one is taken."""
+    """Shift the inputs, so that the second draw takes other branches than the first."""
     return (x + 3 if number else x - 3,), {}
 
 
@@ -657,7 +660,7 @@ class DictOutput(Pair):
 
 @dataclass
 class Output:
-    """What a model may return."""
+    """A possible output of a model."""
 
     features: Tensor
     pooled: Tensor

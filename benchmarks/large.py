@@ -1,12 +1,12 @@
-"""How much memory does an export take beyond the model? For weights that are larger than what one ONNX file holds.
+"""Measure the memory that an export takes beyond the model, for weights larger than one ONNX file can hold.
 
     python benchmarks/large.py --json build/large.json --markdown build/large.md
 
-Each way is a process of its own, in which the model is made, and then written into a file: the peak of the process's resident
-memory beyond that with the model is counted in units of the weights. `export()` is the whole way: the original's outputs in
-float64 and its noise, the file with its proof, the comparison at all batch sizes, the bundle with its hashes. The exporter
-alone writes the file and proves it. Beside them stand the same formats as a user would write them with torch, who proves
-nothing.
+Each way runs in a separate process, which makes the model and then writes it to a file. The result is the peak of the
+resident memory above its level with the model, as a multiple of the weights. `export()` is the complete procedure: the
+original's outputs in float64 and its noise, the file with its proof, the comparison at all batch sizes, and the bundle
+with its hashes. The exporter alone writes the file and proves it. For comparison, torch writes the same formats as a
+user would, without any proof.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from optimizer import export
 from optimizer.model.inputs import Samples
 from optimizer.parity import measure_reference
 
-# Of the weights, beyond the model itself.
+# The goal for the peak beyond the model, as a multiple of the weights.
 GOAL = 1.3
 
 _BATCH_SIZES = (2, 1, 3, 5, 8)
@@ -43,7 +43,7 @@ _OUTPUTS = 16
 
 
 class Layers(nn.Module):
-    """Linear layers of three sizes, 128, 64 and 32 MiB each where the model is large."""
+    """Linear layers of three sizes: 128, 64 and 32 MiB each if the model is large."""
 
     def __init__(self, mebibytes: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise(sizes))
         self.head = nn.Linear(widths[0], _OUTPUTS)
         for layer in self.layers:
-            # By the weights that layers start with, nothing would be left of a value behind dozens of them.
+            # With the default initialization, the signal would vanish after dozens of layers.
             nn.init.kaiming_uniform_(layer.weight, nonlinearity="relu")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -125,8 +125,8 @@ WAYS: dict[tuple[str, str], Way] = {
 
 
 def measure(mebibytes: int, way: Way) -> dict[str, Any]:
-    """The figures of one way; call it in a process that has done nothing else."""
-    # Once on a model of a few layers: what is imported and set up at the first use isn't the model's.
+    """Measure one way; call this in a process that has done nothing else."""
+    # Run once on a model of a few layers first: imports and set-up at the first use don't belong to the model.
     with tempfile.TemporaryDirectory() as folder:
         way(Layers(1).eval(), Path(folder))
     model = Layers(mebibytes).eval()
@@ -134,7 +134,7 @@ def measure(mebibytes: int, way: Way) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         with peak:
-            # Kept to the end, as a user has it in a variable.
+            # Keep the result to the end, as a user's variable does.
             result = way(model, Path(folder))
         seconds = time.perf_counter() - started
         written = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
@@ -149,7 +149,7 @@ def measure(mebibytes: int, way: Way) -> dict[str, Any]:
 
 
 def measured(mebibytes: int, format: str, name: str, threads: int) -> dict[str, Any]:
-    # A process for each: a peak is that of a process.
+    # Use a process for each way, because the peak is that of a process.
     number = list(WAYS).index((format, name))
     command = [sys.executable, __file__, f"--mebibytes={mebibytes}", f"--threads={threads}", f"--only={number}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -176,7 +176,7 @@ def result_table(results: Sequence[dict[str, Any]]) -> Table:
 
 
 def is_ours(result: dict[str, Any]) -> bool:
-    """Whether the goal is for it: what torch alone takes is there to compare with."""
+    """Whether the goal applies to this result. The results of torch alone are only for comparison."""
     return result["way"] in ("export()", "exporter alone", REFERENCE)
 
 
@@ -192,7 +192,7 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.only is not None:
-        # What torch says of its deprecations isn't asked for here.
+        # Hide torch's deprecation warnings.
         warnings.simplefilter("ignore")
         print(json.dumps(measure(arguments.mebibytes, list(WAYS.values())[arguments.only])))
         return 0

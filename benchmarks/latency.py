@@ -1,9 +1,10 @@
-"""Latency of whole models: eager, by this project, and by what a user would take instead.
+"""Measure the latency of whole models: eager, optimized by this project, and by what a user would use instead.
 
     python benchmarks/latency.py --json build/latency.json --markdown build/latency.md
 
-Every contender gets the same inputs and the same threads, and is called in turn with the others, so that what slows the
-machine down for a while slows all of them. Beside its time stands its error: a fast wrong answer is no answer.
+Every contender gets the same inputs and the same number of threads. The contenders are called in turn, so that a
+temporary slowdown of the machine affects all of them. The table also shows the error of each contender, because a fast
+wrong answer is worth nothing.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from measure import Spread, caption, latencies_of, numbers, positive, prepared, 
 from models import CLASSIFIERS, SUBJECTS, subject
 from table import Table, seconds, write
 
-# Of one figure of one round: shorter calls are repeated.
+# The duration of one measurement in one round; shorter calls are repeated.
 _SECONDS_OF_A_FIGURE = 0.1
 
 
 def measure_batch(
     workshop: Workshop, batch: int, names: Sequence[str], rounds: int, device: str, base: str = EAGER
 ) -> list[dict[str, Any]]:
-    """All contenders at one batch size, interleaved; the others are compared with the one named `base`."""
+    """Measure all contenders at one batch size, interleaved, and compare them with the one named `base`."""
     truth = workshop.truth(batch)
     made = workshop.contenders(batch, names)
     runs = {contender.name: contender.run for contender in made if contender.run is not None}
@@ -87,7 +88,7 @@ def _cells(contender: dict[str, Any]) -> list[str]:
 
 
 def time_cells(contender: dict[str, Any]) -> list[str]:
-    """Latency, speed-up and error of one contender of `measure_batch`, in five cells."""
+    """The latency, speed-up and error of one contender of `measure_batch`, in five cells."""
     spread, gain, error = contender["seconds"], contender["speed_up"], contender["error"]
     cells = [seconds(spread["median"]), f"{seconds(spread['low'])} – {seconds(spread['high'])}"]
     cells += ["", ""] if gain is None else [f"{gain['median']:.2f}×", f"{gain['low']:.2f} – {gain['high']:.2f}"]
@@ -132,7 +133,7 @@ def main() -> int:
     for name in models:
         with tempfile.TemporaryDirectory() as folder:
             results += _measure_model(name, names, arguments, Path(folder))
-        # After each model: what was measured stays, if the rest is interrupted.
+        # Write after each model, so that an interrupted run keeps its results.
         table = table_of(results)
         table.caption.append(caption(where))
         write([table], data, arguments.json, arguments.markdown)
@@ -159,7 +160,7 @@ def cpus() -> int:
 
 
 if __name__ == "__main__":
-    # A cache of its own, so that a second run compiles what the first one did.
+    # Use a separate cache, so that a second run compiles everything again.
     with tempfile.TemporaryDirectory(prefix="inductor-") as cache:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
         sys.exit(main())

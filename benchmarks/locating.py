@@ -1,15 +1,17 @@
-"""Is the place of a fault named right? Faults of several kinds are planted at random places of a ResNet-50 and a BERT.
+"""Check that the place of a fault is found: plant faults of several kinds at random places of a ResNet-50 and a BERT.
 
     python benchmarks/locating.py --json build/locating.json --markdown build/locating.md
 
-Both models are optimized and exported as `optimize-export` does it, and a fault is planted in a copy of a file, or a pass that
-is wrong is run between the others, at a place that is drawn at random. It is taken where it changes the outputs at a batch of
-two or three. Then the place is looked for as it is when an export fails, or when a pass is taken back. It is right where the
-module and the line are those that torch's exporter itself wrote down for the operation, before what it wrote was taken out
-of the file; of a pass and a TorchScript file it is the module, with a line that the exporter wrote down for it.
+Both models are optimized and exported as `optimize-export` does it. A fault is planted in a copy of a file, or a wrong
+pass runs between the others, at a random place. The fault counts if it changes the outputs at batch size 2 or 3. Then
+its place is searched for, as after a failed export or for a pass that is rolled back. The answer is right if it has the
+module and the line that torch's exporter itself recorded for the operation, before these records were removed from the
+file. For a pass, and for a TorchScript, pt2 or old-exporter ONNX file, it must have the right module, and a line that
+the exporter recorded for this module.
 
-Where the exporter merged an operation with others, so that an ONNX file has no value between them, several places are named:
-that is counted apart, and is right where there are three at most and the operation's is one of them.
+If the exporter has merged an operation with others, an ONNX file has no value between them, and several places are
+named. Such answers are counted separately. They are right if there are at most three places, and the operation's is one
+of them.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ Inputs = Callable[[int], torch.Tensor]
 
 
 def resnet50(width: float) -> tuple[nn.Module, Inputs]:
-    """Fifty layers."""
+    """A ResNet-50, with 50 layers."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     stem, *hidden = (round(width * size) for size in (64, 256, 512, 1024, 2048))
@@ -78,7 +80,7 @@ def resnet50(width: float) -> tuple[nn.Module, Inputs]:
 
 
 def bert(width: float) -> tuple[nn.Module, Inputs]:
-    """Four layers of 64 at a quarter of the width."""
+    """A BERT with four layers, which have size 64 at a width of 0.25."""
     from transformers import BertConfig, BertModel
 
     hidden = round(256 * width / 4) * 4
@@ -101,7 +103,7 @@ MODELS = {"resnet50": resnet50, "bert": bert}
 
 @dataclass(frozen=True)
 class Exported:
-    """An ONNX file that is right, and the place that torch's exporter itself wrote down for each value in it."""
+    """A correct ONNX file, and the place that torch's exporter itself recorded for each value in it."""
 
     artifact: Artifact
     file: File
@@ -111,7 +113,7 @@ class Exported:
 
 @dataclass
 class Subject:
-    """A model, and what is made of it, once it is asked for, in a folder."""
+    """A model, and its artifacts, which are made on first use in a folder."""
 
     model: nn.Module
     inputs: Inputs
@@ -127,7 +129,7 @@ class Subject:
 
     @cached_property
     def lines(self) -> dict[str, set[str]]:
-        """The lines that torch's exporter wrote down for the operations of each module of the original."""
+        """The lines that torch's exporter recorded for the operations of each module of the original."""
         with tempfile.TemporaryDirectory() as folder, written_places() as places:
             OnnxExporter().export(self.request(self.model), Path(folder))
         lines: dict[str, set[str]] = {}
@@ -164,7 +166,7 @@ class Subject:
 
     @cached_property
     def old_onnx(self) -> Artifact:
-        """By the old exporter, into a folder of its own."""
+        """The file of the old exporter, in a separate folder."""
         folder = self.folder / "old"
         folder.mkdir()
         captured = exporters.onnx.by_dynamo
@@ -178,13 +180,13 @@ class Subject:
         return ExportRequest(model, tuple(((self.inputs(batch),), {}) for batch in (2, 3, 1)))
 
     def answers(self, model: Callable[[torch.Tensor], Any]) -> list[torch.Tensor]:
-        """The first output at each batch."""
+        """The first output at each batch size."""
         with torch.no_grad():
             given = [model(self.inputs(batch)) for batch in BATCHES]
         return [each if isinstance(each, torch.Tensor) else next(iter(flat(each))) for each in given]
 
     def shows(self, model: Callable[[torch.Tensor], Any]) -> bool:
-        """Whether a model gives others than this one, by more than rounding."""
+        """Whether the outputs of a model differ from those of this one by more than rounding."""
         return any(differ(*pair) for pair in zip(self.right, self.answers(model), strict=True))
 
 
@@ -202,7 +204,7 @@ def differ(right: Any, got: Any) -> bool:
 
 @contextmanager
 def written_places() -> Iterator[dict[str, tuple[str, str]]]:
-    """Module and line of each value of the file that is exported inside, as torch's exporter wrote them into its model."""
+    """Yield module and line of each value of the file that is exported inside, as torch's exporter recorded them."""
     places: dict[str, tuple[str, str]] = {}
     strip = exporters.onnx._strip
 
@@ -233,15 +235,15 @@ def outputs(session: ort.InferenceSession, tensor: torch.Tensor) -> list[np.ndar
 
 
 def shows(subject: Subject, model: onnx.ModelProto) -> bool:
-    """Whether a file can be like that, and gives others than before, by more than rounding, or raises."""
+    """Whether the file can be loaded, and then raises or has outputs that differ by more than rounding."""
     try:
         session = session_of(model)
-    except Exception:  # noqa: BLE001 - it is one of many kinds, and says that onnxruntime takes no such file
+    except Exception:  # noqa: BLE001 - errors of many kinds mean that onnxruntime can't load the file
         return False
     for batch, right in zip(BATCHES, subject.onnx.right, strict=True):
         try:
             got = outputs(session, subject.inputs(batch))
-        except Exception:  # noqa: BLE001 - likewise
+        except Exception:  # noqa: BLE001 - as above
             return True
         if any(differ(*pair) for pair in zip(right, got, strict=True)):
             return True
@@ -250,11 +252,11 @@ def shows(subject: Subject, model: onnx.ModelProto) -> bool:
 
 @dataclass(frozen=True)
 class Trial:
-    """One fault, and what was named.
+    """One fault, and the place that was named for it.
 
     Attributes:
-        value: what it was planted in: a value of a file, a layer, a parameter.
-        verdict: "exact", "merged" (several places, of which it is one), or "wrong".
+        value: where it was planted: a value or node of a file, a layer, or a parameter.
+        verdict: "exact", "merged" (several places, including the right one), or "wrong".
     """
 
     kind: str
@@ -268,11 +270,11 @@ class Trial:
 
 
 Draw = Callable[[Subject, int], Trial]
-"""Plant a fault of one kind where it shows, by the number of the trial, and look for it."""
+"""Plant a fault of one kind where it has an effect, and search for its place; the number of the trial is the seed."""
 
 
 def in_onnx(kind: str, plant: Plant, subject: Subject, seed: int) -> Trial:
-    """In an operation of an ONNX file."""
+    """Plant a fault in an operation of an ONNX file."""
     draw = random.Random(f"{kind} {seed}")
     right = subject.onnx.file
     while True:
@@ -292,7 +294,7 @@ def in_onnx(kind: str, plant: Plant, subject: Subject, seed: int) -> Trial:
 
 
 def in_pass(kind: str, subject: Subject, seed: int) -> Trial:
-    """A pass that is wrong, between those of the preset; it has to be named too."""
+    """Run a wrong pass between those of the preset. It must be rolled back, and no other pass."""
     draw = random.Random(f"{kind} {seed}")
     names = [path for path, module in subject.model.named_modules() if module._parameters.get("weight") is not None]
     while True:
@@ -313,7 +315,7 @@ def in_pass(kind: str, subject: Subject, seed: int) -> Trial:
     return Trial(kind, layer, kind_of, layer, lines, "exact" if right else "wrong", told, report_of(fast).seconds)
 
 
-# As a report says it.
+# The wording of a report.
 _NAMED = re.compile(r"It first differs at (?P<module>\S+)(?:, call \d+)? \((?P<line>[^,()]*), \w+\): ")
 
 
@@ -325,7 +327,7 @@ def scaled(model: nn.Module, layer: str) -> nn.Module:
 
 
 def in_torchscript(kind: str, subject: Subject, seed: int) -> Trial:
-    """In a parameter of a TorchScript file."""
+    """Plant a fault in a parameter of a TorchScript file."""
     draw = random.Random(f"{kind} {seed}")
     artifact = subject.torchscript
     path = subject.folder / "planted.pt"
@@ -344,7 +346,7 @@ def in_torchscript(kind: str, subject: Subject, seed: int) -> Trial:
 
 
 def in_pt2(kind: str, subject: Subject, seed: int) -> Trial:
-    """In a parameter of a pt2 file."""
+    """Plant a fault in a parameter of a pt2 file."""
     draw = random.Random(f"{kind} {seed}")
     artifact, path = subject.pt2, subject.folder / "planted.pt2"
     while True:
@@ -363,7 +365,7 @@ def in_pt2(kind: str, subject: Subject, seed: int) -> Trial:
 
 
 def in_old_onnx(kind: str, subject: Subject, seed: int) -> Trial:
-    """In a weight of an ONNX file by the old exporter, at an operation whose name tells of which module it is."""
+    """Plant a fault in a weight of an ONNX file by the old exporter, at a node whose name tells its module."""
     draw = random.Random(f"{kind} {seed}")
     artifact, path = subject.old_onnx, subject.folder / "old" / "planted.onnx"
     known = {name for name, _ in subject.model.named_modules()}
@@ -387,14 +389,14 @@ def in_old_onnx(kind: str, subject: Subject, seed: int) -> Trial:
 
 
 def module_of(name: str) -> str:
-    """The path in the name that the old exporter gave a node: "blocks.0.first" of "/model/blocks/blocks.0/first/Conv"."""
+    """The path in a node name of the old exporter: "blocks.0.first" for "/model/blocks/blocks.0/first/Conv"."""
     parts = name.split("/")[2:-1]
     kept = [part for part, behind in zip(parts, [*parts, ""][1:], strict=True) if not behind.startswith(f"{part}.")]
     return ".".join(kept)
 
 
 def timed(kind: str, value: str, subject: Subject, module: str, artifact: Artifact) -> Trial:
-    """A trial where the module is known that the fault is in, and of the line those that are written down for it."""
+    """Search for a fault whose module is known. Any line that was recorded for this module is right."""
     started = time.perf_counter()
     found = looked_for(subject, artifact)
     seconds = time.perf_counter() - started
@@ -415,7 +417,7 @@ DRAWS: dict[str, tuple[str, Draw]] = {
 
 
 def looked_for(subject: Subject, artifact: Artifact) -> Divergence | None:
-    """As it is looked for where an export fails."""
+    """Search for the place as a failed export does."""
 
     def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
         return args

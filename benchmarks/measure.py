@@ -1,4 +1,4 @@
-"""Interleaved rounds, medians with quartiles, the peak of a process's memory, and what a measurement was made on."""
+"""Interleaved rounds, medians with quartiles, the peak memory of a process, and the environment of a measurement."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ import torch
 
 _PACKAGES = ("torch", "transformers", "timm", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "optimize-export")
 
-# What a runtime's threads need to fall asleep after its last call: they spin for a while, and would take the next
-# contender's cores.
+# The time that a runtime's threads need to fall asleep after its last call. They spin for a while, and would take cores
+# from the next contender.
 _SETTLING_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of some figures with their quartiles."""
+    """The median of some values, with their quartiles."""
 
     median: float
     low: float
@@ -49,12 +49,12 @@ class Spread:
 
 
 def ratios(values: Sequence[float], to: Sequence[float]) -> Spread:
-    """The ratio of two contenders, taken within each round: what slows a round down slows both."""
+    """The ratio of two contenders, taken within each round, because a slow round slows both."""
     return Spread.of([value / other for value, other in zip(values, to, strict=True)])
 
 
 def interleaved(contenders: Mapping[str, Callable[[], dict[str, float]]], rounds: int) -> dict[str, list[float]]:
-    """Call every contender once in each round, in an order that changes; the figures by name, one for each round."""
+    """Call every contender once in each round, in random order; return the values by name, one for each round."""
     figures: dict[str, list[float]] = {}
     names = list(contenders)
     for number in range(rounds):
@@ -66,18 +66,18 @@ def interleaved(contenders: Mapping[str, Callable[[], dict[str, float]]], rounds
 
 
 def prepared(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Have torch as the arguments `device` and `threads` say, without TF32 on any side; what a measurement is made on."""
+    """Set up torch for the arguments `device` and `threads`, without TF32, and return the environment."""
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU that torch finds")
     torch.set_num_threads(arguments.threads)
-    # See the providers of onnxruntime.
+    # onnxruntime's provider has it off, too: see contenders.py.
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
     return environment(arguments.threads, arguments.device)
 
 
 class Stopwatch:
-    """Seconds of one step after another, by a clock of `time`."""
+    """Adds up the seconds of each named step, with a clock of `time`."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: dict[str, float] = {}
@@ -91,7 +91,7 @@ class Stopwatch:
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
-    """One call, with the garbage of others collected before."""
+    """The seconds of one call, after a garbage collection."""
     gc.collect()
     started = time.perf_counter()
     result = call()
@@ -101,17 +101,17 @@ def seconds_of(call: Callable[[], Any]) -> float:
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has done what was asked of it."""
+    """Wait until the device has finished its work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def latency_of(call: Callable[[], Any], repeats: int, device: str) -> float:
-    """Seconds of one call, over `repeats` of them, the device's work included."""
+    """The seconds of one call, as the mean over `repeats` calls, including the device's work."""
     synchronize(device)
     time.sleep(_SETTLING_SECONDS)
     if repeats > 1:
-        # Short calls are measured warm: the contender before has left its own data in the caches.
+        # Measure short calls warm: the previous contender has left its own data in the caches.
         call()
     synchronize(device)
     started = time.perf_counter()
@@ -122,17 +122,20 @@ def latency_of(call: Callable[[], Any], repeats: int, device: str) -> float:
 
 
 def repeats_for(call: Callable[[], Any], seconds: float, device: str) -> int:
-    """How many calls last about that long."""
+    """The number of calls that take about that many seconds."""
     return max(1, round(seconds / max(latency_of(call, 1, device), 1e-7)))
 
 
 def latencies_of(
     runs: Mapping[str, Callable[[], Any]], rounds: int, seconds: float, device: str
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of one call of each contender in each round, in an order that changes, and how many calls a figure is made of.
+    """Measure the seconds of one call of each contender in each round, in random order.
 
     Args:
-        seconds: of one figure of one round: shorter calls are repeated.
+        seconds: the duration of one measurement in one round; shorter calls are repeated.
+
+    Returns:
+        The seconds of each contender, one value for each round, and the number of calls behind each value.
     """
     repeats = {name: repeats_for(run, seconds, device) for name, run in runs.items()}
     figures: dict[str, list[float]] = {name: [] for name in runs}
@@ -145,13 +148,13 @@ def latencies_of(
 
 
 class PeakMemory:
-    """How far the resident memory of this process rises above what it is when the block begins, in bytes.
+    """Measures how far the resident memory of this process rises above its level at the start of the block.
 
     Attributes:
-        before: the resident memory when the block begins, in bytes.
-        bytes: the rise to the peak, set at the end of the block.
-        exact: False where the system can't set its high-water mark back: a rise that stays below an earlier peak is then
-            not seen.
+        before: the resident memory at the start of the block, in bytes; its highest value so far if not `exact`.
+        bytes: the rise to the peak, in bytes; set at the end of the block.
+        exact: False if the system can't reset its high-water mark. Then a rise that stays below an earlier peak isn't
+            seen.
     """
 
     before: int
@@ -161,7 +164,7 @@ class PeakMemory:
     def __enter__(self) -> PeakMemory:
         gc.collect()
         with contextlib.suppress(OSError, AttributeError):
-            # What was freed and is kept by the allocator would be taken again, and not be seen.
+            # Otherwise the allocator would reuse freed memory that it kept, and this use wouldn't be seen.
             ctypes.CDLL(None).malloc_trim(0)
         try:
             Path("/proc/self/clear_refs").write_text("5")
@@ -188,7 +191,7 @@ def _status(field: str) -> int:
 
 
 def environment(threads: int, device: str = "cpu") -> dict[str, Any]:
-    """Where and with what a measurement was made."""
+    """The machine and the software of a measurement."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_model(),
@@ -203,7 +206,7 @@ def environment(threads: int, device: str = "cpu") -> dict[str, Any]:
 
 
 def caption(environment: Mapping[str, Any]) -> str:
-    """The environment in one line, for below a table."""
+    """The environment in one line, for the caption of a table."""
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     where = environment["cpu"] if environment["device"] == "cpu" else environment["device"]
     return (
@@ -213,7 +216,7 @@ def caption(environment: Mapping[str, Any]) -> str:
 
 
 def numbers(text: str) -> list[int]:
-    """The value of an option such as `1,8`: whole numbers from 1 on."""
+    """Parse an option such as `1,8`: whole numbers of 1 or more."""
     try:
         values = [int(part) for part in text.split(",")]
     except ValueError:
@@ -224,7 +227,7 @@ def numbers(text: str) -> list[int]:
 
 
 def positive(text: str) -> int:
-    """The value of an option that is one whole number from 1 on."""
+    """Parse an option that is one whole number of 1 or more."""
     values = numbers(text)
     if len(values) != 1:
         raise argparse.ArgumentTypeError(f"{text!r} is more than one number")
@@ -234,7 +237,7 @@ def positive(text: str) -> int:
 def refuse_unknown(
     parser: argparse.ArgumentParser, what: str, names: Iterable[str], known: Collection[str], *, separator: str = ", "
 ) -> None:
-    """End with a sentence where an option names a model, say, that there is none of."""
+    """End the program with an error if an option names something unknown, for example a model."""
     for name in names:
         if name not in known:
             parser.error(f"there is no {what} {name!r}: use {separator.join(known)}")

@@ -1,8 +1,8 @@
-"""The peak memory of one way of using a model of many weights, in a process of its own: prints one JSON object.
+"""Print the peak memory of one way to use a model with many weights, as one JSON object; run it in a new process.
 
     python benchmarks/memory.py 256 optimize
 
-The weights are in MiB.
+The first argument is the size of the weights in MiB.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ CASES: dict[str, Callable[[Weights], nn.Module]] = {
 
 
 def storages(model: nn.Module) -> dict[int, int]:
-    """The bytes of every storage that the model's parameters and buffers lie in, by address."""
+    """The bytes of every storage of the model's parameters and buffers, by address."""
     tensors = (*model.parameters(), *model.buffers())
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
 def measure(mebibytes: int, case: str) -> dict[str, object]:
-    """The figures of one case; call it in a process that has done nothing else."""
-    # Once on a model of one layer: what is imported and set up at the first use isn't the model's.
+    """Measure one case; call this in a process that has done nothing else."""
+    # Run once on a model of one layer first: imports and set-up at the first use don't belong to the model.
     CASES[case](Weights(1).eval())
     model = Weights(mebibytes).eval()
     own = storages(model)

@@ -1,4 +1,4 @@
-"""Real architectures with weights and statistics that are worth comparing; nothing is downloaded."""
+"""Real architectures with weights and statistics that make comparisons meaningful; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SUPPORT = Path(__file__).parents[1] / "tests" / "support"
 
 @dataclass(frozen=True)
 class Subject:
-    """A model in eval, and its inputs at any batch size: positional tensors that share their first dim."""
+    """A model in eval, and its inputs at any batch size: positional tensors with the same first dim."""
 
     name: str
     model: nn.Module
@@ -27,7 +27,7 @@ class Subject:
 
 
 class Plain(nn.Module):
-    """A model whose output is a tuple of tensors, or one tensor: what tracers and exporters take without help."""
+    """Wraps a model to return a tuple of tensors, or one tensor, which tracers and exporters support without help."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -43,8 +43,11 @@ class Plain(nn.Module):
 
 
 def bring_to_life(model: nn.Module, *example: torch.Tensor) -> nn.Module:
-    """Draw weights that keep the signal's size, and take the BatchNorm statistics that the network's own activations
-    have: as it is initialised, a network answers next to nothing, and no error shows."""
+    """Draw weights that keep the signal's size, set BatchNorm statistics, and return the model in eval.
+
+    The statistics are those of the network's own activations. A freshly initialized network outputs almost nothing, and
+    hides errors.
+    """
     generator = torch.Generator().manual_seed(0)
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     scales = [module for module in model.modules() if isinstance(module, nn.LayerNorm)] + norms
@@ -58,7 +61,7 @@ def bring_to_life(model: nn.Module, *example: torch.Tensor) -> nn.Module:
             module.bias.uniform_(-0.3, 0.3, generator=generator)
         momenta = [norm.momentum for norm in norms]
         for norm in norms:
-            # None is the plain mean over all batches.
+            # With None, the statistics are the plain mean over all batches.
             norm.momentum = None
         if norms:
             model.train()
@@ -91,7 +94,7 @@ def mobilenet_v2(scale: float) -> Subject:
 
 
 def convnext_tiny(scale: float) -> Subject:
-    """No BatchNorm at all: what is left to gain is the memory format."""
+    """No BatchNorm at all: the only possible gain is from the memory format."""
     from transformers import ConvNextConfig, ConvNextForImageClassification
 
     config = ConvNextConfig(num_labels=1000, layer_scale_init_value=0.3)
@@ -99,7 +102,7 @@ def convnext_tiny(scale: float) -> Subject:
 
 
 def bert_small(scale: float) -> Subject:
-    """Six layers of 384, the size that sentence embeddings are made with."""
+    """Six layers of width 384, a common size for sentence embeddings."""
     from transformers import BertConfig, BertModel
 
     config = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
@@ -116,7 +119,7 @@ def bert_small(scale: float) -> Subject:
 
 
 def vit_small(scale: float) -> Subject:
-    """Twelve layers of 384 on patches of 16 × 16."""
+    """Twelve layers of width 384 on patches of 16 × 16."""
     from transformers import ViTConfig, ViTForImageClassification
 
     size = _image_size(scale)
@@ -126,7 +129,7 @@ def vit_small(scale: float) -> Subject:
 
 
 def gpt2(scale: float) -> Subject:
-    """GPT-2 small, with its head, and without a cache: one pass over a text."""
+    """GPT-2 small with its head, without a cache: one forward over a text."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(use_cache=False)
@@ -173,18 +176,18 @@ class _PlainResNet(nn.Module):
 
 
 def resnet18(scale: float) -> Subject:
-    """Written plainly, so that torch.fx traces it as a whole: the others don't trace."""
+    """Written plainly, so that torch.fx can trace all of it; the other `SUBJECTS` can't be traced."""
     return Subject("resnet18", bring_to_life(_PlainResNet(), *_images(96)(8)), _images(_image_size(scale)))
 
 
 def resnet18_small(scale: float) -> Subject:
-    """The same on images of 32 × 32: the weights are large beside the maps."""
+    """The same on images of 32 × 32: the weights are large compared with the maps."""
     small = _images(max(16, round(32 * scale / 16) * 16))
     return Subject("resnet18_small", bring_to_life(_PlainResNet(), *_images(96)(8)), small)
 
 
 def efficientnet_b0(scale: float) -> Subject:
-    """Depthwise convolutions behind a padding of their own, and maps of one place that scale others."""
+    """Depthwise convolutions after separate padding, and squeeze-and-excitation: 1 × 1 maps that scale others."""
     from transformers import EfficientNetConfig, EfficientNetForImageClassification
 
     config = EfficientNetConfig(width_coefficient=1.0, depth_coefficient=1.0, hidden_dim=1280, num_labels=1000)
@@ -193,7 +196,7 @@ def efficientnet_b0(scale: float) -> Subject:
 
 
 def segformer_b0(scale: float) -> Subject:
-    """Attention between convolutions: tokens are made of maps and maps of tokens, again and again."""
+    """Attention between convolutions: maps become tokens, and tokens become maps, several times."""
     from transformers import SegformerConfig, SegformerForSemanticSegmentation
 
     model = SegformerForSemanticSegmentation(SegformerConfig(num_labels=150))
@@ -201,7 +204,7 @@ def segformer_b0(scale: float) -> Subject:
 
 
 def swin_tiny(scale: float) -> Subject:
-    """Attention in shifted windows: no pass for inference changes anything of it."""
+    """Attention in shifted windows: no inference pass changes anything."""
     from transformers import SwinConfig, SwinForImageClassification
 
     size = _image_size(scale)
@@ -213,7 +216,7 @@ def swin_tiny(scale: float) -> Subject:
 
 
 def bert_base(scale: float) -> Subject:
-    """BERT as it was published, without its words."""
+    """BERT in its published size, without its trained weights."""
     from transformers import BertConfig, BertModel
 
     config, length = BertConfig(), max(8, round(128 * scale))
@@ -225,7 +228,7 @@ def bert_base(scale: float) -> Subject:
 
 
 def whisper_encoder(scale: float) -> Subject:
-    """The encoder of the smallest Whisper, on 30 seconds of sound: 1,500 positions."""
+    """The encoder of the smallest Whisper, on 30 seconds of audio: 1,500 positions."""
     from transformers import WhisperConfig
     from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
@@ -240,7 +243,7 @@ def whisper_encoder(scale: float) -> Subject:
 
 
 def deeplab(scale: float) -> Subject:
-    """DeepLabV3 of torchvision on a ResNet-50: maps as large as the image go out."""
+    """DeepLabV3 of torchvision on a ResNet-50; its output maps are as large as the image."""
     _declare_torchvision()
     from torchvision.models.segmentation import deeplabv3_resnet50
 
@@ -249,7 +252,7 @@ def deeplab(scale: float) -> Subject:
 
 
 class _VolumeNet(nn.Module):
-    """A small U-Net of volumes."""
+    """A small 3-D U-Net."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +278,7 @@ def _volume_block(before: int, after: int) -> nn.Module:
 
 
 def volume_unet(scale: float) -> Subject:
-    """Convolutions of three dims, transposed ones among them."""
+    """3-D convolutions, some of them transposed."""
     side = max(8, round(32 * scale / 8) * 8)
 
     def draw(batch: int) -> tuple[torch.Tensor, ...]:
@@ -285,7 +288,7 @@ def volume_unet(scale: float) -> Subject:
 
 
 def _classifier(name: str) -> Callable[[float], Subject]:
-    """A classifier of torchvision with random weights. torch.fx traces all of these, so that `fuse` takes them."""
+    """A classifier of torchvision with random weights. torch.fx can trace all of these, so `fuse` supports them."""
 
     def make(scale: float) -> Subject:
         _declare_torchvision()
@@ -307,7 +310,7 @@ def _declare_torchvision() -> None:
 
 
 def _image_size(scale: float) -> int:
-    # A multiple of 32, by which all of these shrink an image.
+    # A multiple of 32, because all of these models downsample an image by 32.
     return max(32, round(224 * scale / 32) * 32)
 
 
@@ -315,7 +318,7 @@ SUBJECTS: dict[str, Callable[[float], Subject]] = {
     make.__name__: make for make in (resnet50, mobilenet_v2, convnext_tiny, bert_small, resnet18)
 }
 
-# Those that benchmarks/latency.py compares with what is folded by hand.
+# The models that benchmarks/latency.py compares with folding by hand.
 CLASSIFIERS: dict[str, Callable[[float], Subject]] = {
     f"torchvision:{name}": _classifier(name)
     for name in (
@@ -323,7 +326,7 @@ CLASSIFIERS: dict[str, Callable[[float], Subject]] = {
     )
 }  # fmt: skip
 
-# Those that benchmarks/channels_last.py measures: all that convolve maps.
+# The models of benchmarks/channels_last.py: all that convolve maps.
 MAP_SUBJECTS: dict[str, Callable[[float], Subject]] = {
     make.__name__: make
     for make in (
@@ -331,12 +334,12 @@ MAP_SUBJECTS: dict[str, Callable[[float], Subject]] = {
     )
 }  # fmt: skip
 
-# Those that benchmarks/each_pass.py measures.
+# The models of benchmarks/each_pass.py.
 PASS_SUBJECTS: dict[str, Callable[[float], Subject]] = {
     make.__name__: make for make in (resnet50, mobilenet_v2, convnext_tiny, vit_small, bert_small, gpt2)
 }
 
-# Those that benchmarks/proof_cost.py measures.
+# The models of benchmarks/proof_cost.py.
 PROOF_SUBJECTS: dict[str, Callable[[float], Subject]] = {
     make.__name__: make
     for make in (resnet50, efficientnet_b0, vit_small, swin_tiny, bert_base, whisper_encoder, deeplab)
@@ -344,10 +347,10 @@ PROOF_SUBJECTS: dict[str, Callable[[float], Subject]] = {
 
 
 def subject(name: str, scale: float = 1.0) -> Subject:
-    """The model of that name, the same at every call; `scale` shrinks its inputs.
+    """Make the model of that name, the same at every call; `scale` shrinks its inputs.
 
     Raises:
-        KeyError: there is none.
+        KeyError: there is no such model.
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)

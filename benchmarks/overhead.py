@@ -1,8 +1,8 @@
-"""What `optimize` itself costs: time against the number of operations, memory against the size of the model.
+"""Measure what `optimize` itself costs: time by number of operations, and memory compared with the size of the model.
 
     python benchmarks/overhead.py --json build/overhead.json --markdown build/overhead.md
 
-Beside it, in the same rounds, what torch has for the same: `torch.fx.symbolic_trace` and `torch.fx`'s `fuse`.
+For comparison, torch's counterparts run in the same rounds: `torch.fx.symbolic_trace`, and `fuse` of torch.fx.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ from passes.base import Context
 from passes.program.model_tree import ModelTree
 from passes.registry import make_passes
 
-# Time per operation at the largest size against that at the smallest.
+# Goal: the time per operation at the largest size, divided by that at the smallest.
 LINEAR = 1.5
-# What a folded pair may cost per call over one that is folded by hand, in seconds.
+# Goal: the cost of a folded pair per call, above that of a pair folded by hand, in seconds.
 COST_OF_A_PAIR = 2e-6
-# The live peak of `optimize`, less that of one forward of the model, against the new tensors of the result: what is over
-# them is a copy of one weight, off by one unit in the last place, some rows of it in float64, and the recordings.
+# Goal: the live peak of `optimize`, minus that of one forward of the model, divided by the bytes of the result's new
+# tensors. The excess is a copy of one weight that differs by one ulp, some of its rows in float64, and the recordings.
 HELD_ONCE = 1.05
 
-# glibc keeps freed blocks of up to 32 MiB for later ones that may not fit; below a fixed threshold of this it doesn't.
-# Other allocators don't read it.
+# By default, glibc keeps freed blocks of up to 32 MiB for later requests, which they may not fit. With this fixed
+# threshold it returns all larger blocks to the system at once. Other allocators ignore the variable.
 _GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
-# The passes of graphs that are asked for by name, one behind another, behind those of the preset.
+# The passes outside the preset that are measured. They run one after another, after those of the preset.
 BY_NAME: tuple[Pass, ...] = (
     Simplify(),
     MergeLinears(force=True),
@@ -90,7 +90,7 @@ EAGER, OURS, BY_HAND = "as written", "folded by optimize()", "folded by hand"
 
 
 def run_of(item: Pass, tree: ModelTree) -> PassResult:
-    """As in `optimize` with example inputs; what looks at a run of the model has one where it does nothing without."""
+    """Run a pass as `optimize` does with example inputs. A pass that needs a run of the model gets one."""
     x = example_of_graph()
     context = Context("inference", torch.device("cpu"), (((x,), {}),))
 
@@ -110,7 +110,10 @@ def run_of(item: Pass, tree: ModelTree) -> PassResult:
 
 
 def steps_of(model: nn.Module) -> dict[str, float]:
-    """Seconds of each step of `optimize`, one after the other; the passes know of example inputs, and so do all they can."""
+    """The seconds of each step of `optimize`, one after the other.
+
+    The passes have example inputs, so they do all that they can.
+    """
     gc.collect()
     watch = Stopwatch()
     # As in `optimize`.
@@ -128,7 +131,7 @@ def steps_of(model: nn.Module) -> dict[str, float]:
 
 
 def counts_of(model: nn.Module) -> dict[str, Any]:
-    """How many operations there are, and changes of each pass: the same on every machine."""
+    """The numbers of operations, and of changes by each pass; the same on every machine."""
     root = working_copy(model).root
     tree = ModelTree(root)
     passes = (*make_passes(None, "inference"), *BY_NAME)
@@ -145,7 +148,7 @@ def counts_of(model: nn.Module) -> dict[str, Any]:
 
 
 def measure_graph(shape: str, operations: int, rounds: int) -> dict[str, Any]:
-    """All contenders on one graph."""
+    """Measure all contenders on one graph."""
     model = graph_of(shape, operations)
     contenders: dict[str, Callable[[], dict[str, float]]] = {
         TRACE: lambda: {TRACE: seconds_of(lambda: torch.fx.symbolic_trace(model))},
@@ -163,7 +166,7 @@ def measure_graph(shape: str, operations: int, rounds: int) -> dict[str, Any]:
 
 
 def measure_pairs(count: int, rounds: int) -> dict[str, Any]:
-    """Seconds per pair of one call of a model that is all pairs of a convolution and a BatchNorm."""
+    """The seconds per pair, in one call of a model that consists of pairs of a convolution and a BatchNorm."""
     model, x = pairs_of(count), example_of_graph()
     folded = optimize(model, ["fold-conv-bn"], example_inputs=(x,))
     contenders = {EAGER: model, OURS: folded, BY_HAND: pairs_folded_by_hand(model), FUSE: fuse(model)}
@@ -180,8 +183,10 @@ def measure_pairs(count: int, rounds: int) -> dict[str, Any]:
 
 
 def growth(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """For each step, from the smallest graph to the largest: the exponent e of time ~ operations ** e, and how much
-    dearer one operation gets."""
+    """The growth of each step's time from the smallest graph to the largest.
+
+    "exponent" is the e in time ~ operations ** e; "per_operation" is the factor by which one operation becomes slower.
+    """
     first, last = results[0], results[-1]
     size = last["operations"] / first["operations"]
     found = {}
@@ -192,7 +197,7 @@ def growth(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def measure_memory(mebibytes: int, cases: Sequence[str]) -> list[dict[str, Any]]:
-    """Every case twice: as a user's process runs it, and with an allocator that gives freed tensors back at once."""
+    """Measure each case twice: as in a user's process, and with an allocator that returns freed tensors at once."""
     results = []
     for case in cases:
         result = _memory_of(mebibytes, case, {})
@@ -202,7 +207,7 @@ def measure_memory(mebibytes: int, cases: Sequence[str]) -> list[dict[str, Any]]
 
 
 def _memory_of(mebibytes: int, case: str, settings: dict[str, str]) -> dict[str, Any]:
-    # A process for each: a peak is that of a process.
+    # Use a process for each case, because the peak is that of a process.
     command = [sys.executable, str(Path(__file__).with_name("memory.py")), str(mebibytes), case]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **settings})
     if done.returncode != 0:
@@ -282,7 +287,10 @@ def memory_table(results: Sequence[dict[str, Any]]) -> Table:
 
 
 def beyond_forward(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> float | None:
-    """The live peak of a case, less that of a forward where it was measured, against its new tensors; None without any."""
+    """The live peak of a case, minus that of a forward if it was measured, divided by the bytes of its new tensors.
+
+    None if there are no new tensors.
+    """
     forward = next((other["live_peak_bytes"] for other in results if other["case"] == "forward"), 0)
     return (result["live_peak_bytes"] - forward) / result["new_bytes"] if result["new_bytes"] else None
 
@@ -292,7 +300,7 @@ def misses(
     memory: Sequence[dict[str, Any]] = (),
     pairs: dict[str, Any] | None = None,
 ) -> list[str]:
-    """A sentence for each goal that was missed."""
+    """A sentence for each goal that is missed."""
     found = []
     if pairs is not None and pairs["over_by_hand"]["median"] > COST_OF_A_PAIR:
         found.append(
@@ -341,10 +349,11 @@ def main() -> int:
     where = environment(arguments.threads)
     sizes = sorted(set(arguments.nodes))
 
-    # Once over a small graph: what is imported and set up at the first use belongs to no contender.
+    # Run once over a small graph first: imports and set-up at the first use belong to no contender.
     for shape in shapes:
         measure_graph(shape, 10 * OPERATIONS, 1)
-    # Nor does the collector's walk over all that: it would fall on whoever comes by. What contenders make, it walks.
+    # Freeze these objects: the garbage collector's walk over them belongs to no contender either. It still walks over
+    # the objects that contenders make.
     gc.collect()
     gc.freeze()
     results, growths = [], {}

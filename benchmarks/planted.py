@@ -1,4 +1,4 @@
-"""Faults that are planted in ONNX files, in TorchScript files and in passes: each at a place that is known."""
+"""Faults that are planted in ONNX files, in TorchScript files and in passes, each at a known place."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _COMPUTING = frozenset({"Conv", "Gemm", "MatMul", "Add", "Mul", "Relu", "Gelu", 
 
 @dataclass
 class File:
-    """A file that is right, with what its values are at a batch.
+    """A correct file, and the shapes and dtypes of its values.
 
     Attributes:
-        shapes: of the values that operations give, at a batch of two.
-        floats: the names of those that are float32.
+        shapes: the shapes of the outputs of its operations, at batch size 2.
+        floats: the names of the outputs that are float32.
     """
 
     model: onnx.ModelProto
@@ -53,16 +53,16 @@ class File:
 
 
 Plant = Callable[[File, int, random.Random], bool]
-"""Plant a fault in the operation of that number; False where it has no place for it."""
+"""Plant a fault in the operation with that number; return False if the fault doesn't fit it."""
 
 
 def scaled_weight(file: File, number: int, random: random.Random) -> bool:
-    """One weight is 1 % larger."""
+    """Make one weight 1 % larger."""
     return _changed_weight(file, number, random, lambda values: values * np.float32(SCALE))
 
 
 def perturbed_initializer(file: File, number: int, random: random.Random) -> bool:
-    """One number of one weight is off by the weight's largest."""
+    """Add a weight's largest absolute value to one of its elements."""
 
     def perturb(values: np.ndarray) -> np.ndarray:
         values = values.copy()
@@ -73,7 +73,11 @@ def perturbed_initializer(file: File, number: int, random: random.Random) -> boo
 
 
 def changed_attribute(file: File, number: int, random: random.Random) -> bool:
-    """Padding is moved, a stride doubled, an epsilon is 0.1, an axis another."""
+    """Change an attribute of the operation.
+
+    Padding moves to the end of each dim; without padding, the stride is doubled. An epsilon becomes 0.1, the axis of a
+    Softmax 1, and the alpha of a Gemm 1.01. A Gelu becomes its tanh approximation. A Transpose swaps the last two dims.
+    """
     node = file.model.graph.node[number]
     given = {attribute.name: attribute for attribute in node.attribute}
     if node.op_type in ("Conv", "MaxPool"):
@@ -100,10 +104,10 @@ def changed_attribute(file: File, number: int, random: random.Random) -> bool:
 
 
 def lower_dtype(file: File, number: int, random: random.Random) -> bool:
-    """What the operation reads is rounded to float16, and so is what it gives.
+    """Round the operation's float inputs and its output to float16.
 
-    onnxruntime has few such kernels on a CPU, and takes casts away that stand next to each other: between them is an
-    operation that moves nothing.
+    onnxruntime has few float16 kernels on a CPU, so the operation itself stays in float32. onnxruntime also removes
+    casts that follow each other directly. So there is an operation between them that changes nothing.
     """
     nodes, node = file.model.graph.node, file.model.graph.node[number]
     if node.op_type in ("Transpose", "Reshape", "MaxPool", "Relu"):
@@ -121,7 +125,7 @@ def lower_dtype(file: File, number: int, random: random.Random) -> bool:
 
 
 def transposed_axis(file: File, number: int, random: random.Random) -> bool:
-    """The last two dims of what the operation gives have changed places."""
+    """Swap the last two dims of the operation's output."""
     nodes, node = file.model.graph.node, file.model.graph.node[number]
     output = node.output[0]
     dims = len(file.shapes[output])
@@ -134,7 +138,7 @@ def transposed_axis(file: File, number: int, random: random.Random) -> bool:
 
 
 def baked_batch(file: File, number: int, random: random.Random) -> bool:
-    """A Reshape to the sizes at a batch of two, or a cut to its first two rows."""
+    """Freeze a batch size of 2: reshape the output to its shape there, or cut it to its first two rows."""
     nodes, node = file.model.graph.node, file.model.graph.node[number]
     output = node.output[0]
     shape = file.shapes[output]
@@ -165,7 +169,7 @@ KINDS: dict[str, Plant] = {
 
 @dataclass(frozen=True)
 class ScaleWeight(ModulePass):
-    """A pass that is wrong: it scales the weight of one layer, and names no part that could be compared by itself."""
+    """A wrong pass: it scales the weight of one layer, and names no region that could be compared."""
 
     name: ClassVar[str] = "scale-weight"
     layer: str = ""
@@ -180,7 +184,7 @@ class ScaleWeight(ModulePass):
 
 
 def scaled_parameter(source: Path, target: Path, name: str) -> None:
-    """Write a TorchScript file in which one parameter is scaled."""
+    """Write a copy of a TorchScript file in which one parameter is scaled."""
     with torchscript_allowed(), torch.no_grad():
         module = torch.jit.load(str(source))
         dict(module.named_parameters())[name].mul_(SCALE)
@@ -188,7 +192,7 @@ def scaled_parameter(source: Path, target: Path, name: str) -> None:
 
 
 def _changed_weight(file: File, number: int, random: random.Random, change: Callable[[np.ndarray], np.ndarray]) -> bool:
-    """Give the operation a weight of its own that is changed; others that share it keep theirs."""
+    """Give the operation its own, changed copy of a weight; other operations that share it keep the original."""
     node, weights = file.model.graph.node[number], file.weights()
     places = [index for index, name in enumerate(node.input) if name in weights]
     if not places:

@@ -1,12 +1,13 @@
-"""What the proof costs: how many forwards of a model `optimize` and `export` run, and how much memory they take.
+"""Measure what the proof costs: how many forwards `optimize` and `export` run, and how much memory they take.
 
     python benchmarks/proof_cost.py --json build/proof_cost.json --markdown build/proof_cost.md
 
-Counted are calls, which are the same on every machine: a forward of the original, of a candidate or of a file counts by
-its rows, as a share of those in the example inputs, and one in float64 counts twice. The runs in which torch records a
-program are the exporter's own and aren't counted. Checks of single rewrites run only a layer or two; they are counted by
-how often they run these, per rewrite. The memory is the peak of a process that loads the model and exports it, divided by
-that of a process that calls `torch.onnx.export` alone, and of one that also loads the file in onnxruntime and runs it once.
+The results are counts of calls, which are the same on every machine. A forward of the original, of a candidate or of a
+file counts by its rows, as a share of the rows in the example inputs. A forward in float64 counts twice. The runs in
+which torch records a program belong to the exporter and aren't counted. The checks of single rewrites run only a layer
+or two; for them, the runs of these layers per rewrite are counted. The memory is the peak of a process that loads,
+optimizes and exports the model. It is divided by the peak of a process that only calls `torch.onnx.export`, and by that
+of one that also loads the file in onnxruntime and runs it once.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ from optimizer import export, optimize, report_of
 from optimizer.exporting.artifact_parity import ArtifactParity
 from optimizer.pipeline import attempts
 
-# The most that is allowed: forwards of the example inputs, and the ratio of memory to a plain export's.
+# Goals: the maximum number of forwards of the example inputs, and the maximum ratio of memory to a plain export's.
 GOALS = {"optimize": 12, "optimize, nothing changed": 3, "export": 25, "further format": 10, "memory": 1.5}
 OURS, PLAIN, BY_HAND = "ours", "plain", "by hand"
 FORMATS = FORMAT, FURTHER = "onnx", "pt2"
-# How many rows went through the model, by kind of run; and runs of the layers of a rewrite.
+# The number of rows that went through the model, by kind of run; also the runs of the layers of rewrites, and the
+# rewrites.
 ROWS: Counter[str] = Counter()
 
 
 class Counted(Plain):
-    """A model whose forwards are counted by their rows, those of its copies too."""
+    """A model that counts its forwards by rows, including those of its copies."""
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         output = super().forward(*inputs)
@@ -53,7 +55,7 @@ class Counted(Plain):
 
 
 def count_files() -> None:
-    """Count in this process the runs of files too, and of what files are made of."""
+    """In this process, count the runs of files, too, and of the programs that files are written from."""
     compare, measured_of = proof._compare, ArtifactParity.measured_of
 
     def counted_compare(evidence: Any, loaded: Any, inputs: Any, *others: Any) -> Any:
@@ -64,7 +66,7 @@ def count_files() -> None:
 
 
 def count_regions() -> None:
-    """Count in this process the runs of the layers that rewrites change, and the rewrites."""
+    """In this process, count the rewrites, and the runs of the layers that they change."""
     check = attempts.check_change
 
     def counted(region: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,7 +84,7 @@ def count_regions() -> None:
 
 
 class CountedFile:
-    """A loaded file whose runs are counted."""
+    """A loaded file that counts its runs."""
 
     def __init__(self, file: Any) -> None:
         self.file = file
@@ -96,10 +98,10 @@ class CountedFile:
 
 
 def counted(call: Callable[[], Any], rows: int) -> tuple[Any, dict[str, float]]:
-    """The result of the call, and the number of forwards that it ran, by kind and in all.
+    """The result of the call, and the number of forwards that it ran, by kind and in total.
 
     Args:
-        rows: how many rows make one forward.
+        rows: the number of rows of one forward.
     """
     ROWS.clear()
     result = call()
@@ -110,7 +112,7 @@ def counted(call: Callable[[], Any], rows: int) -> tuple[Any, dict[str, float]]:
 
 
 def ours(asked: Subject, batch: int) -> dict[str, Any]:
-    """Optimize and export, in a process of its own: the forwards of each, and the peak memory."""
+    """Optimize and export, and count the forwards of each and the peak memory; run this in a new process."""
     count_files()
     count_regions()
     model, inputs = Counted(asked.model).eval(), asked.inputs(batch)
@@ -133,7 +135,7 @@ def ours(asked: Subject, batch: int) -> dict[str, Any]:
 
 
 def plain(asked: Subject, batch: int, *, run: bool) -> dict[str, Any]:
-    """Export by torch alone, in a process of its own, and maybe run the file: the peak memory."""
+    """Export by torch alone, and run the file if requested; return the peak memory. Run this in a new process."""
     model, inputs = Counted(asked.model).eval(), asked.inputs(batch)
     shapes = ({0: torch.export.Dim.DYNAMIC},) * len(inputs)
     peak = PeakMemory()
@@ -150,7 +152,7 @@ def plain(asked: Subject, batch: int, *, run: bool) -> dict[str, Any]:
 
 
 def figures_of(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the processes of one model print, put together."""
+    """Measure one model in a process for each way, and combine their results."""
     found: dict[str, Any] = {"model": name}
     for way in (OURS, PLAIN, BY_HAND):
         options = [f"--scale={arguments.scale}", f"--batch={arguments.batch}", f"--threads={arguments.threads}"]
@@ -171,7 +173,7 @@ def figures_of(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def table_of(results: list[dict[str, Any]], environment: dict[str, Any], batch: int) -> Table:
-    """One row for each model."""
+    """The table, with one row for each model."""
     headings = ["model", "changes", "optimize", "of them in float64", "runs of a rewrite", "export"]
     headings += ["of them in float64", "of the file", "further format", "memory", "compared with export and run"]
     table = Table("What the proof costs, in forwards of the example inputs", headings)
@@ -202,7 +204,7 @@ def table_of(results: list[dict[str, Any]], environment: dict[str, Any], batch: 
 
 
 def main() -> int:
-    """Run the program; the exit code."""
+    """Run the program and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(PROOF_SUBJECTS), help="names, by commas")
     parser.add_argument("--batch", type=positive, default=2, help="rows of the example inputs (2)")
@@ -218,7 +220,7 @@ def main() -> int:
     refuse_unknown(parser, "model", names, PROOF_SUBJECTS)
     environment = prepared(parser, arguments)
     if arguments.only is not None:
-        # What torch says of its deprecations isn't asked for here.
+        # Hide torch's deprecation warnings.
         warnings.simplefilter("ignore")
         asked, batch = subject(names[0], arguments.scale), arguments.batch
         measured = ours(asked, batch) if arguments.only == OURS else plain(asked, batch, run=arguments.only == BY_HAND)

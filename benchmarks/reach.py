@@ -1,10 +1,10 @@
-"""How many of the foldable pairs of a convolution and a BatchNorm are folded, over architectures of transformers and timm.
+"""Count how many foldable pairs of a convolution and a BatchNorm are folded, in architectures of transformers or timm.
 
     python benchmarks/reach.py --json build/reach.json --markdown build/reach.md
     python benchmarks/reach.py --models timm
 
-Which pairs are foldable is counted apart from the passes, from what one eager run of the original does. Beside it, what
-`torch.fx`'s `fuse` folds.
+Whether a pair is foldable is determined without the passes, from one eager run of the original. For comparison, the
+table shows what `fuse` of torch.fx folds.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from architectures import NORMED, ZOO, member
 from real_models import REAL_MODELS
 from timm_models import TIMM, timm_member
 
-# The share of foldable pairs that has to be folded.
+# The share of foldable pairs that must be folded.
 GOAL = 0.99
 
 FOLD = "fold-conv-bn"
 _SHOWN = 160
 
-# One name may stand for a model of both kinds: the smaller one is taken.
+# If two collections have a model of the same name, `made` takes the smaller one, in `REAL_MODELS`.
 NAMES = tuple(dict.fromkeys((*REAL_MODELS, *ZOO, *NORMED)))
 LIBRARIES = {"transformers": NAMES, "timm": TIMM}
 
 
 def made(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """A model in eval, and a call of it."""
+    """Make a model in eval, and the arguments of one call."""
     if name in REAL_MODELS:
         return REAL_MODELS[name]()
     model, kwargs = timm_member(name) if name in TIMM else member(name)
@@ -51,7 +51,7 @@ def made(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
 
 
 def measure(name: str) -> dict[str, Any] | None:
-    """The counts of one model; None where it holds no BatchNorm."""
+    """Count the pairs of one model; None if it has no BatchNorm."""
     model, args, kwargs = made(name)
     held = sum(isinstance(module, _BatchNorm) for module in model.modules())
     if not held:
@@ -76,7 +76,7 @@ def measure(name: str) -> dict[str, Any] | None:
         "norms": held,
         "foldable": len(pairs),
         "folded": len(pairs) - len(missed),
-        # What this counter doesn't call foldable.
+        # Pairs that are folded, but not foldable by this count.
         "beyond": sorted(places - set(pairs)),
         "verified": fast.report.verified,
         "status": record.status,
@@ -86,18 +86,21 @@ def measure(name: str) -> dict[str, Any] | None:
 
 
 def _norm_at(where: str) -> str:
-    """The module that holds the statistics: timm's BatchNorms call the function in a forward of their own."""
+    """The path of the module that holds the statistics.
+
+    timm's BatchNorms call the function in their own forward, so the report's place ends with the name of the function.
+    """
     return where.removesuffix(" (batch_norm)")
 
 
 def fused(name: str) -> dict[str, Any]:
-    """How many BatchNorms `fuse` folds, and why none where it fails."""
-    # Another copy: a trace that fails may leave its proxies in the model.
+    """The number of BatchNorms that `fuse` folds, and the error if it fails."""
+    # Use another copy, because a failed trace may leave its proxies in the model.
     model, _, _ = made(name)
     try:
         before = fx.symbolic_trace(model)
         after = fuse(model)
-    except Exception as error:  # noqa: BLE001 - whatever a peer raises is its result
+    except Exception as error:  # noqa: BLE001 - any error is the result of the peer
         return {"folded": 0, "reason": f"{type(error).__name__}: {error}".splitlines()[0]}
     return {"folded": _norms_called(before) - _norms_called(after), "reason": ""}
 
@@ -109,7 +112,7 @@ def _norms_called(model: nn.Module) -> int:
 
 
 def totals(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Over all models."""
+    """The sums over all models."""
     foldable, folded = (sum(result[key] for result in results) for key in ("foldable", "folded"))
     return {
         "norms": sum(result["norms"] for result in results),
@@ -141,7 +144,7 @@ def reach_table(results: Sequence[dict[str, Any]], total: dict[str, Any]) -> Tab
 def missed_table(results: Sequence[dict[str, Any]]) -> Table:
     table = Table("Foldable pairs that are not folded", ["model", "pairs", "for example", "in between", "why"], left=5)
     for result in results:
-        # By the reason without the paths: one sentence for each kind.
+        # Group by the reason without the paths, so that each kind gets one row.
         kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for miss in result["missed"]:
             kinds.setdefault((miss["reason"].replace(miss["layer"], "…"), *miss["way"]), []).append(miss)

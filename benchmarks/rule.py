@@ -1,12 +1,13 @@
-"""Is the verdict right? What is right has to pass, and what was spoilt has to fail: counted over a hundred models.
+"""Check the verdicts over a hundred models: correct results must pass, and results with a planted fault must fail.
 
     python benchmarks/rule.py --json build/rule.json --markdown build/rule.md
 
-The architectures of transformers, from small configurations, with weights and BatchNorm statistics that are worth comparing.
-Round by round each of them gets other weights, is optimized by the preset and exported, and what comes out is judged as
-`optimize`, `export` and `verify_bundle` judge: on the inputs of the export, and on others. Then faults are planted in copies of
-the files, and in the model by a pass. Every finished model is written to the JSON at once: the same command goes on where it
-was stopped, and several processes share the work by `--part 1/2`, `--part 2/2` and one JSON.
+The models are the architectures of transformers in small configurations, with weights and BatchNorm statistics that
+make comparisons meaningful. In each round, every model gets other weights, is optimized with the preset and exported.
+The results are judged as `optimize`, `export` and `verify_bundle` judge: on the inputs of the export, and on others.
+Then faults are planted in copies of the files, and in the model by a pass. Every finished model is written to the JSON
+file at once. The same command resumes an interrupted run. Several processes can share the work with `--part 1/2`,
+`--part 2/2` and one JSON file.
 """
 
 from __future__ import annotations
@@ -51,17 +52,17 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from real_models import lively
 
 FORMATS = ("torchscript", "onnx")
-# Also exported with the first weights of a model.
+# The formats for the first weights of a model.
 FIRST_FORMATS = (*FORMATS, "pt2")
 PRESET = "passes"
 LABELS = {"torchscript": "TorchScript file", "onnx": "ONNX file", "pt2": "PT2 file", PRESET: "result of the preset"}
 
 CAUGHT, PASSED, SAME = "caught", "passed", "same"
-# By no more than the model's noise, and by no more than is allowed for it.
+# Outcomes of faults that pass: the effect is at most the model's noise, or at most the allowed multiple of it.
 BELOW, ALLOWED = "below rounding", "allowed"
-# What is counted.
+# The outcomes of faults with an effect beyond rounding.
 _REAL = (CAUGHT, ALLOWED, PASSED)
-# How many places are tried for one of a kind that changes anything.
+# The maximum number of places to try for each kind of fault, until one has an effect.
 _PLACES = 6
 _SHOWN = 160
 _NEXT_TO_NOTHING = 0.01
@@ -72,11 +73,11 @@ Flatten = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Settings:
-    """What one model is judged by.
+    """How the models are judged.
 
     Attributes:
-        inputs: how many other inputs there are for each of its weights, beside those of the export.
-        faults: for how many of its weights faults are planted, one of each kind.
+        inputs: the number of further inputs for each draw of weights, in addition to those of the export.
+        faults: the number of draws of weights in which faults are planted, one of each kind.
     """
 
     inputs: int
@@ -86,12 +87,12 @@ class Settings:
 
 @dataclass
 class Unit:
-    """What became of one model with one draw of weights; plain data.
+    """The results of one model with one draw of weights, as plain data.
 
     Attributes:
         files: by format, the route, or why there is no file.
-        runs: each artifact or result that was judged, with the verdict.
-        faults: each fault that was planted, with what became of it.
+        runs: each judged artifact or result, with its verdict.
+        faults: each planted fault, with its outcome.
         error: a defect of the program, with its traceback.
     """
 
@@ -105,13 +106,13 @@ class Unit:
 
 
 def measure(name: str, draw: int, settings: Settings) -> Unit:
-    """One model with one draw of weights."""
+    """Measure one model with one draw of weights."""
     unit = Unit(name, draw)
     started = time.perf_counter()
     try:
         with tempfile.TemporaryDirectory() as text:
             _measure_into(unit, settings, Path(text))
-    except Exception:  # noqa: BLE001 - whatever it is, it is a result of this model, and the run fails by it in the end
+    except Exception:  # noqa: BLE001 - any error is a result of this model, and makes the whole run fail in the end
         unit.error = traceback.format_exc()
     unit.seconds = round(time.perf_counter() - started, 1)
     torch._dynamo.reset()
@@ -136,7 +137,7 @@ def _measure_into(unit: Unit, settings: Settings, folder: Path) -> None:
         others = another(call, seed + number)
         samples = Samples(others.args, others.kwargs, seed=seed + number)
         reference = measure_reference(model, samples)
-        # Those of now: a candidate may have them measured again.
+        # Copy the current noises: the comparison with a candidate may measure them again.
         noises = dict(reference.noises)
         for what, (candidate, flatten) in candidates.items():
             unit.runs.append(_figures(what, number, judge(reference.compare(candidate, flatten=flatten))))
@@ -148,7 +149,7 @@ def _measure_into(unit: Unit, settings: Settings, folder: Path) -> None:
 
 
 def drawn(name: str, draw: int) -> tuple[nn.Module, Call]:
-    """A model in eval with weights of its own, and a call of it."""
+    """A model in eval with its own draw of weights, and a call of it."""
     with torch.random.fork_rng():
         torch.manual_seed(draw)
         model, args, kwargs = made(name)
@@ -159,8 +160,10 @@ def drawn(name: str, draw: int) -> tuple[nn.Module, Call]:
 
 
 def _scale_up(model: nn.Module, draw: int) -> None:
-    """Give the scales of layers that start out with next to nothing (1e-5) the size that they have in a trained model: else
-    what their layers compute doesn't reach the output, and no fault there does."""
+    """Give tiny layer scales (they start at about 1e-5) the size that they have in a trained model.
+
+    Otherwise the results of their layers don't reach the output, nor does any fault there.
+    """
     generator = torch.Generator().manual_seed(draw)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -170,12 +173,12 @@ def _scale_up(model: nn.Module, draw: int) -> None:
 
 
 def another(call: Call, seed: int) -> Call:
-    """A call like this one: floats are drawn anew as the product draws them, and what tokens there are stands elsewhere."""
+    """A call like this one: floats are drawn anew as the product draws them, and tensors of tokens are shuffled."""
     samples = Samples(call.args, call.kwargs, seed=seed)
     generator = torch.Generator().manual_seed(seed)
 
     def shuffled(tensor: torch.Tensor) -> torch.Tensor:
-        # A mask belongs to its row.
+        # Don't shuffle a mask, which belongs to its row.
         if tensor.is_floating_point() or len(tensor.unique()) <= 2:
             return tensor
         return tensor.flatten()[torch.randperm(tensor.numel(), generator=generator)].reshape(tensor.shape)
@@ -189,7 +192,7 @@ def _pair(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _of_optimize(fast: nn.Module) -> dict[str, Any]:
-    """The verdict of `optimize` on its own passes: none of the preset's may be taken back."""
+    """The verdict of `optimize` on its own passes; no pass of the preset may fail or be rolled back."""
     report = fast.report
     run = _figures(PRESET, 0, report.parity)
     lost = [record for record in report.passes if record.status in ("rolled-back", "failed")]
@@ -199,7 +202,7 @@ def _of_optimize(fast: nn.Module) -> dict[str, Any]:
 
 
 def _figures(what: str, inputs: int, report: ParityReport) -> dict[str, Any]:
-    """A verdict in short, and with all figures where it isn't "ok"."""
+    """A short form of a verdict; with all measurements if it isn't "ok"."""
     slices = max((output.slice_ratio for output in report.outputs if output.judged), default=0.0)
     run = {"what": what, "inputs": inputs, "verdict": report.verdict}
     run |= {"ratio": float(f"{report.ratio:.3g}"), "slice": float(f"{slices:.3g}"), "truth": report.reference}
@@ -214,11 +217,11 @@ def _all_figures(report: ParityReport) -> dict[str, Any]:
 def _exported(
     unit: Unit, fast: nn.Module, example: dict[str, Any], formats: Sequence[str], folder: Path, seed: int
 ) -> Iterator[tuple[str, Any]]:
-    """The bundle with each format that the model can be exported to; the unit learns route, verdict and refusal."""
+    """The bundle with each format that the model can be exported to; records route, verdict and refusal in the unit."""
     try:
         whole = export(fast, **example, output=folder / "all", formats=formats, strict=True, seed=seed)
     except (ExporterError, ParityError):
-        # One format that fails withholds all: each by itself, as only then the error has its figures.
+        # One failed format withholds all. Export each by itself, because only then the error has its measurements.
         for format in formats:
             yield from _exported_alone(unit, fast, example, format, folder / format, seed)
         return
@@ -258,10 +261,10 @@ def _keep(unit: Unit, format: str, bundle: Any) -> None:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where faults are judged.
+    """The model and inputs on which faults are judged.
 
     Attributes:
-        noises: of the model's outputs, before anything was compared.
+        noises: the noises of the model's outputs, before any comparison.
     """
 
     reference: Reference
@@ -269,7 +272,7 @@ class _Place:
     flatten: Flatten
 
     def outcome(self, right: Any, fault: Fault, flatten: Flatten | None) -> dict[str, Any]:
-        """What becomes of a fault: caught, or passed; and where it changes hardly anything or nothing, that."""
+        """The outcome of a fault: caught or passed; or, if it has little or no effect, one of the outcomes for that."""
         if fault.seen:
             return {"place": fault.place, "outcome": CAUGHT, "reason": fault.seen[:_SHOWN]}
         report = judge(self.reference.compare(fault.candidate, flatten=flatten))
@@ -281,8 +284,10 @@ class _Place:
         return found if outcome == SAME else {**found, "figures": _all_figures(report)}
 
     def _effect(self, right: Any, spoilt: Any) -> float:
-        """How far the fault moves an output, in units of the model's own noise there: in the largest difference or in the
-        root mean square, the larger; 0 where no output differs by a bit."""
+        """How far the fault moves an output, in units of the model's own noise there; 0 if no output differs by a bit.
+
+        The largest difference and the root mean square are each compared with their noise, and the larger ratio counts.
+        """
         names = self.reference.output_names
         pairs: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in names}
         for _, call in self.reference.calls():
@@ -315,7 +320,7 @@ def _plant(
     tensors: tuple[torch.Tensor, ...],
     draw: random.Random,
 ) -> None:
-    """One fault of each kind in each file and one by a pass, each at places drawn one after another until one shows."""
+    """Plant one fault of each kind in each file, and one by a pass; try random places until one has an effect."""
     if "onnx" in files:
         right, flatten = files["onnx"]
         for kind in KINDS:
@@ -342,7 +347,7 @@ def _until_seen(what: str, kind: str, outcomes: Iterator[dict[str, Any]]) -> lis
 
 
 def _flat(module: nn.Module, call: Call) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """A module that is called like a file."""
+    """Wrap a module, so that it is called like a file."""
     adapter = Adapter(module, call.args, call.kwargs)
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -360,9 +365,9 @@ def _flattened(fault: Fault, call: Call) -> Fault:
 
 
 class Results:
-    """The units that are done, by model and draw; on disk as soon as one is.
+    """The finished units, by model and draw. Each is written to disk as soon as it is finished.
 
-    Several processes may write to one file: each adds its own unit to what stands there.
+    Several processes may write to one file: each adds its own unit to those in the file.
     """
 
     def __init__(self, path: Path | None, settings: Settings, where: dict[str, Any]) -> None:
@@ -409,7 +414,7 @@ class Results:
 
 
 def _text(data: dict[str, Any]) -> str:
-    """JSON with a line for each unit."""
+    """Format the data as JSON, with one line for each unit."""
     head = {**data, "total": totals(data["units"])}
     del head["units"]
     units = sorted(data["units"], key=lambda unit: (unit["draw"], NAMES.index(unit["model"])))
@@ -418,7 +423,7 @@ def _text(data: dict[str, Any]) -> str:
 
 
 def totals(units: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the goals are about, over all units."""
+    """The counts for the goals, over all units."""
     runs = [run for unit in units for run in unit["runs"]]
     faults = [fault for unit in units for fault in unit["faults"]]
     outcomes = Counter(fault["outcome"] for fault in faults)
@@ -492,7 +497,7 @@ def fault_table(units: Sequence[dict[str, Any]]) -> Table:
 
 
 def harmless_table(units: Sequence[dict[str, Any]]) -> Table:
-    """The faults that are none."""
+    """The faults with no effect beyond rounding."""
     headings = ["fault", "in", "why it is none", "planted", "for example"]
     table = Table("Faults that change nothing, which aren't counted", headings, left=3)
     faults = [(unit, fault) for unit in units for fault in unit["faults"]]
@@ -565,7 +570,7 @@ def is_met(total: dict[str, Any]) -> bool:
 
 
 def part(text: str) -> tuple[int, int]:
-    """The value of an option such as `1/2`."""
+    """Parse an option such as `1/2`."""
     number, _, of = text.partition("/")
     if not (number.isdigit() and of.isdigit() and 1 <= int(number) <= int(of)):
         raise argparse.ArgumentTypeError(f"{text!r} is no share such as 1/2")
@@ -573,7 +578,7 @@ def part(text: str) -> tuple[int, int]:
 
 
 def run(names: Sequence[str], results: Results, settings: Settings, runs: int) -> None:
-    """Measure models round by round, each time with other weights, until there are so many runs."""
+    """Measure models round by round, each time with other weights, until there are `runs` runs."""
     for draw in range(runs):
         for name in names:
             if totals(results.units)["runs"] >= runs:
@@ -620,7 +625,7 @@ def main() -> int:
     refuse_unknown(parser, "model", names, NAMES)
     torch.set_num_threads(arguments.threads)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    # What a spoilt file fails at is its verdict.
+    # Hide onnxruntime's messages about faulty files; the verdict has the error.
     ort.set_default_logger_severity(4)
     settings = Settings(arguments.inputs, arguments.faults, arguments.seed)
     try:
@@ -629,7 +634,7 @@ def main() -> int:
         parser.error(str(error))
     number, of = arguments.part
     run(names[number - 1 :: of], results, settings, arguments.runs)
-    # The JSON is written already.
+    # The JSON file has already been written.
     publish(tables_of(results.data), {}, None, arguments.markdown)
     return 1 if arguments.check and not is_met(totals(results.units)) else 0
 

@@ -1,4 +1,4 @@
-"""Models that are all graph: thousands of operations over weights of next to nothing, and one that is all weights."""
+"""Models that consist almost only of graph, with thousands of operations on tiny weights, or almost only of weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ OPERATIONS = 4
 _CHANNELS = 2
 _WIDTH = 4
 _BLOCKS_OF_A_STAGE = 8
-# A forward that goes through a list of thousands of layers goes by more than passes look through at every call.
+# The maximum number of layers in one list; more layers are split into several lists.
 _LAYERS_OF_A_LIST = 512
 
 
 def _convolution(number: int) -> nn.Conv2d:
-    # Every second one has a bias, for the pass that moves it.
+    # Every second one has a bias, for the pass that moves biases.
     return nn.Conv2d(_CHANNELS, _CHANNELS, 3, padding=1, bias=number % 2 == 0)
 
 
@@ -54,7 +54,7 @@ class Flat(nn.Module):
 
 
 class Block(nn.Module):
-    """One block with a forward of its own."""
+    """One block with its own forward."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Block(nn.Module):
 
 
 class Nested(nn.Module):
-    """Blocks in stages in a body: many short graphs, three deep."""
+    """Blocks in stages in a body: many short graphs, three levels deep."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Nested(nn.Module):
 
 
 class Parallel(nn.Module):
-    """Blocks of two linear layers on one input, their product and an addition, all in one forward."""
+    """Blocks of two linear layers on the same input, their product and an addition, all in one forward."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -99,17 +99,17 @@ SHAPES: dict[str, Callable[[int], nn.Module]] = {"flat": Flat, "nested": Nested,
 
 
 def graph_of(shape: str, operations: int) -> nn.Module:
-    """A model of that many operations, to a whole block, in eval."""
+    """A model in eval with that many operations, rounded down to whole blocks."""
     return SHAPES[shape](max(1, operations // OPERATIONS)).eval()
 
 
 def example_of_graph() -> torch.Tensor:
-    """An input of the smallest size that the blocks take."""
+    """A tiny input that all of these models support."""
     return torch.randn(2, _CHANNELS, _WIDTH, _WIDTH, generator=torch.Generator().manual_seed(0))
 
 
 class Weights(nn.Module):
-    """Convolutions with BatchNorms on tiny images: next to nothing but weights."""
+    """Convolutions with BatchNorms on tiny images: almost nothing but weights."""
 
     def __init__(self, mebibytes: int) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Weights(nn.Module):
             for _ in range(layers)
         )
         for layer in self.layers:
-            # By the weights that layers start with, nothing would be left of a value after a hundred of them.
+            # With the default initialization, the signal would vanish after a hundred layers.
             nn.init.kaiming_uniform_(layer[0].weight, nonlinearity="relu")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ class Weights(nn.Module):
 
 
 class _PairOfLayers(nn.Module):
-    """A convolution and its BatchNorm, called as most models call them."""
+    """A convolution and its BatchNorm, called as in most models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,12 +148,12 @@ class _PairOfLayers(nn.Module):
 
 
 def pairs_of(count: int) -> nn.Sequential:
-    """A model in eval of that many pairs of a convolution and a BatchNorm, on maps so small that calls are all it costs."""
+    """A model in eval with that many pairs of a convolution and a BatchNorm; on tiny maps, only calls cost time."""
     return nn.Sequential(*(_PairOfLayers() for _ in range(count))).eval()
 
 
 def pairs_folded_by_hand(model: nn.Sequential) -> nn.Sequential:
-    """The same with the public function of torch for one pair; an `nn.Identity` stands where the BatchNorm stood."""
+    """The same, with each pair folded by torch's public function; an `nn.Identity` replaces the BatchNorm."""
     folded = deepcopy(model)
     for pair in folded:
         assert isinstance(pair, _PairOfLayers)

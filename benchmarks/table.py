@@ -1,4 +1,4 @@
-"""One table, three ways: on the terminal, as Markdown, and beside it the same figures as JSON."""
+"""A table in three forms: on the terminal, as Markdown, and its data as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Table:
     """Rows of text under headings.
 
     Attributes:
-        left: how many of the columns, from the left, hold names; the others hold figures.
+        left: the number of columns, from the left, that hold names; the others hold numbers.
         caption: sentences below the table.
     """
 
@@ -34,7 +34,7 @@ class Table:
         self.rows.append(cells)
 
     def show(self) -> None:
-        """Print the table; one that is wider than the terminal is folded within its cells."""
+        """Print the table. If it is wider than the terminal, the text wraps within its cells."""
         table = rich.table.Table(title=self.title, title_justify="left", caption_justify="left")
         table.caption = "\n".join(self.caption) or None
         for number, heading in enumerate(self.headings):
@@ -42,11 +42,11 @@ class Table:
         for row in self.rows:
             table.add_row(*(rich.markup.escape(cell) for cell in row))
         console = Console()
-        # Into a file or a pipe goes the whole width: nobody can widen that.
+        # A file or a pipe gets a large width, because nobody can widen it later.
         Console(width=None if console.is_terminal else 200).print(table)
 
     def markdown(self) -> str:
-        """The table as GitHub reads it."""
+        """The table in GitHub's Markdown."""
         rules = ["---" if number < self.left else "---:" for number in range(len(self.headings))]
         lines = [self.headings, rules, *self.rows]
         body = "\n".join(f"| {' | '.join(map(_in_markdown, line))} |" for line in lines)
@@ -55,15 +55,15 @@ class Table:
 
 
 def _in_markdown(cell: str) -> str:
-    """A cell whose text makes neither a column nor, where it isn't code, a link: `%5[axis=0](%3)` is one of torch's."""
-    # Code stands between runs of as many backticks; one that has no other is text.
+    """Escape a cell, so that its text makes no column and, outside of code, no link; torch prints `%5[axis=0](%3)`."""
+    # Code is enclosed in two runs of equally many backticks. A run without a counterpart is text.
     parts = re.split(r"((?<!`)(`+)(?!`).*?(?<!`)\2(?!`))", cell.replace("|", "∣"))
     text, code = parts[::3], [*parts[1::3], ""]
     return "".join(one.replace("](", "]\\(") + other for one, other in zip(text, code, strict=True))
 
 
 def write(tables: Sequence[Table], data: dict[str, Any], json_path: Path | None, markdown_path: Path | None) -> None:
-    """Write the tables as Markdown and the figures as JSON, where they are asked for."""
+    """Write the tables as Markdown and the data as JSON, each if it has a path."""
     if markdown_path is not None:
         markdown_path.parent.mkdir(parents=True, exist_ok=True)
         markdown_path.write_text("\n".join(table.markdown() for table in tables), encoding="utf-8")
@@ -73,14 +73,14 @@ def write(tables: Sequence[Table], data: dict[str, Any], json_path: Path | None,
 
 
 def publish(tables: Sequence[Table], data: dict[str, Any], json_path: Path | None, markdown_path: Path | None) -> None:
-    """Print the tables, and write them and the figures where they are asked for."""
+    """Print the tables, and write them and the data if they have a path."""
     for table in tables:
         table.show()
     write(tables, data, json_path, markdown_path)
 
 
 def seconds(value: float) -> str:
-    """Seconds in a unit that leaves three digits: `12.3 ms`."""
+    """Format seconds, in a unit that leaves three digits: `12.3 ms`."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if value >= size:
             return f"{value / size:.3g} {unit}" if value / size < 1000 else f"{value / size:.0f} {unit}"
@@ -88,5 +88,5 @@ def seconds(value: float) -> str:
 
 
 def mebibytes(value: int) -> str:
-    """Bytes in MiB: `256.0 MiB`."""
+    """Format bytes in MiB: `256.0 MiB`."""
     return f"{value / 2**20:.1f} MiB"

@@ -1,9 +1,9 @@
-"""A pass of your own with new parameters: the scale and shift of a LayerNorm go into the linear layer behind it.
+"""A custom pass with new parameters: fold the scale and shift of a LayerNorm into the following linear layer.
 
     python examples/fold_layer_norm.py
 
-To give such a pass to others, register the class in your package's pyproject.toml; it is then a name like any other, here and
-on the command line:
+To publish such a pass, register the class in your package's pyproject.toml. Its name then works here and on the command
+line like that of any other pass:
 
     [project.entry-points."optimize_export.passes"]
     fold-layer-norm = "your_package.fold_layer_norm:FoldLayerNorm"
@@ -24,16 +24,16 @@ from passes import Context, GraphPass, GraphRewriter
 class FoldLayerNorm(GraphPass):
     """Fold the scale g and shift s of a LayerNorm into the linear layer that takes its output.
 
-        W (g * n(x) + s) + b  ==  (W * g) n(x) + (b + W s)        n(x): x less its mean, over its deviation
+        W (g * n(x) + s) + b  ==  (W * g) n(x) + (b + W s)        n(x) = (x - mean) / sqrt(var + eps)
 
-    Does not handle: an output that something else takes too, or weights that are no parameters of their own.
+    Does not handle: an output with other users, or weights that aren't parameters themselves.
     """
 
     name: ClassVar[str] = "fold-layer-norm"
     modes: ClassVar[tuple[str, ...]] = ("inference",)
 
     def rewrite(self, graph: GraphRewriter, context: Context) -> None:
-        """Find each LayerNorm with a scale, judge its users, rewrite both calls."""
+        """Find each LayerNorm with a scale, check its users, and rewrite both calls."""
         for norm in graph.calls("layer_norm"):
             scale, shift = (graph.argument(norm, place, name) for place, name in ((2, "weight"), (3, "bias")))
             if scale is None:
@@ -46,7 +46,7 @@ class FoldLayerNorm(GraphPass):
 
 
 def why_not(graph: GraphRewriter, norm: Any, linear: Any, scale: Any, shift: Any) -> str | None:
-    """Judge: a reason not to, as a clause, or None."""
+    """Check: the reason not to fold, as a clause; None to fold."""
     if len(norm.users) != 1 or linear not in graph.calls("linear") or linear.args[0] is not norm:
         return "something else than one linear layer takes its output"
     tensors = [one for one in (scale, shift, *linear.args[1:]) if one is not None]
@@ -58,7 +58,7 @@ def why_not(graph: GraphRewriter, norm: Any, linear: Any, scale: Any, shift: Any
 
 
 def fold(graph: GraphRewriter, norm: Any, linear: Any, scale: Any, shift: Any) -> None:
-    """Rewrite: a LayerNorm without scale and shift, and a linear layer with tensors that are derived from the four."""
+    """Rewrite: a LayerNorm without scale and shift, and a linear layer with derived tensors."""
     source, shape, eps = norm.args[0], graph.argument(norm, 1, "normalized_shape"), graph.argument(norm, 4, "eps", 1e-5)
     weight, bias = linear.args[1], graph.argument(linear, 2, "bias")
     with graph.change(norm, f"folded into {graph.where(linear)}"):
@@ -90,25 +90,25 @@ def _none(weight: Tensor) -> Tensor:
     return weight.new_zeros(len(weight))
 
 
-# b + W s, (out,), by whether there is a bias and a shift.
+# b + W s, (out,). The key says whether there is a bias, and whether there is a shift.
 SHIFTED = {(True, True): _both, (False, True): _shift_alone, (True, False): _bias_alone, (False, False): _none}
 
 
 class Block(nn.Module):
-    """What a transformer has in each layer; `raw` leaves the linear layer out."""
+    """The feed-forward block of a transformer layer; with `raw`, it returns the normalized input."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.fc1, self.fc2 = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
 
     def forward(self, x: Tensor, raw: bool = False) -> Tensor:
-        """(batch, tokens, 32) to the same."""
+        """Map (batch, tokens, 32) to the same shape."""
         y = self.norm(x)
         return y if raw else x + self.fc2(F.gelu(self.fc1(y)))
 
 
 def main() -> None:
-    """Fold a block's LayerNorm, and show that other calls and other weights are right, too."""
+    """Fold a block's LayerNorm, and show that other calls and other weights give correct results too."""
     torch.manual_seed(0)
     model, x = Block().eval(), torch.randn(2, 5, 32)
     with torch.no_grad():

@@ -1,9 +1,9 @@
-"""A pass of your own that approximates on purpose: GELU by its tanh formula, with the error that it may bring.
+"""A custom pass that approximates on purpose: it computes GELU by the tanh formula, and declares the maximum error.
 
     python examples/gelu_by_tanh.py
 
-Without `max_error` the pass would be taken back: only rounding is allowed then. With it, each change and the whole result may
-be off by so much, and the report says how much it was.
+Without `max_error` the pass would be rolled back, because only rounding errors are allowed then. With it, each change
+and the whole result may have this error. The report gives the measured error.
 """
 
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ from passes import Context, GraphPass, GraphRewriter
 
 @dataclass(frozen=True)
 class GeluByTanh(GraphPass):
-    """Compute GELU by tanh.
+    """Approximate GELU by tanh.
 
         x * Phi(x)  is about  0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))
 
-    (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016.) The two differ by 5e-4 at most.
+    (Hendrycks and Gimpel, Gaussian Error Linear Units, 2016.) The two differ by at most 5e-4.
     """
 
     name: ClassVar[str] = "gelu-by-tanh"
     max_error: ClassVar[float | None] = 2e-3
 
     def rewrite(self, graph: GraphRewriter, context: Context) -> None:
-        """Take the formula in each call that doesn't yet."""
+        """Use the formula in each call that doesn't use it yet."""
         for node in graph.calls("gelu"):
             if graph.argument(node, 1, "approximate", "none") != "none":
                 graph.skip(node, "it is computed by tanh already")

@@ -2,8 +2,8 @@
 
     python examples/python_api.py [folder]
 
-The model returns a dict and has an argument that is no tensor. Its class, attributes and keys stay, and the report names
-every place that was changed or left alone.
+The model returns a dict and takes an argument that isn't a tensor. Its class, attributes and keys are kept. The report
+names every place that was changed or skipped.
 """
 
 import sys
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks and a head, with the features beside the logits."""
+    """Two blocks and a head; returns the features along with the logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 
 def give_real_values(model: nn.Module) -> None:
-    """BatchNorm statistics as training would leave them: those of a new module are almost the identity."""
+    """Set BatchNorm statistics as training would; those of a new module are almost the identity."""
     with torch.no_grad():
         for _ in range(20):
             model(torch.randn(16, 3, 32, 32))
@@ -53,7 +53,7 @@ def give_real_values(model: nn.Module) -> None:
 
 
 def main(folder: Path) -> None:
-    """The whole way, printed."""
+    """Optimize, compare, export and verify, and print the results."""
     torch.manual_seed(0)
     model = Net()
     give_real_values(model)

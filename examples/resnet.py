@@ -1,9 +1,9 @@
-"""ResNet-50, as transformers builds it from a configuration, with weights and statistics that are worth comparing.
+"""A ResNet-50 from transformers, with weights and statistics that make comparisons meaningful.
 
     optimize-export examples/resnet.py --output dist/resnet
 
-Nothing is downloaded: the weights are drawn. A freshly initialised network outputs almost nothing, and its BatchNorms
-almost nothing else than their input, so both get real values here.
+Nothing is downloaded: the model is built from a configuration, and its weights are drawn. A freshly initialized network
+outputs almost nothing, and its BatchNorms return almost exactly their input. So both get realistic values here.
 """
 
 import torch
@@ -12,12 +12,12 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 
 def give_real_values(model: nn.Module, seed: int = 0) -> None:
-    """Draw BatchNorm parameters and statistics, then take the statistics that the network's own activations have."""
+    """Draw BatchNorm parameters, then measure the statistics on the network's own activations."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, module in model.named_modules():
             if isinstance(module, nn.BatchNorm2d):
-                # The last BatchNorm of each residual branch is kept small, as training leaves it: else sums explode.
+                # The last BatchNorm of each residual branch stays small, as after training. Otherwise sums explode.
                 low, high = (0.1, 0.3) if name.endswith("layer.2.normalization") else (0.5, 1.5)
                 module.weight.uniform_(low, high, generator=generator)
                 module.bias.uniform_(-0.3, 0.3, generator=generator)
@@ -32,7 +32,7 @@ def give_real_values(model: nn.Module, seed: int = 0) -> None:
 
 
 def get_model() -> nn.Module:
-    """The model in eval."""
+    """The model in eval mode."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = ResNetForImageClassification(ResNetConfig(num_labels=1000))

@@ -1,13 +1,13 @@
-"""Training in half of the memory: the same losses with the passes and without them.
+"""Train in half of the memory: the losses are the same with and without the passes.
 
     python examples/train.py
     python examples/train.py --model gpt2 --steps 20 --memory-budget 0.33
     torchrun --nproc-per-node=2 examples/train.py
 
-A ResNet and a GPT-2, as transformers builds them from a configuration, on batches that are drawn. The loop does what one
-does: autocast, accumulated and clipped gradients that are set to None, pinned batches that are copied while the device
-works, DistributedDataParallel over several processes. `optimize` comes before all that: it gives back a model that is
-trained as the one before it.
+A ResNet and a GPT-2 from transformers are built from a configuration and trained on random batches. The loop is a usual
+one: autocast, gradient accumulation and clipping, gradients set to None, pinned batches that are copied while the
+device works, and DistributedDataParallel over several processes. `optimize` comes before all that. It returns a model
+that is trained like the original.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Images(Dataset[dict[str, torch.Tensor]]):
-    """Images that are drawn, each the same at every look at it."""
+    """Random images; an index always gives the same image."""
 
     def __len__(self) -> int:
         return 512
@@ -48,7 +48,7 @@ class Images(Dataset[dict[str, torch.Tensor]]):
 
 
 class Texts(Dataset[dict[str, torch.Tensor]]):
-    """Rows of tokens, likewise."""
+    """Random rows of tokens; an index always gives the same row."""
 
     def __len__(self) -> int:
         return 512
@@ -59,13 +59,13 @@ class Texts(Dataset[dict[str, torch.Tensor]]):
 
 
 def resnet() -> nn.Module:
-    """Two blocks a stage, on half the channels of a ResNet-50."""
+    """A ResNet with two blocks per stage and half the channels of a ResNet-50."""
     sizes = {"embedding_size": 32, "hidden_sizes": [128, 256, 512, 1024], "depths": [2, 2, 2, 2]}
     return ResNetForImageClassification(ResNetConfig(**sizes, num_labels=10))
 
 
 def gpt2() -> nn.Module:
-    """Three layers of 128. It trains without its cache, which would hold keys and values beside the step."""
+    """A GPT-2 with three layers of width 128. Its cache is off: it would hold keys and values during the step."""
     sizes = {"n_layer": 3, "n_embd": 128, "n_head": 4, "vocab_size": 1000, "n_positions": 128}
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False))
 
@@ -75,7 +75,7 @@ MODELS = {"resnet": (resnet, Images), "gpt2": (gpt2, Texts)}
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process trains, as torchrun says it; alone without it."""
+    """Where this process trains: its rank and device, from the variables of torchrun if there are any."""
 
     rank: int
     count: int
@@ -93,13 +93,13 @@ class Place:
         return cls(dist.get_rank(), dist.get_world_size(), device)
 
     def say(self, text: str) -> None:
-        """Once, however many processes there are."""
+        """Print a text in one process only."""
         if self.rank == 0:
             print(text, flush=True)
 
 
 class Training:
-    """The loop."""
+    """The training loop."""
 
     def __init__(self, arguments: argparse.Namespace, place: Place, data: Dataset[dict[str, torch.Tensor]]) -> None:
         self._arguments = arguments
@@ -110,25 +110,26 @@ class Training:
         self._loader = DataLoader(data, arguments.batch, sampler=sampler, drop_last=True, pin_memory=pinned)
 
     def batches(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Batches on the device, as many as are asked for."""
+        """Yield batches on the device, without end."""
         while True:
             for batch in self._loader:
-                # The copy of a pinned batch runs beside what the device does.
+                # A pinned batch is copied while the device computes.
                 yield {key: value.to(self._place.device, non_blocking=True) for key, value in batch.items()}
 
     def autocast(self) -> torch.autocast:
-        """The context of the forward."""
+        """The autocast context of the forward."""
         precision, kind = self._arguments.precision, self._place.device.type
-        # The cache would hold every weight in the lower precision until the forward is over. Without it they are cast where
-        # they are used, and cast again in the backward pass. Only weights that are used several times take longer for it.
+        # The cache would hold every weight in the lower precision until the end of the forward. Without it, weights are
+        # cast where they are used, and again in the backward pass. Only weights that are used several times take longer
+        # that way.
         return torch.autocast(kind, DTYPES.get(precision), enabled=precision != "fp32", cache_enabled=False)
 
     def run(self, model: nn.Module) -> tuple[torch.Tensor, float]:
-        """Train; the mean loss of each step, and the seconds of one."""
+        """Train; returns the mean loss of each step, and the median seconds per step."""
         accumulate, device = self._arguments.accumulate, self._place.device
         wrapped = model if self._place.count == 1 else DistributedDataParallel(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        # Does nothing but for float16, whose small gradients would be zero.
+        # Only needed for float16, where small gradients would become zero.
         scaler = torch.amp.GradScaler(device.type, enabled=self._arguments.precision == "fp16")
         batches, losses, seconds = self.batches(), [], []
         torch.manual_seed(self._place.rank)
@@ -137,11 +138,11 @@ class Training:
             started = time.perf_counter()
             loss = torch.zeros((), device=device)
             for number, batch in enumerate(islice(batches, accumulate)):
-                # Gradients are exchanged once a step, with the last of its batches.
+                # Gradients are exchanged once per step, with its last batch.
                 is_last = number == accumulate - 1
                 with nullcontext() if is_last or wrapped is model else wrapped.no_sync():
                     with self.autocast():
-                        # The loss alone is held when the step turns back: that is what a plan is made for.
+                        # Only the loss is held when the backward pass starts, as the plan assumes.
                         part = wrapped(**batch).loss / accumulate
                     scaler.scale(part).backward()
                 loss += part.detach()
@@ -150,7 +151,7 @@ class Training:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
-            # Kept on the device: to ask for the number would wait for it.
+            # Kept on the device, because reading the number would wait for it.
             losses.append(loss)
             if device.type == "cuda":
                 torch.cuda.synchronize()
@@ -162,7 +163,7 @@ class Training:
 
 
 def compare(name: str, arguments: argparse.Namespace, place: Place) -> None:
-    """Train one model as it is, and as the passes make it."""
+    """Train one model without and with the passes."""
     make, data = MODELS[name]
     training = Training(arguments, place, data())
     torch.manual_seed(0)
@@ -171,11 +172,11 @@ def compare(name: str, arguments: argparse.Namespace, place: Place) -> None:
     losses, seconds = training.run(model)
     peak = allocated(place)
 
-    # Its parameters are the model's own: from where that began, it trains again.
+    # The result shares the model's parameters, so reset them to train again from the same start.
     model.load_state_dict(start)
     batch = next(training.batches())
     passes = ["fold-conv-bias", InsertCheckpoints(memory_budget=arguments.memory_budget)]
-    # Planned for what is run: under the same autocast.
+    # Plan under the same autocast as in training.
     with training.autocast():
         fast = optimize(model, passes, mode="training", example_kwargs=batch)
     allocated(place)
@@ -197,7 +198,7 @@ def compare(name: str, arguments: argparse.Namespace, place: Place) -> None:
 
 
 def allocated(place: Place) -> int:
-    """The most bytes that a GPU's allocator gave out since it was last asked; 0 on a CPU, which doesn't say."""
+    """The peak of allocated bytes on a GPU since the last call; 0 on a CPU, where torch doesn't report it."""
     if place.device.type != "cuda":
         return 0
     peak = torch.cuda.max_memory_allocated()
@@ -206,7 +207,7 @@ def allocated(place: Place) -> int:
 
 
 def main() -> None:
-    """Both models, or the one that is asked for."""
+    """Compare both models, or the requested one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, help="only this one")
     parser.add_argument("--steps", type=int, default=4)

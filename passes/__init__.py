@@ -1,9 +1,9 @@
-"""What can be done to a module: one pass a file, found by name in `passes.registry`; and what passes are written with.
+"""The passes, one per file, and the names for writing new ones. `passes.registry` looks passes up by name.
 
-A pass is a `GraphPass`, which rewrites captured graphs; a `TensorPass`, which changes weights; a `ModulePass`, which
-changes how modules hold their tensors and how they run; or a `Pass`, which wraps the call of the whole model. The first
-three get a rewriter that finds, judges and changes places. Each kind has a file that lists what it is written with:
-`graph_interface`, `tensor_interface`, `module_interface`.
+A `GraphPass` rewrites captured graphs. A `TensorPass` changes weights. A `ModulePass` changes how modules hold their
+tensors and how they run. A plain `Pass` wraps the call of the whole model. The first three get a rewriter, which finds,
+checks and changes candidates. A file for each of them lists the names for writing it: `graph_interface`,
+`tensor_interface`, `module_interface`.
 """
 
 from passes import graph_interface, module_interface, tensor_interface
@@ -13,7 +13,7 @@ from passes.channels_last import ChannelsLast
 from passes.errors import RequirementNotMet
 from passes.fold_conv_bias import FoldConvBias
 from passes.fold_conv_bn import FoldConvBn
-from passes.graph_interface import *  # noqa: F403 - each of the three files has its list
+from passes.graph_interface import *  # noqa: F403 - each of the three files defines `__all__`
 from passes.insert_checkpoints import InsertCheckpoints
 from passes.jit_fusion import JitFusion
 from passes.merge_linears import MergeLinears

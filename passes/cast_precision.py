@@ -1,4 +1,4 @@
-"""Computing in bfloat16 or float16, with the layers that lose too much by it in float32."""
+"""Compute in bfloat16 or float16, except for layers that would lose too much precision."""
 
 from __future__ import annotations
 
@@ -43,61 +43,70 @@ from passes.module_interface import (
 )
 from passes.torch_private import AnyConvolution, AnyNorm
 
-# A layer stays in float32 that is off by more than so many units of the dtype (its spacing at 1), in the root mean square
-# and by that of its output: rounding inputs and weights once explains about half a unit.
+# The maximum error of a layer in the dtype, in units of the dtype (its spacing at 1). The error is a root mean square,
+# relative to that of the output. Rounding inputs and weights once explains about half a unit.
 _MOST_OF_A_LAYER = 8
-# And the outputs of the whole may be off by so many: a hundred layers that are off by one each come to ten.
+# The maximum error of the model's outputs: a hundred layers with an error of one unit each add up to ten.
 _MOST_OF_ALL = 16
-# GPUs of an earlier compute capability have no arithmetic in bfloat16.
+# GPUs with a lower compute capability have no bfloat16 arithmetic.
 _FIRST_WITH_BFLOAT16 = (8, 0)
 
 
 @dataclass(frozen=True)
 class CastPrecision(ModulePass):
-    """Compute in bfloat16 or float16, inputs and outputs as before; layers that lose too much by it stay in float32.
+    """Compute in bfloat16 or float16, and keep layers that would lose too much precision in float32.
 
         autocast:  y = f(x)  ->  with torch.autocast(dtype): y = f(x).float()
-        weights:   y = f(x)  ->  y = f'(x).float()      the layers of f' have weights of the dtype, and cast what they take
+        weights:   y = f(x)  ->  y = f'(x).float()      layers of f' have weights in the dtype and cast their inputs
 
-    `autocast` casts where torch's own lists say so, keeps the weights as they are and is for training too; float16 is
-    then for a `torch.amp.GradScaler` of your own. It casts weights anew in each call: where calls are small, as in the
-    steps of a language model, `weights` is faster. `weights` halves the memory of the parameters. The statistics and
-    weights of BatchNorm stay in float32, as torch has them beside an input of another dtype, and so do buffers, which are
-    tables, positions and statistics more than they are weights. Checkpoints of the original load into it and are cast; with
-    weights that are given to it in another dtype (`assign=True`, `.float()`) a layer computes in that.
+    The inputs and outputs of the model keep their dtypes.
 
-    A model is given its inputs as they are, and a layer casts what comes to it: a time, a position or a mask that no layer
-    takes keeps its digits and its range, and is computed with in float32. A module that then mixes float32 with what its
-    layers give, by a product that takes one dtype alone, computes under autocast with `weights` too. Masks that torch's
-    attention takes stay finite where they were.
+    `autocast` casts where torch's own autocast lists say so, and leaves the weights unchanged. It also works in
+    training; float16 then needs a `torch.amp.GradScaler` in your training loop. It casts the weights at each call. If
+    calls are small, as in the steps of a language model, `weights` is faster.
 
-    With example inputs each layer with parameters is run a second time, on what flows into it, in the dtype: one whose
-    output is off by more than 8 units of the dtype (6 % in bfloat16, 0.8 % in float16, in the root mean square), isn't
-    finite or can't be had computes in float32, and so does the layer that feeds one which takes the difference of large
-    numbers. Then the whole is run: where its outputs are off by more than 16 units, the layers that lose most stay in
-    float32 too, more and more of them, until they aren't. Each is named, with the figure. Nothing is changed where that
-    doesn't help. Kernels that are wrong show by that too: on a CPU with AMX, what torch 2.13 gives for a convolution of 8, 16
-    or 24 channels in bfloat16 has nothing to do with it where the kernel is 8 wide and goes by steps of 8, among others.
+    `weights` halves the memory of the parameters. The weights and statistics of BatchNorm and InstanceNorm stay in
+    float32, because torch accepts them next to an input of another dtype. So do all buffers, which are tables,
+    positions and statistics more often than weights. Checkpoints of the original can be loaded into the result, and are
+    cast. A layer that gets weights in another dtype (`assign=True`, `.float()`) computes in that dtype.
 
-    TorchScript files hold both dtypes. ONNX has no convolutions in bfloat16, and the export of such a model is refused with a
-    sentence: take float16 for these.
+    The model receives its inputs unchanged, and each layer casts its own inputs. So a time, a position or a mask that
+    no layer takes keeps its digits and its range, and is used in float32. With `weights`, a module may combine such
+    float32 values with the outputs of its layers, in a product that accepts only one dtype. This module then computes
+    under autocast. Finite values in masks for torch.nn layers, such as attention, stay finite.
 
-    A result is judged in kind: it may be off by as much as the original is where it computes in the dtype itself, with
-    what is named in float32, and not by four times that.
+    With example inputs, each layer with parameters is also run in the dtype, on its actual inputs. It stays in
+    float32 if its error is above 8 units of the dtype (6 % in bfloat16, 0.8 % in float16; both as a root mean square,
+    relative to that of the output), if its output is no longer finite, or if it raises. If rounding the layer's input
+    is enough to cause such an error, as in a difference of large numbers, the layer that makes this input stays in
+    float32 too.
+
+    Then the whole model is run. As long as the error of its outputs is above 16 units, more layers stay in float32,
+    those with the largest errors first. The report names each of them with its error. If that doesn't help, nothing is
+    changed. Without example inputs, autocast is set for the whole model without these measurements.
+
+    The measurements also reveal wrong kernels. On a CPU with AMX, torch 2.13 returns unrelated numbers for some
+    convolutions in bfloat16, among them those with 8, 16 or 24 channels, a kernel of width 8 and a stride of 8.
+
+    TorchScript files support both dtypes. A model with bfloat16 convolutions can't be exported to ONNX, and the error
+    says so: use float16 for it.
+
+    The error of the result is compared with the original's own error at that precision: that of the original computing
+    in the dtype, with the same layers in float32. At most 4 times this error is allowed.
+
+    Raises RequirementNotMet for quantized models and parameters in float64; for `weights` in training or without
+    example inputs; for a path in `keep` that matches no module; and for bfloat16 on GPUs before compute capability 8.0.
+
+    Does not handle: outputs inside objects that `torch.utils._pytree` doesn't open, such as the caches of language
+    models: they stay in the dtype, so the pass is rolled back; operations outside of layers, whose precision loss is
+    measured only in the outputs of the model; overflows that the example inputs don't cause; layers and methods of a
+    result that are called directly, which accept float32 and may return the dtype; `.bfloat16()` of a result with
+    bfloat16 weights, which still returns float32: cast the original instead.
 
     Attributes:
-        dtype: "bfloat16", or "float16", which has more digits and numbers up to 65504.
+        dtype: "bfloat16", or "float16", which has more digits, and numbers up to 65504.
         how: "autocast" or "weights".
-        keep: modules that compute in float32 with all below them, by their paths, such as "head|layers.*.norm".
-
-    Raises RequirementNotMet: for models in float64 or quantized, for `weights` in training or without example inputs, for
-    paths in `keep` that there are none of, and for bfloat16 on GPUs before compute capability 8.0.
-
-    Does not handle: outputs in objects that `torch.utils._pytree` doesn't open, such as the caches of language models: there
-    the result is another and is rolled back; operations outside of layers, of which only the whole shows what they lose;
-    overflows that the example inputs don't show; layers and methods of a result that are called by hand, which take float32
-    and may give the dtype; `.bfloat16()` of a result with weights in bfloat16, which goes on giving float32: cast the
-    original, and that alone.
+        keep: the paths of modules that compute in float32, including their submodules, such as "head|layers.*.norm".
     """
 
     name: ClassVar[str] = "cast-precision"
@@ -116,10 +125,10 @@ class CastPrecision(ModulePass):
             raise ValueError(f"keep must be a string of module paths, such as 'head', not {self.keep!r}")
 
     def check(self, context: Context) -> None:
-        """Look whether the dtype can be had here.
+        """Check that the mode, the example inputs and the device fit the options.
 
         Raises:
-            RequirementNotMet: it can't.
+            RequirementNotMet: they don't.
         """
         super().check(context)
         if self.how == "weights" and context.mode != "inference":
@@ -141,9 +150,9 @@ class CastPrecision(ModulePass):
                 )
 
     def would_apply(self, tree: ModelTree, context: Context) -> bool:
-        """As `Pass.would_apply`; False on a CPU, whose runtimes lack kernels for many operations in the dtype.
+        """See `Pass.would_apply`. False on a CPU, whose runtimes lack kernels for many operations in the dtype.
 
-        Nothing is cast for it: a copy of all weights would take memory for a hint.
+        It only looks for float32 layers. Casting all weights for a hint would take too much memory.
         """
         if context.device.type == "cpu":
             return False
@@ -152,7 +161,7 @@ class CastPrecision(ModulePass):
         )
 
     def rewrite(self, model: ModuleRewriter, context: Context) -> None:
-        """Measure what layers lose, and cast the others."""
+        """Measure the precision loss of each layer, keep the sensitive ones in float32, and cast the others."""
         tree, dtype = model.tree, getattr(torch, self.dtype)
         self._refuse(tree)
         if (done := model.computes_in) is not None:
@@ -201,12 +210,12 @@ class CastPrecision(ModulePass):
 
 @dataclass
 class _Choice:
-    """Which modules aren't run in the dtype as they are, by identity, each with the words for it.
+    """The modules that don't simply run in the dtype, by id, each with the reason for the report.
 
     Attributes:
-        kept: in float32, with all below them.
-        mixed: to compute under autocast, with weights of the dtype.
-        bare: those of `kept` whose outputs stay in float32.
+        kept: the modules that stay in float32, including their submodules.
+        mixed: the modules that compute under autocast, although their weights are in the dtype.
+        bare: the modules among `kept` whose outputs stay in float32 too.
     """
 
     kept: dict[int, str] = field(default_factory=dict)
@@ -215,7 +224,7 @@ class _Choice:
 
 
 class _Casting:
-    """Finds what stays in float32 in one model, and writes the rest."""
+    """Finds the modules of one model that stay in float32, and casts the others."""
 
     def __init__(self, model: ModuleRewriter, context: Context, dtype: torch.dtype, *, weights: bool) -> None:
         self.model = model
@@ -229,15 +238,15 @@ class _Casting:
         self.besides = [module for _, module in self.tree.unregistered]
         self.modules = {id(module): module for module in self.tree.modules()}
         self.installed = {key: module.__dict__.get("forward") for key, module in self.modules.items()}
-        # What autocast alone asks: a run shows it.
+        # Only autocast needs this, and it takes a recorded run.
         self.repeats = not weights and self._repeats()
         self.outputs: tuple[torch.dtype | None, ...] = ()
         self._found: tuple[frozenset[int], tuple[set[int], list[nn.Module]]] | None = None
-        # The tensors in the dtype, by those that they were made of, which are kept so that no other takes their place.
+        # (original, cast) by the id of the original, which is held so that no other tensor can get its id.
         self._casts: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
 
     def keep_named(self, modules: list[nn.Module]) -> None:
-        """Keep what the user names."""
+        """Keep these modules, which the user named, in float32."""
         for module in modules:
             self.choice.kept[id(module)] = "kept in float32 by the option keep"
         self._keep_what_is_tied()
@@ -245,7 +254,7 @@ class _Casting:
     # Finding ----------------------------------------------------------------------------------------------------------
 
     def settle(self) -> bool:
-        """Find what stays in float32; whether the rest can be cast: else that is recorded."""
+        """Find the modules that stay in float32. Returns whether the rest can be cast; if not, records a skip."""
         unit = torch.finfo(self.dtype).eps
         layers = [module for module in self.modules.values() if self._is_measured(module)]
         most = _MOST_OF_A_LAYER * unit
@@ -273,7 +282,7 @@ class _Casting:
                 self.choice.kept[key] = f"kept in float32: {shown}"
                 self.choice.bare.add(key)
             self._keep_what_is_tied()
-            # A run for each layer would take a deep model a run for each of many: so they double.
+            # One more layer per run would take many runs for a deep model, so the number doubles each time.
             worst, count = [key for key in worst[count:] if not self._is_kept(self.modules[key])], 2 * count
 
     def _is_measured(self, module: nn.Module) -> bool:
@@ -298,7 +307,7 @@ class _Casting:
         self.choice.bare.add(id(feeder))
 
     def _keep_what_is_tied(self) -> None:
-        """Keep what shares a parameter with something that is kept: it is one tensor, and has one dtype."""
+        """Keep modules that share a parameter with a kept module, because one tensor has only one dtype."""
         if not self.weights:
             return
         while True:
@@ -328,7 +337,7 @@ class _Casting:
         return id(module) in self._kept_now()[0]
 
     def _kept_now(self) -> tuple[set[int], list[nn.Module]]:
-        """All modules that stay in float32, by identity, and the topmost of them."""
+        """The ids of all modules that stay in float32, and the topmost of these modules."""
         known = frozenset(self.choice.kept)
         if self._found is None or self._found[0] != known:
             chosen = [self.modules[key] for key in self.choice.kept]
@@ -338,9 +347,9 @@ class _Casting:
         return self._found[1]
 
     def _try(self, wanted: Any) -> tuple[str | None, float]:
-        """Run the whole as it would be: why it doesn't, or the share of its outputs that is lost.
+        """Run the model with the current choice. Returns the error if it raises, and the precision loss of its outputs.
 
-        What raises on the way is run under autocast or in float32 from then on.
+        A module that raises in the run is retried under autocast or in float32. If that works, it is chosen.
         """
         trial = TrialWatch(self.root, self.besides, self._ways)
         with in_place(self._edits(self.root)):
@@ -368,7 +377,7 @@ class _Casting:
 
     @contextmanager
     def _lowered(self, module: nn.Module) -> Iterator[None]:
-        """A module that computes in the dtype for the time of the block, and below it what it will."""
+        """Run a module in the dtype inside the block, with its submodules as currently chosen."""
         if self._is_kept(module):
             yield
             return
@@ -382,7 +391,7 @@ class _Casting:
     # Writing ----------------------------------------------------------------------------------------------------------
 
     def _edits(self, top: nn.Module) -> list[Edit]:
-        """What is to be done to a module and all below it, and for the root around it."""
+        """The edits that cast a module and its submodules, and for the root also the edit that casts its outputs."""
         edits: list[Edit] = []
         kept, tops = self._kept_now()
         inside = self.modules.keys() if top is self.root else {id(module) for module in top.modules()}
@@ -410,7 +419,7 @@ class _Casting:
         return _held_flat(module, [self._cast(tensor) if _is_castable(tensor) else tensor for tensor in held])
 
     def _back(self, module: nn.Module) -> list[Edit]:
-        """What takes the casts of a module's parameters back, and those below it."""
+        """The edits that restore the original parameters of a module and its submodules."""
         origins = {id(made): tensor for tensor, made in self._casts.values()}
         edits: list[Edit] = []
         for each in module.modules():
@@ -426,7 +435,7 @@ class _Casting:
         return AttributeEdit(module, "forward", forward)
 
     def _forward_of(self, module: nn.Module, *, mixed: bool = False) -> Any:
-        """What is to be the forward of a module that isn't kept in float32, around what it is now."""
+        """The new forward of a module that isn't kept in float32, wrapped around its current one."""
         forward = self.installed[id(module)]
         if self.weights and self._takes_one_dtype(module):
             forward = LoweredInput(module, forward, self.dtype, is_atom=is_atom(module))
@@ -441,7 +450,7 @@ class _Casting:
         return AutocastForward(module, forward, self.dtype, self.outputs, repeats=self.repeats)
 
     def _repeats(self) -> bool:
-        """Whether one call of the model may use a parameter more than once, of which autocast makes casts."""
+        """Whether a call of the model may use a parameter more than once, so that autocast should cache its casts."""
         recorded = self.model.runs(self.context)
         if recorded is None or recorded.failure:
             return True
@@ -449,11 +458,11 @@ class _Casting:
         return any(len(run.recording.uses(ref)) > 1 for run in recorded.runs for ref in refs)
 
     def _takes_one_dtype(self, module: nn.Module) -> bool:
-        # One that has layers computes with their weights itself, of which each is then to be of the dtype.
+        # A torch.nn module with sublayers computes with their weights itself, so all of them must be in the dtype.
         return takes_one_dtype(module) and not any(self._is_kept(each) for each in module.modules())
 
     def write(self) -> None:
-        """Make the changes, each with its place."""
+        """Make the changes, and record each under the path of its module."""
         model, path_of = self.model, self.tree.path
         in_float32, tops = self._kept_now()
         for module in tops:
@@ -500,7 +509,7 @@ class _Casting:
 
 
 def _held_flat(module: nn.Module, flat: list[Any]) -> list[AttributeEdit]:
-    """A recurrent layer has its parameters in two lists beside: them, and what tells it that they are others."""
+    """The edits of a recurrent layer's two extra lists: its parameters, and references that detect replaced ones."""
     if not flat:
         return []
     references = [None if tensor is None else weakref.ref(tensor) for tensor in flat]
@@ -517,7 +526,7 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _floats_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters of a module that are floats."""
+    """The floating-point parameters of a module, without lazy ones."""
     found: Mapping[str, Any] = module._parameters
     for name, tensor in found.items():
         if tensor is not None and not is_lazy(tensor) and tensor.is_floating_point():
@@ -529,7 +538,7 @@ def _has_floats(module: nn.Module) -> bool:
 
 
 def _castable(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those that are cast with the weights."""
+    """The parameters of a module that `how="weights"` casts."""
     if isinstance(module, AnyNorm | torch.jit.ScriptModule):
         return
     yield from ((name, tensor) for name, tensor in _floats_of(module) if _is_castable(tensor))

@@ -1,4 +1,4 @@
-"""Weights of convolutions in the memory format that the kernels for images want."""
+"""Run convolutions in channels_last, the memory format that their kernels prefer."""
 
 from __future__ import annotations
 
@@ -49,50 +49,52 @@ from passes.module_interface import (
 )
 from passes.torch_private import AnyBatchNorm, AnyConvolution, convolution_kernel
 
-# The shapes of what a layer reads and writes, in each call of one run.
+# The shapes of the input and the output of a layer, for each of its calls in one run.
 _Shapes = Sequence[tuple[torch.Size, torch.Size]]
-# For each output the order of its dims in memory; None for one whose order may be any.
+# For each output, the order of its dims in memory; None to leave the output as it is.
 _Orders = tuple[tuple[int, ...] | None, ...]
-# The layers that compute by their weight alone, in either format.
+# The layers that compute nothing but a convolution, which works in either format.
 _LAYERS: tuple[type[nn.Module], ...] = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True)
 class ChannelsLast(ModulePass):
-    """Put the weights of 2-D and 3-D convolutions into channels_last, and give outputs back as the caller knows them.
+    """Run 2-D and 3-D convolutions in channels_last, and return outputs in their original memory format.
 
-    A convolution with such a weight makes such an output, and pointwise operations, BatchNorm and pooling keep it: the
-    whole runs in that format from the first convolution on. The root's outputs are brought back to the order of dims in
-    memory that the original gives them.
+    In inference, the weights are converted. A convolution with such a weight returns its output in channels_last, and
+    pointwise operations, BatchNorm and pooling keep the format. So everything from the first convolution on runs in it.
+    The outputs of the root get the order of dims in memory that they have in the original.
 
-    Inputs of four and five dims: the first convolution converts what it is given. Where several would each convert the
-    same input, or something larger that is made of it, the input is converted once, at the root; a run in which the
-    elements are counted that are moved for the sake of a format decides. The caller's tensor stays as it is: an input
-    that the forward writes to or gives back isn't converted.
+    Inputs of 4 and 5 dims are converted by the first convolution. If several convolutions would convert the same input,
+    or something larger that is made from it, the input is converted once, at the root. A run decides which is better,
+    by the number of elements that are moved only to change the format. The caller's tensor stays as it is: an input
+    that the forward writes to or returns isn't converted.
 
-    A run with the new formats then shows where channels_last is lost on the way, by the strides in front of and behind
-    each operation: `remarks` of the pass' record name module and operation, and the convolutions that convert anew.
+    The run with the new formats also shows where channels_last is lost, by the strides before and after each operation.
+    The `remarks` of the pass name the module and the operation, and the convolutions that convert again.
 
-    On a CPU, convolutions whose weights are large beside the maps that they read and write stay in contiguous format:
-    kernels for channels_last pack a weight anew at every call, and there that costs more than it saves. The maps are
-    those of the example inputs, and the kernels those that torch takes for them with as many threads as it has now.
+    On a CPU, convolutions with large weights and small feature maps stay in contiguous format. Kernels for
+    channels_last repack the weight at every call, and there that costs more than it saves. The map sizes are those of
+    the example inputs. The kernels are those that torch selects for them with the current number of threads.
 
-    In training the weights stay as they are, the caller's own, whose gradients have their format: the convolutions that are
-    given contiguous maps (the first ones, and those behind an operation that loses the format) bring a copy of them into
-    channels_last, whose gradient goes back in the format of the map. Random numbers for maps (dropout) are drawn as for
-    contiguous ones. Each convolution makes a copy of its weight for the time of a call then, and of its gradient: on a CPU
-    those with large weights on small maps stay in contiguous format.
+    In training, the weights stay the caller's own. They keep their format, and their gradients have it too. The
+    convolutions that get contiguous maps convert a copy of the map to channels_last: the first ones, and those after an
+    operation that loses the format. The gradient of the copy returns in the format of the map. Random numbers for maps
+    (dropout) are drawn as for contiguous maps. Each convolution makes a temporary copy of its weight and of the
+    weight's gradient, so on a CPU those with large weights on small maps stay in contiguous format.
 
-    Does not handle: shared or parametrized weights in inference; inputs in tuples, lists and dicts, which the convolutions convert;
-    operations that lose the format, which are named and left as they are; outputs with gaps in memory, such as a slice
-    of every second channel, which come in the strides that they get; it doesn't run without example inputs, since a
-    `view` somewhere in the forward may count on the old format, which only a run shows.
+    Does not handle: parametrized weights; in inference, shared weights, weights that other code reads, and convolutions
+    with hooks; in training, convolutions with a forward of their own, and inputs without a batch dim; inputs in tuples,
+    lists and dicts, which the convolutions convert; operations that lose the format, which are named and left as they
+    are; outputs with gaps in memory, such as a slice of every second channel, whose strides may differ from the
+    original's. Without example inputs it changes nothing: a `view` in the forward may depend on the old format, which
+    only a run shows.
     """
 
     name: ClassVar[str] = "channels-last"
 
     def rewrite(self, model: ModuleRewriter, context: Context) -> None:
-        """Convert every weight that can be converted and is worth it; in training, what the convolutions are given."""
+        """Convert the weights for which it is possible and pays; in training, the inputs of the convolutions."""
         seen = model.runs(context, of_calls=True) or Runs()
         if seen.failure:
             model.skip("", seen.failure)
@@ -133,7 +135,7 @@ def _convolutions(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _why_not(model: ModuleRewriter, module: nn.Module, context: Context, seen: Runs) -> str | None:
-    """The reason why the weight stays; "" where it needs no change."""
+    """The reason why the weight can't be converted; "" if it needs no change, None to convert it."""
     weight = module._parameters["weight"]
     assert weight is not None
     if reason := why_no_format(weight):
@@ -142,13 +144,13 @@ def _why_not(model: ModuleRewriter, module: nn.Module, context: Context, seen: R
         return ""
     reason = _why_not_tried(weight, context) or _why_not_converted(model, module, seen)
     if reason is not None and weight.is_contiguous(memory_format=CHANNELS_LAST_FORMATS[weight.dim()]):
-        # Its values lie in the same order in both formats, so nothing is lost: the kernel takes the format of its input.
+        # Both formats order its values the same way, so nothing is lost: the kernel uses the format of its input.
         return ""
     return reason
 
 
 def _why_not_converted(model: ModuleRewriter, module: nn.Module, seen: Runs) -> str | None:
-    """The reason why other code may count on the strides that the weight has."""
+    """The reason why the weight can't be replaced, or why other code may depend on its strides."""
     ref = TensorRef(module, "weight")
     if reason := model.why_not(ref):
         return reason
@@ -169,7 +171,7 @@ def _why_not_tried(weight: nn.Parameter, context: Context) -> str | None:
 
 
 def _convolves(user: Node, weight: Node | None) -> bool:
-    """Whether the node is a convolution by that weight, and uses it for nothing else."""
+    """Whether the node is a convolution with this weight, and uses it for nothing else."""
     given = convolution_arguments(user)
     if given is None or user.target is F.linear:
         return False
@@ -178,8 +180,13 @@ def _convolves(user: Node, weight: Node | None) -> bool:
 
 @dataclass(frozen=True)
 class _Costs:
-    """What one convolution costs, in elements that are moved: in channels_last, in contiguous format, and the change of
-    its input from the one to the other."""
+    """The cost of one convolution, or BatchNorm in training, as a number of moved elements.
+
+    Attributes:
+        channels_last: the cost in channels_last.
+        contiguous: the cost in contiguous format.
+        change: the cost of converting its input from one format to the other.
+    """
 
     channels_last: float
     contiguous: float
@@ -187,14 +194,14 @@ class _Costs:
 
 
 def _too_dear(seen: Runs, convolutions: Mapping[str, nn.Module], reasons: Mapping[str, str | None]) -> frozenset[str]:
-    """The paths of the convolutions that are better off in contiguous format.
+    """The paths of the convolutions that are faster in contiguous format.
 
-    In channels_last, oneDNN packs the weight in a slow way at every call; in contiguous format it brings the input into
-    blocks and the output back. A measured ResNet-50 loses by the first what it gains by the second where the numbers of
-    elements are equal. The kernels of torch's own, which it takes for small inputs, pack nothing. Between two
-    convolutions of different formats, the input is changed. The cheapest formats for the whole run are found by going
-    through it in order, as the shortest path through two states. Convolutions of maps with one place only, as those of
-    a squeeze and excitation are, belong to neither.
+    In channels_last, oneDNN packs the weight at every call, in a slow way. In contiguous format, it converts the input
+    to a blocked layout and the output back. Measured on a ResNet-50, both take equally long for equal numbers of
+    elements. torch's own kernels, which it selects for small inputs, pack nothing. Between two convolutions of
+    different formats, the input is converted. The cheapest formats for the whole run are the shortest path through two
+    states per convolution. Convolutions on maps with one position, as in squeeze-and-excitation, are left out: such
+    maps are in both formats.
     """
     paths = {id(module): path for path, module in convolutions.items()}
     steps = [
@@ -209,7 +216,7 @@ def _too_dear(seen: Runs, convolutions: Mapping[str, nn.Module], reasons: Mappin
 
 
 def _maps_in(runs: Sequence[Run]) -> Mapping[int, _Shapes]:
-    """Of each convolution and BatchNorm, by identity and in the order of these runs, what it reads and writes."""
+    """The shapes of inputs and outputs of each convolution and BatchNorm, by its id, in the order of execution."""
     found: dict[int, list[tuple[torch.Size, torch.Size]]] = {}
     for node in (node for run in runs for node in run.recording.nodes()):
         module = call_of(node).module
@@ -224,7 +231,7 @@ def _maps_in(runs: Sequence[Run]) -> Mapping[int, _Shapes]:
 
 
 def _are_of_one_place(maps: _Shapes) -> bool:
-    """Whether all of these maps have one place only: such a map, (batch, channels, 1, 1), is in both formats at once."""
+    """Whether all these maps have a single position; such a map, (batch, channels, 1, 1), is in both formats."""
     return all(shape[2:].numel() == 1 for both in maps for shape in both)
 
 
@@ -238,26 +245,26 @@ def _costs(module: nn.Module, reason: str | None, maps: _Shapes) -> _Costs:
         return _Costs(math.inf, 0, read)
     weight = module._parameters["weight"]
     assert weight is not None
-    # A weight that needs no change is in both formats at once where its kernel has one element.
+    # A contiguous weight that needs no change is in both formats, for example if its kernel has one element.
     is_free = reason is None or (reason == "" and weight.is_contiguous())
     has_choice = is_free and is_stock(module, _LAYERS)
     packed = weight.numel() if not has_choice or any(_packs(module, shape) for shape, _ in maps) else 0
     return _Costs(packed, read + written if has_choice else math.inf, read)
 
 
-# Kernels that read a weight in channels_last as it lies.
+# Kernels that read a channels_last weight without packing it.
 _READING_CHANNELS_LAST = frozenset({"Slow2d", "SlowDilated2d", "SlowTranspose2d"})
-# Kernels that give contiguous maps of whatever they are given.
+# Kernels that return contiguous maps for inputs in any format.
 _CONTIGUOUS = frozenset({"Slow3d", "SlowDilated3d", "SlowTranspose3d"})
 
 
 def _packs(module: nn.Module, shape: torch.Size) -> bool:
-    """Whether the kernel that torch takes for an input of this shape packs a weight in channels_last at every call."""
+    """Whether the kernel for an input of this shape packs a channels_last weight at every call."""
     return _backend(module, shape) not in _READING_CHANNELS_LAST
 
 
 def _backend(module: nn.Module, shape: torch.Size) -> str:
-    """The name of the kernel that torch takes for an input of this shape."""
+    """The name of the kernel that torch selects for an input of this shape."""
     assert isinstance(module, AnyConvolution)
     weight = exact(module.weight)
     batched = shape if len(shape) == weight.dim() else (1, *shape)
@@ -275,8 +282,9 @@ def _backend(module: nn.Module, shape: torch.Size) -> str:
 
 
 def _cheapest_formats(costs: Sequence[_Costs]) -> list[bool]:
-    """For each convolution in the order of the run, whether channels_last is its format in the cheapest run."""
-    # What the cheapest way to here costs that ends in contiguous format, and in channels_last; and from where it comes.
+    """For each layer, in the order of execution, whether it is in channels_last in the cheapest run."""
+    # The costs of the cheapest runs up to here that end in contiguous format and in channels_last. `origins` has, for
+    # each layer and each of these ends, whether the layer before it is in channels_last.
     totals = (0.0, math.inf)
     origins: list[tuple[bool, bool]] = []
     for cost in costs:
@@ -296,15 +304,15 @@ def _cheapest_formats(costs: Sequence[_Costs]) -> list[bool]:
 
 
 def _audit(model: ModuleRewriter, context: Context) -> Layouts | None:
-    """Convert the inputs where that moves fewer elements, and tell where the format is lost on the way.
+    """Convert the root's inputs if that moves fewer elements, and add remarks where the format is lost.
 
-    Gives what a run shows then; None where there is none to be seen.
+    Returns what a run with the final formats shows; None if there is no such run.
     """
     if context.run_inside is None:
         return None
     root = model.tree.root
     layouts, problem = _watched(root, context)
-    # Below twice its size, as where one convolution reads it behind a padding, there is next to nothing to be gained.
+    # Below twice the size of the input, almost nothing can be gained, for example if one convolution reads it padded.
     names = [name for name, size in layouts.input_elements.items() if layouts.inputs[name] >= 2 * size]
     if names and problem is None:
         change = _convert_inputs(model, names)
@@ -343,18 +351,18 @@ def _what_is_lost(loss: Loss) -> str:
 
 # In training ----------------------------------------------------------------------------------------------------------
 
-# What training by a weight that lies in contiguous format costs in channels_last, beside an element that is read or
-# written in contiguous format: it is copied for the forward pass and again for the backward pass, and so is its gradient.
+# The cost per element of a contiguous weight in channels_last training, relative to an element that is read or written
+# in contiguous format. The weight is copied for the forward pass and for the backward pass, and so is its gradient.
 _COPIED = 1
-# Where the kernel packs these copies anew, in a slow way.
+# The same if the kernel also packs these copies, in a slow way.
 _COPIED_AND_PACKED = 4
 
 
 def _train(model: ModuleRewriter, context: Context, seen: Runs) -> None:
-    """Have the maps in channels_last where that pays, with all weights left as they are.
+    """Run the feature maps in channels_last where it pays, and leave all weights as they are.
 
-    A convolution makes a map in the format of the one that it is given. So the first ones bring that into channels_last,
-    and so do those behind an operation that loses the format: a run shows which these are.
+    A convolution returns its output in the format of its input. So the first convolutions convert their inputs, and so
+    do those after an operation that loses the format. A run shows which ones these are.
     """
     root = model.tree.root
     convolutions = dict(_convolutions(root))
@@ -394,7 +402,7 @@ def _is_training(root: nn.Module, run: Run) -> bool:
 
 
 def _why_not_entered(maps: Mapping[int, _Shapes], module: nn.Module, context: Context) -> str | None:
-    """The reason why the convolution isn't to bring its input into channels_last; "" where it needn't."""
+    """The reason why the convolution can't convert its input; "" if it needn't, None if it should."""
     weight = module._parameters["weight"]
     assert weight is not None
     if reason := why_no_format(weight):
@@ -413,17 +421,18 @@ def _why_not_entered(maps: Mapping[int, _Shapes], module: nn.Module, context: Co
 def _too_dear_in_training(
     model: ModuleRewriter, maps: Mapping[int, _Shapes], orders: _Orders, reasons: Mapping[str, str | None]
 ) -> frozenset[str]:
-    """The paths of the convolutions that are better off in contiguous format, as `_too_dear`.
+    """The paths of the convolutions that are faster in contiguous format; see `_too_dear`.
 
-    A weight costs more than in inference, the more so where a kernel has more elements than one; and a BatchNorm on
-    contiguous maps takes twice the time that it takes on maps in channels_last.
+    Here a weight with more than one element per kernel costs more than in inference, because it is copied too. One with
+    1x1 kernels costs nothing, because it is in both formats. A BatchNorm takes twice as long on contiguous maps as on
+    maps in channels_last.
     """
     modules = {id(module): (path, module) for path, module in model.tree.root.named_modules()}
     steps = [(*modules[key], shapes) for key, shapes in maps.items() if key in modules]
     steps = [step for step in steps if step[0] in reasons or isinstance(step[1], AnyBatchNorm)]
     costs = [_costs_in_training(module, reasons.get(path), shapes) for path, module, shapes in steps]
     if steps and any(len(order or ()) in CHANNELS_LAST_FORMATS for order in orders):
-        # A map that the root returns is brought back in the end.
+        # A map that the root returns is converted back at the end.
         *_, (_, _, shapes) = steps
         costs.append(_Costs(_read_and_written(shapes)[1], 0, math.inf))
     formats = _cheapest_formats(costs)
@@ -444,7 +453,8 @@ def _costs_in_training(module: nn.Module, reason: str | None, maps: _Shapes) -> 
         return _Costs(2 * (read + written), 0, read)
     copied = 0 if weight[0, 0].numel() == 1 else weight.numel()
     factor = _COPIED if backends <= _READING_CHANNELS_LAST else _COPIED_AND_PACKED
-    # One that can't be made to change the format goes by that of its input; one whose weight is in channels_last has it.
+    # A convolution that can't convert its input keeps the input's format. One with a channels_last weight, or one that
+    # converts already, is never contiguous.
     contiguous = math.inf if reason == "" else read + written
     return _Costs(factor * copied, contiguous, math.inf if reason else read)
 
@@ -468,7 +478,7 @@ def _convert(model: ModuleRewriter, path: str, module: nn.Module) -> None:
 
 
 def _convert_inputs(model: ModuleRewriter, names: Sequence[str]) -> ModuleChange:
-    """Bring the root's arguments of these names into channels_last; the outputs' order goes around that."""
+    """Convert these arguments of the root to channels_last; `_keep_output_orders` adds its wrapper afterwards."""
     root = model.tree.root
     inner = root.__dict__.get("forward")
     while isinstance(inner, ChannelsLastInputs | FormattedForward):
@@ -479,8 +489,10 @@ def _convert_inputs(model: ModuleRewriter, names: Sequence[str]) -> ModuleChange
 
 
 def _orders(model: ModuleRewriter, seen: Runs) -> tuple[_Orders, _Orders | None]:
-    """Of each output of the root, the order of its dims in memory; and the same with the root's training flag the other way,
-    None where no run shows that."""
+    """The order of dims in memory of each output of the root, and the same with its training flag reversed.
+
+    The second is None if no run has that flag.
+    """
     root = model.tree.root
     own = [run.recording.outputs for run in seen.runs if run.flag is None]
     other = [run.recording.outputs for run in seen.runs if run.flag is not None and run.flag is not root.training]
@@ -496,9 +508,10 @@ def _orders_of(outputs: Sequence[Any]) -> _Orders:
 
 
 def _keep_output_orders(model: ModuleRewriter, orders: _Orders, others: _Orders | None) -> None:
-    """Bring the dims of the root's outputs into these orders in memory; None leaves an output as it comes.
+    """Wrap the root's forward so that its outputs get these orders of dims in memory; None leaves an output as it is.
 
-    This stands around the root's forward, whatever that is: what an output holds may differ from call to call.
+    An earlier such wrapper is replaced. The wrapper reads the outputs at each call, because they may differ between
+    calls.
     """
     if not any((*orders, *(others or ()))):
         return

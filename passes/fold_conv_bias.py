@@ -1,4 +1,4 @@
-"""BatchNorm(conv(x) + b) == BatchNorm'(conv(x)), with running_mean' = running_mean - b."""
+"""Move biases into BatchNorms: BatchNorm(conv(x) + b) == BatchNorm'(conv(x)), with running_mean' = running_mean - b."""
 
 from __future__ import annotations
 
@@ -13,33 +13,38 @@ from passes.tensor_interface import BatchNorm, Pair, TensorPass, TensorRewriter,
 
 @dataclass(frozen=True)
 class FoldConvBias(TensorPass):
-    """Move a convolution's bias into the running mean of the BatchNorm behind it.
+    """Move the bias of a convolution into the running mean of the following BatchNorm.
 
-    With y = conv(x) + b, a BatchNorm on running statistics gives
+    With y = conv(x) + b, a BatchNorm that uses running statistics computes
 
         (y - mean) / sqrt(var + eps) * w + c  ==  (conv(x) - (mean - b)) / sqrt(var + eps) * w + c
 
-    so the bias goes, the mean moves by it, and nothing else changes. A BatchNorm on the statistics of the batch takes b
-    out again with the mean of the batch, and the running mean that it keeps goes on being less by b. One addition per
-    output element is saved where the convolution can't fuse it, and in training the sum that is the bias' gradient.
+    So the bias is removed and subtracted from the mean, and nothing else changes. The same holds for linear layers and
+    transposed convolutions. A BatchNorm that uses batch statistics subtracts b again with the batch mean, and the
+    running mean that it updates stays smaller by b. This saves one addition per output element if the convolution can't
+    fuse it. In training, it also saves the sum that computes the gradient of the bias.
 
-    In training, outputs, all other gradients and statistics are those of the original; the running mean is a buffer of
-    the result's own, where all others stay the caller's. The `state_dict` keeps an entry for the bias, which is zero:
-    it loads into the original and is right there, and one of the original loads into the result, whatever its bias.
-    The original's bias has a gradient of zero but for rounding. Weight decay moves it all the same, and so does an
-    optimizer that divides by the size of the gradient: after 20 steps of AdamW in float32 it had moved by 3e-3, which
-    the original's running mean follows only in part. The result has nothing that could drift so.
+    In training, outputs, all other gradients and statistics are those of the original. The running mean becomes a
+    buffer of the result; all other tensors stay the caller's. The `state_dict` keeps an entry of zeros for the bias. It
+    can be loaded into the original, and is correct there. A checkpoint of the original can be loaded into the result,
+    whatever its bias.
 
-    Does not handle: in inference, a BatchNorm on the statistics of the batch that keeps running ones; in training, a
-    BatchNorm in eval (its bias does get a gradient) unless the bias is frozen too, a bias or mean in the memory of
-    another tensor, and convolutions that are called as functions; an output with other users, modules with hooks or
-    parametrizations, tensors that something else reads, a mean or scale that isn't finite.
+    The original's bias has a gradient of zero, except for rounding. Weight decay moves the bias nevertheless, and so
+    does an optimizer that divides by the size of the gradient. The original's running mean follows this only in part:
+    after 20 steps of AdamW in float32, the original's outputs in eval mode had an error of 3e-3. The result has no such
+    bias and doesn't drift.
+
+    Does not handle: in inference, a BatchNorm that uses batch statistics but keeps running ones; in training, a
+    BatchNorm in eval mode, unless the bias is frozen too (otherwise the bias gets a real gradient), a bias or mean that
+    shares its memory with another tensor, a bias with hooks, layers in plain containers or registered under two
+    paths, and convolutions that are called as functions; an output with other users; modules with hooks or
+    parametrizations; tensors that other code reads; a mean or scale that isn't finite.
     """
 
     name: ClassVar[str] = "fold-conv-bias"
 
     def rewrite(self, model: TensorRewriter, context: Context) -> None:
-        """Move every bias that can be moved."""
+        """Move every bias for which this is possible."""
         for pair in model.pairs():
             conv, norm = pair.conv, pair.affine
             if not isinstance(norm, BatchNorm) or conv.bias_value is None:
@@ -67,14 +72,14 @@ def _why_not(model: TensorRewriter, pair: Pair) -> str | None:
 
 
 def _why_not_statistics(model: TensorRewriter, norm: BatchNorm) -> str | None:
-    # Without running statistics it takes off the mean of the batch in training and in eval.
+    # Without running statistics, it subtracts the batch mean in training and in eval mode.
     if norm.mean is not None and norm.uses_batch_statistics and model.mode != "training":
         return f"the BatchNorm {model.where(norm)} uses the statistics of the batch"
     return None
 
 
 def _why_not_trained(model: TensorRewriter, pair: Pair, norm: BatchNorm) -> str | None:
-    """Whether somebody counts on the bias being trained."""
+    """The reason why training depends on the bias, as a clause; None if it doesn't."""
     bias = pair.conv.bias_value
     if model.mode != "training" or bias is None or not bias.requires_grad:
         return None
@@ -88,7 +93,10 @@ def _why_not_trained(model: TensorRewriter, pair: Pair, norm: BatchNorm) -> str 
 
 
 def _why_not_saved(model: TensorRewriter, pair: Pair) -> str | None:
-    """Whether a result that is trained on can't keep the two together, or checkpoints don't hold them under one name."""
+    """The reason why the pair can't be guarded in training, or can't be loaded from checkpoints; None if it can.
+
+    A checkpoint must have each of the two tensors under exactly one name.
+    """
     assert isinstance(pair.affine, BatchNorm)
     if pair.conv.module is None:
         return (

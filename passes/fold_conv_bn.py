@@ -1,4 +1,4 @@
-"""BatchNorm(conv(x)) == conv'(x), so are scale * conv(x) + shift, and conv(BatchNorm(x)) where no zeros are padded."""
+"""Fold BatchNorm, and products and sums by channel, into the convolution or linear layer next to it."""
 
 from __future__ import annotations
 
@@ -23,30 +23,32 @@ from passes.tensor_interface import (
     scale_of,
 )
 
-# How much of a weight is computed in float64 at a time: 2 MiB.
+# The number of elements of a weight that are computed in float64 at a time: 2 MiB.
 _ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True)
 class FoldConvBn(TensorPass):
-    """Fold a BatchNorm into the convolution, transposed convolution or linear layer before it, or else behind it.
+    """Fold BatchNorm into the preceding convolution or linear layer, or otherwise into the following one.
 
-    On running statistics a BatchNorm is a scale and a shift of each channel, s = w / sqrt(var + eps) and
+    With running statistics, a BatchNorm scales and shifts each channel, by s = w / sqrt(var + eps) and
     t = c - mean * s:
 
         BatchNorm(conv(x; W) + b)  ==  conv(x; W * s over output channels) + b * s + t
         conv(BatchNorm(x); W) + b  ==  conv(x; W * s over input channels) + b + sum of W * t over all but the outputs
 
-    Products and sums with a parameter or buffer that has one number for each output channel, or one for all, go the
-    first way too. Computed in float64 and cast back once.
+    The first equation also folds products and sums with a parameter or buffer that has one number per output channel,
+    or one for all channels. It holds for transposed convolutions too. The new weights are computed in float64 and cast
+    back once.
 
-    The second is exact only where the convolution pads no zeros, which would have to be -t / s. Operations between the
-    two that only move values (transpose, permute, flatten, view, dropout in eval) stay where they are.
+    The second equation is exact only if the convolution pads no zeros, because the padding would have to be -t / s.
+    Operations between the two that only move values (transpose, permute, flatten, view, dropout in eval) stay in place.
 
-    Does not handle: a BatchNorm on batch statistics, one in front of a convolution that pads zeros or is transposed, a
-    linear layer on input of more than two dims whose features nothing brings to the second, an output with other users,
-    modules with hooks or parametrizations, tensors that something else reads, folded weights that aren't finite or, in
-    float16 and bfloat16, lose too much to rounding, anything under autocast.
+    Does not handle: a BatchNorm that uses batch statistics; a BatchNorm before a convolution that pads zeros or is
+    transposed; a linear layer on inputs of more than two dims, unless an operation between the two moves its features
+    to or from dim 1; an output with other users; modules with hooks or parametrizations; tensors that other code reads;
+    folded weights that aren't finite, or that lose too much to rounding in float16 and bfloat16; calls under autocast,
+    except that of `cast-precision` around the whole model.
     """
 
     name: ClassVar[str] = "fold-conv-bn"
@@ -54,7 +56,7 @@ class FoldConvBn(TensorPass):
 
     def rewrite(self, model: TensorRewriter, context: Context) -> None:
         """Fold every BatchNorm that can be folded."""
-        # Those behind a layer first: what is folded there is no BatchNorm in front of the next one any more.
+        # First fold into preceding layers: a BatchNorm that is folded there no longer precedes the next layer.
         for in_front in (False, True):
             for pair in model.pairs(in_front=in_front):
                 if reason := _why_not(model, pair):
@@ -95,7 +97,7 @@ def _why_not_in_front(model: TensorRewriter, pair: Pair) -> str | None:
 
 
 def folded_tensors(pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weight, in the layout and dtype of the old one, and bias, (out,), of the layer that does both."""
+    """The new weight, in the layout and dtype of the old one, and the new bias, (out,), of the layer."""
     conv, norm = pair.conv, pair.affine
     weight = conv.weight.value
     assert weight is not None
@@ -107,10 +109,10 @@ def folded_tensors(pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
     else:
         bias = shift if old is None else shift + old * scale
     values = exact(weight)
-    # `empty_like` keeps the strides, and with them a channels_last layout.
+    # `empty_like` keeps the strides, so a channels_last weight stays channels_last.
     new = torch.empty_like(values)
     for rows in _row_slices(values):
-        # Most weights are small, and taken whole.
+        # Most weights are small and need no slices.
         part, place = (values, new) if rows is None else (values[rows], new[rows])
         place.copy_(exact(part) * _factors(conv, norm, scale, rows))
         if norm.leads:
@@ -120,7 +122,7 @@ def folded_tensors(pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _scale_and_shift(conv: Convolution, affine: Affine) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each channel is multiplied by, and what is added to it then, both (channels,) in float64."""
+    """The scale of each channel, and the shift that is added afterwards, both (channels,) in float64."""
     if isinstance(affine, ChannelScale):
         return _scale_or_shift(conv, affine)
     assert affine.mean is not None
@@ -148,7 +150,7 @@ def _scale_or_shift(conv: Convolution, affine: ChannelScale) -> tuple[torch.Tens
 
 
 def _row_slices(weight: torch.Tensor) -> Sequence[slice | None]:
-    """The rows of a large weight in slices, of which little is in float64 at a time; None for all of a small one."""
+    """Slices of the rows of a large weight, to limit the memory for float64; None stands for all of a small weight."""
     count = max(1, _ELEMENTS * len(weight) // max(1, weight.numel()))
     if count >= len(weight):
         return (None,)
@@ -156,11 +158,11 @@ def _row_slices(weight: torch.Tensor) -> Sequence[slice | None]:
 
 
 def _factors(conv: Convolution, norm: Affine, values: torch.Tensor, rows: slice | None) -> torch.Tensor:
-    """Of one number for each channel of the BatchNorm, (channels,), those that belong to some rows of the weight."""
+    """The per-channel numbers of a BatchNorm, (channels,), in a shape that broadcasts with some rows of the weight."""
     weight = conv.weight.value
     assert weight is not None
     if norm.leads != conv.transposed:
-        # Its columns are the channels: the rows of group g go with the g-th run of them.
+        # The channels are in dim 1 of the weight: the rows of group g belong to the g-th block of channels.
         values = values.reshape(conv.groups, 1, -1).expand(-1, len(weight) // conv.groups, -1).flatten(0, 1)
     found = values if rows is None else values[rows]
     return found.reshape(*found.shape, *[1] * (weight.dim() - found.dim()))

@@ -1,4 +1,4 @@
-"""Train within a given amount of memory: what isn't kept for the backward pass is recomputed there."""
+"""Fit a training step into a memory budget by recomputing values in the backward pass."""
 
 from __future__ import annotations
 
@@ -26,29 +26,19 @@ _TRIES = 4
 
 @dataclass(frozen=True)
 class InsertCheckpoints(Pass):
-    """Train within a given amount of memory: keep less for the backward pass, and recompute the rest there.
+    """Fit a training step into a memory budget: keep fewer values, and recompute the rest in the backward pass.
 
     The peak is the maximum number of bytes alive during a step, forward and backward. It doesn't include parameters,
-    their gradients, buffers, inputs, and memory that a kernel uses only during one call. It is computed from a run on
-    fake tensors with the shapes of the example inputs, and the plan is valid for these shapes. The planned step holds
-    only the loss when the backward pass starts, as in `model(**batch).loss.backward()`. The plan keeps to the budget;
-    otherwise the pass raises and names the lowest budget that is possible. Recomputed values are equal to the bit:
-    losses, gradients, buffers and random numbers are those of a step without the pass.
+    their gradients, buffers, inputs, or memory that a kernel uses only during one call. It is computed from a run on
+    fake tensors with the shapes of the example inputs, and the plan is valid for these shapes. Without `batch_size`, it
+    is then checked in a step on the example inputs. The planned step holds only the loss when the backward pass starts,
+    as in `model(**batch).loss.backward()`. The plan keeps to the budget; otherwise the pass raises and names the lowest
+    budget that is possible. Recomputed values are bit-identical: losses, gradients, buffers and random numbers are
+    those of a step without the pass.
 
     The module's own code runs once per step. Single calls of torch functions are recomputed, alone or in regions. Calls
-    that draw random numbers draw the same ones again, and a BatchNorm updates its statistics once. A SyncBatchNorm isn't
-    recomputed, so that its processes communicate only once; its inputs are kept.
-
-    Attributes:
-        memory_budget: a share of the eager peak such as 0.5, a size such as "12GiB", or "min" for the lowest possible.
-        strategy: "optimal" for the least recomputation. "uniform" divides the calls into runs of equal work, as many as
-            cost least, and recomputes all of a run or nothing.
-        selective: whether results inside a run may be kept; otherwise a run is recomputed as a whole.
-        units: the modules on which `fully_shard` (FSDP2) will be called, besides the root, as a pattern of their paths
-            such as "layers.*" or "stem|stages.*.*". Values that go from one unit to another are kept. Otherwise a unit
-            would gather its parameters again where the backward pass of another one needs its results.
-        batch_size: the number of rows that you train with, if the example inputs have fewer. optimize() itself runs the
-            example inputs, with everything that a step without the pass keeps.
+    that draw random numbers draw the same ones again, and a BatchNorm updates its statistics once. A SyncBatchNorm
+    isn't recomputed, so that its processes communicate only once; its inputs are kept.
 
     Under `torch.compile`, checkpoints of whole modules replace the plan. A BatchNorm updates its statistics once there,
     too. The compiler decides what else it keeps, so the peak isn't guaranteed.
@@ -56,6 +46,18 @@ class InsertCheckpoints(Pass):
     Does not handle a forward that makes different calls in each run (layers dropped at random), a forward inside the
     user's own hooks on saved tensors (`save_on_cpu`) or function modes, and exported code. These keep what they would
     keep without the pass.
+
+    Attributes:
+        memory_budget: a share of the eager peak such as 0.5, a size such as "12GiB" or in bytes, or "min" for the
+            lowest possible.
+        strategy: "optimal" for the least recomputation. "uniform" divides the calls into the cheapest number of runs of
+            equal work, and recomputes all of a run or nothing.
+        selective: whether results inside a run may be kept; otherwise a run is recomputed as a whole.
+        units: the modules on which `fully_shard` (FSDP2) will be called, besides the root, as a pattern of their paths
+            such as "layers.*" or "stem|stages.*.*". Values that go from one unit to another are kept. Otherwise a unit
+            would gather its parameters again where the backward pass of another one needs its results.
+        batch_size: the number of rows that you train with, if the example inputs have fewer. optimize() itself runs the
+            example inputs, with everything that a step without the pass keeps.
     """
 
     name: ClassVar[str] = "insert-checkpoints"
@@ -163,7 +165,7 @@ class InsertCheckpoints(Pass):
                 return found
             assert target is not None
             target -= found.measured.peak - budget
-        # A choice that was expected to fit may exceed the budget by a few bytes. The lowest budget in the message must fit.
+        # A choice that was expected to fit may exceed the budget by a few bytes. The budget in the message must fit.
         lowest = PlannedStep(self._lowest(solver), steps, self.memory_budget)
         reached = lowest.measured.peak
         if budget is not None and reached <= budget:

@@ -1,4 +1,4 @@
-"""Runs of operations that compute each element by itself, as one kernel each."""
+"""Fuse pointwise operations, which compute each element separately, into single kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from passes.fusion.pointwise import pointwise_groups
 from passes.graph_interface import GraphPass, GraphRewriter, ModelTree
 from passes.torch_private import torchscript_fuses
 
-# TorchScript's fuser looks at the first runs of a function, and makes its kernels then.
+# TorchScript's fuser profiles the first runs of a function before it generates kernels.
 _WARMING_RUNS = 2
 
 
@@ -28,34 +28,38 @@ class JitFusion(GraphPass):
 
         a = x * 0.5; b = x / 1.414; c = erf(b); d = c + 1; y = a * d   ->   y = mul_div_erf_add_mul(x)
 
-    A group is as large as it can be: operations whose value is used inside alone are in it, with casts, sums and products
-    with parameters, and activations that are layers of torch.nn. None is random, and none moves past something that may
-    write to what it reads. In float16 and bfloat16 the values between the operations aren't rounded, as they stay in
-    registers; the rest is as it was to a rounding error.
+    A group is as large as possible: an operation joins it if its value is used only inside the group. Casts, sums and
+    products with parameters, and activations of torch.nn are fused too. Operations that draw random numbers aren't. A
+    group is left alone if one of its values or inputs may be written to. In float16 and bfloat16, intermediate values
+    stay in registers and aren't rounded. Otherwise results are the same up to rounding error.
 
-    Where a forward is traced, exported, or compiled as a whole, its units are the operations that they were made of: a
-    fused model exports as it did before, and the pass may stand anywhere in the order. So are calls of few elements on a
-    CPU. No tensor of the module is touched. Each kernel is run once beside its operations, whatever the size, in training
-    with its gradients; one that computes otherwise isn't used.
+    If a forward is traced, exported, or compiled as a whole, its units run as the operations that they were made of. So
+    a fused model exports as before, and the pass can be anywhere in the order before torch-compile and
+    insert-checkpoints. On a CPU, calls whose inputs all have fewer than 2^18 elements run the operations too. No tensor
+    of the module is changed. Each kernel is compared once with its operations, at any size, and in training with its
+    gradients. A kernel with wrong results isn't used.
 
-    Does not handle: what torch.compile can't capture; reductions, products of matrices; operations in place; a backward pass after a write to what a unit was given, where its operations keep only what they gave.
+    Does not handle: code that torch.compile can't capture; reductions and matrix products; in-place operations; a
+    backward pass after a write to an input of a unit, if the single operations save only their outputs for it.
 
     Attributes:
-        backend: what makes the kernels: "inductor", which needs a compiler; "torchscript", whose fuser is in builds of torch
-            for CUDA, and which is warmed up on the example inputs; or "auto", the first of them that is there.
+        backend: the compiler of the kernels. "inductor" needs a C++ compiler and Python's headers on a CPU, and
+            triton on a GPU. "torchscript" needs a build of torch with TorchScript's fuser, such as one for CUDA;
+            its kernels are compiled on the example inputs. "auto" is inductor if it is available, otherwise
+            torchscript.
     """
 
     name: ClassVar[str] = "jit-fusion"
-    # Files hold the operations that kernels are made of: what runs a file fuses for itself.
+    # Files contain the single operations; the runtime of a file does its own fusion.
     in_files: ClassVar[bool] = False
 
     backend: Literal["auto", "torchscript", "inductor"] = "auto"
 
     def check(self, context: Context) -> None:
-        """See that something can make kernels for the device.
+        """Check that the backend can generate kernels for the device.
 
         Raises:
-            RequirementNotMet: the backend can't.
+            RequirementNotMet: it can't.
         """
         super().check(context)
         self._backend(context.device)
@@ -77,14 +81,14 @@ class JitFusion(GraphPass):
         return self.backend
 
     def run(self, tree: ModelTree, context: Context) -> PassResult:
-        """Fuse in every captured graph, and try each kernel once."""
+        """Fuse the groups in every captured graph, and check each kernel once."""
         result = super().run(tree, context)
         if not result.changes or context.run_compiled is None:
             return result
         trial = KernelTrial(training=context.mode == "training")
         context.run_compiled(trial)
         if trial.wrong:
-            # The others are the same without these.
+            # Leaving out the wrong kernels doesn't change the others.
             result.rewriter.roll_back()
             return self.run(tree, replace(context, left_alone={**context.left_alone, **trial.wrong}))
         backend = self._backend(context.device)
@@ -95,9 +99,9 @@ class JitFusion(GraphPass):
         return replace(result, detail=FusionRecord(backend, units))
 
     def rewrite(self, graph: GraphRewriter, context: Context) -> None:
-        """Fuse by what there is for the device."""
+        """Fuse each group, for the backend of the device."""
         backend, memory = self._backend(context.device), graph.memory()
-        # The last ones first: what they are given then stands there still.
+        # From the last group to the first, so that the inputs of each group aren't replaced yet.
         for group in reversed(list(pointwise_groups(graph.nodes, graph.settings()))):
             *_, last = group.nodes
             if memory.may_be_written((*group.nodes, *group.inputs)):
@@ -114,11 +118,11 @@ class JitFusion(GraphPass):
 
 @dataclass(frozen=True)
 class FusionRecord:
-    """What was fused.
+    """The kernels that a run of the pass made.
 
     Attributes:
-        backend: what makes the kernels.
-        units: (path of the module, name of the unit, operations that it holds) of each.
+        backend: the compiler of the kernels.
+        units: (path of the module, name of the unit, number of operations in it) for each kernel.
     """
 
     backend: str
@@ -126,11 +130,11 @@ class FusionRecord:
 
     @property
     def kernels_before(self) -> int:
-        """How many kernels the operations take one by one."""
+        """The number of kernels that the operations run without the pass."""
         return sum(operations for *_, operations in self.units)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the record as JSON-serializable data."""
         return {
             "backend": self.backend,
             "kernels_before": self.kernels_before,

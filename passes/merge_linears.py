@@ -1,4 +1,4 @@
-"""Linears on one input are one Linear, whose outputs lie side by side."""
+"""Merge linear layers that have the same input into one product."""
 
 from __future__ import annotations
 
@@ -16,31 +16,33 @@ from passes.graph_interface import GraphPass, GraphRewriter, Memory, Node
 
 @dataclass(frozen=True)
 class MergeLinears(GraphPass):
-    """Compute linear layers on one input as one: query, key and value, or the gate of a gated unit.
+    """Merge linear layers with the same input into one, such as query, key and value in attention.
 
         q = x @ Wq.T + bq;  k = x @ Wk.T + bk;  v = x @ Wv.T + bv      3 products
         q, k, v  ==  split(x @ W.T + b)      W = [Wq; Wk; Wv],  b = [bq; bk; bv]      1 product, and 3 views
 
-    Layers and functional calls are the same, in one module or in several. No tensor of the module is touched: the joint
-    weight is made of the others at the first call, kept, and made anew once one of them was written to, moved, cast or
-    replaced (torch doesn't tell of writes by `.data`). So checkpoints of the original can be loaded and the reverse, hooks
-    fire, and a layer that is called on its own computes what it did. A layer without a bias has zeros in the joint one.
+    Another example is the gate of a gated unit. Layers and functional calls are merged alike, within one module or
+    across several. No tensor of the module is changed. The joint weight is concatenated at the first call and cached.
+    It is made again after one of the weights was written to, moved, cast or replaced (torch doesn't count writes
+    through `.data`). So checkpoints of the original can be loaded into the result and the reverse. Hooks still run, and
+    a layer that is called by itself computes what it did before. A layer without a bias gets zeros in the joint bias.
 
-    The parts lie in rows of the wider result. A layer stays as it is where that shows: its output leaves the forward so, or
-    comes to a `view` that takes no such rows.
+    The outputs are views of the rows of a wider tensor. A layer isn't merged if this matters: if its output is returned
+    from the forward in this layout, or goes to a `view` that doesn't accept it.
 
-    What it costs: the joint weights take the memory of the others once more, and the outputs of all stay in memory as long
-    as one of them does. Where gradients go to the weights, the joint one is made at every call: use `torch.no_grad()` or
-    `torch.inference_mode()`. On a CPU one product of all took 0.95 to 1.05 times as long as theirs from 64 rows of 256 on, and
-    up to 1.9 times below (float32, one thread), so that nothing is merged there unless `force` asks for it. In compiled
-    code and in files that others trace, each layer computes by itself.
+    The joint weights take as much memory again as the single ones, and all outputs stay in memory as long as one of
+    them does. If gradients flow to the weights, the joint weight is made at each call: use `torch.no_grad()` or
+    `torch.inference_mode()`. On a CPU, the joint product took 0.95 to 1.05 times as long as the single ones from 64
+    rows of 256 on, and up to 1.9 times below that (float32, one thread). So layers are merged only on CUDA devices,
+    unless `force` is set. In compiled code, and in traces and exports that you make yourself, each layer computes by
+    itself.
 
-    Args:
-        force: merge on any device, also where it only costs.
+    Does not handle: code that torch.compile can't capture; weights that are computed at each call; weights that differ
+    from the others in dtype, device or input width; layers that differ in autocast or gradient mode; inputs, weights
+    and outputs that may be written to in place.
 
-    Does not handle: what torch.compile can't capture; weights that are computed at every call; weights of other dtypes,
-    devices or widths than those beside; layers under another autocast or gradient mode; inputs, weights and outputs that
-    may be written to in place.
+    Attributes:
+        force: merge on any device, even if it makes the model slower.
     """
 
     force: bool = False
@@ -49,7 +51,7 @@ class MergeLinears(GraphPass):
     modes: ClassVar[tuple[str, ...]] = ("inference",)
 
     def rewrite(self, graph: GraphRewriter, context: Context) -> None:
-        """Merge every group of layers that can be merged, where it can pay."""
+        """Merge every group of layers that can be merged, if the device can gain from it or `force` is set."""
         groups = list(_on_one_input(graph))
         if groups and not self.force and context.device.type != "cuda":
             graph.skip_place(
@@ -69,7 +71,7 @@ class _Linear:
     """A call x @ weight.T + bias.
 
     Attributes:
-        width: how many numbers it makes of each row.
+        width: the number of output features.
     """
 
     node: Node
@@ -82,7 +84,7 @@ class _Linear:
 
 
 def _on_one_input(graph: GraphRewriter) -> Iterator[list[Node]]:
-    """The calls of linear layers on one value, under one autocast and gradient mode, where there are several."""
+    """Groups of two or more linear calls with the same input, under the same autocast and gradient mode."""
     settings = graph.settings()
     by_input: dict[Any, list[Node]] = defaultdict(list)
     for node in graph.calls("linear"):
@@ -93,7 +95,7 @@ def _on_one_input(graph: GraphRewriter) -> Iterator[list[Node]]:
 
 
 def _alike(graph: GraphRewriter, memory: Memory, nodes: Sequence[Node]) -> Iterator[list[_Linear]]:
-    """Those that can be merged, in groups of two or more whose weights can be rows of one; the others are skipped."""
+    """Divide calls into groups of two or more whose weights can be concatenated; the other calls are skipped."""
     kinds: dict[Any, list[_Linear]] = defaultdict(list)
     for node in nodes:
         if reason := _why_not(graph, memory, node):
@@ -135,7 +137,7 @@ def _why_not(graph: GraphRewriter, memory: Memory, node: Node) -> str | None:
 
 
 def _why_no_rows(graph: GraphRewriter, tensor: Any) -> str | None:
-    """Why a tensor can't be rows of a joint one."""
+    """The reason why a tensor can't be concatenated with others, as the end of a clause; None if it can."""
     if not graph.is_parameter(tensor):
         return "is computed at every call, or is not a parameter of the model"
     example = graph.example(tensor)
@@ -151,7 +153,7 @@ def _kind(tensor: torch.Tensor) -> Any:
 
 
 def _in_rows(example: torch.Tensor) -> torch.Tensor:
-    """An example of a value as a part of wider rows."""
+    """An example of the same shape that is a view of wider rows."""
     *shape, width = example.shape
     return example.new_empty((*shape, 2 * width)).narrow(-1, 0, width)
 
@@ -172,13 +174,13 @@ def _merge(graph: GraphRewriter, linears: Sequence[_Linear]) -> None:
         joint = graph.call(first.node, F.linear, (graph.argument(first.node, 0, "input"), weight, bias or None))
         start = 0
         for linear in linears:
-            # Not by `split`: of several views that one call gives, none may be written to.
+            # Not `split`: torch forbids in-place writes to views that come from a call with several outputs.
             graph.replace_call(linear.node, torch.narrow, (joint, -1, start, linear.width))
             start += linear.width
 
 
 def _words(places: Sequence[str]) -> tuple[str, str]:
-    """The path of the module around all, and what is done."""
+    """The path of the innermost module around all layers, and the description of the change."""
     paths = [place.split(".") for place in places]
     depth = 0
     while len({tuple(path[: depth + 1]) for path in paths}) == 1 and all(len(path) > depth + 1 for path in paths):
@@ -192,7 +194,7 @@ def _stacked(*weights: torch.Tensor) -> torch.Tensor:
 
 
 def _stacked_with(linears: Sequence[_Linear]) -> Callable[..., torch.Tensor]:
-    """The function of the biases that there are; the other layers have zeros."""
+    """The function that concatenates the existing biases, with zeros for layers without one."""
     parts = [(linear.width, linear.bias is not None) for linear in linears]
 
     def joint(*biases: torch.Tensor) -> torch.Tensor:

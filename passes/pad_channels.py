@@ -1,4 +1,4 @@
-"""W x + b == the first rows of (W with zeros) (x with zeros) + (b with zeros): in sizes that tensor cores like."""
+"""Pad channels with zeros: W x + b == the first rows of W' x' + b', whose sizes suit tensor cores."""
 
 from __future__ import annotations
 
@@ -15,39 +15,42 @@ from passes.graph_interface import CHANNELS_LAST_FORMATS, GraphPass, GraphRewrit
 
 @dataclass(frozen=True)
 class PadChannels(GraphPass):
-    """Compute linear layers and convolutions in multiples of 8 channels, as tensor cores do float16 and bfloat16.
+    """Pad linear layers and convolutions with zeros to multiples of 8 channels, which tensor cores prefer.
 
-        y = W x + b,  W (out, in)   ->   y = (W' x' + b')[:out],  W' (out', in'), x' (in'), b' (out') with zeros behind
+        y = W x + b,  W (out, in)   ->   y = (W' x' + b')[:out],  W' (out', in'), x' (in'), b' (out') padded with zeros
 
-    Exact: what is added to each sum is a product of two zeros that the pass makes itself, whatever else there is, NaN and
-    infinity too. The outputs are cut back, and lie in memory as the layer gives them. No tensor of the module is touched:
-    the padded parameters are made of its own at the first call, kept, and made anew once one of these was written to, moved,
-    cast or replaced (torch doesn't tell of writes by `.data`). They take their memory once more, and are made at every call
-    where gradients go to them.
+    Exact: each sum only gains products of two zeros. The pass makes both zeros itself, so NaN and infinity elsewhere
+    have no effect. The extra outputs are cut off, and the rest has the memory format of the layer's output. No tensor
+    of the module is modified. The padded parameters are computed at the first call and cached. They are recomputed when
+    a parameter was written to, moved, cast or replaced (torch doesn't count writes through `.data`). They take memory
+    in addition to the originals. If gradients flow to the parameters, they are computed at each call.
 
-    Padding is done where it can pay, by these rules:
+    A layer is padded only if that can pay. `force` skips these rules:
 
-    - Tensor cores of an NVIDIA GPU take float16 (from Volta on) and bfloat16 (from Ampere on), best in multiples of 8,
-      which are 16 bytes (NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements";
-      Convolutional Layers User's Guide, "Channels In And Out"). The dtype is that of the layer's output.
-    - A padded layer copies its input, its output or both. That is little only beside a layer that computes much: m n k
-      multiplications for m k + n k + m n numbers in memory, of which torch's own compiler asks more than half of what the
-      GPU does in the time of one memory access (torch/_inductor/fx_passes/pad_mm.py). Here that is 64, for the least of
-      these GPUs. Where one graph is captured for inputs of any size, m is taken to be as large as need be.
-    - No more than half of the multiplications are by the zeros that were added.
-    - Convolutions of one, two and three dims on contiguous maps stay: cuDNN brings these into channels_last itself, and
-      pads them on the way (NVIDIA, Tensor Ops Made Easier in cuDNN). Put `channels-last` in front. So do those on images
-      of up to 4 channels, which cuDNN has kernels for.
+    - Tensor cores of NVIDIA GPUs compute in float16 (since Volta) and bfloat16 (since Ampere). They are fastest with
+      multiples of 8, which are 16 bytes (NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core
+      Requirements"; Convolutional Layers User's Guide, "Channels In And Out"). The dtype of the layer's output counts.
+    - A padded layer copies its input, its output or both, and must compute enough to make up for it. It does
+      m n k multiplications and accesses m k + n k + m n numbers in memory. The ratio of the two must be at least 64.
+      torch's own compiler requires more than half of the GPU's machine balance (torch/_inductor/fx_passes/pad_mm.py).
+      This half is 60 to 150 for GPUs with tensor cores, and the pass takes a low value for all of them. If one graph is
+      captured for inputs of any size, m is assumed to be large.
+    - At most half of the multiplications may be with added zeros.
+    - 1-D convolutions, and 2-D and 3-D ones whose weights aren't in channels_last, are left alone. cuDNN converts their
+      feature maps to channels_last itself, and pads them in the process (NVIDIA, Tensor Ops Made Easier in cuDNN). Put
+      `channels-last` before this pass. Convolutions with up to 4 input channels are left alone too, because cuDNN has
+      kernels for such images.
 
-    In compiled code and in files that others trace, layers are as they were.
+    Exported files contain the padded layers if the forward is one graph. If you trace, export or compile the result
+    yourself, you get the original layers.
 
-    Args:
-        multiple: what the numbers of channels become multiples of.
-        force: pad wherever it can be done, on any device and in any dtype, also where it only costs.
+    Does not handle: what torch.compile can't capture; grouped and depthwise convolutions, in which each group would
+    need padding; weights that are computed at each call, or that the forward may write to; products by other functions,
+    such as `addmm` in GPT-2's Conv1D. Each layer pads its input and cuts its output, even between two padded layers.
 
-    Does not handle: what torch.compile can't capture; grouped and depthwise convolutions, whose groups would be padded one
-    by one; weights that are computed at every call, or may be written to by the forward; products by other functions, such
-    as `addmm` of GPT-2's Conv1D. Each layer pads its input and cuts its output, also between two that are padded.
+    Attributes:
+        multiple: pad the numbers of channels to multiples of this number.
+        force: pad wherever it is possible, on any device and in any dtype, even if that only costs time.
     """
 
     multiple: int = 8
@@ -61,7 +64,7 @@ class PadChannels(GraphPass):
             raise ValueError(f"multiple must be a number of channels of 2 or more, not {self.multiple}")
 
     def rewrite(self, graph: GraphRewriter, context: Context) -> None:
-        """Pad every layer that can be padded, where it can pay."""
+        """Pad every layer for which padding is possible and can pay."""
         layers = list(_unaligned_layers(graph, self.multiple))
         if layers and not self.force and (reason := _why_not_here(layers, context.device)):
             graph.skip_place("", reason)
@@ -79,14 +82,15 @@ class PadChannels(GraphPass):
                 graph.skip(layer.node, reason)
 
 
-# What a GPU multiplies in the time of one memory access, halved: 60 to 150 for those with tensor cores.
+# The minimum number of multiplications per number in memory. Half of the machine balance of GPUs with tensor cores is
+# 60 to 150.
 _BALANCE = 64
-# Padded, a layer may multiply so many times as much.
+# The maximum factor by which padding may increase the multiplications of a layer.
 _MOST_WORK = 2
-# cuDNN has kernels for images of so many channels.
+# cuDNN has kernels for images with at most this number of channels.
 _IMAGE_CHANNELS = 4
 
-# Of each function, where its argument `groups` stands.
+# The position of the argument `groups` of each function.
 _GROUPS = {
     "linear": None, "conv1d": 6, "conv2d": 6, "conv3d": 6, "conv_transpose1d": 6, "conv_transpose2d": 6,
     "conv_transpose3d": 6,
@@ -95,15 +99,15 @@ _GROUPS = {
 
 @dataclass(frozen=True)
 class _Layer:
-    """A call of a linear layer or convolution whose channels are no multiples.
+    """A call of a linear layer or convolution whose numbers of channels aren't multiples.
 
     Attributes:
         node: the call.
-        weight, bias: what it is given, beside its input.
+        weight, bias: its other arguments; None for no bias.
         groups: 1 for a linear layer.
-        given, made: how many channels it takes and makes.
-        inputs, outputs: how many are to be added to these.
-        examples: of the input, the weight and the output.
+        given, made: the numbers of its input and output channels.
+        inputs, outputs: the numbers of channels to add to these.
+        examples: example tensors of the input, the weight and the output.
     """
 
     node: Node
@@ -118,17 +122,17 @@ class _Layer:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether the weight's first dim is that of the inputs."""
+        """Whether the first dim of the weight is the input channels."""
         return "transpose" in GraphRewriter.name_of(self.node)
 
     @property
     def dims(self) -> int:
-        """How many dims there are behind that of the channels."""
+        """The number of dims after the channel dim."""
         return self.examples[1].dim() - 2
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in, which under autocast isn't that of the weight."""
+        """The dtype of its output; under autocast it differs from the dtype of the weight."""
         return self.examples[2].dtype
 
     @property
@@ -157,7 +161,7 @@ def _unaligned_layers(graph: GraphRewriter, multiple: int) -> Iterator[_Layer]:
             yield _Layer(node, weight, bias, groups, given, made, inputs, outputs, examples)
 
 
-# Whether it can be done ------------------------------------------------------------------------------------------------
+# Whether padding is possible ------------------------------------------------------------------------------------------
 
 
 def _why_not(graph: GraphRewriter, layer: _Layer) -> str | None:
@@ -180,11 +184,11 @@ def _why_not(graph: GraphRewriter, layer: _Layer) -> str | None:
     return None
 
 
-# Whether it pays -------------------------------------------------------------------------------------------------------
+# Whether padding pays -------------------------------------------------------------------------------------------------
 
 
 def _why_not_here(layers: Sequence[_Layer], device: torch.device) -> str | None:
-    """Why it pays for no layer of the model."""
+    """The reason why padding pays for no layer of the model; None if it may pay."""
     dtypes = _dtypes_of_tensor_cores(device)
     if not dtypes:
         return f"the model is on a device without tensor cores ({device}), where padding only costs"
@@ -199,7 +203,7 @@ def _why_not_here(layers: Sequence[_Layer], device: torch.device) -> str | None:
 
 
 def _dtypes_of_tensor_cores(device: torch.device) -> tuple[torch.dtype, ...]:
-    """What the tensor cores of the device take that is best in multiples of 8; nothing where it has none."""
+    """The dtypes in which tensor cores of the device prefer multiples of 8; empty if there are no tensor cores."""
     if device.type != "cuda" or torch.version.hip is not None:
         return ()
     major, _ = torch.cuda.get_device_capability(device)
@@ -226,12 +230,12 @@ def _why_copies_cost(layer: _Layer) -> str | None:
         "it multiplies so little per element that copies of its inputs and outputs cost more than a faster product "
         "saves"
     )
-    # On so large an input that the weight counts for nothing.
+    # The limit for large inputs, where reading the weight costs nothing in comparison.
     if weight[0, 0].numel() * layer.given * layer.made < _BALANCE * (layer.given + layer.made):
         return text
     given, made = source.numel(), output.numel()
     if not isinstance(given, int) or not isinstance(made, int):
-        # One graph for inputs of any size.
+        # One graph serves inputs of any size.
         return None
     places = given // layer.given if layer.is_transposed else made // layer.made
     if weight.numel() * places < _BALANCE * (given + weight.numel() + made):
@@ -253,14 +257,14 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# Rewrite ---------------------------------------------------------------------------------------------------------------
+# Rewrite --------------------------------------------------------------------------------------------------------------
 
 
 def _pad(graph: GraphRewriter, layer: _Layer) -> None:
     node, spatial = layer.node, (0, 0) * layer.dims
     first, second = (layer.inputs, layer.outputs) if layer.is_transposed else (layer.outputs, layer.inputs)
     with graph.change(node, _what(layer)):
-        # Of `widths`, those of the last dim come first.
+        # The widths start with those of the last dim.
         arguments: dict[str, Any] = {"weight": _padded(graph, node, layer.weight, (*spatial, 0, second, 0, first))}
         if layer.bias is not None and layer.outputs:
             arguments["bias"] = _padded(graph, node, layer.bias, (0, layer.outputs))
@@ -273,7 +277,7 @@ def _pad(graph: GraphRewriter, layer: _Layer) -> None:
             graph.replace(node, wide)
             return
         own = graph.call(node, torch.narrow, (wide, -layer.dims - 1, 0, layer.made))
-        # In the memory format that it has: what follows may view it, and may write to it.
+        # Copy it in its memory format: later operations may view it or write to it.
         graph.replace_call(node, torch.clone, (own,))
 
 
@@ -282,7 +286,7 @@ def _padded(graph: GraphRewriter, before: Node, tensor: Node, widths: Sequence[i
 
 
 def _with(node: Node, arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of the node, with others in their places."""
+    """The arguments of the node, some of them replaced."""
     args, kwargs = list(node.args), dict(node.kwargs)
     for place, name in enumerate(("input", "weight", "bias")):
         if name in arguments and place < len(args):

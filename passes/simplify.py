@@ -1,4 +1,4 @@
-"""A forward without what it needn't do: what does nothing, is done twice, is the same at every call, or is used by nobody."""
+"""Simplify captured graphs: remove no-ops, duplicates and unused results, and cache constants."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from passes.graph_interface import GraphPass, GraphRewriter, Memory, Node
 
 @dataclass(frozen=True)
 class Simplify(GraphPass):
-    """Leave out what does nothing, what is computed twice or for nobody, and compute constants once.
+    """Remove no-ops, duplicates and unused results, and compute constants only once.
 
         h = dropout(x)                 in eval                 ->  x
         a = f(x); b = f(x)             f pure                  ->  b = a
         w = g(parameters, numbers)     g of several operations ->  computed once, and again when the tensors change
         d = f(x)                       nobody uses d           ->  nothing
 
-    Nothing is left out that has an effect: that draws random numbers, writes to a tensor, checks one, or is a function of
-    unknown code. Two values become one, and constants are kept, only where nothing may write to them. Every value stays the
-    same to the bit.
+    Operations with side effects stay: those that draw random numbers, write to a tensor, check one, or call unknown
+    code. Two values are merged, and constants are cached, only if nothing may write to them, in the forward or after
+    it. All values stay bit-identical.
 
-    No tensor of the module is touched. A Dropout that is put in training, or an Identity that gets a hook, is seen at the
-    next call. A constant is computed anew once a tensor that it is made of was written to, moved or replaced; torch doesn't
-    tell of writes by `.data`. Exported files hold the simplified graph where the forward is one graph; in compiled code, and
-    in what you trace yourself, all is as it was.
+    No tensor of the module is modified. A Dropout that is switched to training, or an Identity that gets a hook, is
+    noticed at the next call. A constant is cached if that saves 3 operations or 16,384 elements, and takes at most
+    twice the memory of its sources plus 16 MiB. It is recomputed when a source was written to, moved, cast or replaced;
+    torch doesn't count writes through `.data`. It is computed at each call under autocast, or if gradients flow to a
+    source. Exported files contain the simplified graph if the forward is one graph. If you trace, export or compile the
+    result yourself, you get the original operations.
 
-    Does not handle: what torch.compile can't capture; what is done twice in two captured graphs; arithmetic of other forms
-    (x + 0 isn't x where x is -0.0); sizes and views, which cost next to nothing, on their own.
+    Does not handle: what torch.compile can't capture; duplicates in two captured graphs; arithmetic other than x * 1,
+    x / 1, x - 0 and x ** 1 (x + 0 isn't x where x is -0.0); sizes and views on their own, which cost next to nothing.
     """
 
     name: ClassVar[str] = "simplify"
@@ -45,15 +47,15 @@ class Simplify(GraphPass):
         _leave_out_unused(graph)
 
 
-# A constant is kept where it spares at least so many operations, or computing so many elements.
+# A constant is cached if that saves at least this number of operations, or its tensor has this number of elements.
 _WORTH_OPERATIONS = 3
 _WORTH_ELEMENTS = 1 << 14
-# It may take so many times the memory of what it is made of, beside so many bytes.
+# It may take at most this multiple of the memory of its sources, plus this number of bytes.
 _MOST_GROWTH = 2
 _MOST_BYTES = 16 << 20
 
 
-# What does nothing ----------------------------------------------------------------------------------------------------
+# No-ops ---------------------------------------------------------------------------------------------------------------
 
 
 def _leave_out_nothings(graph: GraphRewriter) -> None:
@@ -64,7 +66,7 @@ def _leave_out_nothings(graph: GraphRewriter) -> None:
         source, is_what = found
         name = graph.name_of(node)
         if is_what == _VIEW and memory.may_be_written((node, source)):
-            # Only its shape may be written to: what is the same tensor stays so whatever is done to it.
+            # An in-place operation may change the shape of one view alone. `_ITSELF` is safe: it is the same tensor.
             graph.skip(node, f"the value that {name} returns unchanged may be written to")
         elif is_what == _COPY and (reason := _why_not_one(graph, memory, node, source)):
             graph.skip(node, reason)
@@ -76,7 +78,7 @@ def _leave_out_nothings(graph: GraphRewriter) -> None:
 
 
 def _why_not_one(graph: GraphRewriter, memory: Memory, node: Node, other: Node) -> str | None:
-    """Why the values can't be one."""
+    """The reason why the two values can't be one tensor; None if they can."""
     if memory.may_be_written((node, other)):
         return f"the value of {graph.name_of(node)}, or a value that it is computed from, may be written to"
     if memory.may_leave(node):
@@ -84,18 +86,18 @@ def _why_not_one(graph: GraphRewriter, memory: Memory, node: Node, other: Node) 
     return None
 
 
-# What is done twice ---------------------------------------------------------------------------------------------------
+# Duplicates -----------------------------------------------------------------------------------------------------------
 
 
 def _compute_once(graph: GraphRewriter) -> None:
     memory, settings = graph.memory(), graph.settings()
     known: dict[Any, Node] = {}
-    # Of nodes that give equal values, the first one: also of sizes and views, which aren't worth a change.
+    # For each duplicate, the first node with this value. Includes sizes and views, which aren't worth a change.
     firsts: dict[Node, Node] = {}
     for node in graph.calls():
         if not node.users or graph.is_derived(node):
             continue
-        # What draws or does something else is looked at only where there are two alike.
+        # Side effects are checked only for calls that occur twice.
         first = known.setdefault(_key_of((settings[node], node.op, node.target, node.args, node.kwargs), firsts), node)
         if first is node or not graph.is_repeatable(node):
             continue
@@ -116,21 +118,21 @@ def _compute_once(graph: GraphRewriter) -> None:
 
 
 def _computes(graph: GraphRewriter, memory: Memory, node: Node) -> bool:
-    """Whether the node makes a tensor, and doesn't just ask for a size or look at another tensor."""
+    """Whether the node computes a new tensor, and not just a size or a view."""
     return graph.is_tensor(node) and not memory.shares(node)
 
 
-# What is the same at every call ---------------------------------------------------------------------------------------
+# Constants ------------------------------------------------------------------------------------------------------------
 
 
 def _keep_constants(graph: GraphRewriter) -> None:
     memory, settings = graph.memory(), graph.settings()
     constant: dict[Node, None] = {}
     for node in graph.nodes:
-        # Behind the first setting a constant may be of another dtype than by itself.
+        # After the first autocast or gradient switch, a constant may have another dtype than when computed separately.
         if not settings[node] and _is_constant(graph, node, constant):
             constant[node] = None
-    # The last ones first: what they are made of is then still as it was.
+    # In reverse order, so that the sources of each constant are still unchanged.
     for node in reversed(constant):
         if node.op != "placeholder" and any(user not in constant for user in node.users):
             _keep(graph, memory, node)
@@ -176,7 +178,7 @@ def _all_before(node: Node) -> set[Node]:
     return found
 
 
-# What nobody uses -----------------------------------------------------------------------------------------------------
+# Unused results -------------------------------------------------------------------------------------------------------
 
 
 def _leave_out_unused(graph: GraphRewriter) -> None:
@@ -186,7 +188,7 @@ def _leave_out_unused(graph: GraphRewriter) -> None:
         if all(user in unused for user in node.users) and graph.is_pure(node):
             unused[node] = None
     work = [node for node in unused if _computes(graph, memory, node)]
-    # Sizes and views that nobody uses cost next to nothing: they go where the graph is another one anyway.
+    # Unused sizes and views cost next to nothing. They are removed only if the graph changes anyway.
     if not unused or not (work or graph.changes):
         return
     count = f"{len(work)} operations" if len(work) > 1 else graph.name_of(work[0]) if work else "sizes and views"
@@ -194,17 +196,17 @@ def _leave_out_unused(graph: GraphRewriter) -> None:
         graph.drop(list(reversed(unused)))
 
 
-# What gives again what it is given ------------------------------------------------------------------------------------
+# Which operations are no-ops ------------------------------------------------------------------------------------------
 
 _CASTS = frozenset({"bfloat16", "bool", "contiguous", "cpu", "cuda", "double", "float", "half", "int", "long", "to"})
 _SETTLING = frozenset({"abs", "ceil", "floor", "relu", "relu6", "round", "sign", "trunc"})
 _NEUTRAL = {"mul": 1, "div": 1, "truediv": 1, "sub": 0, "pow": 1}
-# What an operation gives that does nothing: what it was given itself, a view of that, or a copy.
+# What a no-op returns: its input itself, a view of it, or a copy.
 _ITSELF, _VIEW, _COPY = "itself", "view", "copy"
 
 
 def _gives_again(graph: GraphRewriter, node: Node) -> tuple[Node, str] | None:
-    """The node whose value this one gives, and as what it gives that; None for what gives another value."""
+    """The node whose value this one returns, and how (`_ITSELF`, `_VIEW`, `_COPY`); None if it computes a new value."""
     if not node.args or not graph.is_tensor(node.args[0]) or "out" in node.kwargs:
         return None
     source: Any = node.args[0]
@@ -222,7 +224,7 @@ def _gives_again(graph: GraphRewriter, node: Node) -> tuple[Node, str] | None:
 
 
 def _takes_back(graph: GraphRewriter, node: Node, source: Node, name: str) -> tuple[Node, str] | None:
-    """Where two alike do no more than one, or the second takes back what the first did."""
+    """As `_gives_again`, for a call that repeats the call before it without effect, or undoes it."""
     if graph.name_of(source) != name and (graph.name_of(source), name) != ("unsqueeze", "squeeze"):
         return None
     if not source.args or not graph.is_tensor(source.args[0]) or source.kwargs or node.kwargs:
@@ -256,7 +258,7 @@ def _is_number(value: Any, wanted: int) -> bool:
 
 
 def _key_of(value: Any, firsts: Mapping[Node, Node]) -> Any:
-    """What tells arguments apart: 1, 1.0 and True, and -0.0 and 0.0, are three and two."""
+    """A key that tells arguments apart: 1, 1.0 and True have different keys, and so have -0.0 and 0.0."""
     if isinstance(value, Node):
         return "node", id(firsts.get(value, value))
     if isinstance(value, list | tuple):

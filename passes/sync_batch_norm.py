@@ -1,4 +1,4 @@
-"""BatchNorm over the batches of all processes: its layers become torch.nn.SyncBatchNorm."""
+"""Convert BatchNorm layers to torch.nn.SyncBatchNorm, to train with several processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from passes.module_interface import (
 from passes.torch_private import AnyBatchNorm, AnyInstanceNorm
 
 _LAYERS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-# What a subclass may define of its own and lose: nobody asks the layer for it once it is made.
+# Names that a subclass may define and lose in the conversion: they don't matter once the layer exists.
 _OF_THE_MAKING = frozenset({
     "__init__", "__module__", "__doc__", "__qualname__", "__annotations__", "__annotate__", "__annotate_func__",
     "__annotations_cache__", "__static_attributes__", "__firstlineno__", "__parameters__", "__orig_bases__",
@@ -35,25 +35,25 @@ _OF_THE_MAKING = frozenset({
 
 @dataclass(frozen=True)
 class SyncBatchNorm(ModulePass):
-    """Take the statistics of BatchNorm layers over the batches of all processes: make each a torch.nn.SyncBatchNorm.
+    """Convert BatchNorm layers to torch.nn.SyncBatchNorm, whose statistics cover the batches of all processes.
 
-    Of processes k = 1 … K that train together, of which each has n_k values x_k of a channel, all normalise by
+    K processes train together, and process k = 1 … K has n_k values x_k of a channel. All of them normalize by
 
         mean = sum_k sum(x_k) / sum_k n_k        var = sum_k sum((x_k - mean)²) / sum_k n_k
 
-    as one process would that has the whole batch. Without a process group, on one process, and in eval a SyncBatchNorm
-    computes what the BatchNorm did: that is what is compared. The layer stays the object that it is and is given another
-    class: parameters and buffers, names, hooks, training flag and settings are those of before, and an optimizer that
-    was made earlier goes on working. Convert before DistributedDataParallel is put around the model.
+    as one process with the whole batch would. Without a process group, on one process, and in eval, a SyncBatchNorm
+    computes what the BatchNorm did, and this is what the comparison checks. Each layer stays the same object, and only
+    its class changes. It keeps its parameters, buffers, names, hooks, training flag and settings. An optimizer that was
+    created earlier keeps working. Convert before you wrap the model in DistributedDataParallel.
 
-    The group is the whole world of `torch.distributed`; for another one set `process_group` of the layers, as
-    `convert_sync_batchnorm` does. torch synchronises on GPUs: with a process group, a training step on a CPU raises.
+    The statistics cover all processes of `torch.distributed`. For another group, set `process_group` of the layers, as
+    `convert_sync_batchnorm` does. torch synchronizes on GPUs: with a process group, a training step on a CPU raises.
 
-    Does not handle: subclasses that compute something else or have methods of their own, parametrized layers and
-    TorchScript, calls of `F.batch_norm`, layers that count no batches, InstanceNorm, which has no statistics of a batch;
-    code that asks for a layer by its class, which isn't nn.BatchNorm2d any more, and input of other dims than the
-    BatchNorm took, which isn't refused any more; a process group that is made behind the first call of compiled code, for
-    which torch.compile has it that there is none. A model without any BatchNorm raises.
+    Does not handle: subclasses with a forward or methods of their own, parametrized layers, lazy layers that never ran,
+    TorchScript, calls of `F.batch_norm`, layers without `num_batches_tracked`, InstanceNorm, which has no batch
+    statistics; code that checks the class of a layer, which isn't nn.BatchNorm2d any more; inputs with other numbers of
+    dims, which the BatchNorm refused and the SyncBatchNorm accepts; a process group that is created after the first
+    call of compiled code, for which torch.compile assumes that there is none. A model without any BatchNorm raises.
     """
 
     name: ClassVar[str] = "sync-batch-norm"
@@ -95,16 +95,16 @@ def _is_scripted(module: nn.Module) -> bool:
 
 
 def _calls_of_functions(model: ModuleRewriter, context: Context) -> Sequence[str]:
-    """Where a run normalises by the statistics of the batch and keeps running ones, without a layer."""
+    """The places where a run calls `batch_norm` with running statistics outside of a BatchNorm layer."""
     recorded = model.runs(context)
     found: dict[str, None] = {}
     for run in () if recorded is None else recorded.runs:
         for node in run.recording.nodes():
             given = batch_norm_arguments(node)
-            # Without running statistics it may as well be a weight that is standardised.
+            # Without running statistics, it may also be a weight standardization.
             if given is None or tensor_of(given.get("running_mean")) is None:
                 continue
-            # A layer with such a forward of its own is named itself.
+            # A BatchNorm layer with its own forward is reported as a layer.
             module = call_of(node).module
             if not isinstance(module, AnyBatchNorm):
                 found[f"{model.tree.path(module) or 'the root'} (batch_norm)"] = None
@@ -112,7 +112,7 @@ def _calls_of_functions(model: ModuleRewriter, context: Context) -> Sequence[str
 
 
 def _why_not(module: nn.Module) -> str | None:
-    """The reason why a layer stays what it is."""
+    """The reason why a layer isn't converted; None if it can be."""
     if _is_scripted(module):
         return "it is TorchScript, which can't be changed"
     assert isinstance(module, AnyBatchNorm)
@@ -136,7 +136,7 @@ def _why_not(module: nn.Module) -> str | None:
 
 
 def _own_names(module: nn.Module) -> list[str]:
-    """What the classes of the layer define that torch's own don't, and that somebody may ask the layer for."""
+    """The names that the layer's classes define in addition to torch's own, and that other code may use."""
     stock = next(cls for cls in _LAYERS if isinstance(module, cls))
     added = [vars(cls) for cls in type(module).__mro__ if cls not in stock.__mro__]
     return [name for names in added for name in names if name not in _OF_THE_MAKING]

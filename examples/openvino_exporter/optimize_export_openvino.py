@@ -1,6 +1,6 @@
-"""OpenVINO: `model.xml` with its weights in `model.bin`, run by OpenVINO on the CPU.
+"""Export to OpenVINO: `model.xml` with its weights in `model.bin`, which OpenVINO runs on the CPU.
 
-The file is converted from the torch.export capture that all formats of an export share, so it has the same open dims.
+The file is converted from the torch.export capture that all formats of an export share, so its dynamic dims are theirs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from exporters import (
     silent,
 )
 
-# Where this package is installed, the import of OpenVINO is reported to a server, by a forked process.
+# If this package is installed, importing OpenVINO starts a process that reports the import to a server.
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
 try:
     import openvino
@@ -46,7 +46,7 @@ _METADATA = "optimize_export"
 
 
 class OpenVinoExporter(Exporter):
-    """The exporter to `model.xml` and `model.bin`."""
+    """Write `model.xml` and `model.bin`."""
 
     name: ClassVar[str] = "openvino"
     file_name: ClassVar[str] = "model.xml"
@@ -89,7 +89,7 @@ class OpenVinoExporter(Exporter):
 
 
 def _converted(program: torch.export.ExportedProgram, evidence: Evidence) -> openvino.Model:
-    """The program as a model of OpenVINO, with our names and with the dims that are open, and no others."""
+    """Convert the program to an OpenVINO model with our names, in which only the open dims are dynamic."""
     model = openvino.convert_model(program)
     model.reshape(
         {
@@ -109,7 +109,7 @@ class _LoadedModel:
     placement: dict[str, int] | None = None
 
     def __init__(self, path: Path) -> None:
-        # On processors with bfloat16, OpenVINO would otherwise compute in it.
+        # Otherwise OpenVINO computes in bfloat16 on processors that support it.
         self._model = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
         self.settings = {"openvino_precision": self._model.get_property("INFERENCE_PRECISION_HINT").get_type_name()}
 
