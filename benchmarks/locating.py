@@ -294,7 +294,7 @@ def in_onnx(kind: str, plant: Plant, subject: Subject, seed: int) -> Trial:
 
 
 def in_pass(kind: str, subject: Subject, seed: int) -> Trial:
-    """Run a wrong pass between those of the preset. It must be rolled back, and no other pass."""
+    """Run a wrong pass between those of the preset. Only it must be rolled back, with the right place named."""
     draw = random.Random(f"{kind} {seed}")
     names = [path for path, module in subject.model.named_modules() if module._parameters.get("weight") is not None]
     while True:

@@ -334,7 +334,7 @@ MAP_SUBJECTS: dict[str, Callable[[float], Subject]] = {
     )
 }  # fmt: skip
 
-# The models of benchmarks/each_pass.py.
+# The models of benchmarks/each_pass.py and benchmarks/cold_start.py.
 PASS_SUBJECTS: dict[str, Callable[[float], Subject]] = {
     make.__name__: make for make in (resnet50, mobilenet_v2, convnext_tiny, vit_small, bert_small, gpt2)
 }

@@ -60,12 +60,13 @@ from passes.base import Context
 from passes.program.model_tree import ModelTree
 from passes.registry import make_passes
 
-# Goal: the time per operation at the largest size, divided by that at the smallest.
+# Goal: at most this ratio of the time per operation at the largest size to that at the smallest.
 LINEAR = 1.5
-# Goal: the cost of a folded pair per call, above that of a pair folded by hand, in seconds.
+# Goal: at most this cost of a folded pair per call, in seconds, above that of a pair folded by hand.
 COST_OF_A_PAIR = 2e-6
-# Goal: the live peak of `optimize`, minus that of one forward of the model, divided by the bytes of the result's new
-# tensors. The excess is a copy of one weight that differs by one ulp, some of its rows in float64, and the recordings.
+# Goal: at most this ratio of the live peak of `optimize`, minus that of one forward of the model, to the bytes of the
+# result's new tensors. The excess is a copy of one weight that differs by one ulp, some of its rows in float64, and the
+# recordings.
 HELD_ONCE = 1.05
 
 # By default, glibc keeps freed blocks of up to 32 MiB for later requests, which they may not fit. With this fixed

@@ -256,7 +256,7 @@ def _keep(unit: Unit, format: str, bundle: Any) -> None:
     unit.runs.append({**run, "verdict": "failed", "reason": problems[0]} if problems else run)
 
 
-# ---------------------------------------------------------------------------------------------------------------- faults
+# -------------------------------------------------------------------------------------------------------------- faults
 
 
 @dataclass(frozen=True)
@@ -361,7 +361,7 @@ def _flattened(fault: Fault, call: Call) -> Fault:
     return Fault(fault.place, _flat(fault.candidate, call), fault.seen)
 
 
-# --------------------------------------------------------------------------------------------------------------- results
+# ------------------------------------------------------------------------------------------------------------- results
 
 
 class Results:

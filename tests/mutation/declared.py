@@ -1,3 +1,6 @@
-"""The guards that no test can miss, each with the reason: `<file>: <function>: <sentence or code>`, as `Guard.name`."""
+"""The guards whose removal no test can detect, each with the reason.
+
+The keys are `<file>: <function>: <sentence or code>`, as in `Guard.name`.
+"""
 
 DECLARED: dict[str, str] = {}

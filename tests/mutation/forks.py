@@ -1,7 +1,7 @@
-"""Runs of pytest, each in a fork of one process that has imported torch: that takes longer than most tests.
+"""Run pytest in forks of one process that has imported torch, because that import takes longer than most tests.
 
-The process imports nothing of the project, so each fork reads the files as they are then, and what one run leaves behind
-is gone with it.
+The process imports nothing of the project. So each fork reads the files as they are at that time, and whatever a run
+leaves behind is gone with its fork.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-# What takes long to import, of what the tests import sooner or later. None may start a thread: a fork has but one.
+# The slow imports among those of the tests. None may start a thread, because a fork has only one.
 _IMPORTED = ("pytest", "torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.onnx", "onnx", "onnxscript")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run of pytest that is over; `code` is None where it was stuck and was ended."""
+    """A finished run of pytest; `code` is None if it hung and was killed."""
 
     code: int | None
     output: str
@@ -36,8 +36,8 @@ class Forks:
     """Runs pytest in one folder, one run at a time.
 
     Args:
-        folder: where the tests are run, and where their output is kept meanwhile.
-        environment: what the environment holds there.
+        folder: where the tests run, and where their output is kept meanwhile.
+        environment: the environment variables of the runs.
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
@@ -55,14 +55,14 @@ class Forks:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        # At the end of its input the process ends.
+        # The process ends at the end of its input.
         self._process.communicate()
 
     def run(self, *arguments: str, limit: int = 0) -> Run:
-        """Run pytest with these arguments; after so many seconds, where that isn't 0, it is stuck and is ended.
+        """Run pytest with these arguments. It counts as hung after `limit` seconds, and is killed; 0 is no limit.
 
         Raises:
-            RuntimeError: the process that forks is gone.
+            RuntimeError: the process that forks has ended.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -80,7 +80,7 @@ class Forks:
 
 
 def _serve() -> None:
-    """For each line of stdin, which says what to run, fork and write a line with the exit code to stdout."""
+    """Fork for each request, a line of stdin, and write a line with the exit code to stdout."""
     for name in _IMPORTED:
         importlib.import_module(name)
     assert threading.active_count() == len(os.listdir("/proc/self/task")) == 1, "one of the imports starts a thread"
@@ -96,16 +96,16 @@ def _serve() -> None:
 
 
 def _pytest(output: str, arguments: list[str]) -> NoReturn:
-    """Become a run of pytest."""
+    """Turn this process into a run of pytest."""
     code = 70
     try:
-        # What it starts is ended with it.
+        # Start a process group, so that the processes that it starts are killed with it.
         os.setsid()
         with open(os.devnull, "rb") as nothing, open(output, "wb") as file:
             os.dup2(nothing.fileno(), 0)
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        # As `python -m pytest` has it.
+        # As in `python -m pytest`.
         sys.path[0] = os.getcwd()
         sys.argv = ["pytest", *arguments]
         code = int(importlib.import_module("pytest").main(arguments))

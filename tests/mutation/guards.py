@@ -1,16 +1,20 @@
-"""Where the judge of a fold says no: found in its syntax trees, each with the edit that takes the guard away.
+"""Find the guards of the judge of a fold in its syntax trees, each with the edit that removes it.
 
-What counts as a guard follows from what a function promises:
+A guard is a place where the judge refuses. What counts as one follows from what the function promises to return:
 
-- `_why_not…` gives a sentence or None: each sentence that it returns is a guard, and so is each part of a chain of `or`.
-- a predicate gives a bool, and `LETS_PASS` says which of the two answers lets the judge go on: each way to the other one
-  is a guard, and so is each name in a tuple that it goes through.
-- a matcher gives something or None: each `return None` is a guard, and so is each condition of a permission.
-- each `raise`, each operator that is `_refuse`, each call of `_check…` or `_refuse…`, and what only the rewriter has: the
-  writes that a change which is left alone drops, the mark of one that is half done, and the hook of a checkpoint.
+- `_why_not…` returns a sentence or None: each sentence that it returns is a guard, and so is each part of an `or`
+  chain.
+- A predicate returns a bool, and `LETS_PASS` says which answer lets the judge go on: each way to the other answer is a
+  guard, and so is each name in a tuple that it uses.
+- A matcher returns an object or None: each `return None` except the last statement is a guard, and so is each condition
+  of a permission.
+- In all functions: each `raise`, each call of `_check_…` or `_refuse_…`, each error that is added while a state dict is
+  loaded, the hook of a checkpoint, the mark of a half-done change, and each argument of `are_finite`.
+- In all classes: each operator that is `_refuse`, and each method whose writes are dropped for a change that is left
+  alone.
 
-Where the condition of a refusal is a chain of `or`, each part is a guard of its own, and so is each part of a chain of
-`and` that permits something.
+If the condition of a refusal is an `or` chain, each of its parts is a guard. The same holds for each part of an `and`
+chain that permits something.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# What the judge of a fold is made of.
+# The files of the judge of a fold.
 FILES = (
     "passes/fold_conv_bn.py",
     "passes/fold_conv_bias.py",
@@ -39,7 +43,7 @@ FILES = (
     "passes/program/tensors.py",
     "passes/program/weights.py",
 )
-# The answer of each predicate by which the judge goes on.
+# The answer of each predicate that lets the judge go on.
 LETS_PASS = {
     "has_hooks": False, "has_global_hooks": False, "is_parametrized": False, "are_finite": True, "_is_finite": True,
     "_pads": False, "reads_zeros": False, "is_stock": True, "_scales_channels": True, "_leads_to": True, "_writes": False,
@@ -47,7 +51,7 @@ LETS_PASS = {
     "is_gone": True, "_are_tensors": True, "is_named_by": True, "_asks": True,
     "_may_write": True, "is_given_back": False, "is_own": True, "_is_of": True, "holds_own": True, "_adds_bias": True,
 }  # fmt: skip
-# What stands in these files and judges no fold.
+# Functions in these files that judge no fold.
 OTHER_WORK = {
     "is_carried": "tells a layer's part in a pair, for reports",
     "is_captured": "tells whether torch traces, for the kind of seal",
@@ -56,13 +60,13 @@ OTHER_WORK = {
     "needs_unsealed": "tells whether a layer computes with unsealed tensors, not whether it may compute",
     "_is_frozen": "asks whether a gradient is lost, of which a warning tells",
 }
-# Given instead of a name in a tuple: nothing is called so.
+# Replaces a name in a tuple: nothing has this name.
 _NOTHING = r'"\0"'
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Bytes from `start` to `end` of a file, and what stands there instead."""
+    """Bytes from `start` to `end` of a file, and the text that replaces them."""
 
     start: int
     end: int
@@ -71,15 +75,15 @@ class Edit:
 
 @dataclass(frozen=True)
 class Guard:
-    """One way in which the judge says no.
+    """One way in which the judge refuses.
 
     Attributes:
         file: its path in the repository.
-        line: where it starts.
+        line: the line on which it starts.
         function: the innermost function or class around it.
         text: its sentence, or its code.
-        edits: what makes the judge go on as if it weren't there.
-        probes: what notes that it says no, with `{}` for its number: insertions, each at one place.
+        edits: make the judge go on as if the guard weren't there.
+        probes: insertions that note a refusal of the guard, each at one place, with `{}` for its number.
     """
 
     file: str
@@ -91,15 +95,15 @@ class Guard:
 
     @property
     def name(self) -> str:
-        """What it is called where it is declared: this stays the same when lines move."""
+        """The name of the guard in declared.py, which stays the same when lines move."""
         return f"{self.file}: {self.function}: {self.text}"
 
 
 def guards_in(root: Path, file: str) -> list[Guard]:
-    """The guards of one file in the order of its lines.
+    """The guards of one file, in the order of its lines. Guards with the same name get numbers.
 
     Raises:
-        ValueError: a predicate isn't in `LETS_PASS`, or two guards can't be told apart.
+        ValueError: a predicate isn't in `LETS_PASS`.
     """
     found = list(_Reader(file, (root / file).read_bytes()).guards())
     names = [guard.name for guard in found]
@@ -114,7 +118,7 @@ def _numbered(guard: Guard, before: Sequence[Guard]) -> Guard:
 
 
 def noting(source: bytes, notes: Mapping[int, Guard]) -> bytes:
-    """The source with a note wherever one of these guards says no, by its number; else it does what it did."""
+    """The source with a note, by its number, wherever one of these guards refuses; otherwise it behaves as before."""
     body = ast.parse(source).body
     documented = isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
     first = next(
@@ -130,7 +134,7 @@ def noting(source: bytes, notes: Mapping[int, Guard]) -> bytes:
 
 
 def edited(source: bytes, edits: Sequence[Edit]) -> bytes:
-    """The source with all edits; those at one place stand there in the order given."""
+    """The source with all edits; edits at the same place are inserted in the given order."""
     for _, edit in sorted(enumerate(edits), key=lambda pair: (pair[1].start, pair[0]), reverse=True):
         source = source[: edit.start] + edit.text.encode() + source[edit.end :]
     return source
@@ -143,7 +147,7 @@ class _Reader:
         self.file = file
         self.source = source
         self.tree = ast.parse(source)
-        # Where each line starts; the syntax tree counts the bytes of a line.
+        # The offset of each line. The syntax tree counts columns in bytes.
         self.lines = [0]
         for line in source.splitlines(keepends=True):
             self.lines.append(self.lines[-1] + len(line))
@@ -235,7 +239,7 @@ class _Reader:
                     yield self._guard(function, argument, [edit], self._where(statement.test, False))
 
     def _of_class(self, cls: ast.ClassDef) -> Iterator[Guard]:
-        """The operators that refuse, and the methods whose writes a change that is left alone drops."""
+        """The operators that refuse, and the methods whose writes are dropped for a change that is left alone."""
         methods = {node.name: node for node in cls.body if isinstance(node, ast.FunctionDef)}
         for statement in cls.body:
             if isinstance(statement, ast.AnnAssign | ast.Assign) and _is_named(statement.value, "_refuse"):
@@ -255,7 +259,7 @@ class _Reader:
                         yield self._guard(method, decorator, [edit], self._where(value, True))
 
     def _refused(self, function: ast.FunctionDef, statement: ast.stmt, condition: ast.If | None) -> Iterator[Guard]:
-        """The guard of a statement that refuses; of each part of its condition where that is a chain of `or`."""
+        """The guard of a statement that refuses; one for each part of its condition if that is an `or` chain."""
         parts = [] if condition is None else _parts(condition.test, ast.Or)
         if len(parts) < 2:
             text = _sentence(statement) or self._said(statement, condition)
@@ -266,7 +270,7 @@ class _Reader:
             yield self._guard(function, part, [self._swap(part, "False")], self._where(part, True))
 
     def _permitted(self, function: ast.FunctionDef, condition: ast.If | None) -> Iterator[Guard]:
-        """The guards of a permission: each part of its condition where that is a chain of `and`."""
+        """The guards of a permission: one for each part of its condition if that is an `and` chain."""
         parts = [] if condition is None else _parts(condition.test, ast.And)
         if condition is not None and len(parts) > 1:
             for part in parts:
@@ -286,7 +290,7 @@ class _Reader:
 
     def _swap(self, node: ast.AST, text: str) -> Edit:
         if any(isinstance(each, ast.NamedExpr) for each in ast.walk(node)) and text in ("True", "False"):
-            # What it binds is needed behind it.
+            # Keep the assignment expression, because later code uses the name that it binds.
             code = self.source[self._start(node) : self._end(node)].decode()
             text = f"(({code}) {'or' if text == 'True' else 'and'} {text})"
         return Edit(self._start(node), self._end(node), text)
@@ -296,7 +300,7 @@ class _Reader:
         return Edit(start, start, "reached.note({}); ")
 
     def _where(self, value: ast.expr, answer: bool) -> list[Edit]:
-        """Notes where the value is true, or where it is not; it stays what it is."""
+        """Insert notes where the value is true, or where it is false; the value itself doesn't change."""
         start, end = self._start(value), self._end(value)
         return [Edit(start, start, f"reached.note_where({{}}, {answer}, ("), Edit(end, end, "))")]
 
@@ -312,7 +316,7 @@ def _functions(tree: ast.AST) -> list[ast.FunctionDef]:
 
 
 def _statements(function: ast.FunctionDef) -> Iterator[tuple[ast.stmt, ast.If | None]]:
-    """The statements of a function, not those of functions in it, each with the `if` that it stands directly under."""
+    """The statements of a function, without those of inner functions, each with the `if` directly around it."""
     waiting: list[tuple[ast.stmt, ast.If | None]] = [(statement, None) for statement in function.body]
     while waiting:
         statement, condition = waiting.pop(0)
@@ -353,7 +357,7 @@ def _holds_names(node: ast.Tuple) -> bool:
 
 
 def _sentence(statement: ast.stmt) -> str | None:
-    """The code of the sentence that a statement returns, if it does."""
+    """The code of the sentence that a statement returns; None if it returns no sentence."""
     value = statement.value if isinstance(statement, ast.Return) else None
     says = value is not None and any(isinstance(getattr(each, "value", None), str) for each in ast.walk(value))
     return " ".join(ast.unparse(value).split()) if value is not None and says else None

@@ -1,13 +1,14 @@
-"""Breaks each guard of the judge of a fold, one at a time, and shows the test that turns red.
+"""Remove each guard of the judge of a fold, one at a time, and show the test that fails without it.
 
     python tests/mutation/mutants.py --only passes/program/judging.py --reached /tmp/reached.json
 
-All is done in copies of the project in a temporary folder. First the tests run once with a note at every guard, which
-tells whom each test makes say no: only those tests can see that the guard is gone. Then each guard is taken away in
-turn, and its tests run, the quickest first, until one fails. Each run is a fork of a process that has imported torch.
+All work is done in copies of the project in a temporary folder. First the tests run once with a note at every guard.
+This tells which guards refuse in which test: only these tests can detect that a guard is missing. Then each guard is
+removed in turn, and its tests run, the fastest first, until one fails. Each run is a fork of a process that has
+imported torch.
 
-The exit code is 1 where a guard survives that `declared.py` doesn't name, or where that names one which is killed or
-isn't there any more.
+The exit code is 1 if a guard survives that `declared.py` doesn't name, or if `declared.py` names one that is killed or
+doesn't exist any more.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from rich.console import Console
 from rich.markup import escape
 
 ROOT = Path(__file__).parents[2]
-# What the tests of the judge need of the project.
+# The parts of the project that the tests of the judge need.
 _COPIED = ("passes", "optimizer", "exporters", "benchmarks", "tests", "pyproject.toml")
-# The tests that are near to the judge.
+# The tests that are closest to the judge.
 _TESTS = (
     "tests/passes/program/test_backend.py",
     "tests/passes/program/test_moves.py",
@@ -65,26 +66,26 @@ _TESTS = (
     "tests/optimizer/test_seals.py",
 )
 _PYTEST = ("-q", "-p", "no:cacheprovider", "--timeout", "120")
-# How lines on tests that failed begin.
+# The prefixes of lines about failed tests.
 _FAILED = ("FAILED ", "ERROR ")
-# A run whose tests took so long in all, in seconds, is stuck.
+# A run that takes longer than this, in seconds, counts as hung.
 _LIMIT = 600
-# The exit code of pytest that says that all tests were run, and some failed.
+# The exit code of pytest if all tests were run, and some failed.
 _TESTS_FAILED = 1
-# The exit codes of pytest that say that it was given no tests, or that it couldn't begin.
+# The exit codes if pytest got no tests, or couldn't start.
 _NOT_RUN = (4, 5, 70)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a project without one guard.
+    """The result of the tests on a project without one guard.
 
     Attributes:
-        guard: the one that was taken away.
-        status: "killed" by a test; "timed out"; "survived" all of its tests; "unreached", where no test makes it say no.
-        test: the first test that failed; empty without.
-        declared: why it may survive; empty where nothing is declared.
-        tests: how many tests make it say no.
+        guard: the removed guard.
+        status: "killed" by a test, "timed out", "survived" all of its tests, or "unreached" if it refuses in no test.
+        test: the first test that failed; empty if none did.
+        declared: why the guard may survive; empty if it isn't declared.
+        tests: the number of tests in which the guard refuses.
         seconds: how long they ran.
     """
 
@@ -97,12 +98,12 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """Whether a guard that isn't declared was killed, or one that is wasn't."""
+        """Whether a guard that isn't declared was killed, or a declared one wasn't."""
         return (self.status in ("killed", "timed out")) != bool(self.declared)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program; the exit code."""
+    """Run the program and return its exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--only", metavar="FILE", action="append", help=f"of {', '.join(FILES)}; may be repeated")
     parser.add_argument(
@@ -140,14 +141,14 @@ def judged(
     """The verdict on each guard.
 
     Args:
-        guards: those to be taken away, one at a time.
+        guards: the guards to remove, one at a time.
         tests: files of tests, or tests, as pytest takes them.
-        jobs: how many run at a time.
-        kept: a file for which test makes which guard say no: with it there, the tests aren't asked again.
-        progress: called with a line on each verdict.
+        jobs: the number of runs at a time.
+        kept: a file with the tests in which each guard refuses. If it exists, the tests don't run with notes again.
+        progress: called with a line about each verdict.
 
     Raises:
-        RuntimeError: no test can be run.
+        RuntimeError: the tests can't be run.
     """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mutants-"))
@@ -181,7 +182,7 @@ def judged(
 
 
 def _forks_in(tree: Path) -> Forks:
-    # The bytecode of a file that is written twice within a second, as long as before, would be taken for right.
+    # Write no bytecode: Python would take it for current after a second edit within a second that keeps the size.
     own = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
     paths = f"{tree}{os.pathsep}{tree / 'tests' / 'mutation'}"
     return Forks(tree, {**os.environ, **own, "PYTHONPATH": paths, "REACHED": str(tree / "notes")})
@@ -197,7 +198,7 @@ def _copy_to(tree: Path) -> Path:
 
 
 def _reaching(forks: Forks, guards: Sequence[Guard], tests: Sequence[str], jobs: int) -> dict[str, list[str]]:
-    """By the name of each guard the tests that make it say no, the quickest first."""
+    """The tests in which each guard refuses, the fastest first, by the name of the guard."""
     tree = forks.folder
     numbered: dict[str, dict[int, Guard]] = defaultdict(dict)
     for number, guard in enumerate(guards):
@@ -227,7 +228,10 @@ def _reaching(forks: Forks, guards: Sequence[Guard], tests: Sequence[str], jobs:
 
 
 def _red(forks: Forks, tests: Sequence[str]) -> set[str]:
-    """Those that fail with all guards in place; what only the notes disturb, as it compiles the code, is as good as any."""
+    """The tests that fail with all guards in place.
+
+    A test that fails only because of the notes, as it compiles the noted code, is as good as any other.
+    """
     run = forks.run(*_PYTEST, "--no-header", "--tb", "no", *tests)
     red = {test for test, _ in _failed_in(run)}
     if run.code != 0 and not red:
@@ -238,7 +242,7 @@ def _red(forks: Forks, tests: Sequence[str]) -> set[str]:
 
 
 def _without(forks: Forks, guard: Guard, tests: Sequence[str]) -> Verdict:
-    """What the tests say of the tree without the guard."""
+    """Run the guard's tests in a tree without the guard."""
     declared = DECLARED.get(guard.name, "")
     if not tests:
         return Verdict(guard, "unreached", "", declared, 0, 0.0)
@@ -254,7 +258,7 @@ def _without(forks: Forks, guard: Guard, tests: Sequence[str]) -> Verdict:
 
 
 def _status(run: Run) -> tuple[str, str]:
-    """Status, and the first test that failed."""
+    """The status, and the first test that failed."""
     if run.code is None:
         return "timed out", ""
     if run.code == 0:
@@ -265,12 +269,12 @@ def _status(run: Run) -> tuple[str, str]:
         return ("timed out" if "Timeout" in why else "killed"), test
     if run.code in _NOT_RUN:
         raise RuntimeError(f"the tests can't be run:\n{run.output[-2000:]}")
-    # Dead: what it says last tells how.
+    # The process died. Its last line of output says how.
     return "killed", (run.output.strip().splitlines() or [f"exit code {run.code}"])[-1]
 
 
 def _failed_in(run: Run) -> list[tuple[str, str]]:
-    """Each test that failed, or file that couldn't be read, and why."""
+    """Each test that failed, or file that couldn't be imported, and why."""
     lines = [line.split(" ", 1)[1] for line in run.output.splitlines() if line.startswith(_FAILED)]
     return [(test, why) for test, _, why in (line.partition(" - ") for line in lines)]
 
@@ -293,7 +297,7 @@ def _show(verdicts: Sequence[Verdict]) -> None:
         table.add_row(*(escape(cell) for cell in cells))
     table.caption = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
     console = Console()
-    # Into a file or a pipe goes the whole width: nobody can widen that.
+    # A file or a pipe gets a large width, because nobody can widen it later.
     Console(width=None if console.is_terminal else 240).print(table)
 
 

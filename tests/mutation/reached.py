@@ -1,4 +1,4 @@
-"""A plugin of pytest: which test takes which refusal, of those that call `note`, and how long each test takes."""
+"""A pytest plugin: record which guards refuse in which test, by their calls of `note`, and how long each test takes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import pytest
 
 _T = TypeVar("_T")
 _NOTED: set[int] = set()
-# What a fixture that lives longer than a test took when it was made counts for all tests that use it.
+# The guards that refused during the setup of a fixture with a wider scope count for all tests that use the fixture.
 _BY_FIXTURE: dict[str, set[int]] = defaultdict(set)
 _TESTS: dict[str, dict[str, Any]] = {}
 
 
 def note(number: int) -> None:
-    """Called where a guard says no."""
+    """Record that a guard refuses."""
     _NOTED.add(number)
 
 
 def note_where(number: int, answer: bool, value: _T) -> _T:
-    """Called with what a guard says no by: it does where the value is as true as `answer`."""
+    """Return the value by which a guard decides, and record a refusal if its truth value is `answer`."""
     if bool(value) is answer:
         note(number)
     return value

@@ -1,4 +1,4 @@
-"""The program that breaks guards: it finds them all, breaks one alone, and tells which test notices."""
+"""The program that breaks guards: it finds all of them, breaks one at a time, and names the test that fails then."""
 
 import ast
 import importlib
@@ -61,7 +61,7 @@ def guards(mutants):
 
 
 def without(guards, tmp_path, text):
-    """The judge without the guard of this text."""
+    """The judge without the guard that has this text."""
     (tmp_path / "judge.py").write_text(JUDGE)
     (guard,) = [guard for guard in guards.guards_in(tmp_path, "judge.py") if guard.text == text]
     return guards.edited(JUDGE.encode(), guard.edits).decode()
@@ -134,7 +134,7 @@ def test_notes_are_taken_where_a_guard_says_no_and_change_nothing(guards, tmp_pa
 
     assert asked("has_hooks", Thing) == (False, [])
     Thing.behind = (1,)
-    # Of names in a tuple it isn't seen which of them it was.
+    # A note for a tuple of names doesn't tell which name it was.
     every = ["'before'", "'behind'", "any((getattr(module, name) for name in names))"]
     answer, texts = asked("has_hooks", Thing)
     assert (answer, sorted(texts)) == (True, every)
@@ -175,7 +175,7 @@ def run(*options):
 
 
 def test_of_each_guard_it_names_the_test_that_fails_without_it(tmp_path):
-    """The one test given asks for a dim that there isn't: what becomes of two dims it doesn't show."""
+    """The given test asks for a dim that doesn't exist. It never reaches the guard for two dims."""
     test = "tests/passes/program/test_moves.py::test_what_isnt_known_is_no_move[unsqueezed where no dim is]"
     before = (ROOT / "passes/program/moves.py").read_bytes()
     done = run("--matching", "moves.py: _unsqueezed", "--tests", test, "--json", str(tmp_path / "verdicts.json"))

@@ -1,4 +1,4 @@
-"""How large the tensors are that a piece of code makes."""
+"""Record the size of the tensors that a piece of code makes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LargestResult(TorchDispatchMode):
-    """The number of elements of the largest tensor of each dtype that an operation gave, views of others left out."""
+    """The elements of the largest tensor that an operation returned, by dtype; views of arguments don't count."""
 
     def __init__(self) -> None:
         super().__init__()

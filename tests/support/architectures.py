@@ -1,6 +1,7 @@
-"""More architectures from transformers than each test run has time for: name -> () -> (model in eval mode, kwargs).
+"""More architectures from transformers than each test run has time for.
 
-The batch is 2, the sizes are tiny, weights and BatchNorm statistics are worth comparing.
+`member(name)` makes one: (model in eval mode, kwargs). The batch size is 2, and all sizes are tiny. Weights and
+BatchNorm statistics make comparisons meaningful.
 """
 
 from collections.abc import Callable
@@ -249,8 +250,8 @@ _FAMILIES: dict[str, _Family] = {
     ),
 }
 
-# The others that hold a BatchNorm. Missing are those that need more than transformers (timm, detectron2), whose forward
-# isn't `forward` (Emu3's VQ-VAE), and those that get theirs from a backbone which is here.
+# The other architectures with a BatchNorm. Missing are those that need more than transformers (timm, detectron2), those
+# whose forward isn't `forward` (Emu3's VQ-VAE), and those whose only BatchNorms are in a backbone that is listed here.
 _NORMED: dict[str, _Family] = {
     "align": (
         "AlignVisionModel",
@@ -893,13 +894,13 @@ _NORMED: dict[str, _Family] = {
     ),
 }
 
-# What is exported too, and what is only optimized.
+# Tests also export those of ZOO to bundles; those of NORMED are only optimized, and exported by torch.export.
 ZOO = tuple(_FAMILIES)
 NORMED = tuple(_NORMED)
 
 
 def member(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The model of a family, and the keyword arguments of one call."""
+    """Make the model of a family, and the keyword arguments of one call."""
     import transformers
 
     model_class, config_class, arguments, inputs = {**_FAMILIES, **_NORMED}[name]

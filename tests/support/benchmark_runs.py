@@ -1,4 +1,4 @@
-"""The programs in benchmarks/, run as a user runs them."""
+"""Run the programs in benchmarks/ as a user runs them."""
 
 import importlib
 import subprocess
@@ -12,19 +12,19 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def run_benchmark(name, *options, timeout=240):
-    """The finished process of one program, with its output as text; `timeout` in seconds."""
+    """Run one program, and return its finished process with the output as text; `timeout` is in seconds."""
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 @contextmanager
 def imported(name):
-    """One program as a module."""
-    # The programs there import each other by their plain names, which others may bear too.
+    """Import one program as a module."""
+    # The programs import each other by their plain names, which other modules may have, too.
     before = dict(sys.modules)
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        # torch.fx's `fuse` comes with TorchScript modules of torch's own.
+        # With torch.fx's `fuse`, torch imports TorchScript modules of its own.
         with torchscript_allowed():
             module = importlib.import_module(name)
         yield module

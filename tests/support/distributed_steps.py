@@ -1,6 +1,6 @@
-"""Trains models in two processes, with a plan and without: `torchrun --nproc-per-node=2 distributed_steps.py SCENARIO…`.
+"""Train models in two processes, with and without a plan: `torchrun --nproc-per-node=2 distributed_steps.py SCENARIO…`.
 
-Each scenario prints a line of JSON for each rank.
+Each scenario prints one line of JSON for each rank.
 """
 
 import copy
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Words(nn.Module):
-    """Its weights are tied; a layer of it is never used."""
+    """A model with tied weights, and with a layer that is never used."""
 
     def __init__(self):
         super().__init__()
@@ -82,7 +82,7 @@ class Seen(logging.Handler):
 
 
 def whole(model):
-    """The parameters, gathered."""
+    """The state dict, with sharded parameters gathered."""
     state = model.state_dict()
     return {
         name: value.full_tensor() if hasattr(value, "full_tensor") else value.clone() for name, value in state.items()
@@ -108,7 +108,7 @@ _PLANNED = {}
 
 
 def planned(build, budget, passes=(), **options):
-    """A model with its plan; the same one is planned for once."""
+    """A copy of a model with its plan; each combination of model, budget and options is planned only once."""
     key = (build, budget, *options.items())
     if key not in _PLANNED:
         model, batches = made(build)
@@ -125,7 +125,7 @@ def made(build):
 
 
 class Gathers:
-    """Counts the units that gather by the name of their parameters, and how many are whole at a time."""
+    """Counts the calls of `unshard`, and the maximum number of units that are whole at the same time."""
 
     def __init__(self, model):
         self.asked = 0
@@ -176,11 +176,11 @@ def ddp(model):
 
 
 def other_plans(rank, mesh):
-    """The ranks plan for other budgets."""
+    """Plan for a different budget on each rank."""
     fast = sharded(planned(words, 0.5 if rank else "min"), mesh)
     try:
         fast(made(words)[1](torch.Generator()))
-    except Exception as error:  # noqa: BLE001 - told to the test
+    except Exception as error:  # noqa: BLE001 - the test gets the error
         return {"error": f"{type(error).__name__}: {error}"}
     return {}
 
@@ -204,7 +204,7 @@ def main():
         logging.getLogger().addHandler(seen)
         found = scenarios[name]()
         logging.getLogger().removeHandler(seen)
-        # One short write: the other rank writes to the same pipe.
+        # Use one short write, because the other rank writes to the same pipe.
         sys.stdout.write("\n" + json.dumps({"scenario": name, "rank": rank, "logged": seen.messages, **found}) + "\n")
         sys.stdout.flush()
         dist.barrier()

@@ -1,6 +1,8 @@
-"""Writes folders with `optimizer.bundle.exchange` and kills the writer before every single thing it asks of the system.
+"""Write folders with `optimizer.bundle.exchange`, and kill the writer before each of its system operations.
 
-Run as a program of its own, because it forks: `python exchange_steps.py FOLDER fresh|exchange|renames|many`.
+    python exchange_steps.py FOLDER fresh|exchange|renames|many|many-renames
+
+Run this as a separate program, because it forks.
 """
 
 import os
@@ -11,7 +13,7 @@ from pathlib import Path
 from optimizer.bundle import exchange
 
 FILES = {"a.bin": 3000, "below/b.bin": 10, "manifest": 5}
-# What the audit hooks of Python announce before it is done; the exchange itself goes through ctypes.
+# What Python's audit hooks report before it is done. The exchange itself goes through ctypes.
 STEPS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "open", "ctypes.dlsym", "os.listdir", "os.scandir"}
 
 
@@ -22,7 +24,7 @@ def write(folder: Path, text: str) -> None:
 
 
 def content(folder: Path) -> str | None:
-    """The letter that a whole folder is made of; None where there is no folder. Raises for half of one or a mix."""
+    """The letter that fills a complete folder; None if there is no folder. Raises for half a folder or a mix."""
     if not os.path.lexists(folder):
         return None
     found = {path.relative_to(folder).as_posix(): path.read_text(encoding="ascii") for path in folder.rglob("*.*")}
@@ -44,7 +46,7 @@ def publish(target: Path, letter: str) -> None:
 
 
 def killed_before_step(target: Path, step: int) -> bool:
-    """Whether a child that replaces `target` was killed before that step; False once it has fewer steps."""
+    """Replace `target` in a child, and kill the child before that step. Returns False if it has fewer steps."""
     child = os.fork()
     if child == 0:
         seen = 0
@@ -66,7 +68,7 @@ def killed_before_step(target: Path, step: int) -> bool:
 
 
 def every_step(parent: Path, before: str | None) -> tuple[int, set[str | None], int]:
-    """Kill at each step. Returns the number of steps, what stood there afterwards, how often a recovery was needed."""
+    """Kill at each step. Returns the number of steps, the contents afterwards, and the number of recoveries needed."""
     outcomes: set[str | None] = set()
     step = recoveries = 0
     going_on = True
@@ -83,7 +85,7 @@ def every_step(parent: Path, before: str | None) -> tuple[int, set[str | None], 
         publish(target, "z")
         if content(target) != "z":
             raise AssertionError("the next writer didn't succeed")
-        # A place whose marker wasn't written yet can't be told from a stranger's folder and stays.
+        # A folder whose marker wasn't written yet can't be told from a user's folder, so it stays.
         left = [path for path in target.parent.iterdir() if path != target and (path / exchange.MARKER).exists()]
         if any((path / exchange.MARKER).stat().st_size for path in left):
             raise AssertionError(f"left over: {left}")
@@ -91,7 +93,7 @@ def every_step(parent: Path, before: str | None) -> tuple[int, set[str | None], 
 
 
 def many_writers(parent: Path) -> tuple[int, int]:
-    """Eight processes replace one folder ten times each. Returns how many writes won and how many were told so."""
+    """Replace one folder in eight processes, ten times each. Returns the numbers of successful and refused writes."""
     target = parent / "target"
     publish(target, "o")
     read, written = os.pipe()

@@ -1,4 +1,4 @@
-"""Small models, each with one thing that makes exporting harder, and calls of them at several batch sizes."""
+"""Small models, each with one difficulty for the export, and calls of them at several batch sizes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ConvNet(nn.Module):
 
 
 class DictOutput(nn.Module):
-    """A constant, a None and an input among the outputs."""
+    """Has a constant, a None and an input among its outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Detections:
 
 
 class Nested(nn.Module):
-    """Tuples, a dict and a dataclass in, a dataclass out."""
+    """Takes tuples, a dict and a dataclass, and returns a dataclass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Nested(nn.Module):
 
 
 class Listed(nn.Module):
-    """A parameter and a layer in plain lists, where no `parameters()` finds them."""
+    """Holds a parameter and a layer in plain lists, where `parameters()` doesn't find them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Listed(nn.Module):
 
 
 class Rows(nn.Module):
-    """Three open dims that aren't the batch itself: doubled, flattened, and the batch last."""
+    """Three of its outputs have an open dim other than a leading batch: doubled, flattened, and the batch last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Rows(nn.Module):
 
 
 class BatchLoop(nn.Module):
-    """A Python loop over the rows: every tracer unrolls it."""
+    """A Python loop over the rows, which every tracer unrolls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class BatchLoop(nn.Module):
 
 
 class Branch(nn.Module):
-    """A branch on the data: a tracer sees one side of it."""
+    """A data-dependent branch, of which a tracer sees one side."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Branch(nn.Module):
 
 
 class Replacement:
-    """A callable in the place of a module's forward, as rewritten graphs are installed."""
+    """A callable that replaces a module's forward, as rewritten graphs do."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -192,7 +192,7 @@ EXPORTABLE = tuple(_CALLS)
 
 
 def exportable(name: str, sizes: tuple[int, ...] = (2, 1, 5)) -> tuple[nn.Module, tuple[Call, ...]]:
-    """A model in eval mode and calls of it, one per batch size."""
+    """Make a model in eval mode and its calls, one for each batch size."""
     torch.manual_seed(0)
     make, call = _CALLS[name]
     return enliven(make()).eval(), _rows(sizes, call)

@@ -1,4 +1,4 @@
-"""Models with a convolution and a BatchNorm behind it, each with something that folding has to see."""
+"""Models with a convolution and a BatchNorm after it, each with a difficulty for folding."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def image(*shape: int, seed: int = 0) -> Tensor:
 
 
 class Pair(nn.Module):
-    """A convolution and its BatchNorm, and what a subclass does with the two."""
+    """A convolution and its BatchNorm; subclasses use the two in other ways."""
 
     def __init__(self, *, bias: bool = True) -> None:
         super().__init__()
-        # Two models of one class are equal.
+        # Seed the weights, so that two models of one class are equal.
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.conv = nn.Conv2d(3, 4, 3, padding=1, bias=bias)
@@ -63,16 +63,16 @@ class Pair(nn.Module):
         enliven(self)
 
     def more(self) -> None:
-        """Further modules of a subclass."""
+        """Add or replace modules in a subclass."""
 
     def forward(self, x: Tensor) -> Any:
         return self.bn(self.conv(x)).relu()
 
 
 def let_cancel(weight: Tensor) -> None:
-    """Give it values whose products with one number in all three input channels cancel, exactly in any float dtype.
+    """Set values whose products with the same number in all three input channels cancel, exactly in any float dtype.
 
-    With a large number in all of them, what is left is small, and folded weights, which are rounded anew, leave more.
+    If that number is large, the result is small. Folded weights are rounded again, so they leave a larger result.
     """
     first, second = (torch.randint(1, 17, (len(weight), 9)).float() / 64 for _ in range(2))
     with torch.no_grad():
@@ -80,7 +80,7 @@ def let_cancel(weight: Tensor) -> None:
 
 
 class BatchNormAct(nn.BatchNorm2d):
-    """A subclass with an activation inside, whose forward calls the function: as image models have it."""
+    """A BatchNorm with an activation, whose forward calls the function, as in image models."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.batch_norm(
@@ -98,7 +98,7 @@ class WithAct(Pair):
 
 
 class SameForward(nn.Conv2d):
-    """A subclass that keeps the forward."""
+    """A subclass that inherits forward."""
 
     def describe(self) -> str:
         return "a convolution"
@@ -110,7 +110,7 @@ class KeptForward(Pair):
 
 
 class StandardisedConv(nn.Conv2d):
-    """Its weight is standardised at every call, by a batch_norm that is no BatchNorm of the model."""
+    """Standardizes its weight at every call, by a batch_norm that belongs to no BatchNorm of the model."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = F.batch_norm(self.weight.reshape(1, self.out_channels, -1), None, None, training=True)
@@ -123,7 +123,7 @@ class Standardised(Pair):
 
 
 class DirectConv(nn.Conv2d):
-    """Its own forward, by the function on its own weight: what it computes is shown by its graph."""
+    """Has its own forward, which calls the function on its own weight; the graph shows what it computes."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.conv2d(x, self.weight, bias=self.bias, stride=self.stride)
@@ -135,7 +135,7 @@ class Direct(Pair):
 
 
 class Functional(Pair):
-    """Everything by functions, on parameters and buffers of its own."""
+    """Uses only functions, on its own parameters and buffers."""
 
     def more(self) -> None:
         self.w = nn.Parameter(torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(3)))
@@ -149,7 +149,7 @@ class Functional(Pair):
 
 
 class TorchFunctions(Functional):
-    """The names in torch instead of those in torch.nn.functional, keywords in an order of their own."""
+    """Uses functions of torch, not only of torch.nn.functional, and keywords in another order."""
 
     def more(self) -> None:
         super().more()
@@ -217,7 +217,7 @@ class Nested(nn.Sequential):
 
 
 class SharedBlock(nn.Module):
-    """A block that is called twice: what it holds is still used the one way."""
+    """A block that is called twice; each of its tensors still has only one use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class TwoNorms(Pair):
 
 
 class Island(Pair):
-    """Its branch on data makes it an island: graphs don't hold it."""
+    """Has a data-dependent branch, so that it can't be part of a graph."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.conv(x)
@@ -250,11 +250,11 @@ class Island(Pair):
 
 
 class IslandRawOutput(Island):
-    """The branch that wasn't seen returns what the BatchNorm didn't get."""
+    """The unseen branch returns the output of the convolution without the BatchNorm."""
 
 
 class IslandBesides(Island):
-    """The output goes into the BatchNorm, and somewhere else too."""
+    """The unseen branch uses the output in the BatchNorm, and elsewhere, too."""
 
     def otherwise(self, x: Tensor, y: Tensor) -> Any:
         return self.bn(y).relu() + y
@@ -272,7 +272,7 @@ class IslandReturnsBoth(Island):
 
 @dataclass
 class Output:
-    """What a model may return: no container that torch knows."""
+    """A possible output of a model; torch doesn't know it as a container."""
 
     features: Any
     rest: Any = None
@@ -300,7 +300,7 @@ class IslandReads(Island):
 
 
 class IslandKeeps(Island):
-    """The branch that wasn't seen keeps the output and has it used later."""
+    """The unseen branch stores the output, and uses it later."""
 
     def otherwise(self, x: Tensor, y: Tensor) -> Any:
         self.__dict__["last"] = y
@@ -308,7 +308,7 @@ class IslandKeeps(Island):
 
 
 class IslandAsksShape(Island):
-    """Shape and kind of the output may be asked for: the answers are the same."""
+    """Reads the shape and the dtype of the output, which a fold doesn't change."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.conv(x)
@@ -338,7 +338,7 @@ FOLDED = [
 
 
 class Scale(nn.Module):
-    """A product by channel in a module of its own."""
+    """A product by channel, in a separate module."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,8 @@
-"""Training steps of the sizes that the goals of `insert-checkpoints` are for: of models that everybody knows, nothing
-downloaded, and of plain ones whose blocks hang together by more than one tensor."""
+"""Training steps of the sizes in the goals of `insert-checkpoints`.
+
+Some are of well-known models, of which nothing is downloaded. The others are of plain models whose blocks exchange more
+than one tensor.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ class TrainingStep:
     """A model in training, and a batch.
 
     Attributes:
-        kwargs: of one call of the model.
-        rows: the paths of its rows of blocks, one called behind the other: what one would checkpoint by hand.
-        is_chain: the blocks of a row hand on one tensor, so that several may be checkpointed as one.
+        kwargs: the arguments of one call of the model.
+        rows: the paths of its rows of blocks, which run one after the other: what a user would checkpoint by hand.
+        is_chain: whether the blocks of a row pass on one tensor, so that several can be checkpointed as one.
     """
 
     model: nn.Module
@@ -63,7 +66,10 @@ def bert(scale: float = 1.0) -> TrainingStep:
 
 
 def gpt2(scale: float = 1.0, layers: int = 12, words: int = 50257) -> TrainingStep:
-    """Computes its own loss. One of its texts is shorter: with none, it makes no mask of real tensors but one of fake ones."""
+    """Computes its own loss. One of its texts is shorter, and padded.
+
+    Without padding, transformers makes no mask for real tensors, but makes one for fake tensors.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel
 
     tokens = _tokens(2, 512, 1000, scale)
@@ -79,7 +85,7 @@ def gpt2(scale: float = 1.0, layers: int = 12, words: int = 50257) -> TrainingSt
 
 
 def t5(scale: float = 1.0) -> TrainingStep:
-    """The bias of its attention is made by the first block and goes to all others."""
+    """The first block makes the bias of the attention, and all other blocks use it."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(d_model=256, d_ff=1024, num_layers=2, vocab_size=4000, decoder_start_token_id=0)
@@ -90,7 +96,7 @@ def t5(scale: float = 1.0) -> TrainingStep:
 
 
 def llama70b() -> TrainingStep:
-    """Without memory for its parameters."""
+    """A Llama of 70 billion parameters, without memory for them."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -115,7 +121,7 @@ def hrnet(scale: float = 1.0) -> TrainingStep:
 
 
 class UNet(nn.Module):
-    """What the way down gives is used again on the way up."""
+    """The decoder uses the outputs of the encoder again (skip connections)."""
 
     def __init__(self, widths: tuple[int, ...] = (16, 32, 64, 128)) -> None:
         super().__init__()
@@ -136,7 +142,7 @@ class UNet(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """Each layer takes what all layers of its row before it gave."""
+    """Each layer takes the outputs of all earlier layers of its row."""
 
     def __init__(self, layers: int = 6, growth: int = 12, width: int = 24) -> None:
         super().__init__()
@@ -171,7 +177,7 @@ class DenseLayer(nn.Module):
 
 
 class HRNet(nn.Module):
-    """Branches of several resolutions side by side, which exchange what they have again and again."""
+    """Parallel branches of several resolutions, which exchange their maps several times."""
 
     def __init__(self, widths: tuple[int, ...] = (16, 32, 64), count: int = 3) -> None:
         super().__init__()
@@ -232,7 +238,7 @@ def _images(batch: int, side: int, scale: float) -> dict[str, Tensor]:
 
 
 def _map(batch: int, side: int, scale: float) -> dict[str, Tensor]:
-    # A multiple of 16, by which some of these shrink a map.
+    # A multiple of 16, because some of these models downsample a map by 16.
     side = max(32, round(side * scale / 16) * 16)
     return {"x": torch.randn(batch, 3, side, side)}
 
@@ -245,17 +251,17 @@ def _classes(batch: int) -> Tensor:
     return torch.arange(batch) % 2
 
 
-# Those that the goals are the mean of.
+# The models over which the goals take the mean.
 GOALS: dict[str, Callable[..., TrainingStep]] = {
     make.__name__: make for make in (resnet50, convnext_tiny, vit_small, bert, gpt2)
 }
-# Those that hang together by more than one tensor nearly everywhere.
+# Models whose blocks exchange more than one tensor nearly everywhere.
 TANGLED: dict[str, Callable[..., TrainingStep]] = {make.__name__: make for make in (t5, unet, densenet, hrnet)}
 STEPS = {**GOALS, **TANGLED}
 
 
 def step_of(name: str, scale: float = 1.0, **sizes: int) -> TrainingStep:
-    """The step of that name, the same at every call; `scale` shrinks images and texts, `sizes` the model."""
+    """Make the step of that name, the same at every call; `scale` shrinks images and texts, `sizes` the model."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         step = STEPS[name](scale, **sizes)

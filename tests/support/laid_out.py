@@ -1,4 +1,4 @@
-"""Tensors whose numbers lie otherwise than in strides."""
+"""Tensors in other layouts than the dense strided one, and an empty tensor."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ LAYOUTS = {**SPARSE, **NESTED, **OTHERS}
 
 
 def laid_out(layout: str, dense: Tensor) -> Tensor:
-    """The numbers of a matrix of even sizes in another layout; torch warns of some that they are new."""
+    """Convert a matrix of even sizes to another layout, without torch's warnings that some layouts are new."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return LAYOUTS[layout](dense)
 
 
 def numbers_in(tensor: Tensor) -> Tensor:
-    """All its numbers, in one dense tensor of its own."""
+    """All elements of a tensor, in a new dense tensor."""
     if tensor.is_nested:
         return torch.cat([row.flatten() for row in tensor.unbind()])
     if tensor.is_quantized:

@@ -1,4 +1,4 @@
-"""Places of this machine that stand in a file."""
+"""Find local paths of this machine in a file."""
 
 import sys
 import zipfile
@@ -8,7 +8,7 @@ import torch
 
 
 def found_paths(path, tmp_path):
-    """Places of this machine that occur in the file, or in the members of the archive that it is."""
+    """The local paths in a file, or in its members if it is an archive."""
     places = [Path(__file__).parents[1], Path(torch.__file__).parents[1], Path(sys.prefix), Path.home(), tmp_path]
     names = [*map(str, places), "site-packages", ".export-"]
     contents = {path.name: path.read_bytes()}

@@ -1,4 +1,4 @@
-"""A network in whose files and results places are looked for, and the lines of its source."""
+"""A network for tests that search for places in its files and results, and the lines of its source."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ X = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
 
 def line_with(text: str, file: str = __file__) -> str:
-    """The line that is this text, as places are told."""
+    """The place of the line with this text, as reports write it."""
     lines = Path(file).read_text(encoding="utf-8").splitlines()
     number = next(number for number, line in enumerate(lines, 1) if line.strip() == text)
     return f"{Path(file).name}:{number}"

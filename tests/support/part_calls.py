@@ -1,4 +1,4 @@
-"""Parts of a result called by hand, each with what it was given in a run of the whole."""
+"""Call the parts of a result by hand, each with the arguments that it had in a run of the whole model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from optimizer import check_parity
 from passes.errors import UnseenCall
 from passes.program.seals import SealedOutput
 
-# What is nearer than this part of the largest number needs no other judge: a few roundings.
+# Relative differences below this need no other judge: a few roundings.
 _NEAR = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-# Path, positional and keyword arguments of one call.
+# The path, the positional and the keyword arguments of one call.
 PartCall = tuple[str, tuple[Any, ...], dict[str, Any]]
 # Makes a module, the same at every call.
 Make = Callable[[], nn.Module]
@@ -44,19 +44,19 @@ def calls_in_a_run(make: Make, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def check_parts(original: Make, fast: Make, calls: list[PartCall]) -> Counter[str]:
-    """See that every part of the result gives what the original's part gives, or a sealed value, or raises.
+    """Check that every part of the result returns what the original's part returns, or a sealed value, or raises.
 
-    Each call is the first one that its model gets, or comes behind calls that left nothing behind in it.
+    Each call is the first one of its model, or follows calls that changed nothing in it.
 
     Args:
         original, fast: make the original and the result, or copies.
-        calls: of the parts, in the order of a run.
+        calls: the calls of the parts, in the order of a run.
 
     Returns:
-        How often each of it was so: "right", "sealed" or "refused".
+        How often each outcome occurred: "right", "sealed" or "refused".
 
     Raises:
-        AssertionError: a part gives something else.
+        AssertionError: a part returns something else.
     """
     outcomes: Counter[str] = Counter()
     mine, theirs = _Parts(lambda: original().eval()), _Parts(fast)
@@ -74,7 +74,7 @@ def check_parts(original: Make, fast: Make, calls: list[PartCall]) -> Counter[st
 
 
 class _Parts:
-    """The parts of a model to be called by hand; the model is made anew where a call left something behind."""
+    """The parts of a model, which are called by hand. The model is made anew after a call that changed it."""
 
     def __init__(self, make: Make) -> None:
         self.make = make
@@ -86,7 +86,7 @@ class _Parts:
         self.held, self.versions = self.state()
 
     def answer(self, call: PartCall) -> Any:
-        """What the part gives, or the error by which it refuses."""
+        """The output of the part, or the error by which it refuses."""
         if not self.is_as_made():
             self.renew()
         path, args, kwargs = call
@@ -98,12 +98,12 @@ class _Parts:
             return error
 
     def is_as_made(self) -> bool:
-        """Whether every module holds what it held, and no tensor was written to."""
+        """Whether every module holds the same objects as when it was made, and no tensor was written to."""
         held, versions = self.state()
         return versions == self.versions and len(held) == len(self.held) and all(map(operator.is_, held, self.held))
 
     def state(self) -> tuple[list[Any], list[int]]:
-        """What the attributes of the modules are and what they contain, and how often each tensor was written to."""
+        """The attributes of the modules with their contents, and the version of each tensor."""
         held: list[Any] = []
         for module in self.parts.values():
             for value in module.__dict__.values():
@@ -124,7 +124,7 @@ def _judge(original: Make, fast: Make, call: PartCall) -> None:
 
 
 def are_near(wanted: Any, got: Any) -> bool:
-    """Whether two answers differ by a few roundings at most: where memory begins may change the order of a sum."""
+    """Whether two outputs differ by a few roundings at most; memory alignment may change the order of a sum."""
     mine, theirs = list(_leaves(wanted)), list(_leaves(got))
     return len(mine) == len(theirs) and all(_is_near(*pair) for pair in zip(mine, theirs, strict=True))
 

@@ -1,4 +1,4 @@
-"""What every pass has to keep, whoever wrote it.
+"""The contract that every pass must keep, whoever wrote it.
 
 from pass_contract import check_pass
 
@@ -46,10 +46,10 @@ def captured(
     mode: Mode = "inference",
     keep_flags: bool = False,
 ) -> tuple[ModelTree, Context]:
-    """A working copy as passes see it, as `optimize` makes it, and the context of its passes.
+    """Make a working copy as `optimize` gives it to passes, and the context of its passes.
 
     Args:
-        keep_flags: leave the training flags as they are, where `optimize` puts all into eval; without example inputs.
+        keep_flags: keep the training flags, which `optimize` sets to eval; for use without example inputs.
     """
     clone = working_copy(model, mode)
     if mode == "inference" and not keep_flags:
@@ -59,7 +59,7 @@ def captured(
         return ModelTree(clone.root, clone.unregistered()), Context(mode, device)
     samples = Samples(() if example_inputs is None else example_inputs, example_kwargs)
     tree = ModelTree(clone.root, clone.unregistered())
-    # The calls alone: the outputs of the original are measured by those who compare.
+    # Only the calls: parity checks measure the outputs of the original themselves.
     sizes = two_batch_sizes(samples, mode, None)
     calls = [samples.at(size) for size in sizes] if sizes else [samples.given]
     context = CopyRuns(clone.root, [call for call in calls if _runs(clone.root, call)]).context(mode, device)
@@ -68,7 +68,7 @@ def captured(
 
 
 def conv_bn_chains(tree: ModelTree, context: Context) -> Iterator[tuple[Convolution, BatchNorm]]:
-    """Each pair of a convolution and a BatchNorm that a run shows, once."""
+    """Each pair of a convolution and a BatchNorm in the first recorded run, once."""
     runs = recorded_runs(tree, context)
     assert runs is not None
     seen = set()
@@ -80,7 +80,7 @@ def conv_bn_chains(tree: ModelTree, context: Context) -> Iterator[tuple[Convolut
 
 
 def recorded(model: nn.Module, x: torch.Tensor) -> Recording:
-    """The torch calls of one run of the model in eval, on its own modules."""
+    """The torch calls of one run of the model, in its own mode and on its own modules."""
     recorder = Recorder(model, model.modules)
     with torch.no_grad(), recorder:
         model(x)
@@ -88,7 +88,7 @@ def recorded(model: nn.Module, x: torch.Tensor) -> Recording:
 
 
 def _runs(root: nn.Module, call: Call) -> bool:
-    """Whether the model bears the batch size: as in `optimize`, the others are left out."""
+    """Whether the model accepts the batch size; as in `optimize`, other batch sizes are left out."""
     state = copy.deepcopy(root)
     args, kwargs = copy.deepcopy((call.args, dict(call.kwargs)))
     try:
@@ -108,18 +108,21 @@ def check_pass(
     mode: Mode = "inference",
     atol: float | None = None,
 ) -> PassResult:
-    """Run the pass on the model and see that it keeps the contract; returns what it did.
+    """Run the pass on the model, check that it keeps the contract, and return its result.
 
-    The caller's module stays as it is; the result computes the same; a second run finds nothing more to do; a run that
-    changes nothing leaves everything identical; what is rolled back is as it was, to the identity of each tensor;
-    another run after that does the same; reasons are sentences; options can be given as text.
+    - The caller's module doesn't change.
+    - The result computes the same, and so does a copy of it.
+    - A second run finds nothing more to do. A run without changes leaves everything identical.
+    - A rollback restores everything, to the identity of each tensor. A run after it does the same as the first one.
+    - The texts of changes, skips and remarks are clauses.
+    - The options can be given as text.
 
     Args:
-        example_inputs, example_kwargs: as for `optimize`; without them parity isn't checked.
-        atol: a bound for the difference, in place of the noise of the model.
+        example_inputs, example_kwargs: as for `optimize`; without them, parity isn't checked.
+        atol: a bound for the difference, instead of the noise of the model.
 
     Raises:
-        AssertionError: naming what isn't kept.
+        AssertionError: names the part of the contract that isn't kept.
     """
     before_model = tree_of(model)
     tree, context = captured(model, example_inputs, example_kwargs=example_kwargs, mode=mode)
@@ -156,7 +159,7 @@ def check_pass(
 
 
 def check_fold(model: nn.Module, x: torch.Tensor) -> nn.Module:
-    """Fold both ways and see that answers and gradients are the model's, and the model is as it was; the result."""
+    """Run both folds, check outputs, gradients and that the model doesn't change, and return the result."""
     before = copy.deepcopy(model.state_dict())
     fast = optimize(model, ["fold-conv-bias", "fold-conv-bn"], example_inputs=(x,))
     assert {record.status for record in report_of(fast).passes} <= {"applied", "unchanged"}
@@ -170,20 +173,20 @@ def check_fold(model: nn.Module, x: torch.Tensor) -> nn.Module:
 
 
 def check_fold_of_copy(model: nn.Module, x: torch.Tensor) -> None:
-    """See that a copy of the result can be optimized again."""
+    """Check that a copy of the result can be optimized again."""
     fast = copy.deepcopy(optimize(model, example_inputs=(x,)))
     again = optimize(fast, example_inputs=(x,))
     assert check_parity(model, again, (x,), batch_sizes=(2, 3)).ok
 
 
 def check_compiles(model: nn.Module, fast: nn.Module, x: torch.Tensor) -> None:
-    """See that torch.compile takes the result, which then answers as the model does."""
+    """Check that torch.compile supports the result, whose outputs are then those of the model."""
     compiled = torch.compile(fast, backend="eager")
     torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
 
 
 def check_unseen(model: nn.Module, x: torch.Tensor, reason: str) -> None:
-    """See that the result answers as the model does, and raises in the branch that it takes where numbers are large."""
+    """Check that the outputs are those of the model, and that the branch for large inputs raises."""
     fast = optimize(model, ["fold-conv-bn"], example_inputs=(x,))
     assert report_of(fast).passes[0].status == "applied"
     torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-4)
@@ -192,7 +195,7 @@ def check_unseen(model: nn.Module, x: torch.Tensor, reason: str) -> None:
 
 
 def tree_of(root: nn.Module) -> Snapshot:
-    """Everything a module tree holds: modules by identity and class, tensors by identity and value, attributes, hooks."""
+    """Everything in a module tree: modules by identity and class, tensors by identity and value, attributes, hooks."""
     found: Snapshot = {}
     for path, module in root.named_modules(remove_duplicate=False):
         if isinstance(module, torch.jit.ScriptModule):
@@ -221,7 +224,7 @@ def _bits(tensor: torch.Tensor) -> Any:
 
 def check_same(before: Snapshot, after: Snapshot, message: str) -> None:
     for place in sorted(before.keys() | after.keys()):
-        # NaN is unequal to itself: the text isn't.
+        # Compare texts, because NaN is unequal to itself.
         mine, theirs = repr(before.get(place, "nothing")), repr(after.get(place, "nothing"))
         assert mine == theirs, f"{message}: {place}: {mine[:200]} became {theirs[:200]}"
 
@@ -240,7 +243,7 @@ def _check_parity(
     mode: Mode,
     precision: Precision | None,
 ) -> None:
-    # What is trained is right in eval too.
+    # A result for training must be right in eval, too.
     for one in dict.fromkeys(("inference", mode)):
         report = check_parity(
             model,
@@ -269,7 +272,7 @@ def _check_copy(item: Pass, root: nn.Module, context: Context) -> None:
 
 
 def sentences_of(result: PassResult) -> Iterator[tuple[str, str]]:
-    """(where, text) of every change and skip."""
+    """The pair (where, text) of every change and skip."""
     yield from _texts(result.changes, "what")
     yield from _texts(result.skips, "reason")
 

@@ -1,10 +1,11 @@
 """Random modules: plain descriptions that can be read and repeated, and the modules that they describe.
 
-    model = build(Description(blocks=(Pair(Conv(groups=2), Norm(), style="besides"),)))
-    x, = inputs_of(description)(2, torch.Generator())
+    description = Description(blocks=(Pair(Conv(groups=2), Norm(), style="besides"),))
+    model = build(description).model
+    (x,) = inputs_of(description)(2, torch.Generator())
 
-A block takes and gives CHANNELS channels. Only the first of a model may change the size of the maps, so that blocks can
-be added and concatenated everywhere else.
+A block takes and returns CHANNELS channels. Only the first block of a model may change the size of the maps, so that
+all others can be added and concatenated.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
 DTYPES = {
     "float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16,
 }  # fmt: skip
-# Those in which a fold of its own loses less than the noise of the model.
+# The dtypes in which a fold alone has a smaller error than the noise of the model.
 EXACT = {"float32", "float64"}
 
 
@@ -53,9 +54,9 @@ class Conv:
     """A convolution.
 
     Attributes:
-        resize: "" keeps the size of the maps, "stride" halves it (doubles it, where transposed, with an output padding),
+        resize: "" keeps the size of the maps; "stride" halves it, or doubles it with an output padding if transposed;
             "valid" pads nothing.
-        own: whether its class has a forward of its own, which calls the function.
+        own: whether its class has its own forward, which calls the function.
     """
 
     kernel: int = 3
@@ -80,8 +81,8 @@ class Norm:
     Attributes:
         running: whether it keeps running statistics.
         training: whether it is left in training mode.
-        activated: whether its class has an activation inside.
-        own: whether its class has a forward of its own, which calls the function.
+        activated: whether its class contains an activation.
+        own: whether its class has its own forward, which calls the function.
     """
 
     affine: bool = True
@@ -102,11 +103,11 @@ class Pair:
     """A convolution and its BatchNorm.
 
     Attributes:
-        style: how they are joined, and what else is done with them; a key of `STYLES` or `WAYS`.
-        act: what comes behind, a key of `ACTIVATIONS`.
+        style: how the two are joined, and what else uses them; a key of `STYLES` or `WAYS`.
+        act: what follows, a key of `ACTIVATIONS`.
         extra: a hook or a parametrization, a key of `EXTRAS`.
-        wide: twice as many channels between the two.
-        branches: whether the forward of a way has a branch on the data.
+        wide: whether there are twice as many channels between the two.
+        branches: whether the forward of a way has a data-dependent branch.
     """
 
     conv: Conv = Conv()
@@ -119,17 +120,17 @@ class Pair:
 
     @property
     def leads(self) -> bool:
-        """Whether the BatchNorm stands in front."""
+        """Whether the BatchNorm comes before the layer."""
         return self.style in WAYS and WAYS[self.style].leads
 
     @property
     def is_linear(self) -> bool:
-        """Whether the layer is linear, and no convolution."""
+        """Whether the layer is linear, not a convolution."""
         return self.style in WAYS and WAYS[self.style].is_linear
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is hard about it: it is to be folded."""
+        """Whether the pair has no difficulty, so that it must be folded."""
         usual = self.norm.running and not self.norm.training
         if self.leads and (self.norm.activated or (not self.is_linear and (self.conv.pads or self.conv.transposed))):
             return False
@@ -137,7 +138,7 @@ class Pair:
         return plain and self.extra in ("none", "frozen") and usual
 
     def kinds(self) -> Iterator[str]:
-        """What a fold of it is an example of."""
+        """What a fold of this pair is an example of."""
         yield f"style {self.style}"
         yield "in front" if self.leads else "behind"
         if self.is_linear:
@@ -156,7 +157,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Combined:
-    """Blocks in one: `kind` is a key of `COMBINATIONS`, which says how many there are."""
+    """Several blocks in one. `kind` is one of `COMBINATIONS`, and determines the number of blocks."""
 
     kind: str
     parts: tuple[Block, ...]
@@ -170,12 +171,13 @@ class Description:
     """A model and its inputs.
 
     Attributes:
-        head: what is behind the blocks: "none", or a linear layer on 2-D or 3-D input with a BatchNorm.
+        head: what follows the blocks: "none", or a linear layer on 2-D or 3-D input with a BatchNorm; a key of
+            `_HEADS`.
         output: a key of `_ROOTS`: "tensor", "tuple", "dict" or "object".
-        layout: of the inputs: "contiguous", "channels_last", or "strided" with gaps between the numbers.
-        scaled: whether a second tensor is given, as a keyword.
-        training: whether the model is in training mode when it is given to `optimize`.
-        batch: rows of the example inputs; 0 where they are a function of the batch size.
+        layout: the layout of the inputs: "contiguous", "channels_last", or "strided" with gaps between the elements.
+        scaled: whether a second tensor is passed as a keyword.
+        training: whether the model is in training mode when `optimize` gets it.
+        batch: the rows of the example inputs; 0 if they are a function of the batch size.
     """
 
     blocks: tuple[Block, ...]
@@ -191,16 +193,16 @@ class Description:
 
     @property
     def may_be_unseen(self) -> bool:
-        """Whether some branch uses the output of a convolution without its BatchNorm, and no example may show it.
+        """Whether a branch uses a convolution's output without its BatchNorm, which possibly no example shows.
 
-        A BatchNorm that begins one of two branches belongs to a convolution before both.
+        A BatchNorm at the start of one of two branches belongs to a convolution before both.
         """
         either = [block for block in self._combined() if block.kind.startswith("either")]
         begins = any(pair.leads for block in either for pair in _pairs_in(block))
         return begins or any(pair.style in UNSEEN_STYLES for pair in self.pairs())
 
     def _combined(self) -> Iterator[Combined]:
-        """Every combination of blocks, wherever it stands."""
+        """Every combination of blocks, at any depth."""
         blocks = list(self.blocks)
         while blocks:
             block = blocks.pop()
@@ -209,7 +211,7 @@ class Description:
                 blocks += block.parts
 
     def pairs(self) -> Iterator[Pair]:
-        """Every pair, wherever it stands."""
+        """Every pair, at any depth."""
         for block in self.blocks:
             yield from _pairs_in(block)
 
@@ -226,7 +228,7 @@ def _pairs_in(block: Block) -> Iterator[Pair]:
 
 
 class Joined(nn.Module):
-    """One behind the other; subclasses do something else with them, too."""
+    """Runs the two in sequence; subclasses use them in other ways, too."""
 
     def __init__(self, conv: nn.Module, norm: nn.Module, act: nn.Module) -> None:
         super().__init__()
@@ -234,7 +236,7 @@ class Joined(nn.Module):
         self.more()
 
     def more(self) -> None:
-        """What a subclass has besides."""
+        """Add modules in a subclass."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.act(self.norm(self.conv(x)))
@@ -272,7 +274,7 @@ class Keywords(Joined):
 
 
 class Listed(Joined):
-    """Called by way of a plain list."""
+    """Calls its layers by a plain list."""
 
     def more(self) -> None:
         self.layers = [self.conv, self.norm, self.act]
@@ -284,7 +286,7 @@ class Listed(Joined):
 
 
 class Hidden(nn.Module):
-    """In a plain list alone: the tree doesn't hold them."""
+    """Holds its layers only in a plain list: they aren't in the module tree."""
 
     def __init__(self, conv: nn.Module, norm: nn.Module, act: nn.Module) -> None:
         super().__init__()
@@ -297,7 +299,7 @@ class Hidden(nn.Module):
 
 
 class Functional(nn.Module):
-    """By functions, on parameters and buffers of its own."""
+    """Uses functions, on its own parameters and buffers."""
 
     def __init__(self, conv: Any, norm: Any, act: nn.Module) -> None:
         super().__init__()
@@ -334,7 +336,7 @@ class NormTwice(Joined):
 
 
 class SharedNorm(Joined):
-    """Two convolutions, one BatchNorm."""
+    """Two convolutions with one BatchNorm."""
 
     def more(self) -> None:
         self.second = _like(self.conv)
@@ -436,7 +438,7 @@ class NormFirst(Joined):
 
 
 class Counter(Joined):
-    """Counts its calls in a buffer, and answers by it."""
+    """Counts its calls in a buffer, which its output depends on."""
 
     def more(self) -> None:
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
@@ -447,7 +449,7 @@ class Counter(Joined):
 
 
 class Keeps(Joined):
-    """Keeps values of the call in an attribute and in a dict."""
+    """Stores values of the call in an attribute and in a dict."""
 
     def more(self) -> None:
         self.kept: dict[str, Any] = {}
@@ -461,7 +463,7 @@ class Keeps(Joined):
 
 
 class KeepsBetween(Keeps):
-    """Keeps the value between the two, and has it used later."""
+    """Stores the value between the two, and uses it later."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.kept["between"] = self.conv(x)
@@ -476,7 +478,7 @@ class Gradless(Joined):
 
 
 class Island(Joined):
-    """A branch on the data that is never taken."""
+    """A data-dependent branch that is never taken."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv(x)
@@ -486,7 +488,7 @@ class Island(Joined):
 
 
 class RawByData(Joined):
-    """A branch on the data leaves the BatchNorm out."""
+    """A data-dependent branch without the BatchNorm."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv(x)
@@ -538,7 +540,7 @@ STYLES: dict[str, Callable[[Any, Any, nn.Module], nn.Module]] = PLAIN_STYLES | {
 UNSEEN_STYLES = {"raw by data", "raw by batch"}
 
 
-# ---- what comes behind, and what is put on
+# ---- activations, hooks and parametrizations
 
 
 class Dropout(nn.Module):
@@ -566,7 +568,7 @@ def _shift(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
 
 def _old_weight_norm(conv: nn.Module) -> None:
     with warnings.catch_warnings():
-        # It is deprecated, and stands in the models of many a year.
+        # It is deprecated, but many older models use it.
         warnings.simplefilter("ignore", FutureWarning)
         nn.utils.weight_norm(conv)
 
@@ -626,7 +628,7 @@ class GivesDict(One):
 
 
 class GivesObject(One):
-    """Gives an object of a dataclass."""
+    """Returns a dataclass instance."""
 
     def forward(self, x: Tensor) -> Output:
         return Output(self.inner(x), {"mean": x.mean()})
@@ -639,7 +641,7 @@ class TakesObject(One):
 
 
 class ListOfModules(nn.Module):
-    """Blocks in a plain list: the tree doesn't hold them."""
+    """Holds its blocks in a plain list: they aren't in the module tree."""
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
@@ -658,7 +660,7 @@ class TakesDict(One):
 
 
 class Guarded(One):
-    """A branch on the data that is never taken, around blocks with graphs."""
+    """A data-dependent branch that is never taken, around blocks with graphs."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x if x.sum() > 1e6 else self.inner(x)
@@ -670,7 +672,7 @@ class BatchLoop(One):
 
 
 class NumberOfLoops(One):
-    """As many calls as there are rows."""
+    """Calls its block once for each row, at most three times."""
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(min(len(x), 3)):
@@ -690,7 +692,7 @@ class Sum(Two):
 
 
 class Concatenated(Two):
-    """The channels of both, and a convolution that brings them back to the number of one."""
+    """Concatenates the channels of both, and brings them back to the number of one by a convolution."""
 
     def __init__(self, first: nn.Module, second: nn.Module, narrow: nn.Module) -> None:
         super().__init__(first, second)
@@ -714,7 +716,7 @@ class TakesBoth(One):
 
 class EitherByData(Two):
     def forward(self, x: Tensor) -> Tensor:
-        # The mean of what a BatchNorm gives may be zero but for rounding.
+        # Don't use the mean: after a BatchNorm, it may be zero except for rounding.
         if x.flatten()[0] > 0:
             return self.first(x)
         return self.second(x)
@@ -735,7 +737,8 @@ _TWO: dict[str, Callable[[nn.Module, nn.Module], nn.Module]] = {
     "either by data": EitherByData, "either by batch": EitherByBatch, "plain list": ListOfModules,
 }  # fmt: skip
 COMBINATIONS = (*_ONE, *_TWO, "concatenated")
-# Where a part is called by one batch and not by another, stands in the tree twice, or is called as often as there are rows.
+# Combinations in which a part is called only for some batches, is in the tree twice or not at all, or is called once
+# for each row.
 _UNFOLDED_IN = {"aliased", "either by data", "either by batch", "batch loop", "number of loops", "plain list"}
 
 
@@ -743,7 +746,7 @@ _UNFOLDED_IN = {"aliased", "either by data", "either by batch", "batch loop", "n
 
 
 class Root(nn.Module):
-    """The blocks in sequence, and the head."""
+    """The blocks in sequence, and then the head."""
 
     def __init__(self, blocks: list[nn.Module], head: nn.Module | None) -> None:
         super().__init__()
@@ -784,7 +787,7 @@ class LinearOn2d(nn.Module):
 
 
 class LinearOn3d(nn.Module):
-    """The BatchNorm's channels aren't the outputs of the linear layer."""
+    """The channels of the BatchNorm aren't the outputs of the linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -810,8 +813,8 @@ class BuiltPair:
     Attributes:
         conv, norm: the paths of the two.
         kinds: what a fold of the two is an example of.
-        is_plain: whether it is to be folded where example inputs are given.
-        has_bias: whether the layer has a bias that is to be moved into the BatchNorm.
+        is_plain: whether it must be folded if there are example inputs.
+        has_bias: whether the layer has a bias that must be moved into the BatchNorm.
     """
 
     conv: str
@@ -823,14 +826,14 @@ class BuiltPair:
 
 @dataclass(frozen=True)
 class Built:
-    """A model and its pairs; those of which a class makes both parameters of its own aren't among them."""
+    """A model and its pairs. A pair isn't included if its modules aren't in the model: see `Functional`."""
 
     model: nn.Module
     pairs: tuple[BuiltPair, ...]
 
 
 def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, with its path; those in plain lists as reports name them."""
+    """Every module once, with its path; those in plain lists with the paths that reports use."""
     seen: set[int] = set()
     waiting = [("", model)]
     while waiting:
@@ -843,12 +846,12 @@ def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         for name, value in module.__dict__.items():
             if isinstance(value, list):
                 children += [(f"{name}[{n}]", item) for n, item in enumerate(value) if isinstance(item, nn.Module)]
-        # What the tree holds is found by its place there.
+        # Registered children come first, so that a module in the tree gets its path in the tree.
         waiting[:0] = [(f"{path}.{name}".lstrip("."), child) for name, child in reversed(children)]
 
 
 def build(description: Description) -> Built:
-    """The model, with weights and statistics worth comparing; the same at every call."""
+    """Make the model, the same at every call, with weights and statistics that make comparisons meaningful."""
     builder = _Builder(description)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(description.seed)
@@ -864,7 +867,7 @@ def build(description: Description) -> Built:
             enliven(tree, description.seed).to(DTYPES[description.dtype])
         model.train(description.training)
         for part in trees[1:]:
-            # The tree doesn't hold it: no `eval` of the model reaches it.
+            # It isn't in the module tree, so `eval` of the model doesn't reach it.
             part.eval()
         for norm in builder.in_training:
             norm.train()
@@ -939,14 +942,14 @@ class _Builder:
 
 
 def _like(module: Any) -> Any:
-    """Another module of that kind with those settings and weights of its own."""
+    """A module of the same class with the same settings, and with its own weights."""
     other = copy.deepcopy(module)
     other.reset_parameters()
     return other
 
 
 def inputs_of(description: Description) -> Callable[[int, torch.Generator], tuple[Tensor, ...]]:
-    """The positional arguments at a batch size."""
+    """Return a function that makes the positional arguments at a batch size."""
 
     def inputs(batch: int, generator: torch.Generator) -> tuple[Tensor, ...]:
         shape = (batch, CHANNELS, *[_SIZES[description.dims]] * description.dims)
@@ -977,15 +980,15 @@ def _convs(*, resizes: bool) -> st.SearchStrategy[Conv]:
 
 
 def _possible(conv: Conv) -> Conv:
-    """The nearest one that torch takes."""
+    """The most similar convolution that torch supports."""
     if conv.transposed or conv.own or (conv.padding == "same" and conv.resize):
         conv = replace(conv, padding="zeros")
     if conv.padding == "reflect" or conv.resize:
-        # The maps are small: padding by reflection has to be smaller than they are.
+        # Reflection padding must be smaller than the maps, which are small.
         conv = replace(conv, dilation=1)
     if conv.transposed and conv.resize == "stride":
-        # A kernel of 1 would leave the bias alone in three of four places. Over such a map torch's channels-last kernel of
-        # batch statistics has ten times the rounding error of the other one. No public model has one.
+        # A kernel of 1 would leave only the bias in three of four places. On such a map, torch's channels-last kernel
+        # for batch statistics has ten times the rounding error of the other kernel. No public model has such a layer.
         conv = replace(conv, kernel=3)
     return conv
 
@@ -1002,7 +1005,7 @@ _NORMS_DRAWN = st.builds(
 
 
 def _pairs(*, resizes: bool) -> st.SearchStrategy[Pair]:
-    # Many have nothing hard about them: several rewrites in one model, beside those that are refused.
+    # Many pairs have no difficulty, so that one model has several rewrites in addition to refused ones.
     return st.builds(
         Pair,
         conv=_convs(resizes=resizes),
@@ -1016,15 +1019,15 @@ def _pairs(*, resizes: bool) -> st.SearchStrategy[Pair]:
 
 
 def _fitting(pair: Pair) -> Pair:
-    """Some ways of joining use what comes out beside what goes in, or have no place for some setting."""
+    """Adapt settings: some ways of joining use input and output together, or don't support a setting."""
     if pair.norm.activated:
-        # Its forward gives both to the function as they are.
+        # Its forward passes both to the function as they are.
         pair = replace(pair, norm=replace(pair.norm, momentum=0.1, running=True))
     if pair.style == "keywords":
         extra = "none" if pair.extra == "hook before norm" else pair.extra
         pair = replace(pair, norm=replace(pair.norm, activated=False), extra=extra)
     if pair.style in WAYS:
-        # What comes out has the sizes of what goes in. In front of it, many would pad zeros.
+        # The output has the sizes of the input. Many convolutions after a BatchNorm would pad with zeros.
         pair = replace(pair, wide=False, conv=replace(pair.conv, resize=""))
         if pair.leads and not pair.is_linear:
             conv = pair.conv
@@ -1066,7 +1069,7 @@ DESCRIPTIONS: st.SearchStrategy[Description] = st.builds(
     batch=st.sampled_from([2, 3, 1, 0]),
     seed=st.integers(0, 7),
 )
-# One pair, with nothing around it that may be in the way of a fold.
+# One pair, with nothing around it that could prevent a fold.
 LONE_PAIRS: st.SearchStrategy[Description] = st.builds(
     Description, blocks=st.tuples(_pairs(resizes=True)), dims=_DIMS, dtype=_DTYPES
 )

@@ -1,4 +1,4 @@
-"""Random training steps: modules that do to a few tensors what a list of operations says."""
+"""Random training steps: modules that apply a list of operations to a few tensors."""
 
 from __future__ import annotations
 
@@ -109,11 +109,11 @@ OPERATIONS: dict[str, _Operation] = {
 
 @dataclass(frozen=True)
 class Step:
-    """A description of a module.
+    """The description of a module.
 
     Attributes:
-        operations: for each its name, and which two of the last tensors it is given, counted from the end.
-        returned: which of the last tensors are returned beside the last one.
+        operations: the name of each operation, and its two arguments among the last tensors, counted from the end.
+        returned: which of the last tensors are returned in addition to the last one.
         frozen: the numbers of the operations whose own parameters need no gradient.
         seed: of the weights.
     """
@@ -136,7 +136,7 @@ STEPS = st.builds(
 
 
 class _Layers(nn.Module):
-    """What one operation may use."""
+    """The layers and parameters of one operation."""
 
     def __init__(self, shared: nn.Linear) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class _Layers(nn.Module):
 
 
 class RandomStep(nn.Module):
-    """The module that is described; it takes and returns tensors of shape (ROWS, WIDTH)."""
+    """The described module. It takes a tensor of shape (ROWS, WIDTH), and returns a dict of such tensors."""
 
     def __init__(self, step: Step) -> None:
         super().__init__()
@@ -170,5 +170,5 @@ class RandomStep(nn.Module):
 
 
 def rows_of(step: Step) -> Tensor:
-    """Example inputs."""
+    """The example input of a step."""
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step.seed + 1))

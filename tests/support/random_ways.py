@@ -1,6 +1,7 @@
-"""Ways from a layer to its BatchNorm, or from a BatchNorm to the layer behind it, over what only moves values.
+"""Ways from a layer to its BatchNorm, or from a BatchNorm to the layer after it, by operations that only move values.
 
-Layers and BatchNorms of classes with a forward of their own, too. All take and give maps (batch, channels, *sizes).
+There are also layers and BatchNorms whose classes have their own forward. All take and return maps (batch, channels,
+*sizes).
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 
 
 class Way(nn.Module):
-    """A layer, its BatchNorm, and moves between the two.
+    """A layer, its BatchNorm, and operations between the two that only move values.
 
     Attributes:
-        branches: whether the forward has a branch on the data, one that is never taken.
+        branches: whether the forward has a data-dependent branch that is never taken.
     """
 
     leads = False
@@ -27,12 +28,12 @@ class Way(nn.Module):
 
     @staticmethod
     def conv_dims(dims: int) -> int:
-        """The spatial dims of the convolution, for maps of so many."""
+        """The number of spatial dims of the convolution, on maps with that many dims."""
         return dims
 
     @staticmethod
     def norm_dims(dims: int) -> int:
-        """The spatial dims of the BatchNorm."""
+        """The number of spatial dims of the BatchNorm, on maps with that many dims."""
         return dims
 
     def __init__(self, conv: nn.Module, norm: nn.Module, act: nn.Module, *, branches: bool) -> None:
@@ -42,7 +43,7 @@ class Way(nn.Module):
         self.more()
 
     def more(self) -> None:
-        """What a subclass has besides."""
+        """Add modules in a subclass."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.branches and x.sum() > 1e6:
@@ -50,7 +51,7 @@ class Way(nn.Module):
         return self.act(self.through(x))
 
     def through(self, x: Tensor) -> Tensor:
-        """The value behind both."""
+        """The value after both."""
         raise NotImplementedError
 
 
@@ -70,7 +71,7 @@ class Dropped(Way):
 
 
 class OneDim(Way):
-    """All positions in one dim, and back into the shape of the value before."""
+    """Flattens all positions into one dim, and then restores the shape."""
 
     @staticmethod
     def norm_dims(dims: int) -> int:
@@ -101,14 +102,14 @@ class MoreDims(Way):
 
 
 class Swapped(Way):
-    """Two of the other dims change places."""
+    """Swaps two of the other dims."""
 
     def through(self, x: Tensor) -> Tensor:
         return self.norm(self.conv(x).transpose(-1, 2)).transpose(-1, 2)
 
 
 class ThereAndBack(Way):
-    """The channels stand last for a while."""
+    """Moves the channels to the last dim and back."""
 
     def through(self, x: Tensor) -> Tensor:
         y = torch.swapaxes(self.conv(x), 1, -1)
@@ -116,7 +117,7 @@ class ThereAndBack(Way):
 
 
 class Rows(Way):
-    """Each position is a row."""
+    """Makes each position a row."""
 
     @staticmethod
     def norm_dims(dims: int) -> int:
@@ -130,7 +131,7 @@ class Rows(Way):
 
 
 class RowsOfSize(Rows):
-    """The number of channels is written down."""
+    """As `Rows`, with the number of channels as a constant."""
 
     def through(self, x: Tensor) -> Tensor:
         y = self.conv(x)
@@ -140,7 +141,7 @@ class RowsOfSize(Rows):
 
 
 class Linear(Way):
-    """A linear layer on the channels of every position, which are brought back to dim 1 for the BatchNorm."""
+    """A linear layer on the channels of every position; they go back to dim 1 for the BatchNorm."""
 
     is_linear = True
 
@@ -153,7 +154,7 @@ class Linear(Way):
         return self.normalised(y).reshape(x.shape)
 
     def normalised(self, y: Tensor) -> Tensor:
-        """(batch, channels, positions), from (batch, positions, channels)."""
+        """The normalized value, (batch, channels, positions), from (batch, positions, channels)."""
         return self.norm(y.transpose(1, 2))
 
 
@@ -173,7 +174,7 @@ class LinearViewed(Linear):
 
 
 class Pooled(Linear):
-    """A linear layer on 2-D input, as a gate of the channels."""
+    """A linear layer on 2-D input, as a gate for the channels."""
 
     def through(self, x: Tensor) -> Tensor:
         gate = self.norm(self.conv(x.flatten(2).mean(2)))
@@ -181,7 +182,7 @@ class Pooled(Linear):
 
 
 class OtherWay(Linear):
-    """The features come to the BatchNorm in the dim of positions: never to be folded."""
+    """The BatchNorm normalizes the dim of the positions, not the features: it must never be folded."""
 
     def through(self, x: Tensor) -> Tensor:
         y = self.conv(F.adaptive_avg_pool1d(x.flatten(2), 4).transpose(1, 2))
@@ -189,7 +190,7 @@ class OtherWay(Linear):
 
 
 class MoveUsed(Way):
-    """The moved value is used besides."""
+    """The moved value has another use."""
 
     def through(self, x: Tensor) -> Tensor:
         y = self.conv(x).transpose(-1, 2)
@@ -197,7 +198,7 @@ class MoveUsed(Way):
 
 
 class MoveWritten(Way):
-    """The value is written to by way of the moved one."""
+    """The value is written to in place through the moved one."""
 
     def through(self, x: Tensor) -> Tensor:
         y = self.conv(x)
@@ -207,7 +208,7 @@ class MoveWritten(Way):
 
 
 class Front(Way):
-    """The BatchNorm stands in front of the layer."""
+    """The BatchNorm comes before the layer."""
 
     leads = True
 
@@ -216,7 +217,7 @@ class Front(Way):
 
 
 class FrontBoth(Front):
-    """And another one behind."""
+    """Another BatchNorm comes after the layer."""
 
     def more(self) -> None:
         channels = self.norm.num_features
@@ -227,7 +228,7 @@ class FrontBoth(Front):
 
 
 class FrontTwo(Front):
-    """Two in front."""
+    """Two BatchNorms come before the layer."""
 
     def more(self) -> None:
         self.first = type(self.norm)(self.norm.num_features)
@@ -268,7 +269,7 @@ class FrontPooled(FrontLinear):
 
 
 class FrontUsed(Front):
-    """The normalised value is used besides."""
+    """The normalized value has another use."""
 
     def through(self, x: Tensor) -> Tensor:
         y = self.norm(x)
@@ -285,11 +286,11 @@ PLAIN_WAYS: dict[str, type[Way]] = {
 WAYS: dict[str, type[Way]] = PLAIN_WAYS | {
     "rows": Rows, "other way": OtherWay, "move used": MoveUsed, "move written": MoveWritten, "front used": FrontUsed,
 }  # fmt: skip
-# A BatchNorm on the statistics of the batch would have one number for each channel at batch 1.
+# With batch statistics, their BatchNorm would have one value per channel at batch size 1.
 POOLED = {"pooled", "front pooled"}
 
 
-# ---- classes with forwards of their own
+# ---- classes with their own forward
 
 _FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED_FUNCTIONS = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -369,7 +370,7 @@ ACTIVATED: dict[int, Callable[..., nn.Module]] = {1: BatchNormAct1d, 2: BatchNor
 
 @dataclass
 class Output:
-    """What a forward may give: no container that torch knows."""
+    """A possible output of a forward; torch doesn't know it as a container."""
 
     features: Any
     rest: Any = None

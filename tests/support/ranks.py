@@ -1,4 +1,4 @@
-"""The end of a process that is one of several ranks."""
+"""How a process that is one of several ranks ends."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from torch import distributed
 def leave() -> NoReturn:
     """End the process at once, with success.
 
-    The threads of gloo may hold tensors after their work is done. They die with the interpreter as it is taken down:
+    The threads of gloo may hold tensors after their work is done. They crash while the interpreter shuts down, with
     "terminate called without an active exception" (pytorch/pytorch, pull request 179291).
     """
     distributed.destroy_process_group()

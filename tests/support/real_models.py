@@ -1,6 +1,7 @@
 """Real architectures from transformers, shrunk to a layer or two: name -> () -> (model in eval mode, args, kwargs).
 
-The batch is 2. Weights are scaled and BatchNorm statistics set so that the outputs are worth comparing.
+The batch size is 2. The weights are scaled and the BatchNorm statistics set so that comparisons of the outputs are
+meaningful.
 """
 
 from collections.abc import Callable
@@ -16,9 +17,10 @@ _VOCABULARY = 37
 
 
 def lively(model: nn.Module, draw: int = 0) -> nn.Module:
-    """Transformers starts with weights of a standard deviation of 0.02, for widths that these models don't have.
+    """Draw weights scaled to the width, biases and BatchNorm statistics, in place, and return the model in eval.
 
-    Another `draw` gives other weights and statistics, whatever the model has by now.
+    transformers starts with a standard deviation of 0.02, which suits larger widths than those of these models. Another
+    `draw` gives other weights and statistics, independent of the current ones.
     """
     generator = torch.Generator().manual_seed(1 + draw)
     with torch.no_grad():
@@ -142,7 +144,7 @@ REAL_MODELS: dict[str, Callable[[], Made]] = {
 
 
 def at_batch(args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same call with `size` rows: those there are, in turn, with floats scaled row by row."""
+    """The same call with `size` rows: the given rows in turn, with floats scaled row by row."""
 
     def resized(value: Any) -> Any:
         rows = value[torch.arange(size) % len(value)]

@@ -1,4 +1,4 @@
-"""Profiles of small steps made by hand."""
+"""Profiles of small steps, made by hand."""
 
 import random
 
@@ -8,9 +8,10 @@ from passes.checkpointing.simulation import Simulation
 
 
 def made(sources, sizes, flops, saves_result, saves_arguments, name="call"):
-    """A step of one value a call: `sources[i]` are the calls that call i takes from.
+    """A step with one value per call: `sources[i]` are the calls whose values call i takes.
 
-    In the backward pass each call asks for what it saves, makes the gradients of what it takes, and lets go of its own.
+    In the backward pass, each call needs the values that it saved, makes the gradients of its arguments, and releases
+    its own gradient.
     """
     count = len(sources)
     takers = [[i for i in range(count) if j in sources[i]] for j in range(count)]
@@ -29,7 +30,7 @@ def made(sources, sizes, flops, saves_result, saves_arguments, name="call"):
         Call(f"{name}{i}", "", flops[i], flops[i] + 1, sizes[i], sizes[i], 0, tuple(sources[i]), (i,))
         for i in range(count)
     ]
-    # Gradients that wait: of each value from the turn of its last taker to its own.
+    # The gradient of each value exists from the turn of its last taker to its own turn.
     order = [Position(count, extras=[sizes[-1]])]
     for turn in reversed(range(count)):
         waiting = [j for j in range(turn + 1) if j == count - 1 or any(taker > turn for taker in takers[j])]
@@ -47,7 +48,7 @@ def made(sources, sizes, flops, saves_result, saves_arguments, name="call"):
 
 
 def random_profile(seed, count, residual):
-    """A chain, or one with calls that take from further back as well; cheap calls and dear ones."""
+    """A chain of cheap and expensive calls; with `residual`, some calls take values from further back, too."""
     rng = random.Random(seed)
     sources = [[] if i == 0 else [i - 1] for i in range(count)]
     if residual:

@@ -1,10 +1,10 @@
-"""Exporters that are hindered: their files are spoilt when they are proven, or a route of theirs fails."""
+"""Break exporters: spoil their files after the proof, or make one of their routes fail."""
 
 import torch
 
 
 def spoiling(monkeypatch, exporter, spoil):
-    """Have the exporter's class hand each file to `spoil`, by its path, after it was proven."""
+    """Make the exporter's class pass each file's path to `spoil`, after the proof of the file."""
     right = exporter.export
 
     def export_and_spoil(self, request, directory):
@@ -16,7 +16,7 @@ def spoiling(monkeypatch, exporter, spoil):
 
 
 def only_the_old_onnx_exporter(monkeypatch):
-    """Have torch's ONNX exporter of now fail, so that the files are those of the one before it."""
+    """Make torch's current ONNX exporter fail, so that the files come from the old one."""
     real = torch.onnx.export
 
     def old_only(*args, **options):

@@ -1,9 +1,9 @@
-"""Training steps of several processes whose BatchNorms are synchronised, and of one process on the whole batch.
+"""Training steps of several processes with synchronized BatchNorms, and of one process on the whole batch.
 
-Each process runs `python synced_steps.py RANK FOLDER BACKEND PASSES...` and leaves what it saw with each list of passes in
-FOLDER/RANK.pt; with BACKEND nccl on the GPU of its number, with gloo on the CPU. There torch has no kernels for it, and refuses: `rehearse` gives it some
-that are plain sums, so that the code of torch.nn.SyncBatchNorm, of its gradient and of DistributedDataParallel runs as it
-does on a GPU.
+Each process runs `python synced_steps.py RANK FOLDER BACKEND PASSES...` and writes its results for each list of passes
+to FOLDER/RANK.pt. With BACKEND nccl it uses the GPU of its number, with gloo the CPU. On a CPU, torch has no kernels
+for the synchronization, and refuses it. `rehearse` adds kernels that are plain sums. So the code of
+torch.nn.SyncBatchNorm, of its gradient and of DistributedDataParallel runs as on a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROWS, STEPS = 4, 3
 
 
 class Convolutions(nn.Module):
-    """Convolutions with BatchNorms behind them, whose outputs go to calls that a synchronising layer makes too."""
+    """Convolutions with BatchNorms, whose outputs go to functions that a synchronizing layer also calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,19 +43,19 @@ class Convolutions(nn.Module):
 
 def made() -> nn.Module:
     torch.manual_seed(0)
-    # In float64 what two processes compute otherwise than one is no rounding.
+    # In float64, a difference between two processes and one can't be rounding.
     return enliven(Convolutions().double()).train()
 
 
 def batch(ranks: int) -> Tensor:
-    """The rows of all processes, one behind the other; each has other statistics."""
+    """The rows of all processes, in order; each process has other statistics."""
     shape, generators = (ROWS, 3, 8, 8), [torch.Generator().manual_seed(rank) for rank in range(ranks)]
     rows = [torch.randn(shape, generator=generator, dtype=torch.float64) for generator in generators]
     return torch.cat([(rank + 1) * values + rank for rank, values in enumerate(rows)])
 
 
 def steps(model: nn.Module, x: Tensor) -> dict[str, Any]:
-    """The losses of some steps, and the state behind them."""
+    """The losses of some steps, and the state after them."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for _ in range(STEPS):
@@ -69,7 +69,7 @@ def steps(model: nn.Module, x: Tensor) -> dict[str, Any]:
 
 
 def run_together(commands: Sequence[list[str]], environment: Mapping[str, str]) -> None:
-    """Run all at once, and see that each ends well; none is left behind."""
+    """Run all commands at once, and check that each succeeds; no process is left over."""
     running = [subprocess.Popen(each, env=environment, stderr=subprocess.PIPE, text=True) for each in commands]
     try:
         for process in running:
@@ -81,7 +81,7 @@ def run_together(commands: Sequence[list[str]], environment: Mapping[str, str]) 
 
 
 def run_ranks(folder: Path, backend: str, *passes: str, ranks: int = 2) -> list[list[dict[str, Any]]]:
-    """What each process saw, for each list of passes."""
+    """The results of each process, for each list of passes."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error", __file__]
     run_together([[*command, str(rank), str(folder), backend, *passes] for rank in range(ranks)], environment)
@@ -90,7 +90,7 @@ def run_ranks(folder: Path, backend: str, *passes: str, ranks: int = 2) -> list[
 
 
 def check_ranks(ranks: list[dict[str, Any]]) -> None:
-    """See that the processes trained as one does on the whole batch."""
+    """Check that the processes trained as one does on the whole batch."""
     whole = steps(made(), batch(len(ranks)))
     for each in zip(whole["losses"], *(rank["losses"] for rank in ranks), strict=True):
         torch.testing.assert_close(sum(each[1:]) / len(ranks), each[0], rtol=1e-9, atol=1e-12)
@@ -100,7 +100,7 @@ def check_ranks(ranks: list[dict[str, Any]]) -> None:
 
 
 def rehearse() -> None:
-    """Let this process take the CPU for a device that synchronises."""
+    """Make this process treat the CPU as a device that synchronizes."""
 
     def stats(input: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         dims = _all_but_channels(input)
@@ -148,7 +148,7 @@ def rehearse() -> None:
     nn.parallel.DistributedDataParallel._passing_sync_batchnorm_handle = lambda *_: None
 
 
-# With a library its kernels go.
+# Kept alive, because the kernels of a library are removed with it.
 _KEPT: list[Any] = []
 
 
@@ -205,7 +205,7 @@ def _seen(result: nn.Module, x: Tensor) -> dict[str, Any]:
     seen = steps(nn.parallel.DistributedDataParallel(result, device_ids=devices), x)
     report = report_of(result)
     seen["status"], seen["verified"] = [record.status for record in report.passes], report.verified
-    # What a step takes, and what is planned for it.
+    # The peak of a step, and the peak that was planned for it.
     seen["peak"] = _peak(result, x)
     seen["planned"] = [record.detail.chosen.peak for record in report.passes if record.detail is not None]
     seen["warned"] = warned.lines

@@ -1,6 +1,6 @@
-"""Architectures from timm at small image sizes: name -> (model in eval mode, kwargs of one call).
+"""Architectures from timm at small image sizes: `timm_member(name)` makes (model in eval mode, kwargs of one call).
 
-The batch is 2. The weights are random, and the statistics of each BatchNorm are those of what comes to it.
+The batch size is 2. The weights are random, and each BatchNorm has the statistics of its inputs.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from torch import nn
 
 torchvision_operators.declare()
 
-# The width and height of the image, and what makes a large architecture a small one.
+# The width and height of the image, and the arguments that make a large architecture small.
 _MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "efficientnet_b0": (32, {}),
     "regnety_002": (32, {}),
@@ -48,7 +48,7 @@ TIMM = tuple(_MODELS)
 
 
 def timm_member(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The model of a name, and the keyword arguments of one call."""
+    """Make the model of that name, and the keyword arguments of one call."""
     import timm
 
     size, arguments = _MODELS[name]
@@ -61,13 +61,16 @@ def timm_member(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 
 def _images(count: int, size: int) -> torch.Tensor:
-    """Noise of another brightness and contrast in each row: what is pooled over noise alone hardly differs."""
+    """Noise with another brightness and contrast in each row, because pooled values of plain noise hardly differ."""
     rows = (count, 3, 1, 1)
     return torch.randn(count, 3, size, size) * (0.5 + torch.rand(rows)) + torch.randn(rows)
 
 
 def _enliven(model: nn.Module) -> None:
-    """timm starts with gains of 0 or 1, shifts of 0 and scales of layers of nearly 0, which would hide what a pass does."""
+    """Draw gains, shifts and layer scales.
+
+    timm starts with gains of 0 or 1, shifts of 0 and layer scales of nearly 0, which would hide what a pass does.
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
@@ -77,7 +80,7 @@ def _enliven(model: nn.Module) -> None:
 
 
 def _take_statistics(model: nn.Module, images: torch.Tensor) -> None:
-    """Give each BatchNorm the mean and variance of what comes to it, and leave the model in eval."""
+    """Give each BatchNorm the mean and variance of its inputs, and leave the model in eval."""
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     momenta = [norm.momentum for norm in norms]
     model.eval()

@@ -1,11 +1,11 @@
-"""Small models with weights and statistics that are worth comparing."""
+"""Give small models biases and statistics that make comparisons meaningful."""
 
 import torch
 from torch import nn
 
 
 def enliven(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Give parameters and BatchNorm statistics real values, in place, and return the model.
+    """Draw biases, the weights of norm layers and BatchNorm statistics, in place, and return the model.
 
     A freshly initialised network outputs almost nothing, and a BatchNorm with mean 0 and variance 1 is almost the
     identity: a comparison over such a model proves nothing.

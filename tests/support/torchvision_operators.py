@@ -1,7 +1,8 @@
-"""Make torchvision and timm importable: those of the folder that `make` installs them into, or the installed ones.
+"""Make torchvision and timm importable, from the folder that `make` installs them into, or as installed.
 
-torchvision's compiled operators may not fit the installed torch. Its Python code names them; where they aren't loaded, they
-are declared here without implementations. Models that don't call them, which is all of timm's, are built and run as usual.
+torchvision's compiled operators may not fit the installed torch, but its Python code refers to them. If they can't be
+loaded, they are declared here without implementations. Models that don't call them, which are all of timm's, are built
+and run as usual.
 """
 
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-# As the Makefile has it.
+# As in the Makefile.
 FOLDER = Path(sys.prefix) / "timm"
 _BOXES = "Tensor input, Tensor rois, float spatial_scale, int pooled_height, int pooled_width"
 _SIZES = "int batch_size, int channels, int height, int width"
@@ -38,10 +39,10 @@ _declared: list[torch.library.Library] = []
 
 
 def declare() -> None:
-    """Import torchvision and timm, with torchvision's operators declared where it can't be imported without.
+    """Import torchvision and timm; declare torchvision's operators if it can't be imported without.
 
-    The folder isn't left on `sys.path`, which tests hand on to processes of their own: transformers would find torchvision
-    there, without its operators.
+    The folder isn't left on `sys.path`, which tests pass on to other processes: there, transformers would find
+    torchvision without its operators.
 
     Raises:
         ImportError: one of them isn't installed.

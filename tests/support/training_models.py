@@ -1,4 +1,4 @@
-"""Small models that do in their forward what a training step has to get by with: each as (model, inputs)."""
+"""Small models whose forward has something that a training step must handle, each as (model, inputs)."""
 
 import random
 
@@ -17,7 +17,7 @@ from passes.checkpointing.tape import UNCOUNTED
 
 
 class Names(TorchFunctionMode):
-    """The names of the torch functions that are called, as a plan counts them."""
+    """Records the names of the torch functions that are called, as a plan counts them."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +30,7 @@ class Names(TorchFunctionMode):
 
 
 class Residual(nn.Module):
-    """Writes in place to what a BatchNorm gives."""
+    """Writes in place to the output of a BatchNorm."""
 
     def __init__(self, activation=None, momentum=None):
         super().__init__()
@@ -81,7 +81,7 @@ class Scaled(torch.autograd.Function):
 
 
 class Mixed(nn.Module):
-    """Views, concatenations, lists of tensors, a checkpoint of its own, a function of its own, a frozen layer."""
+    """Has views, concatenations, lists of tensors, its own checkpoint, its own autograd function and a frozen layer."""
 
     def __init__(self):
         super().__init__()
@@ -104,7 +104,7 @@ class Mixed(nn.Module):
 
 
 class Doubled(torch.Tensor):
-    """A tensor of a class of its own, whose products are doubled."""
+    """A tensor subclass whose products are doubled."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -113,7 +113,7 @@ class Doubled(torch.Tensor):
 
 
 class Chosen(nn.Module):
-    """Says itself which kernel, which generator and which class of tensors it wants."""
+    """Chooses its kernel, its generator and its tensor class itself."""
 
     def __init__(self):
         super().__init__()
@@ -131,7 +131,7 @@ class Chosen(nn.Module):
 
 
 class Mapped(nn.Module):
-    """Maps a function over its rows, whose tensors are none outside of it, and takes a gradient there."""
+    """Maps a function over its rows, whose tensors aren't usable outside of it, and takes a gradient in there."""
 
     def __init__(self):
         super().__init__()
@@ -147,7 +147,7 @@ class Mapped(nn.Module):
 
 
 class Sliced(nn.Module):
-    """Cuts at a place that it computes, and takes a tuple of results apart."""
+    """Slices at a computed position, and takes a tuple of results apart."""
 
     def __init__(self):
         super().__init__()
@@ -162,7 +162,7 @@ class Sliced(nn.Module):
 
 
 class Twice(nn.Module):
-    """Gives one tensor as several arguments, and a call goes another way by that."""
+    """Passes one tensor as several arguments, which changes the path that a call takes."""
 
     def __init__(self):
         super().__init__()
@@ -174,7 +174,7 @@ class Twice(nn.Module):
 
 
 class Precise(nn.Module):
-    """Computes a part of itself in another default dtype, and makes random tensors there."""
+    """Computes a part in another default dtype, and makes random tensors there."""
 
     def __init__(self):
         super().__init__()
@@ -191,7 +191,7 @@ class Precise(nn.Module):
 
 
 class Inferring(nn.Module):
-    """Computes a part of itself in inference mode."""
+    """Computes a part in inference mode."""
 
     def __init__(self):
         super().__init__()
@@ -214,7 +214,7 @@ class First(nn.Module):
 
 
 class Named(nn.Module):
-    """Takes its arguments by name, gives a dict, and trains only a part of itself."""
+    """Takes its arguments by name, returns a dict, and trains only a part of itself."""
 
     def __init__(self):
         super().__init__()
@@ -238,7 +238,7 @@ class Convolutions(nn.Sequential):
 
 
 class Cast(nn.Module):
-    """Runs a part of itself under autocast."""
+    """Runs its inner module under autocast."""
 
     def __init__(self, inner):
         super().__init__()
@@ -299,7 +299,7 @@ def labels():
     return torch.arange(4)
 
 
-# Those that run on fake tensors as well: each as (model, args, kwargs).
+# The steps that run on fake tensors as well, each as (model, args, kwargs).
 STEPS = {
     **{name: lambda make=MODELS[name]: (*make(), {}) for name in ("attention", "tied", "mixed", "mask", "norms")},
     "in place": lambda: (*built(lambda: Residual(momentum=0.1), image()), {}),
@@ -313,7 +313,7 @@ STEPS = {
 
 
 def with_gradients(model, args, kwargs):
-    """The same, with gradients in place as a second step finds them."""
+    """Create zero gradients, as a second step finds them, and return the arguments."""
     for tensor in (*model.parameters(), *args, *kwargs.values()):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             tensor.grad = torch.zeros_like(tensor)
@@ -321,7 +321,7 @@ def with_gradients(model, args, kwargs):
 
 
 def peak_of(model, inputs, kwargs):
-    """The most bytes alive in a real step."""
+    """The maximum number of bytes alive in a real step."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with LiveBytes(without=there_before(model, inputs, kwargs)) as live:
@@ -330,7 +330,7 @@ def peak_of(model, inputs, kwargs):
 
 
 def random_choice_of(profile, seed):
-    """Some calls of a profile, with regions that may lie in one another: (wanted, regions)."""
+    """A random choice of a profile's calls, with regions that may be nested: (wanted, regions)."""
     rng = random.Random(seed)
     share, length, inner = rng.choice((0.2, 0.5, 0.8, 1.0)), rng.choice((1, 3, 10, 100)), rng.choice((1, 2, 4))
     count = len(profile.calls)
@@ -385,7 +385,7 @@ TRANSFORMERS = {"resnet": _resnet, "vit": _vit, "bert": _bert, "gpt2": _gpt2, "l
 
 
 def of_transformers(name):
-    """A model of two layers, in training: (model, args, kwargs)."""
+    """A tiny model of transformers, in training: (model, args, kwargs)."""
     torch.manual_seed(0)
     model, kwargs = TRANSFORMERS[name]()
     if "labels" not in kwargs:

@@ -1,4 +1,4 @@
-"""A user's files: a small model with inputs, and how they are refused."""
+"""Write a user's files, with a small model and inputs, and check how `load` refuses them."""
 
 import textwrap
 from pathlib import Path
@@ -23,7 +23,7 @@ INPUTS = "\nexample_inputs = (torch.randn(2, 4),)\n"
 
 
 class UserFolder:
-    """Writes files below a folder; by default each has the class `Net` before its text, and inputs behind it."""
+    """Writes files below a folder; by default, each has the class `Net` before its text, and inputs after it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -36,7 +36,7 @@ class UserFolder:
 
 
 def refused(*args, error=LoadError, **kwargs) -> str:
-    """The message of the error of `load`, which has to be one sentence on one line."""
+    """The message of the error of `load`, which must be one sentence on one line."""
     with pytest.raises(error) as caught:
         load(*args, **kwargs)
     message = str(caught.value)
