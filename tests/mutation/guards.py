@@ -9,9 +9,7 @@ A guard is a place where the judge refuses. What counts as one follows from what
 - A matcher returns an object or None: each `return None` except the last statement is a guard, and so is each condition
   of a permission.
 - In all functions: each `raise`, each call of `_check_…` or `_refuse_…`, each error that is added while a state dict is
-  loaded, the hook of a checkpoint, the mark of a half-done change, and each argument of `are_finite`.
-- In all classes: each operator that is `_refuse`, and each method whose writes are dropped for a change that is left
-  alone.
+  loaded, the hook of a checkpoint, and each argument of `are_finite`.
 
 If the condition of a refusal is an `or` chain, each of its parts is a guard. The same holds for each part of an `and`
 chain that permits something.
@@ -154,9 +152,6 @@ class _Reader:
 
     def guards(self) -> Iterator[Guard]:
         found = [guard for function in _functions(self.tree) for guard in self._of_function(function)]
-        found += [
-            guard for cls in ast.walk(self.tree) if isinstance(cls, ast.ClassDef) for guard in self._of_class(cls)
-        ]
         yield from sorted(found, key=lambda guard: (guard.line, guard.edits[0].start))
 
     def _of_function(self, function: ast.FunctionDef) -> Iterator[Guard]:
@@ -231,32 +226,10 @@ class _Reader:
                 refuses = called.startswith(("_check_", "_refuse_")) or "refuse_checkpoint" in given
                 if refuses or ast.unparse(call.func) in ("error_msgs.append", "missing_keys.append"):
                     yield from self._refused(function, statement, condition)
-            elif isinstance(statement, ast.Assign) and ast.unparse(statement) == "self._half_done = True":
-                yield from self._refused(function, statement, condition)
             elif isinstance(statement, ast.If) and _calls(statement.test, "are_finite"):
                 for argument in statement.test.args:  # type: ignore[attr-defined]
                     edit = self._swap(argument, "*()")
                     yield self._guard(function, argument, [edit], self._where(statement.test, False))
-
-    def _of_class(self, cls: ast.ClassDef) -> Iterator[Guard]:
-        """The operators that refuse, and the methods whose writes are dropped for a change that is left alone."""
-        methods = {node.name: node for node in cls.body if isinstance(node, ast.FunctionDef)}
-        for statement in cls.body:
-            if isinstance(statement, ast.AnnAssign | ast.Assign) and _is_named(statement.value, "_refuse"):
-                note = self._before(methods["_refuse"].body[0])
-                targets = [statement.target] if isinstance(statement, ast.AnnAssign) else statement.targets
-                for target in targets:
-                    name = ast.unparse(target)
-                    last = self._end(statement)
-                    computes = f"; {name} = lambda self, *args: self.sealed_value.{name}(*args)"
-                    yield self._guard(cls, target, [Edit(last, last, computes)], [note])
-        if "is_leaving_alone" in methods:
-            value = methods["is_leaving_alone"].body[-1].value  # type: ignore[attr-defined]
-            for method in methods.values():
-                for decorator in method.decorator_list:
-                    if _is_named(decorator, "_writes"):
-                        edit = self._swap(decorator, "(lambda write: write)")
-                        yield self._guard(method, decorator, [edit], self._where(value, True))
 
     def _refused(self, function: ast.FunctionDef, statement: ast.stmt, condition: ast.If | None) -> Iterator[Guard]:
         """The guard of a statement that refuses; one for each part of its condition if that is an `or` chain."""
