@@ -23,7 +23,7 @@ from passes.program.matching import BATCH_NORMS, CONVOLUTIONS, scale_named
 from passes.program.moves import METHODS, SHAPED_AS, Channels, move_named
 from passes.program.pairs import FoldedPair
 from passes.program.recording import asks_no_values
-from passes.torch_private import NOTHING, frame_callback, is_tracing, make_subclass, without_subclasses
+from passes.torch_private import NOTHING, frame_callback, is_tracing, make_subclass, without_subclasses, without_tracing
 
 
 class SealedOutput:
@@ -273,10 +273,23 @@ def _scaled(operation: str, seal: SealedOutput, args: Sequence[Any]) -> Any:
 
 def _moved(seal: SealedOutput, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     value, pair, dim = seal.sealed_value, seal.sealed_by, seal.sealed_dim
-    behind = Channels(value.dim(), dim, value.shape[dim]).behind(name, args, kwargs)
+    if is_compiling() or not is_tracing():
+        behind = Channels(value.dim(), dim, value.shape[dim]).behind(name, args, kwargs)
+    else:
+        # In a trace, sizes are tensors, and reading one would freeze it.
+        with without_tracing():
+            sizes, named = _numbers(args), {key: _numbers(size) for key, size in kwargs.items()}
+            behind = Channels(value.dim(), dim, value.shape[dim]).behind(name, sizes, named)
     if behind is None or seal.sealed_grad is not is_grad_enabled():
         raise pair.went_astray()
     return sealed(func(value, *args, **kwargs), pair, behind.dim)
+
+
+def _numbers(argument: Any) -> Any:
+    """An argument with the numbers in place of the tensors that stand for sizes in a trace."""
+    if isinstance(argument, torch.Tensor) and not argument.dim():
+        return int(argument)
+    return [_numbers(item) for item in argument] if isinstance(argument, list | tuple) else argument
 
 
 def _method(func: Any) -> str | None:

@@ -470,3 +470,26 @@ def test_a_cache_that_only_the_first_run_fills_stands_in_no_way() -> None:
     model = enliven(Positioned()).eval()
     fast = optimize(model, FoldConvBn(), example_inputs=(image(),))
     assert [(record.status, len(record.changes)) for record in fast.report.passes] == [("applied", 1)]
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+def test_a_sealed_value_is_reshaped_in_a_trace_by_sizes_of_another() -> None:
+    """As in PatchTSMixer: in a trace, sizes are tensors."""
+
+    class Mixer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8)
+            self.first = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = x.reshape(x.shape[0] * x.shape[1], x.shape[2], x.shape[3])
+            rows = self.norm(rows.transpose(1, 2)).transpose(1, 2)
+            return self.first(torch.reshape(rows, x.shape))
+
+    model = enliven(Mixer()).eval()
+    fast = optimize(model, FoldConvBn(), example_inputs=(torch.randn(2, 3, 5, 8),))
+    assert [record.status for record in fast.report.passes] == ["applied"]
+    traced = torch.jit.trace(fast, (torch.randn(2, 3, 5, 8),))
+    x = torch.randn(4, 3, 5, 8)
+    assert torch.allclose(traced(x), model(x), atol=1e-5)
