@@ -15,11 +15,11 @@ from optimizer.parity.frontier import frontier
 from optimizer.parity.moved_biases import MovedBiases
 from optimizer.parity.observe import Flatten, Observation, observe
 from optimizer.parity.original import OriginalCall
-from optimizer.parity.pools import Pool, SliceNoise, Slices, pieces_of
+from optimizer.parity.pools import Pool, SliceNoise, Slices, WorstSlice, pieces_of
 from optimizer.parity.results import CallErrors, Measurement, OutputDifference, OutputNoise
 from optimizer.parity.statistics import error_statistics, has_classes, integer_agreement, top1_agreement
 from optimizer.parity.tensors import all_finite, distance, is_exact, lost_in_noise, special, unit, wide
-from optimizer.parity.verdict import FACTOR, in_units_of
+from optimizer.parity.verdict import FACTOR, SLICE_FACTOR, in_units_of
 from optimizer.wording import append_once, dtype_name, error_summary
 
 # An error beyond what is allowed, but by less than this factor, may be rounding that further samples show.
@@ -118,16 +118,9 @@ class Comparison:
             for name, one in self._compared.items()
             if (noise := self.noises[name]).deterministic and noise.noise > 0 and not noise.declared
         ]
+        worst = (self._worst_slice(name, one) for name, one in self._compared.items())
+        beyond += [FACTOR * each.error / (SLICE_FACTOR * each.noise) for each in worst if each is not None]
         return FACTOR < max(beyond, default=0.0) <= DOUBTFUL * FACTOR
-
-    def beyond(self, noises: Mapping[str, OutputNoise]) -> set[str]:
-        """The outputs whose errors are larger than these noises allow."""
-        compared = ((noises[name], one.error) for name, one in self._compared.items())
-        return {
-            noise.name
-            for noise, error in compared
-            if noise.kind == "output" and noise.deterministic and is_beyond(error, noise)
-        }
 
     def kinked(self) -> set[str]:
         """The gradients whose errors kinks may explain; empty where something else is wrong by more than rounding."""
@@ -200,8 +193,7 @@ class Comparison:
         return step <= unit(torch.float32) and noise.rms <= _LEFT_OF_A_SUM * step * largest
 
     def _difference(self, name: str, one: _Compared) -> OutputDifference:
-        slices = one.error.slices
-        worst = self.slices[name].worst(slices) if slices is not None else None
+        worst = self._worst_slice(name, one)
         return OutputDifference(
             noise=self.noises[name],
             max_error=one.error.largest,
@@ -215,6 +207,10 @@ class Comparison:
             slice_error=worst.error if worst else 0.0,
             slice_noise=worst.noise if worst else 0.0,
         )
+
+    def _worst_slice(self, name: str, one: _Compared) -> WorstSlice | None:
+        slices = one.error.slices
+        return self.slices[name].worst(slices) if slices is not None and name in self.slices else None
 
     def _matched(self, one: OriginalCall, got: Observation) -> Iterator[tuple[str, torch.Tensor]]:
         """The candidate's values by the original's names."""
@@ -303,12 +299,6 @@ class Comparison:
 
     def _problem(self, sentence: str) -> None:
         append_once(self.problems, sentence)
-
-
-def is_beyond(error: Pool, noise: OutputNoise) -> bool:
-    """Whether errors are larger than the noise allows."""
-    largest, rms = noise.allowed(FACTOR)
-    return error.largest > largest or error.rms > rms
 
 
 def _incomparable(own: torch.Tensor, value: torch.Tensor) -> str | None:
