@@ -67,12 +67,20 @@ class Watch(TorchFunctionMode):
     Attributes:
         values: places where Python reads a value that depends on the inputs' values.
         sizes: places where Python reads a size of a tensor that is computed from the inputs.
+        asked: the sizes that each call for a size returned.
     """
 
-    def __init__(self, adapter: Adapter) -> None:
+    def __init__(self, adapter: Adapter, fixed: Sequence[Sequence[bool]] = ()) -> None:
+        """Prepare the record.
+
+        Args:
+            fixed: which of the `asked` sizes are the same in all calls; reading these isn't recorded.
+        """
         super().__init__()
         self.values: list[str] = []
         self.sizes: list[str] = []
+        self.asked: list[tuple[int, ...]] = []
+        self._fixed = fixed
         self._paths = paths_of(adapter.model)
         self._dependent: Any = WeakTensorKeyDictionary()
 
@@ -81,6 +89,7 @@ class Watch(TorchFunctionMode):
         if _tracing():
             self.values.clear()
             self.sizes.clear()
+            self.asked.clear()
             self._dependent = WeakTensorKeyDictionary()
             for tensor in tensors:
                 self._dependent[tensor] = "value"
@@ -92,18 +101,29 @@ class Watch(TorchFunctionMode):
         depends = self._dependence((args, kwargs))
         if depends is None:
             return result
+        given = list(_tensors_in(result))
         if _asks_for_a_size(func):
             depends = "value" if depends == "length" else "size"
+            sizes = self._open_sizes(result)
+            if depends == "size" and not sizes:
+                return result
+            given = list(_tensors_in(sizes)) if depends == "size" else given
         elif depends == "value" and (
             _has_open_length(func, args) or self._dependence(_lengths(func, args)) in ("value", "length")
         ):
             depends = "length"
-        given = list(_tensors_in(result))
         for tensor in (*given, *_written_tensors(func, args, kwargs or {})):
             self._mark(tensor, depends)
         if not given and not _tells_no_value(func, result):
             self._note(depends)
         return result
+
+    def _open_sizes(self, result: Any) -> list[Any]:
+        """The sizes in the result of a call that asks for sizes, without those that are the same in all calls."""
+        sizes = list(result) if isinstance(result, tuple) else [result]
+        self.asked.append(tuple(map(int, sizes)))
+        known = self._fixed[len(self.asked) - 1] if len(self.asked) <= len(self._fixed) else [False] * len(sizes)
+        return [size for size, is_fixed in zip(sizes, known, strict=True) if not is_fixed]
 
     def _dependence(self, arguments: Any) -> Dependence | None:
         held = (each for tensor in _tensors_in(arguments) for each in (tensor, tensor._base) if each is not None)
@@ -122,9 +142,9 @@ class Watch(TorchFunctionMode):
 
 
 @contextmanager
-def watching(adapter: Adapter) -> Iterator[Watch]:
-    """Record where Python reads traced values in traces of `adapter` made inside."""
-    watch = Watch(adapter)
+def watching(adapter: Adapter, fixed: Sequence[Sequence[bool]] = ()) -> Iterator[Watch]:
+    """Record where Python reads traced values in traces of `adapter` made inside; `fixed` is as for `Watch`."""
+    watch = Watch(adapter, fixed)
     hook = adapter.register_forward_pre_hook(watch.start)
     try:
         with watch:
@@ -133,18 +153,34 @@ def watching(adapter: Adapter) -> Iterator[Watch]:
         hook.remove()
 
 
-def traced(adapter: Adapter, inputs: Sequence[torch.Tensor]) -> tuple[torch.jit.ScriptModule, Watch]:
-    """Trace the adapter on these inputs, and record where Python reads traced values.
+def traced(
+    adapter: Adapter, inputs: Sequence[torch.Tensor], fixed: Sequence[Sequence[bool]] = ()
+) -> tuple[torch.jit.ScriptModule, Watch]:
+    """Trace the adapter on these inputs, and record where Python reads traced values; `fixed` is as for `Watch`.
 
     Raises:
         RouteRefused: it can't be traced.
     """
     with (
         undisturbed(adapter), refusing(), silent(), torchscript_allowed(), traced_by_their_forwards(),
-        watching(adapter) as watch,
+        watching(adapter, fixed) as watch,
     ):  # fmt: skip
         module = torch.jit.trace(adapter, clones(inputs), check_trace=False)
     return module, watch
+
+
+def reads_an_open_size(adapter: Adapter, calls: Sequence[Sequence[torch.Tensor]]) -> bool:
+    """Whether Python reads a size, in a trace of the first call, that isn't the same in all calls.
+
+    Raises:
+        RouteRefused: the adapter can't be traced at one of the calls.
+    """
+    asked = [traced(adapter, inputs)[1].asked for inputs in calls]
+    if len({tuple(map(len, sizes)) for sizes in asked}) > 1:
+        # The model takes another path at another size.
+        return True
+    fixed = [[len(set(each)) == 1 for each in zip(*sizes, strict=True)] for sizes in zip(*asked, strict=True)]
+    return bool(traced(adapter, calls[0], fixed)[1].sizes)
 
 
 def refuse_values(watch: Watch, where: str = "") -> None:

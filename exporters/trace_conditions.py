@@ -10,7 +10,7 @@ import torch
 
 from exporters.base import Captures
 from exporters.conditions import Condition
-from exporters.decisions import Watch, refuse_values, traced, watching
+from exporters.decisions import Watch, reads_an_open_size, refuse_values, traced, watching
 from exporters.errors import RouteRefused
 from exporters.evidence import Evidence
 from exporters.exported_program import conditions_of_program, shared_program
@@ -44,8 +44,8 @@ def conditions_of_trace(evidence: Evidence, watch: Watch) -> tuple[Condition, ..
         watch: the record of that trace.
 
     Raises:
-        RouteRefused: Python read a value of the inputs; or it read a size, and torch.export can't capture the model to
-            determine at which other sizes the trace is valid.
+        RouteRefused: Python read a value of the inputs; or it read a size that changes between the calls, and
+            torch.export can't capture the model to determine at which other sizes the trace is valid.
     """
     refuse_values(watch)
     if not evidence.open_dims or not watch.sizes:
@@ -53,6 +53,9 @@ def conditions_of_trace(evidence: Evidence, watch: Watch) -> tuple[Condition, ..
     try:
         return conditions_of_program(shared_program(evidence), evidence)
     except RouteRefused as refusal:
+        # Other sizes may be equal in all calls by chance: strides and windows of them round down.
+        if not evidence.declared and not reads_an_open_size(evidence.adapter, evidence.inputs):
+            return ()
         raise RouteRefused(
             f"the model reads a size in Python at {watch.sizes[0]}, which the trace freezes, and torch.export can't "
             f"determine at which sizes the trace is valid: {refusal}",

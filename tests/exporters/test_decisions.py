@@ -1,5 +1,7 @@
 """Each model decides on something while it is captured; no call that is checked takes the other side."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -396,3 +398,37 @@ def by_rows(self, x):
 def test_a_length_that_no_call_changes_stays_a_number(function, calls, tmp_path):
     request = ExportRequest(enliven(Deciding(function)).eval(), calls, dynamic_batch=len(calls) > 1)
     assert TorchScriptExporter().export(request, tmp_path).route == "trace"
+
+
+def uncapturable(self, x):
+    if torch.compiler.is_exporting():
+        raise RuntimeError("no capture of this")
+    return self.layer(x)
+
+
+def of_a_fixed_size(self, x):
+    return uncapturable(self, x) * math.ceil(math.log1p(int(x.shape[1])))
+
+
+def of_the_batch(self, x):
+    return uncapturable(self, x) / (1 if int(x.shape[0]) < 50 else 2)
+
+
+def test_a_size_that_no_call_changes_needs_no_capture(tmp_path):
+    assert export(TorchScriptExporter, of_a_fixed_size, tmp_path).route == "trace"
+
+
+def test_the_batch_needs_a_capture(tmp_path):
+    with pytest.raises(
+        ExportError, match=r"torch.export can't determine at which sizes the trace is valid: .*no capture"
+    ):
+        export(TorchScriptExporter, of_the_batch, tmp_path)
+
+
+def test_a_declared_size_needs_a_capture_even_if_what_is_read_is_the_same_in_all_calls(tmp_path):
+    def of_windows(self, x):
+        return uncapturable(self, x) * int(x[:, ::8].shape[1])
+
+    calls = [((torch.randn(2, size, 4),), {}) for size in (4, 5, 6)]
+    with pytest.raises(ExportError, match=r"torch.export can't determine at which sizes the trace is valid"):
+        export(TorchScriptExporter, of_windows, tmp_path, calls, open_dims={"x": {1: "length"}})
