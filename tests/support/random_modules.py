@@ -195,10 +195,13 @@ class Description:
     def may_be_unseen(self) -> bool:
         """Whether a branch uses a convolution's output without its BatchNorm, which possibly no example shows.
 
-        A BatchNorm at the start of one of two branches belongs to a convolution before both.
+        A BatchNorm at the start of one of two branches belongs to a convolution before both, and a BatchNorm before both
+        belongs to a convolution at the start of one of them, if that one pads no zeros.
         """
         either = [block for block in self._combined() if block.kind.startswith("either")]
-        begins = any(pair.leads for block in either for pair in _pairs_in(block))
+        begins = any(
+            pair.leads or pair.is_linear or not pair.conv.pads for block in either for pair in _pairs_in(block)
+        )
         return begins or any(pair.style in UNSEEN_STYLES for pair in self.pairs())
 
     def _combined(self) -> Iterator[Combined]:
