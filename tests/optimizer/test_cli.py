@@ -822,7 +822,7 @@ def test_what_is_told_without_torch_is_what_the_engine_tells(capsys, monkeypatch
 
 
 def test_the_names_that_are_known_without_torch_are_those_of_the_registries():
-    assert tuple(cls.name for cls in passes.registry._OWN) == early_checks.PASS_NAMES
+    assert tuple(cls.name for cls in passes.registry.BUILT_IN) == early_checks.PASS_NAMES
     assert tuple(exporters.registry._OWN) == early_checks.FORMAT_NAMES
 
 

@@ -31,7 +31,7 @@ def old_exporter(monkeypatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise RouteRefused("not today")
 
-    monkeypatch.setattr(exporters.onnx, "_dynamo", refuse)
+    monkeypatch.setattr(exporters.onnx, "by_dynamo", refuse)
 
 
 def found_in(net: nn.Module, folder: Path, monkeypatch, spoil, passes=None) -> dict:
