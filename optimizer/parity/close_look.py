@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping, Set
 from dataclasses import replace
 
-from optimizer.model import Runs, one_at_a_time, pinned_settings
+from torch import nn
+
+from optimizer.model import Runs, is_script, one_at_a_time, pinned_settings
 from optimizer.parity.at_precision import errors_at
-from optimizer.parity.comparison import DOUBTFUL, Comparison
-from optimizer.parity.modes import in_float64
+from optimizer.parity.comparison import DOUBTFUL, Comparison, is_beyond
+from optimizer.parity.modes import in_float64, perturbed
 from optimizer.parity.noise import MORE_SAMPLES, RoundingNoise
 from optimizer.parity.pools import Pool
 from optimizer.parity.results import OutputNoise, RowMeasurement
@@ -18,6 +21,9 @@ from optimizer.parity.verdict import FACTOR, in_units_of
 from passes.base import Precision
 
 logger = logging.getLogger(__name__)
+
+# Seeds of the first samples are smaller.
+_OTHER_SEEDS = 1000
 
 
 def closer_noises(
@@ -49,9 +55,38 @@ def settle_kinks(noise: RoundingNoise, candidate: Runs, comparison: Comparison) 
     names = comparison.kinked()
     if not names:
         return
-    errors = _errors_in_float64(noise, candidate, names)
+    errors = _errors_in_float64(noise, candidate, names, training=True)
     if errors:
         comparison.settle(errors)
+
+
+def hold_to_algebra(
+    noise: RoundingNoise, few: Mapping[str, OutputNoise], candidate: Runs, comparison: Comparison
+) -> None:
+    """Take an error for rounding inside only where float64 doesn't have it too.
+
+    More samples allow more; an error of that size may also be a wrong weight. In float64 the weights of a right candidate are
+    off by one rounding at most, and its outputs by their response to one ulp.
+
+    Args:
+        few: the noises before more samples were taken.
+    """
+    if any(one.declared for one in few.values()) or noise.original.mode == "training":
+        return
+    if not isinstance(candidate.target, nn.Module) or is_script(candidate.target):
+        return
+    excused = comparison.beyond(few) - comparison.beyond(comparison.noises)
+    if not excused:
+        return
+    with one_at_a_time, pinned_settings():
+        errors = _errors_in_float64(noise, candidate, excused, training=False)
+        moved = _more_response(noise, excused) if errors else {}
+    noises = {name: _at_least(few[name], moved[name]) for name in excused & errors.keys() & moved.keys()}
+    wrong = {name: each for name, each in noises.items() if is_beyond(errors[name], each)}
+    comparison.noises = {**comparison.noises, **wrong}
+    if wrong:
+        why = "float64 has the same error, so it isn't internal rounding"
+        comparison.notes.append(f"Judged by the response to changes of one ulp ({why}): {', '.join(wrong)}.")
 
 
 def rows_may_be_rounding(seen: RowMeasurement | None, noises: Mapping[str, OutputNoise]) -> bool:
@@ -77,7 +112,7 @@ def _at_least(noise: OutputNoise, moved: Pool) -> OutputNoise:
     )
 
 
-def _errors_in_float64(noise: RoundingNoise, candidate: Runs, names: Set[str]) -> dict[str, Pool]:
+def _errors_in_float64(noise: RoundingNoise, candidate: Runs, names: Set[str], *, training: bool) -> dict[str, Pool]:
     """The errors of a candidate that runs in float64.
 
     Empty where it can't run so, where a value isn't finite, or where it computes in a coarser dtype than the original, which
@@ -89,7 +124,7 @@ def _errors_in_float64(noise: RoundingNoise, candidate: Runs, names: Set[str]) -
             continue
         call = noise.original.inputs_of(one)
         try:
-            mode, seen = in_float64(noise.original, one, call, training=True, runs=candidate)
+            mode, seen = in_float64(noise.original, one, call, training=training, runs=candidate)
         except Exception as error:  # noqa: BLE001 - the candidate is foreign code: its plain outputs are judged
             logger.debug("the candidate raised in float64: %s", error)
             return {}
@@ -101,3 +136,16 @@ def _errors_in_float64(noise: RoundingNoise, candidate: Runs, names: Set[str]) -
                 return {}
             errors[name].add(distance(value, truth), of=own)
     return errors
+
+
+def _more_response(noise: RoundingNoise, names: Set[str]) -> dict[str, Pool]:
+    """The response to one ulp in inputs and parameters, in several samples; empty where it can't be measured."""
+    moved = {name: Pool() for name in names}
+    for one, number in itertools.product(noise.calls, range(MORE_SAMPLES)):
+        if not noise.can_be_perturbed:
+            return {}
+        call = noise.original.inputs_of(one)
+        other = perturbed(noise.original, one, call, _OTHER_SEEDS + number, training=False)
+        for name in names & one.own.values.keys():
+            moved[name].add_distance(one.own.values[name], other.values[name])
+    return moved

@@ -122,6 +122,15 @@ class Comparison:
         beyond += [FACTOR * each.error / (SLICE_FACTOR * each.noise) for each in worst if each is not None]
         return FACTOR < max(beyond, default=0.0) <= DOUBTFUL * FACTOR
 
+    def beyond(self, noises: Mapping[str, OutputNoise]) -> set[str]:
+        """The outputs whose errors are larger than these noises allow."""
+        compared = ((noises[name], one.error) for name, one in self._compared.items())
+        return {
+            noise.name
+            for noise, error in compared
+            if noise.kind == "output" and noise.deterministic and is_beyond(error, noise)
+        }
+
     def kinked(self) -> set[str]:
         """The gradients whose errors kinks may explain; empty where something else is wrong by more than rounding."""
         found = set[str]()
@@ -299,6 +308,12 @@ class Comparison:
 
     def _problem(self, sentence: str) -> None:
         append_once(self.problems, sentence)
+
+
+def is_beyond(error: Pool, noise: OutputNoise) -> bool:
+    """Whether errors are larger than the noise allows."""
+    largest, rms = noise.allowed(FACTOR)
+    return error.largest > largest or error.rms > rms
 
 
 def _incomparable(own: torch.Tensor, value: torch.Tensor) -> str | None:

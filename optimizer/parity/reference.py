@@ -11,7 +11,7 @@ import torch
 
 from optimizer.model import Call, Runs, Sizes, Taken, one_at_a_time, pinned_settings
 from optimizer.parity.at_precision import errors_at, noise_at
-from optimizer.parity.close_look import closer_noises, rows_may_be_rounding, settle_kinks
+from optimizer.parity.close_look import closer_noises, hold_to_algebra, rows_may_be_rounding, settle_kinks
 from optimizer.parity.comparison import Comparison
 from optimizer.parity.moved_biases import find_moved_biases, noises_with
 from optimizer.parity.noise import RoundingNoise
@@ -170,6 +170,8 @@ class Reference:
         if not self._rounding.is_least and (comparison.is_doubtful() or rows_may_be_rounding(seen, self.noises)):
             self.look_closely()
             comparison.noises, comparison.slices = noises_with(moved, self.noises, calls), self.slices
+            if flatten is None and self._precision is None and self._few_samples and self.truth_in_float64:
+                hold_to_algebra(self._rounding, self._few_samples, runs, comparison)
         return replace(comparison.finish(self.blank), rows=seen, settings=settings)
 
     def look_closely(self) -> None:

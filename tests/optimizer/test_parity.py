@@ -759,6 +759,57 @@ class OwnDtype(nn.Module):
         return x
 
 
+class RoundingOften(nn.Module):
+    """What rounding inside does, at every step, is several times what changes of its inputs and weights do."""
+
+    def __init__(self):
+        super().__init__()
+        self.turns = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(12))
+        for turn in self.turns:
+            nn.init.orthogonal_(turn.weight)
+        self.shift = nn.Parameter(torch.zeros(32))
+        self.coarse = 0.0
+
+    def forward(self, x):
+        for turn in self.turns:
+            x = turn(x)
+            for _ in range(8):
+                x = x * 0.7 / 0.7
+        if self.coarse:
+            x = x + self.coarse - self.coarse
+        return x + self.shift
+
+
+@pytest.mark.slow
+def test_a_weight_that_is_off_is_no_rounding_inside(monkeypatch):
+    """However much rounding inside explains: in float64 there is none, and the error is as large."""
+    torch.manual_seed(0)
+    model = RoundingOften().eval()
+    inputs = Samples((torch.randn(4, 32),), {}, seed=0)
+    noise = measure_reference(model, inputs).noises["output"].noise_rms
+    shifted, coarse = copy.deepcopy(model), copy.deepcopy(model)
+    with torch.no_grad():
+        shifted.shift += 8 * noise
+    coarse.coarse = 128.0
+
+    def judged(candidate):
+        return judge(measure_reference(model, inputs).compare(candidate))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("optimizer.parity.reference.hold_to_algebra", lambda *_: None)
+        assert judged(shifted).ok, "it would prove nothing"
+    report = judged(shifted)
+    assert report.verdict == "failed"
+    assert "(4 times is allowed)" in report.reason
+    assert any("float64 has the same error, so it isn't internal rounding" in note for note in report.notes)
+    assert not check_region(model, shifted, [inputs.given.args]).ok
+    # What only rounds differently is nothing of the kind, and off by as much.
+    with monkeypatch.context() as patch:
+        patch.setattr(Reference, "look_closely", lambda self: None)
+        assert not judged(coarse).ok
+    assert judged(coarse).ok
+
+
 @pytest.mark.slow
 def test_a_gradient_of_nothing_but_rounding_is_known_by_more_samples():
     """Where the model can't be run in float64, a gradient that should be zero is known by its noise alone."""
