@@ -53,9 +53,8 @@ def prove_file(
     Raises:
         RouteRefused: the file fails, or its shapes, dtypes or values differ from the model's.
     """
-    errors = prove_at_calls(evidence, loaded, files)
     with evidence.undisturbed(), silent():
-        _prove_beyond(evidence, loaded, conditions, errors)
+        _prove_beyond(evidence, loaded, conditions, _prove_at_calls(evidence, loaded, files))
 
 
 def prove_at_calls(evidence: Evidence, loaded: LoadedArtifact, files: Sequence[Path] = ()) -> tuple[float, ...] | None:
@@ -71,9 +70,13 @@ def prove_at_calls(evidence: Evidence, loaded: LoadedArtifact, files: Sequence[P
         RouteRefused: the file fails, or its shapes, dtypes or values differ from the model's.
     """
     with evidence.undisturbed(), silent():
-        if evidence.proof is not None and evidence.proof(loaded, files):
-            return None
-        return _proven_at(evidence, loaded, range(len(evidence.inputs)))
+        return _prove_at_calls(evidence, loaded, files)
+
+
+def _prove_at_calls(evidence: Evidence, loaded: LoadedArtifact, files: Sequence[Path]) -> tuple[float, ...] | None:
+    if evidence.proof is not None and evidence.proof(loaded, files):
+        return None
+    return _proven_at(evidence, loaded, range(len(evidence.inputs)))
 
 
 def prove_program(evidence: Evidence, loaded: LoadedArtifact, conditions: Sequence[Condition]) -> tuple[Shapes, ...]:

@@ -18,7 +18,7 @@ from exporters.torchscript_deprecation import torchscript_allowed
 
 
 def scripted(adapter: Adapter) -> torch.jit.ScriptModule:
-    """Script the model behind a generated forward with flat tensor inputs and outputs, like the adapter's.
+    """Script the model inside a generated forward with flat tensor inputs and outputs, like the adapter's.
 
     Raises:
         RouteRefused: it can't be scripted: a module has a forward on the instance, an argument has no TorchScript source,
@@ -31,17 +31,18 @@ def scripted(adapter: Adapter) -> torch.jit.ScriptModule:
             f"{f'module `{changed}`' if changed else 'the model'} has its own forward, but scripting would compile "
             "the one of its class: leave out the pass that replaced it"
         )
-    names = [f"input_{index}" for index in range(len(adapter.input_names))]
-    args, kwargs = adapter.call_arguments([_Source(name) for name in names])
-    arguments = [_spell(value) for value in args] + [f"{name}={_spell(value)}" for name, value in kwargs.items()]
-    outputs = list(_reads(adapter.outputs.root, "result"))
-    forward = (
-        f"def forward(self, {', '.join(names)}):\n"
-        f"    result = self.model({', '.join(arguments)})\n"
-        f"    return {', '.join(outputs)}\n"
-    )
-    with undisturbed(adapter):
-        return _defined(model, model.training, forward)
+    with undisturbed(adapter), refusing():
+        names = [f"input_{index}" for index in range(len(adapter.input_names))]
+        args, kwargs = adapter.call_arguments([_Source(name) for name in names])
+        arguments = [_spell(value) for value in args] + [f"{name}={_spell(value)}" for name, value in kwargs.items()]
+        outputs = list(_reads(adapter.outputs.root, "result"))
+        return _defined(
+            model,
+            model.training,
+            f"def forward(self, {', '.join(names)}):\n"
+            f"    result = self.model({', '.join(arguments)})\n"
+            f"    return {', '.join(outputs)}\n",
+        )
 
 
 def with_input_checks(module: torch.jit.ScriptModule, evidence: Evidence) -> torch.jit.ScriptModule:

@@ -272,8 +272,8 @@ class Comparison:
             # Where float64 alone isn't finite, the original's own number is the best there is.
             target = torch.where(special(truth) == 0, wide(truth), wide(own))
         before = compared.error.largest
-        # Kept for the statistics of the whole output; the pieces are compared in float64.
-        errors = torch.empty(own.shape, dtype=torch.float64 if unit(own.dtype) < unit(torch.float32) else torch.float32)
+        # Those of the whole output, for its statistics.
+        errors = torch.empty(own.shape if self.in_detail else (), dtype=torch.float64)
         for rows in pieces_of(own):
             finite = None if plain is None else plain[rows]
             piece = distance(value[rows], target[rows])

@@ -21,7 +21,7 @@ def error_statistics(errors: torch.Tensor, value: torch.Tensor, target: torch.Te
     """The statistics of a float output over the elements that are finite on both sides; empty where there are none.
 
     Args:
-        errors: |value - target|, float32 or float64; all three have one shape.
+        errors: |value - target|, float64; all three have one shape.
         value, target: the outputs of the candidate and of the reference, of any float or complex dtype.
     """
     if errors.numel() == 0:
@@ -29,14 +29,14 @@ def error_statistics(errors: torch.Tensor, value: torch.Tensor, target: torch.Te
     errors, value, target = errors.reshape(-1), value.reshape(-1), target.reshape(-1)
     return {
         "max_error": float(errors.max()),
-        "mean_error": float(errors.mean(dtype=torch.float64)),
+        "mean_error": float(errors.mean()),
         "p999_error": percentile_999(errors),
         "cosine": cosine(value, target),
     }
 
 
 def percentile_999(errors: torch.Tensor) -> float:
-    """The 99.9th percentile of a float tensor of shape (elements,).
+    """The 99.9th percentile of a float64 tensor of shape (elements,).
 
     It is the smallest value that at least 999 of 1000 elements don't exceed. The result is exact, and one of the
     elements. A sample suggests a bound that more than a thousandth of the elements exceed, so that only those are
