@@ -150,7 +150,7 @@ def _scale_or_shift(conv: Convolution, affine: ChannelScale) -> tuple[torch.Tens
 
 
 def _row_slices(weight: torch.Tensor) -> Sequence[slice | None]:
-    """Slices of the rows of a large weight, to limit the memory for float64; None stands for all of a small weight."""
+    """Slices of the rows of a large weight, to limit the memory for float64; None means the whole of a small weight."""
     count = max(1, _ELEMENTS * len(weight) // max(1, weight.numel()))
     if count >= len(weight):
         return (None,)

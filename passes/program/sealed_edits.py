@@ -39,7 +39,7 @@ class SealedEdits(ChangeRecord[_Change]):
         """The folded layer with the pair added.
 
         Args:
-            beyond: put it behind the pairs that were folded before, not next to the layer.
+            beyond: put it after the pairs that were folded earlier, not next to the layer.
         """
         conv = pair.conv
         earlier = getattr(conv.weight.value, "sealed_layer", None)

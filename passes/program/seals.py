@@ -286,7 +286,7 @@ def _moved(seal: SealedOutput, name: str, func: Any, args: Sequence[Any], kwargs
 
 
 def _numbers(argument: Any) -> Any:
-    """An argument with the numbers in place of the tensors that stand for sizes in a trace."""
+    """The argument with numbers instead of the tensors that represent sizes in a trace."""
     if isinstance(argument, torch.Tensor) and not argument.dim():
         return int(argument)
     return [_numbers(item) for item in argument] if isinstance(argument, list | tuple) else argument

@@ -28,7 +28,7 @@ def test_the_passes_do_their_work_on_every_block(done, shape):
     small, large = (graph for graph in figures["graphs"] if graph["shape"] == shape)
     nothing = {"simplify": 0, "merge-linears": 0}
     folded = {"fold-conv-bias": 8, "fold-conv-bn": 15, "channels-last": 17, "pad-channels": 15}
-    # Each convolution, the input and the output; behind these each sum with the activation behind it; each convolution and the model.
+    # Each convolution, the input and the output; then each sum with its activation; each convolution and the model.
     assert small["changes"] == {**folded, **nothing, "jit-fusion": 15, "cast-precision": 16}
     folded = {"fold-conv-bias": 15, "fold-conv-bn": 30, "channels-last": 32, "pad-channels": 30}
     assert large["changes"] == {**folded, **nothing, "jit-fusion": 30, "cast-precision": 31}
