@@ -26,6 +26,8 @@ _FILLS = frozenset(
         "empty_like", "empty_strided", "new_empty", "new_empty_strided",
     }
 )  # fmt: skip
+# In units of epsilon: a number that changes by this share of itself rounds to its neighbor, never to the one after it.
+_TO_A_NEIGHBOR = 0.51
 
 
 class PerturbedMode(TorchFunctionMode):
@@ -86,7 +88,7 @@ class PerturbedMode(TorchFunctionMode):
 
 
 class RoundedMode(TorchDispatchMode):
-    """Changes the result of each operator by about one unit in the last place, up or down at random.
+    """Changes the result of each operator to the next number above or below it, at random.
 
     This simulates rounding at every step of a model, in the backward pass too. Norms are decomposed: if the mean that a
     BatchNorm subtracts is wrong by one unit, all rows are wrong in the same way. A gradient, as a sum over the rows, is
@@ -94,8 +96,8 @@ class RoundedMode(TorchDispatchMode):
 
     Three kinds of results stay unchanged:
     - results of operators that only fill in numbers;
-    - tensors of whole numbers (a count, positions, a mask), which every kernel computes exactly: half of position 2 is
-      never 0.99, which floor would turn into 0;
+    - whole numbers (a count, positions, a mask), which every kernel computes exactly: half of position 2 is never 0.99,
+      which floor would turn into 0;
     - numbers that represent infinity, as in a mask. They absorb all numbers that are added to them, so every kernel
       returns them exactly. If they were rounded, a fully masked row of attention, whose numbers are all equal, would
       attend to one position alone, and any error would pass as rounding.
@@ -125,16 +127,18 @@ class RoundedMode(TorchDispatchMode):
         for value, declared in zip(results, func._schema.returns, strict=False):
             is_view = declared.alias_info is not None and not declared.alias_info.is_write
             is_own = not is_view and isinstance(value, torch.Tensor) and _is_inexact(value) and _is_dense(value)
-            if is_own and not _is_whole(value):
+            if is_own:
                 self._round(value)
         return result
 
     def _round(self, value: torch.Tensor) -> None:
+        exact = stands_for_infinity(value) | _is_whole(value)
+        if exact.all():
+            return
         self.calls += 1
         signs = _signs_for(value, self._signs, _random_start(self._signs, self._generator))
-        factor = signs.to(value.dtype).mul_(torch.finfo(value.dtype).eps).add_(1)
-        # A product, because infinity plus an offset of infinity is NaN.
-        value.mul_(factor.masked_fill_(stands_for_infinity(value), 1))
+        offset = signs.to(value.dtype).mul_(_TO_A_NEIGHBOR * torch.finfo(value.dtype).eps).mul_(value)
+        value.add_(offset.masked_fill_(exact, 0))
 
 
 def stands_for_infinity(value: torch.Tensor) -> torch.Tensor:
@@ -173,12 +177,12 @@ def _signs_for(value: torch.Tensor, signs: torch.Tensor, start: int) -> torch.Te
     return signs.to(value.device).repeat(repeats)[start : start + value.numel()].view(value.shape)
 
 
-def _is_whole(value: torch.Tensor) -> bool:
-    """Whether a float tensor holds only whole numbers, all small enough for its dtype to represent their neighbors."""
+def _is_whole(value: torch.Tensor) -> torch.Tensor:
+    """Where a float tensor holds whole numbers that are small enough for its dtype to represent their neighbors."""
+    value = bare(value)
     if value.is_complex():
-        return False
-    with torch.no_grad():
-        return bool(((value == value.round()) & (value.abs() < 1 / torch.finfo(value.dtype).eps)).all())
+        return torch.zeros_like(value, dtype=torch.bool)
+    return (value == value.round()) & (value.abs() < 1 / torch.finfo(value.dtype).eps)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
