@@ -77,6 +77,9 @@ class ChannelsLast(ModulePass):
     channels_last repack the weight at every call, and there that costs more than it saves. The map sizes are those of
     the example inputs. The kernels are those that torch selects for them with the current number of threads.
 
+    On a CPU, torch's BatchNorm on batch statistics is less exact in channels_last than in contiguous format. So the
+    parity check may refuse a model that has one, and then the pass is taken back.
+
     In training, the weights stay the caller's own. They keep their format, and their gradients have it too. The
     convolutions that get contiguous maps convert a copy of the map to channels_last: the first ones, and those after an
     operation that loses the format. The gradient of the copy returns in the format of the map. Random numbers for maps
