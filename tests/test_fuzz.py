@@ -7,11 +7,15 @@ repeats them). A failure prints the description of the module, shrunk, as an exp
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
+import math
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -79,6 +83,9 @@ PLANS = (
     .flatmap(lambda order: st.sampled_from([order, order, order[:4], order[:2], order[:1]]))
     .map(tuple)
 )
+# In channels_last, torch's kernel for BatchNorm on batch statistics is less exact than in contiguous format. So the
+# parity check may refuse a right result of such a model, with an error of at most this many times the noise.
+REFUSED, REFUSED_UP_TO = "verdict: refused though right", 8
 # How often each kind of module, fold and answer of a part occurred; `conftest.py` prints the sums of a run.
 SEEN: Counter[str] = Counter()
 BUDGETS = st.sampled_from(["min", 0.5, 0.6, 0.7, 0.8, 0.9])
@@ -122,7 +129,7 @@ def test_a_random_module_computes_the_same(share: int, record_property: Callable
     @examples(min(SHARE, EXAMPLES - share * SHARE), FIRST_SEED + share)
     @given(DESCRIPTIONS, PLANS, WITH_EXAMPLES, AGAIN)
     def computes_the_same(description: Description, plan: tuple[str, ...], with_examples: bool, again: bool) -> None:
-        check(description, plan, with_examples, again)
+        check_or_count(description, plan, with_examples, again)
 
     try:
         computes_the_same()
@@ -199,6 +206,35 @@ def test_a_fold_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("times", "norm", "counted"), [(7, Norm(running=False), 1), (9, Norm(running=False), 0), (7, Norm(), 0)]
+)
+def test_a_refused_result_is_counted_only_if_the_kernel_explains_it(
+    monkeypatch: pytest.MonkeyPatch, times: int, norm: Norm, counted: int
+) -> None:
+    SEEN.clear()
+    record = PassRecord("channels-last", {}, "rolled-back", f"it is off by 1e-6, {times} times its noise")
+
+    def refused_in_float32(description: Description, *rest: Any) -> None:
+        if description.dtype == "float32":
+            refuse(record)
+
+    monkeypatch.setattr(sys.modules[__name__], "check", refused_in_float32)
+    with nullcontext() if counted else pytest.raises(AssertionError, match="rolled back"):
+        check_or_count(Description(blocks=(Pair(norm=norm),)), PASSES, True, False)
+    assert SEEN[REFUSED] == counted
+
+
+@pytest.mark.slow
+def test_a_refused_result_that_is_wrong_in_float64_too_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = passes.fold_conv_bn.scale_of
+    monkeypatch.setattr(passes.fold_conv_bn, "scale_of", lambda norm: right(norm) * 1.001)
+    monkeypatch.setattr(sys.modules[__name__], "REFUSED_UP_TO", math.inf)
+    with pytest.raises(AssertionError, match="rolled back"):
+        check_or_count(Description(blocks=(Pair(), Pair(norm=Norm(running=False)))), TENSOR_PASSES, True, False)
+
+
+@pytest.mark.slow
 def test_the_generator_makes_something_of_everything() -> None:
     kinds: set[str] = set()
 
@@ -263,6 +299,29 @@ def kinds_in(description: Description) -> Iterator[str]:
         if isinstance(block, Combined):
             yield block.kind
             blocks += block.parts
+
+
+class Refused(AssertionError):
+    """The parity check refused a result with a small error."""
+
+
+def refuse(record: PassRecord) -> None:
+    """Fail because of a pass that was rolled back."""
+    times = re.search(r"([\d.e+]+) times", record.reason)
+    is_small = times is not None and float(times[1]) <= REFUSED_UP_TO
+    raise (Refused if is_small else AssertionError)(f"{record.name} was rolled back: {record.reason}")
+
+
+def check_or_count(description: Description, plan: tuple[str, ...], with_examples: bool, again: bool) -> None:
+    """`check`; a refused result is counted instead if a kernel explains its rounding and the result in float64 is right."""
+    try:
+        check(description, plan, with_examples, again)
+    except Refused:
+        of_the_batch = any(pair.norm.training or not pair.norm.running for pair in description.pairs())
+        if description.dtype != "float32" or "channels-last" not in plan or not of_the_batch:
+            raise
+        check(dataclasses.replace(description, dtype="float64"), plan, with_examples, again)
+        SEEN[REFUSED] += 1
 
 
 def check(description: Description, plan: tuple[str, ...], with_examples: bool, again: bool = False) -> None:
@@ -411,7 +470,8 @@ def check_folded(pairs: tuple[BuiltPair, ...], plan: tuple[str, ...], fast: nn.M
     assert not failed, f"{failed[0].name} failed: {failed[0].reason}"
     rolled_back = [record for record in records.values() if record.status == "rolled-back"]
     if rolled_back:
-        assert may_be_left, f"{rolled_back[0].name} was rolled back: {rolled_back[0].reason}"
+        if not may_be_left:
+            refuse(rolled_back[0])
         return
     plain = [pair for pair in pairs if pair.is_plain]
     left = {skip.where for record in records.values() for skip in record.skips} if may_be_left else set()
@@ -487,7 +547,9 @@ def check_answers(
                 answers.append(fresh(*copy.deepcopy(rows), **(kwargs or {})))
         assert are_near(*answers)
         return
-    assert report.ok or report.verdict == "vacuous", report.reason
+    if report.verdict not in ("ok", "vacuous"):
+        worst = max(max(output.ratio, output.slice_ratio) for output in report.outputs if not output.ok)
+        raise (Refused if worst <= REFUSED_UP_TO else AssertionError)(report.reason)
 
 
 def train_once(model: nn.Module, rows: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
