@@ -145,7 +145,7 @@ def _measure_into(unit: Unit, settings: Settings, folder: Path) -> None:
         pairs = {what: pair for what, pair in candidates.items() if what in ("torchscript", "onnx")}
         tensors = adapter.flatten_inputs(*_pair(call))
         draw = random.Random(f"{unit.model} {seed}")
-        _plant(unit, _Place(reference, noises, adapter.flatten_inputs), model, call, pairs, paths, tensors, draw)
+        _plant(unit, _Place(reference, noises, adapter.flatten_inputs, call), model, call, pairs, paths, tensors, draw)
 
 
 def drawn(name: str, draw: int) -> tuple[nn.Module, Call]:
@@ -264,21 +264,29 @@ class _Place:
     """The model and inputs on which faults are judged.
 
     Attributes:
+        call: the call of the export.
         noises: the noises of the model's outputs, before any comparison.
     """
 
     reference: Reference
     noises: dict[str, OutputNoise]
     flatten: Flatten
+    call: Call
 
     def outcome(self, right: Any, fault: Fault, flatten: Flatten | None) -> dict[str, Any]:
-        """The outcome of a fault: caught or passed; or, if it has little or no effect, one of the outcomes for that."""
+        """The outcome of a fault: caught or passed; or, if it has little or no effect, one of the outcomes for that.
+
+        Args:
+            right: the correct version, called with flat tensors.
+            flatten: None if the fault is in a module, which is judged as `optimize` and `check_parity` judge it.
+        """
         if fault.seen:
             return {"place": fault.place, "outcome": CAUGHT, "reason": fault.seen[:_SHOWN]}
         report = judge(self.reference.compare(fault.candidate, flatten=flatten))
         if not report.ok:
             return {"place": fault.place, "outcome": CAUGHT, "reason": report.reason[:_SHOWN]}
-        effect = self._effect(right, fault.candidate)
+        spoilt = _flat(fault.candidate, self.call) if flatten is None else fault.candidate
+        effect = self._effect(right, spoilt)
         outcome = SAME if effect == 0 else BELOW if effect <= 1 else ALLOWED if effect <= FACTOR else PASSED
         found = {"place": fault.place, "outcome": outcome, "effect": float(f"{min(effect, 1e30):.3g}")}
         return found if outcome == SAME else {**found, "figures": _all_figures(report)}
@@ -333,7 +341,7 @@ def _plant(
         unit.faults += _until_seen("torchscript", IN_TORCHSCRIPT, outcomes)
     own = _flat(model, call)
     faults = by_a_pass(model, call, draw)
-    outcomes = (place.outcome(own, _flattened(fault, call), place.flatten) for fault in faults)
+    outcomes = (place.outcome(own, fault, None) for fault in faults)
     unit.faults += _until_seen(PRESET, BY_A_PASS, outcomes)
 
 
@@ -355,10 +363,6 @@ def _flat(module: nn.Module, call: Call) -> Callable[..., tuple[torch.Tensor, ..
             return adapter.run(tensors)
 
     return run
-
-
-def _flattened(fault: Fault, call: Call) -> Fault:
-    return Fault(fault.place, _flat(fault.candidate, call), fault.seen)
 
 
 # ------------------------------------------------------------------------------------------------------------- results
