@@ -6,46 +6,33 @@ compiler.
 
 from __future__ import annotations
 
-import io
-import json
 import os
-import platform
-import re
 import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec, parameter_names
-from exporters.errors import ExportError, OtherMachine, RouteRefused, refusing
+from exporters.aoti_package import MODEL, LoadedPackage, made_for, package_metadata, write_package
+from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact
+from exporters.errors import ExportError, RouteRefused, refusing
 from exporters.evidence import Evidence, gather
 from exporters.exported_program import captured, conditions_of_program, guards_in_force, take_guards
 from exporters.file_values import Program
-from exporters.guards import guard_holds
-from exporters.input_checks import refuse_unfit
 from exporters.isolation import silent
-from exporters.metadata import extra_files, read_extra_file
+from exporters.metadata import read_extra_file
 from exporters.proof import prove_at_calls, prove_program
 from exporters.routes import Route, first_right
-from exporters.writing import write_archive
-
-_MODEL = "model"
+from exporters.torch_private import aot_compile, inductor_cache
 
 # Maximum number of terms that the compiled loops add sequentially; torch sums pairwise.
 _IN_A_ROW = 4096
-
-# The key of our entry in the package's metadata.
-_OURS = "optimize_export"
-
-# Alignment in bytes that vector loads of GPU kernels need.
-_ALIGNMENT = 16
 
 
 class AotiExporter(Exporter):
@@ -74,14 +61,14 @@ class AotiExporter(Exporter):
         )
 
         def known(artifact: Artifact) -> Artifact:
-            notes = (*artifact.notes, f"Made for {_place(_metadata(artifact.path))}.")
+            notes = (*artifact.notes, f"Made for {made_for(package_metadata(artifact.path))}.")
             return replace(artifact, notes=notes, program=programs[0])
 
         return first_right(self, request, evidence, routes, directory, known)
 
     @staticmethod
     def load(path: Path, device: str) -> LoadedArtifact:
-        return _LoadedPackage(path, torch.device(device))
+        return LoadedPackage(path, torch.device(device))
 
     @staticmethod
     def read_metadata(path: Path) -> Mapping[str, str]:
@@ -106,7 +93,7 @@ class AotiExporter(Exporter):
     def _packaged(self, files: Sequence[Path], evidence: Evidence, guards: Sequence[str], path: Path) -> LoadedArtifact:
         """Package these files and load the package."""
         with refusing("the package can't be written"), silent():
-            _package(files, evidence, guards, path)
+            write_package(files, evidence, guards, path)
         with refusing("the package can't be loaded"):
             return self.load(path, str(evidence.device))
 
@@ -114,12 +101,8 @@ class AotiExporter(Exporter):
 @contextmanager
 def _private_cache(folder: Path) -> Iterator[None]:
     """Compile with a temporary cache in `folder`: the user's cache is neither read nor written."""
-    with silent():
-        # The import is slow, and only this function needs it.
-        from torch._inductor.utils import fresh_cache
-
-        with fresh_cache(dir=str(folder)):
-            yield
+    with silent(), inductor_cache(folder):
+        yield
 
 
 def missing_compiler() -> str | None:
@@ -137,12 +120,10 @@ def missing_compiler() -> str | None:
 
 def _compile(program: torch.export.ExportedProgram, folder: Path) -> list[Path]:
     """Compile the program; return the library, its metadata, and the kernels for a GPU."""
-    import torch._inductor
-
     module = program.module(check_guards=False)
     options: dict[str, Any] = {
         "aot_inductor.package": True,
-        "aot_inductor.model_name_for_generated_files": _MODEL,
+        "aot_inductor.model_name_for_generated_files": MODEL,
         "aot_inductor.output_path": str(folder / "library"),
         "aot_inductor.precompile_headers": False,
         "aot_inductor.enable_line_tables": False,
@@ -162,7 +143,7 @@ def _compile(program: torch.export.ExportedProgram, folder: Path) -> list[Path]:
         "freezing": False,
     }
     args, kwargs = program.example_inputs
-    written: Any = torch._inductor.aot_compile(module, args, kwargs, options=options)
+    written = aot_compile(module, args, kwargs, options)
     # Leave the sources out: nothing reads them, and they contain details of this machine.
     files = [Path(file) for file in written if isinstance(file, str)]
     return [
@@ -191,131 +172,3 @@ def _compiler(folder: Path) -> str:
     script.write_text(f'#!/bin/sh\nexec {shlex.quote(compiler)} "$@" {shlex.join(flags)}\n')
     script.chmod(0o700)
     return str(script)
-
-
-def _package(files: Sequence[Path], evidence: Evidence, guards: Sequence[str], path: Path) -> None:
-    """Write the package, including the metadata that its loader needs.
-
-    Raises:
-        OSError: the file can't be written, for example because the disk is full.
-    """
-    from torch.export.pt2_archive._package import package_pt2
-
-    ours = {
-        "inputs": [asdict(spec) for spec in evidence.input_specs],
-        "parameters": parameter_names(evidence.adapter.input_names),
-        "guards": list(guards),
-        "needs": _needs(),
-        "device": _device_name(evidence.device),
-        "torch": torch.__version__,
-    }
-    for file in files:
-        if file.name.endswith("_metadata.json"):
-            metadata = {**json.loads(file.read_text()), _OURS: json.dumps(ours)}
-            file.write_text(json.dumps(metadata))
-    names: list[Any] = [str(file) for file in files]
-    package = partial(package_pt2, aoti_files=names, extra_files=extra_files(evidence.metadata))
-    size = sum(file.stat().st_size for file in files)
-
-    def in_memory() -> bytes:
-        buffer = io.BytesIO()
-        package(buffer)
-        return buffer.getvalue()
-
-    write_archive(path, size, in_memory, package)
-
-
-def _needs() -> list[str]:
-    """The CPU features that the vector code needs, by their names in `torch.cpu` without underscores."""
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
-
-    flags = pick_vec_isa().build_arch_flags()
-    found = re.findall(r"-m(?!arch|cpu)([\w-]+)|\+(\w+)", flags)
-    names = {(option or extension).replace("-", "") for option, extension in found}
-    return sorted({"fma": "fma3"}.get(name, name) for name in names)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-
-
-def _metadata(path: Path) -> dict[str, Any]:
-    """The package's metadata, with our entry parsed.
-
-    Raises:
-        OtherMachine: it isn't a package of this program.
-    """
-    loader: Any = torch._C._aoti.AOTIModelPackageLoader
-    found: Mapping[str, str] = loader.load_metadata_from_package(str(path), _MODEL)
-    if _OURS not in found:
-        raise OtherMachine(
-            f"{path.name} isn't a package of this program: it doesn't say which machine it was compiled for."
-        )
-    return {**found, _OURS: json.loads(found[_OURS])}
-
-
-def _place(metadata: Mapping[str, Any]) -> str:
-    ours = metadata[_OURS]
-    if metadata["AOTI_DEVICE_KEY"] == "cuda":
-        kind = f"{ours['device']} (compute capability {metadata['AOTI_COMPUTE_CAPABILITY']})"
-    else:
-        needs = f" processors with {', '.join(ours['needs'])}" if ours["needs"] else ""
-        kind = f"{metadata['AOTI_MACHINE']}{needs}"
-    return f"{metadata['AOTI_DEVICE_KEY']}: {kind}, {metadata['AOTI_PLATFORM']}, torch {ours['torch']}"
-
-
-def _refuse_other_machine(name: str, metadata: Mapping[str, Any], device: torch.device) -> None:
-    here = {"AOTI_DEVICE_KEY": device.type, "AOTI_PLATFORM": sys.platform, "AOTI_MACHINE": platform.machine()}
-    if device.type == "cuda" and metadata["AOTI_DEVICE_KEY"] == "cuda":
-        here["AOTI_COMPUTE_CAPABILITY"] = str(_compute_capability())
-    able = {capability.replace("_", "") for capability, has in torch.cpu.get_capabilities().items() if has is True}
-    lacking = [need for need in metadata[_OURS]["needs"] if need not in able]
-    other = [value for key, value in here.items() if metadata[key] != value]
-    if other or lacking:
-        what = f"the target here is {', '.join(other)}" if other else f"the processor here has no {', '.join(lacking)}"
-        raise OtherMachine(
-            f"{name} was compiled for {_place(metadata)}, but {what}: export it on the machine where it will run."
-        )
-
-
-def _compute_capability() -> Any:
-    from torch._dynamo.device_interface import get_interface_for_device
-
-    return get_interface_for_device("cuda").get_compute_capability()
-
-
-class _LoadedPackage:
-    placement: dict[str, int] | None = None
-
-    def __init__(self, path: Path, device: torch.device) -> None:
-        self.device = device.type
-        # The precision was fixed at compile time.
-        self.settings: dict[str, str] = {}
-        self._target = device
-        metadata = _metadata(path)
-        _refuse_other_machine(path.name, metadata, device)
-        ours = metadata[_OURS]
-        self._inputs = tuple(TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in ours["inputs"])
-        self._parameters: list[str] = ours["parameters"]
-        self._guards: list[str] = ours["guards"]
-        index = -1 if device.index is None else device.index
-        self._loader = torch._C._aoti.AOTIModelPackageLoader(str(path), _MODEL, False, 1, index)
-
-    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # Compiled code checks nothing: it would read past the end of a tensor that is too small.
-        refuse_unfit(self._inputs, tensors)
-        sizes = dict(zip(self._parameters, (tensor.shape for tensor in tensors), strict=True))
-        for guard in self._guards:
-            if not guard_holds(guard, sizes):
-                raise ValueError(f"The file wasn't compiled for inputs of these sizes: {guard} doesn't hold.")
-        held = [_laid_out(tensor.detach().to(self._target)) for tensor in tensors]
-        with torch.no_grad():
-            outputs = self._loader.boxed_run(held)
-        # An output may be a constant in the library, whose memory is freed with the loader.
-        return tuple(output.clone() for output in outputs)
-
-
-def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in the layout that the code was compiled for: contiguous, at an aligned address."""
-    tensor = tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor

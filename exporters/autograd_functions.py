@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx
 
+from exporters.torch_private import is_tracing
+
 
 @contextmanager
 def traced_by_their_forwards() -> Iterator[None]:
@@ -20,7 +22,7 @@ def traced_by_their_forwards() -> Iterator[None]:
     own = vars(torch.autograd.Function)["apply"]
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        if not torch._C._get_tracing_state() or torch.is_grad_enabled():
+        if not is_tracing() or torch.is_grad_enabled():
             return own.__get__(None, cls)(*args, **kwargs)
         if cls.setup_context is not torch.autograd.Function.setup_context:
             # setup_context saves data for a backward pass, and there is none.

@@ -30,6 +30,7 @@ from exporters.base import Adapter, clones
 from exporters.errors import RouteRefused, refusing
 from exporters.isolation import silent, undisturbed
 from exporters.places import paths_of, place_of, user_frame
+from exporters.torch_private import is_tracing
 from exporters.torchscript_deprecation import torchscript_allowed
 
 Dependence = Literal["size", "value", "length"]
@@ -86,7 +87,7 @@ class Watch(TorchFunctionMode):
 
     def start(self, module: nn.Module, tensors: tuple[torch.Tensor, ...]) -> None:
         """A forward pre-hook for the adapter: start a new record for a trace on these inputs."""
-        if _tracing():
+        if is_tracing():
             self.values.clear()
             self.sizes.clear()
             self.asked.clear()
@@ -96,7 +97,7 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not _tracing():
+        if not is_tracing():
             return result
         depends = self._dependence((args, kwargs))
         if depends is None:
@@ -234,10 +235,6 @@ def _written_tensors(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor
     in_place = name.endswith("_") and not name.endswith("__")
     targets = args[:1] if in_place or name == "__setitem__" or name.startswith("__i") else ()
     yield from _tensors_in((targets, kwargs.get("out")))
-
-
-def _tracing() -> bool:
-    return torch._C._get_tracing_state() is not None
 
 
 def _tells_no_value(func: Any, result: Any) -> bool:

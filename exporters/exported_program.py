@@ -5,15 +5,12 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.value_ranges import ValueRanges
 
 from exporters.base import TensorSpec, clones, parameter_names
 from exporters.conditions import Condition, Line, batches_near
@@ -24,6 +21,7 @@ from exporters.file_values import Program
 from exporters.guards import UnreadableGuard, guard_holds
 from exporters.isolation import silent, undisturbed
 from exporters.places import place_in_stack
+from exporters.torch_private import at_least, lstm_in_one_piece
 
 # Node metadata about the origin of a node: files and lines of this machine, and how the graph was made.
 _TRACES = ("stack_trace", "from_node", "source_fn_stack", "custom", "original_aten")
@@ -85,7 +83,7 @@ def _captured(evidence: Evidence, *, strict: bool) -> torch.export.ExportedProgr
     shapes = tuple(dict.fromkeys(named_dims(spec), dynamic) or None for spec in evidence.input_specs)
     inputs = tuple(tensor.contiguous() for tensor in clones(evidence.inputs[0]))
     try:
-        with refusing(), undisturbed(adapter), silent(), _lstm_in_one_piece():
+        with refusing(), undisturbed(adapter), silent(), lstm_in_one_piece():
             if strict:
                 # Code that a model runs only in its first call (hooks that it installs under a lock) can't be analyzed.
                 adapter.run(inputs)
@@ -107,30 +105,6 @@ def _plain_parameters(program: torch.export.ExportedProgram) -> None:
         values = held.bare() if hasattr(held, "bare") else held.detach()
         if isinstance(held, nn.Parameter) and type(held) is not nn.Parameter and type(values) is torch.Tensor:
             program.state_dict[name] = nn.Parameter(values, requires_grad=held.requires_grad)
-
-
-@contextmanager
-def _lstm_in_one_piece() -> Iterator[None]:
-    """Let torch.export infer the shapes of an LSTM without unrolling it, which specializes the number of steps.
-
-    The graph holds the layer as one operation either way. torch unrolls layers that oneDNN doesn't compute, and it
-    turns oneDNN off during a capture.
-    """
-    decompositions: Any = torch._decomp.decompositions
-    select = getattr(decompositions, "select_one_layer_lstm_function", None)
-    if select is None:
-        yield
-        return
-
-    def selected(*args: Any) -> Any:
-        with torch.backends.mkldnn.flags(enabled=True):
-            return select(*args)
-
-    decompositions.select_one_layer_lstm_function = selected
-    try:
-        yield
-    finally:
-        decompositions.select_one_layer_lstm_function = select
 
 
 def _naming_the_fixed_dim(refusal: RouteRefused, evidence: Evidence, *, strict: bool) -> RouteRefused:
@@ -250,7 +224,7 @@ def take_guards(program: torch.export.ExportedProgram) -> tuple[str, ...]:
     guards = tuple(_by_input(guard, program.graph_signature.user_inputs) for guard in program._guards_code)
     program._guards_code = []
     for symbol, bounds in program.range_constraints.items():
-        program.range_constraints[symbol] = ValueRanges(min(bounds.lower, 2), int_oo)
+        program.range_constraints[symbol] = at_least(min(bounds.lower, 2))
     return guards
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from exporters.evidence import Evidence
 from exporters.exported_program import conditions_of_program, named_dims, shared_program
 from exporters.file_values import Program
 from exporters.onnx_operators import translations
+from exporters.torch_private import without_onnx_log
 from exporters.trace_conditions import watched
 
 Captured = tuple[ir.Model, Sequence[Condition], Program | None]
@@ -52,7 +52,7 @@ def by_torchscript(evidence: Evidence, opset: int | None, folder: Path) -> Captu
     raw.mkdir()
     # By default the exporter switches a module in training mode to eval.
     mode: dict[str, Any] = {"training": torch.onnx.TrainingMode.PRESERVE} if adapter.training else {}
-    with _without_native_log(), watched(evidence) as conditions:
+    with without_onnx_log(), watched(evidence) as conditions:
         torch.onnx.export(
             adapter,
             clones(evidence.inputs[0]),
@@ -66,21 +66,3 @@ def by_torchscript(evidence: Evidence, opset: int | None, folder: Path) -> Captu
             **mode,
         )
     return ir.load(raw / "model.onnx"), conditions(), None
-
-
-@contextmanager
-def _without_native_log() -> Iterator[None]:
-    """Keep the old exporter from printing the graph on which it fails.
-
-    It prints regardless of `verbose`: it tests the function that reports whether logging is on, but never calls it. The
-    text goes to the process's stdout and bypasses sys.stdout.
-    """
-    log = getattr(torch._C, "_jit_onnx_log", None)
-    if log is None:
-        yield
-        return
-    torch._C._jit_onnx_log = lambda *_: None
-    try:
-        yield
-    finally:
-        torch._C._jit_onnx_log = log

@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from optimizer.errors import LoadError
+from passes.torch_private import without_torch_function
 
 # The graph node of torch's `CheckpointFunction`. Those of Megatron and DeepSpeed do the same and have the same name.
 _REENTRANT = "CheckpointFunctionBackward"
@@ -48,7 +49,7 @@ def gradients_by_backward(
             "find: pass the module itself, or create the checkpoint with use_reentrant=False."
         )
     # Otherwise active function modes would intercept the access to `.grad`.
-    with torch._C.DisableTorchFunction():
+    with without_torch_function():
         kept = [(leaf, leaf.grad) for leaf in (*leaves, *parameters) if leaf.is_leaf and leaf.requires_grad]
         if any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf, _ in kept):
             raise LoadError(
@@ -57,15 +58,15 @@ def gradients_by_backward(
                 "create the checkpoint with use_reentrant=False."
             )
     try:
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             for leaf, _ in kept:
                 leaf.grad = None
         with _NestedBackward():
             torch.autograd.backward(edges, cotangents)
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             return tuple(leaf.grad for leaf in leaves)
     finally:
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             for leaf, gradient in kept:
                 leaf.grad = gradient
 

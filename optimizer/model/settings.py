@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from passes.torch_private import AnyBatchNorm
 
 # Numeric settings, random state and the patches of a recorded run belong to the process, so threads that measure or
 # optimize take turns.
@@ -260,7 +261,7 @@ def _forward_apart(self: nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
     if not _apart.on:
         return _synchronised_forward(self, input)
     # The forward of every BatchNorm, to which SyncBatchNorm reduces if there is nothing to synchronize.
-    return _BatchNorm.forward(self, input)
+    return AnyBatchNorm.forward(self, input)
 
 
 @contextmanager

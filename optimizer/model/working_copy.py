@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from optimizer.errors import LoadError
 from optimizer.model.held_modules import functions_over_modules
 from optimizer.model.module_tree import REGISTRIES, is_script, reachable_modules, unregistered_modules
-from optimizer.model.torch_private import copied_script
+from optimizer.torch_private import copied_script
 from optimizer.wording import lack_of_memory, listed, quote, type_name
 from passes.program.forwards import unbound_forward
 from passes.program.weights import FoldedParameter, bare, over_values, sealed_like

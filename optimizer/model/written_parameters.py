@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimizer.errors import LoadError
 from optimizer.model.module_tree import reachable_modules, unregistered_modules
-from optimizer.model.torch_private import schema_of
+from optimizer.torch_private import schema_of
 from passes.program.storage import storages_of
 from passes.torch_private import without_torch_function
 

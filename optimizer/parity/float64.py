@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 
 from optimizer.parity.random_draws import Layout, RandomDraws
 from optimizer.parity.torch_functions import MOVING, is_question, mapped, moved_tensor, written_ids
+from optimizer.torch_private import is_operator
 from passes.program.shared_memory import copied_together
 from passes.program.torch_calls import argument, name_of
 from passes.program.weights import bare
@@ -273,7 +274,7 @@ def _has_one_dtype(group: Sequence[torch.Tensor]) -> bool:
 
 def _may_follow_default_dtype(func: Callable[..., Any], arguments: Any) -> bool:
     """Whether a call may return floats of the default dtype: torch itself computes, from no floating-point tensor."""
-    if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket) and not str(func).startswith("aten."):
+    if is_operator(func) and not str(func).startswith("aten."):
         # A custom operator chooses its dtype itself, and may have side effects.
         return False
     return all(

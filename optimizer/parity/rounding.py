@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._decomp import decomposition_table
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimizer.parity.float64 import raised
 from optimizer.parity.torch_functions import is_question, mapped, moved_tensor, written_ids
+from optimizer.torch_private import decomposition_of
 from passes.program.torch_calls import name_of
 from passes.program.weights import bare, is_folded
 
@@ -116,7 +116,7 @@ class RoundedMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        composed = decomposition_table.get(func) if _NORMS.search(func.__name__) else None
+        composed = decomposition_of(func) if _NORMS.search(func.__name__) else None
         if composed is not None:
             with self:
                 return composed(*args, **kwargs)

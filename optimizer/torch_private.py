@@ -1,6 +1,7 @@
-"""Private names of torch that this package uses.
+"""Every private name of torch that `optimizer` uses, each with the reason and the version it was seen in.
 
-Each one has the reason, the version of torch where it was seen, and the behaviour without it.
+If a name is missing, importing this file or calling the function that uses it raises an error that names it. `optimizer`
+also uses names from `passes.torch_private`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
+from torch._ops import OpOverload, OpOverloadPacket
+
+
+def is_operator(function: Any) -> bool:
+    """Whether a call in a `TorchFunctionMode` is to an operator of `torch.ops`. Seen in torch 2.13."""
+    return isinstance(function, OpOverload | OpOverloadPacket)
+
+
+def decomposition_of(operator: Any) -> Callable[..., Any] | None:
+    """What computes an operator by simpler ones, as torch itself decomposes it; None if torch doesn't. Seen in 2.13."""
+    return decomposition_table.get(operator)
 
 
 def copied_script(module: Any, own: Callable[[torch.Tensor], torch.Tensor]) -> Any:

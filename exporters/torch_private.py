@@ -1,0 +1,113 @@
+"""Every private name of torch that the exporters use, each with the reason and the versions it was seen in.
+
+Inductor's names are imported when they are used: importing inductor takes a second, and only `aoti` needs it. If a name
+is missing, the ImportError or AttributeError names it, except where a function says what happens instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C import _is_tracing  # Whether torch.jit.trace is running. Seen in 2.13.
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
+
+is_tracing = _is_tracing
+
+
+def at_least(lowest: int) -> ValueRanges[Any]:
+    """The range of a size that has no upper bound, for `ExportedProgram.range_constraints`. Seen in 2.13."""
+    return ValueRanges(lowest, int_oo)
+
+
+@contextmanager
+def lstm_in_one_piece() -> Iterator[None]:
+    """Let torch.export infer the shapes of an LSTM without unrolling it, which specializes the number of steps.
+
+    The graph holds the layer as one operation either way. torch unrolls layers that oneDNN doesn't compute, and it
+    turns oneDNN off during a capture. Seen in 2.13. Without the name, layers are unrolled.
+    """
+    decompositions: Any = torch._decomp.decompositions
+    select = getattr(decompositions, "select_one_layer_lstm_function", None)
+    if select is None:
+        yield
+        return
+
+    def selected(*args: Any) -> Any:
+        with torch.backends.mkldnn.flags(enabled=True):
+            return select(*args)
+
+    decompositions.select_one_layer_lstm_function = selected
+    try:
+        yield
+    finally:
+        decompositions.select_one_layer_lstm_function = select
+
+
+@contextmanager
+def without_onnx_log() -> Iterator[None]:
+    """Keep the old ONNX exporter from printing the graph on which it fails.
+
+    It prints regardless of `verbose`: it tests the function that reports whether logging is on, but never calls it. The
+    text goes to the process's stdout and bypasses sys.stdout. Seen in 2.13. Without the name, it prints.
+    """
+    log = getattr(torch._C, "_jit_onnx_log", None)
+    if log is None:
+        yield
+        return
+    torch._C._jit_onnx_log = lambda *_: None
+    try:
+        yield
+    finally:
+        torch._C._jit_onnx_log = log
+
+
+def inductor_cache(folder: Path) -> AbstractContextManager[Any]:
+    """Let inductor compile with an empty cache in this folder. Seen in 2.13."""
+    from torch._inductor.utils import fresh_cache
+
+    return fresh_cache(dir=str(folder))
+
+
+def aot_compile(module: torch.fx.GraphModule, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Sequence[Any]:
+    """Compile a captured program by AOTInductor, and return the written files and kernels' metadata. Seen in 2.13.
+
+    `aoti_compile_and_package` would put all files into the package, the sources too.
+    """
+    import torch._inductor
+
+    written: Any = torch._inductor.aot_compile(module, args, kwargs, options=dict(options))
+    return written
+
+
+def package_writer() -> Callable[..., Any]:
+    """`package_pt2`, which writes the files of AOTInductor into one package. Seen in 2.13."""
+    from torch.export.pt2_archive._package import package_pt2
+
+    return package_pt2
+
+
+def package_loader() -> Any:
+    """The class that reads and runs packages of AOTInductor.
+
+    It also reads the metadata alone, before any code of the package is loaded. Seen in 2.13.
+    """
+    return torch._C._aoti.AOTIModelPackageLoader
+
+
+def vector_flags() -> str:
+    """The compiler's options for the vector instructions that inductor chooses on this processor. Seen in 2.13."""
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    return pick_vec_isa().build_arch_flags()
+
+
+def compute_capability() -> Any:
+    """The compute capability of the GPU, in the form that inductor writes it into a package. Seen in 2.13."""
+    from torch._dynamo.device_interface import get_interface_for_device
+
+    return get_interface_for_device("cuda").get_compute_capability()

@@ -1,0 +1,59 @@
+"""The private names of torch that exporters use are there, and do what they are used for."""
+
+import torch
+from torch import nn
+
+from exporters import torch_private
+from exporters.isolation import silent
+from exporters.torchscript_deprecation import torchscript_allowed
+
+
+def test_a_trace_says_that_it_records():
+    seen = []
+
+    class Model(nn.Module):
+        def forward(self, x):
+            seen.append(torch_private.is_tracing())
+            return x + 1
+
+    model = Model()
+    model(torch.ones(2))
+    with torchscript_allowed():
+        torch.jit.trace(model, torch.ones(2), check_trace=False)
+    assert seen == [False, True]
+
+
+def test_a_size_without_an_upper_bound_holds_any_number():
+    bounds = torch_private.at_least(2)
+    assert 2 in bounds
+    assert 10**9 in bounds
+    assert 1 not in bounds
+
+
+def test_the_log_is_off_inside_and_back_afterwards(monkeypatch):
+    before = torch._C._jit_onnx_log
+    with torch_private.without_onnx_log():
+        assert torch._C._jit_onnx_log is not before
+    assert torch._C._jit_onnx_log is before
+    monkeypatch.delattr(torch._C, "_jit_onnx_log")
+    with torch_private.without_onnx_log():
+        assert not hasattr(torch._C, "_jit_onnx_log")
+
+
+def test_an_lstm_is_captured_for_any_number_of_steps(monkeypatch):
+    steps = torch.export.Dim("steps", min=2, max=64)
+    model, x = nn.LSTM(3, 4, batch_first=True).eval(), torch.ones(2, 5, 3)
+    with silent(), torch.backends.mkldnn.flags(enabled=False), torch_private.lstm_in_one_piece():
+        program = torch.export.export(model, (x,), dynamic_shapes=({1: steps},))
+    assert program.module()(torch.ones(2, 7, 3))[0].shape == (2, 7, 4)
+    monkeypatch.delattr(torch._decomp.decompositions, "select_one_layer_lstm_function")
+    with torch_private.lstm_in_one_piece():
+        assert not hasattr(torch._decomp.decompositions, "select_one_layer_lstm_function")
+
+
+def test_what_inductor_needs_is_there(tmp_path):
+    assert isinstance(torch_private.vector_flags(), str)
+    assert callable(torch_private.package_writer())
+    assert callable(torch_private.package_loader().load_metadata_from_package)
+    with torch_private.inductor_cache(tmp_path):
+        pass
