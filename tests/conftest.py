@@ -1,4 +1,4 @@
-"""Tests marked `gpu` run where torch finds a CUDA device, or so many as the mark says, and are left out, visibly, elsewhere."""
+"""Tests marked `gpu` run if torch finds enough CUDA devices; otherwise they are deselected, visibly."""
 
 import signal
 from collections import Counter
@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
-# A shell that starts the tests in the background makes them ignore Ctrl-C, and with them the programs that they start:
-# the tests of interrupts need it.
+# A shell that starts the tests in the background makes them and their child processes ignore Ctrl-C. The tests of
+# interrupts need Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _gpus(item: pytest.Item) -> int:
-    """How many GPUs a test needs: `gpu` is one, `gpu(2)` two."""
+    """The number of GPUs that a test needs: 1 for `gpu`, 2 for `gpu(2)`, 0 without the mark."""
     mark = item.get_closest_marker("gpu")
     return 0 if mark is None else mark.args[0] if mark.args else 1
 
@@ -32,11 +32,11 @@ def pytest_report_header() -> str:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print how often each kind of random module, of fold and of answer of a part occurred."""
+    """Print how often each kind of random module, fold and part outcome occurred."""
     seen: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
-            # The reports of its setting up and tearing down carry the same again.
+            # The report of the teardown repeats the properties of the call.
             for name, counts in report.user_properties if getattr(report, "when", "") == "call" else ():
                 if name == "seen":
                     seen.update(counts)

@@ -1,4 +1,4 @@
-"""Which part of the house may know which: read from the imports, and held."""
+"""The source follows the architecture: which packages may import which others, and other rules of structure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from passes import graph_interface, module_interface, tensor_interface
 
 PACKAGES = {module.__name__: Path(module.__file__ or "").parent for module in (optimizer, passes, exporters)}
 FILES = [path for folder in PACKAGES.values() for path in sorted(folder.rglob("*.py"))]
-# What may be imported inside of a function, so that the package and the command are there before torch and rich are.
+# Functions that may import our packages, so that the package and the command load without torch and rich.
 LATE = {
     "optimizer/__init__.py": {"__getattr__"},
     "optimizer/command/cli.py": {"_torch_side", "_print_tables"},
@@ -41,7 +41,7 @@ def imports_in(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
 
 
 def late_imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(function, imported name) of the imports of our packages inside of functions."""
+    """Yield (function, imported name) for each import of our packages inside a function."""
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             yield from ((function.name, name) for name, _ in imports_in(function) if name.split(".")[0] in PACKAGES)
@@ -89,13 +89,13 @@ def test_only_the_command_prints(path: Path) -> None:
         assert not (isinstance(name, ast.Name) and name.id == "print"), f"{name_of(path)} prints"
 
 
-# The sub-packages of `optimizer`, each of which may import those before it. `api.py` stands between the last two.
+# The sub-packages of `optimizer`: each may import those before it. `api.py` is between the last two.
 FLOORS = ("model", "parity", "bundle", "faults", "pipeline", "exporting", "command")
 INSIDE = [path for path in FILES if name_of(path).startswith("optimizer/")]
 
 
 def floor_of(name: str) -> int:
-    """The floor of a module of `optimizer`; -1 for what stands at its root."""
+    """The floor of a module of `optimizer`; -1 for a module at its root."""
     parts = name.replace("/", ".").split(".")
     return FLOORS.index(parts[1]) if len(parts) > 2 and parts[1] in FLOORS else -1
 
@@ -132,19 +132,19 @@ def test_no_class_is_long_and_no_file_knows_many_others(path: Path) -> None:
     assert path.name == "__init__.py" or len(ours) <= 12, sorted(ours)
 
 
-# What looks at frames, to name a line in a message.
+# Files that look at frames, to name a line in a message.
 NAMING_LINES = {
     "optimizer/faults/module_calls.py",
     "exporters/draws.py",
     "exporters/lists.py",
     "exporters/decisions.py",
 }
-# Packages of torch's that are private by name, and that its docs tell people to use.
+# Packages of torch with private names, which its documentation tells people to use.
 DOCUMENTED = ("torch.utils._pytree", "torch.utils._python_dispatch")
 
 
 def dotted(node: ast.expr) -> str:
-    """The name that an expression spells: "torch._C.Node"; "" for another expression."""
+    """The dotted name that an expression spells, such as "torch._C.Node"; "" for any other expression."""
     if isinstance(node, ast.Name):
         return node.id
     inside = dotted(node.value) if isinstance(node, ast.Attribute) else ""
@@ -152,7 +152,7 @@ def dotted(node: ast.expr) -> str:
 
 
 def tricks_in(tree: ast.AST) -> Iterator[str]:
-    """What reads or changes code that isn't ours: bytecode, the heap, frames, and names of Python's and torch's."""
+    """Yield how code reads or changes what isn't ours: bytecode, the heap, frames, attributes of Python and torch."""
     for name, _ in imports_in(tree):
         if name.split(".")[0] == "dis":
             yield "reads bytecode"
@@ -177,7 +177,7 @@ def test_nobody_reads_or_changes_the_code_of_others(path: Path) -> None:
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:
-    """The private names of torch that are used."""
+    """Yield the private names of torch that are used."""
     found = [name for name, _ in imports_in(tree)]
     found += [dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     for name in found:
@@ -215,7 +215,7 @@ def test_the_readers_find_what_they_look_for() -> None:
         list(imports_in(ast.parse("from . import base")))
 
 
-# What is in `passes` and is no pass.
+# Modules in `passes` that aren't passes.
 KINDS = (graph_interface, module_interface, tensor_interface)
 SHARED = {
     "__init__",
@@ -227,20 +227,20 @@ SHARED = {
     *(kind.__name__.partition(".")[2] for kind in KINDS),
 }
 PASS_FILES = [path for path in sorted(PACKAGES["passes"].glob("*.py")) if path.stem not in SHARED]
-# What passes import besides the interface of their kind: sub-packages of their own, and the private names of torch.
+# Imports of passes besides the interface of their kind: their own sub-packages, and the private names of torch.
 OWN = {
     "cast_precision": ("passes.casting", "passes.torch_private"),
     "channels_last": ("passes.memory_format", "passes.torch_private"),
     "jit_fusion": ("passes.fusion", "passes.compiling", "passes.torch_private"),
     "sync_batch_norm": ("passes.torch_private",),
     "insert_checkpoints": ("passes.checkpointing",),
-    # It compiles what the graph passes made of the call.
+    # It compiles the graphs that the graph passes return.
     "torch_compile": ("passes.compiling", "passes.program", "passes.torch_private"),
 }
 
 
 def imported_by_a_pass(tree: ast.AST, own: tuple[str, ...]) -> Iterator[str]:
-    """What a pass imports of the project that an author of a pass is not promised."""
+    """Yield the project's names that a pass imports from outside the interface for authors of passes."""
     for name, _ in imports_in(tree):
         home = name.rpartition(".")[0]
         if name.split(".")[0] not in PACKAGES or home in {kind.__name__ for kind in KINDS} or name in COMMON:
@@ -249,7 +249,7 @@ def imported_by_a_pass(tree: ast.AST, own: tuple[str, ...]) -> Iterator[str]:
             yield name
 
 
-# What all kinds of passes have in common.
+# Names that all kinds of passes use.
 COMMON = {
     *(f"passes.base.{name}" for name in ("Context", "Pass", "PassResult", "Precision")),
     "passes.errors.RequirementNotMet",
@@ -272,13 +272,13 @@ def test_the_reader_of_the_imports_of_a_pass_finds_them() -> None:
     )
     outside = ["passes.base", "passes.Pass", "passes.fusionless.Backend", "passes.program.captured.name_of"]
     assert list(imported_by_a_pass(tree, ("passes.fusion",))) == [*outside, "passes.program.edits.in_place"]
-    # What is in the interface comes from there, in the passes too that may import more.
+    # Names of the interface must come from it, even in passes that may import more.
     found = imported_by_a_pass(tree, ("passes.fusion", "passes.program"))
     assert list(found) == [*outside[:3], "passes.program.edits.in_place"]
 
 
 def documented(tree: ast.Module) -> Iterator[str]:
-    """The names at the top of a module that have a docstring: in a class or function, or below an assignment."""
+    """Yield the top-level names of a module with a docstring: in a class or function, or below an assignment."""
     for statement, below in itertools.zip_longest(tree.body, tree.body[1:]):
         if isinstance(statement, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(statement):
             yield statement.name
@@ -312,12 +312,12 @@ def test_all_that_the_passes_use_is_in_the_interface_and_no_more() -> None:
         for name, _ in imports_in(ast.parse(path.read_text(encoding="utf-8")))
         if name.rpartition(".")[0] in {kind.__name__ for kind in KINDS} or name in COMMON
     }
-    # The records, which a pass reads and need not make.
+    # Records that a pass may read and need not create.
     assert INTERFACE - used == {"Change", "Skip"}
 
 
 def test_every_file_of_a_pass_holds_its_pass() -> None:
-    """A pass is named three ways that derive from each other; what is in `passes` beside them is named in `SHARED`."""
+    """The file, the class and the name of a pass derive from each other; `SHARED` lists the other files in `passes`."""
     for path in PASS_FILES:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}

@@ -1,4 +1,4 @@
-"""What the documentation says of the classes and of the command is what they are."""
+"""The documentation agrees with the classes and the command."""
 
 import importlib.util
 import inspect
@@ -82,13 +82,13 @@ def test_links_of_the_documentation_lead_somewhere():
 
 
 def _sections(page: Path) -> set[str]:
-    """The names by which GitHub links to the headings of a page."""
+    """The anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 class Scaled(torch.nn.Module):
-    """A layer with a product behind it, twice: of a number for each channel, and of one for all."""
+    """Two layers, each with a product after it: by one number per channel, and by one number for all channels."""
 
     def __init__(self):
         super().__init__()

@@ -1,7 +1,7 @@
-"""Random modules through `optimize`: whatever the module, the result computes what the original computes.
+"""Run random modules through `optimize`: for any module, the result computes the same as the original.
 
-`make test` runs 150 of them, always the same; `make fuzz N=20000` any number, others each time (the seed that it prints
-repeats them). A failure prints the description of the module, shrunk, as an expression that `check` takes.
+`make test-all` runs 100 of them, the same each time. `make fuzz N=20000` runs any number, different each time; the seed
+that it prints repeats them. A failure prints the shrunk description of the module, as an expression that `check` takes.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ from passes.checkpointing.profile import loss_of
 from passes.errors import RequirementNotMet, UnseenCall
 from passes.registry import pass_named
 
-# Each test function is a share of its own, so that processes can share them, and keeps within its time.
+# The examples are split into shares, one per test, so that they run in parallel and each stays within its time limit.
 SHARE = 50
-# Of those in training there are fewer: each is captured in both modes, and compared in both.
+# Shares in training are smaller, because each example is captured and compared in both modes.
 TRAINED_SHARE = 20
 PLANNED_SHARE = 12
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "100"))
@@ -76,7 +76,7 @@ HALF = ("float16", "bfloat16")
 TENSOR_PASSES = ("fold-conv-bias", "fold-conv-bn", "channels-last")
 GRAPH_PASSES = ("simplify", "pad-channels:force=true", "merge-linears:force=true")
 PASSES = (*TENSOR_PASSES, *GRAPH_PASSES)
-# Graph passes in one example of four: torch's capture of the forward takes longer than all the rest.
+# Only one example in four has graph passes, because torch's capture of the forward takes longer than all the rest.
 PLANS = (
     st.sampled_from([TENSOR_PASSES, TENSOR_PASSES, TENSOR_PASSES, PASSES])
     .flatmap(st.permutations)
@@ -86,7 +86,7 @@ PLANS = (
 # In channels_last, torch's kernel for BatchNorm on batch statistics is less exact than in contiguous format. So the
 # parity check may refuse a right result of such a model, with an error of at most this many times the noise.
 REFUSED, REFUSED_UP_TO = "verdict: refused though right", 8
-# How often each kind of module, fold and answer of a part occurred; `conftest.py` prints the sums of a run.
+# How often each kind of module, fold and part outcome occurred; `conftest.py` prints the totals of a run.
 SEEN: Counter[str] = Counter()
 BUDGETS = st.sampled_from(["min", 0.5, 0.6, 0.7, 0.8, 0.9])
 # Whether there are example inputs.
@@ -96,7 +96,7 @@ AGAIN = st.sampled_from([False, False, True])
 
 
 def examples(number: int, first_seed: int) -> Any:
-    """The settings of a property: the same examples for the same seed."""
+    """Decorate a property so that the same seed gives the same examples."""
 
     def decorate(test: Any) -> Any:
         chosen = settings(
@@ -114,7 +114,7 @@ def examples(number: int, first_seed: int) -> Any:
 
 @pytest.fixture(autouse=True)
 def heap_left_out() -> Iterator[None]:
-    """Leave what lives already out of the collections of garbage: torch and pytest alone cost more time than an example."""
+    """Exclude existing objects from garbage collection: those of torch and pytest alone take longer than an example."""
     gc.collect()
     gc.freeze()
     yield
@@ -161,7 +161,7 @@ def test_a_random_step_is_the_same_to_the_bit_in_less_memory(share: int) -> None
 
 @pytest.mark.slow
 def test_a_step_that_isnt_the_same_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The property can fail: of random numbers that aren't drawn again, and of a budget that isn't kept to."""
+    """The property fails if random states aren't restored, and if the budget is exceeded."""
     step = Step((("linear", 0, 0), ("dropout", 0, 0), ("tanh", 0, 0)) * 2)
     with monkeypatch.context() as patch:
         patch.setattr(ambient, "_set_random_states", lambda states: None)
@@ -176,7 +176,7 @@ def test_a_step_that_isnt_the_same_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 def test_every_operation_of_a_random_step_is_planned() -> None:
-    """Four at a time, each between two that are computed again."""
+    """Four operations at a time, alternating with recomputed ones."""
     names = sorted(OPERATIONS)
     for some in (names[first : first + 4] for first in range(0, len(names), 4)):
         check_plan(Step(tuple(each for name in some for each in (("tanh", 0, 0), (name, 0, 1)))), "min")
@@ -184,20 +184,20 @@ def test_every_operation_of_a_random_step_is_planned() -> None:
 
 @pytest.mark.slow
 def test_a_gradient_that_is_left_of_a_sum_is_no_gradient() -> None:
-    """In float64 nothing more exact tells how large rounding may get."""
+    """For a float64 model, no more exact run shows how large rounding errors may be."""
     check_training(Description(blocks=(Pair(), Pair(Conv(dilation=2))), dims=3, dtype="float64"), [])
 
 
 @pytest.mark.slow
 def test_what_rounding_does_in_float64_is_measured_at_every_batch_size() -> None:
-    """Over seven rows a feature may happen to vary less than over six: its BatchNorm makes more of what is rounded."""
+    """A feature may happen to vary less over seven rows than over six; its BatchNorm then amplifies rounding more."""
     few = Pair(Conv(kernel=1, bias=False), Norm(running=False), act="relu")
     check_training(Description(blocks=(few,), dims=3, head="linear on 2-D", dtype="float64", seed=6), [])
 
 
 @pytest.mark.slow
 def test_a_fold_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The property can fail: by the fold that is missing then."""
+    """The property fails, because the wrong fold is rolled back."""
     right = passes.fold_conv_bn.scale_of
     monkeypatch.setattr(passes.fold_conv_bn, "scale_of", lambda norm: right(norm) * 1.001)
     plain = Description(blocks=(Pair(),))
@@ -266,7 +266,7 @@ def test_every_kind_of_fold_happens() -> None:
         (pair,) = description.pairs()
         may_fold = pair.norm.running and not pair.norm.training and pair.extra in ("none", "frozen")
         kinds = {f"fold: {kind}" for kind in (*pair.kinds(), description.dtype)}
-        # Only those are built that may show a kind which none has shown; many are alike but for their sizes.
+        # Build only pairs that may show a kind not seen yet; many pairs differ only in their sizes.
         if not may_fold or pair in built_before or missing.isdisjoint(kinds):
             return
         built_before.add(pair)
@@ -306,14 +306,14 @@ class Refused(AssertionError):
 
 
 def refuse(record: PassRecord) -> None:
-    """Fail because of a pass that was rolled back."""
+    """Fail because a pass was rolled back."""
     times = re.search(r"([\d.e+]+) times", record.reason)
     is_small = times is not None and float(times[1]) <= REFUSED_UP_TO
     raise (Refused if is_small else AssertionError)(f"{record.name} was rolled back: {record.reason}")
 
 
 def check_or_count(description: Description, plan: tuple[str, ...], with_examples: bool, again: bool) -> None:
-    """`check`; a refused result is counted instead if a kernel explains its rounding and the result in float64 is right."""
+    """Call `check`; count a refused result and don't raise if a kernel explains it and float64 is right."""
     try:
         check(description, plan, with_examples, again)
     except Refused:
@@ -325,10 +325,10 @@ def check_or_count(description: Description, plan: tuple[str, ...], with_example
 
 
 def check(description: Description, plan: tuple[str, ...], with_examples: bool, again: bool = False) -> None:
-    """Optimize the described model by the passes, with or without example inputs, and see that all is as promised.
+    """Optimize the described model with the passes, with or without example inputs, and check every promise.
 
     Args:
-        again: optimize the result too, and see that what is left of the folds is done then.
+        again: optimize the result too, and check that this completes the folds.
     """
     built = build(description)
     SEEN.update(f"module: {kind}" for kind in set(kinds_in(description)))
@@ -337,7 +337,7 @@ def check(description: Description, plan: tuple[str, ...], with_examples: bool, 
     example_inputs = rows if description.batch else inputs
     example_kwargs = None
     if description.scaled:
-        # A function can't make other sizes of what is given beside it.
+        # If `example_inputs` were a function, the scale couldn't be resized to other batch sizes.
         example_inputs, example_kwargs = rows, {"scale": torch.linspace(0.5, 1.5, len(rows[0])).to(rows[0].dtype)}
 
     def optimized(module: nn.Module, passes: tuple[str, ...]) -> nn.Module:
@@ -349,7 +349,7 @@ def check(description: Description, plan: tuple[str, ...], with_examples: bool, 
     try:
         fast = optimized(model, plan)
     except LoadError:
-        # The model itself doesn't bear its example inputs: it may say so.
+        # This is right only if the model itself raises on its example inputs.
         with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
             model.eval()(*rows, **(example_kwargs or {}))
         return
@@ -358,8 +358,8 @@ def check(description: Description, plan: tuple[str, ...], with_examples: bool, 
     for module in (*dict(modules_of(model)).values(), *dict(modules_of(fast)).values()):
         assert not holds_symbol(module.__dict__), f"a symbol of a trace is left in a {type(module).__name__}"
     if with_examples:
-        # In a dtype of few bits the fold itself may cost more than rounding does, and a further draw may take a branch
-        # that no example takes.
+        # In a low-precision dtype, a fold may lose more than rounding allows. Other random inputs may take a branch
+        # that the example inputs don't take.
         may_be_left = description.dtype not in EXACT or description.may_be_unseen
         check_folded(built.pairs, plan, fast, may_be_left=may_be_left)
     may_raise = not with_examples or description.may_be_unseen
@@ -387,9 +387,9 @@ def check(description: Description, plan: tuple[str, ...], with_examples: bool, 
                 check_folded_by_now(built.pairs, fast, twice)
     check_untouched(model, before)
     if not bears(build(description).model, rows, example_kwargs or {}):
-        # It was optimized for other batch sizes.
+        # The model can't run at this batch size; it was optimized for others.
         return
-    # The older weight_norm leaves in the tree what torch doesn't copy; and then what is counted, or moves, goes on.
+    # With the old weight_norm, torch can't copy the model. Without copies, counters and statistics would go on.
     copyable = all(pair.extra != "old weight_norm" for pair in description.pairs())
     copied = (lambda: copy.deepcopy(fast)) if copyable else (lambda: fast)
     if copyable or not any(pair.style == "counter" or pair.norm.training for pair in description.pairs()):
@@ -397,13 +397,13 @@ def check(description: Description, plan: tuple[str, ...], with_examples: bool, 
         outcomes = check_parts(lambda: build(description).model, copied, calls)
         SEEN.update(f"part: {outcome}" for outcome in outcomes.elements())
     if copyable and not answers_alike(fast, copied(), rows, example_kwargs or {}, may_raise=may_raise):
-        # Its tensors begin elsewhere in memory, by which the order of a sum may go: it has to be as right then.
+        # The copy's tensors may be aligned differently, which can change the order of sums; it must still be right.
         compared(copied())
     check_untouched(model, before)
 
 
 def bears(model: nn.Module, rows: tuple[Tensor, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the model can be run: a BatchNorm in a plain list, which `eval` doesn't reach, refuses a single row."""
+    """Whether the model can run: a BatchNorm in a plain list, which `eval` doesn't reach, raises on a single row."""
     try:
         model(*rows, **kwargs)
     except ValueError:
@@ -412,7 +412,7 @@ def bears(model: nn.Module, rows: tuple[Tensor, ...], kwargs: dict[str, Any]) ->
 
 
 def count_folds(pairs: tuple[BuiltPair, ...], fast: nn.Module, dtype: str) -> None:
-    """Note of which kinds the pairs are that were folded, and in which dtype."""
+    """Count the kinds and the dtypes of the folds."""
     for record in report_of(fast).passes:
         places = {(change.where.partition(" ")[0], change.text) for change in record.changes}
         if record.name == "channels-last":
@@ -428,7 +428,7 @@ def count_folds(pairs: tuple[BuiltPair, ...], fast: nn.Module, dtype: str) -> No
 def answers_alike(
     fast: nn.Module, twin: nn.Module, rows: tuple[Tensor, ...], kwargs: dict[str, Any], *, may_raise: bool
 ) -> bool:
-    """Whether a copy of the result gives what the result gives, at the first call of both."""
+    """Whether the result and its copy return the same, at the first call of both."""
     answers: list[Any] = []
     for module in (fast, twin):
         try:
@@ -441,7 +441,7 @@ def answers_alike(
 
 
 def trees_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The model, and the modules in plain lists, which no tree holds."""
+    """Yield the model and the modules in plain lists, which no module tree includes."""
     yield model
     for module in model.modules():
         for value in module.__dict__.values():
@@ -455,7 +455,7 @@ def check_untouched(model: nn.Module, before: list[dict[str, Any]]) -> None:
 
 
 def holds_symbol(value: Any, depth: int = 6) -> bool:
-    """Whether a value of a trace stands in a value or in its containers."""
+    """Whether a value is a symbol of a trace, or a container that contains one."""
     if isinstance(value, fx.Proxy):
         return True
     if not depth or not isinstance(value, dict | list | tuple | set):
@@ -464,7 +464,7 @@ def holds_symbol(value: Any, depth: int = 6) -> bool:
 
 
 def check_folded(pairs: tuple[BuiltPair, ...], plan: tuple[str, ...], fast: nn.Module, *, may_be_left: bool) -> None:
-    """See that each pass did what it can at the pairs that have nothing hard about them."""
+    """Check that no pass failed, and that each changed the plain pairs as it must."""
     records = {record.name: record for record in report_of(fast).passes}
     failed = [record for record in records.values() if record.status == "failed"]
     assert not failed, f"{failed[0].name} failed: {failed[0].reason}"
@@ -485,25 +485,25 @@ def check_folded(pairs: tuple[BuiltPair, ...], plan: tuple[str, ...], fast: nn.M
 
 
 def check_folded_by_now(pairs: tuple[BuiltPair, ...], *results: nn.Module) -> None:
-    """See that of what has nothing hard about it nothing is left, whenever it was folded."""
+    """Check that each plain pair was folded in one of the results."""
     records = [record for result in results for record in report_of(result).passes if record.name == "fold-conv-bn"]
     missing = {pair.norm for pair in pairs if pair.is_plain}.difference(*map(changed_by, records))
     assert not missing, f"not folded, in {len(records)} runs: {missing}"
 
 
 def changed_by(record: PassRecord) -> set[str]:
-    """The paths of the modules that the pass changed; behind one there may be the name of an operation in it."""
+    """The paths of the modules that the pass changed, without the name of an operation that may follow a path."""
     return {change.where.partition(" ")[0] for change in record.changes}
 
 
-# What torch says of models that can't be trained: one of them norms over the one row that a loop over the batch gives it.
+# torch's errors for models that can't be trained, such as a BatchNorm that a loop over the batch calls with one row.
 UNTRAINABLE = ("modified by an inplace operation", "Expected more than 1 value per channel when training")
-# The batch sizes at which a result said that it wasn't made for the call. No attribute: a comparison puts those back.
+# The batch sizes at which a result raised UnseenCall. Not an attribute, because a comparison restores attributes.
 _UNSEEN: set[int] = set()
 
 
 class Watched(nn.Module):
-    """A result under watch."""
+    """Notes the batch sizes at which a result raises UnseenCall."""
 
     def __init__(self, fast: nn.Module) -> None:
         super().__init__()
@@ -526,7 +526,7 @@ def check_answers(
     may_be_unseen: bool,
     may_be_vacuous: bool,
 ) -> None:
-    """Compare the answers at several batch sizes; of those at which the result refuses to answer, there are none."""
+    """Compare the answers at several batch sizes, without those at which the result raises UnseenCall."""
     _UNSEEN.clear()
 
     def compared(candidate: nn.Module, sizes: tuple[int, ...]) -> Any:
@@ -539,7 +539,7 @@ def check_answers(
             return
         report = compared(fast, answered)
     if report.verdict == "vacuous" and not may_be_vacuous:
-        # Some models give nothing but zeros.
+        # Some models return only zeros.
         rows = example_inputs if isinstance(example_inputs, tuple) else example_inputs(2, torch.Generator())
         answers = []
         for module in (model, fast):
@@ -559,27 +559,27 @@ def train_once(model: nn.Module, rows: tuple[Any, ...], kwargs: dict[str, Any] |
 
 
 def check_training(description: Description, in_eval: list[int]) -> None:
-    """Move the biases of the described model where it trains, but for some modules, and see that all is as promised."""
+    """Fold the biases of the described model in training, with some modules in eval mode, and check every promise."""
     model, inputs = build(description).model.train(), inputs_of(description)
     modules = list(model.modules())
     for number in in_eval:
         modules[number % len(modules)].eval()
     before = [tree_of(tree) for tree in trees_of(model)]
-    # Over two rows a BatchNorm gives plus and minus one, and gradients that are little but rounding.
+    # Over two rows a BatchNorm returns plus and minus one, and its gradients are mostly rounding errors.
     rows = inputs(6, torch.Generator().manual_seed(1))
     kwargs = {"scale": torch.linspace(0.5, 1.5, len(rows[0])).to(rows[0].dtype)} if description.scaled else None
     try:
         fast = optimize(model, ["fold-conv-bias"], mode="training", example_inputs=rows, example_kwargs=kwargs)
     except LoadError as error:
         if any(reason in str(error) for reason in UNTRAINABLE):
-            # Some models can't be trained, and say why.
+            # Some models can't be trained, and raise an error that says why.
             with pytest.raises((RuntimeError, ValueError), match="|".join(UNTRAINABLE)):
                 train_once(copy.deepcopy(model), rows, kwargs)
             return
         raise
     check_untouched(model, before)
     (record,) = report_of(fast).passes
-    # In a dtype of few bits the fold itself may cost more than rounding does; a further draw may take another branch.
+    # In a low-precision dtype, a fold may lose more than rounding allows; other inputs may take another branch.
     may_be_left = description.dtype in HALF or description.may_be_unseen
     allowed = ("applied", "unchanged", *(["rolled-back"] if may_be_left else []))
     assert record.status in allowed, record.reason
@@ -607,7 +607,7 @@ def check_training(description: Description, in_eval: list[int]) -> None:
 
 
 def check_plan(step: Step, budget: float | str, strategy: Any = "optimal", selective: bool = True) -> None:
-    """Plan the described step, and see that it keeps to its budget, and is the same to the bit."""
+    """Plan the described step, and check that it keeps to its budget and is bit-identical."""
     model, rows = enliven(RandomStep(step)).train(), rows_of(step)
 
     def optimized(budget: float | str) -> nn.Module:
@@ -620,7 +620,7 @@ def check_plan(step: Step, budget: float | str, strategy: Any = "optimal", selec
     except RequirementNotMet as error:
         if "none of its outputs needs a gradient" in str(error):
             return
-        # The lowest that it names can be had.
+        # The lowest budget that the error names must be possible.
         lowest = re.search(r"memory_budget=([\d.]+) or", str(error))
         if lowest is None:
             raise
@@ -638,7 +638,7 @@ def check_plan(step: Step, budget: float | str, strategy: Any = "optimal", selec
 
 
 def steps_of(model: nn.Module, rows: Tensor) -> list[Tensor | None]:
-    """What two steps leave behind."""
+    """The loss, gradients and buffers after each of two steps, and the final random state."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, seen = torch.optim.SGD(trained, lr=0.01), list[Tensor | None]()
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""The whole way on a GPU: optimize, export, verify, with the artifacts really running there."""
+"""Optimize, export and verify on a GPU, and check that the artifacts run there."""
 
 from pathlib import Path
 
@@ -76,7 +76,7 @@ def test_an_original_on_the_cpu_is_compared_with_artifacts_on_the_gpu(name, tmp_
     for artifact in bundle.manifest["artifacts"]:
         assert (artifact["parity"]["factor"], artifact["parity"]["device"]) == (16.0, "cuda")
         assert artifact["parity"]["reference_device"] == "cpu"
-        # The GPU rounds otherwise: equal to the last bit, it would be the CPU that ran.
+        # The GPU rounds differently: bit-identical outputs would mean that the CPU ran.
         assert any(output["max_error"] > 0 for output in artifact["parity"]["outputs"])
     assert verify_bundle(bundle.path, device="cuda", require_gpu=True).ok
     assert verify_bundle(bundle.path, device="cpu").ok
@@ -100,7 +100,7 @@ def test_a_candidate_that_computes_in_tf32_is_caught():
     weight = torch.randn(512, 512, device="cuda")
 
     def rounded(x: torch.Tensor) -> torch.Tensor:
-        # What TF32 does to its operands: 10 bits of mantissa.
+        # Round as TF32 does: it keeps 10 bits of the mantissa of its operands.
         def cut(value: torch.Tensor) -> torch.Tensor:
             return (value.view(torch.int32) & ~0x1FFF).view(torch.float32)
 
@@ -141,7 +141,7 @@ def test_layers_of_odd_sizes_are_padded_for_tensor_cores(dtype: torch.dtype) -> 
     fast = optimize(model, ["channels-last", "pad-channels"], example_inputs=(x,), device="cuda")
     record = fast.report.passes[1]
     assert fast.report.verified
-    # The first one reads images, for which cuDNN has kernels; the third one's product is too small for copies to pay.
+    # Layer 0 reads images, for which cuDNN has kernels; the product of layer 5 is too small for copies to pay.
     assert [change.where for change in record.changes][:2] == ["2", "7"]
     assert {skip.where for skip in record.skips} <= {"0", "5"}
     assert check_parity(model, fast, (x,), batch_sizes=(1, 2, 5), device="cuda").ok

@@ -1,4 +1,4 @@
-"""The example of an exporter in a package of its own: OpenVINO, found by its entry point as an installed package is."""
+"""The example of an exporter in a separate package, OpenVINO: it is found by its entry point like an installed one."""
 
 import ast
 import importlib.util
@@ -32,7 +32,7 @@ needs_openvino = pytest.mark.skipif(
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """A folder on the path with what `pip install` would put there: the module, and the entry points of pyproject.toml."""
+    """A folder on the path with the files of an installed package: the module, and pyproject.toml's entry points."""
     site = tmp_path / "site"
     about = site / f"{MODULE}-0.1.0.dist-info"
     about.mkdir(parents=True)
@@ -106,7 +106,7 @@ def test_its_files_are_proven_and_verified_as_those_of_any_format(name, installe
     assert [path.name for path in artifact.files] == ["model.xml", "model.bin"]
     assert artifact.inputs[0].shape == ("batch", *inputs(4).shape[1:])
 
-    # The files themselves: the batch is open and nothing else is, and the weights are in float32.
+    # In the files only the batch is dynamic, and they run in float32.
     import openvino
 
     loaded = openvino.Core().read_model(folder / "model.xml")
@@ -131,13 +131,13 @@ def test_its_files_are_proven_and_verified_as_those_of_any_format(name, installe
 @pytest.mark.parametrize(
     ("bit", "error", "sentence"),
     [
-        # Its largest exponent bit makes a weight huge, its sign moves the output by less than one thousandth.
+        # The highest exponent bit makes a weight huge; its sign changes the output by less than one thousandth.
         (0x40, ExporterError, r"can't be exported to openvino \(.*output `output` is wrong on inputs of"),
         (0x80, ParityError, "The openvino artifact isn't proven to compute the same as the original: output is off by"),
     ],
 )
 def test_a_file_with_a_wrong_weight_is_refused(bit, error, sentence, installed, tmp_path, monkeypatch):
-    # The exporter imports OpenVINO without its telemetry.
+    # Load the exporter first: it imports OpenVINO without its telemetry.
     exporter_named("openvino")
     import openvino
 

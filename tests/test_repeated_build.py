@@ -1,4 +1,4 @@
-"""Two builds of one input, in processes and folders of their own: the same bundle, byte by byte."""
+"""Two builds of one input, in separate processes and folders, give the same bundle, byte for byte."""
 
 import json
 import os
@@ -35,7 +35,7 @@ example_kwargs = {"mask": torch.rand(2, 6, 6)}
 
 
 def built(folder, seed, formats, root, **more):
-    """The files of a bundle by their paths, made in `folder` by the command."""
+    """Build a bundle in `folder` with the command, and return its files by path."""
     (folder / "tmp").mkdir(parents=True)
     (folder / "net.py").write_text(MODEL)
     command = [sys.executable, "-m", "optimizer", "net.py", "--output", "out", "--formats", formats, "--device", "cpu"]
@@ -70,6 +70,6 @@ def test_a_second_build_gives_the_same_bytes(formats, tmp_path, pytestconfig):
     assert len(first) == 5 + formats.count(",") + 1
     manifest = json.loads(first["manifest.json"])
     assert manifest["created"] == "1970-01-02T00:00:00Z"
-    # They stand in the manifest, and in the report of the run, where nobody asks for the same bytes again.
+    # Durations differ between builds, so they are left out if SOURCE_DATE_EPOCH asks for the same bytes.
     report = json.loads(first["report.json"])
     assert {each["seconds"] for each in (*manifest["passes"], *report["passes"], report)} == {None}

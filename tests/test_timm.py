@@ -1,4 +1,4 @@
-"""Models of timm, whose BatchNorms are functions in a forward that asserts the rank, with a text of it."""
+"""Models of timm, whose BatchNorms are function calls in a forward that asserts the rank with a formatted message."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from timm_models import timm_member
 from optimizer import optimize
 from passes.errors import UnseenCall
 
-# The BatchNorms that each has behind a convolution.
+# The number of BatchNorms after a convolution in each model.
 PAIRS = {
     "efficientnet_b0": 49,
     "regnety_002": 44,
@@ -30,7 +30,7 @@ def test_every_pair_is_folded(name):
         for size in (1, 2, 5):
             images = kwargs["x"].repeat(3, 1, 1, 1)[:size] * torch.linspace(1, 0.5, size).reshape(-1, 1, 1, 1)
             wanted = model(images)
-            # The original itself is off by up to a tenth of that.
+            # The original's own error is up to a tenth of that.
             assert (fast(images) - wanted).abs().max() < 1e-3 * wanted.std()
 
 

@@ -1,4 +1,4 @@
-"""Models from the module to a bundle that verifies: real architectures at every batch size, and unusual names."""
+"""Take models from the module to a verified bundle: real architectures at every batch size, and unusual names."""
 
 import textwrap
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_a_real_model_goes_the_whole_way(name, tmp_path):
         assert {spec.shape[0] for spec in (*artifact.inputs, *artifact.outputs)} == {"batch"}
     assert verify_bundle(bundle.path).ok
 
-    # By hand as well: the result itself at a batch size that nothing was checked at.
+    # Also compare the result directly, at a batch size that nothing above checked.
     more_args, more_kwargs = at_batch(args, kwargs, 4)
     with torch.no_grad():
         wanted, got = (run(*more_args, **more_kwargs) for run in (model, fast))

@@ -1,5 +1,9 @@
-"""Thirty architectures through optimize, both exporters and verify, and in bfloat16, all others that hold a BatchNorm through
-optimize, and all of them in multiples of 8 channels; thirty of timm through optimize; minutes long, so `make zoo` runs it."""
+"""Run many architectures; this takes more than an hour, so only `make zoo` runs it.
+
+Thirty architectures go through optimize, export to TorchScript and ONNX, verify, pairs of passes and bfloat16. All
+others with a BatchNorm, and thirty of timm, go through optimize. All but those of timm go through torch.export and
+pad-channels.
+"""
 
 import functools
 
@@ -42,7 +46,7 @@ def test_a_member_goes_the_whole_way(name, tmp_path):
 
 
 def front_end(test):
-    """A test in which torch.compile's front end reads the code of transformers, of which it warns in any model."""
+    """Ignore the warnings that torch.compile's front end gives for the code of transformers in any model."""
     for text in (
         ".*should not be instantiated:DeprecationWarning",
         "Dynamo detected a call to a `functools.lru_cache`",
@@ -51,8 +55,8 @@ def front_end(test):
     return test
 
 
-# What a program can't hold: numbers of rows and ways through the model that its values decide. Informer makes a mask for
-# torch.export that it makes for no other call, and raises on it.
+# A program can't contain their data-dependent shapes and control flow. Informer makes a mask only under torch.export,
+# and raises on it.
 NO_PROGRAM = {"fastspeech2-conformer", "informer", "slanet", "superglue"}
 
 
@@ -105,7 +109,7 @@ def test_a_member_computes_in_multiples_of_channels(name):
     assert check_parity(model, fast, (), example_kwargs=kwargs, batch_sizes=(1, 2, 5), draws=1).ok
 
 
-# All passes of inference that leave a graph; each beside each other one, in both orders.
+# All inference passes except torch-compile. The tests run every pair of them, in both orders.
 GRAPH_PASSES = {
     "fold-conv-bias": FoldConvBias(),
     "fold-conv-bn": FoldConvBn(),
@@ -121,7 +125,7 @@ COMPILED = TorchCompile(backend="eager")
 
 @pytest.fixture(scope="module")
 def reference_of():
-    """The model of a name, its inputs, and what the original gives at batch 1, 2 and 5; the last one is kept."""
+    """Return a function from a name to (model, kwargs, reference at batch sizes 1, 2 and 5); it caches the last one."""
 
     @functools.lru_cache(maxsize=1)
     def measured(name):
@@ -145,7 +149,7 @@ def _check_together(model, kwargs, reference, passes):
         assert judged.ok, (names, judged.reason)
     with torch.no_grad():
         for size in (1, 2, 5):
-            # In a half precision the numbers are others: all that is looked at is that each size goes through.
+            # In half precision the numbers differ, so this only checks that each batch size runs.
             fast(**{key: rows(value, size) for key, value in kwargs.items()})
 
 

@@ -1,4 +1,4 @@
-"""Every test of a benchmark runs a program in a process of its own, which takes seconds."""
+"""Mark the tests of benchmarks as slow: most run a program in a separate process, which takes seconds."""
 
 from pathlib import Path
 

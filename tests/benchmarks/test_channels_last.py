@@ -1,4 +1,4 @@
-"""The benchmark of the memory format on two small models: what it counts is exact."""
+"""The benchmark of the memory format on two small models: its counts are exact."""
 
 import json
 from functools import partial
@@ -46,7 +46,7 @@ def test_counts_weights(done):
     resnet, volumes = counts_of(figures, "resnet18"), counts_of(figures, "volume_unet")
     assert [resnet[name]["convolutions"] for name in resnet] == [20, 20, 20]
     assert resnet["fold"]["channels_last"] == volumes["fold"]["channels_last"] == 0
-    # All of them: PyTorch's own way knows no exception.
+    # PyTorch's own conversion, `model.to(memory_format=…)`, has no exceptions.
     assert resnet["user"]["channels_last"] == 20
     assert volumes["user"]["channels_last"] == 13
     assert resnet["user"]["kept_contiguous"] == resnet["fold"]["kept_contiguous"] == 0
@@ -59,7 +59,7 @@ def test_counts_what_is_moved(done):
     figures, _, _ = done
     resnet, volumes = counts_of(figures, "resnet18"), counts_of(figures, "volume_unet")
     assert resnet["fold"]["moved"] == resnet["user"]["moved"] == volumes["fold"]["moved"] == 0
-    # The image, and the maps where the formats change.
+    # The image is moved, and maps where the format changes.
     assert resnet["ours"]["moved"] > 2 * 3 * 64 * 64
     assert all(counts["lost"] == [] for counts in (*resnet.values(), *volumes.values()))
 

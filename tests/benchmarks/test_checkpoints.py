@@ -1,4 +1,4 @@
-"""The benchmark of training in less memory, on a small model: what it counts is exact."""
+"""The benchmark of training in less memory, on a small model: its counts are exact."""
 
 import importlib.util
 import json
@@ -29,10 +29,10 @@ def benchmark(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     spec = importlib.util.spec_from_file_location("benchmark_of_checkpoints", BENCHMARKS / "checkpoints.py")
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up.
+    # Dataclasses look up their module in `sys.modules`.
     monkeypatch.setitem(sys.modules, spec.name, module)
     with warnings.catch_warnings():
-        # Of torch, whose own modules are deprecated where they are imported.
+        # torch itself imports modules that warn about their deprecation.
         warnings.simplefilter("ignore")
         spec.loader.exec_module(module)
     return module
@@ -64,14 +64,14 @@ def test_budgets_are_kept_and_what_is_computed_again_is_counted(done):
 def test_tells_what_differs_from_an_eager_step(done):
     ways = ways_of(done)
     assert all(ways[name]["differences"] == [] for name in ("eager", "ours-0.5", "ours-min", "ours-uniform"))
-    # torch.utils.checkpoint moves the statistics of a BatchNorm twice.
+    # torch.utils.checkpoint updates the running statistics of a BatchNorm twice.
     assert ways["blocks"]["differences"] == ["buffers"]
 
 
 def test_the_allocator_gives_out_what_is_counted_and_little_more(done):
     for name, way in ways_of(done).items():
         if way["unavailable"] is None:
-            # Of what kernels take for the time of a call, on maps of 32 × 32.
+            # The difference is temporary memory of kernels, on maps of 32 × 32.
             assert 0 <= way["allocated_bytes"] - way["peak_bytes"] < 2**20, name
 
 
@@ -96,7 +96,7 @@ def test_the_table_has_every_row(done):
     assert "unet, insert-checkpoints, 0.33: RequirementNotMet: " in markdown
     assert figures["environment"]["cpu"] in markdown
     assert "Traceback" not in process.stderr
-    # One model of five has no mean.
+    # There is no mean, because only one of the five models was measured.
     assert figures["goals"]["means"] == {}
 
 
@@ -112,7 +112,7 @@ def test_a_goal_is_the_mean_over_five_models(benchmark):
     met = results_of(benchmark, (0.3, 0.0, 0.1, 0.05, 0.0))
     assert benchmark.means(met) == {"ours-0.5": pytest.approx(0.09)}
     assert benchmark.misses(met) == []
-    # What isn't one of the five counts for nothing, and without one of them there is no mean.
+    # Models other than the five are ignored, and if one of the five is missing, there is no mean.
     assert benchmark.means([*met, {**met[0], "model": "unet"}]) == benchmark.means(met)
     assert benchmark.means(met[1:]) == {}
     (sentence,) = benchmark.misses(results_of(benchmark, (0.3, 0.1, 0.1, 0.05, 0.0)))

@@ -1,4 +1,4 @@
-"""The benchmark of the first answer of compiled code."""
+"""The benchmark of the cold start of compiled models."""
 
 import json
 

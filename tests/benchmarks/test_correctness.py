@@ -1,4 +1,4 @@
-"""The benchmark of correctness: its judge can tell wrong from right, and its cases are what they say."""
+"""The benchmark of correctness: its judge tells right from wrong, and its cases match their descriptions."""
 
 import json
 from functools import partial
@@ -22,7 +22,7 @@ def correctness():
 
 @pytest.fixture
 def verdict(correctness):
-    """What the judge says of a way to make a callable from a model and its example inputs."""
+    """Judge a function that makes a callable from a model and its example inputs."""
 
     def judged(make, case="conv2d", refusals=()):
         outcome = correctness.outcome_of(correctness.Contender("mine", make, refusals), correctness.CASES[case])
@@ -32,7 +32,7 @@ def verdict(correctness):
 
 
 def folded_by_hand(model, example):
-    """The plain pair, folded."""
+    """Fold the model's first convolution and BatchNorm."""
     conv = torch.nn.utils.fuse_conv_bn_eval(model[0], model[1])
     return nn.Sequential(conv, model[2])
 

@@ -1,4 +1,4 @@
-"""The benchmark of the passes on one small model: every way is there, and tells what is right."""
+"""The benchmark of the passes on one small model: every way is measured, and the figures are right."""
 
 import json
 from functools import partial
@@ -32,7 +32,7 @@ def test_goes_on_where_it_was_interrupted(done):
     again = run(*options, "--resume")
     assert again.returncode == 0, again.stderr
     assert "bert_small" in again.stdout
-    # What is measured isn't measured again.
+    # Finished measurements are not repeated.
     assert path.read_text() == before
     other = run(*options, "--rounds=3", "--resume")
     assert other.returncode == 2
@@ -57,7 +57,7 @@ def test_measures_every_way_in_every_round(done):
 def test_tells_what_became_of_the_passes(done):
     ways, markdown, _ = done
     assert ways["merge-linears, forced"]["statuses"] == ["applied"]
-    # No convolution is there, and so nothing for the three that are about them; on a CPU merged layers only cost.
+    # Without convolutions, three passes have nothing to do. On a CPU, merging layers doesn't pay.
     assert ways["all exact"]["statuses"] == ["unchanged"] * 3 + ["applied", "unchanged"]
     assert "| 1 of 5 applied |" in markdown
 
@@ -65,7 +65,7 @@ def test_tells_what_became_of_the_passes(done):
 def test_counts_kernels_and_bytes_of_weights(done):
     ways, _, _ = done
     eager, merged, cast = (ways[name] for name in ("eager", "merge-linears, forced", "cast-precision, weights"))
-    # Query, key and value of each of the six layers become one product, and no captured graph looks at the mask's numbers.
+    # In six layers, query, key and value become one product. And the captured graph doesn't read the mask's values.
     assert eager["kernels"] - merged["kernels"] == 12 + 1
     assert merged["weight_bytes"] == eager["weight_bytes"]
     assert 0.5 < cast["weight_bytes"] / eager["weight_bytes"] < 0.51

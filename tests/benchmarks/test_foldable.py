@@ -1,4 +1,4 @@
-"""The count of foldable pairs, which knows nothing of the passes: what it counts, and what it mustn't."""
+"""The count of foldable pairs, which doesn't use the passes: pairs that it counts, and cases that it must not count."""
 
 import importlib.util
 import sys
@@ -17,7 +17,7 @@ FILE = Path(__file__).parents[2] / "benchmarks" / "foldable.py"
 def foldable():
     spec = importlib.util.spec_from_file_location("benchmarks_foldable", FILE)
     module = importlib.util.module_from_spec(spec)
-    # A dataclass looks its module up.
+    # Dataclasses look up their module in `sys.modules`.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     yield module
@@ -25,7 +25,7 @@ def foldable():
 
 
 class Model(nn.Module):
-    """A convolution, a linear layer and a BatchNorm; `run(self, x)` is the forward."""
+    """Convolutions, a linear layer and BatchNorms; `run(self, x)` is the forward."""
 
     def __init__(self, run):
         super().__init__()
@@ -107,7 +107,7 @@ def turned(self, x):
         (lambda self, x: self.other(self.bn(x)), maps(), ("other", "bn", ())),
         (lambda self, x: self.other(self.bn(x).clone()), maps(), ("other", "bn", ("clone",))),
         (reflected, maps(), ("other", "bn", ("pad",))),
-        # Where both sides are foldable, it is one pair.
+        # A BatchNorm that could be folded into either neighbor counts once.
         (lambda self, x: self.other(self.bn(self.conv(x))), image(), ("conv", "bn", ())),
     ],
 )
@@ -186,7 +186,7 @@ def batch_statistics(self, x):
         (lambda self, x: self.bn(self.conv(x).relu()), image()),
         (lambda self, x: self.bn(F.max_pool2d(self.conv(x), 2)), image()),
         (lambda self, x: self.bn(2 * self.conv(x)), image()),
-        # Of these four rows and four channels, and of a grid of four by four, the second dim is another one.
+        # In these cases, dim 1 has the right size, 4, but doesn't hold the channels of a layer in their order.
         (lambda self, x: self.flat(self.linear(x[:, :4])), rows()),
         (lambda self, x: self.bn(self.conv(x).transpose(1, 2)), image()),
         (lambda self, x: self.bn(self.conv(x).reshape(2, 4, 4, 4).flip(1)), image()),

@@ -1,4 +1,4 @@
-"""The benchmark of fused operations, on few numbers."""
+"""The benchmark of fused operations, on few elements."""
 
 import json
 

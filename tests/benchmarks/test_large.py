@@ -1,4 +1,4 @@
-"""The benchmark of the memory of an export: a small run, and what its goal says of a model that isn't small."""
+"""The benchmark of the memory of an export: a small run, and the goal for larger models."""
 
 import json
 from functools import partial
@@ -19,7 +19,7 @@ def test_a_small_model_is_measured_every_way_and_misses_the_goal(tmp_path, large
     paths = {"json": tmp_path / "large.json", "markdown": tmp_path / "large.md"}
     options = [f"--{name}={path}" for name, path in paths.items()]
     process = run("--mebibytes=32", "--formats=torchscript", "--check", *options)
-    # Small weights are written through memory, three times over.
+    # Small weights are written through memory, which takes three times their size and misses the goal.
     assert process.returncode == 1, process.stderr
     figures = json.loads(paths["json"].read_text())
     assert not figures["met"]
@@ -45,7 +45,7 @@ def test_an_export_that_isnt_small_takes_little_more_than_the_weights(format, me
     if not found["peak_exact"]:
         pytest.skip("the system can't set the high-water mark of memory back")
     assert found["weights_bytes"] > 2**20 * mebibytes
-    # Whoever proves a file has its weights beside the model's.
+    # The proof loads the file, whose weights are then in memory in addition to the model's.
     assert 0.9 < found["ratio"] <= large.GOAL
 
 

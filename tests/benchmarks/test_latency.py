@@ -1,4 +1,4 @@
-"""The benchmark of the latency on one small model: every row is there, and tells what is right."""
+"""The benchmark of the latency on one small model: every row is there, and the figures are right."""
 
 import json
 from functools import partial
@@ -41,7 +41,7 @@ def test_measures_every_contender_in_every_round(done):
 def test_tells_the_error_of_every_contender(done):
     figures, _, _ = done
     errors = {contender["name"]: contender["error"] for contender in figures["results"][0]["contenders"]}
-    # All are right on this model, and none is so by being the reference.
+    # All are right on this model, and none is the reference itself, whose error would be zero.
     assert all(0 < error < 1e-4 for error in errors.values()), errors
     assert figures["results"][0]["contenders"][0]["error_to_eager"] == 1
 

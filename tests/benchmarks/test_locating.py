@@ -1,4 +1,4 @@
-"""The benchmark of naming the place of a fault: a small run, and a judge that can say wrong."""
+"""The benchmark of locating faults: a small run."""
 
 import json
 from functools import partial

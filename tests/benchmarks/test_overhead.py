@@ -1,4 +1,4 @@
-"""The benchmark of the overhead at a tiny size: what it counts is exact, what it times is there."""
+"""The benchmark of the overhead at a tiny size: its counts are exact, and every step is timed."""
 
 import json
 import math
@@ -28,11 +28,12 @@ def test_the_passes_do_their_work_on_every_block(done, shape):
     small, large = (graph for graph in figures["graphs"] if graph["shape"] == shape)
     nothing = {"simplify": 0, "merge-linears": 0}
     folded = {"fold-conv-bias": 8, "fold-conv-bn": 15, "channels-last": 17, "pad-channels": 15}
-    # Each convolution, the input and the output; then each sum with its activation; each convolution and the model.
+    # channels-last changes each convolution, the input and the output; jit-fusion changes each sum with its
+    # activation; cast-precision changes each convolution and the model.
     assert small["changes"] == {**folded, **nothing, "jit-fusion": 15, "cast-precision": 16}
     folded = {"fold-conv-bias": 15, "fold-conv-bn": 30, "channels-last": 32, "pad-channels": 30}
     assert large["changes"] == {**folded, **nothing, "jit-fusion": 30, "cast-precision": 31}
-    # Each convolution, the input and what is around the model.
+    # As above, channels-last changes each convolution, the input and the output.
     assert large["changes_of_optimize"] == {"fold-conv-bias": 15, "fold-conv-bn": 30, "channels-last": 32}
 
 
@@ -53,7 +54,7 @@ def test_times_every_step_in_every_round(done):
         assert graph["to_symbolic_trace"]["symbolic_trace"]["median"] == 1
         preset = graph["changes_of_optimize"]
         passes = sum(graph["seconds"][name]["median"] for name in preset)
-        # The one time is taken around the others.
+        # The time of all passes includes that of each pass.
         assert graph["seconds"]["all passes"]["median"] >= passes * 0.999
 
 
@@ -69,7 +70,7 @@ def test_memory_counts_the_tensors_of_the_result_that_are_new(done):
     (case,) = figures["memory"]
     layers, channels = 7, 128
     weight, per_channel = channels * channels * 9 * 4, channels * 4
-    # Weight; weight, bias, mean and variance of the BatchNorm, and its counter of batches.
+    # The weight of the convolution; weight, bias, mean, variance and batch counter of the BatchNorm.
     assert case["model_bytes"] == layers * (weight + 4 * per_channel + 8)
     # The folded weight and its bias.
     assert (case["new_tensors"], case["new_bytes"]) == (2 * layers, layers * (weight + per_channel))

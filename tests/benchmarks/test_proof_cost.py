@@ -1,4 +1,4 @@
-"""The benchmark of what the proof costs: a small run, and how calls are counted."""
+"""The benchmark of the cost of the proof: a small run, and the count of forwards."""
 
 import json
 from functools import partial

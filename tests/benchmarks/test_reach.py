@@ -1,4 +1,4 @@
-"""The benchmark of the reach on two small models: what it counts is exact."""
+"""The benchmark of the reach on four small models: its counts are exact."""
 
 import json
 from functools import partial
@@ -22,7 +22,7 @@ def done(tmp_path_factory):
 def test_counts_what_is_foldable_and_what_is_folded(done):
     figures, _, _ = done
     found = {model["model"]: (model["norms"], model["foldable"], model["folded"]) for model in figures["models"]}
-    # BERT holds no BatchNorm. In Hubert it stands before the convolution.
+    # BERT has no BatchNorm, so it isn't listed. Hubert's BatchNorm is before a convolution that pads zeros.
     assert found == {"resnet": (6, 6, 6), "hgnet-v2": (28, 28, 28), "hubert": (1, 0, 0)}
     assert figures["total"] == {"norms": 35, "foldable": 34, "folded": 34, "share": 1.0, "fuse": 0}
     assert all(model["verified"] and not model["missed"] and not model["beyond"] for model in figures["models"])

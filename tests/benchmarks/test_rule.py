@@ -1,4 +1,4 @@
-"""The benchmark of the verdict on two small models; judges that were spoilt are seen in its counts."""
+"""The benchmark of the verdicts on two small models; its counts reveal a broken judge."""
 
 import json
 from dataclasses import replace
@@ -21,7 +21,7 @@ def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rule")
     paths = {"json": folder / "new" / "rule.json", "markdown": folder / "rule.md"}
     options = [*OPTIONS, *(f"--{name}={path}" for name, path in paths.items())]
-    # Of each model: the verdict of optimize, three files as they are exported, and all four on other inputs.
+    # Runs per model: the result of `optimize` and three files on the export's inputs, and all four on other inputs.
     process = run_benchmark("rule", *options, "--runs=16", "--check", timeout=500)
     assert process.returncode == 0, process.stderr
     return options, json.loads(paths["json"].read_text()), paths["markdown"].read_text(), process.stderr
@@ -59,7 +59,7 @@ def test_goes_on_where_it_was_stopped_with_other_weights(done):
     units = json.loads(Path(options[3].partition("=")[2]).read_text())["units"]
     assert units[:2] == before["units"]
     assert [(unit["model"], unit["draw"]) for unit in units[2:]] == [("resnet", 1)]
-    # Faults are planted with the first weights alone.
+    # Faults are planted only with the first weights.
     assert not units[2]["faults"]
     assert [run["ratio"] for run in units[2]["runs"]] != [run["ratio"] for run in units[0]["runs"]]
 
@@ -72,7 +72,7 @@ def test_figures_of_other_settings_are_not_added_to(done):
 
 
 def spoilt(rule, monkeypatch, factor):
-    """One model, measured with a judge that allows so many times the noise."""
+    """Measure one model with a judge that allows `factor` times the noise."""
     right = rule.judge
 
     def judge(measurement, **options):
@@ -87,7 +87,7 @@ def spoilt(rule, monkeypatch, factor):
 
 def test_a_judge_that_lets_nothing_pass_is_counted(rule, monkeypatch):
     unit, total = spoilt(rule, monkeypatch, 1e-9)
-    # The files, as they are exported, and the result on other inputs: the files aren't there for those.
+    # Each file fails in its export, so only the result of `optimize` is judged on other inputs.
     assert [(run["what"], run["inputs"]) for run in unit.runs if run["verdict"] == "failed"] == [
         ("torchscript", 0), ("onnx", 0), ("pt2", 0), ("passes", 1),
     ]  # fmt: skip
@@ -101,7 +101,7 @@ def test_a_judge_that_lets_nothing_pass_is_counted(rule, monkeypatch):
 def test_a_judge_that_lets_everything_pass_is_counted(rule, monkeypatch):
     unit, total = spoilt(rule, monkeypatch, 1e9)
     passed = {fault["kind"] for fault in unit.faults if fault["outcome"] == "passed"}
-    # What changes shapes is seen all the same, and optimize has a judge of its own.
+    # Faults that change shapes are caught anyway, and `optimize` doesn't use the replaced judge.
     assert {"weight off by 1 %", "perturbed initializer", "lower dtype"} <= passed
     assert total["missed"] >= 4
     assert not rule.is_met(total)

@@ -1,4 +1,4 @@
-"""Packages of machine code. Compiling takes long: one package is made for all that can be seen on it."""
+"""AOTInductor packages. Compilation is slow, so most tests share one package."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def export(model, calls, folder, **options):
 
 
 class Everything(nn.Module):
-    """Rows in pairs; half precision, whole numbers and masks; keyword arguments, a dict and a constant."""
+    """Adds rows in pairs; takes integers, a mask, float16 and a constant, as keyword arguments and in a dict."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def artifact(model, tmp_path_factory):
-    """Made with a cache of its own and a folder for temporary files, both of which must stay empty."""
+    """A package made with a new cache and a new folder for temporary files, which must both stay empty."""
     places = {name: tmp_path_factory.mktemp(name) for name in ("cache", "temporary")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(places["cache"]))
@@ -242,7 +242,7 @@ def test_a_package_of_others_is_not_run(artifact, tmp_path):
 
 
 class Switch(nn.Module):
-    """Another way from 17 rows on."""
+    """Takes another branch from 17 rows on."""
 
     def forward(self, x):
         return x + 1 if x.shape[0] > 16 else x * 3
@@ -283,7 +283,7 @@ def test_what_long_sums_round_is_no_other_way(time, tmp_path):
 
 
 class NearlyTheSame(nn.Module):
-    """Another approximation of GELU from 17 rows or places on: off by 1e-4 of what it gives."""
+    """Uses another approximation of GELU if the dim has 17 or more elements, with a relative error of 1e-4."""
 
     def __init__(self, dim):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A TorchScript file of a model whose functions have backward passes of their own."""
+"""Export models with custom autograd functions to TorchScript."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ class SetUpApart(torch.autograd.Function):
         return gradient, None
 
 
-# Bound before any export.
+# A bound `apply` isn't replaced during an export.
 bound = Doubled.apply
 
 

@@ -15,7 +15,7 @@ from optimizer import export
 
 
 class Sized(nn.Module):
-    """Reads a size in Python, so a trace is only as good as the capture that says where it holds."""
+    """Reads a size in Python, so a trace needs the guards of a capture, which say for which sizes it holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Branching(Sized):
 
 @pytest.fixture
 def captures(monkeypatch):
-    """The strictness of each call of torch.export.export."""
+    """The `strict` argument of each call of torch.export.export."""
     real, calls = torch.export.export, []
 
     def counted(*args, **options):
@@ -99,7 +99,7 @@ def test_what_an_exporter_does_to_its_program_stays_there():
     assert not any("stack_trace" in node.meta for node in own.graph.nodes)
     take_guards(own)
     next(node for node in own.graph.nodes if node.op == "call_function").target = torch.ops.aten.neg.default
-    # As a program of a GPU is moved before it is saved.
+    # A program for a GPU is moved like this before it is saved.
     move_to_device_pass(own, "meta")
     assert {tensor.device.type for tensor in own.state_dict.values()} == {"meta"}
 

@@ -33,7 +33,7 @@ class Sampling(Drawing):
 
 
 class Idle(Drawing):
-    """What is drawn decides nothing, as in models that leave layers out in training."""
+    """The drawn number has no effect in eval mode, as in models that skip layers at random in training."""
 
     def forward(self, x):
         skipped = torch.rand([])

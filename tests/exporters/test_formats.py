@@ -1,4 +1,4 @@
-"""What holds for every format."""
+"""Tests that every format must pass."""
 
 import errno
 import resource
@@ -26,7 +26,7 @@ def close(left, right):
 
 @contextmanager
 def file_size_limit(size):
-    """Writing more than `size` bytes to a file fails, as it does on a full disk."""
+    """In the block, writing more than `size` bytes to a file fails, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -76,13 +76,13 @@ def test_the_model_and_the_random_state_are_left_alone(format, tmp_path):
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_loop_over_the_batch_is_refused_with_a_dynamic_batch(format, tmp_path, capfd):
     model = BatchLoop().eval()
-    # Scripting takes a loop; a forward of the instance is traced or nothing.
+    # A loop can be scripted, but a `forward` set on the instance can only be traced.
     vars(model)["forward"] = BatchLoop.forward.__get__(model)
     with pytest.raises(ExportError) as caught:
         exporter_named(format).export(ExportRequest(model, mlp_calls(2, 3)), tmp_path)
     sentence = str(caught.value)
     assert sentence.startswith(f"The model can't be exported to {format} (")
-    # A capture names the dim that it fixes, a trace the line at which Python reads it.
+    # A capture reports the dim that it fixes, a trace reports the line where Python reads its size.
     assert "the model reads a size in Python at `" in sentence or "the model fixes dim 0 of input `x` to 2" in sentence
     assert "\n" not in sentence
     assert not list(tmp_path.iterdir())
@@ -175,7 +175,8 @@ def test_the_search_for_paths_finds_them(tmp_path):
 def test_a_full_disk_is_no_refusal_and_leaves_nothing(format, tmp_path):
     model = nn.Linear(300, 300)
     calls = tuple(((floats(size, 300),), {}) for size in (2, 3))
-    exporter_named(format).export(ExportRequest(Mlp().eval(), mlp_calls(2, 3)), tmp_path)  # imports write files too
+    # The first export imports modules, which may write files too, so it runs without the limit.
+    exporter_named(format).export(ExportRequest(Mlp().eval(), mlp_calls(2, 3)), tmp_path)
     (written,) = tmp_path.iterdir()
     before = written.read_bytes()
     with file_size_limit(20_000), pytest.raises(OSError, match=r"\[Errno") as caught:
@@ -198,7 +199,7 @@ def test_an_interrupt_passes_and_leaves_nothing(format, tmp_path):
 
         def forward(self, x):
             Interrupted.left -= 1
-            if Interrupted.left == 0:  # after the runs that gather what is expected, while the graph is recorded
+            if Interrupted.left == 0:  # after the runs for the expected outputs, while the graph is recorded
                 raise KeyboardInterrupt
             return super().forward(x)
 

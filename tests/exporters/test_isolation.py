@@ -13,7 +13,7 @@ from exporters.isolation import silent, undisturbed
 
 
 class Careless(nn.Module):
-    """Writes to everything that a module has."""
+    """Changes its attributes, containers, child, mode, hooks and all random states."""
 
     def __init__(self):
         super().__init__()

@@ -209,7 +209,7 @@ def test_a_placement_with_computations_on_the_cpu_is_refused(assigned, sentence)
 
 
 class Session:
-    """What an onnxruntime session tells of itself."""
+    """A fake onnxruntime session that reports its providers and their options."""
 
     def __init__(self, providers=(CUDA, CPU), options=None):
         self._providers, self._options = list(providers), {CUDA: {"use_tf32": "0"}} if options is None else options

@@ -1,4 +1,4 @@
-"""Operators whose translation by torch gives other values than torch does."""
+"""Operators that torch's own ONNX exporter translates incorrectly."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ QUERIES, KEYS, HEADS = 3, 5, 4
 
 
 class Attention(nn.Module):
-    """Attention under a mask that is given."""
+    """Attention with a mask as an input."""
 
     def __init__(self, *, groups: int = 1, as_float: bool = False) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """torch.nn's own attention, whose padding mask it turns into floats."""
+    """`nn.MultiheadAttention`, which converts its padding mask to floats."""
 
     def __init__(self) -> None:
         super().__init__()

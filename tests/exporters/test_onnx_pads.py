@@ -1,4 +1,4 @@
-"""Padding in front of a maximum: the file gives what the model gives, and what needs nothing stays as it is."""
+"""Padding before max pooling keeps its value in ONNX files, and other padding is unchanged."""
 
 import onnx
 import pytest
@@ -10,7 +10,7 @@ from exporters import ExportError, ExportRequest, OnnxExporter
 
 
 class Padded(nn.Module):
-    """Zeros around negative numbers, and an operation on them."""
+    """Pads negative numbers, with zeros by default, and pools the result."""
 
     def __init__(self, dims: int, pool: str = "max_pool", value: float = 0.0) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def test_zeros_in_front_of_a_maximum_are_kept(dims, tmp_path):
 
 
 class Layer(nn.Module):
-    """Padding by a layer, which gives zero as a number, in front of a maximum."""
+    """Padding by `nn.ConstantPad2d` before max pooling."""
 
     def __init__(self, value: float = 0.0) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Layer(nn.Module):
         return F.max_pool2d(self.pad(x), 3, 2)
 
 
-# No call has a negative number: nothing shows there.
+# The calls have no negative numbers, so padding with minus infinity instead of zero would not show.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("opset", "value"), [(opset, value) for opset in (10, 11, 13, 17, 18) for value in (0.0, 0.5, -3.0)][1:]

@@ -1,4 +1,4 @@
-"""Files with several open dims: each is right at sizes that no call has, or refused with the place."""
+"""Files with several open dims are right at sizes that no call has, or are refused with the source line."""
 
 import re
 
@@ -32,7 +32,7 @@ class Text(nn.Module):
 
 
 class Convolutional(nn.Module):
-    """As many places out as in: the sizes are asked for on the way."""
+    """The output has the height and width of the input, which the forward reads."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ class Recurrent(nn.Module):
 
 
 class Cross(nn.Module):
-    """Two lengths that have nothing to do with each other."""
+    """Two independent lengths."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ class Whole(nn.Module):
 
 
 class OnLength(nn.Module):
-    """Another way for more than sixteen steps."""
+    """Takes another branch for more than 16 steps."""
 
     def __init__(self, factor):
         super().__init__()
@@ -83,12 +83,12 @@ class OnLength(nn.Module):
 
 
 class Cut(nn.Module):
-    """A Python loop over the length, one module below."""
+    """A Python loop over the length, in a child module."""
 
     def __init__(self):
         super().__init__()
         self.inner = Steps()
-        # Scripting takes a loop; a forward of the instance is traced or nothing.
+        # A loop can be scripted, but a `forward` set on the instance can only be traced.
         vars(self.inner)["forward"] = self.inner.over
 
     def forward(self, x):
@@ -104,7 +104,7 @@ def ids(*shape):
     return torch.arange(torch.Size(shape).numel()).reshape(shape) % 11
 
 
-# name -> (model, call of (batch, first, second size), open dims, the names of the two further sizes)
+# name -> (model, function from the batch size and two other sizes to the inputs, open dims, names of the other sizes)
 MODELS = {
     "text": (
         Text,
@@ -154,7 +154,7 @@ MODELS = {
 
 
 def request(name, **options):
-    """The calls that an export makes: each size by itself, then all together."""
+    """An export request whose calls vary each size alone, then all together; and the function that makes inputs."""
     make, call, dims, (_, second) = MODELS[name]
     torch.manual_seed(0)
     model = enliven(make()).eval()
@@ -334,7 +334,7 @@ def test_each_size_is_looked_at_by_itself_and_all_together():
     assert [tuple(tensor.shape) for tensor in views[3].inputs_at(5)] == [(6, 2, 24, 10)]
 
 
-# ------------------------------------------------------------------------------------------- the batch that can't be open
+# --------------------------------------------------------------------------------------- models with a fixed batch size
 
 
 class Stacked(nn.Module):
@@ -357,7 +357,7 @@ class InPython(nn.Module):
 
 
 class InTheShape(nn.Module):
-    """What comes out has the shape of the example's, whatever the batch."""
+    """Returns (2, batch). The constant 2 is also the batch size of the first call."""
 
     def forward(self, x):
         return x.reshape(2, -1, 3)[:, : x.shape[0]].sum(2)
@@ -369,7 +369,7 @@ def batches(*sizes):
 
 def baked(rows):
     model = Stacked(rows()).eval()
-    # Scripting takes a loop; a forward of the instance is traced or nothing.
+    # A loop can be scripted, but a `forward` set on the instance can only be traced.
     vars(model.inner)["forward"] = rows.forward.__get__(model.inner)
     return model
 

@@ -11,7 +11,7 @@ from exporters.opset import is_read, opsets, refuse_opset
 
 
 class Normed(nn.Module):
-    """Its LayerNorm is one operator from opset 17 on, which nothing converts down."""
+    """Its LayerNorm is one operator from opset 17 on, which can't be converted to older opsets."""
 
     def __init__(self):
         super().__init__()

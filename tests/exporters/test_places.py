@@ -1,4 +1,4 @@
-"""A line of the model's source is named with the module that it runs in."""
+"""Name a line of the model's source, together with the module that runs it."""
 
 import traceback
 

@@ -161,7 +161,7 @@ def test_all_refused_is_one_sentence_and_leaves_nothing(evidence, tmp_path):
 
 
 def _asked(outcomes, evidence, folder, monkeypatch, answer="first differs at head"):
-    """The error of these outcomes, and what is asked for a place on the way, with the files that are there then."""
+    """The error of routes with these outcomes, and the calls of `place_of`, each with the contents of its files."""
     asked = []
 
     def place_of(artifact, inputs):

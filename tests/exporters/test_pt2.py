@@ -26,14 +26,14 @@ def records(path):
 
 
 def shapes(path, *, open_as):
-    """Sizes of the inputs and outputs of the program, with `open_as` for those that are open."""
+    """The shapes of the program's inputs and outputs, with `open_as` for open sizes."""
     program = torch.export.load(str(path))
     values = {node.name: node.meta["val"] for node in program.graph.nodes if "val" in node.meta}
     names = (*program.graph_signature.user_inputs, *program.graph_signature.user_outputs)
     return [[size if isinstance(size, int) else open_as for size in values[name].shape] for name in names]
 
 
-# It can't be copied, and a strict capture can't enter it.
+# A lock can't be copied, and a strict capture can't trace code that acquires it.
 _LOCK = threading.Lock()
 
 
@@ -45,7 +45,7 @@ class Grouped(nn.Module):
 
 
 class Switch(nn.Module):
-    """Another way from 17 rows on, by as much as `step`."""
+    """Takes another branch from 17 rows on, which adds `step`."""
 
     def __init__(self, step):
         super().__init__()
@@ -112,7 +112,7 @@ def test_sizes_that_the_file_was_not_made_for_are_refused(tmp_path):
 def test_batches_that_the_model_refuses_are_refused_and_no_others(tmp_path):
     calls = tuple(((floats(size, 3),), {}) for size in (4, 6))
     artifact = export(Grouped(), calls, tmp_path)
-    # torch.export guards 2 rows out: they aren't captured from, and the program is right for them.
+    # torch.export's guards exclude 2 rows, but this guard is dropped, because the program is right for them.
     for size in (2, 4, 8, 70):
         assert torch.equal(artifact.load()(floats(size, 3))[0], Grouped()(floats(size, 3)))
     with pytest.raises(AssertionError, match=r"Guard failed: .*x\.size\(\)\[0\] % "):

@@ -91,7 +91,7 @@ def test_what_cannot_be_taken_apart_is_named_with_the_way_out():
 
 
 class Cache:
-    """What a model may give beside its tensors."""
+    """An object among the outputs, with tensors, other objects and a reference to itself."""
 
     def __init__(self, *tensors):
         self.seen, self.owner = 3, self
@@ -115,11 +115,11 @@ def test_objects_among_the_outputs_are_opened_as_a_comparison_opens_them():
 
 
 class Linked:
-    """What is linked to others of its kind."""
+    """An object that may refer to others of its class."""
 
 
 def linked(count):
-    """All of them know all others and themselves."""
+    """The first of `count` objects, each of which refers to all of them."""
     together = [Linked() for _ in range(count)]
     for each in together:
         vars(each).update({f"next_{number}": other for number, other in enumerate(together)})
@@ -150,7 +150,7 @@ def test_a_dataclass_that_holds_itself_is_refused():
         Structure(value, side="output")
 
 
-# Of 12 objects there are 12! ways, and Python goes no 5000 calls deep.
+# 12 linked objects have more than 11! paths between them, and Python can't recurse 5000 calls deep.
 @pytest.mark.parametrize("beside", [linked(12), chain(5000)], ids=["linked", "chain"])
 def test_what_holds_no_tensor_is_seen_however_its_objects_hang_together(beside):
     output = Linked()

@@ -1,4 +1,4 @@
-"""The private names of torch that exporters use are there, and do what they are used for."""
+"""The private names of torch that the exporters use exist, and work as expected."""
 
 import torch
 from torch import nn

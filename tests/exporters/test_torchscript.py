@@ -154,7 +154,7 @@ def test_large_weights_are_written_by_torch_to_a_place_made_sure_of(tmp_path, mo
     small = export(Mlp(), mlp_calls(2, 3), tmp_path).path.stat().st_size
     monkeypatch.setattr(exporters.writing, "WRITTEN_THROUGH_MEMORY", 0)
     artifact = export(Mlp(), mlp_calls(2, 3), tmp_path)
-    assert abs(artifact.path.stat().st_size - small) < 200  # names of classes are numbered within a process
+    assert abs(artifact.path.stat().st_size - small) < 200  # class names contain a per-process number
     x = floats(4, 3)
     assert artifact.load()(x)[0].shape == (4, 4)
     assert list(tmp_path.iterdir()) == [artifact.path]

@@ -105,7 +105,7 @@ def test_a_scripted_file_has_branches_functions_and_texts(models, tmp_path):
 
 
 def test_every_byte_of_an_escaped_name_is_read_back():
-    # As torch writes the 256 bytes: as signed numbers, digit by digit.
+    # torch writes bytes as signed numbers: if negative, it subtracts each octal digit from "0".
     written = b""
     for value in (*range(128), *range(-128, 0)):
         sign, digits = (-1 if value < 0 else 1), f"{abs(value):03o}"

@@ -1,4 +1,4 @@
-"""`export` and what it refuses; `optimize` is in test_optimize.py."""
+"""`export` and its refusals; `optimize` is tested in test_optimize.py."""
 
 import itertools
 import json
@@ -73,7 +73,7 @@ def test_files_of_a_model_that_writes_to_its_input_are_compared_by_their_outputs
         assert [output["noise"]["name"] for output in artifact["measurement"]["outputs"]] == ["output"]
     (told,) = [note for note in bundle.manifest["notes"] if "in place" in note]
     assert told.startswith("x is changed in place by the original; files are compared only by their outputs, so")
-    # Each file gets the inputs as they were stored, whatever the one before wrote to them.
+    # Each file gets the stored inputs, even if the file before it wrote to its inputs.
     assert verify_bundle(bundle.path).ok
 
 
@@ -198,7 +198,7 @@ def test_a_compiled_result_is_exported_as_it_stood_before(model, image, tmp_path
 
 
 def test_the_comparison_is_with_the_original(model, image, tmp_path):
-    """A result that was spoilt after `optimize` is found out: it isn't compared with itself."""
+    """A result that was damaged after `optimize` is rejected: it is compared with the original, not with itself."""
     fast = optimize(model, example_inputs=(image,))
     with torch.no_grad():
         bare(fast.conv.weight).mul_(1.01)
@@ -237,7 +237,7 @@ def test_a_tolerance_goes_by_the_names_in_the_files_or_in_the_model(model, image
             **options,
         )
 
-    # The head has an error that the features in front of it don't have.
+    # The head has an error; the features before it have none.
     for number, name in enumerate(("scores", "logits")):
         bundle = written(f"net{number}", atol={name: 0.1})
         assert [output["name"] for output in bundle.parity.artifacts["torchscript"]["outputs"]] == ["scores", "vector"]
@@ -254,7 +254,7 @@ def test_a_tolerance_goes_by_the_names_in_the_files_or_in_the_model(model, image
         written("off", atol={"boxes": 0.1})
     with pytest.raises(UsageError, match="rtol names the output scores twice: it is logits in the model"):
         written("off", rtol={"scores": 0.1, "logits": 0.1})
-    # A name of the files is meant before one of the model.
+    # A name in the files takes precedence over the same name in the model.
     assert written("swapped", output_names=("features", "logits"), atol={"features": 0.1}).parity.ok
     with pytest.raises(ParityError, match="features is off by"):
         written("off", output_names=("features", "logits"), atol={"logits": 0.1})
@@ -278,7 +278,7 @@ def test_a_shared_weight_that_was_written_to_is_no_matter(model, image, tmp_path
 
 @pytest.mark.slow
 def test_a_result_that_was_trained_is_exported_as_the_original_would_be(model, image, tmp_path):
-    """The running mean that a bias was moved into is the result's own: the caller's stays behind."""
+    """The running mean that absorbed a bias belongs to the result: training doesn't update the caller's."""
     fast = optimize(model.train(), example_inputs=(image,), mode="training")
     assert [record.status for record in report_of(fast).passes] == ["applied"]
     optimizer = torch.optim.SGD(fast.parameters(), lr=0.1)
@@ -291,7 +291,7 @@ def test_a_result_that_was_trained_is_exported_as_the_original_would_be(model, i
     assert bundle.parity.ok
     with torch.no_grad():
         fast.norm.running_mean.add_(1)
-        # The caller takes over what was trained: that is no reason to refuse.
+        # Loading the trained state into the caller's model is no reason to refuse.
         model.load_state_dict(fast.state_dict())
     assert export(fast, example_inputs=(image,), output=tmp_path / "again", formats=("torchscript",)).parity.ok
 
@@ -307,7 +307,7 @@ class Untraced(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.jit.is_tracing():
             raise RuntimeError("not while tracing")
-        # TorchScript has no iterators of modules.
+        # TorchScript can't compile an iterator over modules.
         return next(self.children())(x)
 
 
@@ -353,7 +353,7 @@ def test_what_a_failed_exporter_left_behind_is_not_published(tmp_path, monkeypat
 
 
 def test_a_file_that_proves_nothing_is_not_explained_as_a_wrong_one(tmp_path, monkeypatch):
-    """The noise of one file is measured again: it may swallow the signal there alone."""
+    """The noise may be measured again for one file, and may then hide the signal of this file alone."""
     monkeypatch.setattr(
         ArtifactParity, "judged", lambda self, measurement: replace(JUDGED(self, measurement), verdict="vacuous")
     )
@@ -393,7 +393,7 @@ def test_outputs_that_prove_nothing_are_not_published(image, tmp_path):
         export(model, example_inputs=(image,), output=tmp_path / "net", atol=1.0, progress=told.append)
     assert [progress.stage for progress in told] == ["parity"]
     assert list(tmp_path.iterdir()) == []
-    # What is to be had without a proof goes on.
+    # `optimize` publishes nothing, so it only reports this.
     assert report_of(optimize(model, example_inputs=(image,))).parity.verdict == "vacuous"
 
 
@@ -561,7 +561,7 @@ def test_an_export_goes_by_the_placement_of_nodes_too(model, image, tmp_path, mo
         return load(path, device)
 
     monkeypatch.setattr(OnnxExporter, "load", staticmethod(load_there))
-    # On a GPU a file is loaded once more than for the exporter's proof.
+    # As on a GPU, where the exporter's proof doesn't count and the file is loaded again.
     monkeypatch.setattr(FileProof, "__call__", lambda *_: False)
     with pytest.raises(ProviderFallback, match=sentence):
         export(model, example_inputs=(image,), output=tmp_path / "net", strict=True)
@@ -660,7 +660,7 @@ def test_the_package_answers_without_torch():
 
 
 class WithANumber(nn.Module):
-    """An output that holds a number beside tensors: files have it as a constant."""
+    """The output contains a number and a string next to a tensor: both are constants in the bundle."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A result that computes less precisely is judged by what the original is off by that computes so, and no more."""
+"""A result at a lower precision is judged by the original's own error at that precision."""
 
 import copy
 import math
@@ -56,7 +56,7 @@ def reference_of(model: nn.Module, *args: Any, **kwargs: Any) -> Reference:
 
 
 def faulty(model: nn.Module, fault: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy whose first output has a fault."""
+    """A copy of the model with a fault in its first output."""
     twin = copy.deepcopy(model)
 
     def put(module: nn.Module, args: Any, outputs: Any) -> Any:
@@ -100,7 +100,7 @@ def test_what_is_right_passes_and_every_planted_fault_fails(name: str, precision
     right = judge(in_kind.compare(fast))
     assert right.ok, right.reason
     assert right.ratio < 2.5
-    # Without the declaration the same result fails: it is the kind that lets it pass.
+    # Without the declared precision, the same result fails.
     assert judge(reference.compare(fast)).verdict == "failed"
     faults = FAULTS if name == "net" else {fault: FAULTS[fault] for fault in ("scaled by a tenth", "a channel swapped")}
     for fault, put in faults.items():
@@ -136,7 +136,7 @@ def test_what_overflows_fails() -> None:
         return lambda value: twin(value.to(dtype)).float()
 
     assert judge(reference.at_precision(PRECISIONS[1]).compare(candidate(torch.bfloat16))).ok
-    # It is finite in the end: the arc tangent of infinity is.
+    # The overflow doesn't show in the output, because the arc tangent of infinity is finite.
     assert candidate(torch.float16)(given).isfinite().all()
     assert judge(reference.at_precision(PRECISIONS[3]).compare(candidate(torch.float16))).verdict == "failed"
 
@@ -148,20 +148,20 @@ def test_the_noise_is_what_the_original_is_off_by_that_computes_so() -> None:
     plain, coarse, fine = (
         each.noises["output"] for each in (reference, reference.at_precision(BFLOAT16), reference.at_precision(FLOAT16))
     )
-    # The error of an honest run, over the same calls.
+    # The error of the model itself under autocast, at the same calls.
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         errors = [
             (model(kept.call or call).float() - kept.truth.values["output"]) for kept, call in calls_of(reference)
         ]
     largest = max(float(error.abs().max()) for error in errors)
-    # No less than rounding the output once.
+    # The noise is at least the error of rounding the output once.
     assert coarse.noise == pytest.approx(max(largest, 2**-8 * coarse.scale), rel=1e-6)
     squares = sum(float(error.square().sum()) for error in errors) / sum(error.numel() for error in errors)
     assert coarse.noise_rms == pytest.approx(squares**0.5, rel=1e-6)
-    # The unit of float16 is an eighth of that of bfloat16.
+    # The machine epsilon of float16 is an eighth of that of bfloat16.
     assert fine.noise == pytest.approx(coarse.noise / 8, rel=1e-6)
     assert plain.noise < fine.noise / 100
-    # The reference itself stays as it was, and so does the model.
+    # Neither the reference nor the model was changed.
     assert reference.noises["output"] is plain
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all("forward" not in vars(module) for module in model.modules())
@@ -179,7 +179,7 @@ def test_what_stays_in_float32_is_no_part_of_the_noise() -> None:
         kept = Precision(torch.bfloat16, everywhere, every, every)
         coarse = reference.at_precision(Precision(torch.bfloat16, everywhere)).noises["output"]
         fine = reference.at_precision(kept).noises["output"]
-        # One rounding is always allowed for; where all is in float32 there is no other, but for that of the inputs.
+        # The noise always includes one rounding of the output. If all layers stay in float32, autocast adds no other.
         assert fine.noise_rms < coarse.noise_rms
         if not everywhere:
             assert fine.noise == pytest.approx(2**-8 * fine.scale)
@@ -314,7 +314,7 @@ def test_gradients_are_judged_in_kind() -> None:
 
 @dataclass(frozen=True)
 class Scale(ModulePass):
-    """Multiply the last layer's weight by a number, which nothing but the whole shows."""
+    """Multiply the last layer's weight by a number. Only the comparison of the whole model can find that."""
 
     name: ClassVar[str] = "scale"
     by: float = 1.1
@@ -337,11 +337,11 @@ def test_a_wrong_pass_beside_a_right_cast_is_found(how: Any) -> None:
     for passes, wanted in (
         ([good, Scale()], ["applied", "rolled-back"]),
         ([Scale(), good], ["rolled-back", "applied"]),
-        # A hundredth is below what bfloat16 is off by: what comes before a cast is judged without it.
+        # An error of 1 % is below the error of bfloat16, so passes before a cast are judged without the cast.
         (["fold-conv-bn", Scale(1.01), good], ["applied", "rolled-back", "applied"]),
         ([Scale(1.01), "fold-conv-bn", good], ["rolled-back", "applied", "applied"]),
         ([Scale(1.01), good, "fold-conv-bias", "fold-conv-bn"], ["rolled-back", "applied", "applied", "applied"]),
-        # And what comes behind it too.
+        # So are passes after a cast.
         ([good, Scale(1.01)], ["applied", "rolled-back"]),
         (["fold-conv-bn", good, Scale(1.01), "fold-conv-bias"], ["applied", "applied", "rolled-back", "unchanged"]),
         ([good, Scale(1.01), "fold-conv-bn", Scale(0.99)], ["applied", "rolled-back", "applied", "rolled-back"]),
@@ -355,7 +355,7 @@ def test_a_wrong_pass_beside_a_right_cast_is_found(how: Any) -> None:
 def test_a_change_behind_a_cast_is_still_checked_where_it_was_made() -> None:
     @dataclass(frozen=True)
     class WrongFold(ModulePass):
-        """The bias of a convolution a hundredth too large, below what the whole shows."""
+        """Make the weight of a convolution 1 % too large, which the comparison of the whole model may miss."""
 
         name: ClassVar[str] = "wrong-fold"
         by: float = 1.01
@@ -374,7 +374,7 @@ def test_a_change_behind_a_cast_is_still_checked_where_it_was_made() -> None:
 
 
 class WrongInHalf(nn.Conv2d):
-    """Right in float32, as a kernel for one dtype may be wrong."""
+    """Right in float32 and wrong in bfloat16, like a faulty kernel for one dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         output = super().forward(x)
@@ -383,7 +383,7 @@ class WrongInHalf(nn.Conv2d):
 
 @dataclass(frozen=True)
 class OtherClass(ModulePass):
-    """Give one convolution a class that is wrong in bfloat16, and the other one that is right."""
+    """Give one convolution a class that is wrong in bfloat16, and another one a class that is right."""
 
     name: ClassVar[str] = "other-class"
 
@@ -410,7 +410,7 @@ def test_what_compiles_behind_a_cast_is_run_with_it_alone() -> None:
 
     @dataclass(frozen=True)
     class Compiles(Scale):
-        """Changes nothing of what it is given."""
+        """A barrier that multiplies a weight by 1, so it changes no value."""
 
         name: ClassVar[str] = "compiles"
         is_barrier: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""The bundle: written whole or not at all, its manifest, its golden data, its verification."""
+"""Bundles: all-or-nothing writing, the manifest, golden data and verification."""
 
 import errno
 import functools
@@ -61,7 +61,7 @@ WEIGHT = torch.linspace(-1, 1, 12, dtype=torch.float32).reshape(4, 3)
 
 
 class Affine:
-    """An artifact of a format of its own: `x @ weight`, and where it is positive."""
+    """A loaded artifact of a made-up format: computes `x @ weight`, and where the result is positive."""
 
     device = "cpu"
     placement = None
@@ -85,7 +85,7 @@ def affine_format(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @functools.cache
 def measured() -> Reference:
-    """The original of the artifact, run once: inputs, answers and noise of the golden data."""
+    """The reference for the artifact, measured once: inputs, outputs and noise of the golden data."""
 
     def original(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = x @ WEIGHT
@@ -328,7 +328,7 @@ def test_an_artifact_that_was_not_written_is_refused(tmp_path: Path) -> None:
         write_bundle(tmp_path / "net", without_file)
 
 
-# ---------------------------------------------------------------------------------------------------- where it may stand
+# ------------------------------------------------------------------------------------------------------ allowed targets
 
 
 def test_force_replaces_a_bundle_and_without_it_nothing(bundle: Bundle) -> None:
@@ -534,7 +534,7 @@ def test_an_exchange_that_stopped_halfway_is_finished_at_the_next_open(bundle: B
         assert verify_bundle(bundle.path).ok
 
 
-# -------------------------------------------------------------------------------------------------------- when it fails
+# -------------------------------------------------------------------------------------------------------- failed writes
 
 
 def raising(error: BaseException) -> Callable[[Path], dict[str, Any]]:
@@ -818,7 +818,7 @@ def test_a_link_in_place_of_a_file_is_named(bundle: Bundle, tmp_path: Path) -> N
 
 
 def published(tmp_path: Path, run: Callable[[torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The report on a whole bundle whose artifact computes something else than the golden data say."""
+    """The report on an intact bundle whose artifact computes `run` instead of the golden outputs."""
     bundle = write_bundle(tmp_path / "net", fill)
 
     class Other(Affine):
@@ -977,7 +977,7 @@ def test_an_output_that_is_not_judged_is_noted(tmp_path: Path) -> None:
     assert "not judged, because the original is not deterministic there: positive" in report.notes
 
 
-# ------------------------------------------------------------------------------------------------- bundles of strangers
+# ---------------------------------------------------------------------------------------------------- untrusted bundles
 
 
 def test_only_the_expected_bundle_is_run(bundle: Bundle, tmp_path: Path) -> None:
@@ -985,7 +985,7 @@ def test_only_the_expected_bundle_is_run(bundle: Bundle, tmp_path: Path) -> None
     assert expect == hashlib.sha256((bundle.path / "SHA256SUMS").read_bytes()).hexdigest()
     assert verify_bundle(bundle.path, expect=expect.upper()).ok
     assert len(Affine.loaded) == 1
-    # Another bundle with right hashes of its own.
+    # Another bundle, whose own hashes are right.
     other = write_bundle(tmp_path / "other", lambda folder: fill(folder, weight=WEIGHT + 1))
     for run in (True, False):
         report = verify_bundle(other.path, expect=expect, run=run)
@@ -1053,7 +1053,7 @@ def as_huge(path: Path) -> None:
 
 
 def told(use: Callable[[], Any]) -> str:
-    """What is said of a bundle, as an error or in its report."""
+    """The problems of a bundle, from the error or from the report."""
     try:
         report = use()
     except BundleError as error:
@@ -1088,7 +1088,7 @@ def test_golden_data_of_a_bundle_that_was_not_verified_are_no_fifo(bundle: Bundl
 
 
 def sealed_anew(folder: Path) -> None:
-    """Hashes as whoever changes a file would write them."""
+    """Compute all hashes again, as an attacker who changes a file would."""
     manifest = json.loads((folder / "manifest.json").read_text())
     for file in manifest["files"]:
         data = (folder / file["path"]).read_bytes()
@@ -1115,7 +1115,7 @@ def test_a_device_that_is_missing_is_an_error(bundle: Bundle, monkeypatch: pytes
     assert verify_bundle(bundle.path, device="auto").device == "cpu"
 
 
-# --------------------------------------------------------------------------------------------------- golden data, hashes
+# -------------------------------------------------------------------------------------------------- golden data, hashes
 
 
 def noise(name: str, **changes: Any) -> OutputNoise:
@@ -1182,7 +1182,7 @@ def test_golden_data_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["input", "output", "tied", "shape of tied", "complex"])
 def test_golden_data_of_another_dtype_or_shape_are_damage(bundle: Bundle, kind: str) -> None:
-    """The hashes agree: whoever wrote the files wrote them so."""
+    """The hashes are right, so only the checks of the golden data can find the damage."""
     path, manifest = bundle.path / "golden.safetensors", json.loads((bundle.path / MANIFEST).read_text())
     with safe_open(path, framework="pt") as file:
         metadata, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
@@ -1408,13 +1408,13 @@ def test_a_program_of_a_stranger_is_loaded_without_expect_only(real: Bundle, rea
     assert "not the expected bundle" in verify_bundle(real_copy, expect=real.sha256sums).problems[0]
     assert verify_bundle(real_copy, run=False).ok
     assert not (tmp_path / "ran").exists()
-    # A model file is a program: hashes of a bundle's own don't show who made it.
+    # A model file is a program, and a bundle's own hashes don't show who made it.
     verify_bundle(real_copy)
     assert (tmp_path / "ran").exists()
 
 
 class OtherwiseBeyond(nn.Module):
-    """Computes by another formula in a large batch, which is a hundred times the rounding off."""
+    """Above 20 rows, computes another formula, whose error is a hundred times the rounding error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1423,7 +1423,7 @@ class OtherwiseBeyond(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = torch.sin(2 * layer(2 * x))
-        # Keywords in a dict can't be scripted, so that a trace is all there is.
+        # TorchScript can't compile keywords from a dict, so the exporter can only trace.
         return nn.functional.gelu(x, **{"approximate": "tanh" if x.shape[0] > 20 else "none"})
 
 
@@ -1444,7 +1444,7 @@ def test_a_tolerance_for_the_result_is_none_for_what_an_exporter_does(
     own = TorchScriptExporter.load
 
     class Off:
-        """A file that is off by 2 %."""
+        """A loaded file with an error of 2 %."""
 
         def __init__(self, loaded: Any) -> None:
             self.loaded = loaded

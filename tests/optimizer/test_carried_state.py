@@ -1,4 +1,4 @@
-"""Models that answer a call by what earlier calls left behind, which no file does."""
+"""Models whose outputs depend on earlier calls, which exported files can't reproduce."""
 
 import itertools
 import time
@@ -32,7 +32,7 @@ class Counting(Linear):
 
 
 class Adding(Linear):
-    """Adds what came before; the first call of any number of rows is answered as a stateless one."""
+    """Adds the mean of the previous output. The first call, at any batch size, is like one of a stateless model."""
 
     last = None
 
@@ -55,7 +55,7 @@ class Listing(Linear):
 
 
 class OfOneSize(Linear):
-    """Takes no other batch than that of its first call."""
+    """Adds zeros in the shape of its first input, so calls at other batch sizes fail or return a wrong shape."""
 
     first = None
 
@@ -65,7 +65,7 @@ class OfOneSize(Linear):
 
 
 class Remembering(Linear):
-    """Keeps what it computed for a number of rows, and how often it was called: nothing that an answer goes by."""
+    """Keeps a mask for the last batch size, the last output and a call count; none of them affects its outputs."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ def written(model, folder, formats=("torchscript",), **options):
 
 
 class AddingLittle(Linear):
-    """Off by a hundred times what few samples of rounding show, and by less than a half precision is."""
+    """Later calls differ by 3e-5 of the output: far more than rounding in float32, less than in half precision."""
 
     def __init__(self):
         super().__init__()
@@ -117,7 +117,7 @@ class DrawingAlone(Linear):
 
 
 class WritingToWeights(Linear):
-    """Does so from its second call on: the first alone shows nothing."""
+    """Writes to its weight from the second call on, so the first call alone shows nothing."""
 
     calls = 0
 
@@ -135,7 +135,7 @@ class Numbered(nn.Module):
 
 
 class Numbering(Linear):
-    """Its part gives another answer as it is given another number."""
+    """Passes the number of the call to its part, whose output depends on it."""
 
     def __init__(self):
         super().__init__()
@@ -219,7 +219,7 @@ def test_a_model_that_goes_by_earlier_calls_is_refused_by_what_it_keeps(kind, ke
     before = {name: value.clone() for name, value in model.state_dict().items()}
     attributes = {name: value for name, value in vars(model).items() if not name.startswith("_")}
     assert kept in refusal(model, tmp_path, formats=("torchscript", "onnx", "pt2"))
-    # It is as it was, in its own mode too.
+    # The model is unchanged, including its `training` flag.
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert {name: value for name, value in vars(model).items() if not name.startswith("_")} == attributes
     assert not attributes.get("history")

@@ -1,4 +1,4 @@
-"""The command itself: options, exit codes, what goes to stdout and what to stderr. The work is done by a stand-in."""
+"""The command: options, exit codes, and output on stdout and stderr. A fake engine replaces the real work."""
 
 import json
 import os
@@ -120,7 +120,7 @@ STAGES = [
 
 
 class Engine:
-    """Stands in for `optimizer.command.build`; keeps the options that it was called with."""
+    """A fake `optimizer.command.build` that keeps the options of its last call."""
 
     def __init__(self, outcome=DONE, during=lambda: None):
         self.outcome, self.during, self.options = outcome, during, None
@@ -765,7 +765,7 @@ def test_no_table_breaks_a_name_or_a_number(monkeypatch, width, details):
     assert max(map(len, text.splitlines())) <= width
     assert max(map(len, wide.splitlines())) > width
     said = text.replace(",", "").replace(":", "").split()
-    # The title of the first column is left out where each row is a paragraph.
+    # If each row is printed as a paragraph, the first column has no title.
     assert {*wide.replace(",", "").replace(":", "").split()} <= {*said, "file", "parity", "pass"}
 
 
@@ -903,7 +903,7 @@ def test_closed_streams_are_no_error():
 @pytest.mark.parametrize("streams", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("options", ["", "'--json'"])
 def test_streams_that_are_closed_from_the_start_are_no_error(tmp_path, streams, options):
-    """A file that is opened meanwhile doesn't get what is printed, either."""
+    """A file that is opened in place of a closed stream doesn't receive the output, either."""
     written = tmp_path / "written"
     body = f"f = open({str(written)!r}, 'w'); f.write('mine'); f.flush(); os.write(1, b'x'); os.write(2, b'x'); print('x', flush=True)"
     command = ["sh", "-c", f'exec "$0" "$@" {streams}', sys.executable, "-c", FAKE.format(body=body, options=options)]

@@ -1,4 +1,4 @@
-"""What calls take and give is compared by its place, whatever the places are called."""
+"""Inputs and outputs are compared by their position, even if several have the same name."""
 
 import textwrap
 
@@ -61,7 +61,7 @@ def test_a_tolerance_by_a_name_that_two_places_share_is_refused():
 
 
 class Named(nn.Module):
-    """Gives outputs, and has a parameter and a buffer, of the names that other things of a call have."""
+    """Its outputs, parameter and buffer have the same names as gradients, buffers and inputs in a comparison."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A pass may declare the error that it brings on purpose: it is judged by that, where it changes something and at the end."""
+"""A pass that declares a deliberate error is judged by it, at each change and for the whole model."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -40,7 +40,7 @@ def off_by_a_percent(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GeluTanh(GraphPass):
-    """gelu(x) is about x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))), off by less than 5e-4 everywhere."""
+    """Replace gelu(x) by x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))), with an error below 5e-4 everywhere."""
 
     name: ClassVar[str] = "gelu-tanh"
     max_error: ClassVar[float | None] = 1e-3
@@ -60,7 +60,7 @@ class Undeclared(GeluTanh):
 
 @dataclass(frozen=True)
 class ScaleSecond(ModulePass):
-    """A wrong pass whose error is less than what the other one declares."""
+    """A wrong pass whose error is smaller than the error that `GeluTanh` declares."""
 
     name: ClassVar[str] = "scale-second"
 

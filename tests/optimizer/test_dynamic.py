@@ -1,4 +1,4 @@
-"""`dynamic`: what it may say, the inputs that are drawn for it, and bundles with several open dims."""
+"""`dynamic`: accepted values, the inputs that are drawn for it, and bundles with several open dims."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def declared(dynamic, **options):
     return open_dims(dynamic, INPUTS, first=X, **options)
 
 
-# ------------------------------------------------------------------------------------------------------ what it may say
+# ------------------------------------------------------------------------------------------------------ accepted values
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_what_is_traced_has_no_size_of_one():
 
 
 class Table(nn.Module):
-    """Positions up to eight; more of them raise."""
+    """Has eight positions; longer inputs raise."""
 
     def __init__(self):
         super().__init__()
@@ -315,7 +315,7 @@ def test_a_file_that_is_wrong_at_one_length_alone_is_not_published(tmp_path, mon
 
 
 class FromTheNinthOn(nn.Module):
-    """Adds something to the steps from the ninth on: nothing, until `extra` is another."""
+    """Adds multiples of `extra`, which is zero at first, to the ninth and all later steps."""
 
     def __init__(self):
         super().__init__()
@@ -432,7 +432,7 @@ def test_a_batch_that_the_model_fixes_is_refused_where_it_is_asked_for_and_told_
 
 
 class Together(nn.Module):
-    """Takes two inputs whose lengths belong together; `limit` is the largest batch that it takes."""
+    """Takes two inputs of the same length; more than `limit` rows raise."""
 
     def __init__(self, limit: int = 100) -> None:
         super().__init__()
@@ -462,7 +462,7 @@ def test_sizes_that_the_original_does_not_take_are_told_where_the_result_is_read
     options = ["--passes", "none", "--formats", "torchscript,onnx", "--dynamic", "ids:0,1", "--output", str(output)]
     assert main([str(tmp_path / "together.py"), *options]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: The original raises at ")]
-    # Once, though two files were compared.
+    # Each note is printed once, although two files were compared.
     assert any("batch size 5, batch size 8, ids_dim_1 6" in note for note in notes)
     assert len(set(notes)) == len(notes)
     (told,) = [note for note in open_bundle(output).manifest["notes"] if "ids_dim_1 6" in note]

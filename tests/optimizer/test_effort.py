@@ -1,4 +1,4 @@
-"""How many runs a proof takes: `effort=` in Python, `--quick` and `--thorough` on the command line."""
+"""The number of runs in a proof: `effort=` in Python, `--quick` and `--thorough` on the command line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Net(nn.Module):
 
 
 class WrongAbove(Net):
-    """Wrong where one feature is above its largest value in fewer samples of the inputs."""
+    """Wrong for rows whose `feature` is above `bound`, the largest value that a proof with fewer samples draws."""
 
     feature, bound = 0, 0.0
 

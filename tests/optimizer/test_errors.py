@@ -1,4 +1,4 @@
-"""Mistakes and mishaps as the user of the command meets them: the exit code, one sentence, nothing half-written."""
+"""Errors as the user of the command sees them: an exit code, one sentence, and no partial files."""
 
 import json
 import os
@@ -71,7 +71,7 @@ def run(folder, capfd):
 
 @pytest.fixture
 def refused(run, folder):
-    """Runs the command, which has to fail with this code and one line, and has to leave nothing behind."""
+    """Runs the command, which must fail with this code and one line, and must leave no files behind."""
 
     def refused(code: int, *arguments: str) -> str:
         before = sorted(folder.rglob("*"))
@@ -87,7 +87,7 @@ def refused(run, folder):
     return refused
 
 
-# Usage: known before anything of the user's runs ----------------------------------------------------------------------
+# Usage: errors that are found before the user's code runs -------------------------------------------------------------
 
 UNTOUCHED = "raise AssertionError('the file was run')"
 
@@ -279,7 +279,7 @@ def test_weights(refused):
     assert refused(3, "model.py", "--weights", "gone.pt") == "The weights file gone.pt doesn't exist."
 
 
-# The whole way --------------------------------------------------------------------------------------------------------
+# End to end -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -477,7 +477,7 @@ def test_outputs_without_signal_are_told_before_any_pass_runs(run, folder):
 
 
 def test_outputs_with_signal_at_larger_batches_alone_are_exported(run):
-    """Labels are the same for every input more often than not where there are two or three rows."""
+    """In batches of up to three rows all labels are 0, so only larger batches have signal."""
     write(
         """
         class Late(nn.Module):
@@ -516,7 +516,7 @@ def test_nodes_that_run_elsewhere_withhold_the_bundle(refused, monkeypatch):
         judge_placement([("CUDAExecutionProvider", "a", "Conv"), ("CPUExecutionProvider", "b", "Add")], frozenset())
 
     monkeypatch.setattr(OnnxExporter, "load", staticmethod(load))
-    # On a GPU, the file that an exporter proves on the CPU is loaded once more.
+    # As on a GPU, where a file that the exporter proved on the CPU is loaded again.
     monkeypatch.setattr(FileProof, "__call__", lambda *_: False)
     assert refused(6, write(), "--formats", "onnx") == "onnxruntime runs `b` (Add) on the CPU, not on the GPU."
     assert refused(6, write(), "--formats", "onnx", "--strict").startswith("onnxruntime runs `b`")

@@ -1,4 +1,4 @@
-"""The exchange of folders: whole or not at all, whatever happens in between."""
+"""The exchange of folders is complete or doesn't happen, even if it is interrupted."""
 
 import errno
 import json
@@ -16,7 +16,7 @@ STEPS = Path(__file__).parents[1] / "support" / "exchange_steps.py"
 
 
 def anything(folder: Path) -> None:
-    """Every folder may be replaced."""
+    """Lets every folder be replaced."""
 
 
 def put(target: Path, text: str, may_replace=anything) -> None:
@@ -193,7 +193,7 @@ def test_recover_does_nothing_where_nothing_was_halfway(tmp_path: Path) -> None:
 
 
 def stale(parent: Path, name: str, target: str = "target", **owner: object) -> Path:
-    """A staging place of a process that has ended, unless `owner` says something else."""
+    """A staging folder of a process that has ended; `owner` replaces entries of its marker."""
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     place = parent / name

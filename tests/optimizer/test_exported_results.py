@@ -1,4 +1,4 @@
-"""What the passes make of a model, in the formats that torch.export leads to."""
+"""Results of passes, exported to the formats that use torch.export."""
 
 import pytest
 from real_models import REAL_MODELS

@@ -1,4 +1,4 @@
-"""Lengths that are fixed in the files: a note names them with the option that opens them, and the option does so."""
+"""Lengths that are fixed in the files: a note names the option that makes them dynamic, and the option works."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tokens(length: int = 12) -> torch.Tensor:
 
 
 def option_in(notes: list[str]) -> str | None:
-    """The option in the only note on fixed dims; None where there is no such note."""
+    """The option in the only note on fixed dims; None if there is no such note."""
     found = [note for note in notes if note.startswith("fixed in the files, although")]
     assert len(found) <= 1
     return re.search(r"`(.*)`", found[0])[1] if found else None
@@ -117,7 +117,7 @@ def test_a_dim_that_the_model_fixes_is_left_out(tmp_path):
 
 
 class Columns(nn.Module):
-    """Each column of the table has a weight of its own: there is no other number of them."""
+    """Each column has its own weights, so the number of columns can't change."""
 
     def __init__(self) -> None:
         super().__init__()

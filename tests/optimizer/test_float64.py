@@ -20,7 +20,7 @@ def double_copy(model):
 
 
 class Conversions(nn.Module):
-    """What `.double()` on a copy doesn't reach."""
+    """Contains casts and new tensors, which `.double()` on a copy doesn't convert."""
 
     def __init__(self):
         super().__init__()
@@ -351,7 +351,7 @@ def test_integers_and_bits_stay():
 
 def test_script_modules_are_not_seen_into():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TorchScript is deprecated; users' modules hold it all the same
+        warnings.simplefilter("ignore")  # TorchScript is deprecated, but users' modules may still contain it
         script = torch.jit.trace(nn.Linear(3, 3), torch.randn(2, 3))
     with pytest.raises(RuntimeError), Float64Mode():
         script(torch.randn(2, 3))
@@ -397,11 +397,11 @@ def test_what_each_operator_computes_is_rounded():
     with RoundedMode(0) as mode:
         summed, moved = x + 0.0, x.t()
         written = torch.zeros_like(x).copy_(x)
-    assert mode.calls == 2  # zeros are whole
+    assert mode.calls == 2  # zeros are whole numbers, which stay
     for value in (summed, written):
         up = (value > x).float().mean()
         assert 0.25 < up < 0.75
-        # Among them is 0.5: numbers below a power of two are twice as dense. 2 is whole.
+        # One of them is 0.5: below a power of two, numbers are twice as dense. Whole numbers, such as 2, stay.
         neighbor = torch.nextafter(x, torch.where(value > x, math.inf, -math.inf))
         assert torch.equal(value, torch.where(x == x.round(), x, neighbor))
     assert moved.data_ptr() == x.data_ptr()
@@ -425,12 +425,12 @@ def test_rounding_leaves_alone_what_stands_for_infinity_and_what_is_put_in():
     numbers, hidden = torch.linspace(-1.0, 1.0, 16), torch.arange(16) % 2 == 0
     lowest = torch.full((16,), torch.finfo(torch.float32).min)
     with RoundedMode(0):
-        # A row of scores that is masked as a whole.
+        # A fully masked row of attention scores.
         added, times = numbers + lowest, lowest * 1
         filled = lowest.masked_fill(hidden, -1e9)
         chosen = torch.where(hidden, -1e9, lowest)
         full = torch.full((16,), -1e9)
-        # What isn't as large is rounded.
+        # 1e30 doesn't represent infinity, so these numbers are rounded.
         large = numbers + 1e30
     for value in (added, times):
         assert torch.equal(value, lowest)
@@ -448,7 +448,7 @@ def test_rounding_leaves_alone_what_is_whole():
         counts = torch.ones(8).cumsum(0)
         assert mode.calls == 0
         thirds = places / 3
-        # ZoeDepth computes log(n - k + 1e-7) of such numbers: with a rounded k it would be NaN.
+        # ZoeDepth computes log(n - k + 1e-7) of such numbers: a rounded k would give NaN.
         shifted = places + 1e-7
     assert (places[-1] - shifted[-1]).item() == 0.0
     assert shifted[0] != 1e-7
@@ -460,7 +460,7 @@ def test_rounding_leaves_alone_what_is_whole():
 
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d(3), nn.LayerNorm(3), nn.GroupNorm(1, 3)])
 def test_a_norm_is_rounded_inside(layer):
-    """A mean that is off moves all rows alike, by as much as the numbers are larger than their differences."""
+    """The rounding error of a mean shifts all rows alike, and is large next to their small differences."""
     x = 1e6 + torch.linspace(-1.0, 1.0, 15, dtype=torch.float64).reshape(5, 3).sin().requires_grad_()
     layer = enliven(layer).double().train()
     plain = layer(x)

@@ -1,4 +1,4 @@
-"""A process that forks while another of its threads is at work: the child has nothing of that left, and can work itself."""
+"""A fork waits for another thread's work, so that the child inherits none of its settings and can work itself."""
 
 import subprocess
 import sys

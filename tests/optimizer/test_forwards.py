@@ -1,4 +1,4 @@
-"""How many forwards of the original the proof takes, and of what kind."""
+"""How often a proof runs forward of the original, and in which dtypes."""
 
 from collections import Counter
 
@@ -18,7 +18,7 @@ RAN = Counter()
 
 
 class Net(nn.Module):
-    """Counts its forwards by batch size and dtype; `labels` gives integers too."""
+    """Counts its forwards by batch size and dtype; with `labels`, it returns integers too."""
 
     def __init__(self, labels=False):
         super().__init__()
@@ -115,7 +115,7 @@ def test_a_fold_takes_few_forwards(net):
 
 
 class Padded(nn.Module):
-    """Its layers take another way while calls are watched, which doesn't set what is padded to zero."""
+    """While a `TorchFunctionMode` is active, its encoder takes the slow path, which doesn't zero padded positions."""
 
     def __init__(self):
         super().__init__()
@@ -148,7 +148,8 @@ def exported(fast, folder, *inputs, **options):
 def test_an_export_goes_on_with_the_runs_of_optimize(net, tmp_path):
     fast = optimize(net, example_inputs=(image(),))
     assert exported(fast, tmp_path / "same", image()).parity.ok
-    # The given size is known in float64 from before; once more it is run to see that all is as it was.
+    # The float64 outputs at the given size are kept from `optimize`; one run there checks that the original is
+    # unchanged.
     assert float64_sizes() == {1}
     assert RAN[torch.float32, 3] == RAN[torch.float32, 5] == RAN[torch.float32, 8] == 1
     bundle = exported(fast, tmp_path / "again", image())
@@ -175,7 +176,7 @@ def test_an_original_that_was_changed_is_measured_anew(net, change, tmp_path):
     else:
         with torch.no_grad():
             net.head.bias.add_(1)
-        # The result shares the bias.
+        # The result shares the bias, so it changes too.
         assert exported(fast, tmp_path / "net", image()).parity.ok
     assert float64_sizes() >= {4, 1}
 
@@ -195,7 +196,7 @@ def test_the_report_tells_the_seconds_of_each_stage(net):
 
 
 class MakesItself(nn.Module):
-    """Is copied by a method of its own, which gives other weights."""
+    """Has a `__deepcopy__` that returns a module with other weights."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The pairs that decide any tolerance, beside their definition."""
+"""The pairs of error and size that decide every tolerance, compared with their definition."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pairs(kind: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def by_definition(points: set[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Those that no other one stands above: as large an error at no larger size."""
+    """The points that no other point dominates, by an error at least as large at a size that is no larger."""
     kept = [
         (error, size)
         for error, size in points

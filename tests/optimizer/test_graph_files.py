@@ -1,4 +1,4 @@
-"""Files of what graph passes made: they hold the rewritten graph, or say why they don't."""
+"""Files of models that graph passes rewrote: they hold the rewritten graph, or the manifest says why they don't."""
 
 import copy
 import pickle
@@ -22,13 +22,13 @@ from passes.program.graph_pass import GraphPass
 from passes.program.graph_rewriting import GraphRewriter
 
 FORMATS = ("torchscript", "onnx", "pt2")
-# No file is without a pass.
+# For each format, the passes whose changes its file lacks: none.
 EVERYTHING: dict[str, list[Any]] = {format: [] for format in FORMATS}
 
 
 @dataclass(frozen=True)
 class MergeRows(GraphPass):
-    """Linear layers on one input as one product: their weights become rows of one tensor."""
+    """Compute linear layers on one input as one product: their weights become rows of one tensor."""
 
     name: ClassVar[str] = "merge-rows"
 
@@ -57,7 +57,7 @@ def joined(*parts: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class WrongAtFive(GraphPass):
-    """Right at all batches but one."""
+    """Make relu wrong for five or more rows."""
 
     name: ClassVar[str] = "wrong-at-five"
 
@@ -72,7 +72,7 @@ def _wrong_at_five(x: Tensor) -> Tensor:
 
 
 class Net(nn.Module):
-    """Query and key of one input, dropout, a constant, tied weights, buffers, and a layer that nobody calls."""
+    """Query and key of one input, dropout, constant operations, tied weights, buffers and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Net(nn.Module):
 
 
 class Nested(Net):
-    """With tensors that are no parameters or buffers of it, and gives an input and a weight again."""
+    """Reads tensors that aren't registered, and returns an input and a weight among its outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def clip() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
     )
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(3, 37, (4, 6), generator=generator)
-    # As many patches as texts: equal numbers are no equal sizes.
+    # There are as many patches as texts: sizes that are equal by chance must stay independent.
     return lively(CLIPModel(config)), (ids, torch.randn(2, 3, 16, 16, generator=generator)), {}
 
 
@@ -165,7 +165,7 @@ def data(*shape: int, seed: int = 1) -> Tensor:
 
 
 def operators(bundle: Any, format: str) -> Counter[str]:
-    """How often each operator stands in a file."""
+    """The number of nodes of each operator in a file."""
     path = bundle.path / next(artifact.path for artifact in bundle.artifacts if artifact.format == format)
     if format == "onnx":
         return Counter(node.op_type for node in onnx.load(path).graph.node)
@@ -218,7 +218,7 @@ def test_names_in_files_are_the_models_own(merged: Any) -> None:
     held = {*program.state_dict, *program.constants}
     assert {"model.derived_0", "model.derived_1", "model.derived_2"} == held - own
     assert {"model.out.weight", "model.tied.weight", "model.out.bias", "model.shift"} <= held
-    # What the joined ones were made of isn't in the file a second time.
+    # The tensors from which the derived ones were computed aren't in the file.
     assert not {"model.q.weight", "model.k.weight", "model.q.bias", "model.steps"} & held
     initializers = {each.name for each in onnx.load(merged.path / "model.onnx").graph.initializer}
     assert {"model.out.bias", "model.shift"} <= initializers

@@ -1,4 +1,4 @@
-"""A model of eight times as many operations is eight times the work: counted in calls, which no clock does."""
+"""Eight times as many operations take at most eight times the work, counted in function calls instead of seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from passes.program.graph_pass import GraphPass
 from passes.registry import pass_names
 
 FEW, MANY = 20, 160
-# Compiling and capturing graphs is torch's own work; the others are for training.
+# All but the last two compile or capture graphs, which is torch's own work. The last two are for training.
 OTHERS = {
     "torch-compile",
     "simplify",
@@ -56,7 +56,7 @@ class SideBySide(nn.Module):
 
 
 def calls_of(model: nn.Module, item: str) -> int:
-    """Calls of functions of Python and of C while the model is optimized."""
+    """The number of calls of Python and C functions while the model is optimized."""
     profile = cProfile.Profile()
     profile.enable()
     try:
@@ -69,7 +69,7 @@ def calls_of(model: nn.Module, item: str) -> int:
 @pytest.mark.parametrize("kind", [InARow, SideBySide])
 @pytest.mark.parametrize("name", sorted({*pass_names()} - OTHERS))
 def test_a_pass_does_no_more_for_an_operation_of_a_larger_model(name: str, kind: type[nn.Module]) -> None:
-    calls_of(kind(2), name)  # what is done once in a process
+    calls_of(kind(2), name)  # warm-up, for work that is done once in a process
     few, many = (calls_of(kind(blocks), name) for blocks in (FEW, MANY))
     assert many <= MANY / FEW * few
 

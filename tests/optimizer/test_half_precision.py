@@ -1,4 +1,4 @@
-"""Models in half precision, inputs and outputs too, from the module to a bundle that verifies."""
+"""Models with weights, inputs and outputs in half precision, from the module to a verified bundle."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def image(rows):
     return torch.randn(rows, 3, 6, 6, generator=torch.Generator().manual_seed(rows))
 
 
-# onnxruntime has no kernels of a convolution in bfloat16 for a CPU, and ONNX has none at all before opset 22.
+# onnxruntime has no bfloat16 kernel for convolutions on the CPU, and ONNX allows none before opset 22.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "formats"),

@@ -1,4 +1,4 @@
-"""The user's own inputs: as files, as further calls in Python, as a function; each is run as it is."""
+"""The user's own inputs, from files, further calls in Python or a function: each call is run unchanged."""
 
 import json
 import sys
@@ -163,7 +163,7 @@ def test_every_further_call_is_compared_and_golden() -> None:
     odd = torch.full((7, 5), 9)
 
     def wrong(x: torch.Tensor) -> torch.Tensor:
-        # Wrong on what the further call alone has: rows of nothing but nines.
+        # Wrong only if all inputs are nines, as in the further call.
         return model(x) + 1.0 * bool((x == 9).all())
 
     x = ids(2) % 5
@@ -297,7 +297,7 @@ def test_the_command_runs_the_files_as_they_are(
 
 
 def test_a_function_of_the_users_file_makes_every_call(model_file: Path, tmp_path: Path) -> None:
-    """What the model is compared on is what the function gives, at every batch size, and golden too."""
+    """The function makes the inputs of the comparison at every batch size, and of the golden data."""
     text = "\ndef get_example_inputs(batch_size, generator):\n    return torch.rand(batch_size, 4, generator=generator) + batch_size"
     model_file.write_text(MODEL + text, encoding="utf-8")
     loaded = load(str(model_file))

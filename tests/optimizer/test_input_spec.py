@@ -1,4 +1,4 @@
-"""What `--input` may say."""
+"""The syntax of `--input`, and the inputs that are drawn for it."""
 
 import pytest
 import torch

@@ -112,7 +112,7 @@ def test_unregistered_containers_are_opened():
     assert call.args[0].x.shape == (4, 3)
     assert call.args[0].size == 9
     assert call.args[1].layers[0].shape == (4, 3)
-    # What such an object counts besides must not go from one run into the next.
+    # Other state of such an object must not carry over from one run to the next.
     assert call.args[1].seen == [3]
     assert call.args[1].seen is not cache.seen
     assert cache.layers[0].shape == (2, 3)

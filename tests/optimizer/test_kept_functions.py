@@ -1,4 +1,4 @@
-"""Functions that a model keeps and that lead to its own modules: a copy of the model goes on with the original's."""
+"""Functions on a model that reference its modules: in a copy of the model, they keep using the original's modules."""
 
 import functools
 import types
@@ -35,13 +35,13 @@ def made(change):
 
 
 def script(source, **names):
-    """The globals of a file of that source, which has the names."""
+    """Run the source as a file that has these names, and return its globals."""
     scope = {"__name__": "script", "torch": torch, **names}
     exec(source, scope)
     return scope
 
 
-# --- forwards that are set on an instance, and parts by hand -----------------------------------------------------------
+# --- functions that reference modules ---------------------------------------------------------------------------------
 
 
 def _lambda(m):
@@ -166,7 +166,8 @@ model.forward = forward
     script(source, model=m, total=m.total)
 
 
-# By what is around the function, and by what isn't seen before it runs.
+# AROUND: the function holds the reference itself. UNSEEN: a global holds it, so only a run shows it. WRITING: the
+# function writes to a buffer of the original.
 AROUND = [_lambda, _defaults, _wrapper, _method, _list, _recursive, _weak, _partial, _child, _hook, _buffer]
 UNSEEN = [_global, _global_list, _global_helper, _global_partial, _global_hook]
 WRITING = [_written_buffer, _global_buffer]
@@ -263,7 +264,7 @@ def test_functions_that_hold_nothing_of_the_model_stay_the_same_objects():
     late = 1
 
 
-# --- branches that no run took ------------------------------------------------------------------------------------------
+# --- branches that no run took ----------------------------------------------------------------------------------------
 
 
 class Branch(Pair):

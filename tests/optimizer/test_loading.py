@@ -1,4 +1,4 @@
-"""Models and inputs as users have them in their files."""
+"""Load models and example inputs from users' files."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""Where a file first differs: faults are planted in files that are right, and named by module, line and operation."""
+"""Find where a file first differs: faults are planted in correct files, and found by module, line and operation."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +60,7 @@ class Net(nn.Module):
 
 
 class Exported:
-    """A copy of a file that is right until something is planted in it."""
+    """A copy of a correct file, for a test to plant a fault in."""
 
     def __init__(self, artifact: Artifact, folder: Path, shape: tuple[int, ...] = (3, 18)) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -146,7 +146,7 @@ def test_a_changed_attribute(exported):
 
 
 def test_an_operation_in_a_lower_dtype(exported):
-    """onnxruntime has no such kernel on a CPU, and takes casts away that stand next to each other: Concat keeps them."""
+    """onnxruntime has no such kernel on a CPU, and removes adjacent casts, so a Concat separates them."""
     node = exported.node_of("linear_3")
     at = list(exported.proto.graph.node).index(node)
     product = node.input[0]
@@ -163,7 +163,7 @@ def test_an_operation_in_a_lower_dtype(exported):
 
 
 def test_an_error_inside_an_operation_of_many_nodes(exported):
-    """Attention is many nodes in the file, and may draw random numbers; here it draws none."""
+    """Attention is many nodes in the file. It may draw random numbers, but draws none here."""
     exported.reading("Softmax", exported.node_of("val_55").input[0]).attribute[0].i = 1
     found = exported.first()
     assert (found.module, found.operation) == ("blocks.0.attention", "scaled_dot_product_attention")
@@ -234,7 +234,7 @@ def test_the_second_call_of_a_module_is_told_from_the_first(exported):
 
 
 def test_what_was_merged_is_named_with_it(tmp_path):
-    """A BatchNorm that the exporter folds leaves no value between: either may be wrong."""
+    """The exporter folds the BatchNorm, so there is no value between the two layers: either may be wrong."""
     torch.manual_seed(0)
     exported = Exported.of(nn.Sequential(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.ReLU()), tmp_path)
     weight = next(node for node in exported.proto.graph.node if node.op_type == "Conv").input[1]
@@ -287,7 +287,7 @@ def test_locating_never_hides_the_failure(tmp_path, monkeypatch):
 
 
 class Optimizing:
-    """A file as a runtime gives it that optimizes it wrongly."""
+    """A file that was loaded by a runtime whose optimizations are wrong."""
 
     def __init__(self, loaded) -> None:
         self._loaded = loaded
@@ -304,7 +304,7 @@ def test_a_runtime_that_is_at_fault_is_told_from_the_file(tmp_path, monkeypatch)
     torch.manual_seed(0)
     load = OnnxExporter.load
     monkeypatch.setattr(OnnxExporter, "load", staticmethod(lambda path, device: Optimizing(load(path, device))))
-    # As on a GPU, where a file is loaded once more than for the exporter's proof.
+    # As on a GPU, where the exporter's proof isn't reused, and the file is loaded again.
     monkeypatch.setattr(FileProof, "__call__", lambda *_: False)
     with pytest.raises(ParityError) as caught:
         export(enliven(Net()), example_inputs=torch.randn(2, 3, 18), output=tmp_path / "net", formats=["onnx"])

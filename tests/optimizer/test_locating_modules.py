@@ -1,4 +1,4 @@
-"""Where a module first differs from the original: passes that change what is computed, and results that were spoilt."""
+"""Find the first module that differs from the original, after wrong passes and in spoilt results."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -26,7 +26,7 @@ from passes.program.weights import bare
 
 @dataclass(frozen=True)
 class ScaleUnseen(ModulePass):
-    """Scale the weight of a layer, and name no region that could be compared."""
+    """Scale the weight of a layer, without naming a region to compare."""
 
     name: ClassVar[str] = "scale-unseen"
     path: str = "blocks.1.second"
@@ -51,7 +51,7 @@ def found(original: nn.Module, candidate: nn.Module):
 
 @pytest.mark.parametrize("path", ["stem", "blocks.0.first", "blocks.1.second", "blocks.2.first", "head"])
 def test_a_pass_that_scales_a_weight_is_found_with_its_module_and_line(net, path):
-    """Behind folds, which give the convolutions other outputs, and in front of another pass."""
+    """The pass runs after folds, which change the outputs of the convolutions, and before another pass."""
     fast = optimize(net, ["fold-conv-bn", ScaleUnseen(path), "channels-last"], example_inputs=(X,))
     record = next(record for record in fast.report.passes if record.name == "scale-unseen")
     assert record.status == "rolled-back"
@@ -139,7 +139,7 @@ def test_a_torchscript_file_that_was_spoilt_is_found_by_its_module(net, tmp_path
 
 
 class Branching(nn.Module):
-    """Goes by the values, which a trace can't; what it asks for beside the tensor is no default."""
+    """Has data-dependent control flow, which a trace can't follow, and a child that gets a non-default argument."""
 
     def __init__(self) -> None:
         super().__init__()

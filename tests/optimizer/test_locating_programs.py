@@ -1,4 +1,4 @@
-"""Where a program of torch.export first differs: faults are planted in files that are right, and in what is captured."""
+"""Find where a torch.export program first differs: faults are planted in correct files and in captured programs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 
 class Writing(nn.Module):
-    """Writes to what it computed: into a part of it, which what was computed before is seen to change by."""
+    """Writes in place to a view of a computed value, which changes that value, and then to the value itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def test_a_file_that_is_right_differs_nowhere(tmp_path, kind, shape):
 
 
 def test_a_capture_that_is_wrong_is_found_by_module():
-    """What a file of machine code was compiled from, which gives no values of its own."""
+    """A file of machine code gives no intermediate values, so its captured program is searched instead."""
     model = made(Net)
     wrong = made(Net)
     with torch.no_grad():

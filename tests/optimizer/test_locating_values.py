@@ -1,4 +1,4 @@
-"""Where a file first differs of which it isn't known what its values are: those by the old ONNX exporter."""
+"""Find where a file first differs if its values have no known names, as in those of the old ONNX exporter."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def old_exporter(monkeypatch) -> None:
 
 
 def found_in(net: nn.Module, folder: Path, monkeypatch, spoil, passes=None) -> dict:
-    """What an export says of a file that was spoilt."""
+    """The divergence that an export reports for a spoilt file."""
 
     def spoil_file(path: Path) -> None:
         model = onnx.load(path)

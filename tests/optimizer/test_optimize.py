@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Traced forwards, an island, tied weights, hooks, plain containers and state."""
+    """Has a branch in its forward, tied weights, a hook, plain containers and a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +69,7 @@ def net() -> nn.Module:
 
 
 def snapshot(model: nn.Module):
-    """All that a caller could see of a module, tensors by identity, version and value."""
+    """All state of a module that a caller could see: tensors by identity, version and value, the rest by identity."""
     tensors = {}
     modules = []
 
@@ -110,7 +110,7 @@ def assert_close(got, wanted) -> None:
 
 @dataclass(frozen=True)
 class Doubles(ModulePass):
-    """Double a weight: wrong, and to be rolled back."""
+    """Double a weight. This is wrong and must be rolled back."""
 
     name: ClassVar[str] = "doubles"
 
@@ -209,7 +209,7 @@ def test_the_result_is_of_the_same_class_with_its_attributes_and_methods(inputs)
         )
     torch.testing.assert_close(fast.features(X), model.features(X), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(fast.blocks[0](fast.stem(X)), model.blocks[0](model.stem(X)), rtol=1e-5, atol=1e-5)
-    # Nothing but the BatchNorms that were folded is gone, and no key has a prefix.
+    # Only keys of BatchNorms may be missing, and no key has a prefix.
     assert {key for key in model.state_dict() if "norm" not in key} <= set(fast.state_dict())
     assert all(key in model.state_dict() for key in fast.state_dict())
 
@@ -245,7 +245,7 @@ def test_copies_of_the_result(again, inputs):
     model.branch._forward_hooks.clear()
     fast = optimize(model, example_inputs=inputs)
     twin = again(fast)
-    # The history of an output holds the weights, and folded ones know their layers.
+    # An output's autograd history would keep the weights alive, and folded weights keep their layers alive.
     with torch.no_grad():
         wanted = fast(X)
     assert_close(twin(X), wanted)
@@ -318,7 +318,7 @@ def test_a_warning_names_the_norms_that_were_left_in_training():
 
 
 class Repeating(nn.Module):
-    """Computes one thing twice, which `simplify` finds."""
+    """Computes the same value twice, which `simplify` finds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -436,11 +436,11 @@ def test_two_threads_run_one_result():
     assert wrong == []
 
 
-# --- what a trace would freeze ------------------------------------------------------------------------------------------
+# --- behavior that a trace would freeze -------------------------------------------------------------------------------
 
 
 class Folds(nn.Module):
-    """A foldable pair before and behind what the subclass does."""
+    """A foldable pair before and after the subclass's operation."""
 
     def __init__(self):
         super().__init__()
@@ -488,7 +488,7 @@ def test_nothing_is_frozen(kind, inputs):
     model = enliven(kind()).eval()
     fast = optimize(model, example_inputs=inputs)
     folds = next(record for record in fast.report.passes if record.name == "fold-conv-bn")
-    # Two runs of a loop over the batch don't agree on what it does.
+    # The two recorded runs of a loop over the batch differ, so its pairs may stay as they are.
     assert len(folds.changes) == 2 or inputs is None or kind is LoopsOverBatch
     for size, sign in ((1, 1), (2, -1), (5, 3)):
         x = X[:1].repeat(size, 1, 1, 1) * sign
@@ -499,11 +499,11 @@ def test_nothing_is_frozen(kind, inputs):
     assert report_of(fast).coverage.share == (inputs is not None)
 
 
-# --- odd modules --------------------------------------------------------------------------------------------------------
+# --- odd modules ------------------------------------------------------------------------------------------------------
 
 
 class Around(nn.Module):
-    """Something odd between two foldable pairs."""
+    """An odd module between two foldable pairs."""
 
     def __init__(self, odd):
         super().__init__()
@@ -577,7 +577,7 @@ def twice():
 
 
 class Holds(nn.Module):
-    """Has a pair that folds, and beside it a tensor in another layout."""
+    """Has a foldable pair, and a tensor in another layout."""
 
     def __init__(self, layout, place):
         super().__init__()
@@ -603,7 +603,7 @@ PRODUCTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_b
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_tensor_in_another_layout_is_no_hindrance(layout, place):
     model = enliven(Holds(layout, place)).eval()
-    # torch has no gradients of a block-wise product.
+    # torch can't differentiate a product with a BSR matrix.
     modes = ("inference",) if layout == "bsr" else ("inference", "training")
     x = torch.randn(4, 4)
     for mode, name in zip(modes, ("fold-conv-bn", "fold-conv-bias"), strict=False):
@@ -642,7 +642,7 @@ def test_odd_modules_go_through(name, inputs):
     before = snapshot(model) if name != "scripted" else None
     fast = optimize(model, example_inputs=inputs)
     folds = next(record for record in fast.report.passes if record.name == "fold-conv-bn")
-    # Without inputs nothing is known of a model.
+    # Without example inputs no run is recorded, so nothing is folded.
     assert ({"first.norm", "second.norm"} <= {change.where for change in folds.changes}) == (inputs is not None)
     for size in (1, 2, 5):
         x = torch.cat([X[:1]] * size) * 1.5
@@ -659,7 +659,7 @@ def test_under_inference_mode():
         assert_close(fast(X), model(X))
 
 
-# The passes that make tensors of their own.
+# Passes that create tensors.
 MAKING = [
     "fold-conv-bn",
     "merge-linears:force=true",
@@ -670,7 +670,7 @@ MAKING = [
 
 
 class Wide(nn.Module):
-    """Something for every pass."""
+    """Has something to change for every pass in `MAKING`."""
 
     def __init__(self):
         super().__init__()
@@ -795,7 +795,7 @@ def test_a_lack_of_memory_is_a_sentence():
 
 
 def test_two_threads_take_turns():
-    """The default dtype and the patches of a recorded run are the process's: none may be left behind."""
+    """The default dtype and the patches of a recorded run are process-wide: none may remain."""
     models = [
         nn.Sequential(*[nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)) for _ in range(4)]) for _ in range(3)
     ]
@@ -817,7 +817,7 @@ def test_two_threads_take_turns():
 
 
 class _Listed(nn.Module):
-    """BatchNorms in a plain list and dict, which `eval()` doesn't reach: they go on counting."""
+    """BatchNorms in a plain list and dict, which `eval()` doesn't reach: they keep updating their statistics."""
 
     def __init__(self):
         super().__init__()

@@ -62,7 +62,7 @@ def folded(model):
 
 
 class Scaled(nn.Module):
-    """Columns of very different sizes: the first of a million, the last ten million times smaller."""
+    """Columns of very different magnitudes: the first is scaled by a million, the last by 0.1."""
 
     def __init__(self, activation=None, bias=0.0):
         super().__init__()
@@ -93,7 +93,7 @@ class ScaledConv(nn.Module):
 
 
 def off_by(model, path, relative=0.01):
-    """The model with one weight wrong: the median one of a tensor."""
+    """A copy of the model with one wrong weight: the one of median magnitude in a tensor."""
     result = copy.deepcopy(model)
     flat = result.get_parameter(path).data.view(-1)
     flat[flat.abs().argsort()[len(flat) // 2]] *= 1 + relative
@@ -165,7 +165,7 @@ def test_an_exact_operation_may_round_once_but_no_more():
     assert verdict(lambda x: x * 2, lambda x: x * 2 + 1e-5, image()) == "failed"
 
 
-# ------------------------------------------------------------------------------------- what no tolerance forgives
+# ------------------------------------------------------------------------------------- never tolerated
 
 Pair = namedtuple("Pair", "a b")
 Other = namedtuple("Other", "a b")
@@ -251,7 +251,7 @@ def test_ties_that_the_original_breaks_either_way_are_counted_not_compared():
     def tied(x):
         flat = x.flatten(1)
         even = flat.sum(1, keepdim=True)
-        # Two sums of the same numbers, equal but for rounding.
+        # Two sums of the same numbers, equal except for rounding.
         return torch.cat([even, flat.flip(1).cumsum(1)[:, -1:], -even.abs()], 1).argmax(1), flat[:, :1] > 0
 
     report = check_parity(tied, tied, (image(),))
@@ -488,7 +488,7 @@ def test_without_float64_the_original_is_the_reference_and_the_reason_is_told():
 
 def test_a_float64_run_that_takes_another_way_is_not_believed():
     def by_numpy(x):
-        # The dtype seen here is numpy's, which no torch function raises.
+        # `np.float32` isn't raised to float64, so the float64 run takes the other branch.
         return x * (2 if x.numpy().dtype == np.float32 else 3)
 
     report = check_parity(by_numpy, lambda x: x * 2, (image(),))
@@ -609,7 +609,7 @@ def test_a_missing_parameter_is_named_and_none_equals_zero():
 
 
 class Pooled(nn.Module):
-    """What is left of a channel after the mean hardly differs from row to row: the second BatchNorm divides by that."""
+    """The pooled values of a channel hardly differ between rows, and the second BatchNorm divides by their spread."""
 
     def __init__(self):
         super().__init__()
@@ -621,7 +621,7 @@ class Pooled(nn.Module):
 
 
 def without_bias(model):
-    """The same in training: a batch's mean takes the bias away."""
+    """The same function in training, because subtracting the batch mean cancels the bias."""
     result = copy.deepcopy(model)
     with torch.no_grad():
         result.linear.bias.zero_()
@@ -646,7 +646,7 @@ def judged_by_few_samples(model, candidate, inputs):
 
 @pytest.mark.slow
 def test_rounding_that_few_samples_dont_show_is_no_failure(monkeypatch):
-    # What is judged in float64 needs no samples.
+    # If gradients were judged in float64, samples would not matter.
     monkeypatch.setattr("optimizer.parity.reference.settle_kinks", lambda *args: None)
     found = 0
     for seed in (13, 93, 97, *range(100, 400)):
@@ -662,7 +662,7 @@ def test_rounding_that_few_samples_dont_show_is_no_failure(monkeypatch):
 
 
 class PaddedAttention(nn.Module):
-    """Attention in which the padded positions look at nothing: all their scores are equal."""
+    """Attention in which the rows of padded positions are fully masked: all their scores are equal."""
 
     def __init__(self, hidden):
         super().__init__()
@@ -676,7 +676,7 @@ class PaddedAttention(nn.Module):
 
 
 def judged_off(model, inputs, times):
-    """The verdict on a candidate that is off by so many times the noise of few samples, and the noise after it."""
+    """The verdict on an error of `times` the noise of few samples, and the noise before and after the comparison."""
     reference = measure_reference(model, Samples(inputs))
     (name,) = reference.noises
     before = reference.noises[name].noise
@@ -760,7 +760,7 @@ class OwnDtype(nn.Module):
 
 
 class RoundingOften(nn.Module):
-    """What rounding inside does, at every step, is several times what changes of its inputs and weights do."""
+    """Rounding at its inner steps changes the output several times as much as an ulp of its inputs and weights does."""
 
     def __init__(self):
         super().__init__()
@@ -782,7 +782,7 @@ class RoundingOften(nn.Module):
 
 @pytest.mark.slow
 def test_a_weight_that_is_off_is_no_rounding_inside(monkeypatch):
-    """However much rounding inside explains: in float64 there is none, and the error is as large."""
+    """Internal rounding doesn't excuse an error that is as large in float64."""
     torch.manual_seed(0)
     model = RoundingOften().eval()
     inputs = Samples((torch.randn(4, 32),), {}, seed=0)
@@ -803,7 +803,7 @@ def test_a_weight_that_is_off_is_no_rounding_inside(monkeypatch):
     assert "(4 times is allowed)" in report.reason
     assert any("float64 has the same error, so it isn't internal rounding" in note for note in report.notes)
     assert not check_region(model, shifted, [inputs.given.args]).ok
-    # What only rounds differently is nothing of the kind, and off by as much.
+    # A candidate that only rounds differently has as large an error, and passes.
     with monkeypatch.context() as patch:
         patch.setattr(Reference, "look_closely", lambda self: None)
         assert not judged(coarse).ok
@@ -812,7 +812,7 @@ def test_a_weight_that_is_off_is_no_rounding_inside(monkeypatch):
 
 @pytest.mark.slow
 def test_a_gradient_of_nothing_but_rounding_is_known_by_more_samples():
-    """Where the model can't be run in float64, a gradient that should be zero is known by its noise alone."""
+    """If the model can't run in float64, only the noise shows that a gradient should be zero."""
     found = 0
     for seed in (22, 44, 48, 59, *range(100, 400)):
         torch.manual_seed(seed)
@@ -859,7 +859,7 @@ def test_gradients_of_inputs_are_compared():
 
 
 def test_a_mask_of_maps_is_drawn_alike_where_float64_has_another_layout():
-    """A convolution answers in channels_last, and in float64, by another kernel, may not."""
+    """The convolution returns channels_last; in float64 another kernel may return another layout."""
     model = enliven(nn.Sequential(nn.ConvTranspose3d(4, 4, 3), nn.Dropout(0.5), nn.BatchNorm3d(4))).train()
     model.to(memory_format=torch.channels_last_3d)
     report = check_parity(model, copy.deepcopy(model), (torch.randn(4, 4, 5, 5, 5),), mode="training")
@@ -978,7 +978,7 @@ def test_a_region_may_answer_zero_but_not_raise_or_change_shape():
 
 
 def test_a_region_in_half_precision_is_judged_by_what_it_is_off_by_itself():
-    """One unit in the last place of an input is no error that the region makes: for numbers that cancel it is far more."""
+    """The effect of one ulp of an input isn't the region's own error: if numbers cancel, it is far larger."""
     weight = torch.tensor([1.0, 2.0, -3.0], dtype=torch.bfloat16)
     rounded = (weight.double() * 1.1).bfloat16()
     x = (torch.randn(64, 1, generator=torch.Generator().manual_seed(0)) + 1000).expand(64, 3).bfloat16()
@@ -1055,7 +1055,7 @@ def test_a_checkpointed_part_is_run_again_in_float64():
 
 def test_a_script_module_is_measured_in_its_own_dtype():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TorchScript is deprecated; users' modules hold it all the same
+        warnings.simplefilter("ignore")  # TorchScript is deprecated, but users' modules contain it
         script = torch.jit.freeze(torch.jit.trace(net().eval(), image()))
     report = check_parity(script, net().eval(), (image(),))
     assert report.ok
@@ -1090,7 +1090,7 @@ def test_sparse_inputs_are_run_at_every_batch_size(layout):
 
 
 class GivesLaidOut(nn.Module):
-    """Answers in another layout; what it holds lies in that one too."""
+    """Returns a tensor in another layout, and has a buffer in the same layout."""
 
     def __init__(self, layout, factor=1.0):
         super().__init__()
@@ -1126,7 +1126,7 @@ def test_an_error_in_a_column_a_million_times_smaller_is_found(relative):
 
 
 def test_a_column_gets_more_samples_before_it_is_wrong(monkeypatch):
-    """As a column of PP-OCR's feature maps, whose first sample happens to be almost exact."""
+    """As in a column of PP-OCR's feature maps, whose first sample happens to have almost no rounding error."""
     model, x = Scaled(nn.GELU()), torch.randn(2, 6)
     other = copy.deepcopy(model)
     other.head.weight.data[6] *= 1.001
@@ -1173,7 +1173,7 @@ def test_an_error_in_a_column_of_sequences_is_found():
 
 
 class Masked(nn.Module):
-    """Scores of which every column is masked in some row."""
+    """Every column of its scores is masked in some row."""
 
     def __init__(self, fill):
         super().__init__()
@@ -1212,7 +1212,7 @@ def test_bands_of_magnitude_without_numbers_in_every_measurement_are_not_judged(
 
 
 class ByScale(nn.Module):
-    """Activations as right as a kernel need be: to a unit of their scale, not of each number."""
+    """Activations as accurate as a kernel must be: to an ulp of the result's scale, not of each number."""
 
     def __init__(self, name):
         super().__init__()
@@ -1297,7 +1297,7 @@ def test_slices_are_not_judged_where_what_computes_them_is_not_seen():
     model, x = Scaled(nn.Sigmoid(), -torch.linspace(0, 60, 8)), torch.randn(2, 6)
     model.head = nn.Identity()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TorchScript is deprecated; users' modules hold it all the same
+        warnings.simplefilter("ignore")  # TorchScript is deprecated, but users' modules contain it
         model.activation = torch.jit.script(nn.Sigmoid())
     candidate = Scaled(ByScale("sigmoid"), -torch.linspace(0, 60, 8))
     candidate.head = nn.Identity()
@@ -1345,7 +1345,7 @@ def test_a_module_without_weights_is_refused_and_left_as_it_was(side, make, word
 
 
 class Kinked(nn.Module):
-    """Has some inputs right beside the kink of ReLU: which side they are on is lost in the rounding of `lossy`."""
+    """Some inputs of its ReLU are next to the kink; the rounding of `lossy` loses on which side they are."""
 
     def __init__(self, *, lossy=False, slope=1.0, coarse=False):
         super().__init__()
@@ -1361,7 +1361,7 @@ class Kinked(nn.Module):
 
 
 def beside_kinks(count):
-    """Inputs of which so many are so near to zero that one plus them is one."""
+    """Inputs with `count` elements so close to zero that one plus such an element is one."""
 
     def inputs(batch_size, generator):
         x = torch.randn(batch_size, 64, generator=generator)

@@ -1,4 +1,4 @@
-"""Passes as transactions: each is kept, taken back, or left out, and the report says which and why."""
+"""Passes are transactions: each is kept, rolled back or left out, and the report says which and why."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from passes.registry import register
 
 
 def test_of_a_large_weight_no_more_than_some_rows_stand_in_float64(monkeypatch: Any) -> None:
-    """Neither where it is folded, nor where the change and the whole are compared."""
+    """This holds in the fold, and in the comparisons of the change and of the whole model."""
     rows = 4096
     monkeypatch.setattr(fold_conv_bn, "_ELEMENTS", rows)
     monkeypatch.setattr(float64, "_LARGE", rows)
@@ -75,7 +75,7 @@ class Residual(nn.Module):
 
 @dataclass(frozen=True)
 class ScaleOneWeight(ModulePass):
-    """Scale the first weight of one convolution by a percentage: what a pass that is wrong does."""
+    """Scale the first row of one layer's weight by a percentage, as a wrong pass might."""
 
     name: ClassVar[str] = "scale-one-weight"
     path: str = "blocks.2.second"
@@ -104,7 +104,7 @@ class Raises(ModulePass):
 
 @dataclass(frozen=True)
 class WritesInPlace(ModulePass):
-    """Writes to the caller's weights, which it must not: they are shared."""
+    """Writes in place to the caller's weights. It must not, because they are shared."""
 
     name: ClassVar[str] = "writes-in-place"
     how: Literal["no_grad", "data"] = "no_grad"
@@ -120,7 +120,7 @@ class WritesInPlace(ModulePass):
 
 @dataclass(frozen=True)
 class Harmless(ModulePass):
-    """Puts an equal weight in the place of another."""
+    """Replaces a weight with an equal one."""
 
     name: ClassVar[str] = "harmless"
     path: str = "blocks.0.first"
@@ -142,7 +142,7 @@ class Bare(Pass):
 
 
 class Cancelling(nn.Module):
-    """Two pairs side by side; the products of the first one's weights cancel."""
+    """Two parallel pairs; the products of the first one's weights cancel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Cancelling(nn.Module):
 
 @dataclass(frozen=True)
 class ScaleMoved(ModulePass):
-    """Take a scale out of each BatchNorm and into its convolution: the same function, but for rounding."""
+    """Move a scale from each BatchNorm into its convolution: the same function, except for rounding."""
 
     name: ClassVar[str] = "scale-moved"
 
@@ -178,7 +178,7 @@ class ScaleMoved(ModulePass):
 
 @dataclass(frozen=True)
 class ScaleMovedBlindly(Pass):
-    """The same, and isn't told what to leave alone."""
+    """The same pass, but it ignores which places to leave alone."""
 
     name: ClassVar[str] = "scale-moved-blindly"
 
@@ -219,7 +219,7 @@ def test_a_place_where_half_precision_would_lose_too_much_is_left_alone(dtype: t
     assert skip.text.endswith("(4 times is allowed)")
     assert {change.where for change in later.changes} == {"first.0", "second.0", ""}
     assert report_of(fast).verified
-    # The one that is left alone is as right as it was.
+    # The output of the pair that is left alone is bit-identical.
     torch.testing.assert_close(fast(X.to(dtype))[0], model(X.to(dtype))[0], rtol=0, atol=0)
     assert record.parity is not None
     assert record.parity <= 4
@@ -246,7 +246,7 @@ def test_a_pass_that_leaves_nothing_alone_is_taken_back_as_a_whole() -> None:
 
 @dataclass(frozen=True)
 class ScaleMovedInOtherWords(ScaleMoved):
-    """Calls each of its changes by another name at every run."""
+    """Describes each of its changes differently in every run."""
 
     name: ClassVar[str] = "scale-moved-in-other-words"
     said: list[str] = field(default_factory=list)
@@ -289,7 +289,7 @@ def test_a_wrong_pass_without_a_region_is_found_by_bisection() -> None:
 
 
 def test_two_wrong_passes_are_both_found() -> None:
-    # With some weights a channel is dead, and the scaled weight changes nothing.
+    # With other weights a channel may be dead, so that scaling its weight changes nothing.
     torch.manual_seed(0)
     first, second = (ScaleOneWeight(f"blocks.{n}.first", 40.0, declared=False) for n in (0, 3))
     fast = optimize(Residual(), [first, "fold-conv-bn", second], example_inputs=(X,))
@@ -434,7 +434,7 @@ def test_an_island_among_graphs() -> None:
 
 
 def test_passes_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An instance in the list, and a name that an entry point registers."""
+    """The passes are given as instances, and by a name that an entry point registers."""
     import sys
     import types
 
@@ -457,7 +457,7 @@ def test_the_caller_keeps_everything() -> None:
 
 
 class Sparse(nn.Module):
-    """Answers with a sparse or a nested tensor."""
+    """Returns a sparse or a nested tensor."""
 
     def __init__(self, layout: str) -> None:
         super().__init__()
@@ -500,13 +500,13 @@ def test_nested_outputs_are_the_same_row_by_row(layout: torch.layout) -> None:
 
     assert same_values(nested([1.0, 2.0], [3.0]), nested([1.0, 2.0], [3.0]))
     assert not same_values(nested([1.0, 2.0], [3.0]), nested([1.0, 2.0], [3.5]))
-    # Padded with zeros both would be alike.
+    # Padded with zeros, both would be equal.
     assert not same_values(nested([1.0, 2.0], [3.0]), nested([1.0, 2.0], [3.0, 0.0]))
     assert not same_values(nested([1.0, 2.0], [3.0]), nested([1.0, 2.0]))
 
 
 class Fed(Pair):
-    """A second pair that nothing but a parameter is given to."""
+    """Has a second pair whose only input is a parameter."""
 
     def more(self) -> None:
         self.inner = nn.Conv2d(3, 4, 3, padding=1)
@@ -584,7 +584,7 @@ def test_a_complex_convolution_is_compared_in_its_own_dtype() -> None:
 
 @dataclass(frozen=True)
 class Widen(ModulePass):
-    """Have a convolution give the right numbers in another dtype, which the module around it takes back."""
+    """Make a convolution return the right numbers in another dtype, which the module around it casts back."""
 
     name: ClassVar[str] = "widen"
 
@@ -606,7 +606,7 @@ def test_a_change_of_a_dtype_within_is_found_where_it_was_made() -> None:
 
 
 class Parted(Pair):
-    """A pair, and further ones whose convolutions stand in reentrant checkpoints, which no recording shows."""
+    """A pair, and more pairs that a reentrant checkpoint around each convolution separates."""
 
     count = 1
 
@@ -657,7 +657,7 @@ def test_a_pass_with_too_many_pairs_that_a_run_parts_goes_as_a_whole(monkeypatch
 
 @dataclass(frozen=True)
 class FoldsBlindly(Pass):
-    """Folds, and isn't told what to leave alone."""
+    """Folds, but ignores which places to leave alone."""
 
     name: ClassVar[str] = "folds-blindly"
 
@@ -672,7 +672,7 @@ def test_a_pass_that_parts_a_pair_again_goes_as_a_whole() -> None:
 
 
 class OneRowAlone(Parted):
-    """Leaves BatchNorms out for a row that is alone, or in any batch of a few sizes."""
+    """Skips BatchNorms at the batch sizes in `sizes`: by default, for a single row."""
 
     sizes: tuple[int, ...] = (1,)
 
@@ -686,7 +686,7 @@ class OneRowAlone(Parted):
 
 
 class SavingMemory(Parted):
-    """Takes another way where gradients are on, as blocks do that save memory in training."""
+    """Uses checkpoints if gradients are enabled, as blocks do that save memory in training."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.bn(self.conv(x))
@@ -749,7 +749,7 @@ class Scaled(Pair):
 
 
 class Masked(nn.Module):
-    """Gives a block no mask where nothing is masked, as language models do."""
+    """Passes no mask to a block if nothing is masked, as language models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -802,7 +802,7 @@ def test_a_batch_of_one_that_cannot_be_had_parts_nothing() -> None:
 
 
 class Keys:
-    """A cache of a user's own class, which pytree doesn't open."""
+    """A cache of a user's own class, which pytree doesn't flatten."""
 
     def __init__(self) -> None:
         self.kept = torch.randn(2, 4, 8)

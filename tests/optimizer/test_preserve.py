@@ -52,7 +52,7 @@ def test_a_run_leaves_tensors_without_strides_as_they_are(layout, place):
 
 @pytest.mark.skipif(torch.cuda.is_initialized(), reason="a device in use is seeded at once")
 def test_a_device_that_is_not_in_use_keeps_the_seed_that_it_will_start_from() -> None:
-    """`torch.manual_seed` leaves it with torch.cuda, which takes the last one."""
+    """`torch.manual_seed` queues the seed in torch.cuda, which uses the last one queued."""
     torch.manual_seed(7)
     waiting = torch.cuda._lazy_seed_tracker.get_calls()
     queued = list(torch.cuda._queued_calls)
@@ -119,7 +119,7 @@ def test_measuring_and_optimizing_move_neither_iterators_nor_counters(name):
 
 
 class Keeping(nn.Module):
-    """Scales by what it keeps from call to call."""
+    """Scales its output by state that it keeps between calls."""
 
     def __init__(self, held, step):
         super().__init__()

@@ -16,7 +16,7 @@ from optimizer.model.inputs import Call
 from optimizer.parity.float64 import Float64Mode
 from optimizer.parity.observe import Observation, observe
 
-# Such a checkpoint warns in each run without gradients, of which a comparison has some.
+# A reentrant checkpoint warns in each run without gradients, and comparisons include such runs.
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 
 
@@ -30,7 +30,7 @@ class Part(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """`how` is what is around the part: nothing, a checkpoint of either kind, or a reentrant one in a reentrant one."""
+    """`how` is the checkpoint around the part: "plain" (none), "other" (not reentrant), "reentrant" or "nested"."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Checkpointed(nn.Module):
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.stem, self.part, self.head, self.idle = nn.Linear(8, 8), Part(), nn.Linear(8, 2), nn.Linear(2, 2)
-            # A module that no `parameters()` shows.
+            # A module whose parameters aren't in `parameters()`.
             self.listed = [Part()]
 
     def inner(self, x: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def seen(target: Callable[..., Any], x: Tensor = X, **options: Any) -> Observati
 
 
 def marked(model: Checkpointed) -> list[tuple[Tensor, Tensor | None]]:
-    """Each parameter with a gradient of its own, but for one without."""
+    """Set a gradient for each parameter except the first; return all parameters with their gradients."""
     parameters = [*model.parameters(), *model.listed[0].parameters()]
     for parameter in parameters[1:]:
         parameter.grad = torch.full_like(parameter, 3.0)
@@ -121,7 +121,7 @@ def test_every_gradient_is_put_back(how: str) -> None:
 
 @pytest.mark.parametrize("how", REENTRANT)
 def test_a_function_that_holds_one_is_refused(how: str) -> None:
-    """Nothing tells whose gradients the backward pass would write."""
+    """For a function it is unknown which parameters would get gradients from the backward pass."""
     model = Checkpointed(how).train()
     before = marked(model)
     with pytest.raises(LoadError, match="pass the module itself"):
@@ -132,7 +132,7 @@ def test_a_function_that_holds_one_is_refused(how: str) -> None:
 def test_every_gradient_is_put_back_after_an_error() -> None:
     model = Checkpointed("reentrant").train()
     before = marked(model)
-    # `part` stands before it: backward gives `head` its gradient first.
+    # The hook raises when backward recomputes the checkpoint; by then `head` has its gradient.
     model.listed[0].register_forward_hook(lambda *_: 1 / 0 if torch.is_grad_enabled() else None)
     with pytest.raises(ZeroDivisionError):
         seen(model)
@@ -140,7 +140,7 @@ def test_every_gradient_is_put_back_after_an_error() -> None:
 
 
 class Product(torch.autograd.Function):
-    """As in compiled code, its arguments pass no function that a mode could see."""
+    """As in compiled code, no torch function mode sees the use of its arguments."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ def test_a_hook_that_would_step_is_not_run(of: str) -> None:
 
 
 class Pairs(Pair):
-    """One pair outside of the checkpoint, one in it."""
+    """One pair outside the checkpoint, one inside it."""
 
     def more(self) -> None:
         self.inner = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())

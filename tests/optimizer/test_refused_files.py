@@ -1,4 +1,4 @@
-"""Where a file differs that its exporter refuses itself: each format is given a fault on its way."""
+"""Find where a file differs that its own exporter refuses: a fault is planted during the export to each format."""
 
 from __future__ import annotations
 

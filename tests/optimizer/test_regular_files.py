@@ -1,4 +1,4 @@
-"""Files that a stranger may have written are opened only where they are plain ones."""
+"""Files from untrusted sources are opened only if they are regular files."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""What was measured is judged again: without the model, without a file of it, and without a change."""
+"""Judge stored measurements again, without the model or its files, and without changing the bundle."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ ATOL = {"scores": 0.1}
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle whose first output is off by far more than rounding, which was allowed, and whose second isn't."""
+    """A bundle whose first output has an error far above rounding, which a tolerance allowed; its second doesn't."""
     torch.manual_seed(0)
     fast = optimize(enliven(Net()).eval(), [], example_inputs=(torch.randn(2, 3, 8, 8),))
     fast.head.weight = nn.Parameter(fast.head.weight.detach() * 1.001)
@@ -49,7 +49,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bundle(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bundle:
-    """A copy without the artifact and the golden data: whatever looked at them would fail."""
+    """A copy without the artifact and the golden data, so any use of them fails."""
     copy = tmp_path / "copy"
     shutil.copytree(written, copy)
     (copy / "model.torchscript.pt").unlink()
@@ -59,7 +59,7 @@ def bundle(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bu
 
 
 def edit(bundle: Bundle, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest as its writer would have written it."""
+    """Change the manifest, and update its checksums to match."""
     path = bundle.path / "manifest.json"
     manifest = json.loads(path.read_text(encoding="utf-8"))
     change(manifest)
@@ -90,7 +90,7 @@ def test_without_options_it_is_the_judgement_of_the_export(bundle: Bundle) -> No
         ({"atol": {"logits": 0.1}, "factor": 4.0}, None),
         ({"rtol": {"scores": 1e6}}, None),
         ({"factor": 1e6}, None),
-        # Beside any of the options, what was given at the export is left aside.
+        # If any option is given, the tolerances of the export are ignored.
         ({"factor": 4.0}, "scores is off by"),
         ({"atol": {"vector": 0.1}}, "scores is off by"),
         ({"atol": 1e-9}, "scores differs from the original by"),
@@ -214,7 +214,7 @@ def test_an_infinite_noise_proves_nothing(bundle: Bundle, figure: str) -> None:
     assert report.problems == (
         "model.torchscript.pt: nothing is proven. The noise of vector is infinite, so any error would be allowed.",
     )
-    # A tolerance of the user's takes its place.
+    # The user's tolerance replaces it.
     assert rejudge_bundle(bundle.path, atol=0.1).ok
 
 

@@ -1,4 +1,4 @@
-"""Nothing of an `optimize` or of a comparison waits for Python's collector of cycles: it would hold activations and copies."""
+"""After `optimize` or a comparison, no reference cycles keep activations or copies alive until garbage collection."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 
 class Masked(nn.Module):
-    """A mask of the lowest number of the dtype, which float64 has another one of."""
+    """Masks with the lowest number of the dtype, which is another number in float64."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.where(x > 0, x, torch.full((), torch.finfo(x.dtype).min)).clamp(min=-1)
@@ -45,7 +45,7 @@ class RaisesAtFive(nn.Module):
 
 @pytest.fixture(autouse=True)
 def without_collector() -> Iterator[None]:
-    # Modules that torch imports at its first use hold the frames of that use.
+    # Modules that torch imports at first use keep the frames of that use alive.
     optimize(enliven(Net()).eval(), example_inputs=(X,))
     gc.collect()
     gc.disable()

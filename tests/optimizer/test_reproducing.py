@@ -1,4 +1,4 @@
-"""The folder that shows what is wrong with a file."""
+"""The debug folder, which reproduces a file's error."""
 
 import subprocess
 import sys
@@ -78,7 +78,7 @@ FORMATS = {
 
 
 def reproduce(folder):
-    """Run the program where safetensors can't be imported."""
+    """Run `reproduce.py` in a process that can't import safetensors."""
     without = "import runpy, sys; sys.modules['safetensors'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
     program = [sys.executable, "-W", "ignore", "-c", without, str(folder / "reproduce.py")]
     return subprocess.run(program, capture_output=True, text=True, timeout=120, check=False, cwd=folder.parent)

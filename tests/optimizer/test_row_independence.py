@@ -1,4 +1,4 @@
-"""Rows that depend on the others of their batch are found, in the original and in what stands for it."""
+"""Rows that depend on other rows of their batch are found, in the original and in candidates."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from optimizer.parity import Measurement, ParityReport, independent_rows, judge,
 
 
 class Net(nn.Module):
-    """Its second output has rows of whole numbers, its third has none."""
+    """Its second output has integer rows, its third has no rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def test_rows_that_are_their_own_are_shown_to_be() -> None:
 
 
 class UntrackedNorm(nn.Module):
-    """In eval too it takes the statistics of the batch."""
+    """Uses the statistics of the batch in eval mode too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def test_an_original_that_mixes_rows_is_an_error_that_names_the_output(kind: str
     model = MIXING[kind]
     sizes = (3,) if static else None
     if static and kind == "company":
-        # Of one batch size alone nothing shows that the size matters.
+        # A single batch size can't show that the size matters.
         assert check(model, model, batch_sizes=sizes).ok
         return
     with pytest.raises(ParityError, match=r"Row \d of output at batch size \d .*, in the original itself: "):
@@ -100,7 +100,7 @@ def test_a_batch_norm_in_training_mixes_rows() -> None:
 
 
 def elsewhere(model: nn.Module, mix: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Any:
-    """What is right at all calls that are compared, and mixes rows at all others."""
+    """A candidate that is correct in all compared calls, and mixes rows in all others."""
     samples = Samples((rows(),))
     known = [samples.at(size, draw).args[0] for size in (3, 1, 2, 5, 8) for draw in (0, 1)]
 
@@ -150,7 +150,7 @@ def test_rows_within_the_users_tolerance_and_beyond() -> None:
 
     (x,) = (rows(),)
     assert check(torch.clone, near, x, atol=0.01).ok
-    # Two answers may be twice the tolerance apart.
+    # Two outputs within the tolerance may differ by twice the tolerance.
     apart = float((near(x[:1]) - near(x)[:1]).abs().max())
     assert apart > 1e-4
     moved = measure_reference(torch.clone, Samples((x,)))
@@ -207,7 +207,7 @@ def test_many_rows_are_run_alone_in_part_and_otherwise_all() -> None:
     assert (calls.count(1), calls.count(100)) == (8, 4)
 
     def wrong_in_one(x: torch.Tensor) -> torch.Tensor:
-        # Rows that stand first are right: alone nothing shows.
+        # The first rows are right, so a row that runs alone shows nothing.
         y = x.clone()
         y[51:] += 1
         return y

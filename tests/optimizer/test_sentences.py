@@ -1,4 +1,4 @@
-"""What is said of errors in the user's files."""
+"""Messages about errors in the user's files."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The figures beside the verdict, by their definitions on small and on hard cases."""
+"""The statistics in a report equal their definitions, in small and in hard cases."""
 
 import json
 import math
@@ -18,7 +18,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def resonant(count: int) -> torch.Tensor:
-    """Zero wherever the first look falls."""
+    """Numbers that are zero wherever the first sample is taken."""
     values = draw(count).abs()
     values[:: -(-count // 64)] = 0
     return values
@@ -73,10 +73,10 @@ def test_rows_that_tie_or_have_no_largest_score_are_left_out(piece: int, monkeyp
     candidate = reference.clone()
     candidate[1] = torch.tensor([1.0, 2, 3])
     candidate[6, 0] = math.nan
-    # Left out are the third row, a tie, the fourth and the fifth; of four others the second and the last disagree.
+    # Rows 2 (a tie), 3 and 4 are left out. Of the four others, rows 1 and 6 disagree.
     assert top1_agreement(candidate, reference, noise=1e-3) == (0.5, 3)
     assert top1_agreement(candidate, reference, noise=1e-4) == (3 / 5, 2)
-    # An infinite distance is one all the same: the masked row alone is decided.
+    # An infinite distance exceeds any noise, so only the masked row is decided.
     assert top1_agreement(candidate, reference, noise=10.0) == (1.0, 6)
     assert top1_agreement(candidate[:3], reference[:3], noise=10.0) == (None, 3)
     assert top1_agreement(candidate[:0], reference[:0], noise=0.0) == (None, 0)
@@ -113,7 +113,7 @@ class Heads(nn.Module):
 
 
 def shifted(model: nn.Module, by: float) -> nn.Module:
-    """The class that wins most often gets so much less in every row but the first."""
+    """Subtract `by` from the score of class 0, the most frequent winner, in every row except the first."""
 
     class Shifted(nn.Module):
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -134,7 +134,7 @@ def test_every_call_has_its_figures_and_the_report_the_worst() -> None:
     one, _, many, _ = scores.calls
     assert one.max_error < 1e-5
     assert one.agreement == 1.0
-    # Three of four rows of five columns are off by 100.
+    # Three of 20 scores (4 rows, 5 columns) are off by 100.
     assert many.max_error == many.p999_error == pytest.approx(100.0)
     assert many.mean_error == pytest.approx(100 * 3 / 20, rel=1e-5)
     with torch.no_grad():
@@ -183,7 +183,7 @@ def test_figures_are_plain_data_both_ways_and_older_data_has_none() -> None:
 
 
 def test_figures_decide_nothing() -> None:
-    """One wrong element among many stands in no mean and no cosine, and fails all the same."""
+    """One wrong element among many doesn't show in the percentile or the cosine, but the verdict fails."""
     x = draw(2000, 8).float()
 
     def wrong(x: torch.Tensor) -> torch.Tensor:

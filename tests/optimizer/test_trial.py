@@ -1,4 +1,4 @@
-"""The run of a model before anything is done with it."""
+"""The first run of a model, before any other work."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A user's folder may hold modules of the names of our packages."""
+"""A user's folder may contain modules with the names of our packages."""
 
 import inspect
 import os
@@ -70,11 +70,11 @@ def test_the_users_modules_of_our_names_are_found_by_the_users_code(write, tmp_p
 def test_a_folder_of_the_users_in_place_of_a_package_has_no_file(write):
     import passes
 
-    inspect.getmodule(inspect.currentframe())  # `inspect` remembers the file of each module, ours among them
+    inspect.getmodule(inspect.currentframe())  # `inspect` caches the file of each module, including ours
     write("SCALE = 3.0", "passes/mine.py", net=False, inputs=False)
     loaded = load(str(write("import passes.mine\nmodel = Net()")))
     assert sys.modules["passes"] is not passes
-    assert inspect.getmodule(type(loaded.model).forward) is not None  # asks each module where it lies
+    assert inspect.getmodule(type(loaded.model).forward) is not None  # asks each module for its file
 
 
 def test_a_model_file_called_optimizer(write):
@@ -128,7 +128,7 @@ def test_the_program_finds_its_own_packages_wherever_it_is_started(write, tmp_pa
 @pytest.mark.parametrize("imported", [False, True], ids=["beside it", "imported by the model"])
 def test_the_installed_command_starts_where_the_path_holds_an_optimizer_of_the_user(write, tmp_path, imported):
     write("WIDTH = 3", "optimizer.py", net=False, inputs=False)
-    # A child process that is started from nothing runs the script again, under another name.
+    # A spawned child process runs the script again, under another module name.
     uses = """
         import multiprocessing
         import optimizer

@@ -1,4 +1,4 @@
-"""Weights from the files that users have."""
+"""Load weights from users' files."""
 
 import pickle
 import tarfile
@@ -51,7 +51,7 @@ def test_old_weights_files(write, tmp_path, state):
 
 
 def test_compressed_weights_files(write, tmp_path, state):
-    """Plain `torch.load` inflates the records; a mapping of the file would show their compressed bytes."""
+    """Plain `torch.load` decompresses the records; memory-mapping the file would give compressed bytes."""
     torch.save(state, tmp_path / "stored.pt")
     with (
         zipfile.ZipFile(tmp_path / "stored.pt") as stored,

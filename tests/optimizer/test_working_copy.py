@@ -154,7 +154,7 @@ def test_parameters_without_strides_keep_their_layout_and_memory(layout):
     with torch.no_grad():
         model.w.mul_(2)
     assert clone.w._version == model.w._version == 1
-    # torch gives a sparse tensor of this layout new memory at such a write.
+    # Such a write gives a sparse tensor of this layout new memory.
     assert layout == "coo" or torch.equal(numbers_in(clone.w), numbers_in(model.w))
 
 
@@ -352,7 +352,7 @@ def test_the_copy_is_not_kept_alive():
     assert (kept(), parameter()) == (None, None)
 
 
-# --- state --------------------------------------------------------------------------------------------------------------
+# --- state ------------------------------------------------------------------------------------------------------------
 
 
 def _adds(self, x):
@@ -395,7 +395,7 @@ def test_a_layer_reads_on_what_a_forward_writes(forward):
     "layer", [lambda: nn.Conv1d(4, 4, 1), lambda: nn.Linear(4, 4), lambda: nn.Sequential(nn.Conv1d(4, 4, 1))]
 )
 def test_a_module_in_two_places_is_one_in_the_copy_too(layer):
-    """Convolutions copy themselves: one that a later module holds too has to be there by then."""
+    """Convolutions define `__setstate__`, so `deepcopy` copies them; one in several places must be copied only once."""
 
     class Holder(nn.Module):
         def __init__(self):
@@ -416,7 +416,7 @@ def test_a_module_in_two_places_is_one_in_the_copy_too(layer):
 @pytest.mark.parametrize("inputs", [(X,), None])
 def test_the_result_counts_as_the_model_does(inputs):
     class Follows(nn.Module):
-        """Moves the running mean of its BatchNorm itself, as no layer of torch's does in eval."""
+        """Updates the running mean of its BatchNorm itself, which no layer of torch does in eval mode."""
 
         def __init__(self):
             super().__init__()
@@ -472,7 +472,7 @@ def test_parameters_that_a_run_writes_to_are_copies_in_a_private_state():
     assert torch.equal(weight, before)
 
 
-# --- memory that tensors share ------------------------------------------------------------------------------------------
+# --- memory that tensors share ----------------------------------------------------------------------------------------
 
 
 def _moves_the_middle(self, x):
@@ -482,7 +482,7 @@ def _moves_the_middle(self, x):
 
 
 def _sharing(place):
-    """A buffer, a part of it that the forward writes to, and a view of that part in another place."""
+    """A model with a buffer, a view of it that the forward writes to, and at `place` a view of that view."""
     model = make(_moves_the_middle).eval()
     model.register_buffer("whole", torch.zeros(6))
     model.middle = model.whole[2:4]
@@ -544,11 +544,11 @@ def test_a_forward_that_writes_to_a_view_goes_through(mode, place):
         assert torch.equal(fast(x), twin(x))
 
 
-# --- what a forward writes to other modules ------------------------------------------------------------------------------
+# --- writes of a forward to other modules -----------------------------------------------------------------------------
 
 
 class Outer(nn.Module):
-    """Writes to what stands below it: by the graph of its forward, or unseen where it asks for a number."""
+    """Writes to the modules below it: always, or in a data-dependent branch (`_unseen`)."""
 
     def __init__(self, write):
         super().__init__()

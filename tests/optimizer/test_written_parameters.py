@@ -15,7 +15,7 @@ from optimizer.parity.float64 import Float64Mode
 
 
 class Shortened(nn.Module):
-    """An embedding that shortens the rows it looks up, and a layer that reads the whole table."""
+    """An embedding that shortens the rows it looks up, and a product with the whole table."""
 
     def __init__(self, **options):
         super().__init__()
@@ -123,7 +123,7 @@ def test_a_sparse_parameter_that_is_written_to_is_put_back(layout, write):
 
 
 def written_by(model, *args):
-    """The parameters that are found to be written to, each of them left as it is."""
+    """The names of the parameters that a first run finds to be written to."""
     runs = Runs(model, in_eval=False)
     runs.first(lambda module: module(*args))
     return runs.written
@@ -192,7 +192,7 @@ def test_optimizing_leaves_the_callers_parameters_as_they_are():
 def test_exporting_leaves_the_callers_parameters_as_they_are(format_name, tmp_path):
     model = enliven(nn.Sequential(nn.Embedding(20, 4, max_norm=0.5), nn.Linear(4, 3))).eval()
     before = state(model)
-    # The artifacts hold the written weights: every row of the batch is known.
+    # The artifacts contain the written weights, and other batches look up only rows of the example's batch.
     try:
         assert export(model, example_inputs=(ids(),), output=tmp_path / "bundle", formats=(format_name,)).parity.ok
     finally:
@@ -254,7 +254,7 @@ def test_a_write_that_no_first_call_shows_is_told():
 
 def test_callables_and_script_modules_are_run_too():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TorchScript is deprecated; users' modules hold it all the same
+        warnings.simplefilter("ignore")  # TorchScript is deprecated, but users' modules contain it
         script = torch.jit.script(nn.Linear(3, 3))
     for target in (torch.sin, script, nn.Identity()):
         assert written_by(target, torch.randn(2, 3)) == set()

@@ -1,4 +1,4 @@
-"""The pass that makes a result wrong is named, also where that shows at a batch size that `optimize` doesn't compare at."""
+"""The pass that makes a result wrong is named, even if only batch sizes that `optimize` doesn't use show it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from passes.program.tensors import TensorRef
 
 
 class Late(nn.Module):
-    """Adds something to the rows from the fifth on: nothing, until `extra` is another."""
+    """Adds a multiple of `extra`, which is zero at first, to each row from the fifth on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Set(ModulePass):
-    """Put another tensor in the place of one, and name no region that could be compared."""
+    """Add a number to a tensor, without naming a region to compare."""
 
     name: ClassVar[str] = "set"
     module: str = "late"
@@ -59,7 +59,7 @@ class Set(ModulePass):
 
 @dataclass(frozen=True)
 class Harmless(Set):
-    """Put an equal tensor in the place of one."""
+    """Replace a tensor with an equal one."""
 
     name: ClassVar[str] = "harmless"
     module: str = "first"

@@ -1,4 +1,4 @@
-"""What users do to a result of graph passes afterwards: it answers as the original does, to which the same is done."""
+"""Users change a result of graph passes: it stays equal to the original with the same change."""
 
 import copy
 import io
@@ -41,7 +41,7 @@ class Attention(nn.Module):
 
 
 class Convs(nn.Module):
-    """Convolutions with a BatchNorm and activations, of channels that padding fits, at any resolution."""
+    """Convolutions, a BatchNorm and activations, with numbers of channels that pad-channels pads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Convs(nn.Module):
 
 
 class Island(Attention):
-    """Branches on its data, where no graph goes through."""
+    """Has a data-dependent branch, which breaks the graph."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, double: bool = False) -> Tensor:
         y = self.drop(x.relu() * 2 + 1)
@@ -85,7 +85,7 @@ def data(name: str, batch: int = 3, seed: int = 1, length: int | None = None) ->
 
 @pytest.fixture(scope="module")
 def made() -> dict[str, tuple[nn.Module, nn.Module]]:
-    """Each model with what all graph passes made of it."""
+    """Each model, and its result after all graph passes."""
     found = {}
     for name, (make, _) in MODELS.items():
         torch.manual_seed(0)
@@ -99,7 +99,7 @@ def made() -> dict[str, tuple[nn.Module, nn.Module]]:
 
 @pytest.fixture(params=list(MODELS))
 def pair(request: pytest.FixtureRequest, made: dict[str, Any]) -> tuple[str, nn.Module, nn.Module]:
-    """A model and its result, copies of their own; one that was called and one that is new."""
+    """The name of a model, and copies of the model and its result."""
     model, fast = made[request.param]
     return request.param, copy.deepcopy(model), copy.deepcopy(fast)
 

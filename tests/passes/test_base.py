@@ -1,4 +1,4 @@
-"""Options as text, modes, and what a pass leaves when it raises."""
+"""Options as text, modes, and the state of the model after a pass raises."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -37,7 +37,7 @@ class Tuned(ModulePass):
             raise ValueError("budget is a share from 0 on")
 
     def rewrite(self, graph: ModuleRewriter, context: Context) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def test_options_from_text() -> None:
@@ -77,7 +77,7 @@ def test_the_mode_is_checked() -> None:
 
 @dataclass(frozen=True)
 class Breaking(FoldConvBn):
-    """Folds as it should, and then raises; or raises in the middle of a change."""
+    """Folds correctly and then raises, or raises in the middle of a change."""
 
     name: ClassVar[str] = "breaking"
     where: Literal["at the end", "in the middle"] = "at the end"

@@ -1,4 +1,4 @@
-"""Computing in bfloat16 and float16: what is cast, what stays in float32 and why, and what may not change by it."""
+"""cast-precision: the layers that are cast, those that stay in float32 and why, and what must not change."""
 
 import copy
 import itertools
@@ -52,7 +52,7 @@ def linear(*sizes: int) -> nn.Module:
 
 
 class Encoder(nn.Module):
-    """Attention, LayerNorm, tied weights, integers in, several outputs; positions are floats that no dtype is asked for."""
+    """Attention, LayerNorm, tied weights, integer inputs and several outputs; its positions are always float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Encoder(nn.Module):
 
 
 class Island(nn.Module):
-    """No trace sees its branch, and its norm computes in float32 by its own word."""
+    """Has a data-dependent branch, and a norm that casts to float32 itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Recurrent(nn.Module):
 
 
 class Large(nn.Module):
-    """What the middle one gives is beyond float16."""
+    """The output of its middle layer overflows float16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Large(nn.Module):
 
 
 class Cancelling(nn.Module):
-    """The BatchNorm takes a mean off that is two hundred times what is left."""
+    """Its BatchNorm subtracts a mean that is two hundred times as large as the difference."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Cancelling(nn.Module):
 
 
 class Nearly(nn.Module):
-    """Each layer loses little, and the difference of two much; one that is by itself loses it too."""
+    """Each layer loses little precision, but the difference of two loses much; the third one hardly matters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Nearly(nn.Module):
 
 
 class Hopeless(nn.Module):
-    """No layer is to blame: it is the sum that cancels, of products that autocast casts."""
+    """No layer causes the error: the forward subtracts two nearly equal products, which autocast casts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Hopeless(nn.Module):
 
 
 class Mixing(nn.Module):
-    """A product of what is cast and what the forward makes in float32, which no kernel takes."""
+    """Multiplies a cast tensor by a float32 tensor that the forward makes; no kernel accepts both dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Holder(nn.Module):
 
 
 class Convolutions(TorchDispatchMode):
-    """Notes the dtypes that convolutions compute in."""
+    """Records the dtype of each convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ def test_inside_it_is_the_dtype_and_outside_as_before(dtype: Any, how: Any) -> N
     assert seen == [DTYPES[dtype]]
     wanted = DTYPES[dtype] if how == "weights" else torch.float32
     assert {fast[index].weight.dtype for index in (0, 3, 8)} == {wanted}
-    # As torch has it itself beside an input of another dtype.
+    # torch's BatchNorm accepts float32 tensors next to an input in half precision.
     assert {value.dtype for value in fast[1].state_dict().values()} == {torch.float32, torch.int64}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert report_of(fast).verified
@@ -311,11 +311,11 @@ def test_without_example_inputs_autocast_is_all_there_is() -> None:
         optimize(model, [CastPrecision(how="weights")])
 
 
-# What a call is given -------------------------------------------------------------------------------------------------
+# Arguments of a call --------------------------------------------------------------------------------------------------
 
 
 class Step(nn.Module):
-    """One step of a recurrence, whose state is a dict of the caller's, and whose outputs are noted in a list of hers."""
+    """One step of a recurrence: it writes its state into the caller's dict and appends it to the caller's list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -352,7 +352,7 @@ def test_what_a_forward_writes_into_the_callers_dicts_and_lists_comes_to_her(how
 
 
 class Tap(nn.Module):
-    """Puts what it makes, and what it is given, into a list and a dict of whoever calls it."""
+    """Stores its output and its inputs in the caller's list and dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -379,7 +379,7 @@ class Tapped(nn.Module):
         first = self.first(x)
         rows, named = [first], {"first": first}
         h = self.tap(first, (rows, named))
-        # Behind the call they hold what they held, and what was put there of it.
+        # After the call, they hold the original tensor again, also where the call has stored it.
         assert rows[0] is rows[2] is named["first"] is named["given"] is first
         return self.last(h + sum(rows) * len(rows))
 
@@ -447,7 +447,7 @@ def test_a_result_under_autocast_that_is_cast_computes_as_the_original_does() ->
 
 
 class Embedded(nn.Module):
-    """A time by which waves are computed, as diffusion models have it: a unit more at the end of the range is another."""
+    """A sinusoidal time embedding, as in diffusion models; half precision can't represent large times exactly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -513,10 +513,10 @@ def test_a_mask_of_the_least_number_stays_finite(make: Any, dtype: Any, how: Any
     texts = {place.where: place.text for place in report_of(fast).passes[0].changes}
     assert report_of(fast).passes[0].status == "applied", str(report_of(fast))
     assert not kept_in(texts)
-    # With gradients: without, a TransformerEncoder gives NaN itself for a row that is masked as a whole.
     for mask in (causal, torch.zeros(4, 4), torch.full((4, 4), -torch.inf).triu(1)):
         torch.testing.assert_close(fast(x, mask), model(x, mask), rtol=0.05, atol=0.05)
-    # By how much more a number of such a row is masked than another is lost in any dtype.
+    # A fully masked row loses its scores in any dtype, because the mask absorbs them. Gradients are on, because without
+    # them a TransformerEncoder itself returns NaN for such a row.
     every = torch.full((4, 4), least)
     assert model(x, every).isfinite().all()
     assert fast(x, every).isfinite().all()
@@ -525,7 +525,7 @@ def test_a_mask_of_the_least_number_stays_finite(make: Any, dtype: Any, how: Any
 @pytest.mark.parametrize("how", ["autocast", "weights"])
 def test_a_module_is_measured_with_what_the_model_is_given_as_it_is(how: Any) -> None:
     class Scaled(nn.Module):
-        """A block of the user's with a parameter of its own, by which it is measured, and a float that is no layer's."""
+        """A block that is measured, because it has its own parameter; no layer takes its `time`."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -598,7 +598,7 @@ class Beside(nn.Module):
         return self.head(self.inner(x, mask))
 
 
-# What stays in float32 ------------------------------------------------------------------------------------------------
+# Layers that stay in float32 ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["autocast", "weights"])
@@ -621,7 +621,7 @@ def test_a_difference_of_large_numbers_and_what_feeds_it_stay_in_float32(dtype: 
         rf"kept in float32: rounding its output to {dtype} once causes an error of [\d.]+ % in norm", kept["conv"]
     )
     assert fast.conv.weight.dtype == torch.float32
-    # What is left is one rounding of a linear layer, and not a hundred of them.
+    # The remaining error is one rounding of the linear layer, not a hundred.
     x = image(5, 3, 8, 8)
     assert (fast(x) - model(x)).abs().max() < torch.finfo(DTYPES[dtype]).eps * model(x).abs().max()
 
@@ -670,7 +670,7 @@ def test_a_layer_without_a_kernel_stays_in_float32(always: bool) -> None:
     class Picky(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             is_half = x.dtype != torch.float32 or torch.is_autocast_enabled("cpu")
-            # Some kernels are there as long as nobody asks for gradients.
+            # Some kernels exist only without gradients.
             if is_half and (always or torch.is_grad_enabled()):
                 raise RuntimeError('"picky" not implemented for this type')
             return F.linear(x, self.weight, self.bias)
@@ -705,7 +705,7 @@ def test_each_layer_is_run_as_often_in_a_deep_model() -> None:
         Counting.calls = 0
         CastPrecision().run(tree, context)
         calls.append(Counting.calls / depth)
-    # As it is, in the dtype, and with the whole.
+    # In float32, alone in the dtype, and in the whole model in the dtype.
     assert calls == [3, 3]
 
 
@@ -817,7 +817,7 @@ def test_a_cpu_without_fast_kernels_is_told_of(monkeypatch: pytest.MonkeyPatch) 
         assert [each.text for each in done.remarks] == wanted
 
 
-# What else is done with a result --------------------------------------------------------------------------------------
+# Later use of a result ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("dtype", "how"), EVERY)
@@ -907,7 +907,7 @@ def test_a_result_is_optimized_again() -> None:
         fast = optimize(net(), [CastPrecision(how=how)], example_inputs=(x,))  # type: ignore[arg-type]
         again = optimize(fast, ["fold-conv-bn", "channels-last"], example_inputs=(x,))
         assert report_of(again).verified
-        # Under the autocast that a pass has put around the whole, a fold is judged as well.
+        # Folds are also possible under the autocast of cast-precision.
         assert report_of(again).passes[0].status == "applied"
         assert root_cast(again) is not None
 
@@ -948,7 +948,7 @@ def test_training_gets_the_gradients_of_autocast(dtype: Any) -> None:
 
 
 class Repeated(nn.Module):
-    """A cell that is called as often as there are steps, and a layer that is called once."""
+    """Calls a cell once per step, and another layer only once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -963,7 +963,7 @@ class Repeated(nn.Module):
 
 
 class Casts(TorchDispatchMode):
-    """Counts the casts of weights from float32, by their shapes."""
+    """Records the shape of each weight that is cast from float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -984,7 +984,7 @@ def test_a_weight_that_is_used_again_is_cast_once_in_a_call(gradients: bool, exa
     cast, other = root_cast(fast), root_cast(wanted)
     assert isinstance(cast, AutocastForward)
     assert isinstance(other, AutocastForward)
-    # Without a run nothing tells that there is no loop.
+    # Without a recorded run, a loop can't be ruled out.
     assert (cast.repeats, other.repeats) == (True, False)
     with torch.set_grad_enabled(gradients):
         for _ in range(2):
@@ -999,7 +999,7 @@ def test_a_weight_that_is_used_again_is_cast_once_in_a_call(gradients: bool, exa
 
 def test_a_weight_that_is_used_again_gets_its_gradient_through_one_cast() -> None:
     class Stopped(Repeated):
-        """Its first use of the weight asks for no gradient, and makes the cast."""
+        """Uses the weight first without gradients, and this use makes the cast."""
 
         def forward(self, x: Tensor) -> Tensor:
             with torch.no_grad():
@@ -1079,7 +1079,7 @@ def test_what_a_format_cannot_hold_is_told_in_a_sentence(
     def refuses(*args: Any) -> Any:
         raise RouteRefused(f"there is no Conv in {dtype}")
 
-    # The three routes of ONNX say so of a convolution, each after seconds.
+    # For a convolution, the three real routes to ONNX raise this too, but each takes seconds.
     for route in ("by_dynamo", "by_torchscript"):
         monkeypatch.setattr(exporters.onnx, route, lambda *args, **kwargs: refuses())
     x = rows(3, 6)

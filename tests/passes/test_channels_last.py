@@ -1,4 +1,4 @@
-"""Weights in channels_last, outputs as the caller knows them."""
+"""channels-last in inference: the weights are converted, the outputs keep their memory format."""
 
 import copy
 import dataclasses
@@ -39,7 +39,7 @@ class Many(Pair):
 
 
 class Tokens(Pair):
-    """Outputs with the dims in another order: as image models make tokens of a map."""
+    """Returns outputs with permuted dims, as image models do to make tokens."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.conv(x)
@@ -47,14 +47,14 @@ class Tokens(Pair):
 
 
 class Viewed(Pair):
-    """Counts on the format of a convolution's output."""
+    """Depends on the memory format of a convolution's output."""
 
     def forward(self, x: Tensor) -> Any:
         return self.conv(x).view(x.shape[0], -1)
 
 
 class Strided(Pair):
-    """Answers otherwise, without an error, in another format."""
+    """Returns other values in another memory format, without an error."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.conv(x)
@@ -62,7 +62,7 @@ class Strided(Pair):
 
 
 class Flattened(nn.Conv2d):
-    """Reads its weight in a way that counts on the format."""
+    """Reads its weight in a way that depends on the memory format."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.nn.functional.conv2d(x, self.weight) * self.weight.view(-1)[1]
@@ -159,7 +159,7 @@ def test_refusals() -> None:
 
 
 class FromMkldnn(Pair):
-    """Its first convolution is in mkldnn's own layout, as `torch.utils.mkldnn` makes them."""
+    """Its first convolution computes in mkldnn's own layout, like the modules of `torch.utils.mkldnn`."""
 
     def more(self) -> None:
         self.first = nn.Conv2d(3, 3, 3)
@@ -184,7 +184,7 @@ def test_what_is_in_the_format_already_is_left_alone() -> None:
 
 
 def test_a_weight_whose_values_lie_alike_in_both_formats_gets_the_strides_and_stays_where_it_is() -> None:
-    """A convolution goes by the strides: a map that lost the format on the way is brought back into it."""
+    """A convolution uses the format of its weight's strides, so it converts maps that lost the format."""
     model = image_net(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, groups=4))
     fast = optimize(model, ["channels-last"], example_inputs=(image(),))
     for name in ("0", "1"):
@@ -206,7 +206,7 @@ def narrowing() -> nn.Module:
 
 
 def formats_in(model: nn.Module, x: Tensor) -> list[bool]:
-    """Of each convolution's output, whether it is contiguous."""
+    """For each convolution, whether its output is contiguous."""
     seen: list[bool] = []
     hooks = [
         layer.register_forward_hook(lambda module, args, output: seen.append(output.is_contiguous()))
@@ -246,7 +246,7 @@ def test_weights_that_are_all_large_are_left_alone() -> None:
 
 
 def test_weights_that_no_kernel_packs_are_worth_it_however_large() -> None:
-    """Small inputs of one row go to kernels of torch's own, which read the weight as it lies; oneDNN takes more rows."""
+    """torch uses kernels that don't pack the weight for small inputs with one row, and for float64."""
     model = image_net(nn.Conv2d(16, 64, 3, padding="same"), nn.ReLU(), nn.ConvTranspose2d(64, 64, 2))
     one, more = image(1, 16, 4, 4), image(2, 16, 4, 4)
     assert [change.where for change in check_pass(ChannelsLast(), model, (one,)).changes] == ["0", "2", ""]
@@ -288,7 +288,7 @@ def test_the_users_own_format_is_left_alone() -> None:
 
 
 def test_the_formats_are_the_cheapest() -> None:
-    """Against all ways there are."""
+    """Compare with an exhaustive search."""
     draw = random.Random(0)
     for _ in range(200):
         costs = [
@@ -305,7 +305,7 @@ def test_the_formats_are_the_cheapest() -> None:
 
 
 def _total(costs: list[_Costs], formats: Any) -> float:
-    # The input of the whole comes in contiguous format.
+    # The input of the model is contiguous.
     changes = sum(cost.change for cost, old, new in zip(costs, (False, *formats), formats, strict=False) if old != new)
     return changes + sum(
         cost.channels_last if is_last else cost.contiguous for cost, is_last in zip(costs, formats, strict=True)
@@ -316,7 +316,7 @@ def _total(costs: list[_Costs], formats: Any) -> float:
 
 
 class Branches(nn.Module):
-    """Two convolutions read what the pixels are brought to; what else happens to them is said by `how`."""
+    """Two convolutions read the scaled pixels; `how` says what else the forward does with the pixels."""
 
     def __init__(self, how: str = "") -> None:
         super().__init__()
@@ -393,7 +393,7 @@ def test_a_branch_that_no_run_took_gets_a_copy_and_the_caller_what_it_makes_of_i
 
 
 def test_an_input_that_one_convolution_reads_is_left_to_it() -> None:
-    """In front of it the image is as small as behind it, or smaller."""
+    """Converting the image instead saves nothing: the convolution's input is hardly larger, or even smaller."""
     for model in (
         image_net(nn.ReLU(), nn.Conv2d(3, 4, 3)),
         image_net(nn.MaxPool2d(2), nn.Conv2d(3, 4, 3)),
@@ -459,7 +459,7 @@ def test_kinds_of_convolutions(model: Any, x: Tensor, changed: list[str]) -> Non
 
 
 def test_an_image_of_one_channel_is_in_both_formats_and_its_maps_are_not() -> None:
-    """Where only the later convolutions are in channels_last, the second one would convert what it is given."""
+    """If only the later convolutions were in channels_last, the second one would have to convert its input."""
     model = image_net(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
     x = torch.randn(2, 1, 9, 9)
     for order in (["channels-last"], ["fold-conv-bn", "channels-last"], ["channels-last", "fold-conv-bn"]):
@@ -472,11 +472,11 @@ def test_an_image_of_one_channel_is_in_both_formats_and_its_maps_are_not() -> No
         assert {record.status for record in report_of(fast).passes} == {"applied"}
 
 
-# Where it is lost -----------------------------------------------------------------------------------------------------
+# Where the format is lost ---------------------------------------------------------------------------------------------
 
 
 class Lossy(nn.Module):
-    """A format that is lost twice, once in front of a convolution."""
+    """Loses channels_last twice, once before a convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -573,7 +573,7 @@ def test_the_watched_run_leaves_no_trace() -> None:
 
 
 def test_under_autocast() -> None:
-    """What the convolutions are given and hold is of different dtypes then."""
+    """The inputs and the weights of the convolutions then have different dtypes."""
 
     class Cast(Pair):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Maps in channels_last while a model is trained, with the weights as they are."""
+"""channels-last in training: the feature maps are converted, the weights keep their memory format."""
 
 import copy
 import dataclasses
@@ -99,7 +99,7 @@ def assert_close(expected: list[Any], got: list[Any], tolerance: float = 1e-9) -
 
 
 def doubles(*models: nn.Module) -> list[nn.Module]:
-    """Copies that compute in float64, where nothing is beside a kink."""
+    """Copies in float64, where rounding is too small to move a value across the kink of a ReLU."""
     return [copy.deepcopy(model).double() for model in models]
 
 
@@ -111,7 +111,7 @@ def watched(model: nn.Module, x: Tensor) -> LayoutWatch:
     return watch
 
 
-# What is promised ----------------------------------------------------------------------------------------------------
+# Guarantees ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ def test_outputs_lie_as_the_originals_do_in_training_and_in_eval() -> None:
 
 
 def test_gradients_come_back_in_the_format_of_each_map() -> None:
-    """A BatchNorm takes eight times as long where they don't."""
+    """Otherwise, the backward pass of a BatchNorm takes eight times as long."""
     fast = optimized(made())
     seen: dict[str, tuple[Any, Any]] = {}
 
@@ -177,7 +177,7 @@ def test_gradients_come_back_in_the_format_of_each_map() -> None:
     for path in ("pool", "tail.1", "tail.2", "blocks.0", "stem.2", "stem.1"):
         fast.get_submodule(path).register_forward_hook(lambda m, a, out, path=path: hook(m, a, out, path))
     _, maps = fast(images())
-    # That of an output comes as the loss gives it.
+    # The gradient of an output has the format that the loss gives it.
     maps.backward(torch.randn(maps.shape))
     assert seen["stem.1"] == seen["stem.2"] == (LAST, LAST)
     seen.clear()
@@ -187,7 +187,7 @@ def test_gradients_come_back_in_the_format_of_each_map() -> None:
 
 
 class Contiguous(nn.Module):
-    """Makes contiguous maps, in front of a convolution on large ones."""
+    """A BatchNorm returns contiguous maps, and the next convolution converts them, because they are large."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,7 +342,7 @@ def test_a_result_that_is_optimized_again_stays_as_it_is() -> None:
 
 
 class Dropping(nn.Module):
-    """Drops elements of maps."""
+    """Draws random numbers for maps, for dropout or noise, as `how` says."""
 
     def __init__(self, how: str = "function") -> None:
         super().__init__()
@@ -379,11 +379,11 @@ def test_what_draws_nothing_in_eval_isnt_brought_there_and_back() -> None:
     assert moved[1] < moved[0]
 
 
-# What is left alone ---------------------------------------------------------------------------------------------------
+# Difficult models and refusals ----------------------------------------------------------------------------------------
 
 
 class ViewedInEval(nn.Module):
-    """Counts on the format in eval alone."""
+    """Depends on the memory format, but only in eval mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -404,7 +404,7 @@ def test_a_forward_that_counts_on_the_format_in_eval_is_never_wrong() -> None:
 
 
 class Auxiliary(nn.Module):
-    """Gives more in training than in eval, in another order of dims."""
+    """Returns two outputs in training and one in eval, with different dim orders."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -426,7 +426,7 @@ def test_outputs_that_differ_between_training_and_eval() -> None:
 
 
 class Branching(Images):
-    """No graph shows all of it."""
+    """Has a data-dependent branch."""
 
     def forward(self, x: Tensor) -> Any:
         if x.sum().item() > 1e9:
@@ -493,7 +493,7 @@ def test_a_kernel_of_one_element_is_copied_by_nobody() -> None:
 
 
 def test_a_batchnorm_behind_is_worth_it() -> None:
-    """Four times 576 elements of weight are more than the 1568 that are written, and less than twice as many."""
+    """The weight costs 4 * 576 elements: more than writing the 1568 outputs, less than also reading them again."""
     x, conv, rest = torch.randn(4, 8, 9, 9), nn.Conv2d(8, 8, 3), (nn.ReLU(), nn.Flatten())
     bare, normed = net(conv, *rest), net(conv, nn.BatchNorm2d(8), *rest)
     assert check_pass(ChannelsLast(), bare, (x,), mode="training").changes == ()
@@ -517,7 +517,7 @@ def test_weights_in_channels_last_stay_so() -> None:
 
 @pytest.mark.parametrize("batch", [2, 1])
 def test_volumes(batch: int) -> None:
-    """Kernels for one row give contiguous maps of whatever they are given: there is nothing to be had."""
+    """For one row, the kernels return contiguous maps for any input, so nothing can be gained."""
     model = net(nn.Conv3d(3, 8, 3), nn.BatchNorm3d(8), nn.ReLU(), nn.MaxPool3d(2), nn.ConvTranspose3d(8, 4, 2))
     x = torch.randn(batch, 3, 10, 10, 10)
     done = ChannelsLast().run(*captured(model, (x,), mode="training"))

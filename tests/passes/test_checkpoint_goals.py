@@ -1,5 +1,7 @@
-"""How little `insert-checkpoints` computes again within a budget, on models of the kind that one trains; counted on tensors
-without numbers, so that each figure is the same on every machine. `benchmarks/checkpoints.py` has the goals on all layers.
+"""How little `insert-checkpoints` recomputes within a budget, on typical models.
+
+Everything is counted on fake tensors, so the numbers are the same on every machine. `benchmarks/checkpoints.py` checks
+the goals on the full models.
 """
 
 from __future__ import annotations
@@ -15,17 +17,16 @@ from passes.checkpointing.plan import Plan
 from passes.checkpointing.profile import measure, profile
 from passes.checkpointing.solve import Solver
 
-# The share of the forward's FLOPs that may be computed again within each budget, on the mean over five models.
+# The maximum share of the forward's FLOPs that is recomputed within each budget, as the mean over five models.
 MOST_ON_THE_MEAN = {0.5: 0.10, 0.33: 0.30}
-# Half of the layers, so that this takes seconds, and half of the words, whose loss would weigh twice as much beside them.
+# Half of the layers, so that the test takes seconds. Also half of the words, so that the loss keeps its share.
 FEWER = {"vit_small": {"layers": 6}, "gpt2": {"layers": 6, "words": 25000}}
-# Of those that hang together by more than one tensor, within half of the peak.
+# The same for each model whose blocks exchange more than one tensor, within half of the peak.
 MOST = {"t5": 0.13, "unet": 0.24, "densenet": 0.06, "hrnet": 0.12}
 
 
 def planned(step: TrainingStep, budgets: Sequence[float]) -> list[tuple[Plan, int, float, float]]:
-    """For each budget: the plan, its bytes, its peak as a share of eager's, and what it computes again as a share of the
-    forward."""
+    """For each budget: the plan, its peak in bytes and as a share of eager's, and the recomputed share of FLOPs."""
     found = []
     with faked(step.model, (), step.kwargs) as (_, kwargs):
         eager = profile(step.model, (), kwargs)
@@ -45,7 +46,7 @@ def test_on_the_mean_over_five_models_a_budget_costs_as_little_as_is_the_goal():
     for name in GOALS:
         step = step_of(name, **FEWER.get(name, {}))
         for budget, (_, _, peak, share) in zip(MOST_ON_THE_MEAN, planned(step, [*MOST_ON_THE_MEAN]), strict=True):
-            # Not far below it either: what may be kept is kept.
+            # The peak is close to the budget, because a plan keeps as much as the budget allows.
             assert 0.97 * budget < peak <= budget, name
             assert share > 0, name
             again[budget].append(share)
@@ -61,7 +62,7 @@ def test_blocks_that_hang_together_by_more_than_one_tensor_train_in_half_of_the_
     ((plan, peak, share_of_peak, again),) = planned(step, [0.5])
     assert 0.97 * 0.5 < share_of_peak <= 0.5
     assert 0 < again <= MOST[name]
-    # Real steps take what was counted, and are the same to the bit.
+    # Real steps take as much memory as was counted, and their results are bitwise equal.
     for each in (step, other):
         for parameter in each.model.parameters():
             parameter.grad = torch.zeros_like(parameter)

@@ -1,4 +1,4 @@
-"""What every registered pass keeps, on models of every kind."""
+"""The contract that every registered pass must keep."""
 
 import inspect
 from typing import Any
@@ -19,7 +19,7 @@ from passes.registry import pass_named, pass_names
 
 
 class Mixed(nn.Module):
-    """Something for every pass, in graphs and in an island, and places that are to be left alone."""
+    """Something to change for every pass, inside and outside of an island, and places that must not change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Mixed(nn.Module):
 
 
 class Plain(nn.Module):
-    """Nothing for any pass."""
+    """Nothing to change for any pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,12 +52,12 @@ class Plain(nn.Module):
         return self.linear(x).relu()
 
 
-# Without a compiler, and doing what pays on other devices.
+# Without a compiler, and with changes that pay only on other devices.
 OPTIONS = {"torch-compile": {"backend": "eager"}, "pad-channels": {"force": "true"}, "merge-linears": {"force": "true"}}
 
 
 def made(name: str) -> Pass:
-    """The pass as a user has it."""
+    """Create the pass from options as text."""
     return pass_named(name).from_options(OPTIONS.get(name, {}))
 
 
@@ -68,9 +68,9 @@ def test_keeps_the_contract(name: str) -> None:
     assert done.changes, f"{name} finds nothing to do in a model that has something for every pass"
 
 
-# There is nothing to do where a model computes in a half precision.
+# The dtype of a model in which these passes find nothing to do.
 NOTHING = {"cast-precision": torch.bfloat16}
-# Asked for by name, it has to be had.
+# These passes raise if there is nothing to do, with this message.
 RAISES_WHERE_THERE_IS_NOTHING = {"sync-batch-norm": "sync-batch-norm finds no BatchNorm in Plain: leave the pass out."}
 
 
@@ -127,7 +127,7 @@ def test_is_a_frozen_dataclass_that_tells_what_it_is(name: str) -> None:
 
 
 class _Scales(passes.ModulePass):
-    """Breaks the contract in every way that it is told to."""
+    """Breaks the contract in the way that `how` says."""
 
     name = "scales"
 

@@ -1,4 +1,4 @@
-"""Results that train in two processes: under DDP, and sharded by FSDP2."""
+"""Train results in two processes: under DDP, and sharded by FSDP2."""
 
 import json
 import os
@@ -36,7 +36,7 @@ SCENARIOS = (
 
 @pytest.fixture(scope="module")
 def found():
-    """What each scenario gave, on each rank."""
+    """The results of each scenario, one per rank."""
     paths = [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [
@@ -65,7 +65,7 @@ def test_it_trains_to_the_bit_as_without_a_plan(found, name):
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_the_calls_of_who_wraps_and_shards_arent_taken_for_the_forwards(found, name):
-    """Else the forward would be taken for another one, and keep everything."""
+    """Otherwise the forward would seem to differ from the plan, and would keep everything for the backward pass."""
     assert [rank["logged"] for rank in found[name]] == [[], []]
 
 
@@ -78,7 +78,7 @@ def test_a_folded_model_trains_to_the_same_losses_under_ddp(found):
 def test_units_gather_for_others_a_few_at_a_time(found, name):
     for rank in found[name]:
         assert rank["gathered"] > 0
-        # The root, the one whose turn it is, the one that torch gathers ahead, and the one that is computed again.
+        # The root, the running unit, the one that torch gathers ahead, and the recomputed one.
         assert rank["together"] <= 4
 
 

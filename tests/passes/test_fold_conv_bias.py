@@ -1,4 +1,4 @@
-"""Moving a convolution's bias into the BatchNorm behind it."""
+"""Move a convolution's bias into the following BatchNorm."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from passes.program.tensor_pass import TensorPass
 from passes.program.tensor_rewriting import TensorRewriter
 from passes.program.weights import FoldedTensor, a_forward_runs, bare
 
-# Those whose BatchNorm isn't in eval for good, and whose convolution is a layer of torch's own.
+# Models whose BatchNorm isn't always in eval mode, and whose convolution has torch's own forward.
 TRAINED = [cls for cls in models.FOLDED if not issubclass(cls, models.Functional | models.Direct)]
 WITH_BIAS = [cls for cls in models.FOLDED if cls not in (models.Functional, models.TorchFunctions)]
 
@@ -68,7 +68,7 @@ def test_moves_the_bias_in_every_spelling(cls: type[nn.Module]) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cancels", [False, True])
 def test_a_bias_that_half_precision_needs_where_it_is_stays(dtype: torch.dtype, cancels: bool) -> None:
-    """What the convolution gives without it is rounded to its dtype, and may be far larger than with it."""
+    """Without its bias, the convolution's output is rounded to the dtype, and may be far larger than with it."""
     model = models.Pair().eval()
     x = image()
     if cancels:
@@ -117,7 +117,7 @@ def test_without_running_statistics_the_bias_is_dropped(mode: Mode) -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_bias_that_is_not_finite_is_left_alone(value: float) -> None:
-    """The mean of the batch wouldn't cancel it: both are NaN together."""
+    """The batch mean wouldn't cancel it: their difference is NaN."""
     model = models.Pair()
     model.bn = nn.BatchNorm2d(4, track_running_stats=False)
     with torch.no_grad():
@@ -136,7 +136,7 @@ def test_a_bias_that_is_not_finite_is_left_alone(value: float) -> None:
     ],
 )
 def test_a_moved_bias_needs_its_norm_in_every_branch(cls: type[nn.Module], passes: list[str]) -> None:
-    """In a branch that wasn't seen the convolution would be used without its bias: it raises instead."""
+    """An unseen branch would use the convolution without its bias, so it raises."""
     model = cls().eval()
     fast = optimize(model, passes, example_inputs=(image(),))
     assert {record.status for record in report_of(fast).passes} == {"applied"}, str(report_of(fast))
@@ -150,7 +150,7 @@ def test_a_moved_bias_needs_its_norm_in_every_branch(cls: type[nn.Module], passe
 
 
 class Nets(nn.Module):
-    """One of every kind of convolution and every setting of BatchNorm, one behind the other."""
+    """A chain with every kind of convolution and every setting of BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ PAIRS = ["plain", "average", "transposed", "synced", "volume", "line", "rows", "
 
 
 def folded(model: nn.Module, x: torch.Tensor, passes: Sequence[Any] = ("fold-conv-bias",)) -> Any:
-    """The result for a copy of the model: the two share nothing."""
+    """Optimize a copy of the model, so that the model and the result share nothing."""
     fast = optimize(copy.deepcopy(model), list(passes), mode="training", example_inputs=(x,))
     assert report_of(fast).passes[0].status == "applied", str(report_of(fast))
     return fast
@@ -188,7 +188,7 @@ def relative(mine: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def as_checkpointed(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and statistics, each running mean less the bias that stands before it."""
+    """Parameters and statistics, with each bias subtracted from the running mean after it."""
     state = {key: value.detach().double() for key, value in model.state_dict().items()}
     for name in PAIRS:
         bias = state.pop(f"{name}.0.bias")
@@ -208,7 +208,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y
 def train_together(
     dtype: torch.dtype, make: Callable[[Any], torch.optim.Optimizer]
 ) -> tuple[nn.Module, nn.Module, float]:
-    """Both after 20 steps on the same data, and by how much their outputs differed at most at any step."""
+    """The model and its result after 20 steps on the same data, and the largest difference of their outputs."""
     model = Nets().to(dtype).train()
     fast = folded(model, image(6, 3, 8, 8).to(dtype))
     assert [change.where for change in report_of(fast).passes[0].changes] == [f"{name}.0" for name in PAIRS]
@@ -230,7 +230,7 @@ def difference_in_eval(model: nn.Module, fast: nn.Module) -> float:
 
 
 def differences(model: nn.Module, fast: nn.Module, *, means: bool) -> float:
-    """The largest of all parameters and statistics, with or without the running means."""
+    """The largest difference of all parameters and statistics, with or without the running means."""
     mine, theirs = as_checkpointed(fast), as_checkpointed(model)
     assert mine.keys() == theirs.keys()
     moved = {f"{name}.1.running_mean" for name in PAIRS}
@@ -247,7 +247,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.slow
 def test_trains_as_the_original_with_sgd() -> None:
-    """In float32 what is left is rounding, which eight BatchNorms and twenty steps carry on: 5e-5 was measured."""
+    """In float32, rounding errors grow over eight BatchNorms and twenty steps: 5e-5 was measured."""
     for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 5e-4)):
         model, fast, worst = train_together(dtype, sgd)
         assert worst < bound
@@ -257,9 +257,10 @@ def test_trains_as_the_original_with_sgd() -> None:
 
 @pytest.mark.slow
 def test_trains_as_the_original_with_adamw_in_float64() -> None:
-    """Outputs, weights and variances agree to rounding; the running means as far as the original's biases stay.
+    """Outputs, weights and variances agree up to rounding; running means differ by the drift of the original's biases.
 
-    Their gradients of 1e-17 are divided by 1e-8 at least: AdamW moves them by 2e-10 even in float64.
+    The gradients of these biases are about 1e-17, and AdamW divides them by at least 1e-8. So it moves the biases a
+    little even in float64.
     """
     model, fast, worst = train_together(torch.float64, adamw)
     assert worst < 1e-12
@@ -274,7 +275,7 @@ def test_trains_as_the_original_with_adamw_in_float64() -> None:
 
 @pytest.mark.slow
 def test_under_adamw_in_float32_the_original_drifts_and_the_result_does_not() -> None:
-    """As documented: AdamW makes whole steps of the rounding in the gradient of the original's biases."""
+    """As documented: AdamW turns the rounding errors in the gradients of the original's biases into full steps."""
     model, fast, worst = train_together(torch.float32, adamw)
     assert worst < 5e-4
     exact, _, _ = train_together(torch.float64, adamw)
@@ -286,7 +287,7 @@ def test_under_adamw_in_float32_the_original_drifts_and_the_result_does_not() ->
 
 
 def test_gradients_of_one_step_and_what_optimizers_see() -> None:
-    """An optimizer made before holds the caller's parameters, which are the result's."""
+    """An optimizer made before optimize() holds the caller's parameters, which the result shares."""
     model = Nets().train()
     x, y = image(6, 3, 8, 8), image(6, 3, seed=2)
     before = copy.deepcopy(model.state_dict())
@@ -332,7 +333,7 @@ def test_train_and_eval_any_number_of_times() -> None:
             assert relative(fast.eval()(x), model.eval()(x)) < 5e-4
 
 
-# ---------------------------------------------------------------- frozen, and what else counts on the bias
+# ---------------------------------------------------------------- frozen norms, and code that depends on the bias
 
 
 def test_a_norm_in_eval_is_left_alone_where_the_bias_is_trained() -> None:
@@ -384,13 +385,13 @@ def test_who_trains_on_in_eval_is_told_that_the_bias_is_lost(cls: type[nn.Module
         UserWarning, match=r"isn't trained\. To train with this BatchNorm in eval mode, put it in eval mode before"
     ):
         fast(image()).sum().backward()
-    # Once is enough.
+    # It warns only once.
     fast(image()).sum().backward()
 
 
 @pytest.mark.parametrize("owner", ["conv", "bn"])
 def test_a_weight_that_is_computed_at_every_access_isnt_asked_for(owner: str) -> None:
-    """In training each access to a weight under spectral_norm, or one that is counted, moves the caller's buffers."""
+    """In training, each access to a weight with spectral_norm or a counter changes the caller's buffers."""
 
     class Counted(nn.Module):
         def __init__(self) -> None:
@@ -424,7 +425,7 @@ def test_a_bias_with_hooks_is_left_alone() -> None:
 
 
 class AuxiliaryHead(models.Pair):
-    """A head for training alone."""
+    """Has a head that runs only in training."""
 
     def more(self) -> None:
         self.aux, self.aux_bn = nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2)
@@ -496,7 +497,7 @@ def test_what_differs_between_the_modes_is_refused(cls: type[nn.Module], reason:
 
 
 class AloneInEval(AuxiliaryHead):
-    """In eval its convolution goes without the BatchNorm, in a forward that can't be traced there."""
+    """In eval mode, a data-dependent branch calls a convolution without its BatchNorm."""
 
     def forward(self, x: torch.Tensor) -> Any:
         y = self.bn(self.conv(x))
@@ -576,7 +577,7 @@ def test_in_bfloat16() -> None:
 
 
 def test_a_child_that_is_compiled_gives_its_bias_away() -> None:
-    """`torch.compile` calls a method that it keeps, and puts a name of its own into the paths of parameters and buffers."""
+    """`torch.compile` calls a stored method, and adds `_orig_mod` to the paths of parameters and buffers."""
     model = nn.Sequential(torch.compile(models.Pair(), backend="eager"), nn.ReLU()).train()
     x, y = image(6, 3, 8, 8), image(6, 4, 8, 8, seed=3)
     fast = folded(model, x)
@@ -741,7 +742,7 @@ def reset_all(model: Any) -> None:
 
 
 def load_and_reset(model: Any) -> None:
-    """The checkpoint brings another bias, which stays after a reset."""
+    """Load a checkpoint with another bias, and reset the statistics, which keeps this bias."""
     with torch.random.fork_rng():
         torch.manual_seed(5)
         state = enliven(models.Pair()).state_dict()
@@ -770,7 +771,7 @@ def test_a_reset_of_the_statistics_does_not_forget_the_bias(change: Callable[[An
 
 
 class AsksForTheBias(models.Pair):
-    """In branches that no run takes it uses the convolution's bias by itself."""
+    """Uses the convolution's bias directly, in branches that no run takes."""
 
     def forward(self, x: torch.Tensor, branch: str = "") -> torch.Tensor:
         if branch == "convolves":
@@ -820,7 +821,7 @@ def test_a_later_fold_gives_the_layer_a_bias_again() -> None:
 
 
 class Transposed(nn.Module):
-    """A transposed convolution that is given its output size."""
+    """Calls a transposed convolution with an output size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -848,7 +849,7 @@ def test_captured_layers_compute_without_the_placeholder(mode: Mode) -> None:
     assert torch.allclose(exported.module()(x), wanted, atol=1e-5)
 
 
-# ------------------------------------------------------------------------------------- passes that are wrong
+# ------------------------------------------------------------------------------------- wrong passes
 
 
 @dataclass(frozen=True)
@@ -867,7 +868,7 @@ class MovesTheMean(TensorPass):
 
 @pytest.mark.parametrize(("factor", "momentum"), [(0.0, 0.1), (0.99, 0.1), (1.0, 0.1), (2.0, 1.0)])
 def test_a_mean_that_is_moved_wrongly_is_found(factor: float, momentum: float) -> None:
-    """In training no output shows it; with momentum 1 the statistics after a step don't either."""
+    """In training, no output shows the error; with momentum 1, the statistics after a step don't either."""
     model = models.Pair().train()
     model.bn.momentum = momentum
     fast = optimize(model, [MovesTheMean(factor)], mode="training", example_inputs=(image(4, 3, 8, 8),))

@@ -1,4 +1,4 @@
-"""Folding a BatchNorm into the convolution before it."""
+"""Fold a BatchNorm into the preceding convolution."""
 
 import copy
 import functools
@@ -93,7 +93,7 @@ def test_other_dtypes_keep_theirs(dtype: torch.dtype) -> None:
 
 
 def random_pair(seed: int) -> tuple[nn.Module, torch.Tensor]:
-    """A convolution or linear layer and a BatchNorm with the statistics of what it is given."""
+    """A layer with a BatchNorm that has the statistics of its inputs, and an example input."""
     draw = random.Random(seed)
     dims, before, behind = draw.choice([0, 1, 2, 2]), draw.choice([3, 8, 16]), draw.choice([2, 8, 16])
     with torch.random.fork_rng():
@@ -121,10 +121,10 @@ def test_ordinary_pairs_in_half_precision_are_folded(dtype: torch.dtype, seed: i
 
 
 def test_a_number_that_happens_to_be_exact_is_not_taken_for_the_precision_of_a_layer() -> None:
-    """Of one output, what rounding does to the layer shows at inputs beside it only."""
+    """The rounding error of a layer with one output may be 0 for one input, and show only for similar inputs."""
     model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.BatchNorm1d(1, eps=0.0)).bfloat16().eval()
     with torch.no_grad():
-        # 179/256 + 77/256 is 1, and the BatchNorm makes much of what the sum is off by elsewhere.
+        # 179/256 + 77/256 is exactly 1. For other inputs, the BatchNorm amplifies the rounding error of the sum.
         model[0].weight.copy_(torch.tensor([[179 / 256, 77 / 256]]))
         model[1].running_mean.fill_(0.984375)
         model[1].running_var.fill_(8e-4)
@@ -135,7 +135,7 @@ def test_a_number_that_happens_to_be_exact_is_not_taken_for_the_precision_of_a_l
 
 
 class CancellingFunctions(nn.Module):
-    """Two pairs of functions in one forward: nothing but their order tells them apart."""
+    """Two pairs of functions in one forward; only their order distinguishes them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def test_the_weight_is_rounded_once() -> None:
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_weight_is_folded_in_slices_of_its_rows(kind: str, dtype: torch.dtype, monkeypatch: Any) -> None:
-    """In float64 no more than the slice stands beside it, and what comes out is the same to the bit."""
+    """At most one slice is converted to float64 at a time, and the result is bitwise the same."""
     make, shape = CONVOLUTIONS[kind]
     convolution = make()
     model = enliven(nn.Sequential(convolution, norm_behind(convolution, shape))).to(dtype).eval()
@@ -335,7 +335,7 @@ def test_a_guarded_module_can_be_optimized_again(guarded: Any) -> None:
 
 
 class Sized(nn.Module):
-    """A transposed convolution that is told what size is to come out."""
+    """Calls a transposed convolution with an output size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,14 +367,14 @@ def test_a_transposed_convolution_may_be_told_its_output_size(kind: type[Sized])
 
 
 class Box:
-    """Holds anything, and shows it to nobody who looks for attributes."""
+    """Holds a value in a slot, where a search of `__dict__` doesn't find it."""
 
     __slots__ = ("kept",)
 
 
 @dataclass
 class Given:
-    """What a model is given in an object of a class that nobody knows."""
+    """An argument of a class that torch doesn't know as a container."""
 
     x: Tensor
     box: Box
@@ -390,7 +390,7 @@ class TakesObject(nn.Module):
 
 
 class KeepsInObject(TakesObject):
-    """The object holds the output of the convolution afterwards."""
+    """Stores the output of the convolution in the object."""
 
     def forward(self, given: Given) -> Tensor:
         given.box.kept = self.conv(given.x)
@@ -408,7 +408,7 @@ def test_what_comes_in_an_object_goes_through_layers_that_fold(kind: type[nn.Mod
 
 
 def test_a_result_of_another_pass_is_folded_later() -> None:
-    """What the first pass left to guard checkpoints is no reader of the weight."""
+    """The checkpoint guard of the first pass doesn't count as a reader of the weight."""
     model = enliven(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))).eval()
     given = (image(),)
     fast = optimize(optimize(model, ["fold-conv-bias"], example_inputs=given), ["fold-conv-bn"], example_inputs=given)
@@ -452,7 +452,7 @@ def test_code_that_goes_around_the_seal_finds_no_number_of_a_folded_norm() -> No
 
 
 def test_a_cache_that_only_the_first_run_fills_stands_in_no_way() -> None:
-    """As the position embeddings of RT-DETR, which a function with `lru_cache` computes."""
+    """As in RT-DETR, where a function with `lru_cache` computes the position embeddings."""
 
     @functools.lru_cache
     def positions(size: int) -> Tensor:

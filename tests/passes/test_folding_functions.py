@@ -1,4 +1,4 @@
-"""Folding where a convolution or a BatchNorm is a function, in another module than the other of the two."""
+"""Fold pairs across modules, and pairs in which a convolution or a BatchNorm is called as a function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BOTH = ["fold-conv-bias", "fold-conv-bn"]
 
 
 class Conv(nn.Module):
-    """A convolution that is a module, below another one."""
+    """Has a convolution as its child."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Conv(nn.Module):
 
 
 class OwnConv(nn.Conv2d):
-    """A convolution with a forward of its own."""
+    """A convolution with its own forward, which pads the input."""
 
     def __init__(self) -> None:
         super().__init__(3, 4, 3)
@@ -43,14 +43,14 @@ class OwnConv(nn.Conv2d):
 
 
 class PlainConv(OwnConv):
-    """One that pads nothing."""
+    """The same without padding."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.conv2d(input, self.weight, self.bias)
 
 
 class Norm(nn.Module):
-    """A BatchNorm that is a module, below another one."""
+    """Has a BatchNorm as its child."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,12 +61,12 @@ class Norm(nn.Module):
 
 
 def own_norm() -> nn.Module:
-    """A BatchNorm with a forward of its own, which asks for the shape and applies an activation."""
+    """A BatchNorm with its own forward, which calls functions: the BatchNorm and an activation."""
     return BatchNormAct(4)
 
 
 class Apart(nn.Module):
-    """The two in different modules, which another one calls; and a way on which only the first is called."""
+    """Calls two modules that have one half of the pair each; with `half`, only the first."""
 
     def __init__(self, first: Any, second: Any) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Apart(nn.Module):
 
 
 class Branching(Apart):
-    """A branch on data: only recorded runs show what it does."""
+    """Has a data-dependent branch, so that only recorded runs show its operations."""
 
     def forward(self, x: Tensor, *, half: bool = False) -> Any:
         y = self.first(x)
@@ -87,7 +87,7 @@ class Branching(Apart):
 
 
 class OwnLayer(nn.Module):
-    """A linear layer that is a function."""
+    """Calls a linear layer as a function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def leading_linear() -> nn.Module:
 
 
 class LeadingFunction(nn.Module):
-    """A BatchNorm that is a function, in front of something."""
+    """Calls a BatchNorm as a function; the layer after it is in another module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ def test_exported_and_compiled(kind: str, tmp_path: Any) -> None:
 
 
 class InOne(nn.Module):
-    """A convolution that is a module, and a BatchNorm that is a function of the same forward."""
+    """Calls a convolution as a module and a BatchNorm as a function, in the same forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class InOne(nn.Module):
         self.register_buffer("var", torch.linspace(0.5, 2, 4))
 
     def more(self) -> None:
-        """What a subclass has besides."""
+        """Add modules in a subclass."""
 
     def norm(self, x: Tensor) -> Tensor:
         return F.batch_norm(x, self.mean, self.var)
@@ -214,7 +214,7 @@ class InOne(nn.Module):
 
 
 class InRow(InOne):
-    """A further BatchNorm behind one that was folded, in the same graph."""
+    """A second BatchNorm after a folded one, in the same forward."""
 
     def more(self) -> None:
         self.second = nn.BatchNorm2d(4)
@@ -224,7 +224,7 @@ class InRow(InOne):
 
 
 class InRowApart(InOne):
-    """A further BatchNorm behind one that was folded, in another module."""
+    """A second BatchNorm after a folded one, in another module."""
 
     def more(self) -> None:
         self.second, self.third = nn.BatchNorm2d(4), BatchNormAct(4)
@@ -244,7 +244,7 @@ def test_the_convolution_by_itself_raises(kind: type[InOne], folded: int) -> Non
 
 
 class CalledToo(InOne):
-    """The layer whose weight a function takes is called as well."""
+    """A function uses the weight of a layer that is also called."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(F.conv2d(x, self.conv.weight, self.conv.bias)) + self.conv(x.tanh())
@@ -289,7 +289,7 @@ def test_a_convolution_that_is_a_function_can_still_be_brought_into_channels_las
 
 
 class ScaledBetween(nn.Module):
-    """The product is right on any rank, the BatchNorm behind it isn't."""
+    """The product is right for any number of dims, but the BatchNorm after it isn't."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,7 +305,7 @@ def test_behind_a_product_too_a_norm_takes_one_dim_for_the_channels() -> None:
     fast = optimize(model, ["fold-conv-bn"], example_inputs=(image(),))
     assert len(report_of(fast).passes[0].changes) == 2
     assert check_parity(model, fast, (image(),), batch_sizes=(1, 3)).ok
-    # As many rows as channels: without a batch dim, the function normalises the rows.
+    # The input has no batch dim, so the function normalizes the rows, of which there are as many as channels.
     x = image(3, 6, 8)
     assert model(x).shape == (4, 4, 6)
     with pytest.raises(UnseenCall):

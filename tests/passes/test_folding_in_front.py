@@ -1,4 +1,4 @@
-"""Folding a BatchNorm into the layer behind it."""
+"""Fold a BatchNorm into the following layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optimizer import check_parity, export, optimize, report_of
 from passes import FoldConvBias, FoldConvBn
 from passes.errors import UnseenCall
 
-# The layer behind the BatchNorm, and the shape of an input.
+# The layer after the BatchNorm, and the shape of an input.
 LAYERS: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
     "conv1d": (lambda **k: nn.Conv1d(4, 6, 3, **k), (2, 4, 9)),
     "conv1d grouped": (lambda **k: nn.Conv1d(4, 6, 3, groups=2, **k), (2, 4, 9)),
@@ -55,7 +55,7 @@ def test_the_algebra_is_exact_in_float64(kind: str, affine: bool, bias: bool) ->
 
 
 class Front(nn.Module):
-    """A BatchNorm and a layer behind it, and what a subclass does with the two."""
+    """A BatchNorm and the layer after it; subclasses use the two in other ways."""
 
     example = image(2, 4, 8, 8)
 
@@ -67,7 +67,7 @@ class Front(nn.Module):
         enliven(self)
 
     def more(self) -> None:
-        """What a subclass has besides, or instead."""
+        """Add or replace modules in a subclass."""
 
     def forward(self, x: Tensor) -> Any:
         return self.layer(self.norm(x)).relu()
@@ -82,7 +82,7 @@ class BothSides(Front):
 
 
 class InRow(Front):
-    """Two BatchNorms, of which the second has a convolution on each side."""
+    """Two BatchNorms; the second is between two convolutions."""
 
     def more(self) -> None:
         self.first, self.second = nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
@@ -92,7 +92,7 @@ class InRow(Front):
 
 
 class Twice(Front):
-    """Two BatchNorms in front of one convolution."""
+    """Two BatchNorms before one convolution."""
 
     def more(self) -> None:
         self.other = nn.BatchNorm2d(4)
@@ -116,7 +116,7 @@ class Island(Front):
 
 
 class Transposed(Front):
-    """The BatchNorm's channels are the features of the linear layer once they are brought to the last dim."""
+    """A transpose turns the BatchNorm's channels into the features of the linear layer."""
 
     example = image(2, 4, 7)
 
@@ -128,7 +128,7 @@ class Transposed(Front):
 
 
 class SharedInput(Front):
-    """What the BatchNorm is given is used besides: that is as it was."""
+    """The input of the BatchNorm has another user, which a fold doesn't affect."""
 
     def more(self) -> None:
         self.layer = nn.Conv2d(4, 4, 1)
@@ -138,7 +138,7 @@ class SharedInput(Front):
 
 
 class Unsqueezed(Front):
-    """What moves the values between the two gives them another dim."""
+    """The operation between the two adds a dim."""
 
     example = image(6, 4)
 
@@ -253,7 +253,7 @@ class LayerTwice(Front):
 
 
 class Straight(Front):
-    """As many positions as channels: the linear layer takes the positions."""
+    """The linear layer computes on the positions, of which there are as many as channels."""
 
     example = image(2, 4, 4)
 
@@ -274,7 +274,7 @@ class OtherFeatures(Straight):
 
 
 class Grid(Front):
-    """An image of which a linear layer takes the last dim."""
+    """A linear layer computes on the last dim of an image."""
 
     def more(self) -> None:
         self.layer = nn.Linear(8, 6)
@@ -322,7 +322,7 @@ def test_refuses_with_the_reason(kind: type[Front]) -> None:
 
 
 def test_a_bias_in_front_of_a_norm_that_leads_stays_right() -> None:
-    """The bias of one convolution goes into the BatchNorm, and that into the next where it can't go into the first."""
+    """One pass moves a bias into the BatchNorm between two convolutions, and then another pass folds the BatchNorm."""
     model = InRow().eval()
     fast = optimize(model, ["fold-conv-bias"], example_inputs=(model.example,))
     again = optimize(fast, ["fold-conv-bn"], example_inputs=(model.example,))
@@ -330,10 +330,10 @@ def test_a_bias_in_front_of_a_norm_that_leads_stays_right() -> None:
 
 
 def test_a_norm_that_took_a_bias_in_stays_behind_its_convolution() -> None:
-    """It is right behind that one only; folded into the next, it would open no seal any more."""
+    """It is right only after this convolution: folded into the next one, it would no longer open this one's seal."""
     model = InRow().eval()
     with torch.no_grad():
-        # Folded into the convolution before it, the BatchNorm would give weights that float32 can't hold.
+        # Weights that would overflow float32 if the BatchNorm were folded into the preceding convolution.
         model.norm = nn.Identity()
         model.first.weight *= 1e37
         model.second.weight *= 1e3
@@ -360,7 +360,7 @@ class LayerAlone(Front):
 
 
 class Swapped(Front):
-    """Which dim the features stand in depends on a value."""
+    """The dim of the features depends on a value."""
 
     example = image(2, 4, 4)
 

@@ -1,4 +1,4 @@
-"""Several BatchNorms in a row that one convolution carries: what lies between two of them is right for neither alone."""
+"""Fold several BatchNorms in a row into one convolution, so that the values between them are no longer right."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ Layer = Callable[[], nn.Module]
 
 
 class OwnConv(nn.Conv2d):
-    """A convolution with a forward of its own."""
+    """A convolution with its own forward."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.conv2d(input, self.weight, self.bias)
 
 
 class OwnNorm(nn.BatchNorm2d):
-    """A BatchNorm with a forward of its own."""
+    """A BatchNorm with its own forward."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias)
 
 
 class Row(nn.Module):
-    """One after the other; a branch on data makes that a thing of recorded runs."""
+    """Runs its layers one after the other; with `branches`, it also has a data-dependent branch."""
 
     def __init__(self, *layers: Layer, branches: bool = False) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Row(nn.Module):
 
 
 class Moved(Row):
-    """The value is moved between the two."""
+    """A transpose and a copy are between the two BatchNorms."""
 
     def forward(self, x: Tensor, *, until: int | None = None) -> Tensor:
         conv, first, second = self.layers
@@ -80,7 +80,7 @@ def activated() -> nn.Module:
     return BatchNormAct(4)
 
 
-# The layers, and how many of the BatchNorms are folded.
+# The layers, and the number of BatchNorms that are folded.
 ROWS: dict[str, tuple[tuple[Layer, ...], int]] = {
     "behind": ((conv, norm, norm), 2),
     "three behind": ((conv, norm, norm, norm), 3),
@@ -118,7 +118,7 @@ def test_all_are_folded_and_no_part_answers_wrong(kind: str, passes: list[str], 
 def _check_parts(model: Row, fast: Row) -> None:
     wanted = made = IMAGE
     for mine, theirs in zip(model.layers, fast.layers, strict=True):
-        # On its own a part doesn't answer, or gives what nothing but the next one opens.
+        # A part alone raises, or returns a sealed value that only the next part opens.
         with pytest.raises(UnseenCall):
             theirs(wanted) + 1
         wanted, made = mine(wanted), theirs(made)

@@ -1,4 +1,4 @@
-"""Pairs whose tensors lie in the memory of others: ties by `.data`, views of statistics, flat buffers."""
+"""Folding pairs whose tensors share memory with others: ties by `.data`, views of statistics, flat buffers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from passes import FoldConvBias, FoldConvBn
 
 
 class _Tied(Pair):
-    """Two convolutions over one storage, each with parameters of its own."""
+    """Two convolutions, each with its own parameters, over the same memory."""
 
     def more(self) -> None:
         self.other = nn.Conv2d(3, 4, 3, padding=1)
@@ -76,7 +76,7 @@ class _WritesOut(_ViewOfMean):
 
 
 class _ScriptedTwin(Pair):
-    """A scripted layer has the same bias."""
+    """A scripted layer shares the bias of the convolution."""
 
     def more(self) -> None:
         other = nn.Conv2d(3, 4, 3, padding=1)
@@ -88,7 +88,7 @@ class _ScriptedTwin(Pair):
 
 
 class _ListsBias(Pair):
-    """Keeps a list of its parameters that no run shows a forward to read."""
+    """Keeps its bias in a list, which the forward never reads."""
 
     def more(self) -> None:
         self.kept = [self.conv.bias]
@@ -100,7 +100,7 @@ class _KeepsCall(Pair):
 
 
 class _OneBuffer(nn.Module):
-    """The statistics of two BatchNorms are rows of one buffer."""
+    """The statistics of two BatchNorms are rows of one tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class _OneBuffer(nn.Module):
         self.more(rows)
 
     def more(self, rows: Tensor) -> None:
-        """What a subclass does with the rows."""
+        """Use the rows in a subclass."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.first(x) + self.second(x)
@@ -132,7 +132,7 @@ class _TwoNormsOverOne(_OneBuffer):
 
 
 def _flat() -> nn.Module:
-    """All parameters are views of one vector that no module holds."""
+    """A model whose parameters are views of one vector, which no module holds."""
     model = enliven(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3)))
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     start = 0
@@ -143,7 +143,7 @@ def _flat() -> nn.Module:
 
 
 def _flat_parameter() -> nn.Module:
-    """The parameters are views of one that the model holds."""
+    """A model whose convolution has parameters that are views of another parameter, `flat`."""
     model = Pair()
     model.flat = nn.Parameter(torch.cat([model.conv.weight.detach().flatten(), model.conv.bias.detach()]))
     model.conv.weight.data = model.flat.data[:108].view(4, 3, 3, 3)

@@ -1,4 +1,4 @@
-"""Layers that code may run past what a fold puts in the place of their forward: by a method that is kept, or as a function."""
+"""Folded layers that a model can run past their folded forward: by a stored method, or as a function of the class."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from optimizer import optimize, report_of
 from passes.errors import UnseenCall
 
-# How a model keeps what runs its convolution, and how it runs it then.
+# How a model stores a way to run one of its layers, and how it runs the layer then.
 KEPT: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Any]]] = {
     "method": (lambda m: m.conv.forward, lambda m, x: m.kept(x)),
     "in a list": (lambda m: [m.conv.forward], lambda m, x: m.kept[0](x)),
@@ -37,7 +37,7 @@ Conv2d = nn.Conv2d
 
 
 class Branch(Pair):
-    """Runs its convolution another way where no example shows it."""
+    """Runs a layer in another way in a branch that no example input takes."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

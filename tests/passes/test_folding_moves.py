@@ -1,4 +1,4 @@
-"""Folding over what stands between a layer and its BatchNorm, moves its values and changes none."""
+"""Folding across operations between a layer and its BatchNorm that only move values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from passes.program.seals import SealedOutput
 
 
 class Moved(nn.Module):
-    """A linear layer whose features a move brings to dim 1, where the BatchNorm takes the channels."""
+    """A linear layer whose features are moved to dim 1, the channel dim of the BatchNorm."""
 
     example = image(2, 7, 5)
 
@@ -32,14 +32,14 @@ class Moved(nn.Module):
         enliven(self)
 
     def more(self) -> None:
-        """What a subclass has besides, or instead."""
+        """Add or replace modules in a subclass."""
 
     def forward(self, x: Tensor) -> Any:
         return self.norm(self.layer(x).transpose(1, 2)).relu()
 
 
 class Flattened(Moved):
-    """As in LeViT: all positions in one dim, and back into the shape of the value before."""
+    """Flattens all positions into one dim, and restores the shape after the BatchNorm, as LeViT does."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.layer(x)
@@ -58,7 +58,7 @@ class Permuted(Moved):
 
 
 class Island(Moved):
-    """A branch on data, so that only recorded runs show what the forward does."""
+    """Has a data-dependent branch, so that only recorded runs show what the forward does."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.layer(x)
@@ -68,7 +68,7 @@ class Island(Moved):
 
 
 class Pixels(Moved):
-    """A convolution whose image is flattened behind it."""
+    """A convolution whose output is flattened before the BatchNorm."""
 
     example = image(2, 3, 8, 8)
 
@@ -81,7 +81,7 @@ class Pixels(Moved):
 
 
 class Dropped(Pixels):
-    """Dropout stands between, which does nothing in eval."""
+    """Has dropout between the layer and the BatchNorm, which does nothing in eval."""
 
     def more(self) -> None:
         self.layer, self.norm = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)
@@ -92,7 +92,7 @@ class Dropped(Pixels):
 
 
 class Across(Moved):
-    """The layer and the move stand in a child, the BatchNorm in another."""
+    """The layer and the move are in one child, the BatchNorm is in another."""
 
     class Front(nn.Module):
         def __init__(self) -> None:
@@ -118,7 +118,7 @@ class Across(Moved):
 
 
 class Function(Moved):
-    """The BatchNorm is a function: nothing seals the value between the two."""
+    """The BatchNorm is called as a function, not as a module."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.layer(x).transpose(1, 2)
@@ -156,7 +156,7 @@ def test_what_is_folded_can_be_compiled(kind: type[Moved]) -> None:
 
 
 class OtherDim(Moved):
-    """As many positions as features: the BatchNorm takes the positions for channels."""
+    """Has as many positions as features: the BatchNorm takes the positions as channels."""
 
     example = image(2, 6, 5)
 
@@ -165,7 +165,7 @@ class OtherDim(Moved):
 
 
 class Merged(Moved):
-    """Positions and features in one dim."""
+    """Flattens positions and features into one dim."""
 
     def more(self) -> None:
         self.layer, self.norm = nn.Linear(5, 2), nn.BatchNorm1d(14)
@@ -196,7 +196,7 @@ class BaseWritten(Moved):
 
 
 class Reshaped(Moved):
-    """The value itself comes back in another shape, not only its shape is asked for."""
+    """Uses the value itself in `reshape_as`, not only its shape."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.layer(x)
@@ -210,7 +210,7 @@ class HookedMove(Pixels):
 
 
 class DropsStill(Dropped):
-    """It draws in eval too."""
+    """Its dropout draws random numbers in eval too."""
 
     def forward(self, x: Tensor) -> Any:
         torch.manual_seed(0)
@@ -268,20 +268,20 @@ class DroppedByFunction(Dropped):
 
 @pytest.mark.parametrize("kind", [DroppedByModule, DroppedByFunction])
 def test_in_training_dropout_is_no_move(kind: type[Moved]) -> None:
-    """It draws, and what it sets to zero is zero without the bias too: the bias doesn't cancel."""
+    """Dropout sets random values to zero, bias included, so the BatchNorm doesn't cancel the bias."""
     model = kind().train()
     fast = optimize(model, ["fold-conv-bias"], mode="training", example_inputs=(image(4, 3, 8, 8),))
     (record,) = report_of(fast).passes
     assert record.status == "unchanged"
     (skip,) = record.skips
     assert (skip.where, "its output passes" in skip.text) == ("layer", True)
-    # In eval alone it would be one.
+    # In eval, the same dropout is a move.
     tree, context = captured(model.eval(), image(4, 3, 8, 8))
     assert len(FoldConvBias().run(tree, context).changes) == 1
 
 
 class MovedConstant(Moved):
-    """What the BatchNorm is given comes from nowhere that a recorded run knows."""
+    """The input of the BatchNorm is a permuted constant, which no recorded call computed."""
 
     def more(self) -> None:
         self.grid = [image(7, 6, 2)]
@@ -300,7 +300,7 @@ def test_what_is_moved_may_come_from_nowhere() -> None:
 
 
 class Turning(Moved):
-    """Which dim holds the channels depends on a value."""
+    """A data-dependent branch decides which dim holds the channels."""
 
     example = image(2, 6, 5)
 

@@ -1,4 +1,4 @@
-"""Forwards that go by the rank of a value, in a branch or in a text: they are rewritten for the rank that the runs showed."""
+"""Forwards that read the rank of a value, for a branch or for text, are rewritten for the rank in the recorded runs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from optimizer import check_parity, optimize
 from passes.errors import UnseenCall
 
 X = image()
-# A second input: no rewrite asks for its rank, but for the forwards here.
+# Values for a second input. Only the forwards here read its rank; no rewrite does.
 WIDE, NARROW = torch.full((2, 1, 1, 1), 2.0), torch.full((2, 1), 2.0)
 
 
 class AssertingNorm(nn.BatchNorm2d):
-    """As timm's BatchNormAct2d: text of the rank in the message of an assertion."""
+    """Puts the rank into the message of an assertion, as timm's BatchNormAct2d does."""
 
     def forward(self, x: Tensor) -> Tensor:
         torch._assert(x.ndim == 4, f"expected 4D input (got {x.ndim}D input)")
@@ -90,7 +90,7 @@ def test_another_rank_than_that_of_the_runs_is_an_error(norm, how):
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_norm_by_itself_takes_its_other_way_as_the_original(norm):
-    """The forward is the class' own: what it does there reads nothing that was folded."""
+    """For another rank, the forward of the class reads nothing that was folded."""
     model = Pair(norm)
     fast = optimize(model, ["fold-conv-bn"], example_inputs=(X,))
     try:
@@ -130,7 +130,7 @@ def test_a_bias_is_moved_in_training():
 
 
 class Scaled(Pair):
-    """Two ways, of which the rank of a second input decides."""
+    """Has two branches; the rank of a second input decides between them."""
 
     def forward(self, x: Tensor, scale: Tensor) -> Any:
         y = self.conv(x)
@@ -167,7 +167,7 @@ def test_the_way_of_another_rank_is_no_wrong_number(cls):
 
 
 class Outer(nn.Module):
-    """One whose child alone asks, and gives back what was never folded."""
+    """Uses the output of a child, whose other branch returns the convolution's output without the BatchNorm."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ def test_nothing_can_be_computed_with_what_a_child_gives_under_a_seal():
 
 
 class Activated(nn.Module):
-    """What is fused in one way only."""
+    """Has operations to fuse in only one of its branches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def test_the_forward_of_the_class_answers_where_no_tensor_was_changed(passes):
 
 
 class Naming(Pair):
-    """Gives back the text, and takes a child by it."""
+    """Uses text of the rank to select a child, and as a key of its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ def test_text_that_is_kept_is_kept_at_every_call():
 
 
 class Sizing(Pair):
-    """Text of a size, which differs with the batch."""
+    """Returns text of the batch size."""
 
     def forward(self, x: Tensor) -> Any:
         return f"{x.shape[0]} of {len(x)}", self.bn(self.conv(x))
@@ -278,7 +278,7 @@ def test_text_of_a_size_is_that_of_each_call():
 
 
 class Growing(nn.Module):
-    """A rank that is another one by the time it is asked for."""
+    """Changes the rank of its input in place before it reads the rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ def test_a_rank_that_is_written_to_is_not_taken_for_known():
 
 
 class Counting(Pair):
-    """Writes to a buffer for inputs of a rank that no run showed."""
+    """Writes to a buffer if its input has a rank that no recorded run has."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ IMAGE, LINE = image(), image(2, 7, 5)
 
 
 class Scaled(nn.Module):
-    """A convolution and a product by channel, and what a subclass does with the two."""
+    """A convolution and a product by channel; subclasses use the two in other ways."""
 
     example = IMAGE
     shape: tuple[int, ...] = (4, 1, 1)
@@ -34,7 +34,7 @@ class Scaled(nn.Module):
         self.gamma = nn.Parameter(0.5 + torch.rand(self.shape, generator=torch.Generator().manual_seed(1)))
 
     def more(self) -> None:
-        """What a subclass has besides, or instead."""
+        """Add or replace modules in a subclass."""
 
     def forward(self, x: Tensor) -> Any:
         return (self.layer(x) * self.gamma).relu()
@@ -72,7 +72,7 @@ class WithoutBias(Linear):
 
 
 class Shifted(Scaled):
-    """All spellings in a row, around a BatchNorm."""
+    """Several kinds of products and differences in a row, around a BatchNorm."""
 
     def more(self) -> None:
         self.norm = nn.BatchNorm2d(4)
@@ -86,7 +86,7 @@ class Shifted(Scaled):
 
 
 class Island(Scaled):
-    """The product is in a module of its own, the branch around it."""
+    """The product is in a separate module, and a data-dependent branch decides whether it runs."""
 
     def more(self) -> None:
         self.scale = Scale()
@@ -97,7 +97,7 @@ class Island(Scaled):
 
 
 class BehindNorm(Scaled):
-    """As in blocks with a scale of their own: the BatchNorm is in the block, the product around it."""
+    """The BatchNorm is inside a block, and the product comes after the block."""
 
     def more(self) -> None:
         self.layer = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
@@ -174,20 +174,20 @@ def test_a_factor_that_is_given_again_raises() -> None:
 
 
 class ByPosition(Linear):
-    """One number for each position, not for each feature."""
+    """The scale has one number for each position, not for each feature."""
 
     shape = (7, 1)
 
 
 class Square(Linear):
-    """As many positions as features."""
+    """Like `ByPosition`, with as many positions as features."""
 
     example = image(2, 6, 5)
     shape = (6, 1)
 
 
 class Spread(Scaled):
-    """One number for each image as much as for each channel, as far as its shape tells."""
+    """The scale has one number for each image, and there are as many images as channels."""
 
     example = image(4, 3, 8, 8)
     shape = (4, 1, 1, 1)
@@ -198,7 +198,7 @@ class Whole(Scaled):
 
 
 class Wider(Linear):
-    """It gives the product a dim more."""
+    """The scale adds a dim to the product."""
 
     shape = (1, 1, 1, 6)
 
@@ -246,7 +246,7 @@ class WithAlpha(Scaled):
 
 
 class WithAlphaByPosition(Scaled):
-    """A spelling from before `alpha`."""
+    """Calls the deprecated overload that takes `alpha` by position."""
 
     def forward(self, x: Tensor) -> Any:
         return torch.sub(self.layer(x), 2, self.gamma)
@@ -298,7 +298,7 @@ def test_refuses(kind: type[Scaled]) -> None:
 
 
 class Masked(Scaled):
-    """May be given a mask, and uses what it is given as a size."""
+    """Takes an optional mask, and a size that it computes with."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None, size: int = 1) -> Any:
         y = self.layer(x) * self.gamma / (size // 2 + 1)
@@ -306,7 +306,7 @@ class Masked(Scaled):
 
 
 class MaskedFunction(Masked):
-    """The layer is called as a function; the product is elsewhere."""
+    """Calls the layer as a function; the product is in a separate module."""
 
     def more(self) -> None:
         self.scale = Scale()
@@ -317,7 +317,7 @@ class MaskedFunction(Masked):
 
 
 class Around(nn.Module):
-    """Calls a block with what it was made with."""
+    """Calls a block with the arguments from its own constructor, and with a size of the input."""
 
     def __init__(self, block: nn.Module, *given: Any) -> None:
         super().__init__()
@@ -347,7 +347,7 @@ def test_a_product_is_folded_where_none_is_the_default_or_the_users(kind: type[S
 
 @pytest.mark.slow
 def test_a_fold_in_what_is_given_a_size_is_exported(tmp_path: Any) -> None:
-    """To a trace a size is a tensor."""
+    """In a trace, a size is a tensor."""
     model = Around(Masked()).eval()
     fast = optimize(model, ["fold-conv-bn"], example_inputs=(IMAGE,))
     assert len(report_of(fast).passes[0].changes) == 1
@@ -372,7 +372,7 @@ class Sparse(Linear):
 
 
 class SparseRow(Sparse):
-    """The same in the layout of a sparse matrix."""
+    """The same with a CSR matrix."""
 
     def laid_out(self, mask: Tensor) -> Tensor:
         return laid_out("csr", mask[None])

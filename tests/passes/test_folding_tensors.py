@@ -1,4 +1,4 @@
-"""Tensors that no fold can take, and forwards that are written in ways of their own."""
+"""Tensors that can't be folded, and folds in forwards that are written in unusual ways."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from passes.errors import UnseenCall
 
 
 class Logarithmic(Tensor):
-    """A tensor with an arithmetic of its own, as libraries for quantization have them."""
+    """Stands for a tensor class with its own arithmetic, as in quantization libraries."""
 
 
 def _of_another_class() -> nn.Module:
@@ -37,7 +37,7 @@ def _laid_out(layout: str) -> Callable[[], nn.Module]:
 
 
 class _Complex(nn.Module):
-    """A convolution and a product, by complex numbers."""
+    """A convolution and a product with complex numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class _Complex(nn.Module):
 
 
 class _Integer(nn.Module):
-    """A layer and a product, by whole numbers."""
+    """A linear function and a product with integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,14 +85,14 @@ def test_says_what_keeps_a_tensor_from_being_folded(kind: str) -> None:
 
 
 class _GivenForward(Island):
-    """Its forward is in the instance, and branches on data."""
+    """Its forward is an attribute of the instance, and has a data-dependent branch."""
 
     def more(self) -> None:
         self.forward = types.MethodType(Island.forward, self)
 
 
 class _OwnIdentity(nn.Identity):
-    """Gives its input as it is, today."""
+    """Returns its input unchanged, but has its own forward."""
 
     def forward(self, input: Tensor) -> Tensor:
         return input
@@ -107,7 +107,7 @@ class _ThroughOwnIdentity(Pair):
 
 
 class _Often(nn.Module):
-    """Calls what it holds as often as there are images."""
+    """Calls a module that it keeps in a list, once for each image."""
 
     def __init__(self, conv: nn.Module) -> None:
         super().__init__()

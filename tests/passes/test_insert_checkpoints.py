@@ -1,4 +1,4 @@
-"""A module that trains in the memory it was given, and computes what it did."""
+"""insert-checkpoints: training within a memory budget, with the same results to the bit."""
 
 import copy
 import json
@@ -70,7 +70,7 @@ class Layer(nn.Module):
 
 
 class Words(nn.Module):
-    """Computes its own loss, and gives it beside other things; its weights are tied."""
+    """Returns its own loss together with the logits; its weights are tied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Words(nn.Module):
 
 
 class Looking(nn.Module):
-    """Looks at numbers, which fake tensors don't have."""
+    """Branches on a value, which fake tensors don't have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def planned(name, model=None, **options):
 
 
 def steps(model, inputs, kwargs, count=3, autocast=False):
-    """Losses, gradients and buffers of several steps, with the random state behind them."""
+    """The losses, gradients and buffers of several steps, and the random state after them."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     torch.manual_seed(1)
     seen = []
@@ -149,11 +149,11 @@ def assert_equal(expected, got):
 
 
 def share_again(result):
-    """The share of the forward's FLOPs that is computed again, as the report says."""
+    """The percentage of the forward's FLOPs that is recomputed, read from the report."""
     return float(re.search(r"computes ([\d.]+) %", report_of(result).passes[-1].changes[-1].text)[1])
 
 
-# ------------------------------------------------------------------------------------- the promise
+# ------------------------------------------------------------------------------------- results and budget
 
 
 @pytest.mark.parametrize("budget", [0.7, "min"])
@@ -191,7 +191,7 @@ def test_the_report_shows_the_plan_beside_others():
     assert detail.eager.peak == peak_of(model, inputs, kwargs)
     assert detail.chosen.peak == peak_of(result, inputs, kwargs)
     assert sum(region.dropped for region in detail.regions) > 0.4 * detail.eager.peak
-    # Less memory, more to compute again.
+    # Less memory costs more recomputation.
     assert sorted(detail.curve, key=lambda point: point.peak) == sorted(detail.curve, key=lambda point: -point.flops)
     assert "uniform, √n runs" in str(report)
     assert json.loads(json.dumps(report.to_json()))["passes"][-1]["detail"]["peak_bytes"] == detail.chosen.peak
@@ -241,7 +241,7 @@ def test_a_budget_out_of_reach_raises_and_names_the_lowest_that_isnt():
 
 
 class Larger(torch.autograd.Function):
-    """Keeps more of real tensors than of fake ones, as a kernel may that has formats of its own."""
+    """Saves more for the backward pass with real tensors than with fake ones, as a kernel with its own formats may."""
 
     @staticmethod
     def forward(ctx, x):
@@ -283,7 +283,7 @@ def test_where_nothing_fits_that_was_told_to_the_lowest_is_taken(monkeypatch):
         planned("words", memory_budget=0.01, strategy="uniform")
 
 
-# ------------------------------------------------------------------------------------- the module
+# ------------------------------------------------------------------------------------- the resulting module
 
 
 def test_names_tree_and_state_are_the_originals():
@@ -443,7 +443,7 @@ def test_a_forward_that_takes_another_way_keeps_what_it_needs_and_says_so(caplog
 
 
 class Bold(nn.Module):
-    """Takes another way where its tensors are fake: as one that asks what kind of tensor it has."""
+    """Takes another branch for fake tensors, because it checks the class of its input."""
 
     def __init__(self):
         super().__init__()
@@ -519,7 +519,7 @@ def test_a_step_that_cant_be_run_is_refused_in_one_sentence(error, text):
                 raise error
             return seen
 
-    # The step alone is given what needs a gradient.
+    # Only the pass makes the input require gradients, so only its training step fails.
     class Asking(InsertCheckpoints):
         def run(self, program, context):
             context.example_calls[0][0][0].requires_grad_()
@@ -601,7 +601,7 @@ def test_a_budget_of_less_than_a_byte_is_out_of_reach_and_the_lowest_named(budge
 
 @pytest.mark.slow
 def test_the_lowest_budget_that_is_named_is_one_of_real_tensors() -> None:
-    """Of this step real tensors take more than fake ones tell: kernels give maps in other formats."""
+    """In this step, real tensors need more memory than fake ones show, because kernels return other memory formats."""
     calls = "attention attention gelu no-gradient written-to leaky gelu attention halves halves view leaky view norm-of-layers"
     numbers = [(0, 1) if number == 1 else (0, 0) for number in range(14)]
     operations = [(name.replace("-", " "), *pair) for name, pair in zip(calls.split(), numbers, strict=True)]

@@ -1,4 +1,4 @@
-"""Groups of pointwise operations as one kernel."""
+"""Fusion of pointwise operations: each group becomes one kernel."""
 
 import copy
 import dataclasses
@@ -51,11 +51,11 @@ def _fresh() -> Iterator[None]:
 
 
 class OneByOne:
-    """Stands for the kernels of a unit, of any size: its operations one by one.
+    """Stands in for the kernels of a unit, and runs its operations one by one.
 
     Attributes:
         ran: the names of the units whose values were computed.
-        differentiated: the names of those whose gradients were.
+        differentiated: the names of the units whose gradients were computed.
     """
 
     ran: ClassVar[list[str]] = []
@@ -227,7 +227,7 @@ def test_dropout_that_draws_is_in_no_unit(ran: list[str]) -> None:
     assert torch.equal(got, model(rows()))
 
 
-# ----------------------------------------------------------------------------------------------------- what comes after
+# ----------------------------------------------------------------------------------------------------- after the fusion
 
 
 def test_the_backward_pass_is_right(ran: list[str]) -> None:
@@ -265,7 +265,7 @@ def _mapped(net: nn.Module, x: torch.Tensor) -> Any:
 
 
 DERIVATIVES = {
-    # That of the unit's value is of the first order once more.
+    # It also contains a first-order gradient of the unit's value, which the kernel computes.
     "a second derivative": (_twice, 1),
     "many gradients at once": (_at_once, 0),
     "gradients in vmap": (_mapped, 0),
@@ -460,7 +460,7 @@ def test_derivatives_in_the_forward_direction_and_lazy_negation_are_those_of_the
     ran.clear()
     tangent = torch.ones(2, 4)
     with torch.no_grad(), torch.autograd.forward_ad.dual_level(), warnings.catch_warnings():
-        # What torch imports for that is of TorchScript.
+        # For forward-mode derivatives, torch imports TorchScript, which is deprecated.
         warnings.simplefilter("ignore", DeprecationWarning)
         duals = [torch.autograd.forward_ad.make_dual(rows(), tangent) for _ in range(2)]
         got, wanted = (
@@ -478,9 +478,9 @@ def test_derivatives_in_the_forward_direction_and_lazy_negation_are_those_of_the
 def test_nested_tensors_are_for_the_operations(ran: list[str]) -> None:
     unit = FusedUnit.of(*_first_group(OfGelu()), "inductor")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # Of a prototype.
+        warnings.simplefilter("ignore", UserWarning)  # Nested tensors are a prototype.
         nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
-    # They have no such function, and no kernel.
+    # Nested tensors support neither these operations nor the kernel.
     with pytest.raises(NotImplementedError):
         unit(nested)
     assert not ran
@@ -570,10 +570,10 @@ def test_layers_that_other_passes_changed_are_no_barrier(others: list[Any], ran:
     fast = optimize(model, [*others, JitFusion()], example_inputs=(x,))
     *before, record = report_of(fast).passes
     assert {each.status for each in before} == {"applied"}
-    # A padded layer ends with a copy of its own channels, which is done on the way.
+    # A padded layer ends with a clone of its own channels, which becomes part of the unit after it.
     units = sorted(name.removeprefix("clone_") for name in units_of(record))
     assert units == ["add_silu"] * 2 + ["mul_add_silu"] * 2
-    # As many values as the fused pipeline gives without units.
+    # The values are those of the same passes without fusion.
     plain = optimize(model, others, example_inputs=(x,))
     with torch.no_grad():
         ran.clear()
@@ -596,12 +596,12 @@ def test_layers_around_which_others_compute_together_are_no_barrier(ran: list[st
     assert sorted(units_of(record)) == ["sigmoid_mul", "sin_mul"]
 
 
-# --------------------------------------------------------------------------------------------- the trial of each kernel
+# --------------------------------------------------------------------------------------------- the check of each kernel
 
 
 @pytest.fixture
 def off(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """What the kernel of the unit of a name makes of the value; others are right."""
+    """Errors that tests set: by the name of a unit, the function that its kernel applies to the right value."""
     made: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
     right = OneByOne.value
     monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 10**6)
@@ -689,7 +689,7 @@ def test_a_kernel_with_wrong_gradients_is_refused_in_training(
     monkeypatch.setattr(OneByOne, "gradients", gradients)
     monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 10**6)
     model = model_of(lambda self, x: ((x.exp() + 1).sum(-1, keepdim=True) + x).sin() * self.scale)
-    # What is never differentiated has no gradients to be tried.
+    # In inference, gradients aren't needed and aren't checked.
     _, record = fused_model(model)
     assert sorted(units_of(record)) == ["add_sin_mul", "exp_add"]
     assert OneByOne.differentiated == []
@@ -716,7 +716,7 @@ def test_gradients_through_a_cast_are_tried(ran: list[str], monkeypatch: pytest.
 
 
 def test_a_sum_of_gradients_may_be_off_by_roundings_of_its_terms(ran: list[str]) -> None:
-    """Of terms of both signs hardly anything is left, by luck all of it right."""
+    """The terms nearly cancel, and the operations' own sum may be exact by luck, so rounding of the terms counts."""
     unit = FusedUnit.of(*_first_group(OfFunction(lambda self, x: x.sin() * self.scale)), "inductor")
     x, scale = torch.randn(4, 6, requires_grad=True), torch.ones(1, requires_grad=True)
     value = unit.plain(x, scale).detach()
@@ -760,7 +760,7 @@ def test_a_kernel_may_be_off_by_as_much_as_its_operations() -> None:
     assert not apart(exact.float() + 2e-4, value, exact)
     assert apart(exact.float() + 1e-3, value, exact)
     assert apart(exact.float() + 2e-4, exact.float(), exact)
-    # Of whole numbers and truth values none may be another.
+    # Integers and booleans must be equal.
     assert apart(torch.tensor([1, 2]), torch.tensor([1, 3]), torch.tensor([1, 3]))
     assert apart(torch.tensor([True]), torch.tensor([False]), torch.tensor([False]))
     assert not apart(torch.tensor([True]), torch.tensor([True]), torch.tensor([True]))
@@ -852,7 +852,7 @@ def test_what_the_compiler_gives_up_runs_one_by_one(kind: str, monkeypatch: pyte
     unit = FusedUnit.of(*_first_group(OfGelu()), "inductor")
     for x in (rows(2), rows(3), rows(5), rows(2)[0], rows(1), rows(1)):
         assert torch.equal(unit(x), by_hand_gelu(None, x))
-    # Each kind is tried once, and others go on.
+    # A kind of call that failed isn't compiled again; other kinds are.
     assert calls == [(2, 4), (4,), (1, 4)]
     calls.clear()
     for _ in range(2):
@@ -916,7 +916,7 @@ def test_units_of_torchscript_are_warmed_up(monkeypatch: pytest.MonkeyPatch) -> 
     run = context.run_compiled
     context = dataclasses.replace(context, run_compiled=lambda watch: runs.append(1) or run(watch))
     JitFusion(backend="torchscript").run(tree, context)
-    # One shows the graphs, one whether the kernels are right. The fuser looks at the next ones, and makes its kernels then.
+    # One run captures the graphs, one checks the kernels. The fuser profiles the next runs, then generates its kernels.
     assert len(runs) == 4
 
 
@@ -945,7 +945,7 @@ def test_inductor_makes_one_kernel_and_differentiates_it(monkeypatch: pytest.Mon
 
 
 class Mapped(nn.Module):
-    """Maps a chain over the rows, as the scan of a Mamba does, between two others."""
+    """Maps a chain of operations over the rows with vmap, as the scan of a Mamba does, between two other chains."""
 
     def forward(self, x):
         x = (x * 2 + 1).sin()

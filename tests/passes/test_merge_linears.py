@@ -1,4 +1,4 @@
-"""Linear layers on one input: computed together where that can be done, and right whatever is done to them afterwards."""
+"""Merging of linear layers on the same input: which are merged, and that later changes to them take effect."""
 
 import copy
 import io
@@ -40,7 +40,7 @@ def _in_order(self: Any, x: Tensor) -> tuple[Tensor, ...]:
 
 
 class Attention(nn.Module):
-    """Query, key and value of one input, in a forward that can't be traced; the key has no bias."""
+    """Computes query, key and value of one input, in a forward that can't be traced; the key has no bias."""
 
     def __init__(self, before: Callable[..., Any] | None = None) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Attention(nn.Module):
 
 
 class Branching(nn.Module):
-    """Goes the way that is set, where no run showed any but the first."""
+    """Takes the branch that a flag selects; recorded runs take only the default one."""
 
     def __init__(self, otherwise: Callable[..., Any]) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Branching(nn.Module):
 
 @pytest.fixture(autouse=True)
 def captured_anew() -> Iterator[None]:
-    """Each test has its models captured: torch keeps so many graphs of one forward, of all models together."""
+    """Capture the models of each test anew: torch keeps a limited number of graphs per forward, over all models."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -91,7 +91,7 @@ def products(model: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
 
 
 def computed(name: str, model: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
-    """How often a call that isn't the first one does an operation."""
+    """How often the second call runs an operation."""
     model(*args, **kwargs)
     with profile(activities=[ProfilerActivity.CPU]) as found:
         model(*args, **kwargs)
@@ -117,7 +117,7 @@ def skips(done: PassResult) -> list[tuple[str, str]]:
 
 
 def same(fast: nn.Module, model: nn.Module, x: Tensor | None = None) -> bool:
-    """Whether both answer alike: the products are the same sums, rounded in another order."""
+    """Whether both outputs are equal up to rounding; merged products may sum in another order."""
     x = image_of(9) if x is None else x
     with torch.no_grad():
         return torch.allclose(fast(x), model(x), rtol=1e-4, atol=1e-5)
@@ -139,7 +139,7 @@ def test_query_key_and_value_where_no_trace_goes() -> None:
     model = nn.Sequential(Attention(), nn.ReLU(), Attention()).eval()
     done = check_pass(MergeLinears(force=True), model, (image_of(),))
     what = "query, key and value computed together"
-    # Where a graph ends inside of them, one graph is that of equal modules.
+    # The graph breaks inside the two equal modules, so they share one captured graph, whose change is reported once.
     assert changes(done) == [("0", what)]
     assert (products(model, image_of()), products(merged(model), image_of())) == (8, 4)
 
@@ -200,7 +200,7 @@ def test_a_group_on_the_output_of_another() -> None:
 
 def test_layers_of_several_modules_and_functions() -> None:
     class Side(nn.Linear):
-        """Computes something more than a linear layer."""
+        """Computes more than a linear layer."""
 
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) * 2
@@ -234,11 +234,11 @@ def test_layers_that_are_tied_or_hooked_are_merged() -> None:
     assert same(fast, model)
 
 
-# What stays -----------------------------------------------------------------------------------------------------------
+# What isn't merged ----------------------------------------------------------------------------------------------------
 
 
 class Refused(nn.Module):
-    """Two layers on one input, and a function of it that uses them."""
+    """Has three layers, and calls a function of itself and its input."""
 
     def __init__(self, use: Callable[..., Any], change: Callable[[Any], Any] | None = None) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ class Refused(nn.Module):
 
 
 def refused(use: Callable[..., Any], change: Callable[[Any], Any] | None = None, x: Tensor | None = None) -> PassResult:
-    """What the pass does to it, with no look at what it computes."""
+    """Run the pass on a `Refused` model, without comparing its outputs."""
     tree, context = captured(Refused(use, change).eval(), (image_of() if x is None else x,))
     return MergeLinears(force=True).run(tree, context)
 
@@ -421,7 +421,7 @@ def test_a_wrong_joint_weight_is_found_where_it_was_made(monkeypatch: pytest.Mon
     assert "query, key and value computed together" in record.reason
 
 
-# The keys, both ways --------------------------------------------------------------------------------------------------
+# State dicts, in both directions --------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_of_the_original_goes_into_the_result_and_back() -> None:
@@ -481,7 +481,7 @@ def test_safetensors_and_torch_hold_every_weight_once(tmp_path: Any) -> None:
     assert len(sizes[1].getvalue()) <= len(sizes[0].getvalue()) + 64
 
 
-# What is done to a result ---------------------------------------------------------------------------------------------
+# Changes to a result --------------------------------------------------------------------------------------------------
 
 
 def _written(fast: Any) -> Any:
@@ -584,7 +584,7 @@ def test_the_result_does_what_the_model_does_after(act: Callable[[Any], Any], co
 
 
 class Kept(nn.Module):
-    """Can be pickled by its class."""
+    """A model that can be pickled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -651,7 +651,7 @@ def test_a_layer_called_on_its_own_computes_what_it_did() -> None:
         assert torch.equal(fast.get_submodule(name)(input=image_of()), theirs)
 
 
-# Other ways through a forward -----------------------------------------------------------------------------------------
+# Other branches of a forward ------------------------------------------------------------------------------------------
 
 
 def _writes_between(self: Any, x: Tensor) -> Tensor:
@@ -707,12 +707,6 @@ def _calls_itself(self: Any, x: Tensor) -> Tensor:
     return first + self.value(x) + self.key(x)
 
 
-def _without_gradients(self: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        first = self.query(x)
-    return first + self.key(x) + self.value(x)
-
-
 WAYS: list[Callable[..., Tensor]] = [
     lambda self, x: self.value(x) * 2 + self.key(x) - self.query(x),
     lambda self, x: self.query(x).relu(),
@@ -757,7 +751,7 @@ def _query_without_gradients(self: Any, x: Tensor) -> Tensor:
     ],
 )
 def test_gradients_go_that_way_too(way: Callable[..., Tensor]) -> None:
-    # What the ways add up has gradients of 1e5 beside small ones, which single precision rounds by more than is allowed.
+    # Some gradients are 1e5 and others small, so that float32 would round by more than the tolerance.
     model, x = Branching(way).eval().double(), image_of().double()
     fast = merged(model, x)
     model.is_other = fast.is_other = True
@@ -860,7 +854,7 @@ def test_gradients_of_a_part_that_is_computed_again(way: Callable[..., Tensor]) 
 
 
 def check_gradients_of_sum(fast: nn.Module, model: nn.Module) -> None:
-    """As `check_gradients`, by a backward pass: a part that is computed again in another way has no other."""
+    """Like `check_gradients`, but with `backward()`: reentrant checkpoints don't support `autograd.grad`."""
     for one in (model, fast):
         one.zero_grad()
         one(image_of().requires_grad_()).square().sum().backward()
@@ -894,7 +888,7 @@ def test_under_autocast() -> None:
         x = image_of().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
             output = one(x)
-        # Out of the context, as is usual.
+        # The backward pass runs outside autocast, as usual.
         found.append(torch.autograd.grad(output.float().sum(), [x, *one.parameters()]))
     for mine, theirs in zip(*reversed(found), strict=True):
         assert mine.dtype is theirs.dtype
@@ -906,7 +900,7 @@ def test_under_an_autocast_of_the_forward() -> None:
         def forward(self, x: Tensor) -> Tensor:
             with torch.autocast("cpu", torch.bfloat16):
                 query, key, value = _in_order(self, x)
-                # Of two dtypes, which only autocast makes one.
+                # The operands have two dtypes, which only autocast makes equal.
                 y = query.transpose(1, 2) @ x @ (key.transpose(1, 2) @ x) @ value.transpose(1, 2)
             return self.out(y.transpose(1, 2).float())
 
@@ -941,7 +935,7 @@ def test_the_joint_weight_is_kept_under_autocast() -> None:
 @pytest.mark.parametrize("is_cast_first", [True, False])
 def test_weights_of_half_a_precision(is_cast_first: bool, dtype: str) -> None:
     cast = f"cast-precision:how=weights:dtype={dtype}"
-    # Each layer casts its input by itself, which simplify does once for all.
+    # Each cast layer casts the input itself. Simplify merges the casts, so that the layers share one input.
     merging = ["simplify", "merge-linears:force=true"]
     passes = [cast, *merging] if is_cast_first else [*merging, cast]
     model = Attention().eval()
@@ -1034,7 +1028,7 @@ def test_a_file_computes_the_same(file_format: str, tmp_path: Any) -> None:
 
 
 class Mixed(nn.Module):
-    """Something for each pass."""
+    """A model with something to change for each pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1103,7 +1097,7 @@ def test_taken_back_alone() -> None:
     assert products(tree.root, x) == 8
 
 
-# Models of transformers -----------------------------------------------------------------------------------------------
+# Transformer models ---------------------------------------------------------------------------------------------------
 
 
 def _transformer(name: str) -> tuple[nn.Module, dict[str, Tensor], int]:

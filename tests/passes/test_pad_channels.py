@@ -1,4 +1,4 @@
-"""Layers in multiples of 8 channels: the same numbers, where that can pay, and nothing else."""
+"""Padding of layers to multiples of 8 channels: only where that can pay, with the same outputs."""
 
 import copy
 import functools
@@ -34,14 +34,14 @@ PRODUCTS = {
 
 @pytest.fixture(autouse=True)
 def captured_anew() -> Iterator[None]:
-    """Each test has its models captured: torch keeps so many graphs of one forward, of all models together."""
+    """Capture the models of each test anew: torch keeps a limited number of graphs per forward, over all models."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
 def operations(model: nn.Module, *args: Any) -> list[tuple[str, Any]]:
-    """What a call does that isn't the first one, each with the shapes of what it is given."""
+    """The operations of the second call, each with the shapes of its inputs."""
     with torch.no_grad():
         model(*args)
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
@@ -63,7 +63,7 @@ def skips(done: PassResult) -> list[tuple[str, str]]:
 
 
 def padded(model: nn.Module, x: Tensor) -> nn.Module:
-    """The result, which is padded and has been compared with the model."""
+    """The padded result; the report shows that it was compared with the model."""
     fast = optimize(model.eval(), [ANYWHERE], example_inputs=(x,))
     assert report_of(fast).passes[0].status == "applied", report_of(fast)
     assert report_of(fast).verified
@@ -71,7 +71,7 @@ def padded(model: nn.Module, x: Tensor) -> nn.Module:
 
 
 def whole_numbers(model: nn.Module) -> nn.Module:
-    """The model with small whole numbers for weights: sums of them are exact in any order."""
+    """Set all parameters to small integers, whose sums are exact in any order, and return the model."""
     with torch.no_grad():
         for parameter in model.parameters():
             signs = torch.randint(0, 2, parameter.shape) * 2 - 1
@@ -98,7 +98,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...
 }
 
 
-# What is computed ------------------------------------------------------------------------------------------------------
+# Results --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -162,7 +162,7 @@ def test_nan_and_infinity_come_through_as_before(name: str) -> None:
         x[-1] = value
         with torch.no_grad():
             torch.testing.assert_close(fast(x), model(x), rtol=0, atol=0, equal_nan=True)
-            # The two have one memory.
+            # The result shares this memory.
             model.weight.view(-1)[0] = value
             torch.testing.assert_close(fast(x), model(x), rtol=0, atol=0, equal_nan=True)
             torch.testing.assert_close(fast(plain), model(plain), rtol=0, atol=0, equal_nan=True)
@@ -261,7 +261,7 @@ def test_transforms_of_functions_see_the_layer() -> None:
     torch.testing.assert_close(*(torch.func.functional_call(each, other, (x[0],)) for each in (fast, model)))
 
 
-# What it is computed with ------------------------------------------------------------------------------------------------
+# Parameters -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -317,7 +317,7 @@ def put(fast: nn.Module, model: nn.Module) -> None:
 
 
 def swap(fast: nn.Module, model: nn.Module) -> None:
-    """Another number of outputs, which nothing in the class of a layer forbids."""
+    """Replace the parameters by ones with another number of outputs, which nn.Linear allows."""
     weight = torch.arange(20.0).view(4, 5)
     for each in (fast, model):
         each[0].weight, each[0].bias = nn.Parameter(weight), nn.Parameter(torch.ones(4))
@@ -408,7 +408,7 @@ def test_the_callers_model_is_not_held_twice(both: Any) -> None:
         assert mine.data_ptr() == theirs.data_ptr()
 
 
-# Where it isn't done -----------------------------------------------------------------------------------------------------
+# What isn't padded ----------------------------------------------------------------------------------------------------
 
 
 class OwnLinear(nn.Linear):
@@ -533,12 +533,12 @@ def test_tied_weights_and_shared_layers_are_padded() -> None:
     assert weights_of(fast, x) == [(8, 8), (8, 8), (16, 8)]
 
 
-# Where it pays -----------------------------------------------------------------------------------------------------------
+# Where padding pays ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def ampere(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Stands for a GPU, of which the pass asks nothing but what it can do."""
+    """Simulate an NVIDIA GPU, of which the pass reads only the compute capability."""
 
     def of(major: int, minor: int = 0) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
@@ -609,7 +609,7 @@ def test_each_size_is_judged_by_itself(ampere: Any) -> None:
     model = nn.Sequential(nn.Linear(1001, 999)).bfloat16()
     done = on_a_gpu(model, halves(2, 1001))
     assert skips(done) == [("0", f"{LITTLE}, on an input of shape [2, 1001]")]
-    # At other sizes, which one graph is for, it pays.
+    # One other graph serves all other sizes, for which padding is assumed to pay.
     assert changes(done) == [("0", "padded with zeros from 1001 to 1008 inputs and from 999 to 1000 outputs")]
 
 
@@ -688,11 +688,11 @@ def test_what_only_costs_is_done_where_it_is_asked_for() -> None:
     assert len(check_pass(ANYWHERE, model, (torch.randn(2, 3, 1, 1),)).changes) == 2
 
 
-# With all else -------------------------------------------------------------------------------------------------------------
+# With other passes ----------------------------------------------------------------------------------------------------
 
 
 class Everything(nn.Module):
-    """Something for every pass."""
+    """A model with something to change for every pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -783,7 +783,7 @@ def test_merged_layers_are_padded_together() -> None:
     torch.testing.assert_close(fast(x), model(x))
 
 
-# Real models ---------------------------------------------------------------------------------------------------------------
+# Real models ----------------------------------------------------------------------------------------------------------
 
 
 def bert() -> tuple[nn.Module, dict[str, Tensor]]:
@@ -815,7 +815,7 @@ def test_a_real_model_of_odd_sizes_computes_the_same(make: Any, count: int, dtyp
     assert check_parity(model, fast, (), example_kwargs=kwargs, batch_sizes=(1, 2, 5), draws=1).ok
 
 
-# Between layers --------------------------------------------------------------------------------------------------------
+# Between layers -------------------------------------------------------------------------------------------------------
 
 
 class Row(nn.Module):
@@ -915,7 +915,7 @@ def test_transforms_of_functions_see_the_layers_between(row: Any) -> None:
         rows = torch.stack([x, x + 1])
         assert torch.equal(torch.vmap(fast)(rows), torch.vmap(model)(rows))
         with warnings.catch_warnings():
-            # Its first use compiles formulas by torch.jit.script.
+            # The first jvp compiles formulas with torch.jit.script, which is deprecated.
             warnings.simplefilter("ignore", DeprecationWarning)
             pairs = zip(*(torch.func.jvp(each, (x,), (x,)) for each in (fast, model)), strict=True)
             assert all(torch.equal(*pair) for pair in pairs)
@@ -934,7 +934,7 @@ def test_an_output_is_a_tensor_of_its_own(function: Callable[..., Any]) -> None:
 
 
 class Mapped(nn.Module):
-    """Maps a function over the rows of what a layer gives, as the scan of a Mamba does."""
+    """Maps a function over the rows of a layer's output with vmap, as the scan of a Mamba does."""
 
     def __init__(self) -> None:
         super().__init__()

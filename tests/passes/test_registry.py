@@ -1,4 +1,4 @@
-"""Passes by name: lists as text, order, and the entry points of others."""
+"""Passes by name: lists as text, order, and entry points of other packages."""
 
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
@@ -25,17 +25,17 @@ from passes.registry import check_order, describe_passes, make_passes, parse_pas
 
 @dataclass(frozen=True)
 class Mine(ModulePass):
-    """Another's pass."""
+    """A pass of another package."""
 
     name: ClassVar[str] = "mine"
 
     def rewrite(self, graph: ModuleRewriter, context: Context) -> None:
-        """Nothing."""
+        """Change nothing."""
 
 
 @dataclass(frozen=True)
 class AlsoMine(Mine):
-    """The same name once more."""
+    """Another class with the same name."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What needn't be done: left out where that changes nothing, and only there."""
+"""Operations that needn't run are left out, and only if no result changes."""
 
 import copy
 import io
@@ -18,7 +18,7 @@ from passes.program import derived
 
 
 class Around(nn.Module):
-    """Calls a function with itself and its input, behind a dropout that makes it worth a change."""
+    """Calls a function of itself and its input, after a dropout, so that the pass always has a change to make."""
 
     def __init__(self, function: Callable[..., Any], **children: Any) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Around(nn.Module):
 
 
 def simplified(function: Callable[..., Any], **children: Any) -> PassResult:
-    """What the pass does to a module that computes this; all that it has to keep is checked."""
+    """Run the pass on a module that computes this function, and check the contract of passes."""
     return check_pass(Simplify(), Around(function, **children).eval(), (torch.randn(4, 6),))
 
 
@@ -49,7 +49,7 @@ def skips(done: PassResult) -> list[tuple[str, str]]:
 
 
 class Bottom(nn.Module):
-    """A stochastic depth as models have it."""
+    """Stochastic depth, as models implement it."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Bottom(nn.Module):
         return x * torch.bernoulli(torch.full((len(x), 1), 1 - self.rate))
 
 
-# What does nothing ----------------------------------------------------------------------------------------------------
+# No-ops ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -134,7 +134,7 @@ def test_an_operation_that_does_nothing_is_left_out(function: Callable[..., Any]
         lambda self, x: self.linear(x)[:-1].relu(),
         lambda self, x: self.linear(x)[None].relu(),
         lambda self, x: self.linear(x)[:, 0].relu(),
-        # -0.0 + 0 is 0.0, and an integer times 1.0 a float.
+        # -0.0 + 0 is 0.0. Products with 1 are left out only for floating-point values.
         lambda self, x: (self.linear(x) + 0).relu(),
         lambda self, x: (self.steps * 1).relu() + x,
         lambda self, x: (F.linear(x, self.weight) * True).relu(),
@@ -260,7 +260,7 @@ def test_a_forward_that_asks_a_clock_asks_it_at_each_call(monkeypatch: pytest.Mo
     assert torch.equal(fast(x), model.linear(x) * 2)
 
 
-# What is done twice ---------------------------------------------------------------------------------------------------
+# Duplicates -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -300,10 +300,10 @@ def test_sizes_that_are_asked_for_twice_or_for_nobody_are_no_reason_to_change_a_
 @pytest.mark.parametrize(
     "function",
     [
-        # One draws other numbers than the other.
+        # The two draw different random numbers.
         lambda self, x: torch.rand_like(x) * 0 + torch.rand_like(x) * 0 + self.linear(x),
         lambda self, x: F.dropout(x, 0.5) * 0 + F.dropout(x, 0.5) * 0 + self.linear(x),
-        # Other arguments.
+        # The arguments differ.
         lambda self, x: self.linear(x).sum(0) + self.linear(x + 1).sum(1).sum(),
         lambda self, x: x.clamp(0, 1) + x.clamp(0.0, 2),
         lambda self, x: torch.full((6,), 1.0) + torch.full((6,), True) + x,
@@ -379,7 +379,7 @@ def test_a_module_of_the_user_that_does_more_is_called_twice() -> None:
     assert changes(done) == []
 
 
-# What is the same at every call ---------------------------------------------------------------------------------------
+# Constants ------------------------------------------------------------------------------------------------------------
 
 
 def _standardized(self: Any, x: Tensor) -> Tensor:
@@ -536,7 +536,7 @@ def test_a_constant_that_would_take_much_memory_stays() -> None:
     assert skip.reason == "the value of exp is the same at every call, but would take 45 MiB to keep"
 
 
-# What nobody uses -----------------------------------------------------------------------------------------------------
+# Unused results -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -567,7 +567,7 @@ def test_what_has_an_effect_stays(function: Callable[..., Any]) -> None:
     assert changes(Simplify().run(tree, context)) == []
 
 
-# The forward of the class ---------------------------------------------------------------------------------------------
+# Later changes and other calls ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -657,7 +657,7 @@ def test_a_pickled_result_still_goes_that_way() -> None:
 
 
 class Folded(nn.Module):
-    """Both what a fold writes to and what does nothing, in one forward by functions."""
+    """A functional convolution to fold and a dropout to leave out, in one forward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""BatchNorm layers that take the statistics of all processes, and are the same layers otherwise.
+"""BatchNorm layers become SyncBatchNorm, which uses the statistics of all processes and is otherwise the same layer.
 
-On a CPU nothing synchronises: a SyncBatchNorm raises there in a training step with a process group, and
-DistributedDataParallel refuses a model that has one. `tests/support/synced_steps.py` makes up for the kernels that it lacks;
-`tests/test_gpu.py` has what needs GPUs.
+On a CPU nothing synchronizes: with a process group, a SyncBatchNorm raises in a training step, and
+DistributedDataParallel refuses a model that has one. `tests/support/synced_steps.py` adds the missing CPU kernels.
+`tests/test_gpu.py` has the tests that need GPUs.
 """
 
 import copy
@@ -34,7 +34,7 @@ from passes.registry import make_passes
 
 
 class Net(nn.Module):
-    """BatchNorms of every number of dims, with other settings each."""
+    """BatchNorms of 1, 2 and 3 dims, each with different settings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ MOMENTS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked
 
 
 def made(cls: Any, *args: Any) -> Any:
-    """The same model at each call, in training."""
+    """The same model at each call, in training mode."""
     torch.manual_seed(0)
     return enliven(cls(*args)).train()
 
@@ -77,7 +77,7 @@ def places(result: nn.Module, name: str) -> list[tuple[str, str]]:
 
 
 def steps(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
-    """Losses of three steps, and all that the state dict holds then."""
+    """The losses of three steps, and the values of the state dict after them."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for _ in range(3):
@@ -97,7 +97,7 @@ def assert_equal(wanted: list[Tensor], got: list[Tensor]) -> None:
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    """A process group of this process alone."""
+    """A process group that contains only this process."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
@@ -134,7 +134,7 @@ def test_the_result_is_what_torch_converts_to() -> None:
     assert list(got.state_dict()) == list(wanted.state_dict())
     assert got.state_dict()._metadata == wanted.state_dict()._metadata
     for path in NORMS:
-        # Whatever torch's own class reads of its instances is there.
+        # Each layer has the same attributes as if torch had converted it.
         assert vars(got.get_submodule(path)).keys() == vars(wanted.get_submodule(path)).keys()
     assert_equal(steps(wanted, volume()), steps(got, volume()))
 
@@ -291,7 +291,7 @@ class OwnMethod(nn.BatchNorm2d):
 
 
 class OwnSettings(nn.BatchNorm2d):
-    """Made with other settings, and a BatchNorm otherwise."""
+    """Differs from a BatchNorm only in its settings and its repr."""
 
     def __init__(self, features: int) -> None:
         super().__init__(features, eps=1e-2)
@@ -394,7 +394,7 @@ def test_a_subclass_that_is_only_made_with_other_settings_is_converted() -> None
 
 
 class ByFunction(nn.Module):
-    """A BatchNorm without a layer, and a weight that is standardised, which is none."""
+    """Calls `batch_norm` without a layer: to standardize a weight, and, with `own_statistics`, as a BatchNorm."""
 
     def __init__(self, own_statistics: bool) -> None:
         super().__init__()
@@ -448,7 +448,7 @@ def test_a_forward_that_asks_for_the_class_keeps_its_layers() -> None:
     assert torch.equal(result(image()), made(Asks)(image()))
 
 
-# ------------------------------------------------------------------------------------- among other passes
+# ------------------------------------------------------------------------------------- with other passes
 
 
 def test_it_is_for_training_alone() -> None:
@@ -494,7 +494,7 @@ def test_with_checkpoints_behind_it_steps_are_the_same_to_the_bit(budget: str) -
 
 
 def test_another_pass_that_fails_takes_nothing_of_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Wrong by itself: it is found and taken back with the layers converted before it, and those stay.
+    # The error is in fold-conv-bias alone, which is rolled back, while the converted layers stay.
     monkeypatch.setattr("passes.fold_conv_bias.mean_without", lambda mean, bias: mean + 3 * bias)
     for passes in ("fold-conv-bias,sync-batch-norm", "sync-batch-norm,fold-conv-bias"):
         result = synced(made(Pair), image(), passes)
@@ -504,7 +504,7 @@ def test_another_pass_that_fails_takes_nothing_of_it_back(monkeypatch: pytest.Mo
         assert torch.equal(result(image()), made(Pair)(image()))
 
 
-# ------------------------------------------------------------------------------------- among processes
+# ------------------------------------------------------------------------------------- process groups
 
 
 def test_the_report_says_what_was_compared_and_what_a_cpu_does() -> None:
@@ -535,14 +535,14 @@ def test_with_a_process_group_the_conversion_is_verified_on_this_process(group: 
     assert report.verified
     assert report.parity.settings["sync_batch_norm"] == "this process alone"
     assert nn.SyncBatchNorm.forward is forward
-    # What is had in the end is torch's own layer, which needs a GPU here.
+    # The result has torch's own layer, which needs a GPU if there is a process group.
     with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):
         result(x)
     assert torch.equal(result.eval()(x), model.eval()(x))
 
 
 def test_a_wrong_layer_is_found_with_a_process_group_too(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A conversion that loses the epsilon.
+    # A conversion that changes eps.
     def convert(model: Any, module: nn.Module) -> None:
         with model.change(model.tree.path(module), "made a wrong one", module):
             model.set_class(module, nn.SyncBatchNorm)
@@ -568,7 +568,7 @@ def test_a_model_that_was_converted_by_hand_is_compared_on_this_process_too(grou
 def test_two_threads_that_compare_leave_the_layers_as_they_were(group: None) -> None:
     forward = nn.SyncBatchNorm.forward
     first, second = unsynchronised(), unsynchronised()
-    # The one that begins later ends later.
+    # The one that begins later also ends later.
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -598,7 +598,7 @@ def test_settings_come_back_where_the_comparison_raises(group: None) -> None:
 
 @pytest.mark.parametrize("when", ["before", "behind"])
 def test_compiled_code_of_the_comparison_isnt_used_where_there_is_a_process_group(when: str) -> None:
-    """torch.compile keeps for good whether there was a group: code that was made for the comparison must not stay."""
+    """Compiled code keeps whether there was a process group, so code from the comparison must not stay."""
     torch._dynamo.reset()
     try:
         if when == "before":
@@ -626,7 +626,7 @@ from tiny_models import enliven
 rank, path = int(sys.argv[1]), sys.argv[2]
 distributed.init_process_group("gloo", store=distributed.FileStore(path + "/store", 2), rank=rank, world_size=2)
 if rank == 1:
-    # The first one optimizes while this one waits here: it needs nobody.
+    # Wait while the other process optimizes, which must not communicate with this one.
     distributed.barrier()
 x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(rank))
 torch.manual_seed(0)
@@ -652,7 +652,7 @@ leave()
 
 @pytest.mark.slow
 def test_two_processes_convert_alike_each_by_itself(tmp_path: Path) -> None:
-    """On CPUs: the layers raise in training, and DistributedDataParallel takes none; in eval the answers are equal."""
+    """On CPUs, the layers raise in training and DistributedDataParallel refuses them; in eval, outputs are equal."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-W", "error", "-c", _WORKER]
     synced_steps.run_together([[*command, str(rank), str(tmp_path)] for rank in range(2)], environment)
@@ -673,18 +673,18 @@ def test_two_processes_convert_alike_each_by_itself(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does_on_the_whole_batch(tmp_path: Path) -> None:
-    """With torch's own layers, gradient and DistributedDataParallel; the kernels, which it has for GPUs alone, stand in."""
+    """Layers, gradients and DistributedDataParallel are torch's own; stand-ins replace kernels that need a GPU."""
     passes = ("sync-batch-norm", "sync-batch-norm,insert-checkpoints:memory_budget=min")
     both = synced_steps.run_ranks(tmp_path, "gloo", *passes)
     for ranks in both:
         assert all(rank["verified"] and set(rank["status"]) == {"applied"} for rank in ranks)
         synced_steps.check_ranks(ranks)
-    # The plan of one process holds where the layers synchronise, nobody is asked twice, and steps are the same to the bit.
+    # A plan made in one process holds where the layers synchronize: they aren't rerun, and steps are bit-identical.
     for plain, planned in zip(*both, strict=True):
         assert planned["warned"] == []
         assert_equal(plain["losses"], planned["losses"])
         assert_equal(list(plain["state"].values()), list(planned["state"].values()))
-        # What they save beside it is how many rows each process has.
+        # Synchronizing layers also save the number of rows of each process: less than 1 % more.
         assert planned["peak"] < 1.01 * planned["planned"][0]
         assert planned["peak"] < 0.9 * plain["peak"]
 

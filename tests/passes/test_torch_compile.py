@@ -1,4 +1,4 @@
-"""torch.compile in place of the module's call."""
+"""torch-compile: the call of a module, or of its blocks, is compiled by torch.compile."""
 
 import copy
 import gc
@@ -40,7 +40,7 @@ def _fresh() -> Any:
 
 
 class Untouchable(nn.Module):
-    """Raises if anything is done with it."""
+    """Raises if it is called."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         raise AssertionError("the model was run before the error")
@@ -127,11 +127,11 @@ def test_triton_is_needed_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         TorchCompile().check(Context("inference", torch.device("cuda")))
 
 
-# ---------------------------------------------------------------------------------------------------------- the blocks
+# -------------------------------------------------------------------------------------------------------------- blocks
 
 
 class Mixer(nn.Module):
-    """One block of a network of many."""
+    """One of many equal blocks of a network."""
 
     def __init__(self, number: int = 0) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Mixer(nn.Module):
 
 
 class Numbered(Mixer):
-    """A block that computes by its own number, and so differs from its equals."""
+    """A block whose computation depends on its number, so that blocks share no code."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * (self.number + 1.5) if self.number % 2 else super().forward(x).tanh() + self.number
@@ -198,7 +198,7 @@ def test_equal_blocks_are_compiled_once() -> None:
     fast = optimize(model, [TorchCompile(backend="eager")], example_inputs=(rows(),))
     assert compiled_paths(fast) == BLOCKS
     record = record_of(fast)
-    # One for the first size, one for all others.
+    # One program for the first size, one for all others.
     assert (record.regions, record.blocks, record.programs) == ("blocks", (tuple(BLOCKS),), 2)
     assert answers_alike(fast, model)
     assert record.programs <= 3, "another one for a batch of one row at most"
@@ -314,7 +314,7 @@ def test_copies_and_exports_of_compiled_blocks_take_what_was_before() -> None:
 def test_rewritten_forwards_keep_their_signatures() -> None:
     fast = optimize(tower(), ["simplify", TorchCompile(backend="eager")], example_inputs=(rows(),))
     assert list(inspect.signature(fast.blocks[3].forward).parameters) == ["x"]
-    # Called by name, and beside its compiled call.
+    # Call `forward` itself instead of the compiled call, with a named argument.
     x = torch.randn(2, 8)
     with torch.no_grad():
         assert torch.allclose(fast.blocks[3].forward(x=x), tower().blocks[3](x), atol=1e-6)
@@ -435,7 +435,7 @@ def frozen(model: nn.Module) -> FrozenCall:
 
 
 def as_constants(graph: fx.GraphModule) -> Callable[..., Any]:
-    """What inductor makes of a program when it freezes: the tensors in it as they are now."""
+    """Copy the program with the current values of its tensors, as inductor does when it freezes."""
     return copy.deepcopy(graph).forward
 
 
@@ -480,7 +480,7 @@ class Scale:
 
 
 class Holder(nn.Module):
-    """Reads tensors that are no parameters or buffers, wherever a module may hold them."""
+    """Reads tensors that aren't parameters or buffers, from all kinds of places where a module may keep them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -523,7 +523,7 @@ def test_frozen_code_sees_whatever_it_is_made_of(kind: str) -> None:
     model = enliven(Holder()).eval()
     twin = copy.deepcopy(model)
     call = frozen(model)
-    # Code that takes the tensors at each call comes first: the compiler doesn't compare then which ones it is given.
+    # First run code that reads the tensors at each call. After that, the compiler has no guards on their identity.
     assert torch.allclose(call(rows()), twin(rows()), atol=1e-6)
     with torch.no_grad():
         assert torch.allclose(call(rows()), twin(rows()), atol=1e-6)
@@ -531,7 +531,7 @@ def test_frozen_code_sees_whatever_it_is_made_of(kind: str) -> None:
             torch.manual_seed(1)
             CHANGES[kind](each)
         assert torch.allclose(call(rows()), twin(rows()), atol=1e-6)
-        # What was put there is watched as what was there before.
+        # The new tensors are watched like the old ones.
         for each in (model, twin):
             each.last.weight.mul_(2)
             each.object.value.mul_(2)
@@ -567,12 +567,12 @@ def test_looking_at_what_is_compiled_in_asks_for_places_and_versions_alone() -> 
         call(rows())
     with Functions() as functions:
         assert call.baked.hold
-    # A comparison of tensors, as `in` makes one for each of a list, takes longer than all else.
+    # `in` on a list would compare tensors one by one, which takes longer than everything else.
     assert functions.seen == {"__get__", "data_ptr"}
 
 
 class Counts(nn.Linear):
-    """Says whether freezing was on, at each call."""
+    """Records at each call whether freezing was on."""
 
     def __init__(self) -> None:
         super().__init__(4, 3)
@@ -603,7 +603,7 @@ def test_inductor_is_told_to_freeze_only_where_code_may_be_made() -> None:
         ((x,), {"options": {"a": (1, None)}}, False),
         ((x,), {"options": {"a": (True, None)}}, True),
         ((x,), {"options": {"b": (1, None)}}, True),
-        # What can't be told is asked for each time.
+        # The kind of such a call can't be determined, so freezing is on each time.
         ((x,), {"options": Text("a")}, True),
         ((x,), {"options": Text("a")}, True),
     ]

@@ -1,4 +1,4 @@
-"""The private names of torch that passes use are there, and do what they are used for."""
+"""The private names of torch that passes use exist, and do what the passes need."""
 
 import pytest
 import torch
@@ -156,7 +156,7 @@ def test_a_whole_graph_says_what_it_takes_and_what_it_assumes_of_open_sizes():
     inputs = [torch.ones(4, 3), torch.ones(4)]
     mark_open(inputs[0], 0)
     captured_call(_of_list, capture, whole=True).run(BySizes(), inputs)
-    # The other one is as long as the first, and no size of the first.
+    # The second input is as long as the first, but only dim 0 of the first is open.
     assert sorted(dim for dim in seen["dims"] if dim is not None) == [("inputs", 0, 0)]
     assert sum(seen["held"]) == 1
     conditions = SizeConditions(seen["environment"])

@@ -1,4 +1,4 @@
-"""A training result under a plan trains as the same module without one, to the bit, whatever is done with it."""
+"""A training result with a checkpoint plan trains as the same module without one, to the bit, however it is used."""
 
 import copy
 import io
@@ -25,7 +25,7 @@ from passes.checkpointing.profile import loss_of
 
 
 class Net(nn.Module):
-    """A bias to fold, dropout by a module and by a function, and blocks that are dropped by row."""
+    """Has a bias to fold, dropout as a module and as a function, and blocks that are dropped for single rows."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ def built(make):
 
 @pytest.fixture(scope="module")
 def pair():
-    """The result without a plan, and with one that keeps as little as can be."""
+    """The result without a plan, and with the plan that needs the least memory."""
     model = built(Net)
     passes = ["fold-conv-bias", InsertCheckpoints("min")]
     plain, result = (
@@ -70,7 +70,7 @@ def pair():
 
 
 def steps(model, *inputs, count=3, call=None, **kwargs):
-    """What three steps leave: losses, gradients, buffers, the state of the generator."""
+    """The losses, gradients and buffers of some steps, and the state of the random generator after them."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.01) if trained else None
     torch.manual_seed(1)
@@ -100,7 +100,7 @@ def assert_equal(expected, got):
             assert torch.equal(*((a.to_dense(), b.to_dense()) if a.is_sparse else (a, b))), number
 
 
-# ------------------------------------------------------------------------------------- what is done with a result
+# ------------------------------------------------------------------------------------- uses of a result
 
 
 def switched(model):
@@ -379,7 +379,7 @@ DONE = [
 ]  # fmt: skip
 
 
-# What optimize() warns of in eval is a bias that was folded away, with a plan and without.
+# In eval, both results warn that the gradient of the moved bias is lost.
 @pytest.mark.filterwarnings("ignore:a gradient flowed back through norm in eval", "ignore:Anomaly Detection")
 @pytest.mark.parametrize("do", DONE, ids=lambda do: do.__name__)
 def test_a_plan_changes_nothing_but_what_is_kept(do, pair):
@@ -399,7 +399,7 @@ def test_with_nothing_to_train_left_it_still_answers(pair):
 
 
 def written_over(model, *, activation):
-    """Gradients of a step that writes over the input, or what a convolution made of it, behind autograd's back."""
+    """Gradients of a step that overwrites its input (0), an activation (1) or nothing (None) before `backward()`."""
     model = copy.deepcopy(model)
     held = [x := image()]
     model.convs[0].register_forward_hook(lambda module, args, output: held.append(output))
@@ -424,11 +424,11 @@ def test_an_activation_that_is_written_over_before_the_backward_pass_is_computed
     assert_equal(written_over(plain, activation=None), written_over(result, activation=1))
 
 
-# ------------------------------------------------------------------------------------- what is done in a forward
+# ------------------------------------------------------------------------------------- kinds of forwards
 
 
 class Forward(nn.Module):
-    """Layers, and a function that takes them."""
+    """Layers, and a function that uses them as the forward."""
 
     def __init__(self, function, *layers):
         super().__init__()
@@ -515,7 +515,7 @@ def without_gradients():
         b = self.layers[1](a).tanh().detach().exp()
         with torch.inference_mode():
             c = self.layers[2](x).sin()
-        # Among what it gives are its input and views of its parameters.
+        # The outputs include the input, a view of a parameter, and a parameter.
         return self.layers[3](b).sigmoid() * b.cos() + c.clone(), x, self.layers[0].weight.t(), self.layers[1].bias
 
     return Forward(forward, linear(), linear(), linear(), linear())
@@ -540,7 +540,7 @@ def nested():
 
 
 class Named(torch.Tensor):
-    """A class of tensors that computes as others do."""
+    """A tensor subclass that computes as plain tensors do."""
 
 
 def of_another_class():
@@ -581,7 +581,7 @@ MODELS = {
 }
 
 
-# What torch's own checkpoints say where no gradient is asked for.
+# torch's own checkpoints warn if no input requires gradients.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("name", MODELS)

@@ -1,6 +1,6 @@
-"""Models whose forward has branches that no example input takes, and which read there what a fold changed.
+"""Models with branches that no example input takes, and that use tensors which a fold changed.
 
-Each branch raises `UnseenCall`, or gives what the original gives. None gives another number.
+Each branch raises `UnseenCall` or returns the output of the original. None returns anything else.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ConvBlock(nn.Module):
 
 
 class Backbone(nn.Module):
-    """A network for two domains, each with a BatchNorm of its own, that gives out features on demand."""
+    """A network for two domains, each with its own BatchNorm, that returns features on demand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Backbone(nn.Module):
 
 
 def penalty_of(blocks: list[ConvBlock]) -> Tensor:
-    """A helper that knows nothing of the model but its layers."""
+    """A helper that gets the blocks, not the model."""
     return torch.stack([block.conv.weight.square().sum() for block in blocks]).sum()
 
 
@@ -86,7 +86,7 @@ def shift_of(block: ConvBlock) -> Tensor:
 
 
 class Regularised(nn.Module):
-    """A classifier that looks at its own weights and statistics: for a loss, for a gate, for a log."""
+    """A classifier that reads its own weights and statistics, for a loss, a gate or a log."""
 
     def __init__(self) -> None:
         super().__init__()

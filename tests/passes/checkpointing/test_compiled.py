@@ -1,4 +1,4 @@
-"""What `torch.compile` makes of a module with a plan."""
+"""Compile a module that has a checkpointing plan."""
 
 import copy
 import pickle
@@ -52,7 +52,7 @@ def planned(model, budget=0.5):
 
 @cache
 def model_and_result():
-    """As nobody has trained them."""
+    """The model and its result, both untrained and cached: tests train only copies of them."""
     model = enliven(Net()).train()
     return model, planned(model)
 
@@ -65,12 +65,12 @@ def fresh_compiler():
 
 
 def steps(model, *, fullgraph=True, backend="aot_eager"):
-    """Gradients and buffers of three compiled steps, and the bytes that the compiled program saved."""
+    """Gradients and buffers after three compiled steps, and the bytes saved for the last backward pass."""
     compiled = torch.compile(model, backend=backend, fullgraph=fullgraph)
     torch.manual_seed(1)
     for _ in range(3):
         loss = compiled(IMAGES)
-        # What is compiled as a whole is one autograd function.
+        # A model that is compiled as one graph has one autograd node.
         saved = sum(tensor.nbytes for tensor in getattr(loss.grad_fn, "saved_tensors", ()))
         loss.backward()
     return [*(parameter.grad for parameter in model.parameters()), *model.buffers()], saved
@@ -103,11 +103,11 @@ def test_a_backend_that_would_draw_other_random_numbers_again_keeps_everything(b
     assert_equal(*(steps(one, backend=backend)[0] for one in (copy.deepcopy(model), result)))
 
 
-# The compiler itself looks at what it was given where it goes on behind a break.
+# After a graph break, the compiler itself inspects the tensors that it resumes with, which causes the warning.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_where_a_region_doesnt_fit_into_a_graph_the_statistics_move_once_too():
-    """A checkpoint in eager would move them again in the backward pass."""
+    """An eager checkpoint would update the statistics again in the backward pass."""
     model = enliven(Net(breaks=True)).train()
     result = copy.deepcopy(planned(model))
     assert chosen(result)

@@ -1,4 +1,4 @@
-"""A planned forward keeps everything where what is around it has a say, and tells why."""
+"""A planned forward keeps everything under active hooks and modes, and logs the reason."""
 
 import logging
 
@@ -17,7 +17,7 @@ from passes.checkpointing.tape import Tape
 
 
 class Doubling(TorchFunctionMode):
-    """Doubles what a function gives."""
+    """Doubles the result of `gelu`."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -58,11 +58,11 @@ def test_what_is_around_the_forward_alone_is_left_alone(reason, caplog):
         for _ in range(2):
             expected, got = (gradients(one, inputs, AROUND[reason]) for one in (model, result))
             assert all(torch.equal(*pair) for pair in zip(expected, got, strict=True))
-    # Once, and not at each step.
+    # The reason is logged once, not at each step.
     assert caplog.text.count(f"despite the plan: {reason.strip()} around the forward") == 1
 
 
-# torch's own formulas for it are scripted.
+# torch's own forward-mode formulas use `torch.jit.script`.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_in_forward_mode_everything_is_kept(caplog):
     def tangents(model, x):

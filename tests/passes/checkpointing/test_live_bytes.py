@@ -1,4 +1,4 @@
-"""The bytes alive in a step, counted on real and on fake tensors."""
+"""Count the bytes alive in a step, on real and on fake tensors."""
 
 import pytest
 import torch
@@ -117,7 +117,7 @@ def net():
 
 
 def peak_of_a_step(model, x, plan=None):
-    """(peak, FLOPs) of a forward and a backward pass, without parameters, their gradients and the input."""
+    """(peak bytes, FLOPs) of a forward and backward pass, without parameters, gradients, buffers and the input."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     gradients = [parameter.grad for parameter in model.parameters()]
@@ -133,7 +133,7 @@ def peak_of_a_step(model, x, plan=None):
     return bytes_.peak, bytes_.flops
 
 
-# ReLU's result follows from what BatchNorm gives, which is computed again too: else it would be kept in its place.
+# BatchNorm is recomputed together with ReLU. Otherwise its result would be kept in place of ReLU's.
 ACTIVATIONS_AGAIN = Plan(
     ("conv2d", "add_", "batch_norm", "relu", "conv2d", "gelu", "flatten", "linear"),
     (None, None, Step(recomputed=True), Step(recomputed=True), Step(), Step(recomputed=True), None, Step()),
@@ -151,5 +151,5 @@ def test_a_plan_takes_off_what_it_doesnt_keep():
     plain, flops = peak_of_a_step(net(), torch.randn(5, 3, 12, 12))
     planned, flops_again = peak_of_a_step(net(), torch.randn(5, 3, 12, 12), ACTIVATIONS_AGAIN)
     assert planned < plain
-    # No convolution is run again.
+    # No convolution is recomputed.
     assert flops_again == flops

@@ -1,4 +1,4 @@
-"""A part of a step is followed alone as it is in the whole."""
+"""The simulation of a part alone agrees with the simulation of the whole step."""
 
 import random
 
@@ -19,14 +19,14 @@ def profile_of(name):
 
 
 def pieces(found, seed):
-    """Some runs of the calls of a profile: (start, end)."""
+    """Divide the calls of a profile into random ranges (start, end)."""
     rng, count = random.Random(seed), len(found.calls)
     ends = sorted(rng.sample(range(1, count), min(3, count - 1)))
     return list(zip([0, *ends], [*ends, count], strict=True))
 
 
 def outside(found, course, start, end):
-    """The bytes of what isn't of the part, in each of its calls and each of its turns."""
+    """The bytes of values outside the part, at each of its calls and at each of its positions of the backward pass."""
     values = found.values
     before = [number for number, value in enumerate(values) if value.call < start]
     others = [number for number, value in enumerate(values) if not start <= value.call < end]
@@ -51,7 +51,7 @@ def test_a_part_alone_takes_what_it_takes_in_the_whole(name, seed):
         part = cutter.part(start, end)
         rng = random.Random(seed)
         for share in (0.0, 0.5, 1.0):
-            # What goes across the end is kept, and nothing in front has to be computed again.
+            # Values that cross the end are kept, and calls before the part are not recomputed.
             exits = {part.profile.values[number].call for number in part.crossing}
             wanted = [index not in exits and rng.random() < share for index in range(end - start)]
             again = possible(part.profile, wanted)
@@ -94,6 +94,6 @@ def test_what_goes_across_its_end_is_known():
     part = Cutter(found).part(2, 5)
     assert part.crossing == {number - 2 for number in (2, 3, 4) if uses[number] >= 5}
     assert part.profile.calls[0].makes == (0,)
-    # What comes from in front is always there.
+    # Values from before the part count as always available, so they are not among the arguments.
     assert all(number >= 0 for call in part.profile.calls for number in call.args)
     assert [item.call for item in part.profile.order] == [2, 1, 0]

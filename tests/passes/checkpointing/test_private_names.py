@@ -1,4 +1,4 @@
-"""The private names of torch that checkpointing uses tell what they are used for."""
+"""The private functions of torch that checkpointing uses report hooks, modes and kernel switches."""
 
 import torch
 from torch.autograd import forward_ad

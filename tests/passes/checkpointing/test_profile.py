@@ -1,4 +1,4 @@
-"""What a profile says of a step is what the step does, on real tensors and on fake ones."""
+"""A profile describes a training step correctly, on real and on fake tensors."""
 
 import copy
 
@@ -18,7 +18,7 @@ from passes.checkpointing.profile import NoProfile, loss_of, measure, profile, t
 
 
 class Forward(nn.Module):
-    """A function as a module, with what it trains."""
+    """A module that calls a function; its parameters are trained with it."""
 
     def __init__(self, function, *parameters):
         super().__init__()
@@ -34,7 +34,7 @@ def profile_of(function, *args):
 
 
 def made(found, name, place=0):
-    """The values that the call of that name makes."""
+    """The values made by a call of that name; `place` counts such calls from 0."""
     call = [call for call in found.calls if call.name == name][place]
     return [found.values[value] for value in call.makes]
 
@@ -109,11 +109,11 @@ def test_each_call_knows_the_module_that_makes_it():
     assert [path for name, path in paths if name == "add_"] == ["norms.0", "norms.1", ""]
 
 
-# ------------------------------------------------------------------------------------- what stands in the place of what
+# ------------------------------------------------------------------------------------- replacement by fake tensors
 
 
 class Odd(nn.Module):
-    """Holds tensors wherever a module may."""
+    """Holds tensors in every way: parameters, a tied layer, tied buffers, and a plain attribute."""
 
     def __init__(self):
         super().__init__()
@@ -189,17 +189,17 @@ def test_a_value_says_what_it_takes_and_who_saves_it():
     found = profile_of(lambda x: x.exp().sin().tanh(), x)
     (exp,), (sin,), (tanh,) = made(found, "exp"), made(found, "sin"), made(found, "tanh")
     assert [value.size for value in (exp, sin, tanh)] == [4 * 8 * 4] * 3
-    # exp and tanh save what they give, sin what it takes.
+    # exp and tanh save their results, sin saves its argument.
     assert [value.savers for value in (exp, sin, tanh)] == [(0, 1), (), (2,)]
     assert [value.numbers for value in (exp, sin, tanh)] == [(0,)] * 3
     assert turns(found) == ["loss", "tanh", "sin", "exp"]
-    # exp is let go of when exp's turn is over; what sin gives isn't held at all.
+    # The result of exp is released after exp's turn; the result of sin isn't held for the backward pass at all.
     assert [value.until for value in (exp, sin, tanh)] == [3, -1, 1]
-    # As a local it lives no longer than the call that takes it.
+    # In Python, each is a temporary that lives no longer than the call that takes it.
     assert [value.python for value in (exp, sin)] == [1, 2]
     assert not exp.held
     assert not sin.held
-    # The loss is computed from the output.
+    # The result of tanh is the output, from which the loss is computed.
     assert tanh.held
     assert [found.order[2].needs, found.order[3].needs] == [[0], [0]]
     assert found.order[3].releases == [0]
@@ -253,7 +253,7 @@ def test_what_is_written_over_cant_be_kept():
     assert call_of(found, "relu_").writes
     assert call_of(found, "relu_").repeatable
     assert relu.numbers == (0,)
-    # It is another value of the same memory, which takes nothing more.
+    # The written result is a new value in the same memory, so it needs no additional bytes.
     assert call_of(found, "relu_").inner == 0
     assert sin.python < 1
     assert call_of(found, "tanh").args == call_of(found, "relu_").makes
@@ -287,7 +287,7 @@ def test_a_write_to_what_isnt_counted_isnt_repeated():
     count = torch.zeros(4)
     found = profile_of(lambda x: (x.sin() * count.add_(1)).sum(), leaf(4))
     assert not call_of(found, "add_").repeatable
-    # What is computed from it would come out otherwise after the next write; there is none here.
+    # Another write to `count` would change the result of a recomputed mul, but there is none here.
     assert call_of(found, "mul").repeatable
 
 
@@ -307,7 +307,7 @@ def test_what_a_call_makes_and_saves_for_itself_has_numbers_below_zero():
     pooled, indices = sorted(made(found, "max_pool2d"), key=lambda value: value.numbers[0], reverse=True)
     assert pooled.numbers == (0,)
     assert pooled.size == 2 * 3 * 2 * 2 * 4
-    # The second that it saves; the first is its argument.
+    # The indices are the second tensor that it saves; the first is its argument.
     assert indices.numbers == (-2,)
     assert indices.size == 2 * 3 * 2 * 2 * 8
     assert indices.savers == (1,)
@@ -331,7 +331,7 @@ def test_what_goes_through_a_users_checkpoint_isnt_repeated():
         return checkpoint(lambda t: t.sin().tanh(), x.exp(), use_reentrant=False).cos()
 
     found = profile_of(forward, leaf(8))
-    # exp is what it computes again from.
+    # The checkpoint recomputes from the result of exp.
     assert [call.name for call in found.calls if not call.repeatable] == ["exp", "sin", "tanh"]
 
 
@@ -373,9 +373,9 @@ def test_a_call_says_what_it_takes_while_it_runs():
     call = call_of(found, "scaled_dot_product_attention")
     scores, whole = 2 * 16 * 16 * 4, 2 * 16 * 4 * 4
     sizes = sorted(value.size for value in made(found, call.name))
-    # Query and key are scaled, the scores are saved after the softmax.
+    # The values are the output, the scaled query and key, and the scores after the softmax.
     assert sizes == [whole, whole, whole, scores]
-    # At the most the scores before and after the softmax, with what was scaled: both where that is kept, else one.
+    # At the peak, there are two copies of the scores, and both scaled tensors if they are kept, otherwise one.
     assert call.inner == 2 * whole + 2 * scores
     assert call.alone == whole + 2 * scores
     assert call.early == 2 * whole + 2 * scores
@@ -406,7 +406,7 @@ def test_a_norm_that_may_synchronise_isnt_repeated_and_what_it_saves_stays(train
     plain, synced = of(nn.BatchNorm1d), of(nn.SyncBatchNorm)
     assert [call.name for call in synced.calls] == [call.name for call in plain.calls]
     assert [call.repeatable for call in plain.calls if call.name in ("linear", "batch_norm")] == [True, True]
-    # In eval it asks nobody.
+    # In eval mode, it doesn't communicate.
     repeatable = [call.repeatable for call in synced.calls if call.name in ("linear", "batch_norm")]
     assert repeatable == ([False, False] if training else [True, True])
     assert call_of(synced, "gelu").repeatable

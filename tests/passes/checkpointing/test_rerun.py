@@ -1,4 +1,4 @@
-"""The cut between what is kept and what is computed again is the cheapest of all."""
+"""`cheapest` finds the choice with the lowest total cost."""
 
 import random
 from itertools import product
@@ -13,7 +13,7 @@ from passes.checkpointing.rerun import cheapest
 
 
 def total(found, costs, price, needed, again):
-    """What a choice costs, read off the words of `cheapest`; None where it isn't possible."""
+    """The total cost of a choice, as the docstring of `cheapest` defines it; None if the choice isn't possible."""
     result = 0.0
     for index, call in enumerate(found.calls):
         if again[index] and (not call.repeatable or not all(again[maker] for maker in overwritten(found, index))):
@@ -45,7 +45,7 @@ def test_nothing_is_cheaper(seed):
     rng = random.Random(seed)
     found = random_profile(seed, 8, residual=seed % 2 == 0)
     if seed % 3 == 0:
-        # Written over by the call behind it, and a call that can't be repeated.
+        # One value is overwritten later, and one call can't be repeated.
         victim = rng.randrange(7)
         found.values[victim].keepable = False
         found.calls[rng.randrange(8)].repeatable = False
@@ -74,6 +74,6 @@ def test_what_is_written_over_goes_with_who_takes_it():
     assert cheapest(found, [10_000.0, 1.0, 1.0], 100.0, frozenset()) == (False, False, False)
     assert cheapest(found, [100.0, 1.0, 1.0], 100.0, frozenset())[1]
     found.values[0].keepable = False
-    # To keep the second costs 800, and to compute it again 10,001.
+    # Keeping the second value costs 800, and recomputing it costs 10,001.
     assert cheapest(found, [10_000.0, 1.0, 1.0], 100.0, frozenset()) == (False, False, False)
     assert cheapest(found, [10.0, 1.0, 1.0], 100.0, frozenset())[:2] == (True, True)

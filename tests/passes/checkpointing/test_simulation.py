@@ -1,4 +1,4 @@
-"""What a step takes under a choice is told from its profile as it is measured."""
+"""The simulation of a step under a choice agrees with measurements."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def random_possible(found, seed):
 
 
 def assert_told(model, args, kwargs, seeds, most):
-    """The peak is told within so much of it, never too low; the FLOPs are never too few."""
+    """The simulated peak is too high by at most the share `most`; peak and FLOPs are never too low."""
     found = profile(model, args, kwargs)
     simulation = Simulation(found)
     nothing = Choice.nothing(found)
@@ -35,7 +35,7 @@ def assert_told(model, args, kwargs, seeds, most):
 
 @pytest.mark.parametrize("name", STEPS)
 def test_the_peak_of_any_choice_is_told_exactly(name):
-    # Of what a call casts for itself some may be computed again and some not: then a little too much is told.
+    # If only some of the casts inside a call are recomputed, the simulated peak is slightly too high.
     assert_told(*with_gradients(*STEPS[name]()), range(25), most=0.02 if "casts" in name else 0)
 
 
@@ -66,11 +66,11 @@ def test_what_is_computed_again_is_told_exactly_where_nothing_stops_early(name):
     assert len(told) > 2
 
 
-# ------------------------------------------------------------------------------------- by hand
+# ------------------------------------------------------------------------------------- computed by hand
 
 
 def chain(sizes, flops=None):
-    """A chain of calls each of which saves its result: (profile). The backward pass takes a gradient of each size."""
+    """The profile of a chain of calls that each save their result. The gradients have the sizes of the results."""
     count = len(sizes)
     flops = flops or [1] * count
     calls = [
@@ -96,7 +96,7 @@ def chain(sizes, flops=None):
 def test_a_chain_is_followed_step_by_step():
     course = Course(Simulation(chain([10, 20, 30])), Choice.nothing(chain([10, 20, 30])))
     assert course.forward == [10, 30, 60]
-    # The loss; then each call's result is let go of when what it saves isn't needed any more.
+    # After the loss, each call has its turn, at the end of which its result is released.
     assert course.backward == [60, 60 + 50, 30 + 30, 10 + 10]
     assert course.is_held == [True] * 3
     assert (course.outcome.peak, course.outcome.at) == (110, 4)
@@ -109,7 +109,7 @@ def test_what_is_computed_again_is_gone_between_and_costs_itself():
     # The third call holds its argument while it runs.
     assert course.forward == [10, 30, 60]
     assert course.is_held == [True, False, True]
-    # It is computed from the first when its turn comes.
+    # In its own turn, the second call is recomputed from the result of the first.
     assert course.backward == [40, 40 + 50, 10 + 20 + 30, 20]
     assert (course.outcome.flops, course.outcome.cost) == (5, 6)
 
@@ -122,9 +122,9 @@ def test_regions_are_computed_at_once_and_alone_each_from_what_is_there():
 
     assert flops((0,), (0,), (0,)) == 1110
     assert flops((0,), (1,), (2,)) == 1110 + 110 + 10
-    # The last two are computed for good when the last is; the second only for the time.
+    # Recomputing the last result also keeps the third, of the same region, but the second only temporarily.
     assert flops((1,), (0,), (0,)) == 1110 + 10
-    # The second lies around both: it is computed for good with them.
+    # The second call's region surrounds the other two, so its result is kept when theirs are recomputed.
     assert flops((0,), (0, 1), (0, 2)) == 1110 + 100
 
 
@@ -136,7 +136,7 @@ def test_what_an_output_holds_is_computed_again_beside_it():
     assert plain == 24
     assert Course(Simulation(held), choice).backward[-1] == Course(Simulation(found), choice).backward[-1] + 8
     assert twice == 32
-    # In the end both are gone.
+    # At the end, both copies are released.
     assert Course(Simulation(held), choice).live == 0
 
 
@@ -147,7 +147,7 @@ def test_statistics_to_spare_are_there_while_a_call_is_computed_again():
     found.calls[1].spare = 1000
     after = Course(Simulation(found), choice)
     assert after.forward == before.forward
-    # Beside what is kept, the gradient that comes in, and its result.
+    # The kept first result, the incoming gradient, the recomputed result, and the temporary statistics.
     assert after.backward[2] == 8 + 64 + 64 + 1000
 
 

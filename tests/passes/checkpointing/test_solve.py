@@ -1,4 +1,4 @@
-"""The choices that are found keep within their budgets, and cost little more than the cheapest there are."""
+"""The solver's choices stay within their budgets, and cost little more than those of a wider search."""
 
 import os
 import subprocess
@@ -52,7 +52,7 @@ def test_no_choice_is_over_its_budget(name):
                 assert measure(model, fake_args, fake_kwargs, choice.plan(solver.profile)).peak <= budget
             was = choice
         assert found
-        # None is free but for a budget that the step keeps to as it is.
+        # All budgets are below the peak of the plain step, so no choice is free.
         assert min(costs) > 0
 
 
@@ -98,7 +98,7 @@ def test_uniform_choices_compute_all_but_what_goes_across():
         choice = solver.uniform(count)
         kept = [index for index, again in enumerate(choice.recomputed) if not again]
         assert len(set(choice.regions)) == count
-        # Regions follow one another.
+        # Each region is a contiguous range of calls.
         assert list(choice.regions) == sorted(choice.regions)
         values = solver.profile.values
         ends = {index for index in range(1, len(choice.regions)) if choice.regions[index] != choice.regions[index - 1]}
@@ -127,7 +127,7 @@ def test_the_cheapest_uniform_choice_within_the_budget_is_taken():
 
 
 def test_uniform_choices_include_computing_nothing_again():
-    """Any run here computes `argmax` again: it holds its argument (192 bytes) in place of its indices (48 bytes)."""
+    """Uniform choices recompute `argmax` here, and so hold its argument (192 bytes), not its indices (48 bytes)."""
     step = Step((("checkpoint", 0, 0), ("embedded", 0, 0)))
     model, args, kwargs = with_gradients(RandomStep(step).train(), (rows_of(step),), {})
     solver = Solver(profile(model, args, kwargs))
@@ -149,7 +149,7 @@ def test_without_selection_nothing_inside_is_kept():
     budget = int(0.6 * coarse.profile.peak)
     choices = [solver.solve(budget) for solver in (coarse, fine)]
     assert [coarse.simulation.run(choice).peak <= budget for choice in choices] == [True, True]
-    # What is kept although it needn't be pays off.
+    # It pays to keep some values inside the parts.
     assert cost_of(fine, choices[1]) < cost_of(coarse, choices[0])
     for start in range(len(coarse.cuts) - 1):
         nothing, *between, everything = coarse._levels_of(start, start + 1)
@@ -159,7 +159,7 @@ def test_without_selection_nothing_inside_is_kept():
         assert everything == possible(part.profile, [True] * len(everything))
 
 
-# ------------------------------------------------------------------------------------- the same each time
+# ------------------------------------------------------------------------------------- reproducible
 
 _HASHED = """
 import sys

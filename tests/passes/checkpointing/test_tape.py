@@ -1,4 +1,4 @@
-"""Whatever a plan computes again, a step gives the same loss, gradients and buffers, bit by bit."""
+"""Whatever a plan recomputes, the outputs, gradients and buffers of a step stay bit-identical."""
 
 import copy
 import random
@@ -21,7 +21,7 @@ from passes.checkpointing.tape import Tape
 
 
 class Counts(TorchDispatchMode):
-    """How often each operator runs."""
+    """Counts how often each operator runs."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ def names_of(model, inputs):
 
 
 def planned(model, inputs, choose):
-    """A plan that computes again what `choose(index, name)` says, all of it in one region."""
+    """A plan with the steps that `choose(index, name)` returns."""
     names = names_of(model, inputs)
     return Plan(names, tuple(choose(index, name) for index, name in enumerate(names)))
 
@@ -75,7 +75,7 @@ def backward(outputs):
 
 
 def steps(model, inputs, plan, count=2, missed=None):
-    """Outputs, gradients and buffers of several steps under one seed, on a copy."""
+    """Outputs, gradients, buffers and random state of several steps from one seed, on a copy."""
     model, inputs = copy.deepcopy((model, inputs))
     torch.manual_seed(0)
     seen = []
@@ -117,7 +117,7 @@ def test_any_part_may_be_computed_again(name, seed):
 
 @pytest.mark.parametrize("name", ["in place", "attention", "twice", "recurrent"])
 def test_what_drew_no_random_numbers_when_it_was_planned_may_draw_some(name):
-    """As a dropout of zero does that is raised later on."""
+    """A dropout of zero, for example, may be raised later."""
     model, inputs = MODELS[name]()
     plan = planned(model, inputs, lambda index, name: Step(recomputed=True))
     assert_equal(steps(model, inputs, None), steps(model, inputs, plan))
@@ -133,7 +133,7 @@ def switching():
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_threads_draw_one_at_a_time(kept, switching):
-    """What is drawn again in one thread isn't what another one drew meanwhile."""
+    """A thread that repeats its draws isn't affected by draws of other threads in the meantime."""
 
     class Dropping(nn.Module):
         def forward(self, x):
@@ -152,7 +152,7 @@ def test_threads_draw_one_at_a_time(kept, switching):
             with Tape(plan):
                 last = Dropping()(x)
             last.sum().backward()
-            # A gradient goes where something came through, and nowhere else.
+            # The gradient is nonzero exactly where the output is nonzero.
             wrong.append(((x.grad != 0) != (last.detach() != 0)).sum().item())
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -308,16 +308,16 @@ def test_who_reads_what_is_saved_inside_of_the_forward_doesnt_disturb_it():
     x = rows()
     with Tape(Plan(("exp", "exp", "sum"), (Step(recomputed=True), Step(recomputed=True), None))):
         result = Reading()(x)
-    # The second exp had its step: what reads the first one computes it again, which is none of the plan's calls.
+    # The second exp got its step: the recomputation of the first one doesn't count as a call of the plan.
     assert made[0].expired()
     result.backward()
 
 
-# ------------------------------------------------------------------------------------- what is kept, and what isn't
+# ------------------------------------------------------------------------------------- kept and dropped values
 
 
 def test_a_product_isnt_run_again_for_its_argument():
-    """GELU is computed again and the product behind it isn't: its result is kept."""
+    """Recomputing GELU doesn't repeat the product before it, because the result of the product is kept."""
     model, inputs = built(lambda: nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), rows())
 
     def flops(plan):
@@ -355,7 +355,7 @@ def test_what_is_computed_again_isnt_kept():
     del plain
     with Tape(plan):
         result = watched(*inputs)
-    # The first product is what GELU is computed from; what GELU and tanh give is gone.
+    # The first product is kept, because GELU is recomputed from it; the results of GELU and tanh are gone.
     assert [made[number].expired() for number in range(4)] == [False, True, True, False]
     result.sum().backward()
     assert all(made[number].expired() for number in range(3))
@@ -368,7 +368,7 @@ def test_what_is_written_over_lets_go_of_what_it_was_computed_from():
             made = StorageWeakRef(y.untyped_storage())
             z = (y * 2).relu_()
             del y
-            # Nobody asks for the product as it was, so nobody computes it again.
+            # The product before the write is never needed again, so its argument isn't held.
             assert made.expired()
             return z.sum()
 
@@ -379,7 +379,7 @@ def test_what_is_written_over_lets_go_of_what_it_was_computed_from():
 
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_plan_goes_on_behind_a_norm_that_synchronises(comes):
-    """Where it does, the call that is planned for doesn't come; others do in its place."""
+    """If it synchronises, it makes other calls in place of the planned one."""
 
     class Norm(nn.Module):
         def forward(self, x):
@@ -397,7 +397,7 @@ def test_a_plan_goes_on_behind_a_norm_that_synchronises(comes):
     with Tape(Plan(names, tuple(again), frozenset({1, 4}))) as tape:
         result = Norm()(rows())
     assert tape.missed is None
-    # The first exp had its step.
+    # The first exp got its step.
     assert made[0].expired()
     result.backward()
 
@@ -428,7 +428,7 @@ def test_a_plan_waits_for_what_comes_behind_a_norm_that_synchronises():
     assert tape.missed is None
     with Tape(Plan(("mul", "batch_norm", "sin"), (None, Step(), None))) as tape:
         (rows() * 2).sin()
-    # One that doesn't synchronise has to come.
+    # The call of a norm that never synchronises must come.
     assert tape.missed == "batch_norm (number 1)"
 
 
@@ -442,7 +442,7 @@ def test_statistics_move_once_a_step():
     assert [int(norm.num_batches_tracked) for norm in model.norms] == [3, 3]
 
 
-# ------------------------------------------------------------------------------------- other ways than the plan's
+# ---------------------------------------------------------------------------------- forwards that deviate from the plan
 
 
 def test_a_forward_that_takes_another_way_keeps_everything():
@@ -507,9 +507,9 @@ def test_a_plan_of_unequal_lengths_is_refused():
     ("regions", "computed"),
     [
         (((), (), (), ()), 4),
-        # Alone, each is computed from the input on, and what it takes is let go of.
+        # In separate regions, each result is recomputed from the input, and its arguments are temporary.
         (((0,), (1,), (2,), (3,)), 10),
-        # What lies around is computed for good with what lies in it, and what lies beside it for the time.
+        # Results of surrounding regions are kept; those of other regions are temporary.
         (((0, 0), (0,), (0, 1), (0, 1)), 5),
         (((0, 0), (0,), (1,), (1,)), 7),
     ],

@@ -1,4 +1,4 @@
-"""Outputs and inputs in the memory format that they are asked for in."""
+"""Forward wrappers that set the memory format of inputs and outputs."""
 
 import copy
 import inspect
@@ -92,7 +92,7 @@ def test_a_format_for_other_dims_is_no_error() -> None:
 
 
 class Lender(nn.Module):
-    """Reads, writes or gives back its input."""
+    """Reads its input, writes to it, or returns it."""
 
     def forward(self, x: Tensor, how: str = "read", *, y: Tensor | None = None) -> Any:
         if how == "write":

@@ -1,4 +1,4 @@
-"""Where channels_last is lost on the way of the maps, watched in a run."""
+"""Watch a run to find where feature maps lose channels_last."""
 
 import itertools
 import weakref
@@ -21,7 +21,7 @@ LAST_2D, LAST_3D = torch.channels_last, torch.channels_last_3d
 
 
 def in_last(model: nn.Module) -> nn.Module:
-    """The model with weights of convolutions in channels_last, in eval."""
+    """Convert the convolution weights to channels_last, and return the model in eval mode."""
     for module in model.modules():
         if isinstance(module, nn.modules.conv._ConvNd):
             module.weight.data = module.weight.data.contiguous(memory_format=CHANNELS_LAST_FORMATS[module.weight.dim()])
@@ -56,7 +56,7 @@ def shuffled(x: Tensor) -> Tensor:
 
 
 def attended(x: Tensor) -> Tensor:
-    """Attention over the places, whose result comes in rows of channels."""
+    """Attention over the positions, whose result is contiguous."""
     rows = x.flatten(2)
     return (rows @ (rows.transpose(1, 2) @ rows).softmax(-1)).reshape(x.shape)
 
@@ -117,7 +117,7 @@ def test_the_place_is_named(operation: Any, where: str) -> None:
     ],
 )  # fmt: skip
 def test_what_keeps_the_format_is_not_named(operation: Any) -> None:
-    """If torch keeps it, that is: by what the second convolution is given."""
+    """A loss is expected only if torch loses the format, as the input of the second convolution shows."""
     model = in_last(Between(operation))
     given: list[Tensor] = []
     model.second.register_forward_pre_hook(lambda module, args: given.append(args[0]))
@@ -127,13 +127,13 @@ def test_what_keeps_the_format_is_not_named(operation: Any) -> None:
 
 
 def test_the_usual_ways_keep_the_format() -> None:
-    """That the test before says something."""
+    """Shows that the test above isn't vacuous."""
     for operation in (F.relu, tokens_and_back, heads_and_back, as_rows_of_pixels, squeezed):
         assert watched(in_last(Between(operation)), image()).losses == []
 
 
 def test_a_branch_that_comes_without_the_format() -> None:
-    """A map of one place is in both formats, and what is made of it isn't: where the two meet the format is lost."""
+    """A map with one position is in both formats, but not once it is enlarged: the format is lost at the `cat`."""
     (loss,) = watched(in_last(Between(pooled_branch, width=16)), image()).losses
     assert (loss.where, loss.elements, loss.converted) == ("the root (cat)", 2 * MAP, 2 * MAP)
 
@@ -269,7 +269,7 @@ def test_what_a_module_holds_is_nobodys_loss() -> None:
 
 
 class Branches(nn.Module):
-    """Two convolutions that read one input, or what is made of it."""
+    """Two convolutions read one input, or a product of it."""
 
     def __init__(self, how: str = "") -> None:
         super().__init__()

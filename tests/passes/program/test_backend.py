@@ -77,11 +77,11 @@ def test_results_and_gradients_are_right(pair: Any) -> None:
 
 
 class Tagged(Tensor):
-    """A tensor class of a user, whose products are of the class."""
+    """A user's tensor class; operations on it return the same class."""
 
 
 class Doubling(Tensor):
-    """A tensor class of a user that changes what an operation computes."""
+    """A user's tensor class that doubles the result of `relu`."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,7 +109,7 @@ def test_a_result_that_is_dropped_takes_its_captured_graphs_along() -> None:
 
     before = compiled()
     fast = optimize(enliven(Net()).eval(), ["simplify"], example_inputs=(X,))
-    # Torch keeps what it compiled among the globals of the forward.
+    # torch adds its compiled functions to the globals of the forward.
     assert compiled() > before
     del fast
     assert compiled() == before

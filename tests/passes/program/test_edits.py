@@ -1,4 +1,4 @@
-"""Edits and their way back, to the identity."""
+"""Undoing edits restores the very same objects."""
 
 from typing import Any
 

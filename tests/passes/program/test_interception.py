@@ -39,7 +39,7 @@ def test_the_call_may_be_changed_and_hooks_run_around_it():
 
 
 def test_a_module_that_is_replaced_keeps_its_identity_to_itself():
-    """Another module in its place in memory would be taken for it."""
+    """Otherwise a new module at the same address could be mistaken for it."""
     model = nn.Sequential(nn.Linear(4, 4))
     replaced = weakref.ref(model[0])
     with intercepted_calls(model, lambda module, call, args, kwargs: call(*args, **kwargs)):

@@ -1,4 +1,4 @@
-"""Which calls of a run make a pair that can be folded."""
+"""Find the calls of a recorded run that form a foldable pair."""
 
 import sys
 from pathlib import Path
@@ -232,7 +232,7 @@ def test_layers_of_a_class_of_its_own_are_taken_by_what_they_call():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TIMM)
 def test_every_pair_that_a_run_shows_is_found(name):
-    """Counted apart, by what uses each value."""
+    """The expected pairs come from the independent count in `benchmarks/foldable.py`."""
     model, kwargs = timm_member(name)
     enliven(model)
     paths = {module: path for path, module in model.named_modules()}

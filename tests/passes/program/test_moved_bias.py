@@ -1,4 +1,4 @@
-"""A bias that is in a running mean: what is saved, and what loading takes it for."""
+"""Save and load checkpoints of a model whose bias was moved into a running mean."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Stem(nn.Module):
 
 
 class Net(nn.Module):
-    """Two pairs: one inside of a child, whose parts don't stand side by side, the other in the root."""
+    """Two pairs: one inside a child, with its two layers at different depths, and one in the root."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 
 class Between(nn.Module):
-    """A layer with its weight registered after the bias, and a BatchNorm by the function on buffers of the root."""
+    """A convolution with its weight registered after its bias, and a functional BatchNorm on buffers of the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,12 +80,12 @@ def _template() -> nn.Module:
 
 
 def folded_net() -> Any:
-    """A `Net` that was folded once for all tests."""
+    """A copy of a folded `Net`, which is folded only once for all tests."""
     return copy.deepcopy(_template())
 
 
 def agree(model: nn.Module, fast: nn.Module) -> bool:
-    """Whether both answer alike in eval, on weights that answer in earnest."""
+    """Whether both return close outputs in eval mode; the outputs must not be almost constant."""
     wanted, got = (copy.deepcopy(module).eval()(image(5, 3, 8, 8, seed=3)) for module in (model, fast))
     assert wanted.std() > 0.05
     return bool(torch.allclose(wanted, got, rtol=1e-4, atol=1e-5))
@@ -177,7 +177,7 @@ def test_without_either_nothing_is_moved() -> None:
 @pytest.mark.parametrize(("left_out", "told"), [("last.bias", "norm.running_mean"), ("norm.running_mean", "last.bias")])
 @pytest.mark.parametrize("strict", [True, False])
 def test_one_without_the_other_is_refused(left_out: str, told: str, strict: bool) -> None:
-    """The bias that goes with that mean isn't known: it may be the one from before, or none."""
+    """The bias that belongs to the loaded mean is unknown: it may be the current one, or zero."""
     fast = folded_net()
     state = {key: value for key, value in Net(2).state_dict().items() if key != left_out}
     with pytest.raises(
@@ -192,7 +192,7 @@ def test_a_part_that_holds_one_of_both_is_refused() -> None:
         fast.stem.conv.load_state_dict(other.stem.conv.state_dict())
     with pytest.raises(RuntimeError, match=r"running_mean comes without stem.conv.bias"):
         fast.stem.norms.load_state_dict(other.stem.norms.state_dict())
-    # A mean that was made for another load doesn't count.
+    # The mean computed during an earlier load isn't reused.
     fast.load_state_dict(other.state_dict())
     with pytest.raises(RuntimeError, match=r"running_mean comes without"):
         fast.norm.load_state_dict(other.norm.state_dict())
@@ -213,7 +213,7 @@ def test_what_doesn_t_fit_is_said() -> None:
 
 
 def test_without_its_mean_a_bias_is_in_no_checkpoint() -> None:
-    """Who takes the running statistics away has the BatchNorm go by those of the batch: the bias is gone for good."""
+    """Without running statistics, the BatchNorm uses those of the batch, so the bias has no effect any more."""
     fast = folded_net()
     fast.norm.running_mean = fast.norm.running_var = None
     assert [bias for bias, _ in moved_biases(fast)] == ["stem.conv.bias"]
@@ -248,7 +248,7 @@ def test_optimized_once_more_for_inference_its_checkpoints_are_those_of_inferenc
     assert agree(model, twin)
     with pytest.raises(RuntimeError, match=r"was folded into another weight"):
         slim.load_state_dict(model.state_dict())
-    # The one that it was made from goes on as it was.
+    # The model that `slim` was made from stays unchanged.
     fast.load_state_dict(model.state_dict())
     assert agree(model, fast)
 

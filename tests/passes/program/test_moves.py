@@ -1,4 +1,4 @@
-"""Where channels stand behind a move: compared with where real numbers go."""
+"""The channel dim after a move, compared with a run of the move on a real tensor."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from passes.program.moves import METHODS, SHAPED_AS, Channels, move_named
 
-# The method with its arguments, and for each dim of a tensor of 3 dims where it is behind that; None for nowhere.
+# A method, its arguments, and the new position of each dim of a 3-dim tensor; None if the dim is merged or unknown.
 MOVES = [
     ("contiguous", (), {}, (0, 1, 2)),
     ("clone", (), {}, (0, 1, 2)),

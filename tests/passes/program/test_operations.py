@@ -1,4 +1,4 @@
-"""What is read from torch's schemas is what its operations do."""
+"""Facts about torch's operations that are read from their schemas."""
 
 import pytest
 

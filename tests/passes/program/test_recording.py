@@ -1,4 +1,4 @@
-"""What a recorded run shows of a forward, however that is written."""
+"""A recorded run shows every torch call of a forward, in any coding style."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from passes.program.tensors import TensorRef
 
 
 def recorded(model, *calls):
-    """One recording for each call, a tuple of arguments."""
+    """Record one run for each tuple of arguments."""
     runs = []
     for call in calls:
         recorder = Recorder(model, model.modules)
@@ -35,7 +35,7 @@ def named(recording: Recording, name: str):
 
 
 class Untraceable(nn.Module):
-    """A branch, a loop, a text of a value, keyword arguments, and a decorator."""
+    """A forward with a branch on data, a loop, an f-string, keyword arguments and a decorator."""
 
     def __init__(self):
         super().__init__()

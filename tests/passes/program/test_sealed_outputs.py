@@ -1,4 +1,4 @@
-"""A sealed output: its shape may be asked for, its values may not."""
+"""A sealed output answers questions about its shape, and refuses to give its values."""
 
 import copy
 import inspect
@@ -104,7 +104,7 @@ OPERATORS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_no_operator_computes_on_it(name: str) -> None:
-    """Whatever its values: one number is a truth, an index and an operand of anything."""
+    """A single number is tested too, because it also converts to bool, int, float and an index."""
     value = torch.tensor(1) if name in ("index", "truth", "int", "float", "invert") else torch.ones(2, 4)
     with pytest.raises(UnseenCall, match="its output was used without it"):
         OPERATORS[name](seal_of(value, PAIR))
@@ -120,7 +120,7 @@ def test_its_values_are_not_to_be_had(use: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_code_in_c_finds_no_numbers() -> None:
-    """What goes around the protocol of torch finds an empty tensor of a dtype that no operation takes."""
+    """Code that bypasses `__torch_function__` gets an empty tensor, of a dtype that no operation accepts."""
     with pytest.raises((RuntimeError, NotImplementedError)):
         torch.jit.script(_plus_one)(sealed())
     for read in (lambda: torch.full((2,), sealed()), lambda: torch.tensor([sealed()])):
@@ -246,7 +246,7 @@ def test_what_is_set_on_a_norm_that_is_carried_is_not_ignored(leads: bool) -> No
 
 
 def test_a_value_that_was_made_without_gradients_is_not_opened_with_them() -> None:
-    """A fold of a layer that runs inside an autograd function would lose its gradient."""
+    """Otherwise a folded layer that runs inside an autograd function would silently lose its gradient."""
     with torch.no_grad():
         value = sealed()
     norm = FoldedNormForward(_without_tensors(), PAIR, carried=True)

@@ -1,4 +1,4 @@
-"""What a sealed output and a folded weight answer, and what they refuse."""
+"""Sealed outputs and folded weights: permitted uses, and refused ones."""
 
 import copy
 import io
@@ -33,7 +33,7 @@ X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 class Net(nn.Module):
-    """A convolution that has its BatchNorm's work, called as modules or as functions."""
+    """A convolution and a BatchNorm, called as modules or as functions; `way` selects a branch."""
 
     def __init__(self, functional=False):
         super().__init__()
@@ -64,7 +64,7 @@ class Net(nn.Module):
 
 
 class Telling(nn.Module):
-    """Adds a tensor of the model, when it has a name."""
+    """Adds the sum of the tensor called `name` to the output, if a name is set."""
 
     def __init__(self, net):
         super().__init__()
@@ -79,7 +79,7 @@ class Telling(nn.Module):
 
 
 def folded(functional):
-    """The model, and the same with the seals of a fold."""
+    """The model, and a folded and sealed copy of it."""
     torch.manual_seed(0)
     model = Net(functional).eval()
     with torch.no_grad():
@@ -115,7 +115,7 @@ def folded(functional):
 
 
 def exported(result, **options):
-    """Exported as the root of an optimized model."""
+    """Export the module as the root of an optimized model."""
     result.__dict__["forward"] = NoSealsLeave(result, None)
     return torch.export.export(result, (X,), **options)
 
@@ -223,7 +223,7 @@ def test_a_way_that_was_not_seen_is_neither_exported_nor_compiled(functional, wa
 
 
 class Around(nn.Module):
-    """A model with another one, which was optimized by itself, inside."""
+    """A model around an inner one, which may be optimized separately."""
 
     def __init__(self, inner):
         super().__init__()
@@ -288,7 +288,7 @@ def test_a_class_of_parameters_is_no_folded_one():
 @BOTH
 @pytest.mark.parametrize("name", ["conv.weight", "bn.running_mean"])
 def test_where_a_bias_was_moved_what_changed_is_not_exported_by_another_way(functional, name):
-    """In a module that takes the value of a tensor where it is told to."""
+    """The new branch of the forward reads a changed tensor directly."""
     net, _ = folded(functional)
     model = Telling(net)
     result = optimize(model, ["fold-conv-bias"], example_inputs=(X,))
@@ -309,7 +309,7 @@ def test_an_exported_result_is_the_plain_computation(functional, strict):
         program = exported(result, strict=strict)
     assert same(program.module()(X), model(X))
     names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-    # What is left of a functional BatchNorm where torch asks no subclass gives its input as it is.
+    # Strict mode bypasses `__torch_function__`, so a functional BatchNorm stays in the graph, and returns its input.
     rest = ["aten.batch_norm.default"] if strict and functional else []
     assert names == ["aten.conv2d.default", *rest]
 
@@ -435,7 +435,7 @@ def test_a_folded_weight_cant_be_written_to(write):
 def test_a_function_takes_a_folded_weight_and_bias_together_alone():
     model, result = folded(True)
     weight, bias = result.conv.weight, result.conv.bias
-    # The bias may be one that the fold added: then the call gives none.
+    # A call without a bias is accepted, because the fold may have added the bias.
     assert isinstance(F.conv2d(X, weight, None), SealedOutput)
     for given in ((weight, torch.zeros(4)), (torch.zeros(4, 3, 3, 3), bias), (weight, model.conv.bias)):
         with pytest.raises(UnseenCall, match="is used without the two"):
@@ -462,7 +462,7 @@ def test_a_tensor_in_the_place_of_a_folded_one_is_refused(functional, way, name,
     if value == "buffer":
         delattr(result.conv, name)
         result.conv.register_buffer(name, new)
-    # torch itself refuses a function's weight that is None.
+    # `F.conv2d` itself refuses None as the weight.
     error, text = (
         (TypeError, "conv2d")
         if functional and (name, value) == ("weight", None)
@@ -515,7 +515,7 @@ def test_a_sealed_value_holds_no_numbers_of_its_own():
 
 @BOTH
 def test_a_layer_that_a_compiled_call_runs_eagerly_gives_what_a_captured_frame_takes(functional, monkeypatch):
-    """As torch.compile does with a frame that it has compiled too often."""
+    """torch.compile runs a frame eagerly once it has recompiled it too often."""
     model, result = folded(functional)
     torch._dynamo.reset()
     if functional:

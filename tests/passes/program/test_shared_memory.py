@@ -1,4 +1,4 @@
-"""Which tensors lie in each other's memory."""
+"""Find tensors that overlap in memory."""
 
 from __future__ import annotations
 

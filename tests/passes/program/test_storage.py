@@ -1,4 +1,4 @@
-"""Tensors without strides: what they are, what holds their numbers, and whether two hold the same."""
+"""Tensors without strides: their kind, the location of their values, and comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A forward as one rewritten graph, and why there is none."""
+"""Capture a forward as one rewritten graph, or report why that failed."""
 
 import copy
 from typing import Any
@@ -30,7 +30,7 @@ class Keeping(Twice):
 
 
 class Kept:
-    """Gives what torch.compile's front end doesn't make in a graph."""
+    """Calls a function that breaks the graph in torch.compile's front end."""
 
     @staticmethod
     def of(y: Tensor) -> Tensor:
