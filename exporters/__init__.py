@@ -1,8 +1,8 @@
 """Export models to files: formats, requests, artifacts and errors.
 
-A format of another package is a subclass of `Exporter`. Its `export` gathers the evidence of the request (`gather`), takes
-the shared capture (`captured`), and writes and proves its files in routes (`Route`, `refusing`, `prove_file`), of which
-`first_right` returns the first one that holds. `examples/openvino_exporter` is a complete one.
+A format of another package is a subclass of `Exporter`. Its `export` gathers the evidence of the request (`gather`)
+and takes the shared capture (`captured`). It writes and proves its files in routes (`Route`, `refusing`, `prove_file`),
+and `first_right` returns the first route whose files are right. `examples/openvino_exporter` is a complete example.
 """
 
 from exporters.aoti import AotiExporter

@@ -50,7 +50,9 @@ class AotiExporter(Exporter):
         def compiled(folder: Path, *, strict: bool) -> tuple[Path, ...]:
             if programs:
                 # Compiling takes minutes, and a file that is wrong for one program is wrong for the other.
-                raise RouteRefused("the model was already captured without it")
+                raise RouteRefused(
+                    "the model was captured without strict mode already, and the file of that capture is wrong"
+                )
             program, placed = captured(evidence, strict=strict)
             programs.append(placed)
             return self._compiled(program, evidence, folder)

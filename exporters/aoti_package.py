@@ -1,4 +1,4 @@
-"""Write a package of AOTInductor with what its loader must know, and load it on a machine that can run it."""
+"""Write an AOTInductor package with the metadata that its loader needs, and load it on a machine that can run it."""
 
 from __future__ import annotations
 

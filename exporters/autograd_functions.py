@@ -14,7 +14,7 @@ from exporters.torch_private import is_tracing
 
 @contextmanager
 def traced_by_their_forwards() -> Iterator[None]:
-    """Inside, a trace records the operations of such a function's forward instead of a single call to Python.
+    """Inside, a trace records the operations of a `torch.autograd.Function`'s forward instead of one call to Python.
 
     No file format can hold a call to Python. Without gradients, the forward is all that the function does. Calls
     through names that were bound before (`gelu = Gelu.apply` at module level) stay calls to Python.

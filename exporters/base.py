@@ -225,8 +225,8 @@ class ExportRequest:
         output_structure: the structure of the model's output, if the caller has it.
         proof: compares the artifact loaded from these files with the model, at these calls and others, and returns
             whether it is right. None makes the exporter compare all calls itself.
-        captures: the captures that the formats of one export share: of `model` or of a copy of it, at the same calls. None
-            makes the exporter capture for itself.
+        captures: the captures that the formats of one export share: of `model` or of a copy of it, at the same calls.
+            None makes the exporter capture for itself.
         place_of: locates the first difference between a refused file and the model at the given inputs of the file, as
             a clause: "first differs at …"; "" if unknown. It is called if every route was refused.
     """

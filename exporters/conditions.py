@@ -68,9 +68,10 @@ def batches_near(sizes: Iterable[int], lines: Iterable[Line]) -> frozenset[int]:
 
 
 def breaks(condition: Condition) -> Iterator[int]:
-    """The batches that break a condition, in ascending order; above 64 only some candidates.
+    """The batches that break a condition, in ascending order.
 
-    A comparison with a number, a multiple or a range is found at its turning point, wherever that is.
+    Above 64, only some candidates are checked. If the condition holds at one candidate and breaks at the next,
+    bisection finds the first batch that breaks it.
     """
     yield from (batch for batch in range(1, _EVERY_BATCH_TO + 1) if not condition.holds(batch))
     held = _EVERY_BATCH_TO if condition.holds(_EVERY_BATCH_TO) else 0

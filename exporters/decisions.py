@@ -68,7 +68,7 @@ class Watch(TorchFunctionMode):
     Attributes:
         values: places where Python reads a value that depends on the inputs' values.
         sizes: places where Python reads a size of a tensor that is computed from the inputs.
-        asked: the sizes that each call for a size returned.
+        asked: the sizes that the model's code read, one tuple per call that asks for sizes.
     """
 
     def __init__(self, adapter: Adapter, fixed: Sequence[Sequence[bool]] = ()) -> None:

@@ -6,7 +6,7 @@ ExporterError
 ├── MetadataError        a file can't hold a metadata key or text, or its metadata can't be read
 ├── StructureError       the structure of a call's arguments or outputs differs from the exported one
 ├── RouteRefused         one route to a format failed to produce a right file; the exporter tries the next one
-│   └── WrongFile        the file of one route computes something else than the model, or raises where the model doesn't
+│   └── WrongFile        the file of one route computes something else than the model, or raises where it doesn't
 ├── ExportError          every route to a format failed; the message names each route with its reason
 ├── OtherMachine         a file made for one device and processor was loaded on another
 └── ProviderFallback     nodes of an ONNX session run on the CPU although the GPU was requested

@@ -1,4 +1,4 @@
-"""The model's inputs and outputs at every call, which each exporter proves its files by."""
+"""The model's inputs and outputs at every call, with which each exporter proves its files."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Evidence:
         return _listed([f"{name} = {size}" for name, size in sizes.items()])
 
     def way_out(self, size: str) -> str:
-        """Advice for a size that can't be open; empty where no dim has that size."""
+        """Advice for a size that can't be open, given by name; empty if no input has a dim with that name."""
         dims = [
             (index, dim)
             for index, spec in enumerate(self.input_specs)
@@ -197,7 +197,8 @@ class Evidence:
         """One sentence per check that wasn't possible."""
         names = [f"`{self.adapter.output_names[index]}`" for index in sorted(self.unstable)]
         return tuple(
-            f"Output {name} differs between two runs of the model; only its shape was checked." for name in names
+            f"Output {name} differs between two runs of the model; only its shape and dtype were checked."
+            for name in names
         )
 
 

@@ -138,7 +138,7 @@ def named_dims(spec: TensorSpec) -> dict[int, str]:
 def conditions_of_program(program: torch.export.ExportedProgram, evidence: Evidence) -> tuple[Condition, ...]:
     """The assumptions of torch.export about the open dims: the ranges and relations implied by its branches.
 
-    torch.export raises for none of them if the dim is named.
+    torch.export doesn't raise for these: `Dim.DYNAMIC` only forbids that a dim becomes a constant.
     """
     if not evidence.open_dims:
         return ()

@@ -36,7 +36,8 @@ class FileValues(Protocol):
         """Run the file on these inputs.
 
         Returns:
-            The values by name, on the CPU, and "". If the run raises, the values before that, and the exception's message.
+            The values by name, on the CPU, and "". If the run raises, the values computed until then, and the message
+            of the exception.
         """
 
 

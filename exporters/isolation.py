@@ -1,4 +1,4 @@
-"""Exports without side effects on the model, the random generators, torch's settings and the screen."""
+"""Export without side effects on the model, the random generators, torch's settings and the screen."""
 
 from __future__ import annotations
 

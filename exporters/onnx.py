@@ -34,7 +34,7 @@ from exporters.torchscript_deprecation import torchscript_allowed
 # its readers keep three copies of a file. External data is read tensor by tensor.
 EXTERNAL_DATA_FROM = 2**25
 
-# The number of rows in their outputs depends on the data. Equal sizes at all calls don't prove that the size is
+# Operators whose number of output rows depends on the data. Equal sizes at all calls don't prove that the size is
 # constant.
 _DATA_DEPENDENT = frozenset({"NonZero", "Unique", "Compress", "NonMaxSuppression"})
 

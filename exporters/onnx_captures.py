@@ -1,4 +1,4 @@
-"""The two exporters of torch that write ONNX, each with what it assumes about the open sizes."""
+"""Export to ONNX by torch's two exporters, each with the conditions on the open sizes under which it is right."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def is_users(file: str) -> bool:
 
 
 def line_of_forward(model: nn.Module, path: str) -> str:
-    """The first line of the innermost forward on a path to a module that isn't torch's own; "" if there is none."""
+    """On the path to a module, the first line of the innermost forward that is user code; "" if there is none."""
     parts = path.split(".") if path else []
     for count in range(len(parts), -1, -1):
         kind = type(model.get_submodule(".".join(parts[:count])))

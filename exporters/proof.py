@@ -197,7 +197,7 @@ def _proven_where_it_breaks(
     tried: set[int],
     errors: Callable[[], Sequence[float]],
 ) -> list[int]:
-    """The batches that break the condition, with file and model compared at each; adds all tried batches to `tried`."""
+    """At most two batches that break the condition and at which file and model agree; adds all batches to `tried`."""
     answered: list[int] = []
     raised = 0
     for batch in breaks(condition):
@@ -351,7 +351,7 @@ def difference(
     allowed = _ROUNDING.get(expected.dtype, _ROUNDING_ELSEWHERE) if allowed is None else allowed
     # Written so that NaN fails the comparison.
     within = error <= allowed * scale + 1e-30
-    return None if within else f"its values are off by {error:.2g} where the largest is {scale:.2g}"
+    return None if within else f"its largest error is {error:.2g}, where the model's largest value is {scale:.2g}"
 
 
 def _as_float64(tensor: torch.Tensor) -> torch.Tensor:

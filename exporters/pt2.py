@@ -47,7 +47,7 @@ class Pt2Exporter(Exporter):
             return Route(name, write)
 
         def known(artifact: Artifact) -> Artifact:
-            # A route that was refused before the file was written has no values of a file.
+            # A route that was refused before it wrote its file has no file to load values from.
             values = self.values if artifact.path.exists() else None
             return replace(artifact, program=programs[artifact.route], values=values)
 

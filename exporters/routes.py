@@ -106,7 +106,9 @@ def _shared(refused: Sequence[tuple[str, RouteRefused]]) -> str:
     outputs = {refusal.output if isinstance(refusal, WrongFile) else "" for _, refusal in refused}
     several = len({str(refusal) for _, refusal in refused}) > 1
     return (
-        f" Each route gets a different `{outputs.pop()}`." if several and len(outputs) == 1 and outputs != {""} else ""
+        f" Every route gets `{outputs.pop()}` wrong, each in its own way."
+        if several and len(outputs) == 1 and outputs != {""}
+        else ""
     )
 
 

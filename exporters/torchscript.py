@@ -1,7 +1,7 @@
 """TorchScript: a file that `torch.jit.load` and libtorch run without the model's source.
 
-The model is traced through the adapter if the trace is right at every call, otherwise scripted. `torch.export` isn't
-used: its module would produce a trace with the batch size baked in.
+The model is traced through the adapter if the trace is right at every call, otherwise scripted. The module that
+`torch.export` captures isn't traced: that trace would have the batch size baked in.
 """
 
 from __future__ import annotations

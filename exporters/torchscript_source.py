@@ -1,4 +1,4 @@
-"""Forwards that are written as TorchScript source: around a model that is scripted, and around one that checks its inputs."""
+"""Generate TorchScript source: a forward around a model to script, and a forward that checks a module's inputs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def scripted(adapter: Adapter) -> torch.jit.ScriptModule:
     """Script the model inside a generated forward with flat tensor inputs and outputs, like the adapter's.
 
     Raises:
-        RouteRefused: it can't be scripted: a module has a forward on the instance, an argument has no TorchScript source,
-            or torch refuses the source.
+        RouteRefused: it can't be scripted: a module has a forward on the instance, an argument has no TorchScript
+            source, or torch refuses the source.
     """
     model = adapter.model
     changed = next((name for name, module in model.named_modules() if "forward" in vars(module)), None)

@@ -53,7 +53,7 @@ def conditions_of_trace(evidence: Evidence, watch: Watch) -> tuple[Condition, ..
     try:
         return conditions_of_program(shared_program(evidence), evidence)
     except RouteRefused as refusal:
-        # Other sizes may be equal in all calls by chance: strides and windows of them round down.
+        # A size computed from a declared dim may be equal in all calls by chance, because strided windows round down.
         if not evidence.declared and not reads_an_open_size(evidence.adapter, evidence.inputs):
             return ()
         raise RouteRefused(

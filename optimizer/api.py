@@ -152,11 +152,11 @@ def export(
 ) -> Bundle:
     """Write the model into a bundle of artifacts, each proven to compute the same as the original.
 
-    The export takes the model before any pass that leaves no graph (torch-compile). A file contains the changes of
-    graph passes (simplify) if torch.compile's front end captures the forward as one graph, and the file made from it is
-    proven. Otherwise it contains the forward without them, and a note says why. In the manifest, `without_passes` of
-    each artifact lists the passes that it doesn't contain. The original is the module that was given to `optimize`. A
-    module that isn't a result of `optimize` is itself the original.
+    Passes that leave no graph (torch-compile) aren't exported. A file contains the changes of graph passes (simplify)
+    if torch.compile's front end captures the forward as one graph, and the file made from it is proven. Otherwise it
+    contains the forward without them, and a note says why. In the manifest, `without_passes` of each artifact lists the
+    passes that it doesn't contain. The original is the module that was given to `optimize`. A module that isn't a
+    result of `optimize` is itself the original.
 
     A format is missing from the bundle if its export fails or its file isn't proven. `bundle.missing` has the reason
     for each, and a warning is logged.

@@ -1,7 +1,7 @@
 """Every private name of torch that `optimizer` uses, each with the reason and the version it was seen in.
 
-If a name is missing, importing this file or calling the function that uses it raises an error that names it. `optimizer`
-also uses names from `passes.torch_private`.
+If a name is missing, importing this file or calling the function that uses it raises an error that names it.
+`optimizer` also uses names from `passes.torch_private`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def is_operator(function: Any) -> bool:
 
 
 def decomposition_of(operator: Any) -> Callable[..., Any] | None:
-    """What computes an operator by simpler ones, as torch itself decomposes it; None if torch doesn't. Seen in 2.13."""
+    """The function by which torch decomposes an operator into simpler ones; None if there is none. Seen in 2.13."""
     return decomposition_table.get(operator)
 
 
@@ -41,7 +41,7 @@ def copied_script(module: Any, own: Callable[[torch.Tensor], torch.Tensor]) -> A
     for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
         if (copied := own(tensor)) is not tensor:
             twin._c.setattr(name, copied)
-    # The Python side of `twin` was made for the old children.
+    # Copy again, because the Python side of `twin` was made for the old children.
     return copy.copy(twin)
 
 

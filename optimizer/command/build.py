@@ -1,7 +1,7 @@
 """The work of the command after its options are parsed: load, optimize, export, verify.
 
-Each public function returns a JSON document. `cli` imports this module late, because it imports torch. All checks that
-don't need the user's code run before it.
+Each public function returns a JSON document. `cli` imports this module late, because it imports torch. Everything that
+can be checked without the user's code is checked before that code runs.
 """
 
 import time

@@ -47,7 +47,7 @@ def check_runs(loaded: Loaded, *, seed: int = 0) -> None:
 
 
 def _initialize(loaded: Loaded, call: Call) -> None:
-    """Run the model itself in eval mode: lazy modules take their shapes from their inputs."""
+    """Run the model itself in eval mode, because lazy modules take their shapes from their first inputs."""
     flags = [(module, module.training) for module in loaded.model.modules()]
     try:
         _run(loaded, loaded.model.eval(), call)

@@ -186,7 +186,7 @@ def _rows(format: str, rows: Document) -> str:
     if not rows["ok"]:
         return f"rows of {format}: {rows['problem']}"
     otherwise = (
-        "alone, in other places and among other rows" if rows["alone"] else "in other places and among other rows"
+        "alone, at other positions and among other rows" if rows["alone"] else "at other positions and among other rows"
     )
     lacking = (
         f"; not checked, because they have no rows: {', '.join(rows['without_rows'])}" if rows["without_rows"] else ""

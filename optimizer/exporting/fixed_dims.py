@@ -84,7 +84,7 @@ def _takes_others(
     """Whether the model runs with another size of one length, which is the size of all of `dims`.
 
     Args:
-        rows: the batch size of the example inputs if the batch is open. Then one row is run where the model takes one.
+        rows: the batch size of the example inputs if the batch is open. Then one row is run if the model accepts one.
     """
     declared = _with_batch({name: dict.fromkeys(each, _NAME) for name, each in dims.items()}, inputs, rows)
     opened_dims = open_dims(declared, inputs, first=samples.first, static_batch=rows is None)

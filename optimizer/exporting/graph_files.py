@@ -151,11 +151,11 @@ def _why_never(kind: type[Pass] | None) -> str | None:
     if kind is None:
         return None
     if kind.is_barrier:
-        return "files contain the module before its calls are compiled"
+        return "files can't contain compiled calls, so they contain the uncompiled model"
     if kind.plans_calls:
         return "files contain no backward pass"
     if issubclass(kind, GraphPass) and not kind.in_files:
-        return "files contain the operations that its kernels fuse"
+        return "files can't contain its fused kernels, so they contain the single operations"
     return None
 
 

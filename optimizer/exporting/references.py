@@ -16,8 +16,8 @@ from optimizer.pipeline import Provenance
 # The number of batch sizes at which the rounding noise is measured; None for all of them.
 _MEASURED_SIZES: Mapping[Effort, int | None] = {"quick": 1, "normal": 2, "thorough": None}
 
-# Elements of one row of an input above which files are compared at few rows: each row of such inputs, as of an image of
-# 224 x 224, makes maps that cost time and memory, and larger batches show nothing that these sizes don't.
+# If a row of an input has more elements than this, like an image of 224 x 224, files are compared at small batch sizes
+# only: the feature maps of each row cost time and memory, and larger batches show nothing new.
 _LARGE_ROW = 100_000
 _FEW_ROWS = (1, 2, 3)
 

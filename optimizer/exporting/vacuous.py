@@ -10,12 +10,12 @@ def is_vacuous(reference: Reference) -> bool:
 
 
 def refuse_vacuous(reference: Reference) -> None:
-    """Refuse a reference none of whose outputs can prove anything.
+    """Raise if no output of the reference can prove anything.
 
     If only some outputs prove nothing, a note of the reference says so.
 
     Raises:
-        VacuousError: none of the outputs can; the message has the reasons.
+        VacuousError: no output can prove anything; the message has the reasons.
     """
     if (reason := _reason(reference)) is None:
         return

@@ -30,7 +30,7 @@ from passes.program.storage import same_values
 
 # The maximum number of changed attributes that the message names.
 _NAMED = 3
-# The maximum number of calls at which the module is searched.
+# The maximum number of calls at which to search for the module.
 _LOOKED_AT = 4
 # The levels of containers and objects that are searched below the attributes of a module.
 _DEPTH = 4
@@ -41,9 +41,10 @@ _UNITS = 64
 def refuse_carried_state(original: nn.Module, reference: Reference) -> None:
     """Check that the original's outputs don't depend on earlier calls.
 
-    One copy answers all calls in sequence. Each output must equal that of a separate run, within the original's own
-    noise. The user's tolerances don't apply, because both runs use the same module on the same device. A model that
-    answers the same call differently each time, whatever calls came before, isn't refused here but in the comparison.
+    One copy answers all measured calls in sequence. Each output must equal that of a separate run, within the
+    original's noise. The user's tolerances don't apply, because both runs use the same module on the same device. A
+    model that answers the same call differently each time, whatever calls came before, isn't refused here but in the
+    comparison.
 
     Args:
         original: the model.

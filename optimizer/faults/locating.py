@@ -1,10 +1,9 @@
 """Find where a file or a module first diverges from the original: the module, and where known the line and operation.
 
-Most files are made from a captured program, whose values have the names of the file's. That program runs on the
-original's weights, and all its values are judged as the outputs of a model are: with the program in float64, in its own
-dtype, and off by one ulp. The first wrong value in the order of the program is at fault. The file lacks some values,
-because their operations were merged into others. If the next value that the file has is wrong, any of these operations
-may be at fault, and all are named.
+Most files are made from a captured program, and their values have the same names as the program's. The program runs on
+the original's weights, so the file's values are compared with its values, by the rule for a model's outputs. The first
+wrong value in the order of the program is at fault. The file lacks some values, because their operations were merged
+into others. If the next value that the file has is wrong, any of these operations may be at fault, and all are named.
 
 If no such value is wrong, or the file has none, modules are compared (`locating_modules`).
 """
@@ -33,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 # The maximum number of calls at which a divergence is searched.
 _SEARCHED = 4
-# Of the random numbers in a file and in the program that it was made from.
+# Seed of the random numbers in a file and in the program that it was made from.
 _SEED = 0
 
 
@@ -146,7 +145,7 @@ class _FileSearch:
         return first_wrong_value(program, artifact.values(artifact.path, self.device, program.places), tensors, where)
 
     def by_module(self, tensors: Sequence[torch.Tensor], where: str) -> Divergence | None:
-        """The first module that differs in the file, or in the program that the file was made from where it is known."""
+        """The first module that differs in the file; where the file's program is known, in that program."""
         artifact = self.artifact
         if artifact.parts is not None:
             return first_wrong_part(self.reference, self.exported, artifact.parts(artifact.path, self.device), where)
@@ -167,7 +166,7 @@ class _FileSearch:
                 "compiled machine code has no values to compare, and the program that it was compiled from is "
                 "correct: either the compiler is at fault, or the package was modified afterwards"
             )
-        return f"a file of the format {self.artifact.format} shows only its outputs"
+        return f"files of the format {self.artifact.format} have no intermediate values to compare"
 
 
 def first_wrong_value(
@@ -217,7 +216,7 @@ def fault_of_runtime(artifact: Artifact, is_right: Callable[[Artifact], bool]) -
 
 
 def _first_of(found: Iterator[Divergence | None], nowhere: str) -> Located:
-    """The first divergence of a search; the note is `nowhere` if there is none, or the exception that the search raised."""
+    """The first divergence of a search; if there is none, the note is `nowhere` or the exception of the search."""
     try:
         first = next(filter(None, found), None)
     except Exception as error:  # the search runs foreign code, whose error must not hide the failure

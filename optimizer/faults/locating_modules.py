@@ -1,10 +1,10 @@
 """Find the first module that diverges from the original, for passes and for files whose values have no known names.
 
-The inputs and outputs of all module calls are judged as the outputs of a model are. Modules are matched by path, because
-both models have the same tree. A correct rewrite may change intermediate values. After conv–BN folding the output of the
-convolution differs, but the output of the BatchNorm after it, which only passes the values on, doesn't. So a call that
-differs isn't at fault if a call that reads its output is right again. Of the remaining calls, the first one with right
-inputs is at fault, and the search goes on inside it.
+The inputs and outputs of all module calls are judged by the rule for a model's outputs. Modules are matched by path,
+because both models have the same tree. A correct rewrite may change intermediate values. After conv–BN folding, the
+output of the convolution differs, but the output of the following BatchNorm, which only passes the values on, doesn't.
+So a call that differs isn't at fault if a call that reads its output is right again. Of the remaining calls, the first
+one with right inputs is at fault, and the search continues inside it.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def main():
         want, got = expected[name], got.cpu()
         same = got.shape == want.shape
         wide = torch.complex128 if want.is_complex() else torch.float64
-        # Infinity less infinity is no number.
+        # inf - inf is NaN, so equal elements are left out.
         apart = (got != want) & ~(got.isnan() & want.isnan()) if same else None
         error = float((got.to(wide) - want.to(wide))[apart].abs().max()) if same and apart.any() else 0.0
         bad = not same or not error <= allowed
@@ -171,7 +171,7 @@ def write_reproduction(
     try:
         _write(directory / artifact.format, artifact.files, {"inputs": given, "expected": outputs}, texts)
     except (OSError, SafetensorError) as error:
-        # Only the number: `write_bundle` would take the system's error text for a disk error of the bundle.
+        # Name only the error number: `write_bundle` would mistake the error's text for a disk error of the bundle.
         reason = f"error {error.errno}" if isinstance(error, OSError) else "safetensors refused"
         return f"The folder {directory} couldn't be written ({reason})."
     return f"{directory / artifact.format} contains a self-contained reproduction: run reproduce.py there."

@@ -77,8 +77,8 @@ def open_dims(
             known, elsewhere = sizes.setdefault(size_name, (size, place))
             if known != size:
                 raise UsageError(
-                    f"dynamic calls the size of {place} {size_name}, which is {size} there and {known} in {elsewhere} of the"
-                    " example inputs."
+                    f"dynamic gives {place} and {elsewhere} the same name, {size_name}, but their sizes in the example inputs are"
+                    f" {size} and {known}: use two names, or inputs of equal size."
                 )
     return OpenDims(named, batch, {symbol: size for symbol, (size, _) in sizes.items() if symbol != batch})
 

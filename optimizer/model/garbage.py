@@ -33,10 +33,10 @@ def rare_collection() -> Iterator[None]:
 
 
 def release_memory() -> None:
-    """Give freed memory back to the system, where the C library keeps it.
+    """Return freed memory that the C library keeps to the operating system.
 
-    After many tensors of many sizes, glibc keeps freed memory in pieces between those in use: 200 MB after the proof of a
-    ResNet-50. A runtime that loads a file next would take its memory beside that.
+    After many tensors of different sizes, glibc keeps freed memory in gaps between blocks in use: 200 MB after the
+    proof of a ResNet-50. A runtime that loads a file next would need its own memory in addition.
     """
     if sys.platform == "linux":
         # Other C libraries have no such function, and a statically linked Python has no library to ask.

@@ -47,7 +47,7 @@ def check_model(model: object, *, runs: bool) -> None:
 def _refuse_distributed(model: nn.Module) -> None:
     """Refuse distributed models.
 
-    Their steps wait for other processes, which may not run one, and a sharded model can't be copied.
+    A run of such a model waits for other processes, which may not run it now. A sharded model can't be copied.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise UsageError(
@@ -115,7 +115,7 @@ def on_device(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def trained_as(result: nn.Module, original: nn.Module) -> nn.Module:
-    """The original in the state that it would have after training instead of the result.
+    """The original as it would be if it had been trained in place of the result.
 
     The two share their weights. A running mean that a bias was moved into belongs to the result alone, so training the
     result doesn't update the mean of the original.

@@ -1,7 +1,7 @@
 """Gradients of a computation with a reentrant checkpoint, which `torch.autograd.grad` refuses.
 
-`torch.utils.checkpoint(…, use_reentrant=True)` recomputes its part during the backward pass and calls `backward` there.
-So the gradients go to `.grad` of the parameters, which belong to a copy of the model.
+`torch.utils.checkpoint(…, use_reentrant=True)` recomputes its part in the backward pass and calls `backward` there. So
+the gradients go to `.grad` of the parameters, which belong to a copy of the model.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Runs:
         target: the model; it never runs itself, except as described above.
         in_eval: whether it runs in eval mode.
         written: names of the parameters that forward writes to. Each copy has its own of these, and shares the others.
-        watch: makes a context around each run from the module that runs; None if no calls are watched.
+        watch: called with the module that runs; returns a context for the run. None if no calls are watched.
     """
 
     def __init__(self, target: Callable[..., Any], *, in_eval: bool, written: frozenset[str] = frozenset()) -> None:
@@ -130,7 +130,7 @@ class Runs:
 
 
 class RunsOfCopy(Runs):
-    """Runs of one working copy of a model, whose modules are told apart by identity; each run restores its state.
+    """Runs of one working copy, so that its modules are the same objects in each run; each run restores their state.
 
     Args:
         copy: a copy that computes the same as the target.

@@ -98,9 +98,9 @@ class _Random(NamedTuple):
 
 
 def _started() -> list[_Random]:
-    """The functions for the kinds of devices in use.
+    """The functions for CUDA and XPU if they are in use, and for MPS if it is available.
 
-    To read or seed the random state of another kind would start it.
+    Reading or seeding the random state of CUDA or XPU would initialize it.
     """
     kinds = [kind for kind in (torch.cuda, torch.xpu) if kind.is_available() and kind.is_initialized()]
     found = [_Random(kind.get_rng_state_all, kind.set_rng_state_all, kind.manual_seed_all) for kind in kinds]
@@ -260,7 +260,7 @@ def _forward_apart(self: nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
     # checks once, and code that was compiled for a comparison is also called later.
     if not _apart.on:
         return _synchronised_forward(self, input)
-    # The forward of every BatchNorm, to which SyncBatchNorm reduces if there is nothing to synchronize.
+    # The forward of the other BatchNorms; SyncBatchNorm computes the same if there is nothing to synchronize.
     return AnyBatchNorm.forward(self, input)
 
 

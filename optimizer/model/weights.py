@@ -63,7 +63,7 @@ def load_weights(model: nn.Module, path: Path) -> list[str]:
     if problems:
         raise LoadError(f"The weights {path.name} don't fit the model: {'; '.join(problems)}.")
     if tied:
-        notes.append(f"{listed(sorted(tied))} aren't in {path.name} and share the values of others.")
+        notes.append(f"{listed(sorted(tied))} aren't in {path.name}; the model ties them to weights that are.")
     if cast:
         notes.append(f"{len(cast)} tensors of {path.name} were cast to the dtypes of the model ({cast[0]} first).")
     return notes
@@ -107,7 +107,7 @@ def _unpickled(path: Path) -> Any:
                 f"The weights {path.name} are in torch's old .tar format, which could run arbitrary code; load them "
                 "with an old torch and save the state dict again: torch.save(model.state_dict(), ...)."
             ) from error
-        # For bytes that aren't a pickle, an unpickler's message is about opcodes, and a zip reader's is about records.
+        # Quote only an OSError: other messages are about opcodes of the pickle or records of the archive.
         why = f": {quote(error)}." if isinstance(error, OSError) else _STATE_DICT
         raise LoadError(f"The weights {path.name} are damaged or not a state dict{why}") from error
 

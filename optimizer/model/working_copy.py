@@ -143,9 +143,9 @@ def working_copy(
 
 @contextmanager
 def private_state(root: nn.Module, written: Iterable[str] = ()) -> Iterator[None]:
-    """Run the modules of a working copy, the same objects, and restore their state afterwards.
+    """Run the modules of a working copy themselves, and restore their state afterwards.
 
-    For runs in which modules are told apart by identity. Inside, every attribute is a copy that refers to the same
+    This is for runs that identify modules by their objects. Inside, every attribute is a copy that refers to the same
     modules and parameters. Afterwards, the attributes are the original objects again.
 
     Args:

@@ -2,8 +2,9 @@
 
 The truth is the original itself, with every torch call raised to float64. The *noise* of an output is the larger of two
 measured numbers: the original's own error against that truth, and its response to a change of one ulp in its inputs and
-weights. A candidate's error may be `FACTOR` times the noise, both in the largest error and in the root mean square, pooled
-over all batch sizes and draws. There is no other tolerance unless the user gives one. docs/proof.md explains the rule.
+weights. A candidate's error may be `FACTOR` times the noise, both in the largest error and in the root mean square,
+pooled over all batch sizes and draws. There is no other tolerance unless the user gives one. docs/proof.md explains the
+rule.
 
     reference = measure_reference(model, Samples((x,)))       # runs the original, once
     measurement = reference.compare(candidate)                # runs a candidate; plain data, JSON both ways

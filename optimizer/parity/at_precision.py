@@ -27,13 +27,14 @@ from passes.base import Precision
 def errors_at(noise: RoundingNoise, precision: Precision, samples: int = 0) -> dict[str, Pool]:
     """The errors of the original's outputs at a precision, over all measured calls.
 
-    Integers that come out differently become unstable elements of the call.
+    Integer elements that differ at that precision are marked as unstable in the call.
 
     Args:
-        samples: runs of each call with parameters slightly off before they are rounded; 0 for one plain run.
+        samples: the number of runs of each call, with parameters changed slightly before they are rounded; 0 for one
+            plain run.
 
     Raises:
-        UsageError: the original is no module, whose parts in float32 could be named by path.
+        UsageError: the original isn't a module, so its float32 parts have no paths.
     """
     if not isinstance(noise.original.target, nn.Module):
         raise UsageError(
@@ -57,14 +58,14 @@ def errors_at(noise: RoundingNoise, precision: Precision, samples: int = 0) -> d
 
 
 def noise_at(noise: RoundingNoise, precision: Precision, before: OutputNoise, error: Pool | None) -> OutputNoise:
-    """The noise of an output at a precision: at least one rounding of the output itself."""
+    """The noise of an output at a precision; at least the error of rounding the output once."""
     name, calls = before.name, noise.original.calls
     if error is None:
         tied = sum(int(one.unstable[name].sum()) for one in calls if name in one.unstable)
         if tied > before.tied:
             noise.notes.append(
-                f"{tied - before.tied} elements of {name} are ties that the original breaks differently in "
-                f"{precision.name}; they were not compared."
+                f"{tied - before.tied} more elements of {name} weren't compared: they change in the original itself "
+                f"when it computes in {precision.name}."
             )
         signal = missing_signal(noise.original, name, before.rms, before.noise_rms)
         return replace(before, tied=tied, signal=signal)
@@ -77,7 +78,7 @@ def noise_at(noise: RoundingNoise, precision: Precision, before: OutputNoise, er
 def _outputs_at(
     noise: RoundingNoise, one: OriginalCall, precision: Precision, seed: int | None
 ) -> Mapping[str, torch.Tensor]:
-    """The original's outputs at a precision; empty where it raises."""
+    """The original's outputs at a precision; empty if it raises."""
     original = noise.original
     assert isinstance(original.target, nn.Module)
     call, training = original.inputs_of(one), original.with_gradients(one.draw)
@@ -92,7 +93,7 @@ def _outputs_at(
             with pinned_settings():
                 seen = outputs(kind)
                 if precision.dtype is torch.float16 and any(map(is_exact, one.own.values.values())):
-                    # Integers are decided differently in float16 less often than in bfloat16.
+                    # Fewer integers change in float16 than in bfloat16.
                     finer = outputs(kind, dtype=torch.float16)
                     own = one.own.values
                     seen = {name: _nearer(own.get(name), value, finer.get(name)) for name, value in seen.items()}
@@ -104,7 +105,7 @@ def _outputs_at(
 
 
 def _nearer(own: torch.Tensor | None, value: torch.Tensor, finer: torch.Tensor | None) -> torch.Tensor:
-    """Integers of a coarse run, with the original's own where a finer run gives those."""
+    """The integers of a coarse run, replaced by the original's where a finer run agrees with the original."""
     if own is None or finer is None or not is_exact(own) or not own.shape == value.shape == finer.shape:
         return value
     return torch.where(own == finer, own, value)

@@ -39,21 +39,21 @@ def check_parity(
 ) -> ParityReport:
     """Compare two callables: does `candidate` compute what `reference` computes?
 
-    Modules run in eval (except with mode="training"); both are left as they were. With `device`, the inputs go there, and a
-    module that lives elsewhere is copied there.
+    Modules run in eval mode unless mode="training", and neither is changed. With `device`, the inputs are moved there,
+    and a module on another device is copied there.
 
     Args:
-        further_inputs: more calls of your own, each a pair (args, kwargs), which are run as they are.
+        further_inputs: more calls, each a pair (args, kwargs), which are run unchanged.
         atol, rtol: tolerances instead of the measured noise; a number, or a dict by output name.
-        precision: how `candidate` computes, where that is less precise than `reference`: its error may then be as large as
-            the error of `reference` at that precision.
-        row_independence: also check that no row of the outputs depends on the other rows of its batch: run rows alone, in
-            other places and among other rows.
+        precision: the precision of `candidate` if it is lower than that of `reference`. The error of `reference` at
+            that precision then counts as its noise.
+        row_independence: also check that no row of the outputs depends on the other rows of its batch, by running rows
+            alone, at other positions and among other rows.
 
     Raises:
         ParityError: with `row_independence`, rows of the reference itself depend on each other.
-        LoadError: the reference raises on the example inputs, or a module has no weights to run with yet.
-        UsageError: the example inputs are no tuple, tensor or function, or an option makes no sense.
+        LoadError: the reference raises on the example inputs, or a module can't run because it has no weights yet.
+        UsageError: the example inputs aren't a tuple, tensor or function, or an option is invalid.
     """
     if mode not in ("inference", "training"):
         raise UsageError(f"mode must be 'inference' or 'training', not {mode!r}.")
@@ -63,7 +63,7 @@ def check_parity(
             refuse_unrunnable(module)
     samples = Samples(example_inputs, example_kwargs, further_inputs=further_inputs, seed=seed, device=device)
     measured = measure_reference(_placed(reference, device), samples, batch_sizes=batch_sizes, draws=draws, mode=mode)
-    # The outputs of a candidate that raises are unknown.
+    # Take the names from the reference, because a candidate that raises has no outputs.
     names = {name: name for name in measured.noises}
     absolute, relative = by_output("atol", atol, names), by_output("rtol", rtol, names)
     rows = independent_rows(measured, atol=absolute, rtol=relative) if row_independence else None

@@ -22,17 +22,17 @@ from passes.base import Precision
 
 logger = logging.getLogger(__name__)
 
-# Seeds of the first samples are smaller.
+# The numbers of further samples start here; those of the first samples are smaller.
 _OTHER_SEEDS = 1000
 
 
 def closer_noises(
     noise: RoundingNoise, noises: Mapping[str, OutputNoise], precision: Precision | None
 ) -> tuple[dict[str, OutputNoise], dict[str, Pool]]:
-    """The noises over all calls and over more samples, and these samples alone.
+    """The noises over all calls and over more samples; and the response in these samples alone.
 
     Args:
-        precision: of the candidate, where that is a half precision.
+        precision: the half precision of the candidate; None if it has none.
     """
     found = dict(noises)
     with one_at_a_time, pinned_settings():
@@ -45,12 +45,12 @@ def closer_noises(
 
 
 def settle_kinks(noise: RoundingNoise, candidate: Runs, comparison: Comparison) -> None:
-    """Judge gradients in float64 where a kink may explain their error.
+    """Judge gradients in float64 if a kink may explain their error.
 
-    At a kink (ReLU at zero, the maximum of a window) the slope jumps. A number that rounds to the other side has another
-    gradient, which is as right as the original's. One number in a million is that close to a kink, and one is enough. Long
-    sums that a kernel takes one by one are as rare in the samples of rounding. Float64 has neither: there, the candidate's
-    gradients must be the true ones.
+    At a kink (ReLU at zero, the maximum of a window) the slope jumps. If a number rounds to the other side, its
+    gradient changes, and is as right as the original's. One number in a million is that close to a kink, and one is
+    enough. Large errors of long sums that a kernel adds sequentially are as rare in the samples of rounding. Neither
+    occurs in float64, so there the candidate's gradients must equal the true ones.
     """
     names = comparison.kinked()
     if not names:
@@ -63,10 +63,10 @@ def settle_kinks(noise: RoundingNoise, candidate: Runs, comparison: Comparison) 
 def hold_to_algebra(
     noise: RoundingNoise, few: Mapping[str, OutputNoise], candidate: Runs, comparison: Comparison
 ) -> None:
-    """Take an error for rounding inside only where float64 doesn't have it too.
+    """Judge an error more strictly again if float64 has it too, because internal rounding can't explain it then.
 
-    More samples allow more; an error of that size may also be a wrong weight. In float64 the weights of a right candidate are
-    off by one rounding at most, and its outputs by their response to one ulp.
+    More samples allow larger errors, and an error of that size may also come from a wrong weight. In float64, the
+    weights of a correct candidate are wrong by one rounding at most, and its outputs by their response to one ulp.
 
     Args:
         few: the noises before more samples were taken.
@@ -85,8 +85,10 @@ def hold_to_algebra(
     wrong = {name: each for name, each in noises.items() if is_beyond(errors[name], each)}
     comparison.noises = {**comparison.noises, **wrong}
     if wrong:
-        why = "float64 has the same error, so it isn't internal rounding"
-        comparison.notes.append(f"Judged by the response to changes of one ulp ({why}): {', '.join(wrong)}.")
+        why = "float64 has the same error, so rounding inside the model can't explain it"
+        comparison.notes.append(
+            f"Judged only by the response to changes of one ulp, because {why}: {', '.join(wrong)}."
+        )
 
 
 def rows_may_be_rounding(seen: RowMeasurement | None, noises: Mapping[str, OutputNoise]) -> bool:
@@ -115,8 +117,8 @@ def _at_least(noise: OutputNoise, moved: Pool) -> OutputNoise:
 def _errors_in_float64(noise: RoundingNoise, candidate: Runs, names: Set[str], *, training: bool) -> dict[str, Pool]:
     """The errors of a candidate that runs in float64.
 
-    Empty where it can't run so, where a value isn't finite, or where it computes in a coarser dtype than the original, which
-    float64 hides.
+    Empty if it raises there, if a value is missing or isn't finite, or if it computes in a coarser dtype than the
+    original, which float64 would hide.
     """
     errors = {name: Pool() for name in names}
     for one in noise.calls:
@@ -139,7 +141,7 @@ def _errors_in_float64(noise: RoundingNoise, candidate: Runs, names: Set[str], *
 
 
 def _more_response(noise: RoundingNoise, names: Set[str]) -> dict[str, Pool]:
-    """The response to one ulp in inputs and parameters, in several samples; empty where it can't be measured."""
+    """The response to one ulp in inputs and parameters, in several samples; empty if it can't be measured."""
     moved = {name: Pool() for name in names}
     for one, number in itertools.product(noise.calls, range(MORE_SAMPLES)):
         if not noise.can_be_perturbed:

@@ -22,12 +22,12 @@ from optimizer.parity.tensors import all_finite, distance, is_exact, lost_in_noi
 from optimizer.parity.verdict import FACTOR, SLICE_FACTOR, in_units_of
 from optimizer.wording import append_once, dtype_name, error_summary
 
-# An error beyond what is allowed, but by less than this factor, may be rounding that further samples show.
+# An error that is larger than allowed by at most this factor may be rounding that only further samples show.
 DOUBTFUL = 64.0
-# Kinks may explain the error of a gradient up to this number of square roots of its unit, in the root mean square relative to the
-# gradient itself: a number that is n units off is close to a kink with a probability of n units.
+# Kinks may explain the RMS error of a gradient, relative to the gradient's own RMS, up to this multiple of sqrt(unit).
+# A number with an error of n units crosses a kink with a probability of about n units.
 _KINKED = 64
-# Rounding may leave at most this number of units of the largest gradient in a sum of gradients that is zero.
+# If a sum of gradients is zero, rounding may leave at most this number of units of the largest gradient.
 _LEFT_OF_A_SUM = 16
 
 
@@ -48,10 +48,10 @@ class Comparison:
 
     Attributes:
         noises: of the original's outputs.
-        flat: whether the candidate answers with flat tensors, which are matched by their order.
-        in_detail: whether the errors of each call and the points for any `atol` and `rtol` are kept.
-        slices: noises of slices that are judged by themselves.
-        who: the candidate, in sentences.
+        flat: whether the candidate returns flat tensors, which are matched by their order.
+        in_detail: whether to keep the errors of each call, and the frontier that decides any `atol` and `rtol`.
+        slices: noises of the slices that are judged separately.
+        who: the name of the candidate in messages.
         problems: sentences about the candidate as a whole.
     """
 
@@ -81,7 +81,7 @@ class Comparison:
         self._without: dict[str, None] = {}
 
     def run(self, runs: Runs, one: OriginalCall, call: Call, flatten: Flatten | None, *, training: bool) -> None:
-        """Run the candidate at a call and add its errors; what it raises is a problem of the candidate.
+        """Run the candidate at a call and add its errors; an exception becomes a problem of the candidate.
 
         Args:
             training: compare gradients and buffers too.
@@ -108,7 +108,7 @@ class Comparison:
                 self._problem(f"{_changed(name)} by {self.who} only")
 
     def is_doubtful(self) -> bool:
-        """Whether further samples of rounding may explain everything that is wrong."""
+        """Whether further samples of rounding may explain all errors that are too large."""
         if self.problems or any(one.problems or one.mismatches for one in self._compared.values()):
             return False
         if self._trained():
@@ -132,7 +132,7 @@ class Comparison:
         }
 
     def kinked(self) -> set[str]:
-        """The gradients whose errors kinks may explain; empty where something else is wrong by more than rounding."""
+        """The gradients whose errors kinks may explain; empty if anything else is wrong by more than rounding."""
         found = set[str]()
         for name, one in self._compared.items():
             noise = self.noises[name]
@@ -154,23 +154,25 @@ class Comparison:
             self._compared[name].error = error
         first, *others = (name for name in self._compared if name in errors)
         which = f"{first} and {len(others)} more" if others else first
-        why = "a kink (of ReLU, for example) or a long sum rounds differently"
+        why = "rounding at a kink (as of ReLU at 0) or in a long sum may explain the error"
         self.notes.append(f"Judged in float64, because {why}: {which}.")
 
     def finish(self, blank: Measurement) -> Measurement:
-        """The measurement with all errors.
+        """Return the measurement with all errors.
 
         Args:
-            blank: how the calls were run.
+            blank: a measurement without outputs, which says how the calls were run.
         """
         for name in self._trained():
             bias = name.removeprefix("gradient of ")
-            self._problem(f"The candidate trains without {bias}, which has a gradient in the original")
+            self._problem(
+                f"The candidate no longer has the parameter {bias}, whose gradient in the original isn't zero"
+            )
         if self._lacking:
             self.notes.append(f"Not compared, because the candidate lacks them: {', '.join(self._lacking)}.")
         for name in self._unmatched:
             self.notes.append(
-                f"{_changed(name)} by the original; files are compared only by their outputs, so use those."
+                f"{_changed(name)} by the original, which files can't show: return the changed tensor if you need it."
             )
         return replace(
             blank,
@@ -180,23 +182,24 @@ class Comparison:
         )
 
     def _trained(self) -> list[str]:
-        """Biases that train in the original and that the candidate no longer has."""
+        """The gradients of biases that the original trains and that the candidate no longer has."""
         return [name for name in self._without if not self._is_rounding(name)]
 
     def _largest_kink(self, name: str) -> float:
-        """The largest error of a gradient, in the root mean square, that rounding in the backward pass may explain."""
+        """The largest RMS error of a gradient that rounding in the backward pass may explain."""
         noise = self.noises[name]
         root = math.sqrt(unit(getattr(torch, noise.dtype)))
         largest = max(other.rms for other in self.noises.values() if other.kind == noise.kind)
-        # A sum that is zero, as the gradient of a bias before a BatchNorm, is nothing but rounding.
+        # The gradient of a bias before a BatchNorm is a sum that is zero, so its value is only rounding error.
         return max(_KINKED * root * noise.rms, root * largest if self._is_rounding(name) else 0.0)
 
     def _is_rounding(self, name: str) -> bool:
-        """Whether a gradient is nothing but the rounding of a sum that is zero."""
+        """Whether a gradient is only the rounding error of a sum that is zero."""
         noise = self.noises[name]
         if noise.signal is not None or lost_in_noise(noise.rms, noise.noise_rms):
             return True
-        # Without float64 the noise is one sample of few numbers. The terms of the sum are as large as other gradients.
+        # Without float64, the noise is one sample of few numbers. So compare with the other gradients, which are as
+        # large as the terms of the sum.
         step = unit(getattr(torch, noise.dtype))
         largest = max(other.rms for other in self.noises.values() if other.kind == noise.kind)
         return step <= unit(torch.float32) and noise.rms <= _LEFT_OF_A_SUM * step * largest
@@ -236,7 +239,7 @@ class Comparison:
             if kind == "output":
                 continue
             if kind == "number" and self.flat:
-                # A constant of the file.
+                # In a file, the number is a constant.
                 continue
             if kind == "input" and self.flat:
                 self._unmatched[name] = None
@@ -269,10 +272,10 @@ class Comparison:
                 where = f"({count} at {one.where})"
                 append_once(compared.problems, f"NaN or inf in different places than in the original {where}")
             plain = (odd_own == 0) & (odd_value == 0)
-            # Where float64 alone isn't finite, the original's own number is the best there is.
+            # Where the float64 number isn't finite, use the original's own number.
             target = torch.where(special(truth) == 0, wide(truth), wide(own))
         before = compared.error.largest
-        # Those of the whole output, for its statistics.
+        # The errors of the whole output, for its statistics.
         errors = torch.empty(own.shape if self.in_detail else (), dtype=torch.float64)
         for rows in pieces_of(own):
             finite = None if plain is None else plain[rows]

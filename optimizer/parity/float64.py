@@ -4,8 +4,8 @@
 tensors among the arguments, dtype arguments, conversions (`.float()`, `.to(torch.float16)`), factories, and the value
 of `x.dtype`. `.double()` on a copy does not change the conversions in a forward; this mode does.
 
-- Parameters are cast call by call, so that at most one of them is held in float64 at a time. Of the large weight of a
-  convolution or linear layer, at most some rows are.
+- Parameters are cast call by call, so that at most one of them is held in float64 at a time. Large weights of
+  convolutions and linear layers are cast a few rows at a time.
 - Every other tensor of lower precision (a buffer, an attribute) gets one *shadow* in float64 for all later calls.
   Writes go to the shadow: the model's own buffers stay unchanged.
 - Results in torch's default dtype (`torch.zeros(3)`, `torch.tensor(0.1)`, a quotient of integers) are float64 too. The
@@ -75,7 +75,7 @@ _INTEGERS = frozenset(
 
 
 def raised(dtype: torch.dtype) -> torch.dtype:
-    """The float64 or complex128 of a lower-precision dtype; any other dtype itself."""
+    """Map a lower-precision dtype to float64 or complex128, and any other dtype to itself."""
     return _RAISED.get(dtype, dtype)
 
 
@@ -108,7 +108,7 @@ class Float64Mode(TorchFunctionMode):
             together: groups of other tensors that share memory (`passes.program.shared_memory.groups_of`); the shadows
                 of a group share memory too.
             masks: the layouts of the inputs of dropouts in a run in the original's own dtypes (`MaskedLayouts`). A mask
-                is drawn in memory order, which kernels of float64 may change.
+                is drawn in memory order, which may differ in float64 kernels.
         """
         super().__init__()
         self._written = frozenset(map(id, written))
@@ -273,7 +273,7 @@ def _has_one_dtype(group: Sequence[torch.Tensor]) -> bool:
 
 
 def _may_follow_default_dtype(func: Callable[..., Any], arguments: Any) -> bool:
-    """Whether a call may return floats of the default dtype: torch itself computes, from no floating-point tensor."""
+    """Whether a call may return floats of torch's default dtype: none of its tensor arguments is a float."""
     if is_operator(func) and not str(func).startswith("aten."):
         # A custom operator chooses its dtype itself, and may have side effects.
         return False
@@ -297,7 +297,7 @@ def _float64_by_default(func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     except RuntimeError as error:
         if not _FLOAT_OVERFLOW.search(str(error)):
             raise
-        # With its traceback it would hold the frame, and every tensor in it.
+        # With its traceback, the error would keep this frame alive, and every tensor in it.
         overflow = error.with_traceback(None)
     if overflow is None and not _has_low_precision(result):
         return result

@@ -13,7 +13,7 @@ import torch
 # A frontier with more pairs is thinned: sizes are grouped in steps of 1/64 of a binade (1.1 %), or in coarser steps.
 _FRONTIER = 256
 _FINEST_STEPS = 64
-# Of more pairs, those that a sample of the pairs already dominates are dropped before sorting.
+# With more pairs than this, those that a sample of the pairs dominates are dropped before sorting.
 _SORTED_AT_ONCE = 1 << 16
 
 
@@ -22,9 +22,9 @@ def frontier(
 ) -> tuple[tuple[float, float], ...]:
     """The (error, size) pairs that decide for any atol and rtol whether `error <= atol + rtol * size` everywhere.
 
-    A pair is dropped where another pair has at least its error at no more than its size. Where very many pairs remain,
-    pairs of nearly equal size are merged into one with their largest error and their smallest size. A tolerance that a
-    dropped pair violates, a kept pair violates too. Merging may refuse a tolerance that holds by less than one step.
+    A pair is dropped if another pair has at least its error at no more than its size. If too many pairs remain, pairs
+    of nearly equal size are merged into one with their largest error and their smallest size. If a dropped pair
+    violates a tolerance, a kept pair violates it too. Merging may refuse a tolerance that holds by less than one step.
 
     Args:
         errors, sizes: float64 of one shape, non-negative.
@@ -35,7 +35,7 @@ def frontier(
     for error_here, size_here in sorted([*known, *points], key=lambda point: (point[1], -point[0])):
         if not kept or error_here > kept[-1][0]:
             kept.append((error_here, size_here))
-    # Halved steps nest: a pair that an earlier thinning moved, moves no further than the coarsest step.
+    # Each coarser step contains whole finer ones, so repeated merging moves a pair by no more than one coarsest step.
     steps: float = _FINEST_STEPS
     while len(kept) > _FRONTIER:
         kept, steps = _thinned(kept, steps), steps / 2
@@ -56,7 +56,7 @@ def _thinned(points: list[tuple[float, float]], steps: float) -> list[tuple[floa
 
 
 def _leading(error: torch.Tensor, size: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pairs of two tensors of shape (pairs,) that `frontier` keeps, by rising size, with some of equal size.
+    """The pairs of two tensors of shape (pairs,) that `frontier` keeps, sorted by size; sizes may be equal.
 
     Sorting the tens of millions of logits of a language model takes longer than all other work on them. The leading
     pairs of a small sample already dominate nearly all other pairs, so few pairs are left to sort.

@@ -1,4 +1,4 @@
-"""Golden data: stored calls with the outputs of any faithful candidate, judged without the original."""
+"""Golden data: stored calls with reference outputs, by which a candidate is judged without the original."""
 
 from __future__ import annotations
 
@@ -38,7 +38,11 @@ class GoldenEntry:
 
 
 def golden_entries(reference: Reference, limit: int = 3) -> tuple[GoldenEntry, ...]:
-    """At most `limit` calls of different batch sizes, two of other sizes of each further open dim, and all of the user's own."""
+    """The calls to store: all further inputs of the user, and calls of different sizes.
+
+    Of the latter, there is one call per batch size, at least one and as many as `limit` leaves; and for each other open
+    dim, at most two calls with another size.
+    """
     original = reference.original
     own = [one for one in original.calls if one.key in original.asked and not one.sizes]
     drawn = [one for one in original.calls if one.draw == 0 and one not in own]
@@ -112,9 +116,9 @@ def compare_golden(
 
 
 def _has_signal(entry: GoldenEntry, noises: Mapping[str, OutputNoise], allowed: Mapping[str, float]) -> bool:
-    """Whether zeros would fail on a stored call.
+    """Whether a stored call has a number that proves something, because it is larger than the allowed error.
 
-    A zero counts where no error at all is allowed, as for integers. Infinity, NaN and tied integers don't.
+    If no error at all is allowed, as for integers, zeros count too. Infinity, NaN and tied integers never count.
     """
     for name, value in entry.outputs.items():
         if not noises[name].deterministic:

@@ -21,7 +21,7 @@ from passes.program.weights import bare
 ModeOf = Callable[[Any], AbstractContextManager[Any]]
 """Makes the mode for the copy that is run."""
 
-# A tensor of fewer dims than a batch of maps has one memory layout, whatever the kernel.
+# Only tensors with more dims than this, such as batches of feature maps, have a memory layout that kernels choose.
 _LEAST_DIMS_OF_A_MAP = 3
 
 
@@ -37,7 +37,7 @@ def run_in(
     """The outputs of one call in a mode.
 
     Args:
-        call: the inputs, made outside of this function: what the user's own function raises is no result.
+        call: the inputs. The caller makes them, because an exception of the user's input function isn't a result.
         runs: of a candidate; None for the original.
     """
     with eager_only(), without_warnings(), (runs or original.runs).fresh() as module:
@@ -47,7 +47,7 @@ def run_in(
 def in_float64(
     original: Original, one: OriginalCall, call: Call, *, training: bool, runs: Runs | None = None
 ) -> tuple[Float64Mode, Observation]:
-    """The outputs with every torch call raised to float64, and the mode that raised them."""
+    """Run one call with every torch call raised to float64; return the mode that did it, and the outputs."""
     mode, seen = _raised(original, one, call, training, runs, ())
     if any(len(layout.shape) > _LEAST_DIMS_OF_A_MAP for layout in mode.masked):
         # Dropout draws its mask in the order of memory, which may differ in float64.

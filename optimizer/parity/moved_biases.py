@@ -1,4 +1,4 @@
-"""Biases that a candidate keeps in its running means."""
+"""Biases that a pass moved from a candidate's layers into the running means of its BatchNorms."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from passes.program.weights import bare
 
 @dataclass
 class MovedBiases:
-    """Biases that a candidate no longer has, because its running means are smaller by them.
+    """Biases that a candidate no longer has, because they were subtracted from its running means.
 
-    A bias b and a running mean m enter a BatchNorm as m - b: both sides must agree on that. The candidate's b is zero.
+    Only the difference m - b of running mean and bias has an effect, so both sides must agree on that. The candidate's
+    b is zero.
 
     Attributes:
         means: by the running mean's name in the comparison, the original's bias in float64 on the CPU.
         gradients: names of the gradients of these biases, which must be rounding noise in the original.
-        problems: sentences about means that don't differ by their bias before any run.
+        problems: sentences about running means that don't differ by the bias before any run.
     """
 
     means: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -45,24 +46,24 @@ def find_moved_biases(
     own = dict(original.named_parameters())
     for bias_path, mean_path in moved_biases(candidate):
         if bias_path not in own:
-            # The original has none either.
+            # The original doesn't have this bias either.
             continue
         found.gradients.add(f"gradient of {own_name(bias_path)}")
         if mean_path is None or (mean_name := f"buffer {own_name(mean_path)}") not in noises:
             continue
         bias = found.means[mean_name] = wide(bare(own[bias_path]).cpu())
         mean, rest = original.get_buffer(mean_path).cpu(), candidate.get_buffer(mean_path).cpu()
-        # A step with momentum 1 leaves nothing of the mean before it.
+        # Check before any run, because a run with momentum 1 replaces the mean completely.
         allowed = unit(rest.dtype) * (wide(mean).abs() + bias.abs())
         if bool((distance(rest, wide(mean) - bias) > allowed).any()):
-            found.problems.append(f"{mean_path} should be the original's minus {bias_path}, but isn't")
+            found.problems.append(f"{mean_path} must be the original's running mean minus {bias_path}, but isn't")
     return found
 
 
 def noises_with(
     moved: MovedBiases, noises: Mapping[str, OutputNoise], calls: Iterable[OriginalCall]
 ) -> dict[str, OutputNoise]:
-    """The noises, with at least the rounding of the smaller running means."""
+    """The noises, raised to at least the rounding error of the candidate's running means."""
     known = list(calls)
     return {**noises, **{name: _noise_of(name, bias, noises[name], known) for name, bias in moved.means.items()}}
 

@@ -1,4 +1,4 @@
-"""Measure the rounding noise of the original: its own error against float64, and its response to a change of one ulp."""
+"""Measure the rounding noise of the original: its error against float64, and its response to a change of one ulp."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from optimizer.parity.tensors import all_finite, floors, is_exact, special, unit
 from optimizer.parity.verdict import FACTOR, SLICE_FACTOR
 from optimizer.wording import append_once, dtype_name, error_summary
 
-# An observation of fewer numbers is perturbed twice.
+# A region with fewer numbers in its outputs is perturbed twice.
 _FEW = 1 << 14
-# A slice of fewer numbers doesn't tell what rounding does to it: all of them may happen to be exact.
+# A slice with fewer numbers doesn't show its rounding error: all of them may happen to be exact.
 _LEAST_SAMPLES = 16
 # Further samples of rounding for a candidate whose error is a little larger than the first samples allow.
 MORE_SAMPLES = 8
@@ -36,7 +36,7 @@ class _Gathered:
         own_error: distances to the float64 truth.
         response: distances to the outputs with inputs and weights off by one ulp.
         again: distances between two plain runs.
-        truth_ties, own_ties: elements of an integer output that differ in float64, or in a perturbed run.
+        truth_ties, own_ties: the number of elements of an integer output that differ in float64, or in a perturbed run.
     """
 
     def __init__(self, *, sliced: bool) -> None:
@@ -50,16 +50,16 @@ class _Gathered:
 
 
 class RoundingNoise:
-    """What rounding does to each output of the original.
+    """The rounding noise of each output of the original.
 
     Attributes:
         measured_at: the batch sizes that are run in float64 and perturbed; None for all.
-        is_least: whether it is empty: then nothing is measured, and the noise is the least of each dtype.
-        refused: why the truth is the original in its own dtype and not in float64; "" for float64.
-        lowered: functions that gave no float64 in the float64 runs.
-        can_be_perturbed: whether it runs with inputs and weights off by one ulp.
-        coarsest: machine epsilon of the coarsest dtype in the original; 0 where it computes in float64 throughout.
-        notes: of the measurement.
+        is_least: whether `measured_at` is empty. Then nothing is measured, and the noise is the least of each dtype.
+        refused: the reason why the truth is the original in its own dtype and not in float64; "" for float64.
+        lowered: functions whose results weren't float64 in the float64 runs.
+        can_be_perturbed: whether the original runs with inputs and weights off by one ulp.
+        coarsest: machine epsilon of the coarsest dtype in the original; 0 if it computes in float64 throughout.
+        notes: sentences about the measurement.
     """
 
     def __init__(self, original: Original, measured_at: frozenset[int | None] | None = None) -> None:
@@ -72,17 +72,17 @@ class RoundingNoise:
         self.notes: list[str] = []
         self.can_be_perturbed = True
         self._gathered: dict[str, _Gathered] = {}
-        # What rounding inside does, where the original computes in float64 and its own error can't be seen.
+        # The response to rounding at every operator, if the original computes in float64 and has no error against it.
         self._inside: dict[str, Pool] = {}
 
     def of(self, original: Original) -> RoundingNoise:
-        """The same noise, shared, for a twin of the original."""
+        """The same noise for a twin of the original; both share the gathered values."""
         twin = copy.copy(self)
         twin.original, twin.notes = original, []
         return twin
 
     def continued(self, original: Original, measured_at: frozenset[int | None] | None) -> RoundingNoise:
-        """A copy that measures further calls of a twin of the original too."""
+        """A copy for a twin of the original, which also measures the further calls of the twin."""
         twin = copy.copy(self)
         twin.original, twin.measured_at = original, measured_at
         twin.notes, twin.lowered = list(self.notes), set(self.lowered)
@@ -95,9 +95,10 @@ class RoundingNoise:
         return [one for one in self.original.calls if one.measured]
 
     def measure(self) -> None:
-        """Run the chosen calls in float64 and perturbed, and the first call twice; calls measured before are left alone.
+        """Run the chosen calls in float64 and perturbed, and the first call a second time.
 
-        Afterwards, each call has its unstable elements, and the chosen ones their truth.
+        Calls that were measured before aren't run again. Afterwards, the unstable elements of each call are known, and
+        the truth of the chosen calls.
         """
         original = self.original
         original.confirm_recorded()
@@ -125,7 +126,7 @@ class RoundingNoise:
             self._inside = self._rounded_inside()
 
     def measure_the_rest(self) -> dict[str, OutputNoise]:
-        """Measure the other calls too; the noise over all calls, empty where there are no others."""
+        """Measure the other calls too, and return the noise over all calls; empty if there are no others."""
         rest = [one for one in self.original.calls if not one.measured]
         for one in rest:
             self._measure(one)
@@ -136,9 +137,9 @@ class RoundingNoise:
         return {name: self._noise_of(name, gathered) for name, gathered in self._gathered.items()}
 
     def of_slices(self, noises: Mapping[str, OutputNoise]) -> dict[str, SliceNoise]:
-        """The noise of channels, columns and bands of magnitude, for outputs in which some are far quieter than the whole.
+        """The noise of channels, columns and bands of magnitude, for outputs where some are far quieter than the whole.
 
-        Empty where rounding can't be seen: without float64 or perturbation, or in TorchScript.
+        Empty if the noise can't be measured: without float64 or perturbation, or in TorchScript.
         """
         if self.refused or not self.can_be_perturbed or any(map(is_script, modules_of(self.original.target))):
             return {}
@@ -160,7 +161,9 @@ class RoundingNoise:
         if self.refused:
             notes.append(f"The reference is the original in its own dtype, because {self.refused}.")
         elif self.lowered:
-            notes.append(f"Not computed in float64: {', '.join(sorted(self.lowered))}.")
+            notes.append(
+                f"Computed in a lower precision than float64 in the reference: {', '.join(sorted(self.lowered))}."
+            )
         for noise in noises.values():
             if not noise.deterministic:
                 notes.append(f"{noise.name} is not deterministic in the original and was not judged.")
@@ -168,7 +171,7 @@ class RoundingNoise:
                 notes.append(f"{noise.name} is {noise.signal} and proves nothing.")
             if noise.tied:
                 notes.append(
-                    f"{noise.tied} elements of {noise.name} are ties that the original itself breaks either way."
+                    f"{noise.tied} elements of {noise.name} weren't compared: rounding alone changes them in the original."
                 )
         for name in noises:
             values = (one.own.values[name] for one in self.original.calls if name in one.own.values)
@@ -177,10 +180,9 @@ class RoundingNoise:
         return notes
 
     def more_samples(self) -> dict[str, Pool]:
-        """The response of each output to rounding inside, in several samples of all measured calls; empty where it can't be
-        seen.
+        """The response of each output to rounding at every operator, in several samples of all measured calls.
 
-        Half precisions aren't sampled: their kernels round once at the end and not at each step inside.
+        Empty for half precisions, because their kernels round once at the end and not at each step.
         """
         return {} if self.coarsest > unit(torch.float32) else self._rounded_inside(MORE_SAMPLES)
 
@@ -265,14 +267,14 @@ class RoundingNoise:
             gathered.response.add_distance(own, value)
 
     def _refuse_another_computation(self) -> None:
-        """Refuse a float64 run whose difference rounding can't explain, as with another stream of random numbers."""
+        """Refuse the float64 run if rounding can't explain its difference, as when it draws other random numbers."""
         if self.refused:
             return
         explained: dict[str, Pool] | None = None
         for name, gathered in self._gathered.items():
             if not self._repeats(gathered):
                 continue
-            # A tie is rare: many of them at once are another computation.
+            # Ties are rare: many of them mean a different computation.
             if gathered.truth_ties > 8 + gathered.elements / 50 + 8 * gathered.own_ties:
                 self.refused = (
                     f"the float64 run computes something different: {name} differs in {gathered.truth_ties} of "
@@ -283,7 +285,7 @@ class RoundingNoise:
             own = gathered.own_error.rms
             if own <= max(64 * rounding, math.sqrt(self.coarsest) * gathered.size.rms):
                 continue
-            # Where numbers cancel, rounding inside is far larger than at inputs and weights.
+            # Where numbers cancel, rounding at the operators has a far larger effect than at inputs and weights.
             explained = self._rounded_inside() if explained is None else explained
             rounding = max(rounding, explained.get(name, Pool()).rms)
             if own > 64 * rounding:
@@ -314,7 +316,7 @@ class RoundingNoise:
         return moved
 
     def _repeats(self, gathered: _Gathered) -> bool:
-        """Whether an output is deterministic, apart from sums in another order as a GPU may take them."""
+        """Whether an output is deterministic, apart from sums in a different order, as on a GPU."""
         eps = self.coarsest or unit(torch.float32)
         bound = max(8 * eps, 0.1 * math.sqrt(eps)) * gathered.size.rms
         return not gathered.exact_differs_again and gathered.again.rms <= bound
@@ -364,7 +366,7 @@ def _another_answer(own: Observation, other: Observation) -> str | None:
 
 
 def _within_range(own: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """The truth, with the original's own numbers where float64 goes beyond its dtype and they are finite.
+    """The truth, with the original's finite numbers in place of numbers beyond the range of the original's dtype.
 
     A mask filled with `torch.finfo(x.dtype).min` has another value in float64.
     """

@@ -44,14 +44,15 @@ class OriginalCall:
 
     Attributes:
         seed: of the random numbers in this call.
-        call: the inputs; None where the samples make them again.
+        call: the inputs; None if the samples make them again.
         own: the outputs in the original's own dtypes.
-        truth: the outputs in float64; `own` before they are measured.
+        truth: the outputs in float64; the same as `own` until the call is measured.
         names: of the input tensors.
         label: the call in words, in place of batch size and draw.
         measured: whether the call was also run in float64 and with perturbed weights.
         recorded: whether `own` comes from a recorded run, for which torch may choose other kernels.
-        unstable: by output name, a bool tensor that marks the elements which the original itself changes within its noise.
+        unstable: by output name, a bool tensor that marks the elements that the original itself changes within its
+            noise.
         sizes: of open dims other than the batch, where they differ from the given call.
     """
 
@@ -85,15 +86,16 @@ class Original:
     """The original, its outputs at each call, and the calls at which it raises.
 
     Attributes:
-        runs: gives each run a copy of the original.
+        runs: provides a fresh copy of the original for each run.
         calls: the calls that succeeded.
         base_batch: the batch size at which other sizes are run one by one.
         asked: batch sizes and draws of the user's own further inputs, which are never left out.
-        recorded: makes the first run of a call as a recording; None for plain runs.
+        recorded: records the first run of each call for the passes; None for plain runs.
         ran_twice: whether a second run of the first call was compared with the first run.
-        why: the first error and its place in the source, by the names of the open dims that had another size; () for the
-            batch.
-        inputs_vary: whether the rows that two successive calls share have different inputs; otherwise constant outputs prove nothing.
+        why: the first error and its place in the source, by the names of the open dims that had another size; () for
+            the batch.
+        inputs_vary: whether two successive calls have different inputs in the rows that they share. If not, outputs may
+            be constant although they depend on the inputs.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class Original:
 
     def with_gradients(self, draw: int) -> bool:
         """Whether a backward pass belongs to this draw."""
-        # Gradients are as many numbers as the model has weights: one draw per batch size is enough of them.
+        # There are as many gradients as weights, so one draw per batch size has enough numbers.
         return self.mode == "training" and draw == 0
 
     def seed_of(self, batch_size: int | None, draw: int, sizes: Sizes = ()) -> int:
@@ -147,7 +149,7 @@ class Original:
         return self.samples.at(one.batch_size, one.draw, one.sizes)
 
     def run_at(self, keys: Sequence[CallKey]) -> None:
-        """Run it at these batch sizes and draws, except where it ran already; order the calls alike."""
+        """Run the original at these batch sizes and draws, unless it already ran there; put the calls in this order."""
         assert self.samples is not None
         for batch_size, draw in keys:
             if not any(one.key == (batch_size, draw) and not one.sizes for one in self.calls):
@@ -166,7 +168,11 @@ class Original:
         sizes: Sizes = (),
         seed: int | None = None,
     ) -> bool:
-        """Run it once, with the seed of this batch size and draw or with the given one; False where it raises."""
+        """Run the original once and keep its outputs; return False if it raises here or raised at this batch size.
+
+        Args:
+            seed: of the random numbers; None for the seed of this batch size, draw and sizes.
+        """
         if batch_size in self._dropped and (batch_size, draw) not in self.asked:
             return False
         seed = self.seed_of(batch_size, draw, sizes) if seed is None else seed
@@ -191,7 +197,7 @@ class Original:
         return True
 
     def check(self) -> None:
-        """Raise where no call succeeded.
+        """Raise if no call succeeded.
 
         Raises:
             LoadError: the original raises at every call.
@@ -210,13 +216,13 @@ class Original:
             return []
         raised_at = ", ".join(where for where, _ in self.failures)
         why = "; ".join(dict.fromkeys(each.partition(": ")[2] for each in self.why.values()))
-        return [f"The original raises at {raised_at}, which was left out: {why}"]
+        return [f"Not compared, because the original raises there: {raised_at}. The reason: {why}"]
 
     def confirm_recorded(self) -> None:
-        """Compare a recorded run with a plain one; where they differ, run all recorded calls plainly.
+        """Compare a recorded run with a plain one; if they differ, replace all recorded runs with plain ones.
 
-        Torch chooses other kernels in some modules while a mode watches: a TransformerEncoder zeroes padding with one kernel
-        and not with the other.
+        Some modules of torch choose other kernels while a mode is active: a TransformerEncoder zeroes padding with one
+        kernel and not with the other.
         """
         recorded = [one for one in self.calls if one.recorded]
         if not recorded or self.confirm(recorded[0]):
@@ -227,7 +233,7 @@ class Original:
                 one.own, one.truth, one.recorded = own, own, False
 
     def confirm(self, one: OriginalCall) -> bool:
-        """Whether a plain run gives the same numbers again."""
+        """Whether another plain run returns the same numbers."""
         if not self._gives_the_same_again(one):
             return False
         if one.recorded:
@@ -243,7 +249,7 @@ class Original:
             return observe(module, self.inputs_of(one), seed=one.seed, training=training, names=one.names)
 
     def twin(self) -> Original:
-        """A copy with its own calls, so that other elements can be unstable."""
+        """A copy with its own calls, whose unstable elements can change separately."""
         twin = copy.copy(self)
         twin.notes = []
         twin.calls = [replace(one, unstable={k: v.clone() for k, v in one.unstable.items()}) for one in self.calls]
@@ -258,7 +264,7 @@ class Original:
         return twin
 
     def has_run_only(self, keys: Sequence[CallKey]) -> bool:
-        """Whether it ran at no other calls than these."""
+        """Whether the original ran only at these calls."""
         return (
             {one.key for one in self.calls} <= set(keys)
             and self._dropped <= {size for size, _ in keys}
@@ -273,7 +279,7 @@ class Original:
         return same and all(source.unchanged for source in self._sources)
 
     def forget_runs(self) -> None:
-        """Let go of the working copy, of the last inputs, and of frames that errors hold."""
+        """Drop the references to the working copy, to the last inputs, and to the frames of errors."""
         self.recorded = self._previous_inputs = None
         for _, error in self.failures:
             error.__traceback__ = None
@@ -297,7 +303,7 @@ class Original:
     def _recorded_run(
         self, batch_size: int | None, draw: int, call: Call, seed: int, names: Sequence[str], *, is_first: bool
     ) -> Observation | None:
-        """The outputs of a recorded run; None where none can be made."""
+        """The outputs of a recorded run; None if the call can't be recorded."""
         if self.recorded is None or batch_size in self._dropped:
             return None
         with without_warnings():
@@ -310,7 +316,7 @@ class Original:
     def _find_written(self, call: Call, seed: int, training: bool, names: Sequence[str]) -> None:
         """Find the parameters that forward writes to, in a run that stops before each first write.
 
-        A copy of all parameters would take their memory twice.
+        Copying all parameters instead would double their memory.
         """
         if not isinstance(self.target, nn.Module):
             return
@@ -336,10 +342,10 @@ class Original:
             with self.runs.fresh() as ran:
                 return observe(ran, call, seed=seed, training=self.with_gradients(draw), names=names)
         except LoadError:
-            # This program's own sentence about the model.
+            # The message is already a sentence of this program.
             raise
         except Exception as error:  # noqa: BLE001 - the original is foreign code; a size at which it raises is left out
-            # The traceback holds the modules of the copy.
+            # The frames of the traceback refer to the modules of the copy.
             place = place_of_error(error, ran)
             why = f"{error_summary(error)}, at {place}" if place else error_summary(error)
             self._leave_out(batch_size, draw, sizes, error, why)
@@ -383,7 +389,7 @@ class Original:
 
 
 def shared_rows(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The rows that two tensors of different batch sizes have in common; None where their other dims differ."""
+    """The rows that two tensors of different batch sizes have in common; None if their other dims differ."""
     if a.shape == b.shape:
         return a, b
     if a.layout is not torch.strided or a.dim() == 0 or b.dim() == 0 or a.shape[1:] != b.shape[1:]:
@@ -402,7 +408,7 @@ def same_inputs(a: Call, b: Call) -> bool:
 
 
 def mixed_seed(*numbers: int) -> int:
-    """One seed from several numbers; neighbouring numbers give unlike seeds."""
+    """One seed from several numbers; similar numbers give very different seeds."""
     seed = 0
     for number in numbers:
         seed = (seed * 1000003 + number + 0x9E3779B9) % (1 << 62)
@@ -411,7 +417,7 @@ def mixed_seed(*numbers: int) -> int:
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Further runs don't repeat the warnings of the first one."""
+    """Ignore warnings, so that further runs don't repeat those of the first one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -7,7 +7,7 @@ from optimizer.parity.original import Original
 
 
 def run_other_sizes(original: Original) -> Taken:
-    """Run the original at other sizes of each open dim except the batch, one dim at a time, then at sizes that all grow together."""
+    """Run the original at other sizes of its open dims except the batch: each dim alone, then all growing together."""
     samples = original.samples
     assert samples is not None
     batches = [one.batch_size for one in original.calls if one.batch_size is not None]

@@ -32,19 +32,19 @@ def measure_reference(
 ) -> Reference:
     """Run the original at each batch size and draw, and at `measured_sizes` of them also in float64 and perturbed.
 
-    An original whose outputs hold integers, NaN or infinity is measured at each batch size, because ties differ from call to
-    call.
+    A call whose outputs contain integers, NaN or infinity is always measured, because ties differ from call to call.
 
     Args:
-        batch_sizes: None for 1, 2, 3, 5, 8 and the given one (in training the given one and the next). Where the batch can't
-            be changed, the given one alone.
-        draws: inputs per batch size; None for one, or two where there is a single batch size.
+        batch_sizes: None for 1, 2, 3, 5, 8 and the given one (in training the given one and the next). If the batch
+            can't be changed, only the given one is used.
+        draws: inputs per batch size; None for one, or for two if there is a single batch size or an output is the same
+            at all calls.
         measured_sizes: number of batch sizes at which rounding noise is measured, 1 or 2; None for all.
-        known: earlier runs of the same original, which are used again where they still hold.
+        known: earlier runs of the same original, which are reused if they are still valid.
 
     Raises:
         LoadError: the original raises at every batch size.
-        UsageError: no batch sizes or no draws.
+        UsageError: `batch_sizes` is empty, or `draws` isn't a number of 1 or more.
     """
     return OriginalOutputs.run(
         target, samples, batch_sizes=batch_sizes, draws=draws, mode=mode, measured_sizes=measured_sizes, known=known
@@ -87,17 +87,16 @@ class OriginalOutputs:
 
         Args:
             batch_sizes, draws, measured_sizes, known: as for `measure_reference`.
-            recorded: makes the first run of a call as a recording.
+            recorded: records the first run of each call.
 
         Raises:
-            LoadError: the original raises at every batch size.
-            UsageError: no batch sizes or no draws.
+            LoadError, UsageError: as for `measure_reference`.
         """
         sizes = _sizes_of(samples, batch_sizes, mode)
         count = _draws_of(draws, sizes)
         drawn = ((size, draw) for size in sizes for draw in range(count))
         keys = list(dict.fromkeys((*drawn, *samples.further)))
-        # A batch of one takes other kernels than any other size, and is the cheapest.
+        # A batch of one uses other kernels than larger ones, and is the cheapest.
         other = 1 if 1 in sizes[1:] else sizes[min(1, len(sizes) - 1)]
         measured_at = None if measured_sizes is None else frozenset((sizes[0], other)[:measured_sizes])
         if known is not None and known._holds_for(target, samples, keys, mode):
@@ -111,7 +110,7 @@ class OriginalOutputs:
         with one_at_a_time, pinned_settings() as settings:
             original.run_at(keys)
             if draws is None and gives_the_same(original):
-                # Few rows of labels are equal by chance.
+                # With few rows, labels may be equal by chance.
                 count = 2
                 original.run_at([(size, 1) for size in sizes])
             taken = run_other_sizes(original)
@@ -144,7 +143,7 @@ class OriginalOutputs:
         return sum(tensor.numel() * tensor.element_size() for values in seen for tensor in values.values())
 
     def unchanged(self, reason: str) -> ParityReport:
-        """The report of a result that can't differ from the original; vacuous where the outputs prove nothing."""
+        """The report of a result that can't differ from the original; vacuous if the outputs prove nothing."""
         original = self._original
         blank = original.blank(self._settings, self._draws)
         blank = replace(blank, notes=(*blank.notes, *original.notes_on_failures()))
@@ -158,7 +157,7 @@ class OriginalOutputs:
         return self._original.seed_of(batch_size, draw)
 
     def _holds_for(self, target: Callable[..., Any], samples: Samples, keys: Sequence[CallKey], mode: Mode) -> bool:
-        """Whether these are runs of the target in its present state, at some of these calls of equal samples."""
+        """Whether these are runs of the target in its present state, on equal samples and at no other calls."""
         original = self._original
         if target is not original.target or mode != original.mode:
             return False
@@ -169,7 +168,7 @@ class OriginalOutputs:
         calls = original.calls
         if not all(same_inputs(original.inputs_of(one), samples.at(*one.key)) for one in calls):
             return False
-        # A run shows changes outside of tensors, such as a number that forward reads.
+        # Changes outside of tensors, such as a number that forward reads, show only in the run below.
         if not original.is_unmodified():
             return False
         with one_at_a_time, pinned_settings():
@@ -177,7 +176,7 @@ class OriginalOutputs:
 
 
 def _sizes_of(samples: Samples, batch_sizes: Sequence[int] | None, mode: str) -> list[int | None]:
-    """The batch sizes to run; the given one comes first unless others are asked for."""
+    """The batch sizes to run; by default the given one comes first."""
     if batch_sizes is not None and not batch_sizes:
         raise UsageError("batch_sizes is empty: there would be nothing to compare.")
     given = samples.batch_size

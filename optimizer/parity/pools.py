@@ -3,9 +3,9 @@
 A `Pool` keeps two norms. The largest error finds a single wrong element. The root mean square finds a small error in
 many elements, which the element with the worst rounding hides from the first norm.
 
-Both norms miss an error in a small channel next to a large one, as scores next to box coordinates. So `Slices` keeps the
-largest error of each channel and of each column. A mask of -1e9 in every column hides all other numbers of that column.
-So `Slices` also keeps the largest error of each band of magnitude.
+Both norms miss an error in a channel of small numbers next to one of large numbers (scores next to box coordinates). So
+`Slices` keeps the largest error of each channel and of each column. A mask of -1e9 in every column hides all other
+numbers of that column. So `Slices` also keeps the largest error of each band of magnitude.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 
 from optimizer.parity.tensors import distance, least_noise, unit, where_finite, wide
 
-# The key of the bands of magnitude among the dims: numbers below 2**8, from 2**8 to 2**16, and so on without end.
+# The key of the bands of magnitude among the dims: numbers below 2**8, from 2**8 to 2**16, and so on; the last band has
+# no upper end.
 _BANDS = -1
 _BITS_PER_BAND = 8
 _BAND_COUNT = 16
@@ -164,7 +165,7 @@ class SliceNoise:
     noise: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def worst(self, errors: Slices) -> WorstSlice | None:
-        """The slice with the largest ratio of error to noise; None where no slice is judged."""
+        """The slice with the largest ratio of error to noise; None if no slice is judged."""
         found: WorstSlice | None = None
         for dim, noise in self.noise.items():
             error = errors.largest.get(dim)
@@ -180,7 +181,7 @@ class SliceNoise:
         return found
 
     def raise_to(self, more: Slices) -> None:
-        """Raise each noise to another measurement of it where that is larger."""
+        """Raise each noise to another measurement of it if that is larger; NaN if the other one lacks the dim."""
         for dim, noise in self.noise.items():
             other = more.largest.get(dim)
             if other is None or other.shape != noise.shape:
@@ -195,7 +196,7 @@ class SliceNoise:
         return copy
 
     def least(self) -> float:
-        """The noise of the quietest slice; infinite where no slice is judged."""
+        """The noise of the quietest slice; infinite if no slice is judged."""
         judged = [noise[~noise.isnan()] for noise in self.noise.values()]
         return min((float(noise.min()) for noise in judged if noise.numel()), default=math.inf)
 
@@ -212,8 +213,8 @@ def _name_of(dim: int, index: int) -> str:
 def slice_noise(size: Slices, noises: Iterable[Slices], dtype: torch.dtype, *, least_samples: int) -> SliceNoise:
     """The noise of each slice: its largest measured noise, and at least the rounding error at the slice's own scale.
 
-    It is never below one unit of 1, `unit(dtype)`. A kernel may compute sigmoid, softmax or tanh to one unit of 1, and
-    not to one ulp of each value, so slices are judged no finer than that.
+    It is never below `unit(dtype)`. A kernel may compute sigmoid, softmax or tanh with that absolute error, and not
+    with an error of one ulp of each value, so slices aren't judged more strictly than that.
 
     Args:
         size: the magnitudes of the original.

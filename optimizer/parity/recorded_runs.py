@@ -1,4 +1,4 @@
-"""Record runs of the original for the passes, so that one run gives both the outputs and their computation."""
+"""Record runs of the original for the passes, so that one run yields both the outputs and the torch calls."""
 
 from __future__ import annotations
 

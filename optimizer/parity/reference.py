@@ -1,4 +1,4 @@
-"""The reference that candidates are compared with: the original's outputs, their float64 truth and their rounding noise."""
+"""The reference for candidates: the original's outputs, their float64 truth and their rounding noise."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Reference:
     Attributes:
         original: the original and its calls.
         noises: by output name.
-        slices: the noises of channels, columns and bands that are judged by themselves.
+        slices: the noises of channels, columns and bands that are judged separately.
         taken: the sizes of open dims at which the original ran.
     """
 
@@ -43,7 +43,7 @@ class Reference:
         self.taken = Taken(None, {})
         self._rounding = rounding
         self._precision: Precision | None = None
-        # The noises before more samples were taken; None before that.
+        # The noises before `look_closely`; None if it wasn't called.
         self._few_samples: dict[str, OutputNoise] | None = None
         blank = original.blank(settings, draws)
         self.blank = replace(
@@ -80,7 +80,7 @@ class Reference:
 
     @property
     def precision(self) -> str:
-        """ "bfloat16" or "float16" where the noise is the original's error at that precision; "" otherwise."""
+        """ "bfloat16" or "float16" if the noise is the original's error at that precision; "" otherwise."""
         return self.blank.precision
 
     @property
@@ -94,7 +94,11 @@ class Reference:
         return any(one.own.draws for one in self.original.calls)
 
     def why_not(self, size: str | None) -> str | None:
-        """The first error of the original at other sizes of this dim (None for the batch), with its place; None for none."""
+        """The first error of the original at another size, with its place; None if there was none.
+
+        Args:
+            size: the name of the size; None for the batch.
+        """
         return self.original.why.get(() if size is None else (size,))
 
     def less_precise(self, by: Precision | DeclaredError) -> Reference:
@@ -102,12 +106,12 @@ class Reference:
         return self.allowing(by) if isinstance(by, DeclaredError) else self.at_precision(by)
 
     def at_precision(self, precision: Precision) -> Reference:
-        """The reference for a candidate in half precision: its error may be as large as the original's at that precision.
+        """The reference for a candidate in half precision, whose noise is the original's error at that precision.
 
         The truth stays, and so does the noise where it is larger.
 
         Raises:
-            UsageError: the original is no module, whose parts in float32 could be named by path.
+            UsageError: the original isn't a module, so its float32 parts have no paths.
         """
         twin = self._twin()
         with one_at_a_time:
@@ -141,16 +145,17 @@ class Reference:
     def compare(
         self, candidate: Callable[..., Any], *, flatten: Flatten | None = None, rows: Rows | None = None
     ) -> Measurement:
-        """Run a candidate at the same calls with the same random seeds; what it raises is a problem in the result.
+        """Run a candidate at the same calls with the same random seeds; an exception becomes a problem in the result.
 
         Args:
-            rows: from `independent_rows`: run rows alone and among other rows too.
-            flatten: for a candidate that takes flat tensors and returns a tensor or a flat tuple of them: makes its
-                tensors from (args, kwargs). Outputs are then matched by their order and the structure is not compared.
+            rows: from `independent_rows`; these rows are also run alone and among other rows.
+            flatten: maps (args, kwargs) to flat tensors, for a candidate that takes flat tensors and returns one tensor
+                or a tuple of them. Outputs are then matched by their order, and the structure isn't compared.
         """
         moved = find_moved_biases(self.target, candidate, self.noises)
         calls = self.original.calls
-        # Further samples count for candidates whose errors need them. A region keeps no details: it has no user tolerance.
+        # Further samples are used only if the candidate's errors need them. Regions need no details, because no user
+        # sets a tolerance for them.
         noises = noises_with(moved, self.noises_of_few_samples(), calls)
         comparison = Comparison(
             noises,
@@ -175,10 +180,10 @@ class Reference:
         return replace(comparison.finish(self.blank), rows=seen, settings=settings)
 
     def look_closely(self) -> None:
-        """Measure the noise at all batch sizes and in more samples; once, when a candidate needs it.
+        """Measure the noise at all batch sizes and in more samples, the first time that a candidate needs it.
 
-        Rounding before a division by something small has long tails, as in a BatchNorm over a few rows that hardly differ:
-        three samples may all be a tenth of the next one.
+        Rounding errors before a division by a small number have a long-tailed distribution, as in a BatchNorm over a
+        few similar rows: one sample may be ten times as large as the three before it.
         """
         if self._few_samples is not None:
             return
@@ -192,13 +197,13 @@ class Reference:
         return self._few_samples or self.noises
 
     def runs_of(self, target: Callable[..., Any]) -> Runs:
-        """Runs of another target, made as those of the original."""
+        """Runs of another target, in the same way as those of the original."""
         return Runs(target, in_eval=self.original.runs.in_eval, written=self.written)
 
     def outputs_at(self, asked: Sequence[tuple[int | None, Sizes]]) -> tuple[tuple[torch.Tensor, ...], ...] | None:
         """The original's outputs at draw 0 of these batch sizes and sizes, in the order of the output's tree.
 
-        None where it didn't run at one of them, or isn't deterministic.
+        None if it didn't run at one of them, isn't deterministic, or returns different structures.
 
         Args:
             asked: each a batch size, and the sizes of other open dims that differ from the given call.
@@ -216,5 +221,5 @@ class Reference:
         return ((one.where, self.original.inputs_of(one)) for one in self.original.calls)
 
     def call_at(self, where: str) -> OriginalCall:
-        """The call that is named so."""
+        """The call with this description, such as "batch size 3, draw 1"."""
         return next(one for one in self.original.calls if one.where == where)

@@ -1,4 +1,4 @@
-"""Compare a rewritten part of a model with the part before, on recorded inputs."""
+"""Compare a rewritten part of a model with the original part, on recorded inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from passes.base import DeclaredError
 
 Region = Callable[..., Any]
 
-# A region with fewer numbers in its outputs runs again, to show its rounding; at most `_MOST_NEIGHBORS` times.
+# In half precision, a region with fewer numbers in its outputs runs again on inputs that are off by one ulp, at most
+# `_MOST_NEIGHBORS` times, to show its rounding error.
 _ENOUGH_NUMBERS = 128
 _MOST_NEIGHBORS = 32
 
@@ -65,10 +66,10 @@ class RegionReference:
         """Run the old region on each of the inputs.
 
         Args:
-            least_noise: take the least noise of the dtype in place of a measured one, which is never smaller.
+            least_noise: use the least noise of the dtype instead of a measured one, which is never smaller.
 
         Raises:
-            UsageError: no inputs.
+            UsageError: `inputs` is empty.
         """
         if not inputs:
             raise UsageError("A region can't be checked without recorded inputs.")
@@ -92,11 +93,11 @@ class RegionReference:
     def compare(self, new: Region, *, factor: float = FACTOR, by_own_error: bool = False) -> RegionParity:
         """Compare a rewritten region by the rule of `judge`.
 
-        Outputs without signal are no failure here: a region may well answer zero.
+        Outputs without signal aren't a failure here: a region may return zeros.
 
         Args:
-            by_own_error: leave the response to one ulp out of the noise; the old region's own error alone is allowed. In half
-                precision one ulp of a weight is more than rounding does where products cancel.
+            by_own_error: the noise is only the old region's own error, without its response to one ulp. In half
+                precision, one ulp of a weight has a larger effect than rounding where products cancel.
         """
         if isinstance(self._reference, LoadError):
             return RegionParity(False, math.inf, 0.0, math.inf, str(self._reference), "none")
@@ -127,7 +128,7 @@ def check_region(
     """Compare a rewritten region with the old one on recorded inputs.
 
     Raises:
-        UsageError: no inputs.
+        UsageError: `inputs` is empty.
     """
     return RegionReference.measure(old, inputs, seed=seed).compare(new, factor=factor)
 
@@ -140,13 +141,13 @@ def check_change(
     declared: DeclaredError | None = None,
     autocast: torch.dtype | None = None,
 ) -> list[tuple[RegionParity, RegionParity | None]]:
-    """Check one change of a pass: its algebra, and in half precision its rounding too.
+    """Check one change of a pass: its algebra, and in half precision also its rounding.
 
-    Most changes are as close to the old region as the least noise allows, which one run of each shows. For the others the
-    noise is measured. A rewrite may sum in another order, and a few elements show too little of that to judge it. In float64
-    what is left is the algebra, and the rounding of the new weights, which the old region's noise covers. In half precision
-    the noise covers too much: there the new region must be about as close to float64 as the old one. The whole model is
-    judged afterwards.
+    Most changes are within the least noise, and one run of each region shows this. For the others, the noise is
+    measured, and the algebra is judged in float64. A rewrite may sum in another order, and a few elements show too
+    little of that rounding to judge it. In float64, only errors of the algebra are left, and the rounding of the new
+    weights, which the old region's noise covers. In half precision, the noise covers too much, so the new region must
+    also be about as close to float64 as the old one. The whole model is judged afterwards.
 
     Args:
         values: inputs of the region.
@@ -154,12 +155,13 @@ def check_change(
         autocast: the dtype of an autocast around the whole model.
 
     Returns:
-        For each way to compute the region, its algebra and its rounding; None where rounding isn't judged.
+        For the region itself, and for the region under `autocast` if that is passed: the judgements of its algebra and
+        of its rounding; the latter is None if rounding isn't judged.
     """
     given = values
     dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
     if torch.float32 in dtypes and dtypes & HALF and not _runs(old, values):
-        # Under autocast the region casts what it reads; by itself it computes in float32.
+        # The region runs only under autocast, which casts its inputs. Without autocast it computes in float32.
         values = tuple(map(half_as_float32, values))
     with pinned_settings():
         found = [_check(old, new, values, declared)]
@@ -177,7 +179,7 @@ def _check(
         copies = clone(values)
         with Float64Mode():
             outputs = new(*values)
-        # In the dtypes of its own outputs, which may differ from those of its inputs.
+        # Cast to the dtypes of the region's own outputs, which may differ from those of its inputs.
         return pytree.tree_map(_as_dtype_of, outputs, new(*copies))
 
     is_half = any(isinstance(value, torch.Tensor) and value.dtype in HALF for value in values)
@@ -202,9 +204,10 @@ def _reference_in_half(old: Region, values: tuple[Any, ...]) -> RegionReference:
 
 
 def _neighbors(region: Region, values: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """Inputs that are off by one ulp, as many as show the rounding error of the region.
+    """Inputs that are off by one ulp, in enough variants to show the rounding error of the region.
 
-    The rounding of a single number is chance: few outputs may have no error at all. Without float inputs there are none.
+    The rounding error of a single number is random, so a few outputs may have none. Without float inputs there are no
+    variants.
     """
     if not any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in values):
         return

@@ -1,4 +1,4 @@
-"""Run one call of a reference again: to be watched, or to judge values inside a model by the rule for its outputs."""
+"""Run one call of a reference again, to watch it or to judge values inside a model by the rule for its outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from optimizer.parity.verdict import judge
 
 
 def rerun(reference: Reference, where: str, target: Runs | nn.Module) -> tuple[Runs, Callable[[], object]]:
-    """A function that runs a module at one call of the reference, without gradients, and the runs that it makes.
+    """The runs of a module, and a function that runs it at one call of the reference, without gradients.
 
     Args:
         where: one of the reference's `calls`.
@@ -42,7 +42,7 @@ def reference_at(target: Callable[..., Any], call: Call, where: str, *, seed: in
         seed: of the random numbers in the call.
 
     Raises:
-        LoadError: it raises there.
+        LoadError: the callable raises there.
     """
     original = Original(target, "inference", seed)
     with one_at_a_time, pinned_settings() as settings:
@@ -52,7 +52,7 @@ def reference_at(target: Callable[..., Any], call: Call, where: str, *, seed: in
 
 
 def judged_values(reference: Reference, values: Sequence[torch.Tensor | None]) -> list[OutputParity | None]:
-    """Judge values by the outputs of a reference that has one call; the problems name each value "it".
+    """Judge values by the outputs of a reference with one call; problems call each value "it".
 
     Args:
         values: on the CPU, one for each output; None for an unknown value, which isn't judged.

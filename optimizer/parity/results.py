@@ -16,17 +16,16 @@ class OutputNoise:
     """The error that rounding alone causes in one output, pooled over all calls of the original.
 
     Attributes:
-        kind: "output", "number" (an output that is no tensor), "input" (changed in place), "gradient" or "buffer".
+        kind: "output", "number" (an output that isn't a tensor), "input" (changed in place), "gradient" or "buffer".
         dtype: the output's dtype, such as "float32".
         scale, rms: largest magnitude and root mean square of the reference.
         own_error, own_error_rms: error of the original against the float64 reference; 0 where there is none.
         response, response_rms: the largest change of the original's output when its inputs and weights change by one
             ulp, or when it runs again. Intermediate results change by one ulp too where the original computes in
             float64 throughout, or where a candidate's error was larger than the other changes explain.
-        noise, noise_rms: the larger of error and response, and at least a floor. The floor is four units in the last
-            place of the output's own scale, one for float16 and bfloat16; for the
-            root mean square it is half of that, of the output's own root mean square. For a candidate of lower
-            precision, at least the error of the original when it computes in that precision.
+        noise, noise_rms: the larger of error and response, and at least a floor. The floor of `noise` is four ulps of
+            `scale`, or one in float16 and bfloat16; the floor of `noise_rms` is half as many ulps of `rms`. For a
+            candidate of lower precision, both are at least the error of the original at that precision.
         signal: None, or why the output proves nothing: "all zero", "the same for every input", …
         deterministic: False where two runs of the original differ by more than rounding; the output isn't judged then.
         tied: number of elements of an integer output that the original itself changes within its noise; not compared.
@@ -51,7 +50,7 @@ class OutputNoise:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the output holds integers or booleans: equal or not, nothing between."""
+        """Whether the output holds integers or booleans, for which any difference is an error."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return not (dtype.is_floating_point or dtype.is_complex)
 
@@ -103,13 +102,13 @@ class OutputDifference:
     Attributes:
         max_error, rms_error: against the reference, over the elements that are finite on both sides.
         mismatches: number of elements of an integer output that differ; ties don't count.
-        problems: sentences about a difference that no tolerance allows: shape, dtype, NaN or inf in other places.
+        problems: sentences about a difference that no tolerance allows: shape, dtype, NaN or inf at other positions.
         where: the call of the largest error: "batch size 3, draw 1".
         frontier: (difference from the original's own output, its magnitude) pairs that decide any atol, rtol.
         slice, slice_error, slice_noise: the channel, column or band of magnitude with the largest ratio of error to its
             own noise ("index 3 of dim 1", "a number below 256"), that error and that noise. "" and 0 where no slice is
             judged, because none is much quieter than the whole output.
-        calls: the statistics of each call; empty where nobody reads them, as for a region.
+        calls: the statistics of each call; empty if nobody reads them, as for a region.
     """
 
     noise: OutputNoise
@@ -135,7 +134,7 @@ class RowDifference:
         mismatches: number of elements of an integer output that differ, ties left out; for other outputs the number of
             elements with NaN or infinity in only one answer; all elements of a row whose answer has another shape.
         batch_size, row, how: place of the largest difference, or of the first mismatch: the row of the batch of that
-            size, and the other run of the row: "alone", "in another place" or "among other rows".
+            size, and the other run of the row: "alone", "at another position" or "among other rows".
         frontier: (difference, magnitude) pairs that decide any atol, rtol.
     """
 
@@ -151,7 +150,7 @@ class RowDifference:
 
 @dataclass(frozen=True)
 class RowMeasurement:
-    """The differences between runs of rows alone, in other places and among other rows.
+    """The differences between runs of rows alone, at other positions and among other rows.
 
     Attributes:
         batch_sizes: sizes of the batches whose rows were run.

@@ -1,7 +1,7 @@
-"""Run rows of a batch alone, in other places and among other rows, and measure how much their answers change.
+"""Run rows of a batch alone, at other positions and among other rows, and measure how much their answers change.
 
 A server that gathers requests into batches puts other requests next to each request. A model may mix them: a BatchNorm
-with batch statistics, a mean over dim 0, noise drawn by position. So may a file whose model doesn't.
+with batch statistics, a mean over dim 0, noise drawn by position. A file may mix them even if its model doesn't.
 
 Rows are dim 0 of every input and of every output whose dim 0 equals the batch size at every batch size that is run.
 """
@@ -20,7 +20,7 @@ from optimizer.parity.pools import Pool
 from optimizer.parity.results import RowDifference, RowMeasurement
 from optimizer.parity.tensors import distance, is_exact, special, where_finite, wide
 
-# Number of rows of a larger batch that are run alone, the first and the last included. All are run in other places.
+# Number of rows of a larger batch that are run alone, the first and the last included. All are run at other positions.
 _ALONE = 8
 
 Run = Callable[[Call], Mapping[str, torch.Tensor]]
@@ -28,7 +28,7 @@ Run = Callable[[Call], Mapping[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch whose rows are run alone, in other places and among other rows.
+    """A batch whose rows are run alone, at other positions and among other rows.
 
     Attributes:
         call, other: two calls of that size with different values.
@@ -74,7 +74,7 @@ class Rows:
         self.alone = True
 
     def measure(self, run: Run) -> RowMeasurement:
-        """How much the rows change; errors of `run` are not caught.
+        """Measure how much the rows change; errors of `run` are not caught.
 
         Args:
             run: returns the outputs of a call by their names in the reference.
@@ -105,7 +105,7 @@ class Rows:
         """
         size = batch.size
         moved = [(row + 1) % size for row in range(size)]
-        yield "in another place", [(row, at) for at, row in enumerate(moved)], self._taken(batch, moved)
+        yield "at another position", [(row, at) for at, row in enumerate(moved)], self._taken(batch, moved)
         for parity in (0, 1):
             own = [row for row in range(size) if row % 2 == parity]
             mixed = [row if row in own else size + row for row in range(size)]

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 def measure_in_sequence(reference: Reference) -> Measurement:
-    """The differences where one copy answers all calls, and the one with the fewest rows again at the end."""
+    """Compare the outputs of one copy that answers all measured calls, and at the end the smallest batch again."""
     with _sequence() as settings:
         comparison = reference.original.runs.first(lambda module: _answers(reference, module))
     if comparison.is_doubtful():

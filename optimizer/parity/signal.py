@@ -14,7 +14,7 @@ from optimizer.parity.verdict import no_signal
 
 
 def missing_signal(original: Original, name: str, rms: float, noise_rms: float) -> str | None:
-    """Why an output proves nothing; None where it does prove something.
+    """Why an output proves nothing; None if it proves something.
 
     Args:
         rms: root mean square of the output.
@@ -26,7 +26,7 @@ def missing_signal(original: Original, name: str, rms: float, noise_rms: float) 
     if sum(value.numel() for value in values) == 0:
         return "empty"
     if exact and all(_is_tied(one, name) for one in here):
-        return "tied in every element"
+        return "decided by rounding alone in every element"
     if not exact and all(bool((special(value) != 0).all()) for value in values):
         return "NaN or infinite in every element"
     if all(not bool(value.any()) for value in values):
@@ -48,7 +48,7 @@ def missing_signal(original: Original, name: str, rms: float, noise_rms: float) 
 
 
 def why_vacuous(original: Original) -> str | None:
-    """Why the outputs prove nothing, told without a measurement of noise; None where they may prove something."""
+    """Why the outputs prove nothing, as far as it shows without measured noise; None if they may prove something."""
     own = original.calls[0].own
     names = [*own.of_kind("output"), *own.of_kind("number")]
     reasons = {name: why for name in names if (why := missing_signal(original, name, math.inf, 0.0)) is not None}
@@ -70,7 +70,7 @@ def _is_tied(one: OriginalCall, name: str) -> bool:
 
 
 def _change(original: Original, name: str) -> Pool | None:
-    """The change of an output from call to call, in the rows that neighbouring calls share; None where rows can't be told."""
+    """The change of an output between successive calls, in the rows that they share; None if the other dims differ."""
     here = [one.own.values[name] for one in original.calls if name in one.own.values and not one.sizes]
     pairs = [shared_rows(a, b) for a, b in itertools.pairwise(here)]
     change = Pool()

@@ -13,7 +13,7 @@ from optimizer.parity.tensors import wide
 _PIECE = 1 << 20
 # Number of elements in the sample that estimates the percentile.
 _SAMPLE = 1 << 16
-# One in so many elements may exceed the 99.9th percentile.
+# One in this many elements may exceed the 99.9th percentile.
 _ONE_IN = 1000
 
 

@@ -84,13 +84,13 @@ def where_finite(*tensors: torch.Tensor) -> torch.Tensor | None:
 
 
 def half_as_float32(leaf: Any) -> Any:
-    """A tensor of 16-bit floats in float32; anything else itself."""
+    """Cast a tensor of 16-bit floats to float32; return anything else unchanged."""
     return leaf.to(torch.float32) if isinstance(leaf, torch.Tensor) and leaf.dtype in HALF else leaf
 
 
 def _finite(tensor: torch.Tensor) -> bool:
-    # The sum needs one pass and no temporary, and one element that isn't finite makes it not finite. As a sum of finite
-    # elements may overflow, the elements decide then.
+    # The sum needs one pass and no temporary, and one element that isn't finite makes it not finite. A sum of finite
+    # elements may overflow too, so then the elements are checked.
     total = tensor.sum(dtype=torch.float64)
     return bool(total.isfinite()) or bool(tensor.isfinite().all())
 

@@ -100,7 +100,7 @@ def no_signal(reasons: Mapping[str, str]) -> str:
 def by_output(label: str, tolerance: Tolerance, names: Mapping[str, str]) -> dict[str, float]:
     """The tolerance of each output that has one, by the reference's own names of the outputs.
 
-    A name that one output has in the files, and another output in the reference, means the former.
+    If one output has a name in the files, and another output has the same name in the reference, the former is meant.
 
     Args:
         label: "atol" or "rtol".
@@ -145,7 +145,7 @@ def in_units_of(noise: float, error: float) -> float:
 
 @dataclass(frozen=True)
 class Allowed:
-    """The error that one answer to one output may have: by its noise, or by the user's tolerance where there is one.
+    """The allowed error of one output in one run: by its noise, or by the user's tolerance if there is one.
 
     Attributes:
         name: of the output in the report; `noise` has its name in the reference.
@@ -171,7 +171,7 @@ class Allowed:
 def allowed_by(
     noises: Iterable[OutputNoise], names: Mapping[str, str], atol: Mapping[str, float], rtol: Mapping[str, float]
 ) -> dict[str, Allowed]:
-    """The error that one answer to each deterministic output may have, by the output's name in the reference.
+    """The allowed error of each deterministic output in one run, by the output's name in the reference.
 
     Args:
         names: as for `judge`.
@@ -329,7 +329,7 @@ def judge_rows(measured: RowMeasurement, allowed: Mapping[str, Allowed], factor:
 
     Args:
         allowed: by the reference's names of the outputs; other outputs aren't judged.
-        factor: the allowed error of one answer in units of its noise.
+        factor: the allowed error of one run in units of its noise.
     """
     judged = tuple(_judge_rows_of(one, allowed[one.name], factor) for one in measured.outputs if one.name in allowed)
     wrong = [one.problem for one in judged if one.problem]
@@ -345,7 +345,7 @@ def judge_rows(measured: RowMeasurement, allowed: Mapping[str, Allowed], factor:
 
 
 def _judge_rows_of(one: RowDifference, by: Allowed, factor: float) -> RowJudgement:
-    # Each of the two compared answers may have the error that one answer may have.
+    # Two runs are compared, and each of them may have the allowed error.
     allowed = 2.0 * (by.tolerance(by.noise.scale) if by.by_user else factor * by.noise.noise)
     allowed_rms = 2.0 * factor * by.noise.noise_rms
     why: str | None = None

@@ -20,7 +20,7 @@ Lowered = Precision | DeclaredError
 
 @dataclass
 class AppliedPass:
-    """A pass whose changes stay so far."""
+    """A pass that ran and hasn't been rolled back."""
 
     number: int
     record: PassRecord
@@ -53,9 +53,9 @@ class CheckedChanges:
     """The judgement of one pass's changes.
 
     Attributes:
-        worst: the largest error of a change, in units of the noise there; None where none was compared.
-        error: the same relative to the largest magnitude there.
-        wrong: the sentence about a change that computes something else.
+        worst: the largest error of a change, in units of the noise there; None if no change was compared.
+        error: the largest error of a change, as a share of the largest magnitude there.
+        wrong: the sentence about a change that computes something else; None if there is none.
         imprecise: the changes that lose too much to rounding, each with the reason.
     """
 
@@ -66,7 +66,7 @@ class CheckedChanges:
 
     @classmethod
     def of(cls, record: PassRecord, result: PassResult) -> CheckedChanges:
-        """The changes up to the first that computes something else; the record gets their errors."""
+        """Judge the changes up to the first one that computes something else; store their errors in the record."""
         found = cls()
         for change, pairs in result.checked:
             for algebra, rounding in pairs:
@@ -107,7 +107,7 @@ class TreeState:
 
 
 def is_own(item: Pass) -> bool:
-    """Whether a pass is one of this project."""
+    """Whether a pass belongs to this project, and not to another package."""
     return type(item).__module__.partition(".")[0] == "passes"
 
 

@@ -23,7 +23,7 @@ from passes.program.model_tree import ModelTree
 
 @dataclass(frozen=True)
 class Attempt:
-    """One run of a pass; `result` is None where it raised `error`."""
+    """One run of a pass; `result` is None if it raised `error`."""
 
     record: PassRecord
     result: PassResult | None = None
@@ -31,7 +31,7 @@ class Attempt:
 
 
 def attempt(item: Pass, context: Context, copy: WorkingCopy, original: nn.Module, tree: ModelTree) -> Attempt:
-    """Run a pass on the tree of the working copy; where it raises, the tree is as before.
+    """Run a pass on the tree of the working copy; if it raises, restore the tree.
 
     Raises:
         PassesError: the pass can't do its one job.
@@ -45,7 +45,7 @@ def attempt(item: Pass, context: Context, copy: WorkingCopy, original: nn.Module
     except PassesError:
         raise
     except Exception as error:  # noqa: BLE001 - a pass of another package may raise anything; the record says so
-        # The passes of this project undo their edits; for others the state before is known.
+        # The passes of this project undo their edits, but those of other packages may not.
         before.restore()
         tree.refresh()
         sources.refuse_writes(item)

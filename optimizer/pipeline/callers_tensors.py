@@ -15,9 +15,10 @@ from passes.program.weights import bare
 
 
 class CallersTensors:
-    """The caller's tensors before a pass runs.
+    """The caller's tensors before a pass runs, with their versions.
 
-    Where a run writes to a tensor and puts it back, which moves its version, the values are kept too.
+    A run writes to the buffers of scripted modules and restores them, which changes their versions. So their values are
+    kept too.
     """
 
     def __init__(self, copy: WorkingCopy, original: nn.Module, tree: ModelTree) -> None:
@@ -35,10 +36,10 @@ class CallersTensors:
         ]
 
     def refuse_writes(self, item: Pass) -> None:
-        """Check that the pass wrote to none of them, as that can't be undone.
+        """Check that the pass wrote to none of them, because that can't be undone.
 
         Raises:
-            OptimizeFailed: it did.
+            OptimizeFailed: the pass wrote to one.
         """
         written = [
             source.path

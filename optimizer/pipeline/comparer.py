@@ -16,13 +16,15 @@ from optimizer.wording import first_line
 
 
 class Comparer:
-    """Compares the result with the original. A training result is compared in eval too; that report is given if it failed.
+    """Compares the result with the original.
+
+    A training result is compared in eval mode too. If it is wrong only there, that report is returned.
 
     Attributes:
-        outputs: of the original.
+        outputs: the outputs of the original.
         result: the working copy.
         mode: "inference" or "training".
-        notes: of the report, to which this appends.
+        notes: the notes of the report; further notes are appended here.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class Comparer:
         self._samples = samples
         self.mode = mode
         self._batch_sizes = batch_sizes
-        # False where the original doesn't run in eval.
+        # None before it is measured; False if the original doesn't run in eval mode.
         self._in_eval: Reference | Literal[False] | None = None
         self._less_precise: dict[tuple[int, tuple[Lowered, ...]], Reference] = {}
 
@@ -73,7 +75,7 @@ class Comparer:
         return self._less_precise[key]
 
     def _report_in_eval(self, lowered: tuple[Lowered, ...]) -> ParityReport | None:
-        """The report with both in eval; None where the original doesn't run in eval."""
+        """The report with both in eval mode; None if the original doesn't run in eval mode."""
         if self._in_eval is None:
             try:
                 self._in_eval = measure_reference(self._original, self._samples, batch_sizes=self._batch_sizes)

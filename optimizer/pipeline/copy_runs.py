@@ -51,7 +51,7 @@ class CopyRuns:
         )
 
     def run_inside(self, watch: AbstractContextManager[Any], number: int = 0) -> str | None:
-        """Run one call with `watch` entered; the error as text, None where there is none."""
+        """Run one call inside `watch`; return the error as text, or None if it runs."""
         call = fresh(self.calls[number])
         try:
             with self._quiet(self._seeds.get(number, 0)), watch:
@@ -61,7 +61,7 @@ class CopyRuns:
         return None
 
     def refused(self, *, gradients: bool) -> list[UnseenCall]:
-        """The refusals of seals at the example calls."""
+        """The errors that seals raise at the example calls."""
         with self._quiet(), torch.set_grad_enabled(gradients):
             outputs = [self._output(number, call) for number, call in enumerate(self.calls)]
         return [output for output in outputs if isinstance(output, UnseenCall)]

@@ -22,7 +22,7 @@ def take_back_culprit(
 
     Args:
         report: of the wrong result.
-        among: the first passes, with all of which the result is wrong already; None for all.
+        among: the first passes, if these alone make the result wrong; None for all passes.
     """
     applied = with_changes(transactions.applied) if among is None else among
     culprit, reason = _first(transactions, comparer, applied, report.reason)
@@ -32,9 +32,9 @@ def take_back_culprit(
 def wrong_before_a_lossy_pass(
     transactions: Transactions, comparer: Comparer
 ) -> tuple[ParityReport, list[AppliedPass]] | None:
-    """The report on the passes before the first lossy one, where they make the result wrong.
+    """The passes before the first lossy one, with their report, if they make the result wrong; otherwise None.
 
-    Judged together with the lossy pass, their error might be hundredths of what that pass allows.
+    Judged together with the lossy pass, their error might be a hundredth of the error that it allows.
     """
     applied = with_changes(transactions.applied)
     first = next((n for n, done in enumerate(applied) if done.lowered), 0)
@@ -48,8 +48,8 @@ def wrong_before_a_lossy_pass(
 def find_wrong_after(transactions: Transactions, comparer: Comparer, number: int) -> None:
     """Find the passes after a lossy one that are wrong by themselves, in runs without the lossy one.
 
-    Judged together with the lossy pass, their error might be hundredths of what that pass allows. Passes that compile make
-    other code for other dtypes, so a run without the lossy pass shows nothing about them.
+    Judged together with the lossy pass, their error might be a hundredth of the error that it allows. Passes that
+    compile are left out: they generate other code for other dtypes, so a run without the lossy pass shows nothing.
     """
     later = [
         each
@@ -72,14 +72,14 @@ def find_wrong_after(transactions: Transactions, comparer: Comparer, number: int
 
 
 def _wrong_after(transactions: Transactions, comparer: Comparer, before: int) -> tuple[AppliedPass, str] | None:
-    """The first wrong pass, where the result is right with the first `before` ones."""
+    """The first wrong pass after the first `before` ones; None if the result is right, or wrong because of these."""
     applied = with_changes(transactions.applied)
     if len(applied) == before or (report := comparer.report(applied)).verdict != "failed":
         return None
     if before:
         with taken_back(edits_of(applied[before:])):
             if comparer.report(applied[:before]).verdict == "failed":
-                # An earlier pass is wrong: the check of the whole finds it.
+                # An earlier pass is wrong; the check of the whole result will find it.
                 return None
     return _first(transactions, comparer, applied, report.reason, right=before)
 
@@ -90,11 +90,11 @@ def _first(
     """The first wrong pass by bisection, with the reason.
 
     Args:
-        reason: of all of them.
-        right: number of passes with which the result is right.
+        reason: why the result with all of them is wrong.
+        right: a number of first passes with which the result is right.
     """
     everything = with_changes(transactions.applied)
-    # The first wrong number of passes is in (low, high].
+    # The result is right with the first `low` passes and wrong with the first `high` ones.
     low, high = right, len(applied)
     while high - low > 1:
         middle = (low + high) // 2
@@ -108,7 +108,7 @@ def _first(
 
 
 def _place_of(transactions: Transactions, comparer: Comparer, culprit: AppliedPass) -> str:
-    """A sentence on the first wrong module with this pass and without the later ones; "" where none is found."""
+    """A sentence on the first module that is wrong with this pass and without later ones; "" if none is found."""
     if comparer.mode != "inference":
         return ""
     later = edits_of(done for done in transactions.applied if done.number > culprit.number)

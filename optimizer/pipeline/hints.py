@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def passes_that_would_apply(tree: ModelTree, context: Context, *, but: Collection[str]) -> list[str]:
-    """The names of the passes that would change something; for graph passes, the first graph of the forward tells.
+    """The names of the passes that would change something; graph passes are tried only on the forward's first graph.
 
     Args:
         but: names to leave out.

@@ -41,7 +41,7 @@ from passes.registry import make_passes
 
 # Bytes of the original's outputs that a result keeps for its export.
 _LARGEST_KEPT = 64 * 2**20
-# Modules that a note names.
+# Maximum number of modules that a note names.
 _NAMES_TOLD = 4
 
 
@@ -89,7 +89,7 @@ def optimized(
         report.seconds = time.perf_counter() - started
         sizes = None if batch_sizes is None else tuple(batch_sizes)
         if outputs is not None and (mode == "training" or outputs.kept_bytes > _LARGEST_KEPT):
-            # Exports are of inference.
+            # Exports compute in inference mode, and large outputs would take too much memory.
             outputs = None
         provenance = Provenance(original, report, sources, pipeline.precisions, tuple(chosen), sizes, outputs)
         attach(copy.root, provenance, stays_in_eval=mode == "inference")
@@ -103,7 +103,7 @@ def _run_stages(
     passes: Sequence[Pass],
     check_reference: Callable[[Reference], None] | None,
 ) -> tuple[Report, OriginalOutputs | None]:
-    """Record, run, prove; the report has the seconds of each stage."""
+    """Run the original, the passes and the comparison; the report has the seconds of each stage."""
     stages: dict[str, float] = {}
     with _timed(stages, "original"):
         outputs = pipeline.run_original()
@@ -116,7 +116,7 @@ def _run_stages(
     before, coverage = size_of(tree), coverage_record(tree, context)
     with _timed(stages, "passes"):
         pipeline.run(passes)
-        # Before the verification: further passes are tried on the result and undone.
+        # This must precede the verification, because it tries further passes on the result and undoes them.
         could_apply = pipeline.could_apply()
     with _timed(stages, "comparison"):
         parity = pipeline.verify()
@@ -154,7 +154,7 @@ def _copy_of(model: nn.Module, mode: Mode) -> WorkingCopy:
 
 
 def _note_modes(report: Report, model: nn.Module, result: nn.Module, mode: Mode) -> None:
-    """Tell of modules in training mode that are in eval in the result."""
+    """Add a note on modules that are in training mode in the model and in eval mode in the result."""
     now = {path: module.training for path, module in result.named_modules()}
     left = [path for path, module in model.named_modules() if module.training and not now.get(path, True)]
     if mode == "inference" and not model.training:
@@ -190,7 +190,7 @@ def _notes_on_verification(result: nn.Module, mode: Mode, parity: ParityReport |
 
 
 def _takes_batch_statistics(module: nn.Module) -> bool:
-    """Whether a normalization would compute something else in eval."""
+    """Whether a module in training mode normalizes differently in eval mode, because it has running statistics."""
     return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
 
 

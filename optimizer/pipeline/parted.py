@@ -1,4 +1,4 @@
-"""Pairs that a call parts: what one layer hands to the next is used on the way, which no recording showed."""
+"""Exclude pairs of layers if a call uses the value between the two in a way that no recording showed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from optimizer.wording import first_line
 from passes.errors import UnseenCall
 from passes.program.changes import Change, Place
 
-# A pass leaves at most so many pairs alone, each found in a run of its own; with more, all of it goes.
+# Maximum number of pairs to exclude before rolling back the pass; each one is found in a separate run.
 _MOST_PARTED = 8
 _WITH_GRADIENTS = "with gradients enabled"
 
 
 class PartedPairs:
-    """Runs a pass again without the pairs that a call parts."""
+    """Runs a pass again without pairs whose value between the two layers is used elsewhere."""
 
     def __init__(
         self,
@@ -37,14 +37,14 @@ class PartedPairs:
         self._in_training = in_training
 
     def leave_alone(self) -> bool:
-        """Leave the pairs alone that the example calls part; whether there was one.
+        """Exclude a pair that is refused at the example calls; return whether there was one.
 
-        An autograd function of the user's may use the value between two layers.
+        For example, a user's autograd function may use the value between two layers.
         """
         return any(self._leave(error, "") for error in self._runs.refused(gradients=self._in_training))
 
     def leave_alone_elsewhere(self) -> bool:
-        """Leave the pairs alone that other likely calls part: a batch of one row, and gradients that are on."""
+        """Exclude a pair that is refused at other likely calls: with another batch size, or with gradients enabled."""
         pairs = any(change.between for done in self._transactions.applied for change in done.result.changes)
         if self._in_training or not pairs:
             return False
@@ -60,7 +60,7 @@ class PartedPairs:
         return not has_run and self._leave(self._runs.error_at(self._runs.smallest(), gradients=True), _WITH_GRADIENTS)
 
     def _further_calls(self) -> list[tuple[Call, str]]:
-        """Calls without a reference at batch sizes that weren't run: each with its words in a sentence."""
+        """Calls at batch sizes at which the original wasn't run, each with a description for a sentence."""
         samples = self._samples
         found: list[tuple[Call, str]] = []
         if not samples.dynamic or samples.batch_size is None:
@@ -68,14 +68,14 @@ class PartedPairs:
         known = {samples.batch_size, *self._runs.batch_sizes()}
         for size in dict.fromkeys((1, *(self._batch_sizes or ()))):
             if size not in known:
-                with suppress(LoadError):  # the user's function makes no batch of that size, so the model meets none
+                with suppress(LoadError):  # if the user's function can't make a batch of that size, none will occur
                     found.append((samples.at(size), f"at batch size {size}"))
         if 1 not in known:
             found += ((call, "for a single row") for call in samples.rows_alone())
         return found
 
     def _leave(self, error: Exception | None, when: str) -> bool:
-        """Run the pass again that changed the pair of a refusal, without that pair; whether there is such a pass."""
+        """If a seal refused the call, run the pass that sealed the pair again without it; return whether it did."""
         if not isinstance(error, UnseenCall):
             return False
         transactions = self._transactions
@@ -85,7 +85,7 @@ class PartedPairs:
                 continue
             left = transactions.left_alone.setdefault(done.number, {})
             if len(left) >= _MOST_PARTED or not left.keys().isdisjoint(places):
-                # A pass that ignores `left_alone` is no better in another run.
+                # There are too many pairs, or the pass ignores `left_alone`, so another run wouldn't help.
                 line = first_line(error)
                 transactions.take_back(done, f"{when}: {line}" if when else line)
             else:

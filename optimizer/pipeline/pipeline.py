@@ -32,7 +32,7 @@ from passes.program.model_tree import ModelTree
 
 
 class Pipeline:
-    """From the working copy to the verified result; without samples nothing is run and nothing verified.
+    """Turns the working copy into the verified result; without samples nothing is run or verified.
 
     Call the stages in this order: `run_original`, `record`, `run`, `verify`.
 
@@ -88,12 +88,11 @@ class Pipeline:
     def run_original(self) -> OriginalOutputs | None:
         """Run the original at the calls at which results are compared; None without samples.
 
-        These are the given batch size, another one where the batch can change, and the further inputs.
-
-        In inference these runs are recorded for the passes.
+        These are the given batch size, another one if the batch can change, and the further inputs. In inference mode,
+        these runs are recorded for the passes.
 
         Raises:
-            LoadError: it raises on the example inputs.
+            LoadError: the original raises on the example inputs.
         """
         samples = self._samples
         if samples is None:
@@ -116,7 +115,7 @@ class Pipeline:
             recorded=recorded,
         )
         self._copy.own_parameters(outputs.written)
-        # Passes see a branch that only one of the calls takes before anything is rewritten.
+        # Passes get all of these calls, so that they see a branch that only one of them takes before they rewrite it.
         keys = [(size, draw) for size, draw in keys if size in outputs.batch_sizes or not outputs.batch_sizes]
         calls = [samples.at(size, draw) for size, draw in keys]
         seeds = [outputs.seed_of(*key) for key in keys]
@@ -133,31 +132,31 @@ class Pipeline:
         return outputs
 
     def record(self) -> None:
-        """Record runs of the working copy, where those of the original weren't recorded."""
+        """Record runs of the working copy, unless those of the original were recorded."""
         self._tell("capture", 1, 2, "recording a run")
         if failure := record_runs(self.tree, self.context()):
-            self.notes.append(f"the passes get no recorded run: {failure}")
+            self.notes.append(f"no run could be recorded, so passes that need one change nothing: {failure}")
         self._tell("capture", 2, 2, "")
 
     def run(self, passes: Sequence[Pass]) -> None:
         """Run the passes in order; each is kept or rolled back.
 
         Raises:
-            OptimizeFailed: a pass fails or is rolled back, with `strict` or where it is a guarantee.
+            OptimizeFailed: a pass fails or is rolled back, with `strict` or if it is a guarantee.
         """
         transactions = self._transactions
         transactions.passes = passes
         if transactions.comparer is not None and not all(map(is_own, passes)):
-            # Another's pass may write to the caller's weights, which only earlier outputs show.
+            # A pass of another package may write to the caller's weights, so measure the reference before it runs.
             transactions.comparer.outputs.reference()
         transactions.run_from(0)
         self._tell("optimize", len(passes), len(passes) + 1, "comparing the result with the original")
 
     def verify(self) -> ParityReport | None:
-        """Compare the result with the original; roll back the pass that makes it wrong, as often as there is one.
+        """Compare the result with the original, and roll back wrong passes until it is right.
 
         Raises:
-            OptimizeFailed: a pass is rolled back, with `strict` or where it is a guarantee.
+            OptimizeFailed: a pass is rolled back, with `strict` or if it is a guarantee.
             ParityError: the result is wrong without any pass.
         """
         comparer = self._transactions.comparer
@@ -168,7 +167,7 @@ class Pipeline:
         return verified(self._transactions, comparer, self._samples, self._batch_sizes)
 
     def could_apply(self) -> list[str]:
-        """The passes that weren't named and would change something, where the named ones changed nothing."""
+        """The passes that weren't named and would change something; empty if a named one changed something."""
         named = {item.name for item in self._transactions.passes}
         if self.mode != "inference" or not named or any(record.status == "applied" for record in self.records):
             return []
@@ -177,7 +176,8 @@ class Pipeline:
     def _may_differ(self) -> bool:
         """Whether the result may differ from the model.
 
-        Reports of others' passes aren't trusted, nor classes that copy their modules themselves.
+        Passes of other packages may have changed it without reporting that. A model that defines its own copying, or
+        that runs itself instead of a copy, may differ without any pass.
         """
         return (
             any(record.status != "unchanged" for record in self.records)

@@ -1,4 +1,4 @@
-"""The provenance that a result of `optimize` carries: its original, its report, and the tensors it was computed from."""
+"""The provenance of a result of `optimize`: its original, its report, and the tensors it was computed from."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ _ATTRIBUTE = "_optimize_export"
 
 @dataclass
 class Provenance:
-    """Kept in the `__dict__` of a result.
+    """The provenance of a result, kept in its `__dict__`.
 
-    Copies of the result share it. A pickle doesn't hold the original: a result that is read from one can be run and exported,
-    and its exports are compared with itself.
+    Copies of the result share it. A pickle doesn't contain the original: an unpickled result can be run and exported,
+    and its files are compared with the result itself.
 
     Attributes:
-        original: the caller's module; it shares all weights with the result that no pass changed.
+        original: the caller's module, which shares all weights with the result that no pass changed; None after
+            unpickling.
         report: the report of `optimize`.
         sources: the caller's tensors that passes folded into others.
         precisions: the reasons why the result is less precise than the original: half precisions, and declared errors.
-        passes: the passes in order, which can run again; none after a pickle was read.
+        passes: the passes in order, which can run again; empty after unpickling.
         batch_sizes: the argument of `optimize`.
-        outputs: of the original, for an export on the same inputs; None where they take much memory.
+        outputs: the original's outputs, for an export on the same inputs; None in training mode, or if they take much
+            memory.
     """
 
     original: nn.Module | None
@@ -117,7 +119,7 @@ def report_of(model: nn.Module) -> Report:
     """The report of a module that `optimize` returned.
 
     Raises:
-        UsageError: it didn't.
+        UsageError: `optimize` didn't return this module.
     """
     provenance = provenance_of(model)
     if provenance is None:
@@ -131,5 +133,5 @@ def kind_of(name: str, provenance: Provenance | None) -> type[Pass] | None:
     try:
         return known.get(name) or pass_named(name)
     except UnknownPass:
-        # A result that was read from a pickle has no passes.
+        # An unpickled result has no passes.
         return None

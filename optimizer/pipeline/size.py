@@ -33,6 +33,6 @@ def coverage_record(tree: ModelTree, context: Context) -> CoverageRecord:
 
 
 def record_runs(tree: ModelTree, context: Context) -> str:
-    """Record runs of the model where none are known; the reason why they can't be recorded, or ""."""
+    """Record runs of the model if there are none yet; return the reason if that fails, otherwise ""."""
     recorded = recorded_runs(tree, context)
     return "" if recorded is None else recorded.failure

@@ -1,4 +1,4 @@
-"""Passes as transactions: each one runs, its changes are checked where they were made, and it is kept or rolled back."""
+"""Passes as transactions: each one runs, each change is checked in its place, and the pass is kept or rolled back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from passes.base import Context, Pass, PassResult
 from passes.program.changes import Place
 from passes.program.model_tree import ModelTree
 
-# A pass runs again without the changes that it should leave alone; those may give way to others.
+# Maximum number of runs of a pass. Each run leaves out the imprecise changes of the one before, but may make new ones.
 _MOST_TRIES = 8
 
 
@@ -29,11 +29,11 @@ class Transactions:
     """Runs the passes in order, keeps their records, and rolls them back.
 
     Attributes:
-        passes: in their order.
-        records: of the passes that ran.
-        runs: of the working copy.
-        comparer: of the result with the original; None without samples.
-        applied: the passes that stay so far, also those that changed nothing.
+        passes: the passes in their order.
+        records: the records of the passes that ran.
+        runs: runs the working copy.
+        comparer: compares the result with the original; None without samples.
+        applied: the passes that weren't rolled back so far, including those that changed nothing.
         left_alone: by number of the pass, the places that it must leave alone, each with the reason.
         wrong: by number of the pass, the reason to roll it back whatever it does.
     """
@@ -70,7 +70,7 @@ class Transactions:
         """Run the passes from this number on.
 
         Raises:
-            OptimizeFailed: a pass fails or is rolled back, with `strict` or where it is a guarantee.
+            OptimizeFailed: a pass fails or is rolled back, with `strict` or if it is a guarantee.
         """
         for number, item in enumerate(self.passes[first:], first):
             if is_lossy(item) and self.comparer is not None:
@@ -81,7 +81,7 @@ class Transactions:
         """Run one pass; keep it or roll it back.
 
         Raises:
-            OptimizeFailed: as `run_from`.
+            OptimizeFailed: as for `run_from`.
         """
         item = self.passes[number]
         self._progress(Progress("optimize", number, len(self.passes) + 1, item.name, item.name))
@@ -107,7 +107,7 @@ class Transactions:
                 return
             new = {place: reason for place, reason in found.imprecise.items() if place not in context.left_alone}
             if found.wrong is not None or not new or not tries_left:
-                # The pass computes something else, ignores `left_alone`, or finds ever new places: all of it goes.
+                # The pass is wrong, ignores `left_alone`, or keeps finding new places: roll back all of it.
                 self.records.append(record)
                 self._roll_back(item, record, result, found.wrong or next(iter(found.imprecise.values())))
                 return
@@ -117,7 +117,7 @@ class Transactions:
     def take_back(self, culprit: AppliedPass, reason: str) -> None:
         """Roll this pass back and run the later ones again."""
         self.take_back_from(culprit.number + 1)
-        # It is the last one now, and its record stays.
+        # The culprit is the last pass now. Its record stays.
         self.applied.pop()
         self._roll_back(self.passes[culprit.number], culprit.record, culprit.result, reason)
         self.run_from(culprit.number + 1)

@@ -1,4 +1,4 @@
-"""Verify the whole result: take back what makes it wrong until it is right."""
+"""Verify the whole result: roll back passes, or single pairs of layers, until it is right."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from optimizer.pipeline.transactions import Transactions
 def verified(
     transactions: Transactions, comparer: Comparer, samples: Samples, batch_sizes: Sequence[int] | None
 ) -> ParityReport:
-    """The report of the result, after everything wrong was taken back: passes, or single pairs of layers.
+    """Roll back everything that makes the result wrong: passes, or single pairs of layers. Return the final report.
 
     Raises:
-        OptimizeFailed: a pass is rolled back, with `strict` or where it is a guarantee.
+        OptimizeFailed: a pass is rolled back, with `strict` or if it is a guarantee.
         ParityError: the result is wrong without any pass.
     """
     in_training = comparer.mode == "training"
@@ -35,8 +35,8 @@ def verified(
             continue
         if not with_changes(transactions.applied):
             raise ParityError(
-                f"Without any pass the result doesn't compute the same as the model ({report.reason}): the model, "
-                "or a pass, writes to its weights."
+                f"Even without any pass, the copy doesn't compute the same as the model ({report.reason}): the model "
+                "or a pass writes to the model's weights."
             )
         if not parted.leave_alone():
             take_back_culprit(transactions, comparer, report)

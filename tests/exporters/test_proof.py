@@ -59,7 +59,9 @@ def test_an_unstable_output_is_named_and_compared_by_shape():
             return x + torch.rand_like(x), x * 2
 
     evidence = gather(ExportRequest(Noisy(), mlp_calls(2, 4)))
-    assert evidence.notes == ("Output `output_0` differs between two runs of the model; only its shape was checked.",)
+    assert evidence.notes == (
+        "Output `output_0` differs between two runs of the model; only its shape and dtype were checked.",
+    )
     prove_at_calls(evidence, lambda x: (x, x * 2))
     with pytest.raises(RouteRefused, match="output `output_1` is wrong"):
         prove_at_calls(evidence, lambda x: (x, x))
@@ -78,7 +80,7 @@ def test_a_file_may_be_off_by_what_the_model_computes_in(computes_in, right, wro
 
     evidence = gather(ExportRequest(Twice(), mlp_calls(2, 4), computes_in=computes_in))
     prove_at_calls(evidence, lambda x: (2 * right * x,))
-    with pytest.raises(RouteRefused, match="its values are off by"):
+    with pytest.raises(RouteRefused, match="its largest error is"):
         prove_at_calls(evidence, lambda x: (2 * wrong * x,))
 
 
@@ -89,22 +91,26 @@ ones = torch.ones(4, 50)
     ("expected", "got", "problem"),
     [
         (ones, ones * (1 + 1e-5), None),
-        (ones, ones * 1.01, "its values are off by 0.01 where the largest is 1"),
+        (ones, ones * 1.01, "its largest error is 0.01, where the model's largest value is 1"),
         (ones, ones[:1], "its shape is [1, 50] instead of [4, 50]"),
         (ones, ones.double(), "its dtype is float64 instead of float32"),
-        (ones, ones * float("nan"), "its values are off by nan where the largest is 1"),
+        (ones, ones * float("nan"), "its largest error is nan, where the model's largest value is 1"),
         (ones * float("nan"), ones * float("nan"), None),
         (ones * float("nan"), ones, "NaN or infinity occur in different places"),
         (ones * float("inf"), -ones * float("inf"), "NaN or infinity occur in different places"),
         (ones.half(), ones.half() * 1.01, None),
-        (ones.half(), ones.half() * 1.1, "its values are off by 0.1 where the largest is 1"),
+        (ones.half(), ones.half() * 1.1, "its largest error is 0.1, where the model's largest value is 1"),
         (ones.long(), ones.long(), None),
         (ones.long(), ones.long() + 1, "200 of 200 elements differ"),
         (torch.tensor(2), torch.tensor(3), "1 of 1 elements differ"),
-        (ones.to(torch.complex64), ones.to(torch.complex64) * 1j, "its values are off by 1 where the largest is 1"),
+        (
+            ones.to(torch.complex64),
+            ones.to(torch.complex64) * 1j,
+            "its largest error is 1, where the model's largest value is 1",
+        ),
         (ones[:0], ones[:0], None),
         (ones * 0, ones * 0, None),
-        (ones * 0, ones * 1e-20, "its values are off by 1e-20 where the largest is 0"),
+        (ones * 0, ones * 1e-20, "its largest error is 1e-20, where the model's largest value is 0"),
     ],
 )
 def test_difference(expected, got, problem):
@@ -194,7 +200,7 @@ def test_a_place_that_is_not_known_is_not_spoken_of(evidence, tmp_path, monkeypa
 def test_an_output_that_every_way_gets_wrong_is_named(evidence, tmp_path, monkeypatch):
     outcomes = [WrongFile("off", (1,), "y"), WrongFile("off too", (2,), "y")]
     message, _ = _asked(outcomes, evidence, tmp_path, monkeypatch)
-    assert "(route-0: off; route-1: off too). Each route gets a different `y`. The file of" in message
+    assert "(route-0: off; route-1: off too). Every route gets `y` wrong, each in its own way. The file of" in message
 
 
 def test_a_large_file_that_is_wrong_makes_room_for_the_next(evidence, tmp_path, monkeypatch):

@@ -738,7 +738,7 @@ def test_rows_are_told_of_below_the_figures():
     parity = {**DONE["artifacts"][0]["parity"], "rows": rows}
     text = as_text({**DONE, "artifacts": [{**DONE["artifacts"][0], "parity": parity}]}, terminal=False)
     assert (
-        "rows of onnx: none depends on the other rows (batch sizes 2, 3; run in other places and among other rows); "
+        "rows of onnx: none depends on the other rows (batch sizes 2, 3; run at other positions and among other rows); "
         "not checked, because they have no rows: loss" in text
     )
     parity["rows"] = {**rows, "ok": False, "problem": "Row 1 of y depends"}

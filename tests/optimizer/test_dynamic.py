@@ -80,11 +80,11 @@ def test_equal_sizes_share_no_name_unless_they_are_given_one():
         ),
         (
             {"x": {1: "time"}, "lengths": {0: "time"}},
-            "dynamic calls the size of dim 0 of lengths time, which is 2 there and 5 in dim 1 of x of the example inputs.",
+            "dynamic gives dim 0 of lengths and dim 1 of x the same name, time, but their sizes in the example inputs are 2 and 5: use two names, or inputs of equal size.",
         ),
         (
             {"x": {0: "batch", 1: "batch"}},
-            "dynamic calls the size of dim 1 of x batch, which is 5 there and 2 in the batch of the example inputs.",
+            "dynamic gives dim 1 of x and the batch the same name, batch, but their sizes in the example inputs are 5 and 2: use two names, or inputs of equal size.",
         ),
     ],
 )
@@ -248,7 +248,11 @@ def test_sizes_that_the_original_does_not_take_are_left_out_and_told():
     assert reference.taken.alone == {"time": [6, 1, 2, 7]}
     notes = reference.compare(reference.target).notes
     assert "time was checked at the sizes 1, 2, 5, 6, 7." in notes
-    (raised,) = [note for note in notes if note.startswith("The original raises at time 10, which was left out: ")]
+    (raised,) = [
+        note
+        for note in notes
+        if note.startswith("Not compared, because the original raises there: time 10. The reason: ")
+    ]
     assert "`return self.inner(x) + self.places(torch.arange(x.shape[1]))` in the model's forward" in raised
 
 
@@ -478,7 +482,7 @@ def test_sizes_that_were_left_out_are_told_where_a_file_fails_too(tmp_path):
     with pytest.raises(ParityError) as caught:
         export(fast, example_inputs=inputs, output=tmp_path / "net", formats=("torchscript",))
     (told,) = caught.value.figures["notes"]
-    assert told.startswith("The original raises at batch size 5, batch size 8, which was left out: ")
+    assert told.startswith("Not compared, because the original raises there: batch size 5, batch size 8. The reason: ")
 
 
 def test_a_batch_that_is_fixed_as_no_other_size_is_compared_is_told(tmp_path):

@@ -102,7 +102,7 @@ def test_what_a_pass_of_the_users_did_is_compared_whatever_it_says(net):
         def rewrite(self, model, context):
             model.tree.root.head.weight.data = model.tree.root.head.weight * 2
 
-    with pytest.raises(ParityError, match="Without any pass the result doesn't compute the same as the model"):
+    with pytest.raises(ParityError, match="Even without any pass, the copy doesn't compute the same as the model"):
         optimize(net, [Doubling()], example_inputs=(image(),))
 
 

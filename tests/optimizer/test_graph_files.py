@@ -323,8 +323,14 @@ def test_kernels_and_compiled_calls_are_in_no_file(tmp_path: Any) -> None:
     bundle = exported(made(Gelu), passes, tmp_path, data(4, 5, 8), formats=("onnx",))
     assert entries(bundle) == {
         "onnx": [
-            {"name": "jit-fusion", "reason": "files contain the operations that its kernels fuse"},
-            {"name": "torch-compile", "reason": "files contain the module before its calls are compiled"},
+            {
+                "name": "jit-fusion",
+                "reason": "files can't contain its fused kernels, so they contain the single operations",
+            },
+            {
+                "name": "torch-compile",
+                "reason": "files can't contain compiled calls, so they contain the uncompiled model",
+            },
         ]
     }
     assert bundle.manifest["notes"] == []

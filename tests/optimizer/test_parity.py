@@ -801,7 +801,9 @@ def test_a_weight_that_is_off_is_no_rounding_inside(monkeypatch):
     report = judged(shifted)
     assert report.verdict == "failed"
     assert "(4 times is allowed)" in report.reason
-    assert any("float64 has the same error, so it isn't internal rounding" in note for note in report.notes)
+    assert any(
+        "float64 has the same error, so rounding inside the model can't explain it" in note for note in report.notes
+    )
     assert not check_region(model, shifted, [inputs.given.args]).ok
     # A candidate that only rounds differently has as large an error, and passes.
     with monkeypatch.context() as patch:
@@ -1380,7 +1382,7 @@ def test_a_number_on_the_other_side_of_a_kink_is_no_error():
     report = kinked()
     assert report.ok, report.reason
     assert any(
-        "a kink (of ReLU, for example) or a long sum rounds differently: gradient of bias." in note
+        "rounding at a kink (as of ReLU at 0) or in a long sum may explain the error: gradient of bias." in note
         for note in report.notes
     )
     assert not any("kink" in note for note in kinked(0).notes)

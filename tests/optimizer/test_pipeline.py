@@ -352,7 +352,7 @@ def test_a_pass_that_writes_to_the_callers_weights_is_named(strict: bool) -> Non
 
 
 def test_a_write_past_the_version_counter_is_found_in_the_result() -> None:
-    with pytest.raises(ParityError, match="Without any pass the result doesn't compute the same as the model"):
+    with pytest.raises(ParityError, match="Even without any pass, the copy doesn't compute the same as the model"):
         optimize(Residual(), ["fold-conv-bn", WritesInPlace("data")], example_inputs=(X,))
 
 

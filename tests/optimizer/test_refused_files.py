@@ -115,5 +115,5 @@ def test_a_search_that_raises_hides_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(exporters.onnx, "_strip", spoil)
     monkeypatch.setattr("optimizer.faults.locating.first_wrong_value", broken)
     message = refused(tmp_path, "onnx")
-    assert "output `output` is wrong on inputs of [2, 4]: its values are off by" in message
+    assert "output `output` is wrong on inputs of [2, 4]: its largest error is" in message
     assert "first differs" not in message

@@ -118,7 +118,7 @@ def elsewhere(model: nn.Module, mix: Callable[[dict[str, torch.Tensor]], dict[st
         (lambda seen: seen | {"logits": seen["logits"].roll(1, 0)}, "logits", "it changes by"),
         (lambda seen: seen | {"label": seen["label"].roll(1, 0)}, "label", "it differs when run"),
         (lambda seen: seen | {"logits": seen["logits"].log()}, "logits", "it differs when run"),
-        (lambda seen: seen | {"logits": seen["logits"][:1]}, "logits", "it differs when run in another place"),
+        (lambda seen: seen | {"logits": seen["logits"][:1]}, "logits", "it differs when run at another position"),
         (lambda seen: seen | {"logits": seen["logits"].double()}, "logits", "it differs when run"),
     ],
 )
@@ -252,7 +252,8 @@ def test_a_bundle_says_that_rows_are_their_own(tmp_path: Path) -> None:
         assert artifact["measurement"]["rows"]["outputs"][0]["name"] == "output"
     shown = as_text(bundle.manifest, terminal=False)
     assert (
-        "rows of onnx: none depends on the other rows (batch sizes 3, 2, 5, 8; run alone, in other places and" in shown
+        "rows of onnx: none depends on the other rows (batch sizes 3, 2, 5, 8; run alone, at other positions and"
+        in shown
     )
     assert rejudge_bundle(bundle.path).ok
     report = rejudge_bundle(bundle.path, atol=1.0, factor=1e-9)

@@ -121,7 +121,7 @@ def test_tied_weights_that_the_file_has_once(write, tmp_path):
     save_model(loaded.model, str(tmp_path / "w.safetensors"))
     again = load(str(path), weights=tmp_path / "w.safetensors", seed=9)
     assert torch.equal(again.model.out.weight, loaded.model.linear.weight)
-    assert "share the values of others" in again.notes[0]
+    assert "the model ties them" in again.notes[0]
 
 
 def test_a_model_without_values_is_filled_or_refused(write, tmp_path, state):

@@ -887,7 +887,7 @@ def test_a_bias_that_has_a_gradient_is_missed() -> None:
     (record,) = report_of(fast).passes
     assert (record.status, record.reason) == (
         "rolled-back",
-        "The candidate trains without conv.bias, which has a gradient in the original.",
+        "The candidate no longer has the parameter conv.bias, whose gradient in the original isn't zero.",
     )
 
 
