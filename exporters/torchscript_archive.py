@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,8 @@ from exporters.writing import write_archive
 _ALIGNMENT = 64
 
 _IDENTITY = "model/.data/serialization_id"
+# The constants of a class in the archive's source. torch takes them from a set, in the order of the process's hashes.
+_CONSTANTS = re.compile(rb"(?:^  \w+ : Final\[.*\n){2,}", re.MULTILINE)
 
 
 def save(module: torch.jit.ScriptModule, path: Path, extra: dict[str, str]) -> None:
@@ -48,15 +52,16 @@ def _copy_without_traces(source: Path, target: Path) -> None:
     """Copy a TorchScript archive record by record, into a top folder whose name doesn't depend on the file names."""
     with zipfile.ZipFile(source) as archive, zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as copy:
         kept = {ascii_name(f"model/{name}"): record for name, record in _without_traces(archive)}
+        texts = {
+            name: _text(name, archive.read(record)) for name, record in kept.items() if name.endswith((".py", ".pkl"))
+        }
+        texts[_IDENTITY] = _identity({name: record.CRC for name, record in kept.items()}, texts)
         for name, record in kept.items():
             entry = zipfile.ZipInfo(name)
             entry.file_size = record.file_size
             entry.extra = _padding(copy.start_dir, name)
-            if name == _IDENTITY:
-                copy.writestr(entry, _identity(kept))
-                continue
-            if name.endswith((".py", ".pkl")):
-                copy.writestr(entry, readable(name, archive.read(record)))
+            if name in texts:
+                copy.writestr(entry, texts[name])
                 continue
             with archive.open(record) as reader, copy.open(entry, "w") as writer:
                 while chunk := reader.read(1 << 20):
@@ -70,13 +75,26 @@ def _without_traces(archive: zipfile.ZipFile) -> Iterator[tuple[str, zipfile.Zip
             yield name, record
 
 
-def _identity(records: Mapping[str, zipfile.ZipInfo]) -> str:
+def _text(name: str, content: bytes) -> bytes:
+    """The content of a record (source or pickled attributes), readable and with constants in alphabetical order."""
+    content = readable(name, content)
+    if not name.endswith(".py"):
+        return content
+    return _CONSTANTS.sub(lambda found: b"".join(sorted(found[0].splitlines(keepends=True))), content)
+
+
+def _identity(checksums: Mapping[str, int], texts: Mapping[str, bytes]) -> bytes:
     """The serialization id of an archive: 40 digits, as in torch.
 
     torch's own id also depends on paths of this machine.
+
+    Args:
+        checksums: of all records, by name.
+        texts: records whose content isn't that of the checksum.
     """
-    held = [(name, record.CRC) for name, record in records.items() if name != _IDENTITY]
-    return f"{int(hashlib.sha256(repr(held).encode()).hexdigest(), 16) % 10**40:040}"
+    held = [(name, zlib.crc32(texts[name]) if name in texts else each) for name, each in checksums.items()]
+    numbers = repr([pair for pair in held if pair[0] != _IDENTITY])
+    return f"{int(hashlib.sha256(numbers.encode()).hexdigest(), 16) % 10**40:040}".encode()
 
 
 def _padding(offset: int, name: str) -> bytes:

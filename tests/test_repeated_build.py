@@ -34,10 +34,32 @@ example_kwargs = {"mask": torch.rand(2, 6, 6)}
 """
 
 
-def built(folder, seed, formats, root, **more):
+# A branch on data: TorchScript scripts this model, as it can't be traced.
+SCRIPTED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 6), nn.ReLU())
+        self.second = nn.Linear(4, 6, bias=False)
+
+    def forward(self, x):
+        if x.sum() > 0:
+            return self.first(x)
+        return self.second(x)
+
+torch.manual_seed(0)
+model = Net()
+example_inputs = (torch.randn(2, 4),)
+"""
+
+
+def built(folder, seed, formats, root, model=MODEL, **more):
     """Build a bundle in `folder` with the command, and return its files by path."""
     (folder / "tmp").mkdir(parents=True)
-    (folder / "net.py").write_text(MODEL)
+    (folder / "net.py").write_text(model)
     command = [sys.executable, "-m", "optimizer", "net.py", "--output", "out", "--formats", formats, "--device", "cpu"]
     environment = {
         **os.environ,
@@ -59,6 +81,16 @@ def built(folder, seed, formats, root, **more):
     assert done.returncode == 0, done.stderr
     out = folder / "out"
     return {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+def test_a_second_build_of_a_scripted_model_gives_the_same_file(tmp_path, pytestconfig):
+    files = [
+        built(tmp_path / seed, seed, "torchscript", pytestconfig.rootpath, SCRIPTED)["model.torchscript.pt"]
+        for seed in ("1", "2", "3")
+    ]
+    assert b"Final[" in files[0]
+    assert files[0] == files[1] == files[2]
 
 
 @pytest.mark.slow
