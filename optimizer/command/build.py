@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from optimizer.api import check_dynamic, export, optimize_to_export, report_of
 from optimizer.bundle import Bundle, VerifyReport, plain, rejudge_bundle, verify_bundle
@@ -104,54 +105,52 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
             input_names=options.input_names,
             static_batch=options.static_batch,
         )
-    fast = optimize_to_export(
-        loaded.model,
-        passes,
-        example_inputs=loaded.example_inputs,
-        example_kwargs=loaded.example_kwargs,
-        further_inputs=loaded.further_inputs,
-        device=device,
-        reference_device=options.reference_device,
-        strict=options.strict,
-        batch_sizes=options.batch_sizes,
-        static_batch=options.static_batch,
-        dynamic=options.dynamic,
-        input_names=options.input_names,
-        effort=options.effort,
-        seed=options.seed,
-        progress=progress,
-    )
-    bundle = export(
-        fast,
-        example_inputs=loaded.example_inputs,
-        example_kwargs=loaded.example_kwargs,
-        further_inputs=loaded.further_inputs,
-        output=options.output,
-        formats=options.formats,
-        batch_sizes=options.batch_sizes,
-        static_batch=options.static_batch,
-        dynamic=options.dynamic,
-        input_names=options.input_names,
-        output_names=options.output_names,
-        opset=options.opset,
-        metadata=options.metadata,
-        device=device,
-        reference_device=options.reference_device,
-        require_gpu=options.require_gpu,
-        force=options.force,
-        strict=options.strict,
-        atol=options.atol,
-        rtol=options.rtol,
-        row_independence=options.row_independence,
-        effort=options.effort,
-        seed=options.seed,
-        source=loaded.source,
-        debug_dir=options.debug_dir,
-        progress=progress,
-    )
+    shared = _shared(options, loaded, device, progress)
+    fast = optimize_to_export(loaded.model, passes, **shared)
+    bundle = _bundle(fast, options, loaded, shared)
     report = report_of(fast).to_json()
     seconds = round(time.perf_counter() - started, 3)
     return _exported(shown, bundle, report, loaded, seconds)
+
+
+def _shared(
+    options: ExportOptions, loaded: Loaded, device: str, progress: Callable[[Progress], None]
+) -> dict[str, Any]:
+    """The arguments that `optimize_to_export` and `export` have in common."""
+    return {
+        "example_inputs": loaded.example_inputs,
+        "example_kwargs": loaded.example_kwargs,
+        "further_inputs": loaded.further_inputs,
+        "device": device,
+        "reference_device": options.reference_device,
+        "strict": options.strict,
+        "batch_sizes": options.batch_sizes,
+        "static_batch": options.static_batch,
+        "dynamic": options.dynamic,
+        "input_names": options.input_names,
+        "effort": options.effort,
+        "seed": options.seed,
+        "progress": progress,
+    }
+
+
+def _bundle(fast: nn.Module, options: ExportOptions, loaded: Loaded, shared: dict[str, Any]) -> Bundle:
+    return export(
+        fast,
+        **shared,
+        output=options.output,
+        formats=options.formats,
+        output_names=options.output_names,
+        opset=options.opset,
+        metadata=options.metadata,
+        require_gpu=options.require_gpu,
+        force=options.force,
+        atol=options.atol,
+        rtol=options.rtol,
+        row_independence=options.row_independence,
+        source=loaded.source,
+        debug_dir=options.debug_dir,
+    )
 
 
 def _with_absolute_paths(options: ExportOptions) -> ExportOptions:

@@ -25,10 +25,7 @@ from optimizer.exporting.requests import (
     smallest_call,
 )
 from optimizer.faults import place_in_refused, refuse_carried_state
-from optimizer.model import (
-    on_device,
-    trained_as,
-)
+from optimizer.model import Samples, on_device, trained_as
 from optimizer.parity import Reference, Rows, by_output, independent_rows
 
 
@@ -70,18 +67,10 @@ def measure(job: ExportJob) -> MeasuredExport:
         UsageError: an option contradicts the inputs or names an unknown output.
     """
     exported = exportable(job.model, job.target)
-    given = None if job.provenance is None else job.provenance.original
-    notes = [] if given is not None else ["the artifacts are compared with the exported module itself"]
-    original = on_device(exported if given is None else trained_as(exported, given), job.home)
-    job.progress("parity", 0, len(job.exporters) + 1, "running the original")
-    sizes = sizes_of(job.samples, job.batch_sizes, job.static_batch, job.effort)
     at_home = job.samples if job.home.type == job.target.type else job.samples.to(job.home)
-    outputs = None if job.provenance is None else job.provenance.outputs
-    rounding = measured_reference(original, at_home, sizes, job.effort, outputs)
-    refuse_carried_state(original, rounding)
+    original, rounding = _measured(job, exported, at_home)
     reference = lowered_reference(rounding, job.provenance)
     refuse_sizes_not_taken(job, reference)
-    notes += note_on_fixed_batch(job, reference)
     request = request_for(job, exported, reference)
     if reference is not rounding or job.home.type != job.target.type:
         # A less precise result, or one on another device, doesn't have the original's outputs.
@@ -89,11 +78,7 @@ def measure(job: ExportJob) -> MeasuredExport:
     fresh = partial(exportable, job.model, job.target, reference.written)
     # The adapter runs the model once.
     adapter = Adapter(fresh(), *smallest_call(request), input_names=job.input_names, output_names=job.output_names)
-    notes += note_on_numbers(adapter)
-    if job.dynamic is None:
-        call = at_home.given
-        inputs = named_inputs(original, call.args, call.kwargs, input_names=job.input_names)
-        notes += note_on_fixed_dims(inputs, at_home, reference, open_batch=request.dynamic_batch)
+    notes = _notes(job, original, at_home, reference, adapter, open_batch=request.dynamic_batch)
     flatten, device = adapter.flatten_inputs, job.target.type
     place_of = partial(place_in_refused, reference=reference, exported=exported, flatten=flatten, device=device)
     request = replace(request, place_of=place_of, output_structure=adapter.outputs, captures=Captures(adapter))
@@ -131,3 +116,29 @@ def measure(job: ExportJob) -> MeasuredExport:
         exact=request.outputs is not None and job.atol is None and job.rtol is None,
         notes=(*notes, *factor_notes),
     )
+
+
+def _measured(job: ExportJob, exported: nn.Module, at_home: Samples) -> tuple[nn.Module, Reference]:
+    """The original, and its reference at all batch sizes."""
+    given = None if job.provenance is None else job.provenance.original
+    original = on_device(exported if given is None else trained_as(exported, given), job.home)
+    job.progress("parity", 0, len(job.exporters) + 1, "running the original")
+    sizes = sizes_of(job.samples, job.batch_sizes, job.static_batch, job.effort)
+    outputs = None if job.provenance is None else job.provenance.outputs
+    rounding = measured_reference(original, at_home, sizes, job.effort, outputs)
+    refuse_carried_state(original, rounding)
+    return original, rounding
+
+
+def _notes(
+    job: ExportJob, original: nn.Module, at_home: Samples, reference: Reference, adapter: Adapter, *, open_batch: bool
+) -> list[str]:
+    """The notes for the manifest that don't depend on the files."""
+    itself = job.provenance is None or job.provenance.original is None
+    notes = ["the artifacts are compared with the exported module itself"] if itself else []
+    notes += note_on_fixed_batch(job, reference)
+    notes += note_on_numbers(adapter)
+    if job.dynamic is None:
+        inputs = named_inputs(original, at_home.given.args, at_home.given.kwargs, input_names=job.input_names)
+        notes += note_on_fixed_dims(inputs, at_home, reference, open_batch=open_batch)
+    return notes

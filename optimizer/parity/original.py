@@ -170,8 +170,7 @@ class Original:
     ) -> bool:
         """Run the original once and keep its outputs; return False if it raises here or raised at this batch size.
 
-        Args:
-            seed: of the random numbers; None for the seed of this batch size, draw and sizes.
+        The `seed` is that of this batch size, draw and sizes by default.
         """
         if batch_size in self._dropped and (batch_size, draw) not in self.asked:
             return False
@@ -382,10 +381,15 @@ class Original:
     def _note_inputs(self, call: Call) -> None:
         tensors = [tensor for _, tensor in leaves_of((call.args, call.kwargs)).tensors()]
         previous, self._previous_inputs = self._previous_inputs, tensors
-        if previous is None or len(previous) != len(tensors):
-            return
-        pairs = [shared_rows(a, b) for a, b in zip(previous, tensors, strict=True)]
-        self.inputs_vary |= any(pair is not None and not same_values(*pair) for pair in pairs)
+        self.inputs_vary |= previous is not None and _vary(previous, tensors)
+
+
+def _vary(previous: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether two calls have different inputs in the rows that they share."""
+    if len(previous) != len(tensors):
+        return False
+    pairs = [shared_rows(a, b) for a, b in zip(previous, tensors, strict=True)]
+    return any(pair is not None and not same_values(*pair) for pair in pairs)
 
 
 def shared_rows(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
