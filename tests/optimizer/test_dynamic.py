@@ -465,7 +465,11 @@ def test_sizes_that_the_original_does_not_take_are_told_where_the_result_is_read
     output = tmp_path / "net"
     options = ["--passes", "none", "--formats", "torchscript,onnx", "--dynamic", "ids:0,1", "--output", str(output)]
     assert main([str(tmp_path / "together.py"), *options]) == 0
-    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: Not compared, because the original raises there: ")]
+    notes = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("note: Not compared, because the original raises there: ")
+    ]
     # Each note is printed once, although two files were compared.
     assert any("batch size 5, batch size 8, ids_dim_1 6" in note for note in notes)
     assert len(set(notes)) == len(notes)
