@@ -145,7 +145,7 @@ def _measure_into(unit: Unit, settings: Settings, folder: Path) -> None:
         pairs = {what: pair for what, pair in candidates.items() if what in ("torchscript", "onnx")}
         tensors = adapter.flatten_inputs(*_pair(call))
         draw = random.Random(f"{unit.model} {seed}")
-        _plant(unit, _Place(reference, noises, adapter.flatten_inputs, call), model, call, pairs, paths, tensors, draw)
+        _plant(unit, _Place(reference, noises, adapter.flatten_inputs, call), model, pairs, paths, tensors, draw)
 
 
 def drawn(name: str, draw: int) -> tuple[nn.Module, Call]:
@@ -322,7 +322,6 @@ def _plant(
     unit: Unit,
     place: _Place,
     model: nn.Module,
-    call: Call,
     files: dict[str, tuple[Any, Flatten | None]],
     paths: dict[str, Path],
     tensors: tuple[torch.Tensor, ...],
@@ -339,8 +338,8 @@ def _plant(
         faults = in_torchscript(paths["torchscript"], draw)
         outcomes = (place.outcome(right, fault, flatten) for fault in faults)
         unit.faults += _until_seen("torchscript", IN_TORCHSCRIPT, outcomes)
-    own = _flat(model, call)
-    faults = by_a_pass(model, call, draw)
+    own = _flat(model, place.call)
+    faults = by_a_pass(model, place.call, draw)
     outcomes = (place.outcome(own, fault, None) for fault in faults)
     unit.faults += _until_seen(PRESET, BY_A_PASS, outcomes)
 

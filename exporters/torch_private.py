@@ -24,46 +24,44 @@ def at_least(lowest: int) -> ValueRanges[Any]:
     return ValueRanges(lowest, int_oo)
 
 
-@contextmanager
-def lstm_in_one_piece() -> Iterator[None]:
+def lstm_in_one_piece() -> AbstractContextManager[None]:
     """Let torch.export infer the shapes of an LSTM without unrolling it, which specializes the number of steps.
 
     The graph holds the layer as one operation either way. torch unrolls layers that oneDNN doesn't compute, and it
     turns oneDNN off during a capture. Seen in 2.13. Without the name, layers are unrolled.
     """
-    decompositions: Any = torch._decomp.decompositions
-    select = getattr(decompositions, "select_one_layer_lstm_function", None)
-    if select is None:
-        yield
-        return
 
-    def selected(*args: Any) -> Any:
-        with torch.backends.mkldnn.flags(enabled=True):
-            return select(*args)
+    def with_onednn(select: Callable[..., Any]) -> Callable[..., Any]:
+        def selected(*args: Any) -> Any:
+            with torch.backends.mkldnn.flags(enabled=True):
+                return select(*args)
 
-    decompositions.select_one_layer_lstm_function = selected
-    try:
-        yield
-    finally:
-        decompositions.select_one_layer_lstm_function = select
+        return selected
+
+    return _replaced(torch._decomp.decompositions, "select_one_layer_lstm_function", with_onednn)
 
 
-@contextmanager
-def without_onnx_log() -> Iterator[None]:
+def without_onnx_log() -> AbstractContextManager[None]:
     """Keep the old ONNX exporter from printing the graph on which it fails.
 
     It prints regardless of `verbose`: it tests the function that reports whether logging is on, but never calls it. The
     text goes to the process's stdout and bypasses sys.stdout. Seen in 2.13. Without the name, it prints.
     """
-    log = getattr(torch._C, "_jit_onnx_log", None)
-    if log is None:
+    return _replaced(torch._C, "_jit_onnx_log", lambda log: lambda *_: None)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
+    """In the block, put `replacement(own)` in the place of the owner's attribute; do nothing if there is none."""
+    own = getattr(owner, name, None)
+    if own is None:
         yield
         return
-    torch._C._jit_onnx_log = lambda *_: None
+    setattr(owner, name, replacement(own))
     try:
         yield
     finally:
-        torch._C._jit_onnx_log = log
+        setattr(owner, name, own)
 
 
 def inductor_cache(folder: Path) -> AbstractContextManager[Any]:

@@ -6,7 +6,7 @@ import hashlib
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -55,7 +55,12 @@ def _copy_without_traces(source: Path, target: Path) -> None:
         texts = {
             name: _text(name, archive.read(record)) for name, record in kept.items() if name.endswith((".py", ".pkl"))
         }
-        texts[_IDENTITY] = _identity({name: record.CRC for name, record in kept.items()}, texts)
+        checksums = [
+            (name, zlib.crc32(texts[name]) if name in texts else record.CRC)
+            for name, record in kept.items()
+            if name != _IDENTITY
+        ]
+        texts[_IDENTITY] = _identity(checksums)
         for name, record in kept.items():
             entry = zipfile.ZipInfo(name)
             entry.file_size = record.file_size
@@ -83,18 +88,12 @@ def _text(name: str, content: bytes) -> bytes:
     return _CONSTANTS.sub(lambda found: b"".join(sorted(found[0].splitlines(keepends=True))), content)
 
 
-def _identity(checksums: Mapping[str, int], texts: Mapping[str, bytes]) -> bytes:
-    """The serialization id of an archive: 40 digits, as in torch.
+def _identity(checksums: Sequence[tuple[str, int]]) -> bytes:
+    """The serialization id of an archive, from the names and checksums of its records: 40 digits, as in torch.
 
     torch's own id also depends on paths of this machine.
-
-    Args:
-        checksums: of all records, by name.
-        texts: records whose content isn't that of the checksum.
     """
-    held = [(name, zlib.crc32(texts[name]) if name in texts else each) for name, each in checksums.items()]
-    numbers = repr([pair for pair in held if pair[0] != _IDENTITY])
-    return f"{int(hashlib.sha256(numbers.encode()).hexdigest(), 16) % 10**40:040}".encode()
+    return f"{int(hashlib.sha256(repr(checksums).encode()).hexdigest(), 16) % 10**40:040}".encode()
 
 
 def _padding(offset: int, name: str) -> bytes:

@@ -12,12 +12,6 @@ from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
-from torch._ops import OpOverload, OpOverloadPacket
-
-
-def is_operator(function: Any) -> bool:
-    """Whether a call in a `TorchFunctionMode` is to an operator of `torch.ops`. Seen in torch 2.13."""
-    return isinstance(function, OpOverload | OpOverloadPacket)
 
 
 def decomposition_of(operator: Any) -> Callable[..., Any] | None:

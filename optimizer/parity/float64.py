@@ -32,10 +32,10 @@ from torch.utils import _pytree as pytree
 
 from optimizer.parity.random_draws import Layout, RandomDraws
 from optimizer.parity.torch_functions import MOVING, is_question, mapped, moved_tensor, written_ids
-from optimizer.torch_private import is_operator
 from passes.program.shared_memory import copied_together
 from passes.program.torch_calls import argument, name_of
 from passes.program.weights import bare
+from passes.torch_private import OpOverload, OpOverloadPacket
 
 _RAISED = {
     torch.float32: torch.float64,
@@ -274,7 +274,7 @@ def _has_one_dtype(group: Sequence[torch.Tensor]) -> bool:
 
 def _may_follow_default_dtype(func: Callable[..., Any], arguments: Any) -> bool:
     """Whether a call may return floats of torch's default dtype: none of its tensor arguments is a float."""
-    if is_operator(func) and not str(func).startswith("aten."):
+    if isinstance(func, OpOverload | OpOverloadPacket) and not str(func).startswith("aten."):
         # A custom operator chooses its dtype itself, and may have side effects.
         return False
     return all(
