@@ -18,7 +18,7 @@ from passes.errors import UnseenCall
 
 
 class Logarithmic(Tensor):
-    """Stands for a tensor class with its own arithmetic, as in quantization libraries."""
+    """A tensor class with its own arithmetic, as in quantization libraries."""
 
 
 def _of_another_class() -> nn.Module:

@@ -51,7 +51,7 @@ def _fresh() -> Iterator[None]:
 
 
 class OneByOne:
-    """Stands in for the kernels of a unit, and runs its operations one by one.
+    """Replaces the kernels of a unit by its operations, one by one.
 
     Attributes:
         ran: the names of the units whose values were computed.
