@@ -8,6 +8,9 @@ ExporterError
 ├── RouteRefused         one route to a format failed to produce a right file; the exporter tries the next one
 │   └── WrongFile        the file of one route computes something else than the model, or raises where it doesn't
 ├── ExportError          every route to a format failed; the message names each route with its reason
+├── QuantizationError    a file can't be quantized as requested
+│   ├── NothingToQuantize  the file has no nodes, or too few weights, that this kind of quantization applies to
+│   └── CalibrationError   the calibration rows are missing or don't fit the file's inputs
 ├── OtherMachine         a file made for one device and processor was loaded on another
 └── ProviderFallback     nodes of an ONNX session run on the CPU although the GPU was requested
 """
@@ -84,6 +87,18 @@ class ExportError(ExporterError):
 
 class ProviderFallback(ExporterError):
     """Nodes of an ONNX session run on the CPU although the GPU was requested."""
+
+
+class QuantizationError(ExporterError):
+    """A file can't be quantized as requested."""
+
+
+class NothingToQuantize(QuantizationError):
+    """The file has no nodes, or too few weights, that this kind of quantization applies to."""
+
+
+class CalibrationError(QuantizationError):
+    """The calibration rows are missing or don't fit the file's inputs."""
 
 
 class OtherMachine(ExporterError):

@@ -23,16 +23,12 @@ from exporters.evidence import Evidence, gather
 from exporters.file_values import FileValues, Program
 from exporters.isolation import silent
 from exporters.onnx_captures import Captured, by_dynamo, by_torchscript
+from exporters.onnx_files import save
 from exporters.onnx_pads import keep_pads
 from exporters.onnx_session import LoadedOnnx, session_for_proof
 from exporters.onnx_values import OnnxValues
 from exporters.proof import prove_file
 from exporters.routes import Route, first_right
-from exporters.torchscript_deprecation import torchscript_allowed
-
-# Bytes of weights from which they are saved as external data. Protobuf can't hold more than 2 GiB, and long before that
-# its readers keep three copies of a file. External data is read tensor by tensor.
-EXTERNAL_DATA_FROM = 2**25
 
 # Operators whose number of output rows depends on the data. Equal sizes at all calls don't prove that the size is
 # constant.
@@ -107,7 +103,7 @@ class OnnxExporter(Exporter):
         programs: dict[str, Program | None],
     ) -> tuple[Path, ...]:
         _refuse_what_no_runtime_gives(evidence)
-        with evidence.undisturbed(), refusing(), silent(), torchscript_allowed():
+        with evidence.undisturbed(), refusing(), silent():
             model, conditions, program = capture(folder)
             programs[route] = program
             _strip(model)
@@ -117,7 +113,7 @@ class OnnxExporter(Exporter):
             if request.opset is not None:
                 model.ir_version = min(model.ir_version, _oldest_ir(model, request.opset))
         with refusing("the file can't be written"):
-            files = _save(model, folder / self.file_name)
+            files = save(model, folder / self.file_name)
         _check_header(onnx.load(files[0], load_external_data=False), request.opset, evidence)
         with refusing("the ONNX checker rejects the file"), silent():
             onnx.checker.check_model(str(files[0]), full_check=True)
@@ -197,16 +193,6 @@ def _oldest_ir(model: ir.Model, opset: int) -> int:
     """
     oldest = int(onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)]))
     return max(oldest, _IR_WITH_FUNCTIONS) if model.functions else oldest
-
-
-def _save(model: ir.Model, path: Path) -> tuple[Path, ...]:
-    size = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
-    if size < EXTERNAL_DATA_FROM:
-        ir.save(model, path)
-        return (path,)
-    weights = path.with_name(f"{path.name}.data")
-    ir.save(model, path, external_data=weights.name)
-    return (path, weights)
 
 
 def _check_header(header: onnx.ModelProto, opset: int | None, evidence: Evidence) -> None:

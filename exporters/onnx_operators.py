@@ -53,9 +53,9 @@ def _attention(
     )
     if attn_mask is None:
         return output
-    if attn_mask.dtype == ir.DataType.BOOL:
-        some_key = op.Cast(op.ReduceMax(op.Cast(attn_mask, to=ir.DataType.INT32), [-1]), to=ir.DataType.BOOL)
-    else:
-        widest = op.ReduceMax(op.Cast(attn_mask, to=ir.DataType.FLOAT), [-1])
-        some_key = op.Greater(widest, op.Constant(value_float=float("-inf")))
+    allowed = attn_mask
+    if attn_mask.dtype != ir.DataType.BOOL:
+        allowed = op.Greater(op.Cast(attn_mask, to=ir.DataType.FLOAT), op.Constant(value_float=float("-inf")))
+    # A sum, not a maximum: onnxruntime's symbolic shape inference can't infer the shape of a ReduceMax.
+    some_key = op.Cast(op.ReduceSum(op.Cast(allowed, to=ir.DataType.INT32), [-1]), to=ir.DataType.BOOL)
     return op.Where(some_key, output, op.CastLike(op.Constant(value_float=0.0), output))

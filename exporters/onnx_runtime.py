@@ -5,6 +5,7 @@ so the variable must be set before. The call covers processes that have already 
 """
 
 import os
+from typing import Any
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
@@ -12,4 +13,13 @@ import onnxruntime as ort
 
 ort.disable_telemetry_events()
 
-__all__ = ["ort"]
+
+def quantization() -> tuple[Any, Any]:
+    """`onnxruntime.quantization` and its module for weights of 4 bits. Only quantization needs the slow import."""
+    import onnxruntime.quantization
+    from onnxruntime.quantization import matmul_nbits_quantizer
+
+    return onnxruntime.quantization, matmul_nbits_quantizer
+
+
+__all__ = ["ort", "quantization"]

@@ -19,6 +19,10 @@ _OWN: dict[str, type[Exporter]] = {
 }
 
 
+# Quantized files, which the tuning makes of an ONNX file; there is no exporter for them.
+QUANTIZED = ("onnx-int8-dynamic", "onnx-int8", "onnx-int4")
+
+
 def exporter_names() -> tuple[str, ...]:
     """The names of all formats, ours first. This imports no code of other packages.
 
@@ -50,7 +54,7 @@ def load_artifact(format: str, path: Path, device: str = "cpu") -> LoadedArtifac
         UnknownFormat: there is no such format.
         ProviderFallback: the file would run on another device than the requested one.
     """
-    return exporter_named(format).load(path, device)
+    return exporter_named("onnx" if format in QUANTIZED else format).load(path, device)
 
 
 def _from_others() -> dict[str, EntryPoint]:

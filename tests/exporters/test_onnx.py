@@ -3,12 +3,13 @@ import onnxruntime as ort
 import pytest
 import torch
 from exportable_models import Branch, Mlp, exportable, floats, mlp_calls
+from onnxruntime.quantization import quant_pre_process, quantize_dynamic
 from tiny_models import enliven
 from torch import nn
 
-import exporters.onnx
-from exporters import ExportError, ExportRequest, OnnxExporter, ProviderFallback
-from exporters.onnx_session import judge_placement, shape_only_nodes
+import exporters.onnx_files
+from exporters import ExportError, ExportRequest, OnnxExporter, ProviderFallback, silent
+from exporters.onnx_session import added_for_shapes, judge_placement, shape_only_nodes
 
 
 def export(model, calls, tmp_path, **options):
@@ -128,7 +129,7 @@ def test_the_next_route_is_taken_and_is_as_good(failing, tmp_path, monkeypatch):
 
 
 def test_weights_above_the_limit_go_into_a_file_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(exporters.onnx, "EXTERNAL_DATA_FROM", 1000)
+    monkeypatch.setattr(exporters.onnx_files, "EXTERNAL_DATA_FROM", 1000)
     model = nn.Linear(30, 30)
     artifact = export(model, tuple(((floats(size, 30),), {}) for size in (2, 3)), tmp_path)
     assert [path.name for path in artifact.files] == ["model.onnx", "model.onnx.data"]
@@ -141,6 +142,36 @@ def test_weights_above_the_limit_go_into_a_file_of_their_own(tmp_path, monkeypat
         path.rename(moved / path.name)
     x = floats(4, 30)
     assert torch.allclose(OnnxExporter.load(moved / "model.onnx", "cpu")(x)[0], model(x), atol=1e-5)
+
+
+class MaskedClassifier(nn.Module):
+    """Attention with a padding mask, and a linear layer on vectors, which becomes a Gemm with a transposed weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x, mask):
+        mixed = nn.functional.scaled_dot_product_attention(x, x, x, mask[:, None])
+        return self.head(mixed.mean(1))
+
+
+@pytest.mark.slow
+def test_shape_inference_and_quantization_of_onnxruntime_read_the_file(tmp_path):
+    calls = tuple(((floats(size, 5, 8), torch.ones(size, 5, dtype=torch.bool)), {}) for size in (2, 3))
+    path = export(MaskedClassifier(), calls, tmp_path).path
+    model = onnx.load(path)
+    (gemm,) = (node for node in model.graph.node if node.op_type == "Gemm")
+    assert gemm.input[1] not in {value.name for value in model.graph.value_info}
+    onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True)
+    quant_pre_process(path, tmp_path / "inferred.onnx")
+    shapes = {value.name for value in onnx.load(tmp_path / "inferred.onnx").graph.value_info}
+    assert gemm.input[0] in shapes
+    with silent():
+        quantize_dynamic(path, tmp_path / "quantized.onnx")
+    feeds = {"x": floats(4, 5, 8).numpy(), "mask": torch.ones(4, 5, dtype=torch.bool).numpy()}
+    exact, rounded = (ort.InferenceSession(name).run(None, feeds)[0] for name in (path, tmp_path / "quantized.onnx"))
+    assert 0 < abs(exact - rounded).max() < 0.05
 
 
 @pytest.mark.slow
@@ -305,3 +336,12 @@ def test_cuda_computes_on_cuda(tmp_path):
     (y,) = loaded(x)
     assert y.is_cuda
     assert torch.allclose(y.cpu(), model(x).detach(), atol=1e-4)
+
+
+def test_a_gather_that_onnxruntime_adds_permutes_a_shape():
+    nodes = [onnx.helper.make_node("Gather", ["x", "i"], ["y"], "own")]
+    graph = onnx.helper.make_graph(nodes, "g", [], [])
+    assigned = [(CPU, "own", "Gather"), (CPU, "added", "Gather"), (CPU, "copy", "Add"), (CUDA, "conv", "Conv")]
+    assert added_for_shapes(assigned, graph) == {"added"}
+    with pytest.raises(ProviderFallback, match=r"`own` \(Gather\), `copy` \(Add\) on the CPU"):
+        judge_placement(assigned, added_for_shapes(assigned, graph))

@@ -1,0 +1,382 @@
+"""Quantize an ONNX file with onnxruntime: to 8-bit arithmetic, or to 4-bit weights.
+
+    kind           weights                            activations            nodes
+    int8-static    int8 (7 bits), one scale/channel   uint8, from a sample   Conv, MatMul, Gemm; Relu, Clip after a Conv
+    int8-dynamic   int8 (7 bits), one scale/channel   uint8, at every call   MatMul, Gemm
+    int4-weights   int4, one scale per 32 inputs      float                  MatMul, Gemm
+
+Only nodes with a constant float32 weight are quantized. These stay in float, as measured on a CPU with AVX2:
+- products of two activations (attention), and the outputs of MatMul and Gemm: quantized, they cost accuracy and gain no
+  time;
+- additions: a vision transformer loses nine times as much cosine, for 4 % of speed; a ResNet gains nothing;
+- depthwise convolutions: with so few products per output, the conversions cost more than they gain.
+
+Weights use 7 of the 8 bits. Without VNNI, processors add two products of uint8 and int8 in 16 bits, which saturates with
+8-bit weights and gives wrong results. The file must run on any processor. Activations are asymmetric uint8: with int8,
+onnxruntime is up to twice as slow on AVX2. The range of an activation is the minimum and maximum over the calibration
+rows: it takes no memory for histograms, and percentiles and entropy weren't more accurate.
+
+4-bit weights save memory, not time: onnxruntime converts them back for each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from exporters.errors import CalibrationError, NothingToQuantize, QuantizationError
+from exporters.isolation import silent
+from exporters.onnx_files import save
+from exporters.onnx_runtime import quantization
+
+Kind = Literal["int8-static", "int8-dynamic", "int4-weights"]
+"""How a file is quantized."""
+
+Calibration = Sequence[Mapping[str, np.ndarray]]
+"""Rows of inputs: each has one array for every input of the file, by name."""
+
+_PRODUCTS = ("MatMul", "Gemm")
+_TYPES: dict[Kind, tuple[str, ...]] = {
+    "int8-static": ("Conv", *_PRODUCTS),
+    "int8-dynamic": _PRODUCTS,
+    "int4-weights": _PRODUCTS,
+}
+# A static range of a convolution that ends at zero computes these too.
+_FUSED_ACTIVATIONS = ("Relu", "Clip")
+
+# Of 32, 64 and 128, 32 was the most accurate, at the same speed. The scales add 1 bit per weight.
+_BLOCK = 32
+
+# The share of a file's weights that must be in matrix products for the kinds that quantize nothing else. A classifier
+# of images has up to a quarter in its last layer, and gains nothing from that alone.
+_SHARE_IN_PRODUCTS = 1 / 3
+
+
+@dataclass(frozen=True)
+class QuantizedFile:
+    """A quantized ONNX file.
+
+    Attributes:
+        files: the file, and its external data where it is large.
+        kind: how it was quantized.
+        kept: names of the nodes that were left in float on request.
+        quantized: names of the nodes of the float file that were quantized.
+    """
+
+    files: tuple[Path, ...]
+    kind: Kind
+    kept: tuple[str, ...]
+    quantized: tuple[str, ...]
+
+
+def quantized(
+    source: Path, target: Path, kind: Kind, calibration: Calibration = (), *, keep: Collection[str] = ()
+) -> QuantizedFile:
+    """Write the quantized copy of the float32 file `source` to `target`, large weights to `<target>.data`.
+
+    Inputs, outputs and metadata stay the same. The same arguments give the same bytes.
+
+    Args:
+        calibration: rows of typical inputs; only int8-static needs them.
+        keep: names of nodes to leave in float. They compute in float, but with int8-static they may read an activation
+            that was rounded for another node: a second copy costs time and gains no accuracy. A node without a
+            unique name is called `<operator>_<index>`.
+
+    Raises:
+        NothingToQuantize: the file has nothing to quantize, or `keep` names all of it.
+        CalibrationError: int8-static has no calibration rows, or a row doesn't fit the file's inputs.
+        QuantizationError: `keep` names a node that the file doesn't have.
+    """
+    with prepared(source, target.parent, kind, calibration) as quantizer:
+        return quantizer.write(target, keep)
+
+
+@contextmanager
+def prepared(source: Path, folder: Path, kind: Kind, calibration: Calibration) -> Iterator[Quantizer]:
+    """A quantizer of the file `source` with temporary files in `folder`; it calibrates once for all files it writes."""
+    model = ir.load(source)
+    name_nodes(model)
+    names = {node.name or "" for node in model.graph}
+    chosen = _quantizable(model, kind)
+    check_calibration(model, calibration, required=kind == "int8-static")
+    if kind == "int8-static":
+        _separate_weights(model, chosen)
+    else:
+        _split_gemms(model, chosen)
+    with TemporaryDirectory(dir=folder, prefix=".quantization-") as work:
+        yield Quantizer(model, kind, chosen, names, calibration, Path(work))
+
+
+class Quantizer:
+    """Quantizes one float file, each time with other nodes left in float."""
+
+    def __init__(
+        self,
+        model: ir.Model,
+        kind: Kind,
+        quantizable: tuple[str, ...],
+        names: Collection[str],
+        calibration: Calibration,
+        work: Path,
+    ) -> None:
+        self.kind = kind
+        self.quantizable = quantizable
+        self._model = model
+        self._names = names
+        self._calibration = calibration
+        self._work = work
+        self._float = work / "float.onnx"
+        shapes = [value.shape for value in (*model.graph.inputs, *model.graph.outputs)]
+        ir.save(model, self._float, external_data="float.onnx.data")
+        self._shapes = shapes
+
+    def write(self, target: Path, keep: Collection[str]) -> QuantizedFile:
+        """Write the quantized file to `target`; see `quantized`."""
+        if unknown := sorted(set(keep) - set(self._names)):
+            raise QuantizationError(f"The file has no node `{unknown[0]}` to leave in float.")
+        chosen = tuple(name for name in self.quantizable if name not in keep)
+        if not chosen:
+            raise NothingToQuantize("All nodes that could be quantized are to be left in float.")
+        write = {"int8-static": self._static, "int8-dynamic": self._dynamic, "int4-weights": self._int4}[self.kind]
+        with silent():
+            model = ir.from_proto(write(chosen))
+        self._restore_header(model)
+        folder = self._work / "result"
+        folder.mkdir(exist_ok=True)
+        target.with_name(f"{target.name}.data").unlink(missing_ok=True)
+        files = tuple(path.replace(target.with_name(path.name)) for path in reversed(save(model, folder / target.name)))
+        kept = tuple(name for name in self.quantizable if name in keep)
+        return QuantizedFile(files[::-1], self.kind, kept, chosen)
+
+    def _static(self, chosen: tuple[str, ...]) -> onnx.ModelProto:
+        package, _ = quantization()
+        model = onnx.load(self._float)
+        convolutions = [node for node in model.graph.node if node.name in chosen and node.op_type == "Conv"]
+        after = {node.output[0] for node in convolutions}
+        fused = [n.name for n in model.graph.node if n.op_type in _FUSED_ACTIVATIONS and n.input[0] in after]
+        quantizer = package.QDQQuantizer(
+            model,
+            True,  # one scale per channel
+            True,  # 7 bits
+            package.QuantType.QInt8,
+            package.QuantType.QUInt8,
+            self._ranges,
+            [*chosen, *fused],
+            [],
+            [*_TYPES["int8-static"], *_FUSED_ACTIVATIONS],
+            {"OpTypesToExcludeOutputQuantization": list(_PRODUCTS)},
+        )
+        quantizer.quantize_model()
+        quantizer.model.topological_sort()
+        return quantizer.model.model
+
+    @cached_property
+    def _ranges(self) -> Any:
+        """The range of each activation over the calibration rows."""
+        package, _ = quantization()
+        calibrator = package.create_calibrator(
+            self._float,
+            [*_TYPES["int8-static"], *_FUSED_ACTIVATIONS],
+            augmented_model_path=str(self._work / "augmented.onnx"),
+            calibrate_method=package.CalibrationMethod.MinMax,
+            use_external_data_format=True,
+        )
+        for row in self._calibration:
+            # Each call merges its rows' ranges into one, so that a call per row holds the fewest values.
+            calibrator.collect_data(_Rows([row]))
+        return calibrator.compute_data()
+
+    def _dynamic(self, chosen: tuple[str, ...]) -> onnx.ModelProto:
+        package, _ = quantization()
+        path = self._work / "dynamic.onnx"
+        package.quantize_dynamic(
+            self._float,
+            path,
+            op_types_to_quantize=["MatMul"],
+            per_channel=True,
+            reduce_range=True,
+            weight_type=package.QuantType.QInt8,
+            nodes_to_quantize=list(chosen),
+            use_external_data_format=True,
+        )
+        return onnx.load(path)
+
+    def _int4(self, chosen: tuple[str, ...]) -> onnx.ModelProto:
+        package, blocks = quantization()
+        config = blocks.DefaultWeightOnlyQuantConfig(
+            block_size=_BLOCK,
+            is_symmetric=True,
+            quant_format=package.QuantFormat.QOperator,
+            op_types_to_quantize=("MatMul",),
+        )
+        products = {node.name for node in self._model.graph.all_nodes() if node.op_type == "MatMul"}
+        quantizer = blocks.MatMulNBitsQuantizer(
+            onnx.load(self._float), nodes_to_exclude=sorted(products - set(chosen)), algo_config=config
+        )
+        quantizer.process()
+        return quantizer.model.model
+
+    def _restore_header(self, model: ir.Model) -> None:
+        """Give the quantized model the float model's metadata and the shapes of its inputs and outputs."""
+        model.metadata_props.clear()
+        model.metadata_props.update(self._model.metadata_props)
+        model.doc_string = self._model.doc_string
+        model.producer_name, model.producer_version = self._model.producer_name, self._model.producer_version
+        for value, shape in zip((*model.graph.inputs, *model.graph.outputs), self._shapes, strict=True):
+            value.shape = shape
+
+
+class _Rows:
+    """The calibration rows as onnxruntime reads them."""
+
+    def __init__(self, rows: Calibration) -> None:
+        self._rows = iter(rows)
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        row = next(self._rows, None)
+        return None if row is None else dict(row)
+
+
+def name_nodes(model: ir.Model) -> None:
+    """Give a name to each node of the main graph that has none, or that of an earlier node."""
+    names = {node.name for node in model.graph}
+    seen: set[str | None] = {None, ""}
+    for index, node in enumerate(model.graph):
+        if node.name in seen:
+            name = f"{node.op_type}_{index}"
+            while name in names:
+                name += "_"
+            node.name = name
+            names.add(name)
+        seen.add(node.name)
+
+
+def check_calibration(model: ir.Model, calibration: Calibration, *, required: bool) -> None:
+    """Refuse rows that don't have the file's inputs.
+
+    Raises:
+        CalibrationError: there are no rows although they are required, or an input's name, dtype or shape is wrong.
+    """
+    if required and not calibration:
+        raise CalibrationError("Quantizing activations needs calibration rows: pass some typical inputs.")
+    inputs = {value.name: value for value in model.graph.inputs}
+    for index, row in enumerate(calibration):
+        if wrong := sorted(set(row) ^ set(inputs)):
+            has = "has no input" if wrong[0] in inputs else "has an unknown input"
+            raise CalibrationError(f"Calibration row {index} {has} `{wrong[0]}`.")
+        for name, value in inputs.items():
+            given, dtype, shape = row[name], value.dtype, value.shape
+            if dtype is not None and given.dtype != dtype.numpy():
+                raise CalibrationError(
+                    f"Calibration row {index}: input `{name}` is {given.dtype}, but the file takes {dtype.numpy()}."
+                )
+            if shape is not None and not _fits(given.shape, shape):
+                raise CalibrationError(
+                    f"Calibration row {index}: input `{name}` has shape {list(given.shape)}, "
+                    f"but the file takes [{', '.join(str(size) for size in shape)}]."
+                )
+
+
+def _fits(sizes: tuple[int, ...], shape: ir.Shape) -> bool:
+    return len(sizes) == len(shape) and all(
+        not isinstance(expected, int) or size == expected for size, expected in zip(sizes, shape, strict=True)
+    )
+
+
+def _quantizable(model: ir.Model, kind: Kind) -> tuple[str, ...]:
+    """The names of the nodes to quantize.
+
+    Raises:
+        NothingToQuantize: there are none, or they hold a small part of the weights.
+    """
+    nodes = [node for node in model.graph if node.op_type in _TYPES[kind] and _is_quantizable(node)]
+    if not nodes:
+        raise NothingToQuantize(f"The file has no {' or '.join(_TYPES[kind])} with a constant float32 weight.")
+    if kind != "int8-static":
+        weights = {value.name: value.const_value for node in nodes if (value := node.inputs[1]) is not None}
+        inside = sum(tensor.nbytes for tensor in weights.values() if tensor is not None)
+        everything = (value.const_value for value in model.graph.initializers.values())
+        share = inside / sum(tensor.nbytes for tensor in everything if tensor is not None)
+        if share < _SHARE_IN_PRODUCTS:
+            raise NothingToQuantize(f"Only {share:.0%} of the file's weights are in matrix products.")
+    return tuple(node.name or "" for node in nodes)
+
+
+def _is_quantizable(node: ir.Node) -> bool:
+    weight = node.inputs[1]
+    if node.domain or weight is None or not weight.is_initializer() or weight.is_graph_input():
+        return False
+    tensor = weight.const_value
+    if tensor is None or tensor.dtype != ir.DataType.FLOAT or len(tensor.shape) < 2:
+        return False
+    if node.op_type == "Conv":
+        bias = node.inputs[2] if len(node.inputs) > 2 else None
+        is_depthwise = node.attributes.get_int("group", 1) > 1 and tensor.shape[1] == 1
+        return not is_depthwise and (bias is None or bias.is_initializer())
+    if node.op_type == "Gemm":
+        get = node.attributes
+        plain = not get.get_int("transA", 0) and get.get_float("alpha", 1.0) == get.get_float("beta", 1.0) == 1.0
+        return plain and all(value is None or value.is_initializer() for value in node.inputs[2:])
+    return len(tensor.shape) == 2
+
+
+def _separate_weights(model: ir.Model, chosen: Collection[str]) -> None:
+    """Give each of these nodes a weight that no other node reads.
+
+    onnxruntime quantizes a weight for all its readers, along the channels of one of them. The scales are then wrong for
+    a MatMul that shares the weight of a transposed Gemm, and a node left in float would read rounded values.
+    """
+    for node in model.graph:
+        if node.name in chosen and (weight := node.inputs[1]) is not None and len(weight.uses()) > 1:
+            assert weight.const_value is not None
+            node.replace_input_with(1, _initializer(model.graph, f"{weight.name}_copy", weight.const_value.numpy()))
+
+
+def _split_gemms(model: ir.Model, chosen: Collection[str]) -> None:
+    """Gemm(x, W, b) → Add(MatMul(x, W), b), where W is transposed if the Gemm does so; the MatMul keeps the name.
+
+    onnxruntime quantizes the weights of a MatMul only. Its own rewrite also changes a transposed weight for the other
+    nodes that read it.
+    """
+    graph = model.graph
+    for node in list(graph):
+        if node.op_type != "Gemm" or node.name not in chosen:
+            continue
+        x, weight, *bias = node.inputs
+        assert weight is not None
+        if node.attributes.get_int("transB", 0):
+            assert weight.const_value is not None
+            weight = _initializer(graph, f"{weight.name}_transposed", weight.const_value.numpy().T)
+        output = node.outputs[0]
+        name = node.name
+        node.name = f"{name}_replaced"
+        product = ir.node("MatMul", [x, weight], name=name)
+        product.outputs[0].name = _free_name(graph, f"{output.name}_product")
+        new = [product]
+        if bias and bias[0] is not None:
+            new.append(ir.node("Add", [product.outputs[0], bias[0]], name=f"{name}_bias"))
+        result = new[-1].outputs[0]
+        ir.convenience.replace_nodes_and_values(graph, node, [node], new, [output], [result])
+
+
+def _initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
+    value = ir.Value(name=_free_name(graph, name))
+    value.const_value = ir.tensor(np.ascontiguousarray(array), name=value.name)
+    graph.register_initializer(value)
+    return value
+
+
+def _free_name(graph: ir.Graph, name: str) -> str:
+    taken = {value.name for node in graph for value in node.outputs} | set(graph.initializers)
+    while name in taken:
+        name += "_"
+    return name
