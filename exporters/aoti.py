@@ -29,7 +29,7 @@ from exporters.isolation import silent
 from exporters.metadata import read_extra_file
 from exporters.proof import prove_at_calls, prove_program
 from exporters.routes import Route, first_right
-from exporters.torch_private import aot_compile, inductor_cache
+from exporters.torch_private import aot_compile, inductor_cache, without_line_info
 
 # Maximum number of terms that the compiled loops add sequentially; torch sums pairwise.
 _IN_A_ROW = 4096
@@ -85,7 +85,7 @@ class AotiExporter(Exporter):
             # Compiling adds further conditions.
             conditions = conditions_of_program(program, evidence)
             loaded = self._packaged(files, evidence, (), path)
-            agreed = prove_program(evidence, loaded, conditions)
+            agreed = prove_program(evidence, loaded, conditions, guards)
             if kept := guards_in_force(guards, evidence, agreed):
                 del loaded
                 loaded = self._packaged(files, evidence, kept, path)
@@ -102,8 +102,8 @@ class AotiExporter(Exporter):
 
 @contextmanager
 def _private_cache(folder: Path) -> Iterator[None]:
-    """Compile with a temporary cache in `folder`: the user's cache is neither read nor written."""
-    with silent(), inductor_cache(folder):
+    """Compile without line information, with a temporary cache in `folder`: the user's is neither read nor written."""
+    with silent(), inductor_cache(folder), without_line_info():
         yield
 
 
@@ -146,18 +146,28 @@ def _compile(program: torch.export.ExportedProgram, folder: Path) -> list[Path]:
     }
     args, kwargs = program.example_inputs
     written = aot_compile(module, args, kwargs, options)
-    # Leave the sources out: nothing reads them, and they contain details of this machine.
+    # Leave the sources out: nothing reads them, and they contain details of this machine. The loader of torch 2.11 finds
+    # the metadata by the name of this source, so keep it, emptied.
     files = [Path(file) for file in written if isinstance(file, str)]
-    return [
+    named = [path for path in files if path.name == f"{MODEL}.wrapper.cpp"]
+    for path in named:
+        path.write_text("")
+    # The code holds the path of each GPU kernel, of which the loader of a package reads only the file name.
+    here = str(folder).encode()
+    for path in files:
+        if path.suffix == ".so" and here in (code := path.read_bytes()):
+            path.write_bytes(code.replace(here, b"/" * len(here)))
+    return named + [
         path for path in files if path.suffix not in (".cpp", ".h", ".S", ".o") and "kernel_metadata" not in path.name
     ]
 
 
 def _compiler(folder: Path) -> str:
-    """Write a script that calls the compiler and appends our flags, which override earlier ones.
+    """Write a script that calls the compiler without -march=native and with our flags, which override earlier ones.
 
-    Inductor asks for code that doesn't distinguish -0.0 from 0.0. Our code distinguishes them, as eager does. Macros
-    and assertions record source paths, and a package must contain no path of this machine.
+    torch 2.11 and 2.12 have no option that leaves -march=native out. Inductor asks for code that doesn't distinguish
+    -0.0 from 0.0. Our code distinguishes them, as eager does. Macros and assertions record source paths, and a package
+    must contain no path of this machine.
     """
     compiler = shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
     if compiler is None or sys.platform == "win32":
@@ -171,6 +181,7 @@ def _compiler(folder: Path) -> str:
     }
     flags = ["-fsigned-zeros", "-g0", *(f"-ffile-prefix-map={old}={new}" for old, new in roots.items())]
     script = folder / os.path.basename(compiler)
-    script.write_text(f'#!/bin/sh\nexec {shlex.quote(compiler)} "$@" {shlex.join(flags)}\n')
+    without_native = 'for flag do shift; [ "$flag" = -march=native ] || set -- "$@" "$flag"; done'
+    script.write_text(f'#!/bin/sh\n{without_native}\nexec {shlex.quote(compiler)} "$@" {shlex.join(flags)}\n')
     script.chmod(0o700)
     return str(script)

@@ -16,7 +16,16 @@ from torch.utils import _pytree as pytree
 from exporters.errors import RouteRefused, StructureError
 from exporters.file_values import FileParts, FileValues, Program
 from exporters.isolation import silent, undisturbed
-from exporters.structure import Structure, bind, identifier, input_names, kind_without_strides, output_names
+from exporters.structure import (
+    ContainerNode,
+    Structure,
+    bind,
+    identifier,
+    input_names,
+    kind_without_strides,
+    output_names,
+    positional_parameters,
+)
 
 T = TypeVar("T")
 
@@ -113,6 +122,12 @@ class Adapter(nn.Module):
     def input_structure(self) -> Any:
         """The arguments by name as JSON, with input names in place of tensors."""
         return self.inputs.describe(self.input_names)
+
+    @property
+    def positional_names(self) -> list[str]:
+        """The names of the arguments that a call can pass by position, in order; also those that no call passed."""
+        given = list(self.inputs.root.keys)[: self._positional] if isinstance(self.inputs.root, ContainerNode) else []
+        return [*map(str, given), *positional_parameters(self.model)[self._positional :]]
 
     @property
     def output_structure(self) -> Any:

@@ -242,6 +242,16 @@ def guards_in_force(guards: Sequence[str], evidence: Evidence, agreed: Iterable[
     return tuple(guard for guard in guards if all(_holds(guard, each) for each in sizes))
 
 
+def guards_refuse(guards: Sequence[str], evidence: Evidence, shapes: Shapes) -> bool:
+    """Whether a guard refuses inputs of these shapes.
+
+    Raises:
+        RouteRefused: a guard can't be evaluated.
+    """
+    sizes = dict(zip(parameter_names(evidence.adapter.input_names), shapes, strict=True))
+    return not all(_holds(guard, sizes) for guard in guards)
+
+
 def _by_input(text: str, names: Sequence[Any]) -> str:
     """Replace `L['flat_args'][0]`, the first input's name in a strict capture, with `L['x']`."""
     return re.sub(r"L\['flat_args'\]\[(\d+)\]", lambda found: f"L['{names[int(found[1])]}']", text)

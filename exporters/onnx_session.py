@@ -11,6 +11,7 @@ import torch
 
 from exporters.base import LoadedArtifact
 from exporters.errors import ProviderFallback, refusing
+from exporters.onnx_binding import run_session
 from exporters.onnx_runtime import ort
 
 CPU = "CPUExecutionProvider"
@@ -40,7 +41,14 @@ def session_for_proof(path: Path) -> LoadedArtifact:
 
 class LoadedOnnx:
     def __init__(
-        self, path: Path, device: torch.device, *, log_severity: int = 3, optimize: bool = True, arena: bool = True
+        self,
+        path: Path,
+        device: torch.device,
+        *,
+        log_severity: int = 3,
+        optimize: bool = True,
+        arena: bool = True,
+        profile: Path | None = None,
     ) -> None:
         self._target = torch.device(device.type, device.index or 0)
         self.device = device.type
@@ -50,6 +58,10 @@ class LoadedOnnx:
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         if not optimize:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        if profile is not None:
+            options.enable_profiling = True
+            # onnxruntime appends the time.
+            options.profile_file_prefix = str(profile)
         self._session = ort.InferenceSession(str(path), options, providers=providers_for(self._target))
         assigned = _assigned_nodes(self._session)
         self.placement = None if assigned is None else _count(assigned)
@@ -60,62 +72,9 @@ class LoadedOnnx:
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return run_session(self._session, self._target, tensors)
 
-
-def run_session(
-    session: ort.InferenceSession, target: torch.device, tensors: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """Run a session; the outputs are on `target`, in the session's order. Inputs may be on any device.
-
-    Raises:
-        ValueError: the number of tensors or the dtype of one doesn't match the file.
-    """
-    inputs = [(node.name, _element_type(node.type)) for node in session.get_inputs()]
-    outputs = [(node.name, node.type == "tensor(bool)") for node in session.get_outputs()]
-    if len(tensors) != len(inputs):
-        raise ValueError(f"The file takes {len(inputs)} tensors, not {len(tensors)}.")
-    place = (target.type, target.index)
-    # Bind by address: this supports every dtype (numpy has no bfloat16) and copies nothing.
-    held = [tensor.detach().to(target).contiguous() for tensor in tensors]
-    binding = session.io_binding()
-    for (name, element_type), tensor in zip(inputs, held, strict=True):
-        if (given := _ELEMENT_TYPES.get(tensor.dtype)) != element_type:
-            wanted = onnx.TensorProto.DataType.Name(element_type).lower()
-            raise ValueError(f"Input `{name}` of the file is {wanted}, but got {tensor.dtype} ({given}).")
-        binding.bind_input(name, *place, element_type, list(tensor.shape), tensor.data_ptr())
-    for name, _ in outputs:
-        binding.bind_output(name, *place)
-    if target.type == "cuda":
-        # onnxruntime uses its own stream, so the inputs must be complete before it starts.
-        torch.cuda.current_stream(target).synchronize()
-    session.run_with_iobinding(binding)
-    values = (torch.utils.dlpack.from_dlpack(value).clone() for value in binding.get_outputs())
-    return tuple(
-        value.view(torch.bool) if is_bool and value.dtype != torch.bool else value
-        for value, (_, is_bool) in zip(values, outputs, strict=True)
-    )
-
-
-_ELEMENT_TYPES = {
-    torch.float32: onnx.TensorProto.FLOAT,
-    torch.float64: onnx.TensorProto.DOUBLE,
-    torch.float16: onnx.TensorProto.FLOAT16,
-    torch.bfloat16: onnx.TensorProto.BFLOAT16,
-    torch.int8: onnx.TensorProto.INT8,
-    torch.int16: onnx.TensorProto.INT16,
-    torch.int32: onnx.TensorProto.INT32,
-    torch.int64: onnx.TensorProto.INT64,
-    torch.uint8: onnx.TensorProto.UINT8,
-    torch.uint16: onnx.TensorProto.UINT16,
-    torch.uint32: onnx.TensorProto.UINT32,
-    torch.uint64: onnx.TensorProto.UINT64,
-    torch.bool: onnx.TensorProto.BOOL,
-}
-
-
-def _element_type(text: str) -> int:
-    """The ONNX element type for a type name of onnxruntime, such as "tensor(float)"."""
-    name = text.removeprefix("tensor(").removesuffix(")").upper()
-    return int(onnx.TensorProto.DataType.Value(name))
+    def end_profile(self) -> Path:
+        """End the profile, and return the path of its file."""
+        return Path(self._session.end_profiling())
 
 
 def providers_for(device: torch.device) -> list[Any]:
@@ -173,7 +132,7 @@ def _require_cuda(session: ort.InferenceSession, assigned: list[AssignedNode] | 
     if assigned is None:
         raise ProviderFallback(f"onnxruntime {ort.__version__} can't report where its nodes run; 1.24 or later can.")
     graph = onnx.load(path, load_external_data=False).graph
-    judge_placement(assigned, shape_only_nodes(graph))
+    judge_placement(assigned, shape_only_nodes(graph) | added_for_shapes(assigned, graph))
 
 
 def judge_placement(assigned: Sequence[AssignedNode], shape_only: frozenset[str]) -> None:
@@ -195,6 +154,15 @@ def judge_placement(assigned: Sequence[AssignedNode], shape_only: frozenset[str]
         raise ProviderFallback(f"onnxruntime runs {', '.join(fallen[:5])}{more} on the CPU, not on the GPU.")
     if not any(provider == CUDA for provider, _, _ in assigned):
         raise ProviderFallback("onnxruntime runs no node of the file on the GPU.")
+
+
+def added_for_shapes(assigned: Sequence[AssignedNode], graph: onnx.GraphProto) -> frozenset[str]:
+    """Names of the nodes by which onnxruntime permutes a shape: it turns Shape(Transpose(x)) into Gather(Shape(x)).
+
+    A Gather of tensor data that the file doesn't have would be on the GPU, which has a kernel for it.
+    """
+    own = {node.name for node in graph.node}
+    return frozenset(name for _, name, op_type in assigned if op_type == "Gather" and name not in own)
 
 
 def shape_only_nodes(graph: onnx.GraphProto) -> frozenset[str]:

@@ -12,8 +12,9 @@ from pathlib import Path
 import onnx
 import torch
 
+from exporters.onnx_binding import run_session
 from exporters.onnx_runtime import ort
-from exporters.onnx_session import providers_for, run_session
+from exporters.onnx_session import providers_for
 
 _FAILING_NODE = re.compile(r"Name:'(?P<name>[^']*)'")
 _FOLDER_OF_WEIGHTS = "session.model_external_initializers_file_folder_path"

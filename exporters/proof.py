@@ -17,6 +17,7 @@ from exporters.base import Adapter, LoadedArtifact, clones
 from exporters.conditions import Condition, breaks
 from exporters.errors import RouteRefused, StructureError, WrongFile, refusing
 from exporters.evidence import Evidence, Shapes, TooLarge, dtype_name
+from exporters.exported_program import guards_in_force, guards_refuse
 from exporters.isolation import silent, undisturbed
 from exporters.open_dims import BATCH
 from exporters.trace_conditions import conditions_at
@@ -79,11 +80,17 @@ def _prove_at_calls(evidence: Evidence, loaded: LoadedArtifact, files: Sequence[
     return _proven_at(evidence, loaded, range(len(evidence.inputs)))
 
 
-def prove_program(evidence: Evidence, loaded: LoadedArtifact, conditions: Sequence[Condition]) -> tuple[Shapes, ...]:
+def prove_program(
+    evidence: Evidence, loaded: LoadedArtifact, conditions: Sequence[Condition], guards: Sequence[str]
+) -> tuple[Shapes, ...]:
     """Compare a program, from which a file will be written, with the model at sizes that break its conditions.
 
     If the request has no proof of its own, the program is compared at every call, too. Otherwise only at the smallest
     one: `prove_at_calls` applies that proof to the file itself.
+
+    Args:
+        guards: the guards of the capture, of which the file keeps those that hold wherever the program is right. They
+            refuse batches that are too large to try: on a GPU, torch compares the batch of each BatchNorm with 880801.
 
     Returns:
         The input shapes at which they agree, including those of the calls.
@@ -94,7 +101,7 @@ def prove_program(evidence: Evidence, loaded: LoadedArtifact, conditions: Sequen
     calls = range(len(evidence.inputs)) if evidence.proof is None else [_smallest(evidence)]
     with evidence.undisturbed(), silent():
         errors = _proven_at(evidence, loaded, calls)
-        return _prove_beyond(evidence, loaded, conditions, errors)
+        return _prove_beyond(evidence, loaded, conditions, errors, guards)
 
 
 def _smallest(evidence: Evidence) -> int:
@@ -118,7 +125,11 @@ def _proven_at(evidence: Evidence, loaded: LoadedArtifact, calls: Iterable[int])
 
 
 def _prove_beyond(
-    evidence: Evidence, loaded: LoadedArtifact, conditions: Sequence[Condition], errors: Sequence[float] | None
+    evidence: Evidence,
+    loaded: LoadedArtifact,
+    conditions: Sequence[Condition],
+    errors: Sequence[float] | None,
+    guards: Sequence[str] = (),
 ) -> tuple[Shapes, ...]:
     """Compare file and model at batches that break each condition of the capture.
 
@@ -132,6 +143,7 @@ def _prove_beyond(
         conditions: the conditions of each view in `evidence.along`; `Condition.along` is the index of the view.
         errors: the error of each output at the calls, from which the error bound here is derived; None to run the
             smallest call for it where it is needed.
+        guards: as for `prove_program`.
 
     Raises:
         RouteRefused: the outputs differ, the batch is too large to try, or Python reads a value of the inputs there.
@@ -142,12 +154,18 @@ def _prove_beyond(
         return _proven_at(evidence, loaded, [_smallest(evidence)]) if errors is None else errors
 
     agreed: list[Shapes] = [[tuple(tensor.shape) for tensor in tensors] for tensors in evidence.inputs]
+    untried: list[tuple[Shapes, RouteRefused]] = []
     for number, view in enumerate(evidence.along):
         own = [condition for condition in conditions if condition.along == number]
-        agreed += map(view.shapes_at, _proven_along(view, loaded, own, known))
+        agreed += map(view.shapes_at, _proven_along(view, loaded, own, known, untried))
     for inputs in _several_at_one(evidence):
         if _proven_on(evidence, loaded, inputs, known()):
             agreed.append([tuple(tensor.shape) for tensor in inputs])
+    kept = guards_in_force(guards, evidence, agreed)
+    for shapes, refusal in untried:
+        # Where the file refuses a size, it can't be wrong.
+        if not guards_refuse(kept, evidence, shapes):
+            raise refusal
     return tuple(agreed)
 
 
@@ -173,6 +191,7 @@ def _proven_along(
     loaded: LoadedArtifact,
     conditions: Sequence[Condition],
     errors: Callable[[], Sequence[float]],
+    untried: list[tuple[Shapes, RouteRefused]],
 ) -> list[int]:
     """The batches outside the calls at which file and model agree."""
     tried = set(evidence.batches)
@@ -180,7 +199,7 @@ def _proven_along(
     waiting = list(conditions)
     known = {(condition.what, condition.hints) for condition in conditions}
     for condition in waiting:  # grows inside the loop
-        for batch in _proven_where_it_breaks(evidence, loaded, condition, tried, errors):
+        for batch in _proven_where_it_breaks(evidence, loaded, condition, tried, errors, untried, tuple(agreed)):
             agreed.append(batch)
             for further in conditions_at(evidence, batch):
                 key = (further.what, further.hints)
@@ -196,8 +215,14 @@ def _proven_where_it_breaks(
     condition: Condition,
     tried: set[int],
     errors: Callable[[], Sequence[float]],
+    untried: list[tuple[Shapes, RouteRefused]],
+    known: Sequence[int],
 ) -> list[int]:
-    """At most two batches that break the condition and at which file and model agree; adds all batches to `tried`."""
+    """At most two batches that break the condition and at which file and model agree; adds all batches to `tried`.
+
+    The first batch that is too large to try is added to `untried`, with the refusal if the file doesn't refuse it. But
+    two batches of other conditions suffice if they break this one too; `known` are those at which file and model agree.
+    """
     answered: list[int] = []
     raised = 0
     for batch in breaks(condition):
@@ -216,7 +241,13 @@ def _proven_where_it_breaks(
             )
             if isinstance(refusal, WrongFile):
                 raise WrongFile(reason, refusal.inputs, refusal.output, size=evidence.size) from refusal
-            raise RouteRefused(reason, size=evidence.size) from refusal
+            refused = RouteRefused(reason, size=evidence.size)
+            if not isinstance(refusal, TooLarge):
+                raise refused from refusal
+            broken = [each for each in (*known, *answered) if not condition.holds(each)]
+            if not broken or max(broken) < 2 * min(broken):
+                untried.append((evidence.shapes_at(batch), refused))
+            break
         if answers:
             answered.append(batch)
         else:

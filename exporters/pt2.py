@@ -73,7 +73,7 @@ class Pt2Exporter(Exporter):
         conditions = conditions_of_program(program, evidence)
         device = str(evidence.device)
         guards = take_guards(program)
-        agreed = prove_program(evidence, _LoadedProgram(program, device), conditions)
+        agreed = prove_program(evidence, _LoadedProgram(program, device), conditions, guards)
         program._guards_code = [*_of_ranks(program), *guards_in_force(guards, evidence, agreed)]
         path = folder / self.file_name
         _save(program, path, extra_files(evidence.metadata))

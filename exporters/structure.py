@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import inspect
 import keyword
+import math
 import re
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -243,6 +244,12 @@ def _positional_names(model: nn.Module, count: int, by_name: Collection[str]) ->
     return [*others[: len(before)], *either_way, *others[len(before) :]]
 
 
+def positional_parameters(model: nn.Module) -> list[str]:
+    """The names of forward's parameters that take an argument by position, in order."""
+    taken = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in _forward_parameters(model) if parameter.kind in taken]
+
+
 def _forward_parameters(model: nn.Module) -> list[inspect.Parameter]:
     if isinstance(model, torch.jit.ScriptModule):
         scripted: Any = model.forward
@@ -349,10 +356,13 @@ def _describe(node: Node, names: Any) -> Any:
     if isinstance(node, TensorNode):
         return {"tensor": next(names)}
     if isinstance(node, ConstantNode):
+        # JSON has no infinity and no NaN.
         plain = node.value is None or type(node.value) in (bool, int, str)
-        return {"constant": node.value if plain else repr(node.value)}
+        plain = plain or (type(node.value) is float and math.isfinite(node.value))
+        return {"constant": node.value} if plain else {"constant": repr(node.value), "kind": type(node.value).__name__}
     items = [[key, _describe(child, names)] for key, child in zip(node.keys, node.children, strict=True)]
-    return {"type": f"{node.type.__module__}.{node.type.__qualname__}", "items": items}
+    kind = {"kind": "namedtuple"} if issubclass(node.type, tuple) and hasattr(node.type, "_fields") else {}
+    return {"type": f"{node.type.__module__}.{node.type.__qualname__}", **kind, "items": items}
 
 
 def _same_constant(left: Any, right: Any) -> bool:

@@ -6,6 +6,7 @@ is missing, the ImportError or AttributeError names it, except where a function 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -50,6 +51,13 @@ def without_onnx_log() -> AbstractContextManager[None]:
     return _replaced(torch._C, "_jit_onnx_log", lambda log: lambda *_: None)
 
 
+def graphs_of(module: torch.jit.ScriptModule) -> Iterator[Any]:
+    """The graph of each method of a TorchScript module and of its children. Seen in 2.11 and 2.13."""
+    for part in module.modules():
+        methods: Any = part._c
+        yield from (methods._get_method(name).graph for name in methods._method_names())
+
+
 @contextmanager
 def _replaced(owner: Any, name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
     """In the block, put `replacement(own)` in the place of the owner's attribute; do nothing if there is none."""
@@ -71,14 +79,35 @@ def inductor_cache(folder: Path) -> AbstractContextManager[Any]:
     return fresh_cache(dir=str(folder))
 
 
+@contextmanager
+def without_line_info() -> Iterator[None]:
+    """Let Triton compile kernels without the paths and lines of their sources, which are paths of this machine.
+
+    Triton reads the variable at each compilation. Seen in Triton 3.6.
+    """
+    name = "TRITON_DISABLE_LINE_INFO"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 def aot_compile(module: torch.fx.GraphModule, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Sequence[Any]:
     """Compile a captured program by AOTInductor, and return the written files and kernels' metadata. Seen in 2.13.
 
-    `aoti_compile_and_package` would put all files into the package, the sources too.
+    `aoti_compile_and_package` would put all files into the package, the sources too. Options that this torch lacks are
+    left out: 2.11 and 2.12 have neither `aot_inductor.enable_line_tables` nor `cpp.march`.
     """
-    import torch._inductor
+    import torch._inductor.config
 
-    written: Any = torch._inductor.aot_compile(module, args, kwargs, options=dict(options))
+    here = torch._inductor.config.get_config_copy()
+    known = {name: value for name, value in options.items() if name in here}
+    written: Any = torch._inductor.aot_compile(module, args, kwargs, options=known)
     return written
 
 

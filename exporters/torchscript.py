@@ -58,13 +58,23 @@ class TorchScriptExporter(Exporter):
     def parts(path: Path, device: str) -> FileParts:
         """Load the file's modules as callables."""
         with torchscript_allowed():
-            return _Parts(torch.jit.load(str(path), map_location=device).eval())
+            return _Parts(torch.jit.load(str(path), map_location=device).eval(), device)
 
     @staticmethod
     def load(path: Path, device: str) -> LoadedArtifact:
         with torchscript_allowed():
             module = torch.jit.load(str(path), map_location=device)
         return _LoadedTorchScript(module.eval(), device)
+
+    @staticmethod
+    def frozen(path: Path, device: str) -> LoadedArtifact:
+        """Load the file, freeze it and optimize it for this machine, as torch.jit.optimize_for_inference does.
+
+        The result isn't written to a file, because it holds weights in the layout of this machine's library.
+        """
+        with torchscript_allowed(), torch.no_grad():
+            module = torch.jit.load(str(path), map_location=device).eval()
+            return _LoadedTorchScript(torch.jit.optimize_for_inference(torch.jit.freeze(module)), device)
 
     @staticmethod
     def read_metadata(path: Path) -> Mapping[str, str]:
@@ -97,7 +107,8 @@ class _LoadedTorchScript:
 
 
 class _Parts:
-    def __init__(self, module: torch.jit.ScriptModule) -> None:
+    def __init__(self, module: torch.jit.ScriptModule, device: str) -> None:
+        self._device = device
         # The outermost module checks the inputs, its child is the adapter, and the adapter's child is the model.
         self._model = module.model.model
         # Scripting replaces the adapter with a generated class that has another name.
@@ -122,4 +133,6 @@ class _Parts:
             return None
         # A scripted forward has the model's own arguments. Those that aren't passed have the same defaults in both.
         left_out = alone and not self._traced and all(each.has_default_value() for each in others)
-        return method if left_out or (self._traced and not others) else None
+        if not (left_out or (self._traced and not others)):
+            return None
+        return lambda tensor: method(tensor.to(self._device))

@@ -14,6 +14,7 @@ from exporters.decisions import Watch, reads_an_open_size, refuse_values, traced
 from exporters.errors import RouteRefused
 from exporters.evidence import Evidence
 from exporters.exported_program import conditions_of_program, shared_program
+from exporters.traced_graphs import follow_inputs, follow_settings
 
 
 def traced_with_conditions(evidence: Evidence) -> tuple[torch.jit.ScriptModule, tuple[Condition, ...], str]:
@@ -27,6 +28,9 @@ def traced_with_conditions(evidence: Evidence) -> tuple[torch.jit.ScriptModule, 
         RouteRefused: the model can't be traced, or as for `conditions_of_trace`.
     """
     module, watch = traced(evidence.adapter, evidence.inputs[0])
+    follow_settings(module)
+    if evidence.device.type != "cpu":
+        follow_inputs(module, evidence.device)
     return module, conditions_of_trace(evidence, watch), next(iter(watch.sizes), "")
 
 

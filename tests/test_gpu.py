@@ -2,12 +2,17 @@
 
 from pathlib import Path
 
+import numpy
 import pytest
 import synced_steps
 import torch
 from real_models import REAL_MODELS
 
-from optimizer import check_parity, export, optimize, rejudge_bundle, verify_bundle
+from exporters.gpu_settings import GpuSettings
+from optimizer import check_parity, export, load, open_bundle, optimize, profile, rejudge_bundle, verify_bundle
+from optimizer.runtime import Route, open_route
+from optimizer.runtime.cuda_graphs import Graphed
+from optimizer.tuning import bench_bundle
 
 pytestmark = pytest.mark.gpu
 
@@ -184,7 +189,7 @@ def test_a_group_of_operations_is_one_kernel(backend: str) -> None:
     assert fast.report.passes[0].status == "applied", fast.report
     with torch.no_grad():
         assert torch.allclose(fast(x), GeluByHand()(x), atol=1e-6)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             fast(x)
     on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert len(on_device) == 1
@@ -227,3 +232,146 @@ def test_merged_linear_layers_compute_the_same() -> None:
     fast = optimize(model, ["merge-linears"], example_inputs=args or None, example_kwargs=kwargs, device="cuda")
     assert fast.report.passes[0].status == "applied", fast.report
     assert fast.report.verified
+
+
+def test_a_profile_on_the_gpu_has_the_times_of_the_kernels(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8192))
+    x = torch.randn(4096, 64)
+    found = profile(model, example_inputs=(x,), device="cuda", directory=tmp_path / "profile")
+    assert found.device == "cuda"
+    first = found.operations[0]
+    assert (first.name, first.where, first.calls) == ("aten::linear", "2", 1)
+    assert 0 < sum(each.share for each in found.operations) == pytest.approx(1)
+    assert not next(model.parameters()).is_cuda
+
+    found = profile(model, example_inputs=(x,), device="cuda", mode="training")
+    rows = {(each.name, each.where): each for each in found.operations}
+    # The backward pass has a thread of its own.
+    assert rows["ReluBackward0", "1"].calls == 1
+    assert rows["AddmmBackward0", "2"].seconds > 0
+    assert sum(each.share for each in found.operations) == pytest.approx(1)
+    assert found.peak_memory.bytes > 4096 * 8192 * 4
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...], Path]:
+    """A ResNet, its inputs, and a bundle that was tuned on the GPU."""
+    model, args, _ = REAL_MODELS["resnet"]()
+    bundle = export(
+        optimize(model, example_inputs=args, device="cuda"),
+        example_inputs=args,
+        output=tmp_path_factory.mktemp("tuned") / "bundle",
+        formats=("onnx", "torchscript"),
+        device="cuda",
+        require_gpu=True,
+        tune=True,
+        tune_seconds=30,
+    )
+    return model.cuda().eval(), args, bundle.path
+
+
+def test_tuning_times_the_files_on_the_gpu(tuned: tuple[torch.nn.Module, tuple[torch.Tensor, ...], Path]) -> None:
+    benchmark = open_bundle(tuned[2]).manifest["benchmark"]
+    timed = {figure["name"] for figure in benchmark["figures"] if figure["seconds"] is not None}
+    assert "eager" in timed
+    assert benchmark["recommended"] is not None
+    assert all(figure["accuracy"] is None for figure in benchmark["figures"])
+
+
+@pytest.mark.parametrize(
+    ("format", "runtime"), [(None, None), ("onnx", "onnxruntime"), ("torchscript", "torch")], ids=str
+)
+def test_a_bundle_is_loaded_on_the_gpu(
+    tuned: tuple[torch.nn.Module, tuple[torch.Tensor, ...], Path], format: str | None, runtime: str | None
+) -> None:
+    model, args, path = tuned
+    run = load(path, format=format, runtime=runtime)
+    assert run.device == "cuda"
+    for rows in (1, 2, 5):
+        x = torch.randn(rows, *args[0].shape[1:])
+        with torch.no_grad():
+            wanted = model(x.cuda()).logits.cpu()
+        there, here = run(x.cuda()).logits, run(x).logits
+        assert there.is_cuda
+        assert not here.is_cuda
+        assert isinstance(run(x.numpy())["logits"], numpy.ndarray)
+        torch.testing.assert_close(there.cpu(), wanted, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(here, wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("format", ["torchscript", "pt2"])
+def test_a_cuda_graph_replays_each_shape(format: str, tmp_path: Path) -> None:
+    model, args, _ = REAL_MODELS["resnet"]()
+    bundle = export(model, example_inputs=args, output=tmp_path / "bundle", formats=(format,), device="cuda")
+    (artifact,) = bundle.artifacts
+    run = open_route(artifact.path, Route(format, "torch", {"cuda_graph": True}), "cuda")
+    model = model.cuda().eval()
+    for rows in (2, 5, 2):
+        x = torch.randn(rows, *args[0].shape[1:], device="cuda")
+        with torch.no_grad():
+            torch.testing.assert_close(run(x)[0], model(x).logits, rtol=1e-3, atol=1e-3)
+
+
+def test_a_cuda_graph_runs_in_and_outside_of_inference_mode_and_in_any_stream() -> None:
+    run = Graphed(lambda x: (x * 2 + 1,))
+    x = torch.arange(8.0, device="cuda")
+    with torch.inference_mode():
+        torch.testing.assert_close(run(x)[0], x * 2 + 1)
+    (first,) = run(x)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        (second,) = run(x + 1)
+    torch.cuda.synchronize()
+    torch.testing.assert_close(first, x * 2 + 1)
+    torch.testing.assert_close(second, x * 2 + 3)
+
+
+def test_a_function_that_waits_for_the_gpu_has_no_graph() -> None:
+    x, stream = torch.ones(3, device="cuda"), torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        Graphed(lambda x: (x * x.sum().item(),))(x)
+    assert torch.cuda.current_stream() == stream
+    assert float((x + 1).sum()) == 6
+
+
+def test_the_graphs_of_few_shapes_are_kept() -> None:
+    run = Graphed(lambda x: (x * 2,))
+    for size in range(1, 20):
+        x = torch.arange(float(size), device="cuda")
+        torch.testing.assert_close(run(x)[0], x * 2)
+    assert len(run._graphs) == 16
+
+
+def test_tuning_leaves_the_settings_of_torch_as_they_were(
+    tuned: tuple[torch.nn.Module, tuple[torch.Tensor, ...], Path], tmp_path: Path
+) -> None:
+    model, args, _ = tuned
+    before = GpuSettings.now()
+    GpuSettings(matmul=True, cudnn=True, benchmark=True).put_in_force()
+    try:
+        bundle = export(
+            model, example_inputs=args, output=tmp_path / "bundle", formats=("torchscript",), bench=True, device="cuda"
+        )
+        assert GpuSettings.now() == GpuSettings(matmul=True, cudnn=True, benchmark=True)
+        assert "TF32 in matrix products and the layers of cuDNN" in str(bundle.manifest["benchmark"]["notes"])
+    finally:
+        before.put_in_force()
+
+
+def test_the_precision_of_a_loaded_file_is_that_of_its_route(tmp_path: Path) -> None:
+    model = torch.nn.Linear(512, 512).eval()
+    x = torch.randn(64, 512)
+    bundle = export(model, example_inputs=(x,), output=tmp_path / "bundle", formats=("torchscript",), device="cuda")
+    run = load(bundle.path)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        torch.testing.assert_close(run(x), model.cpu()(x), rtol=1e-5, atol=1e-5)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def test_a_bundle_is_timed_again_on_the_gpu(
+    tuned: tuple[torch.nn.Module, tuple[torch.Tensor, ...], Path],
+) -> None:
+    found = bench_bundle(tuned[2], device="cuda", seconds=2.0)
+    assert found.recommended is not None

@@ -15,6 +15,7 @@ from optimizer.model.settings import (
     pinned_settings,
     random_state,
     seed_torch,
+    unsynchronised,
 )
 from optimizer.model.sizes import ENOUGH, Taken, ladder, two_batch_sizes
 from optimizer.model.structure import clone, first_difference, leaves_of, rebuild
@@ -82,5 +83,6 @@ __all__ = [
     "trained_as",
     "two_batch_sizes",
     "unregistered_modules",
+    "unsynchronised",
     "working_copy",
 ]

@@ -6,6 +6,7 @@ import pickle
 import random
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -163,6 +164,11 @@ def pinned_settings() -> Iterator[dict[str, str]]:
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         _pin_float32(stack)
+        stack.enter_context(warnings.catch_warnings())
+        # Inductor recommends TF32 to whoever compiles without it.
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
+        # Of compiled code whose outputs are constants or views; the comparison shows whether they are right.
+        warnings.filterwarnings("ignore", "The CUDA Graph is empty", UserWarning)
         yield {"float32_precision": "ieee", "torch_tf32": _tf32(), "mha_fastpath": "off", **apart}
 
 

@@ -121,9 +121,11 @@ class _Forwards(threading.local):
     values.
     """
 
-    running = 0
-    # Whether the programs that torch.export makes in this thread are compared with the model.
-    compared = False
+    def __init__(self) -> None:
+        # Attributes of the object from the start: torch.compile guards on whether it has them.
+        self.running = 0
+        # Whether the programs that torch.export makes in this thread are compared with the model.
+        self.compared = False
 
 
 FORWARDS = _Forwards()

@@ -157,7 +157,8 @@ def test_the_package_tells_nothing_of_this_machine(artifact, tmp_path):
     with zipfile.ZipFile(artifact.path) as archive:
         names = [name.rpartition("/")[2] for name in archive.namelist()]
         assert {entry.date_time for entry in archive.infolist()} == {(1980, 0, 0, 0, 0, 0)}
-    own = ["model.wrapper_metadata.json", "model.wrapper.so", "metadata.json"]
+        assert all(archive.read(name) == b"" for name in archive.namelist() if name.endswith(".cpp"))
+    own = ["model.wrapper_metadata.json", "model.wrapper.so", "model.wrapper.cpp", "metadata.json"]
     assert sorted(names) == sorted(
         [*own, "archive_format", "archive_version", "version", "byteorder", "serialization_id"]
     )
@@ -336,3 +337,11 @@ def test_a_package_for_a_gpu_runs_there_and_nowhere_else(tmp_path):
     with pytest.raises(OtherMachine, match=r"was compiled for cuda: .*, but the target here is cpu"):
         artifact.load("cpu")
     assert exporter_named("aoti").load(Path(artifact.path), "cuda").device == "cuda"
+
+
+def test_the_compiler_is_not_asked_for_the_instructions_of_this_machine(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "echo")
+    script = exporters.aoti._compiler(tmp_path)
+    called = subprocess.run([script, "a b", "-march=native", "-O2"], capture_output=True, text=True, check=True)
+    assert called.stdout.startswith("a b -O2 -fsigned-zeros")
+    assert "native" not in called.stdout

@@ -12,7 +12,10 @@ from tiny_models import enliven
 from torch import nn
 
 import exporters.writing
-from exporters import ExportError, ExportRequest, Pt2Exporter
+from exporters import ExportError, ExportRequest, Pt2Exporter, RouteRefused
+from exporters.evidence import gather
+from exporters.exported_program import captured, conditions_of_program, take_guards
+from exporters.proof import prove_program
 
 
 def export(model, calls, tmp_path, **options):
@@ -265,3 +268,41 @@ def test_a_file_from_a_gpu_runs_on_both(tmp_path):
         assert torch.allclose(y.cpu(), expected, atol=1e-4)
     config = json.loads(records(artifact.path)["data/weights/model_weights_config.json"])["config"]
     assert {payload["tensor_meta"]["device"]["type"] for payload in config.values()} == {"cpu"}
+
+
+class UpTo(nn.Module):
+    """Takes another branch above a number of rows, which multiplies by `factor`."""
+
+    def __init__(self, rows, factor):
+        super().__init__()
+        self.rows, self.factor = rows, factor
+
+    def forward(self, x):
+        return x * 2 if x.shape[0] <= self.rows else x * self.factor
+
+
+def test_a_batch_too_large_to_try_may_be_one_that_the_file_refuses(tmp_path):
+    calls = tuple(((floats(size, 64),), {}) for size in (2, 3))
+    loaded = export(UpTo(880801, 3), calls, tmp_path).load()
+    assert torch.equal(loaded(floats(7, 64))[0], floats(7, 64) * 2)
+    with pytest.raises(AssertionError, match=r"Guard failed: x\.size\(\)\[0\] <= 880801"):
+        loaded(floats(1, 64).expand(880802, 64))
+
+
+def test_a_batch_too_large_to_try_is_refused_if_the_file_would_take_it(tmp_path):
+    calls = tuple(((floats(size, 64),), {}) for size in (2, 3))
+    evidence = gather(ExportRequest(UpTo(880801, 3).eval(), calls))
+    program, _ = captured(evidence, strict=False)
+    conditions = conditions_of_program(program, evidence)
+    take_guards(program)
+    with pytest.raises(RouteRefused, match=r"at batch size 880802 .*: the inputs would be too large"):
+        prove_program(evidence, lambda x: (program.module()(x),), conditions, ())
+
+
+@pytest.mark.slow
+def test_two_conditions_on_the_same_bound_are_proven_by_the_same_batches(tmp_path):
+    # The third batch beyond the bound would be too large to try: 108 numbers a row.
+    calls = tuple(((floats(size, 108),), {}) for size in (2, 3))
+    loaded = export(UpTo(65535, 2), calls, tmp_path).load()
+    x = floats(1, 108).expand(65536, 108)
+    assert torch.equal(loaded(x)[0], x * 2)

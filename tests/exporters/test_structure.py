@@ -214,12 +214,13 @@ def test_names_are_identifiers_and_unique():
 
 
 def test_the_description_is_json():
-    structure = Structure({"a": (x, None), "d": torch.float16}, side="argument")
+    structure = Structure({"a": (x, None), "d": torch.float16, "e": float("-inf")}, side="argument")
     assert structure.describe(["a_0"]) == {
         "type": "builtins.dict",
         "items": [
             ["a", {"type": "builtins.tuple", "items": [[0, {"tensor": "a_0"}], [1, {"constant": None}]]}],
-            ["d", {"constant": "torch.float16"}],
+            ["d", {"constant": "torch.float16", "kind": "dtype"}],
+            ["e", {"constant": "-inf", "kind": "float"}],
         ],
     }
 

@@ -1,6 +1,10 @@
 """The private names of torch that the exporters use exist, and work as expected."""
 
+import os
+
+import pytest
 import torch
+import torch._inductor
 from torch import nn
 
 from exporters import torch_private
@@ -57,3 +61,22 @@ def test_what_inductor_needs_is_there(tmp_path):
     assert callable(torch_private.package_loader().load_metadata_from_package)
     with torch_private.inductor_cache(tmp_path):
         pass
+
+
+def test_options_that_this_torch_lacks_are_left_out(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch._inductor, "aot_compile", lambda *args, options: seen.append(options) or [])
+    options = {"aot_inductor.package": True, "cpp.no_such_option": 1}
+    assert torch_private.aot_compile(nn.Identity(), (), {}, options) == []
+    assert seen == [{"aot_inductor.package": True}]
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_kernels_have_no_line_information_inside_and_what_the_user_wants_afterwards(monkeypatch, before):
+    name = "TRITON_DISABLE_LINE_INFO"
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    with torch_private.without_line_info():
+        assert os.environ[name] == "1"
+    assert os.environ.get(name) == before
