@@ -1,20 +1,11 @@
 """The bundle that an export writes (manifest, artifacts, golden data), and its verification."""
 
-from optimizer.bundle.bundle import (
-    Bundle,
-    VerifyReport,
-    artifact_entry,
-    check_target,
-    describe_device,
-    open_bundle,
-    rejudge_bundle,
-    verify_bundle,
-    weights_hash,
-    write_bundle,
-    write_golden,
-)
-from optimizer.bundle.manifest import is_to_be_repeated, plain, to_json_text
-from optimizer.bundle.verify import factor_between, file_digest
+from optimizer.bundle.bundle import Bundle, artifact_entry, open_bundle, rejudge_bundle, verify_bundle
+from optimizer.bundle.golden import read_golden, write_golden
+from optimizer.bundle.manifest import describe_device, is_to_be_repeated, usage_text, weights_hash
+from optimizer.bundle.target import check_target
+from optimizer.bundle.verify import VerifyReport, factor_between
+from optimizer.bundle.writing import write_bundle
 
 __all__ = [
     "Bundle",
@@ -23,12 +14,11 @@ __all__ = [
     "check_target",
     "describe_device",
     "factor_between",
-    "file_digest",
     "is_to_be_repeated",
     "open_bundle",
-    "plain",
+    "read_golden",
     "rejudge_bundle",
-    "to_json_text",
+    "usage_text",
     "verify_bundle",
     "weights_hash",
     "write_bundle",

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from optimizer.bundle.regular_files import read_text_bytes
+from optimizer.manifest import read_text_bytes
 
 logger = logging.getLogger(__name__)
 

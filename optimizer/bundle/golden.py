@@ -15,9 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from optimizer.bundle.manifest import GOLDEN, SCHEMA_NAME, describe_device, number
-from optimizer.bundle.regular_files import open_regular
+from optimizer.bundle.manifest import describe_device
 from optimizer.errors import BundleError
+from optimizer.manifest import GOLDEN, SCHEMA_NAME, number, open_regular
 from optimizer.parity import GoldenEntry, OutputNoise, Tolerance
 from optimizer.wording import dtype_name
 

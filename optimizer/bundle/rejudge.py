@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from optimizer.bundle.golden import stored_tolerances
-from optimizer.bundle.verify import ArtifactFigures, VerifyReport, factor_between, sums_problem
+from optimizer.bundle.verify import ArtifactFigures, VerifyReport, factor_between
 from optimizer.errors import BundleError, UsageError
-from optimizer.parity import FACTOR, Measurement, Tolerance, judge
+from optimizer.manifest import sums_problem
+from optimizer.options import AccuracyBudget
+from optimizer.parity import FACTOR, Accuracy, Measurement, Tolerance, judge
 
 
 class RejudgeReport(VerifyReport):
@@ -38,7 +41,7 @@ def rejudge_contents(
     if problem := sums_problem(folder, manifest):
         # The measurements in a changed manifest can't be trusted.
         return RejudgeReport(folder, device, (problem,), ())
-    if lacking := [artifact["path"] for artifact in manifest["artifacts"] if not artifact.get("measurement")]:
+    if lacking := [artifact["path"] for artifact in manifest["artifacts"] if not _can_be_judged(artifact)]:
         raise BundleError(
             f"{folder} has no measurement of {', '.join(lacking)}, because the program version that wrote it stored "
             "none: export the model again, or verify the bundle."
@@ -53,6 +56,9 @@ def rejudge_contents(
         factor = FACTOR * factor_between(golden["device"], manifest["device"], dtypes)
     figures = []
     for artifact in manifest["artifacts"]:
+        if (accuracy := artifact.get("accuracy")) is not None:
+            figures.append(_lossy(artifact, accuracy, device))
+            continue
         measurement = Measurement.from_json(artifact["measurement"])
         own = (output.noise.name for output in measurement.outputs)
         names = dict(zip(own, (tensor["name"] for tensor in artifact["outputs"]), strict=True))
@@ -63,3 +69,15 @@ def rejudge_contents(
             ArtifactFigures(artifact["format"], artifact["path"], measurement.device, calls, parity, placement)
         )
     return RejudgeReport(folder, device, (), tuple(figures), tuple(notes))
+
+
+def _can_be_judged(artifact: Mapping[str, Any]) -> bool:
+    return bool(artifact.get("measurement") or artifact.get("accuracy"))
+
+
+def _lossy(artifact: Mapping[str, Any], stored: Mapping[str, Any], device: str) -> ArtifactFigures:
+    """The figures of a lossy artifact, which its user's budget judges."""
+    accuracy = Accuracy(**{name: value for name, value in stored.items() if name != "budget"})
+    budget = AccuracyBudget(**stored["budget"])
+    figures = ArtifactFigures(artifact["format"], artifact["path"], device, accuracy.calls, None)
+    return replace(figures, accuracy=accuracy, budget=budget)

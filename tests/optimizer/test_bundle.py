@@ -28,12 +28,12 @@ from exporters.errors import ExporterError
 from exporters.registry import exporter_named, load_artifact
 from exporters.torchscript import TorchScriptExporter
 from optimizer import export
-from optimizer.bundle import bundle as bundles
-from optimizer.bundle import exchange
-from optimizer.bundle.bundle import (
+from optimizer.bundle import (
     Bundle,
     artifact_entry,
     check_target,
+    describe_device,
+    exchange,
     open_bundle,
     read_golden,
     rejudge_bundle,
@@ -42,18 +42,13 @@ from optimizer.bundle.bundle import (
     write_bundle,
     write_golden,
 )
+from optimizer.bundle import bundle as bundles
 from optimizer.bundle.golden import stored_noises, stored_tolerances
-from optimizer.bundle.manifest import (
-    MANIFEST,
-    check_manifest,
-    number,
-    plain,
-    to_json_text,
-    usage_text,
-    without_local_paths,
-)
-from optimizer.bundle.verify import device_factor, file_digest, sums_text
+from optimizer.bundle.manifest import usage_text, without_local_paths
+from optimizer.bundle.verify import device_factor
+from optimizer.bundle.writing import _seal
 from optimizer.errors import BundleError, DeviceError, UsageError
+from optimizer.manifest import MANIFEST, check_manifest, file_digest, number, plain, sums_text, to_json_text
 from optimizer.model.inputs import Call, Samples
 from optimizer.parity import GoldenEntry, OutputNoise, Reference, golden_entries, judge, measure_reference
 
@@ -123,7 +118,7 @@ def fill(folder: Path, *, weight: torch.Tensor = WEIGHT, **changes: Any) -> dict
     return {
         "mode": "inference",
         "seed": 0,
-        "device": bundles.describe_device("cpu"),
+        "device": describe_device("cpu"),
         "model": {
             "class": "Affine",
             "source": "examples/affine.py",
@@ -528,7 +523,7 @@ def test_checking_a_target_leaves_nothing(tmp_path: Path) -> None:
 
 def test_an_exchange_that_stopped_halfway_is_finished_at_the_next_open(bundle: Bundle) -> None:
     with exchange.staged(bundle.path) as staging:
-        bundles._seal(staging.folder, fill(staging.folder, seed=9))
+        _seal(staging.folder, fill(staging.folder, seed=9))
         os.rename(bundle.path, staging.place / "old")
         assert open_bundle(bundle.path).manifest["seed"] == 9
         assert verify_bundle(bundle.path).ok

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from optimizer.bundle.exchange import MARKER, SUFFIX, recover
-from optimizer.bundle.regular_files import LARGEST_TEXT, open_regular, read_text_bytes
+from optimizer.manifest import LARGEST_TEXT, open_regular, read_text_bytes
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(os.name != "posix", reason="files of POSIX")]
 

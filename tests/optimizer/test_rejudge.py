@@ -12,9 +12,9 @@ from tiny_models import enliven
 from torch import nn
 
 from optimizer import Bundle, export, open_bundle, optimize, rejudge_bundle, verify_bundle
-from optimizer.bundle.verify import file_digest, sums_text
 from optimizer.command import cli
 from optimizer.errors import BundleError, UsageError
+from optimizer.manifest import file_digest, sums_text
 
 
 class Net(nn.Module):

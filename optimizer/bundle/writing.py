@@ -1,0 +1,150 @@
+"""Write a bundle atomically."""
+
+import os
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from optimizer.bundle import exchange
+from optimizer.bundle.bundle import Bundle, open_bundle
+from optimizer.bundle.disk import absolute, disk_failures, speaking
+from optimizer.bundle.manifest import (
+    creation_time,
+    describe_environment,
+    describe_program,
+    local_roots,
+    usage_text,
+    without_local_paths,
+)
+from optimizer.bundle.target import check_standing, check_target
+from optimizer.errors import BundleError
+from optimizer.manifest import (
+    MANIFEST,
+    README,
+    SCHEMA_NAME,
+    SCHEMA_VERSION,
+    SUMS,
+    check_manifest,
+    entries_below,
+    file_digest,
+    is_inside_path,
+    plain,
+    sums_text,
+    to_json_text,
+)
+
+# The order of the manifest's fields. Other fields that `fill` returns come after these; `files` is always last.
+_ORDER = (
+    "schema",
+    "created",
+    "program",
+    "environment",
+    "device",
+    "mode",
+    "seed",
+    "model",
+    "input_structure",
+    "positional",
+    "output_structure",
+    "example_sizes",
+    "artifacts",
+    "missing",
+    "parity",
+    "golden",
+    "benchmark",
+    "coverage",
+    "passes",
+    "notes",
+)
+
+
+def write_bundle(target: str | Path, fill: Callable[[Path], Mapping[str, Any]], *, force: bool = False) -> Bundle:
+    """Write a bundle atomically: `target` is either unchanged or the complete new bundle.
+
+    If anything raises, the staging folder and the parent folders created for it are removed.
+
+    Args:
+        target: the folder of the bundle. `check_target` runs before `fill`; its check of an existing bundle runs again
+            before and after the exchange.
+        fill: called with an empty staging folder on the same file system. It writes the files there and returns the
+            manifest's body. This function adds the schema, creation time, program, environment, and the hashes and
+            sizes of the files. `fill` may write any file except `manifest.json` and `SHA256SUMS`. If it writes no
+            `README.md`, this function does. Exceptions of `fill` reach the caller, except those of a failing disk.
+        force: as for `check_target`.
+
+    Raises:
+        BundleError: the target must not be replaced, or the disk fails.
+    """
+    folder = absolute(target)
+    check_target(folder, force=force)
+    with speaking(folder, "written"):
+        exchange.remove_stale(folder)
+        with exchange.staged(folder) as staging:
+            with disk_failures(folder, staging.folder):
+                _seal(staging.folder, fill(staging.folder))
+            try:
+                exchange.publish(staging, lambda standing: check_standing(standing, folder, force=force))
+            except exchange.Occupied as error:
+                raise BundleError(f"The bundle was not written: {error}") from error
+    return open_bundle(folder)
+
+
+def _seal(folder: Path, body: Mapping[str, Any]) -> None:
+    """Add the manifest, the hashes and, if it is missing, the README to a filled folder."""
+    given = without_local_paths(plain(body), local_roots(folder))
+    manifest = {
+        **given,
+        "schema": {"name": SCHEMA_NAME, "version": SCHEMA_VERSION},
+        "created": creation_time(),
+        "program": describe_program(),
+        "environment": describe_environment(),
+    }
+    if not (folder / README).exists():
+        (folder / README).write_text(usage_text(manifest), encoding="utf-8", newline="\n")
+    manifest["files"] = files = _hashed_files(folder)
+    manifest["artifacts"] = [_with_hashes(artifact, files) for artifact in manifest["artifacts"]]
+    first = [name for name in _ORDER if name in manifest]
+    manifest = {
+        name: manifest[name] for name in (*first, *(n for n in manifest if n not in (*first, "files")), "files")
+    }
+    check_manifest(manifest)
+    (folder / MANIFEST).write_text(to_json_text(manifest), encoding="utf-8", newline="\n")
+    digests = {file["path"]: file["sha256"] for file in files} | {MANIFEST: file_digest(folder / MANIFEST)}
+    (folder / SUMS).write_text(sums_text(digests), encoding="utf-8", newline="\n")
+    _share(folder)
+
+
+def _hashed_files(folder: Path) -> list[dict[str, Any]]:
+    files = []
+    for path, status in sorted(entries_below(folder).items()):
+        if stat.S_ISDIR(status.st_mode):
+            continue
+        if not stat.S_ISREG(status.st_mode) or not is_inside_path(path) or path in {MANIFEST, SUMS}:
+            raise BundleError(
+                f"{path} can't be a file of a bundle: it isn't a regular file, or its name isn't allowed."
+            )
+        files.append({"path": path, "sha256": file_digest(folder / path), "bytes": status.st_size})
+    return files
+
+
+def _with_hashes(artifact: Mapping[str, Any], files: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    sizes = {file["path"]: file["bytes"] for file in files}
+    digests = {file["path"]: file["sha256"] for file in files}
+    missing = [path for path in artifact["files"] if path not in sizes]
+    if missing or artifact["path"] not in digests:
+        raise BundleError(
+            f"The artifact {artifact['format']} names {(missing or [artifact['path']])[0]}, which wasn't written."
+        )
+    added = {"sha256": digests[artifact["path"]], "bytes": sum(sizes[path] for path in artifact["files"])}
+    return {**{name: artifact[name] for name in ("format", "path", "files")}, **added, **artifact}
+
+
+def _share(folder: Path) -> None:
+    """Give every file the permissions of the user's umask, because some writers create owner-only files."""
+    if os.name != "posix":
+        return
+    mode = stat.S_IMODE(folder.stat().st_mode) & 0o666
+    for path, status in entries_below(folder).items():
+        if stat.S_ISREG(status.st_mode):
+            (folder / path).chmod(mode)

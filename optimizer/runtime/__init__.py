@@ -1,0 +1,21 @@
+"""Run the artifacts of a bundle. An ONNX file needs numpy and onnxruntime only, not torch."""
+
+from optimizer.runtime.loading import LoadedModel, Runner, load, open_route
+from optimizer.runtime.openvino_runner import openvino_precisions
+from optimizer.runtime.processor import processor
+from optimizer.runtime.route import SETTINGS, Route, Setting, is_installed, own_runtime, require_runtime
+
+__all__ = [
+    "SETTINGS",
+    "LoadedModel",
+    "Route",
+    "Runner",
+    "Setting",
+    "is_installed",
+    "load",
+    "open_route",
+    "openvino_precisions",
+    "own_runtime",
+    "processor",
+    "require_runtime",
+]
