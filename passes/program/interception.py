@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +34,9 @@ class _WatchedForward(AroundForward):
 
 
 @contextmanager
-def intercepted_calls(root: nn.Module, around: Around, besides: Iterable[nn.Module] = ()) -> Iterator[None]:
+def intercepted_calls(
+    root: nn.Module, around: Around, besides: Iterable[nn.Module] = (), *, leave: Collection[int] = ()
+) -> Iterator[None]:
     """In the block, run `around(module, forward, args, kwargs)` instead of the forward of each module, in this thread.
 
     Args:
@@ -42,13 +44,15 @@ def intercepted_calls(root: nn.Module, around: Around, besides: Iterable[nn.Modu
         around: the replacement. It may call `forward(*args, **kwargs)`, the module's own forward. The module's hooks
             run around the replacement.
         besides: further modules that `root` calls but doesn't register.
+        leave: the ids of modules that aren't intercepted.
     """
     thread = threading.get_ident()
     modules = {id(module): module for module in (*root.modules(), *besides)}
     with in_place(
         [
             AttributeEdit(module, "forward", _WatchedForward(module, _forward_of(module), around, thread))
-            for module in modules.values()
+            for key, module in modules.items()
+            if key not in leave
         ]
     ):
         yield

@@ -70,3 +70,16 @@ def test_an_error_leaves_nothing_behind():
     with pytest.raises(ZeroDivisionError), intercepted_calls(compiled, lambda *args: 1 / 0):
         raise ZeroDivisionError
     assert vars(compiled)["forward"] is forward
+
+
+def test_modules_that_are_left_out_run_as_before():
+    model, seen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), []
+
+    def around(module, call, args, kwargs):
+        seen.append(module)
+        return call(*args, **kwargs)
+
+    with intercepted_calls(model, around, leave={id(model), id(model[0])}):
+        assert "forward" not in vars(model[0])
+        model(X)
+    assert seen == [model[1]]

@@ -1,0 +1,173 @@
+"""Profile a module: its time by operation, and in training its memory by module."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from optimizer.errors import BundleError, LoadError, OptimizeExportError, UsageError
+from optimizer.model import (
+    Call,
+    ExampleInputs,
+    Mode,
+    Runs,
+    check_model,
+    clone,
+    eager_only,
+    gradients_by_backward,
+    in_turn,
+    on_device,
+    outside_inference_mode,
+    random_state,
+    resolved_device,
+    samples_of,
+    unsynchronised,
+)
+from optimizer.options import check_profile_folder
+from optimizer.profiling.module_runs import Arguments, named_call, timed
+from optimizer.profiling.peak_memory import PeakMemory, peak_memory_of
+from optimizer.profiling.profiles import Profile
+from optimizer.torch_private import is_profiling
+from optimizer.wording import error_summary
+from passes.base import device_of
+from passes.checkpointing.profile import NoProfile, loss_of
+
+
+@in_turn
+def profile(
+    model: nn.Module,
+    *,
+    example_inputs: ExampleInputs | None = None,
+    example_kwargs: dict[str, Any] | None = None,
+    mode: Mode = "inference",
+    directory: str | Path | None = None,
+    device: torch.device | str | None = None,
+) -> Profile:
+    """Find the most expensive operations of a module, and in training also the modules that hold most memory.
+
+    A copy of the module runs under `torch.profiler`, after runs to warm up. The caller's module isn't changed, its
+    hooks run as in any call, and other threads may use it meanwhile. Parts that `torch.compile` compiled run as
+    compiled code, and their operations belong to the module around them.
+
+    Args:
+        model: any module, also a result of `optimize`.
+        example_inputs, example_kwargs: as for `optimize`.
+        mode: "inference" runs the forward in eval mode without gradients. "training" runs a training step: the forward
+            in the module's own mode, a loss, and the backward pass. The loss is the sum of the scalar outputs, or else
+            the mean square of each output.
+        directory: a folder that doesn't exist yet. It gets `model.trace.json` for chrome://tracing or Perfetto, and
+            `profile.json`.
+        device: where to run; by default the module's device. For another device, the weights are copied.
+
+    Raises:
+        UsageError: an argument is invalid, the directory exists, no output needs a gradient in training, or another
+            profiler is running.
+        DeviceError: the device is a GPU, and torch finds none.
+        LoadError: the model can't be copied, or raises on the example inputs.
+        BundleError: the directory can't be written.
+    """
+    check_model(model, runs=True)
+    if mode not in ("inference", "training"):
+        raise UsageError(f"mode must be 'inference' or 'training', not {mode!r}.")
+    check_profile_folder(directory)
+    target = device_of(model) if device is None else resolved_device(str(device), require_gpu=False)
+    samples = samples_of(example_inputs, example_kwargs, (), 0, target)
+    if samples is None:
+        raise UsageError("profile() needs example_inputs (or example_kwargs): the tensors of one call of the model.")
+    if directory is None:
+        return profile_module(model, samples.given, mode, target)
+    with new_folder(Path(directory).absolute()) as folder:
+        found = profile_module(model, samples.given, mode, target, trace=folder / "model.trace.json")
+        write_json(folder / "profile.json", found.to_json())
+    return found
+
+
+def profile_module(
+    model: nn.Module, call: Call, mode: Mode, device: torch.device, *, trace: Path | None = None
+) -> Profile:
+    """Profile a module at one call.
+
+    Args:
+        trace: the path of the Chrome trace to write; None to write none.
+
+    Raises:
+        UsageError, LoadError: as for `profile`.
+    """
+    if is_profiling():
+        raise UsageError("Another profiler is running in this thread: profile() needs it to end first.")
+    training = mode == "training"
+    runs = Runs(on_device(model, device), in_eval=not training)
+    with outside_inference_mode(), random_state(0), unsynchronised(), torch.set_grad_enabled(training):
+        try:
+            # This run finds the parameters that forward writes to.
+            with eager_only():
+                runs.first(lambda module: _forward(module, _copies(call)))
+            memory = _memory(runs, call) if training else None
+            with runs.fresh() as module:
+                assert isinstance(module, nn.Module)
+                run = partial(_step if training else named_call, module)
+                seconds, operations, profiler = timed(module, run, partial(_copies, call), device)
+        except OptimizeExportError:
+            raise
+        except NoProfile as error:
+            raise UsageError(f"The model can't be profiled in training: {error}.") from error
+        except Exception as error:  # the module is foreign code
+            raise LoadError(f"The model raises on the example inputs: {error_summary(error)}.") from error
+    if trace is not None:
+        profiler.export_chrome_trace(str(trace))
+    return Profile(seconds, operations, device.type, mode, memory)
+
+
+def _copies(call: Call) -> Arguments:
+    """Copies of the inputs, because forward may write to them."""
+    args, kwargs = clone((call.args, call.kwargs))
+    return args, kwargs
+
+
+def _forward(module: Callable[..., Any], arguments: Arguments) -> Any:
+    args, kwargs = arguments
+    return module(*args, **kwargs)
+
+
+def _memory(runs: Runs, call: Call) -> PeakMemory:
+    with eager_only(), runs.fresh() as module:
+        assert isinstance(module, nn.Module)
+        arguments = _copies(call)
+        return peak_memory_of(module, *arguments, lambda: _step(module, arguments))
+
+
+def _step(module: nn.Module, arguments: Arguments) -> None:
+    """One training step; the gradients of the parameters stay as they were."""
+    loss = loss_of(named_call(module, arguments))
+    gradients_by_backward([get_gradient_edge(loss)], [], [torch.ones_like(loss)], list(module.parameters()))
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Make a folder that doesn't exist yet, for the files that the block writes; without one, it is removed again.
+
+    Raises:
+        BundleError: the folder can't be made, or the files can't be written.
+    """
+    try:
+        path.mkdir(parents=True)
+        yield path
+    except OSError as error:
+        raise BundleError(f"The profile couldn't be written to {path}: {error.strerror or error}.") from error
+    finally:
+        # Fails if the block wrote a file.
+        with suppress(OSError):
+            path.rmdir()
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write plain data as strict JSON."""
+    path.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
