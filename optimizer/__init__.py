@@ -16,16 +16,22 @@ if TYPE_CHECKING:
     from optimizer.bundle import Bundle, open_bundle, rejudge_bundle, verify_bundle
     from optimizer.parity import ParityReport, check_parity
     from optimizer.pipeline import report_of
+    from optimizer.profiling import Profile, profile
     from optimizer.report import Report
+    from optimizer.runtime import LoadedModel, load
 
 __all__ = [
     "Bundle",
+    "LoadedModel",
     "ParityReport",
+    "Profile",
     "Report",
     "check_parity",
     "export",
+    "load",
     "open_bundle",
     "optimize",
+    "profile",
     "rejudge_bundle",
     "report_of",
     "verify_bundle",
@@ -41,7 +47,11 @@ _HOMES = {
     "verify_bundle": "optimizer.bundle",
     "ParityReport": "optimizer.parity",
     "check_parity": "optimizer.parity",
+    "Profile": "optimizer.profiling",
+    "profile": "optimizer.profiling",
     "Report": "optimizer.report",
+    "LoadedModel": "optimizer.runtime",
+    "load": "optimizer.runtime",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,18 @@ from torch import nn
 from optimizer.bundle import Bundle, write_bundle
 from optimizer.errors import UsageError
 from optimizer.exporting import (
+    CalibrationCall,
     ExportJob,
     WrittenFiles,
+    calibration_of,
     check_folders,
+    choose,
     exporters_of,
     is_vacuous,
     measure,
     measured_reference,
     opened,
+    read_choices,
     sizes_of,
     write_data,
     write_files,
@@ -38,10 +42,19 @@ from optimizer.model import (
     resolved_device,
     samples_of,
 )
-from optimizer.options import DEFAULT_FORMATS, Effort, check_effort, check_numbers
+from optimizer.options import (
+    DEFAULT_FORMATS,
+    Effort,
+    check_effort,
+    check_numbers,
+    check_tuning,
+    is_to_be_timed,
+    parse_accuracy,
+)
 from optimizer.parity import Reference, Tolerance
 from optimizer.pipeline import optimized, provenance_of, report_of
 from optimizer.report import ProgressFunction, no_progress
+from optimizer.tuning import Benchmark
 from passes.base import Pass
 from passes.program.weights import ComparedExports
 
@@ -145,6 +158,12 @@ def export(
     rtol: Tolerance = None,
     row_independence: bool = False,
     effort: Effort = "normal",
+    bench: bool | None = None,
+    tune: bool = False,
+    tune_seconds: float = 120.0,
+    accuracy: str | float = "exact",
+    calibration: Iterable[CalibrationCall] | None = None,
+    choices: str | Path | None = None,
     seed: int = 0,
     source: str | None = None,
     debug_dir: str | Path | None = None,
@@ -194,6 +213,15 @@ def export(
         effort: "normal"; "quick" compares files at two batch sizes and measures rounding noise at one; "thorough"
             compares them with three samples of the inputs at each batch size and measures noise at all of them. The
             manifest records it.
+        bench: whether to time the files next to the original, and to recommend one. None means yes, unless the
+            environment variable OPTIMIZE_EXPORT_NO_BENCH is set.
+        tune: try every installed runtime, settings, and lossy precisions within `accuracy`, and recommend the best.
+        tune_seconds: about how long.
+        accuracy: "exact" allows only rounding. A number such as 0.999 is the least cosine of any output at any call;
+            "top1=0.99" is the least share of rows with the same largest score. Nothing lossy is made without it.
+        calibration: calls for static quantization: tensors, tuples or dicts of keyword arguments. Every fourth is kept
+            apart to judge the result. None draws random ones, and a note says so.
+        choices: a bundle that was tuned, or its manifest: its recommended route is proven again, and nothing is timed.
         seed: the seed of the drawn example inputs.
         source: the origin of the model, for the manifest.
         debug_dir: a folder that doesn't exist yet. For each artifact that computes something different, a folder in it
@@ -215,10 +243,14 @@ def export(
     check_model(model, runs=True)
     check_numbers(seed, batch_sizes)
     check_effort(effort)
+    check_tuning(bench, tune, tune_seconds, accuracy, calibration, choices)
+    budget = parse_accuracy(accuracy)
     # Before any of the user's code runs, because it may change the current folder.
     output, debug_dir = check_folders(output, debug_dir, force=force)
     own = {} if metadata is None else metadata
     exporters = exporters_of(formats, opset, own)
+    names = [exporter.name for exporter in exporters]
+    chosen = None if choices is None else read_choices(choices, names, budget)
     target = resolved_device(device, require_gpu=require_gpu)
     home = target if reference_device is None else resolved_device(reference_device, require_gpu=False)
     provenance = provenance_of(model)
@@ -253,20 +285,32 @@ def export(
         effort=effort,
         seed=seed,
         source=source,
+        bench=is_to_be_timed(bench),
+        tune=tune,
+        tune_seconds=tune_seconds,
+        accuracy=budget,
+        calibration=calibration,
+        choices=chosen,
         tell=progress or no_progress,
     )
     measured = measure(job)
+    calls = None
+    if not budget.is_exact:
+        calls = calibration_of(calibration, samples, measured.adapter, measured.request)
     written: list[WrittenFiles] = []
+    benchmarks: list[Benchmark | None] = []
 
     @ComparedExports()
     def fill(folder: Path) -> Mapping[str, Any]:
         written.append(write_files(job, measured, folder))
-        return write_data(job, measured, written[0], folder)
+        benchmarks.append(choose(job, measured, calls, written[0], folder))
+        return write_data(job, measured, written[0], folder, benchmarks[0])
 
     bundle = write_bundle(output, fill, force=force)
     missing = {name: str(error) for name, error in written[0].missing.items()}
     # The messages of this run, because those in the manifest name no folder of this machine.
-    bundle = replace(bundle, missing=missing, unproven=tuple(written[0].unproven))
+    timed = None if benchmarks[0] is None else benchmarks[0].to_json()
+    bundle = replace(bundle, missing=missing, unproven=tuple(written[0].unproven), benchmark=timed)
     job.progress("bundle", 1, 1, str(output))
     if bundle.missing:
         logger.warning("%s", bundle.what_is_missing(output))
@@ -334,3 +378,8 @@ def check_dynamic(
 ) -> None:
     """Raise the `UsageError` that `export` would raise for `dynamic`; nothing runs."""
     opened(model, samples, dynamic, input_names, static_batch)
+
+
+def check_choices(path: str | Path, formats: Sequence[str], accuracy: str | float) -> None:
+    """Raise the `UsageError` that `export` would raise for `choices`; nothing runs."""
+    read_choices(path, formats, parse_accuracy(accuracy))

@@ -23,6 +23,27 @@ Tolerance = float | dict[str, float] | None
 
 
 @dataclass(frozen=True)
+class AccuracyBudget:
+    """How much accuracy a lossy route may cost: the least cosine and the least top-1 agreement, over outputs and calls.
+
+    With neither, only rounding is allowed.
+    """
+
+    cosine: float | None = None
+    top1: float | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        return self.cosine is None and self.top1 is None
+
+    def __str__(self) -> str:
+        parts = [
+            f"{name} {value}" for name, value in (("cosine", self.cosine), ("top1", self.top1)) if value is not None
+        ]
+        return " and ".join(parts) or "exact"
+
+
+@dataclass(frozen=True)
 class ExportOptions:
     """Options to make a bundle of a model.
 
@@ -51,10 +72,17 @@ class ExportOptions:
     force: bool = False
     seed: int = 0
     debug_dir: Path | None = None
+    profile_dir: Path | None = None
     atol: Tolerance = None
     rtol: Tolerance = None
     row_independence: bool = False
     effort: Effort = "normal"
+    bench: bool = True
+    tune: bool = False
+    tune_seconds: float = 120.0
+    accuracy: str = "exact"
+    calibration: Path | None = None
+    choices: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +102,14 @@ class VerifyOptions:
 
 
 @dataclass(frozen=True)
+class BenchOptions:
+    """Options to time the files of a bundle."""
+
+    bundle: Path
+    device: str = "auto"
+
+
+@dataclass(frozen=True)
 class RejudgeOptions:
     """Options to judge the measurements of a bundle again; `factor` None means the factor that the export allowed."""
 
@@ -88,12 +124,48 @@ class ListOptions:
     """Options to list the available passes."""
 
 
-Options = ExportOptions | VerifyOptions | RejudgeOptions | ListOptions
+Options = ExportOptions | VerifyOptions | BenchOptions | RejudgeOptions | ListOptions
 
 
 def parse_batch_sizes(text: str) -> tuple[int, ...]:
     """Parse `"1,2,3,5,8"`; raise `UsageError` unless all are different whole numbers from 1 to 2**20."""
     return _different("--batch-sizes", [_batch_size(part) for part in _parts("--batch-sizes", text)])
+
+
+def parse_accuracy(given: object) -> AccuracyBudget:
+    """Parse "exact", a cosine such as 0.999 or "0.999", "top1=0.99", or several parts separated by commas.
+
+    Raises:
+        UsageError: it is none of these, or a number isn't above 0 and below 1.
+    """
+    if given == "exact":
+        return AccuracyBudget()
+    found: dict[str, float] = {}
+    for part in str(given).split(","):
+        name, _, number = part.strip().rpartition("=")
+        try:
+            value = float(number)
+        except ValueError:
+            value = math.nan
+        if name not in ("", "cosine", "top1") or not 0 < value < 1:
+            raise UsageError(
+                f"accuracy {given!r} isn't a budget: use exact, a cosine above 0 and below 1 such as 0.999, or top1=0.99."
+            )
+        if (name or "cosine") in found:
+            raise UsageError(f"accuracy {given!r} has two values for {name or 'cosine'}.")
+        found[name or "cosine"] = value
+    return AccuracyBudget(**found)
+
+
+def parse_seconds(text: str) -> float:
+    """Parse the time for tuning; raise `UsageError` unless it is a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise UsageError(f"--tune-seconds: {text!r} is not a number above 0; use for example --tune-seconds 60.")
+    return value
 
 
 def parse_seed(text: str) -> int:
@@ -241,6 +313,42 @@ def check_numbers(seed: object, batch_sizes: Any) -> None:
         )
 
 
+def is_to_be_timed(bench: object) -> bool:
+    """Whether to time files: as `bench` says; for None, unless OPTIMIZE_EXPORT_NO_BENCH is set.
+
+    Raises:
+        UsageError: `bench` is neither a bool nor None.
+    """
+    if bench is None:
+        return not os.environ.get("OPTIMIZE_EXPORT_NO_BENCH")
+    if not isinstance(bench, bool):
+        raise UsageError(f"bench must be True, False or None, not {bench!r}.")
+    return bench
+
+
+def check_tuning(
+    bench: object, tune: object, seconds: object, accuracy: object, calibration: object, choices: object
+) -> None:
+    """Check the arguments of `export` that choose what to ship.
+
+    Raises:
+        UsageError: the time isn't a number above 0, two arguments contradict each other, or one has no effect without
+            another.
+    """
+    if not isinstance(tune, bool):
+        raise UsageError(f"tune must be True or False, not {tune!r}.")
+    if tune and bench is False:
+        raise UsageError("Tuning times the files: leave out --no-bench (bench=False).")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise UsageError(f"The time for tuning must be a number of seconds above 0, not {seconds!r}.")
+    if tune and choices is not None:
+        raise UsageError("Tuning and choices contradict each other: choices are taken without timing.")
+    if not parse_accuracy(accuracy).is_exact and not tune and choices is None:
+        raise UsageError("An accuracy budget has an effect only with tuning or choices: add --tune (tune=True).")
+    if calibration is not None and parse_accuracy(accuracy).is_exact:
+        raise UsageError("Calibration data have an effect only with an accuracy budget, such as --accuracy 0.999.")
+
+
 def check_effort(effort: object) -> None:
     """Raise `UsageError` for an unknown effort."""
     if effort not in get_args(Effort):
@@ -304,7 +412,27 @@ def check_debug_folder(directory: str | Path | None) -> None:
     Raises:
         UsageError: a file or folder exists there, or the path isn't UTF-8.
     """
+    _check_new_folder(directory, "debugging")
+
+
+def check_profile_folder(directory: str | Path | None, *others: str | Path | None) -> None:
+    """Check that nothing exists at the path, that it is UTF-8, and that it isn't inside of the other folders.
+
+    Raises:
+        UsageError: a file or folder exists there, the path isn't UTF-8, or it is in one of the others.
+    """
+    _check_new_folder(directory, "the profile")
+    for other in others:
+        if directory is not None and other is not None and _real(directory).is_relative_to(_real(other)):
+            raise UsageError(f"{directory} is in the folder {other}, which has other files: use another folder.")
+
+
+def _real(path: str | Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _check_new_folder(directory: str | Path | None, purpose: str) -> None:
     if directory is not None and os.path.lexists(directory):
-        raise UsageError(f"{directory} already exists: choose a new folder for debugging, or delete it.")
+        raise UsageError(f"{directory} already exists: choose a new folder for {purpose}, or delete it.")
     if directory is not None and not is_utf8(str(directory)):
         raise UsageError(f"{directory} isn't UTF-8, which the libraries that write there need: use another path.")

@@ -1,5 +1,6 @@
 """Tests marked `gpu` run if torch finds enough CUDA devices; otherwise they are deselected, visibly."""
 
+import os
 import signal
 from collections import Counter
 
@@ -10,6 +11,10 @@ import torch
 # interrupts need Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Tests of the timing ask for it. All others export without it, which would take seconds each.
+os.environ.setdefault("OPTIMIZE_EXPORT_NO_BENCH", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

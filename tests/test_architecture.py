@@ -12,7 +12,7 @@ import pytest
 
 import exporters
 import optimizer
-import optimizer.exporting
+import optimizer.command.engine
 import passes
 from passes import graph_interface, module_interface, tensor_interface
 
@@ -81,6 +81,12 @@ def test_onnxruntime_is_imported_with_its_telemetry_off(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_openvino_is_imported_with_its_telemetry_off(path: Path) -> None:
+    for name, node in imports_in(ast.parse(path.read_text(encoding="utf-8"))):
+        assert name.split(".")[0] != "openvino", f"{name_of(path)}:{node.lineno} imports {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_only_the_command_prints(path: Path) -> None:
     if name_of(path) == "optimizer/command/cli.py":
         return
@@ -90,7 +96,19 @@ def test_only_the_command_prints(path: Path) -> None:
 
 
 # The sub-packages of `optimizer`: each may import those before it. `api.py` is between the last two.
-FLOORS = ("model", "parity", "bundle", "faults", "pipeline", "exporting", "command")
+FLOORS = (
+    "manifest",
+    "runtime",
+    "model",
+    "parity",
+    "bundle",
+    "faults",
+    "profiling",
+    "pipeline",
+    "tuning",
+    "exporting",
+    "command",
+)
 INSIDE = [path for path in FILES if name_of(path).startswith("optimizer/")]
 
 

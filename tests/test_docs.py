@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from optimizer import check_parity, errors, export, optimize, rejudge_bundle, verify_bundle
+from optimizer import check_parity, errors, export, optimize, profile, rejudge_bundle, verify_bundle
 from passes.registry import pass_names
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,7 +61,7 @@ def test_the_options_page_has_every_option_and_argument():
     options = set(re.findall(r"--[a-z][a-z-]+", told.decode()))
     assert {"--weights", "--row-independence"} <= options
     assert [option for option in sorted(options) if not re.search(rf"{option}\b", page)] == []
-    functions = (optimize, export, check_parity, verify_bundle, rejudge_bundle)
+    functions = (optimize, export, check_parity, profile, verify_bundle, rejudge_bundle)
     arguments = {name for function in functions for name in inspect.signature(function).parameters}
     assert [name for name in sorted(arguments) if not re.search(rf"\b{name}\b", page)] == []
 

@@ -6,29 +6,29 @@ can be checked without the user's code is checked before that code runs.
 
 import time
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from optimizer.api import check_dynamic, export, optimize_to_export, report_of
-from optimizer.bundle import Bundle, VerifyReport, plain, rejudge_bundle, verify_bundle
+from optimizer.api import check_choices, check_dynamic, export, optimize_to_export, report_of
+from optimizer.bundle import Bundle
 from optimizer.command.checks import checked_passes
 from optimizer.command.first_run import check_runs
 from optimizer.command.loading import Loaded, load
 from optimizer.command.own_errors import own_errors, unlogged
 from optimizer.command.user_code import hard_exits_raise, names_restored
 from optimizer.errors import (
-    BundleError,
     DeviceError,
     ExportFailed,
     ParityError,
 )
-from optimizer.options import LOAD_STAGE, ExportOptions, RejudgeOptions, VerifyOptions
+from optimizer.manifest import plain
+from optimizer.options import LOAD_STAGE, ExportOptions, parse_accuracy
+from optimizer.profiling import profile_export
 from optimizer.report import Progress
-from passes.registry import describe_passes
 
 Document = dict[str, Any]
 
@@ -49,53 +49,15 @@ def export_model(options: ExportOptions, progress: Callable[[Progress], None]) -
         return _parity_failed(error)
 
 
-def verify(options: VerifyOptions) -> Document:
-    """Verify a bundle again.
-
-    The `exit_code` is 8 if files are damaged, and 6 if an artifact isn't proven correct.
-    """
-    with own_errors():
-        report = verify_bundle(
-            options.bundle,
-            device=options.device,
-            require_gpu=options.require_gpu,
-            expect=options.expect,
-            run=options.run,
-        )
-    return _checked(options.bundle, report)
-
-
-def rejudge(options: RejudgeOptions) -> Document:
-    """Judge the measurements of a bundle again.
-
-    The `exit_code` is 8 if the manifest is damaged, and 6 if an error is larger than allowed.
-    """
-    with own_errors():
-        report = rejudge_bundle(options.bundle, atol=options.atol, rtol=options.rtol, factor=options.factor)
-    return _checked(options.bundle, report)
-
-
-def _checked(bundle: Path, report: VerifyReport) -> Document:
-    code = 0 if report.ok else ParityError.exit_code if report.intact else BundleError.exit_code
-    return {"ok": report.ok, "exit_code": code, "bundle": str(bundle), **report.to_json()}
-
-
-def list_passes() -> Document:
-    """List the installed passes with their names, summaries and options."""
-    with own_errors():
-        known = [asdict(description) for description in describe_passes()]
-    for each in known:
-        each["options"] = {name: _default(value) for name, value in each["options"].items()}
-    return {"ok": True, "exit_code": 0, "available_passes": known}
-
-
 def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Document:
     started = time.perf_counter()
     passes = checked_passes(options)
     shown, options = options.output, _with_absolute_paths(options)
-    device = _device(options.device, require_gpu=options.require_gpu)
+    device = chosen_device(options.device, require_gpu=options.require_gpu)
     if options.reference_device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("--reference-device cuda needs a GPU, but torch finds none here.")
+    if options.choices is not None:
+        check_choices(options.choices, options.formats, options.accuracy)
     loaded = _load(options, progress)
     if options.dynamic is not None:
         check_dynamic(
@@ -109,8 +71,33 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
     fast = optimize_to_export(loaded.model, passes, **shared)
     bundle = _bundle(fast, options, loaded, shared)
     report = report_of(fast).to_json()
+    profile = _profile(fast, bundle, options, loaded, device, progress)
     seconds = round(time.perf_counter() - started, 3)
-    return _exported(shown, bundle, report, loaded, seconds)
+    return {**_exported(shown, bundle, report, loaded, seconds), **profile}
+
+
+def _profile(
+    fast: nn.Module,
+    bundle: Bundle,
+    options: ExportOptions,
+    loaded: Loaded,
+    device: str,
+    progress: Callable[[Progress], None],
+) -> Document:
+    """The entry "profile" of the document, if it was requested."""
+    if options.profile_dir is None:
+        return {}
+    target = torch.device(device)
+    found = profile_export(
+        loaded.model,
+        fast,
+        bundle,
+        loaded.samples(options.seed, target),
+        device=target,
+        directory=options.profile_dir,
+        progress=progress,
+    )
+    return {"profile": found}
 
 
 def _shared(
@@ -150,6 +137,12 @@ def _bundle(fast: nn.Module, options: ExportOptions, loaded: Loaded, shared: dic
         row_independence=options.row_independence,
         source=loaded.source,
         debug_dir=options.debug_dir,
+        bench=None if options.bench else False,
+        tune=options.tune,
+        tune_seconds=options.tune_seconds,
+        accuracy=options.accuracy,
+        calibration=loaded.calibration,
+        choices=options.choices,
     )
 
 
@@ -161,16 +154,13 @@ def _with_absolute_paths(options: ExportOptions) -> ExportOptions:
         input_files=tuple(path.absolute() for path in options.input_files),
         weights=None if options.weights is None else options.weights.absolute(),
         debug_dir=None if options.debug_dir is None else options.debug_dir.absolute(),
+        calibration=None if options.calibration is None else options.calibration.absolute(),
+        choices=None if options.choices is None else options.choices.absolute(),
+        profile_dir=None if options.profile_dir is None else options.profile_dir.absolute(),
     )
 
 
-def _default(value: object) -> str | int | float | None:
-    if value is MISSING:
-        return "required"
-    return value if value is None or isinstance(value, str | int | float) else str(value)
-
-
-def _device(asked: str, *, require_gpu: bool) -> str:
+def chosen_device(asked: str, *, require_gpu: bool) -> str:
     available = torch.cuda.is_available()
     if available:
         return "cpu" if asked == "cpu" else "cuda"
@@ -188,6 +178,8 @@ def _load(options: ExportOptions, progress: Callable[[Progress], None]) -> Loade
         inputs=options.inputs,
         input_files=options.input_files,
         weights=options.weights,
+        calibration=options.calibration,
+        calibrates=not parse_accuracy(options.accuracy).is_exact,
         seed=options.seed,
     )
     progress(Progress(LOAD_STAGE, 1, 2, f"{loaded.source} runs on its inputs"))
@@ -211,6 +203,7 @@ def _exported(output: Path, bundle: Bundle, report: Document, loaded: Loaded, se
         "missing": bundle.missing,
         "unproven": bundle.unproven,
         "parity": manifest["parity"],
+        "benchmark": bundle.benchmark,
         "report": report,
         "notes": list(dict.fromkeys([*loaded.notes, *report["notes"], *manifest.get("notes", ())])),
         "seconds": seconds,

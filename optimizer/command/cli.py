@@ -28,12 +28,14 @@ from optimizer.command.user_code import import_own_packages
 from optimizer.errors import BundleError, OptimizeExportError, Terminated, UsageError, all_printable, printable
 from optimizer.options import (
     DEFAULT_FORMATS,
+    BenchOptions,
     Effort,
     ExportOptions,
     ListOptions,
     Options,
     RejudgeOptions,
     VerifyOptions,
+    check_tuning,
     default_output,
     parse_batch_sizes,
     parse_digest,
@@ -42,6 +44,7 @@ from optimizer.options import (
     parse_metadata,
     parse_names,
     parse_opset,
+    parse_seconds,
     parse_seed,
     parse_tolerance,
 )
@@ -52,10 +55,11 @@ if TYPE_CHECKING:
 PROGRAM = "optimize-export"
 EXIT_DEFECT, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
-_MODES = {"verify": "--verify", "rejudge": "--rejudge", "list_passes": "--list-passes"}
+_MODES = {"verify": "--verify", "bench": "--bench", "rejudge": "--rejudge", "list_passes": "--list-passes"}
 _COMMON = {"as_json", "quiet", "debug"}
 _ALLOWED = {
     "verify": _COMMON | {"verify", "device", "require_gpu", "details", "expect", "no_run"},
+    "bench": _COMMON | {"bench", "device"},
     "rejudge": _COMMON | {"rejudge", "atol", "rtol", "factor", "details"},
     "list_passes": _COMMON | {"list_passes"},
 }
@@ -69,6 +73,7 @@ Examples:
   optimize-export models.bert:tiny --dynamic ids:0=batch,1=time --dynamic mask:0=batch,1=time
   optimize-export model.py --weights net.safetensors --passes fold-conv-bn,channels-last
   optimize-export --verify dist/net
+  optimize-export --bench dist/net
   optimize-export --rejudge dist/net --atol logits=1e-3
 
 \b
@@ -125,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str], voice: "_Voice") -> int:
     options = command.main(arguments, prog_name=PROGRAM, standalone_mode=False, obj=voice)
-    if not isinstance(options, ExportOptions | VerifyOptions | RejudgeOptions | ListOptions):
+    if not isinstance(options, ExportOptions | VerifyOptions | BenchOptions | RejudgeOptions | ListOptions):
         return int(options)  # --help and --version have already printed
     with _stdout_goes_to_stderr():
         document = _work(options, voice)
@@ -137,12 +142,18 @@ def _work(options: Options, voice: "_Voice") -> dict[str, Any]:
     with _Stages(shown=not voice.quiet) as stages:
         if isinstance(options, ExportOptions):
             check_early(options)
+            if options.profile_dir is not None:
+                # torch's profiler logs its own steps to stderr; it reads the level once.
+                os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             stages.start("importing torch and onnxruntime")
         engine = _torch_side()
         if isinstance(options, ListOptions):
             return dict(engine.list_passes())
         if isinstance(options, VerifyOptions):
             return dict(engine.verify(options))
+        if isinstance(options, BenchOptions):
+            stages.start("timing the files")
+            return dict(engine.bench(options))
         if isinstance(options, RejudgeOptions):
             return dict(engine.rejudge(options))
         document = dict(engine.export_model(options, stages))
@@ -151,12 +162,12 @@ def _work(options: Options, voice: "_Voice") -> dict[str, Any]:
 
 
 def _torch_side() -> ModuleType:
-    """Import all modules of the program, including those that need torch, and return `build`.
+    """Import all modules of the program, including those that need torch, and return `engine`.
 
     After this call, the program imports none of its own modules. A user's module of the same name can't replace one.
     """
     import_own_packages()
-    from optimizer.command import build as engine
+    from optimizer.command import engine
 
     return engine
 
@@ -283,6 +294,12 @@ def _installed(distribution: str) -> str:
     "--debug-dir", metavar="DIR", help="If a file computes something different, write a reproduction to this folder."
 )
 @click.option(
+    "--profile",
+    "profile_dir",
+    metavar="DIR",
+    help="Also profile the original, the optimized model and the ONNX file, and write the traces to this new folder.",
+)
+@click.option(
     "--verify", metavar="BUNDLE", help="Verify a bundle again; no MODEL. This runs its files, which are programs."
 )
 @click.option(
@@ -291,6 +308,29 @@ def _installed(distribution: str) -> str:
     help="With --verify: the SHA-256 of SHA256SUMS from the builder. Any other bundle is refused before it is loaded.",
 )
 @click.option("--no-run", is_flag=True, help="With --verify: check hashes and golden data, and load no model file.")
+@click.option(
+    "--tune",
+    is_flag=True,
+    help="Try every installed runtime with its settings, and lossy precisions within --accuracy; recommend the best.",
+)
+@click.option("--tune-seconds", metavar="N", default="120", show_default=True, help="About how long --tune may take.")
+@click.option(
+    "--accuracy",
+    metavar="BUDGET",
+    default="exact",
+    show_default=True,
+    help="What a lossy route may cost: exact, the least cosine of any output such as 0.999, or top1=0.99. With --tune.",
+)
+@click.option(
+    "--calibration",
+    metavar="PATH",
+    help="Calls to calibrate int8 with: a .safetensors or .npz file, or a folder of them; with --accuracy.",
+)
+@click.option(
+    "--choices", metavar="BUNDLE", help="Ship what this tuned bundle recommends, proven again but without timing."
+)
+@click.option("--no-bench", is_flag=True, help="Don't time the files next to the original, and recommend none.")
+@click.option("--bench", metavar="BUNDLE", help="Time the files of a bundle on this machine; no MODEL.")
 @click.option(
     "--rejudge",
     metavar="BUNDLE",
@@ -330,6 +370,10 @@ def command(context: click.Context, /, **values: Any) -> Options:
         if not values["verify"].strip():
             raise UsageError("--verify names no folder.")
         return _verify_options(context, values)
+    if mode == "bench":
+        if not values["bench"].strip():
+            raise UsageError("--bench names no folder.")
+        return BenchOptions(Path(values["bench"]), values["device"])
     if mode == "rejudge":
         return _rejudge_options(values)
     if values["factor"] is not None:
@@ -402,9 +446,11 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
     passes = values["passes"]
     if passes is not None and not passes.strip():
         raise UsageError("--passes names no pass: list passes, use none for no pass, or leave out the option.")
-    for option, what in (("output", "folder"), ("weights", "file"), ("debug_dir", "folder")):
-        if values[option] is not None and not values[option].strip():
-            raise UsageError(f"--{option.replace('_', '-')} names no {what}: add one, or leave out the option.")
+    for option, what in (("output", "folder"), ("weights", "file"), ("debug-dir", "folder"), ("profile", "folder")):
+        value = values["profile_dir" if option == "profile" else option.replace("-", "_")]
+        if value is not None and not value.strip():
+            raise UsageError(f"--{option} names no {what}: add one, or leave out the option.")
+    _check_tuning(values)
     return ExportOptions(
         model=model,
         name=values["name"],
@@ -427,11 +473,32 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
         strict=values["strict"],
         force=values["force"],
         debug_dir=Path(values["debug_dir"]) if values["debug_dir"] is not None else None,
+        profile_dir=Path(values["profile_dir"]) if values["profile_dir"] is not None else None,
         seed=parse_seed(values["seed"]),
         atol=parse_tolerance("--atol", values["atol"]),
         rtol=parse_tolerance("--rtol", values["rtol"]),
         row_independence=values["row_independence"],
+        bench=not values["no_bench"],
+        tune=values["tune"],
+        tune_seconds=parse_seconds(values["tune_seconds"]),
+        accuracy=values["accuracy"],
+        calibration=Path(values["calibration"]) if values["calibration"] is not None else None,
+        choices=Path(values["choices"]) if values["choices"] is not None else None,
         effort=_effort(quick=values["quick"], thorough=values["thorough"]),
+    )
+
+
+def _check_tuning(values: Mapping[str, Any]) -> None:
+    for option, what in (("calibration", "file"), ("choices", "bundle")):
+        if values[option] is not None and not values[option].strip():
+            raise UsageError(f"--{option} names no {what}: add one, or leave out the option.")
+    check_tuning(
+        False if values["no_bench"] else None,
+        values["tune"],
+        parse_seconds(values["tune_seconds"]),
+        values["accuracy"],
+        values["calibration"],
+        values["choices"],
     )
 
 

@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from optimizer.errors import LoadError, UsageError
-from optimizer.options import ExportOptions, check_debug_folder, is_utf8, refuse_missing_weights
+from optimizer.options import ExportOptions, check_debug_folder, check_profile_folder, is_utf8, refuse_missing_weights
 
 # The names of our own passes and formats. A test compares them with the registries, which import torch.
 PASS_NAMES = (
@@ -33,8 +33,9 @@ def check_early(options: ExportOptions) -> None:
     """Check the names and files in the options.
 
     Raises:
-        UsageError: a pass or format is unknown, the model's name is invalid, or the debug folder exists.
-        LoadError: the model's file, the weights file or an inputs file is missing.
+        UsageError: a pass or format is unknown, the model's name is invalid, or the folder for debugging or
+            for the profile can't be used.
+        LoadError: the model's file, the weights file, an inputs file or the calibration inputs are missing.
     """
     _refuse_unknown_passes(options.passes or "")
     _refuse_unknown_formats(options.formats)
@@ -42,7 +43,10 @@ def check_early(options: ExportOptions) -> None:
     split_target(options.model, options.name)
     if options.weights is not None:
         refuse_missing_weights(options.weights)
+    if options.calibration is not None and not options.calibration.exists():
+        raise LoadError(f"The calibration inputs {options.calibration} don't exist.")
     check_debug_folder(options.debug_dir)
+    check_profile_folder(options.profile_dir, options.output, options.debug_dir)
 
 
 def _refuse_unknown_passes(text: str) -> None:

@@ -1,4 +1,4 @@
-"""`--inputs`: calls of the model from safetensors files, one call per file."""
+"""`--inputs` and `--calibration`: calls of the model from safetensors or npz files, one call per file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
+import numpy
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -41,11 +43,31 @@ def read_calls(paths: Sequence[Path], model: nn.Module, own: Call | None) -> tup
     return tuple(_call(name, tensors, model, constants) for name, tensors in named)
 
 
+def files_of(path: Path) -> list[Path]:
+    """The file, or the safetensors and npz files in a folder, by name.
+
+    Raises:
+        LoadError: there is none.
+    """
+    if path.is_file():
+        return [path]
+    found = sorted(each for each in path.glob("*") if each.suffix in (".safetensors", ".npz"))
+    if not found:
+        what = "contains no .safetensors and no .npz file" if path.is_dir() else "doesn't exist"
+        raise LoadError(f"{path} {what}.")
+    return found
+
+
 def _tensors_in(path: Path) -> dict[str, torch.Tensor]:
+    kind = "npz" if path.suffix == ".npz" else "safetensors"
     try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise LoadError(f"The inputs {path.name} couldn't be read as safetensors: {quote(error)}.") from error
+        if kind == "npz":
+            with numpy.load(path, allow_pickle=False) as arrays:
+                tensors = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+        else:
+            tensors = load_file(path)
+    except (SafetensorError, OSError, ValueError, TypeError, BadZipFile) as error:
+        raise LoadError(f"The inputs {path.name} couldn't be read as {kind}: {quote(error)}.") from error
     if not tensors:
         raise LoadError(f"The inputs {path.name} contain no tensor.")
     return tensors

@@ -17,7 +17,7 @@ import inspect
 import random
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from optimizer.command.early_checks import refuse_missing_inputs, split_target
-from optimizer.command.input_files import read_calls
+from optimizer.command.input_files import files_of, read_calls
 from optimizer.command.input_spec import draw_inputs, parse_input
 from optimizer.command.user_code import put_first
 from optimizer.command.user_errors import errors_of_user_code
@@ -61,6 +61,7 @@ class Loaded:
         notes: sentences about decisions that were made while loading.
         folder: the folder of the user's file, or the current folder for an importable module.
         further_inputs: more calls, from `--inputs`.
+        calibration: calls for static quantization, from `--calibration` or the file's get_calibration_inputs().
     """
 
     model: nn.Module
@@ -70,6 +71,7 @@ class Loaded:
     notes: tuple[str, ...] = ()
     folder: Path = field(default_factory=Path.cwd)
     further_inputs: FurtherInputs = ()
+    calibration: Sequence[Any] | None = None
 
     def first_call(self, seed: int = 0, device: torch.device | None = None) -> Call:
         """The user's own call; an example function is called with batch size 2."""
@@ -93,9 +95,13 @@ def load(
     inputs: Sequence[str] = (),
     input_files: Sequence[Path] = (),
     weights: Path | None = None,
+    calibration: Path | None = None,
+    calibrates: bool = False,
     seed: int = 0,
 ) -> Loaded:
     """Load the model that `spec` names, its weights and its example inputs.
+
+    Calibration calls are those of the path `calibration`; or with `calibrates`, those of the user's file.
 
     Runs the user's code after `put_first`, with all random generators seeded with `seed`. The user's modules stay
     importable afterwards; `user_code.names_restored` removes them again.
@@ -144,6 +150,10 @@ def load(
     source = f"{target.label}:{model_name}"
     loaded = Loaded(model, example_inputs, example_kwargs, source, tuple(notes), target.folder, further)
     _check_inputs(loaded, seed)
+    if calibration is not None:
+        loaded.calibration = read_calls(files_of(calibration), model, loaded.first_call(seed))
+    elif calibrates:
+        loaded.calibration = finder.calibration()
     return loaded
 
 
@@ -229,6 +239,21 @@ class _Finder:
         if _takes_two(value):
             return self._drawn_by(value, name), kwargs
         return self._merged(self._call(value, name), f"{name}()", kwargs)
+
+    def calibration(self) -> list[Any] | None:
+        """The calls of the file's `calibration_inputs` or `get_calibration_inputs()`; None if it has neither."""
+        names = ("calibration_inputs", "get_calibration_inputs")
+        name = next((name for name in names if self._held(name) is not _ABSENT), None)
+        if name is None:
+            return None
+        value = self._held(name)
+        calls = self._call(value, name) if callable(value) and not isinstance(value, torch.Tensor) else value
+        if isinstance(calls, torch.Tensor | str) or not isinstance(calls, Iterable):
+            raise LoadError(
+                f"{self.target.label}: {name} is a {type_name(calls)}; it must be a list of calls: tensors, tuples of "
+                "arguments or dicts of keyword arguments."
+            )
+        return list(calls)
 
     def _chosen_name(self) -> str:
         if self._held("model") is not _ABSENT:

@@ -13,28 +13,25 @@ from rich.text import Text
 
 from exporters.errors import ExporterError
 from exporters.registry import exporter_named
+from optimizer.command.benchmark_tables import accuracy_text, benchmark_lines
+from optimizer.command.text_tables import INDENT, STYLES, folded, padded, size_text, table
 from optimizer.parity import FACTOR, SLICE_FACTOR
+from optimizer.profiling import profile_lines
 from optimizer.report import reason_shown, remark_lines
 
 # Without a terminal, lines are almost never wrapped, so that `grep` finds them whole.
 _WIDE = 4096
-# The minimum width of a wrapped last column. In less space, each row of the table becomes a paragraph.
-_NARROWEST = 24
-_INDENT = 4
-_STYLES = {
-    "applied": "green",
-    "ok": "green",
-    "rolled-back": "yellow",
-    "vacuous": "yellow",
-    "failed": "red",
-    "missing": "red",
-}
 
 # Prefix of the metadata that this program writes into every file (`exporters.metadata`).
 _OURS = "optimize_export."
 
+_PROFILED = {
+    "original": ("profile of the original", "module"),
+    "optimized": ("profile of the optimized model", "module"),
+    "onnx": ("profile of model.onnx", "node"),
+}
+
 Document = Mapping[str, Any]
-Row = Sequence[str]
 
 
 def as_text(document: Document, *, terminal: bool, details: bool = False) -> str:
@@ -71,6 +68,12 @@ def _lines(document: Document, width: int, *, details: bool) -> Iterable[Text | 
     missing = document.get("missing") or {}
     if artifacts or missing:
         yield from _files(artifacts, missing, width)
+        yield ""
+    if benchmark := document.get("benchmark"):
+        yield from benchmark_lines(benchmark, width)
+        yield ""
+    for name, profile in document.get("profile", {}).items():
+        yield from map(Text, profile_lines(profile, *_PROFILED[name]))
         yield ""
     if details and any("route" in artifact for artifact in artifacts):
         yield from _artifacts(artifacts, width)
@@ -115,7 +118,7 @@ def _lines(document: Document, width: int, *, details: bool) -> Iterable[Text | 
 
 def _wrapped(text: str, width: int) -> list[str]:
     """Wrap a sentence without breaking its words or numbers."""
-    return textwrap.wrap(text, width, subsequent_indent=" " * _INDENT, break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(text, width, subsequent_indent=" " * INDENT, break_long_words=False, break_on_hyphens=False)
 
 
 # One line per file ----------------------------------------------------------------------------------------------------
@@ -127,15 +130,15 @@ def _files(artifacts: Sequence[Document], missing: Mapping[str, str], width: int
     first = max(cell_len(row[0]) for row in rows)
     second = max(cell_len(row[1]) for row in rows)
     for path, size, word, rest in rows:
-        start = f"{_padded(path, first)}  " + (f"{size:>{second}}  " if second else "")
-        style = _STYLES.get(word, "")
+        start = f"{padded(path, first)}  " + (f"{size:>{second}}  " if second else "")
+        style = STYLES.get(word, "")
         if cell_len(start) + len(word) + len(rest) <= width:
             yield Text.assemble(start, (word, style), rest)
             continue
         yield Text(start.rstrip())
-        top, *more = _folded(word + rest, max(width - _INDENT, 1))
-        yield Text.assemble(" " * _INDENT, (word, style), top.removeprefix(word))
-        yield from (Text(" " * _INDENT + line) for line in more)
+        top, *more = folded(word + rest, max(width - INDENT, 1))
+        yield Text.assemble(" " * INDENT, (word, style), top.removeprefix(word))
+        yield from (Text(" " * INDENT + line) for line in more)
 
 
 def _file_of(format: str) -> str:
@@ -146,15 +149,19 @@ def _file_of(format: str) -> str:
 
 
 def _bytes(artifact: Document) -> str:
-    return _size(artifact["bytes"]) if "bytes" in artifact else ""
+    return size_text(artifact["bytes"]) if "bytes" in artifact else ""
 
 
 def _verdict(artifact: Document) -> tuple[str, str]:
     """The verdict on a file: one word, and the text after it."""
     parity = artifact.get("parity")
+    if parity is None and artifact.get("accuracy"):
+        return ("failed" if artifact.get("problem") else "ok"), f": {accuracy_text(artifact['accuracy'])}"
     if parity is None:
         return ("failed", "") if artifact.get("problem") else ("not checked", "")
     verdict = parity["verdict"]
+    if artifact.get("accuracy"):
+        return verdict, f": {parity['reason']}"
     if verdict == "vacuous":
         return verdict, ": the outputs prove nothing"
     judged = [output for output in parity["outputs"] if output.get("judged", True)]
@@ -209,56 +216,6 @@ def _gained(report: Document) -> Iterable[str]:
 # Tables ---------------------------------------------------------------------------------------------------------------
 
 
-def _table(columns: Row, rows: Sequence[Row], width: int, *, wraps: bool = False) -> Iterable[Text]:
-    """Align the rows in columns if they fit; otherwise write one paragraph per row.
-
-    Only the last cell may be broken, at its spaces.
-
-    Args:
-        wraps: whether the last column contains sentences, which may be wrapped.
-    """
-    widths = [max(cell_len(row[column]) for row in (columns, *rows)) for column in range(len(columns))]
-    start = sum(widths[:-1]) + 2 * (len(widths) - 1)
-    room = min(widths[-1], max(width - start, _NARROWEST)) if wraps else widths[-1]
-    if start + room > width:
-        yield from _paragraphs(columns, rows, width)
-        return
-    for row in (columns, *rows):
-        cells = [_padded(cell, size) for cell, size in zip(row[:-1], widths, strict=False)]
-        first, *more = (_folded(row[-1], room) if wraps else [row[-1]]) or [""]
-        line = Text("  ").join([Text(cell, style=_STYLES.get(cell.rstrip(), "")) for cell in cells])
-        line = Text("  ").join([line, Text(first, style=_STYLES.get(first, ""))])
-        if row is columns:
-            line.stylize("bold")
-        yield line
-        yield from (Text(" " * start + text) for text in more)
-
-
-def _paragraphs(columns: Row, rows: Sequence[Row], width: int) -> Iterable[Text]:
-    for first, *cells in rows:
-        pieces = [f"{name} {cell}" for name, cell in zip(columns[1:], cells, strict=True) if cell]
-        line = first
-        for number, piece in enumerate(pieces):
-            joined = f"{line}{',' if number else ':'} {piece}"
-            # Leave room for a comma.
-            if cell_len(joined) < width:
-                line = joined
-                continue
-            yield Text(line + ("," if number else ":"))
-            *full, last = [" " * _INDENT + text for text in _folded(piece, max(width - _INDENT, 1))]
-            yield from map(Text, full)
-            line = last
-        yield Text(line)
-
-
-def _folded(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
-
-
-def _padded(text: str, width: int) -> str:
-    return text + " " * (width - cell_len(text))
-
-
 def _passes(passes: Sequence[Document], width: int, *, details: bool) -> Iterable[Text]:
     columns = ["pass", "status", "changes", "skips", "reason"]
     rows = [
@@ -269,7 +226,7 @@ def _passes(passes: Sequence[Document], width: int, *, details: bool) -> Iterabl
         columns.insert(4, "seconds")
         for row, each in zip(rows, passes, strict=True):
             row.insert(4, f"{each.get('seconds') or 0:.2f}")
-    yield from _table(columns, rows, width, wraps=True)
+    yield from table(columns, rows, width, wraps=True)
 
 
 def _could_apply(names: Sequence[str]) -> str:
@@ -288,13 +245,13 @@ def _artifacts(artifacts: Sequence[Document], width: int) -> Iterable[Text]:
         )
         for each in artifacts
     ]
-    yield from _table(columns, rows, width)
+    yield from table(columns, rows, width)
 
 
 def _ran(artifacts: Sequence[Document], width: int) -> Iterable[Text]:
     """The table of the artifacts that ran when the bundle was verified."""
     rows = [(each["path"], each["device"], str(each["calls"]), _placement(each.get("placement"))) for each in artifacts]
-    yield from _table(("file", "run on", "calls", "nodes on"), rows, width)
+    yield from table(("file", "run on", "calls", "nodes on"), rows, width)
 
 
 def _placement(counts: Mapping[str, int] | None) -> str:
@@ -318,7 +275,7 @@ def _parity(outputs: Sequence[tuple[Document, Document]], width: int) -> Iterabl
         error, allowed = _judged(output)
         figures = _figures(output)
         rows.append((artifact["format"], str(output["name"]), error, allowed, *figures, verdict))
-    yield from _table(columns, rows, width)
+    yield from table(columns, rows, width)
 
 
 def _judged(output: Document) -> tuple[str, str]:
@@ -334,14 +291,14 @@ def _judged(output: Document) -> tuple[str, str]:
 
 def _every_call(outputs: Sequence[tuple[Document, Document]], width: int) -> Iterable[Text]:
     columns = ("parity of", "output", "batch", "draw", "error", *_FIGURES)
-    table = []
+    lines = []
     for artifact, output in outputs:
         for call in output.get("calls", ()):
             rows = "-" if call["batch_size"] is None else str(call["batch_size"])
             size = ", ".join([rows, *(f"{name} {size}" for name, size in call.get("sizes", {}).items())])
             error, figures = _number(call["max_error"]), _figures(call)
-            table.append((artifact["format"], str(output["name"]), size, str(call["draw"]), error, *figures))
-    yield from _table(columns, table, width)
+            lines.append((artifact["format"], str(output["name"]), size, str(call["draw"]), error, *figures))
+    yield from table(columns, lines, width)
 
 
 def _figures(of: Document) -> tuple[str, ...]:
@@ -362,7 +319,7 @@ def _agreement(share: float | None, undecided: int) -> str:
 
 def _available(passes: Sequence[Document], width: int) -> Iterable[Text]:
     rows = [(each["name"], each["summary"], _options(each["options"])) for each in passes]
-    yield from _table(("pass", "description", "options"), rows, width)
+    yield from table(("pass", "description", "options"), rows, width)
 
 
 def _options(options: Any) -> str:
@@ -383,15 +340,6 @@ def _number(value: float | str | None) -> str:
     if value is None:
         return "-"
     return value if isinstance(value, str) else f"{value:.2g}"
-
-
-def _size(count: int) -> str:
-    size, unit = float(count), "B"
-    for bigger in ("KiB", "MiB", "GiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, bigger
-    return f"{size:.0f} {unit}" if unit == "B" or size >= 9.95 else f"{size:.1f} {unit}"
 
 
 def _differs(name: str, place: Mapping[str, Any]) -> str:

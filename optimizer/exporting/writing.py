@@ -7,30 +7,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from exporters.base import Artifact, Exporter
 from exporters.errors import ExporterError, ExportError, MetadataError, StructureError
 from optimizer.bundle import (
     artifact_entry,
-    describe_device,
-    is_to_be_repeated,
-    plain,
-    to_json_text,
-    weights_hash,
-    write_golden,
 )
 from optimizer.errors import ParityError
 from optimizer.exporting.artifact_parity import FileProof
 from optimizer.exporting.graph_files import remove
 from optimizer.exporting.job import ExportJob
 from optimizer.exporting.measuring import MeasuredExport
+from optimizer.manifest import plain
 from optimizer.model import release_memory
-from optimizer.parity import ParityReport, golden_entries
-from optimizer.report import Report
-
-_REPORT = "report.json"
+from optimizer.parity import ParityReport
 
 
 @dataclass
@@ -129,48 +118,6 @@ def _write(
     remove(artifact.files)
 
 
-def write_data(job: ExportJob, measured: MeasuredExport, written: WrittenFiles, folder: Path) -> dict[str, Any]:
-    """Write the golden data and the report, and return the fields of the manifest."""
-    job.progress("bundle", 0, 1, str(job.output))
-    reference, adapter = measured.reference, measured.adapter
-    golden = write_golden(
-        folder,
-        golden_entries(reference),
-        reference.noises,
-        flatten=adapter.flatten_inputs,
-        input_names=adapter.input_names,
-        output_names=adapter.output_names,
-        device=job.home,
-        atol=measured.absolute,
-        rtol=measured.relative,
-        precision=reference.precision,
-    )
-    report = None if job.provenance is None else job.provenance.report
-    told = None if report is None else _told(report)
-    if told is not None:
-        (folder / _REPORT).write_text(to_json_text(plain(told)), encoding="utf-8")
-    return {
-        "device": describe_device(job.target),
-        "mode": "inference",
-        "seed": job.seed,
-        "model": _describe(measured.original, job.source),
-        "input_structure": adapter.input_structure,
-        "output_structure": adapter.output_structure,
-        **({"example_sizes": dict(job.dims.given)} if job.dims.given else {}),
-        "artifacts": written.entries,
-        "missing": {name: str(error) for name, error in written.missing.items()},
-        "parity": {
-            **_overall(written.reports, measured),
-            "effort": job.effort,
-            "reference_device": describe_device(job.home),
-        },
-        "golden": golden,
-        "coverage": None if report is None else report.coverage.to_json(),
-        "passes": [] if told is None else told["passes"],
-        "notes": _all_notes([*measured.notes, *written.notes], written.reports),
-    }
-
-
 def _note_on_metadata(artifact: Artifact, own: Mapping[str, str]) -> Sequence[str]:
     """A note if a file lacks the user's metadata, because a third-party exporter may not write them."""
     lacking = [key for key, text in own.items() if artifact.metadata.get(key) != text]
@@ -179,7 +126,7 @@ def _note_on_metadata(artifact: Artifact, own: Mapping[str, str]) -> Sequence[st
     return [f"the {artifact.format} file lacks the metadata {', '.join(lacking)}: its exporter doesn't write metadata"]
 
 
-def _all_notes(own: Sequence[str], reports: Mapping[str, ParityReport]) -> list[str]:
+def all_notes(own: Sequence[str], reports: Mapping[str, ParityReport]) -> list[str]:
     """The notes of the export and of its comparisons, without duplicates."""
     return list(dict.fromkeys([*own, *(note for report in reports.values() for note in report.notes)]))
 
@@ -188,39 +135,5 @@ def _not_proven(parity: ParityReport, name: str, remark: str) -> ParityError:
     where = f" {remark}" if remark else ""
     return ParityError(
         f"The {name} artifact isn't proven to compute the same as the original: {parity.reason}{where}",
-        {"notes": _all_notes((), {name: parity})},
+        {"notes": all_notes((), {name: parity})},
     )
-
-
-def _overall(reports: Mapping[str, ParityReport], measured: MeasuredExport) -> dict[str, Any]:
-    worst = max(reports.values(), key=lambda report: report.ratio)
-    return {
-        "ok": all(report.ok for report in reports.values()),
-        "verdict": worst.verdict,
-        "reason": worst.reason,
-        "reference": worst.reference,
-        "precision": worst.precision,
-        "batch_sizes": list(measured.reference.batch_sizes),
-        "draws": worst.draws,
-        "factor": worst.factor,
-        "settings": dict(item for report in reports.values() for item in report.settings.items()),
-    }
-
-
-def _told(report: Report) -> dict[str, Any]:
-    """The report for a bundle; without times if the bundle must be reproducible byte for byte."""
-    told = report.to_json()
-    if not is_to_be_repeated():
-        return told
-    return {**told, "seconds": None, "stages": None, "passes": [{**each, "seconds": None} for each in told["passes"]]}
-
-
-def _describe(model: nn.Module, source: str | None) -> dict[str, Any]:
-    state = model.state_dict()
-    return {
-        "class": type(model).__name__,
-        "source": source or type(model).__module__,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "bytes": sum(t.numel() * t.element_size() for t in state.values() if isinstance(t, torch.Tensor)),
-        "weights_sha256": weights_hash(state),
-    }

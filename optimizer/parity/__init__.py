@@ -11,6 +11,7 @@ rule.
     report = judge(measurement)                               # runs nothing
 """
 
+from optimizer.parity.accuracy import Accuracy, accuracy_between, accuracy_of
 from optimizer.parity.check import check_parity
 from optimizer.parity.float64 import raised
 from optimizer.parity.golden import GoldenEntry, compare_golden, golden_entries, golden_entry
@@ -32,6 +33,7 @@ __all__ = [
     "BATCH_SIZES",
     "FACTOR",
     "SLICE_FACTOR",
+    "Accuracy",
     "Flatten",
     "GoldenEntry",
     "Measurement",
@@ -45,6 +47,8 @@ __all__ = [
     "RegionReference",
     "Rows",
     "Tolerance",
+    "accuracy_between",
+    "accuracy_of",
     "after_all_calls",
     "all_finite",
     "by_output",

@@ -1,0 +1,177 @@
+"""The candidates of one export, and their comparison with the original."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from exporters.gpu_settings import GpuSettings
+from optimizer.exporting.copies import exportable
+from optimizer.exporting.job import ExportJob
+from optimizer.exporting.measuring import MeasuredExport
+from optimizer.exporting.writing import WrittenFiles
+from optimizer.tuning import (
+    EAGER,
+    Benchmark,
+    Candidate,
+    Figure,
+    Files,
+    Opened,
+    Refused,
+    Run,
+    available_memory,
+    calling,
+    chosen,
+    opened_all,
+    recommendation,
+    timed,
+)
+from passes.compiling.compiler import import_inductor, missing_compiler
+
+# How much memory open files take at most, as a multiple of their size: a timing opens each file at most twice, and a
+# runtime copies the weights while it loads them. Tuning keeps more of them open.
+_TIMED_COPIES, _TUNED_COPIES = 3, 6
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What the candidates of one export are made of.
+
+    Attributes:
+        eager: the original as it is.
+        files: the proven files, with the example call.
+        finished: waits for the device.
+        settings: the user's, which the original runs under; None on a CPU.
+    """
+
+    job: ExportJob
+    measured: MeasuredExport
+    eager: Candidate
+    files: Files
+    finished: Run
+    settings: GpuSettings | None
+
+    @classmethod
+    def of(cls, job: ExportJob, measured: MeasuredExport, written: WrittenFiles, folder: Path) -> Bench:
+        call = job.samples.given
+        args, kwargs = call.args, call.kwargs
+        inputs = [tensor.detach().clone().to(job.target) for tensor in measured.adapter.flatten_inputs(args, kwargs)]
+        entries = [
+            {**entry, "bytes": sum((folder / path).stat().st_size for path in entry["files"])}
+            for entry in written.entries
+        ]
+        args, kwargs = measured.adapter.call_arguments(inputs)
+        original = exportable(measured.original, job.target, measured.reference.written)
+        on_gpu = job.target.type == "cuda"
+        settings = GpuSettings.now() if on_gpu else None
+        return cls(
+            job,
+            measured,
+            Candidate(EAGER, lambda: calling(original, args, kwargs, settings)),
+            Files(folder, entries, job.target.type, inputs),
+            torch.cuda.synchronize if on_gpu else lambda: None,
+            settings,
+        )
+
+    def proven(self, candidate: Candidate) -> Candidate:
+        """The candidate, if only rounding tells its outputs from the original's.
+
+        Raises:
+            Refused: its outputs aren't proven.
+        """
+        if candidate.route is None:
+            return candidate
+        measurement, _ = self.measured.parity.measured_of(self.files.opened(candidate.route), self.measured.rows)
+        parity = self.measured.parity.judged(measurement)
+        if not parity.ok:
+            raise Refused(f"it isn't proven: {parity.reason}")
+        return candidate
+
+    def in_python(self) -> Iterator[Candidate]:
+        """The optimized module as it is and compiled by torch.compile; neither is a file."""
+        job = self.job
+        args, kwargs = self.measured.adapter.call_arguments(self.files.inputs)
+
+        def module() -> nn.Module:
+            return exportable(job.model, job.target, self.measured.reference.written)
+
+        def compiled() -> Run:
+            import_inductor()
+            run = calling(torch.compile(module()), args, kwargs, self.settings)
+            with warnings.catch_warnings():
+                # Inductor recommends TF32 to whoever compiles without it.
+                warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
+                run()
+            return run
+
+        if job.provenance is not None and job.provenance.applied:
+            yield Candidate("the optimized module", lambda: calling(module(), args, kwargs, self.settings))
+        if missing_compiler(job.target) is None:
+            yield Candidate("torch.compile", compiled)
+
+    def opened_eager(self) -> Opened:
+        """The original, ready to run.
+
+        Raises:
+            Refused: it can't run in inference mode.
+        """
+        ready, dropped = opened_all([self.eager])
+        for figure in dropped:
+            raise Refused(f"the original, to compare with: {figure.dropped}")
+        return ready[0]
+
+    def unmeasured(self, reason: str) -> Benchmark:
+        """The outcome without figures and without a recommendation."""
+        return Benchmark(self.batch_sizes, torch.get_num_threads(), 0, (), None, reason)
+
+    def concluded(
+        self, ready: Sequence[Opened], dropped: Sequence[Figure], seconds: float, notes: Sequence[str] = ()
+    ) -> Benchmark:
+        """Time the candidates that are ready, and recommend one of the files; the simplest comes first.
+
+        Raises:
+            Refused: one of them fails.
+        """
+        latencies, figures = timed(ready, seconds, self.finished)
+        candidates = [each.candidate for each in ready if each.candidate.route is not None]
+        # Exact files before lossy ones; the sort is stable.
+        files = [each.name for each in sorted(candidates, key=lambda each: each.accuracy is not None)]
+        name = chosen(latencies, files) if files else None
+        return Benchmark(
+            batch_sizes=self.batch_sizes,
+            threads=torch.get_num_threads(),
+            rounds=len(latencies[EAGER].rounds),
+            figures=(*figures, *dropped),
+            recommended=next((figure.route for figure in figures if figure.name == name), None),
+            reason=recommendation(figures, name),
+            notes=(*self._notes(), *notes),
+        )
+
+    def _notes(self) -> list[str]:
+        settings = self.settings
+        if settings is None or not (settings.matmul or settings.cudnn):
+            return []
+        where = " and ".join(["matrix products"] * settings.matmul + ["the layers of cuDNN"] * settings.cudnn)
+        return [f"eager runs under torch's settings, which allow TF32 in {where}; the files don't, unless named tf32"]
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        size = self.job.samples.batch_size
+        return () if size is None else (size,)
+
+    @property
+    def too_large(self) -> str | None:
+        """Why the files aren't timed; None if they fit into memory side by side."""
+        copies = _TUNED_COPIES if self.job.tune else _TIMED_COPIES
+        needed, free = copies * sum(entry["bytes"] for entry in self.files.entries), available_memory()
+        if free is None or needed < free:
+            return None
+        return (
+            f"not measured: the files need up to {needed / 2**30:.1f} GiB side by side, and {free / 2**30:.1f} GiB are "
+            "free; optimize-export --bench measures on another machine"
+        )

@@ -1,0 +1,78 @@
+"""Read the route that an earlier export chose."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exporters.registry import QUANTIZED
+from optimizer.errors import BundleError, UsageError
+from optimizer.manifest import MANIFEST
+from optimizer.options import AccuracyBudget
+from optimizer.runtime import Route
+from optimizer.wording import quote
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A route that was chosen earlier.
+
+    Attributes:
+        path: the manifest.
+        kept: the names of the nodes of a quantized file that stay in float.
+    """
+
+    path: Path
+    route: Route
+    kept: tuple[str, ...] = ()
+
+
+def is_lossy(route: Route) -> bool:
+    """Whether a route loses more than rounding."""
+    lowered = route.settings.get("precision", "float32") != "float32" or route.settings.get("tf32", False)
+    return route.format in QUANTIZED or bool(lowered)
+
+
+def read_choices(path: str | Path, formats: Collection[str], budget: AccuracyBudget) -> Choices:
+    """Read the recommended route of a bundle or of its manifest.
+
+    Args:
+        formats: those of this export.
+        budget: that of this export.
+
+    Raises:
+        UsageError: there is no recommended route, or this export can't have it.
+    """
+    file = Path(path, MANIFEST) if Path(path).is_dir() else Path(path)
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else quote(error)
+        raise UsageError(f"The choices {file} can't be read: {reason}.") from error
+    benchmark = manifest.get("benchmark") if isinstance(manifest, dict) else None
+    recommended = benchmark.get("recommended") if isinstance(benchmark, dict) else None
+    if not isinstance(recommended, dict):
+        raise UsageError(f"{file} recommends no file: pass a bundle that was tuned or timed, or its {MANIFEST}.")
+    try:
+        route = Route.from_json(recommended)
+    except BundleError as error:
+        raise UsageError(f"{file} recommends a route that can't be used: {error}") from error
+    needed = "onnx" if route.format in QUANTIZED else route.format
+    if needed not in formats:
+        raise UsageError(f"{file} chooses {route}, which needs the format {needed}: add it to the formats.")
+    if is_lossy(route) and budget.is_exact:
+        raise UsageError(f"{file} chooses {route}, which is lossy: add a budget, such as --accuracy 0.999.")
+    return Choices(file, route, _kept(manifest, route.format, file))
+
+
+def _kept(manifest: Mapping[str, Any], format: str, file: Path) -> tuple[str, ...]:
+    if format not in QUANTIZED:
+        return ()
+    try:
+        artifact = next(each for each in manifest["artifacts"] if each["format"] == format)
+        return tuple(map(str, artifact["quantization"]["kept"]))
+    except (KeyError, TypeError, StopIteration) as error:
+        raise UsageError(f"{file} doesn't say how its {format} file was quantized: pass a whole {MANIFEST}.") from error

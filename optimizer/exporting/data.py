@@ -1,0 +1,107 @@
+"""Write the golden data of an export, and build the manifest's body."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from optimizer.bundle import describe_device, is_to_be_repeated, weights_hash, write_golden
+from optimizer.exporting.job import ExportJob
+from optimizer.exporting.measuring import MeasuredExport
+from optimizer.exporting.writing import WrittenFiles, all_notes
+from optimizer.manifest import plain, to_json_text
+from optimizer.parity import ParityReport, golden_entries
+from optimizer.report import Report
+from optimizer.tuning import Benchmark
+
+_REPORT = "report.json"
+
+
+def write_data(
+    job: ExportJob, measured: MeasuredExport, written: WrittenFiles, folder: Path, benchmark: Benchmark | None
+) -> dict[str, Any]:
+    """Write the golden data and the report, and return the fields of the manifest."""
+    job.progress("bundle", 0, 1, str(job.output))
+    reference, adapter = measured.reference, measured.adapter
+    golden = write_golden(
+        folder,
+        golden_entries(reference),
+        reference.noises,
+        flatten=adapter.flatten_inputs,
+        input_names=adapter.input_names,
+        output_names=adapter.output_names,
+        device=job.home,
+        atol=measured.absolute,
+        rtol=measured.relative,
+        precision=reference.precision,
+    )
+    report = None if job.provenance is None else job.provenance.report
+    told = None if report is None else _told(report)
+    if told is not None:
+        (folder / _REPORT).write_text(to_json_text(plain(told)), encoding="utf-8")
+    return {
+        "device": describe_device(job.target),
+        "mode": "inference",
+        "seed": job.seed,
+        "model": _describe(measured.original, job.source),
+        "input_structure": adapter.input_structure,
+        "positional": adapter.positional_names,
+        "output_structure": adapter.output_structure,
+        **({"example_sizes": dict(job.dims.given)} if job.dims.given else {}),
+        "artifacts": written.entries,
+        "missing": {name: str(error) for name, error in written.missing.items()},
+        "parity": {
+            **_overall(written.reports, measured),
+            "effort": job.effort,
+            "reference_device": describe_device(job.home),
+        },
+        "golden": golden,
+        **_kept(benchmark),
+        "coverage": None if report is None else report.coverage.to_json(),
+        "passes": [] if told is None else told["passes"],
+        "notes": all_notes([*measured.notes, *written.notes], written.reports),
+    }
+
+
+def _kept(benchmark: Benchmark | None) -> dict[str, Any]:
+    """The manifest's `benchmark`; none if the bundle must be reproducible byte for byte, as times vary."""
+    is_measured = benchmark is not None and (benchmark.rounds > 0 or benchmark.recommended is None)
+    return {} if benchmark is None or (is_measured and is_to_be_repeated()) else {"benchmark": benchmark.to_json()}
+
+
+def _overall(reports: Mapping[str, ParityReport], measured: MeasuredExport) -> dict[str, Any]:
+    worst = max(reports.values(), key=lambda report: report.ratio)
+    return {
+        "ok": all(report.ok for report in reports.values()),
+        "verdict": worst.verdict,
+        "reason": worst.reason,
+        "reference": worst.reference,
+        "precision": worst.precision,
+        "batch_sizes": list(measured.reference.batch_sizes),
+        "draws": worst.draws,
+        "factor": worst.factor,
+        "settings": dict(item for report in reports.values() for item in report.settings.items()),
+    }
+
+
+def _told(report: Report) -> dict[str, Any]:
+    """The report for a bundle; without times if the bundle must be reproducible byte for byte."""
+    told = report.to_json()
+    if not is_to_be_repeated():
+        return told
+    return {**told, "seconds": None, "stages": None, "passes": [{**each, "seconds": None} for each in told["passes"]]}
+
+
+def _describe(model: nn.Module, source: str | None) -> dict[str, Any]:
+    state = model.state_dict()
+    return {
+        "class": type(model).__name__,
+        "source": source or type(model).__module__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "bytes": sum(t.numel() * t.element_size() for t in state.values() if isinstance(t, torch.Tensor)),
+        "weights_sha256": weights_hash(state),
+    }

@@ -1,0 +1,164 @@
+"""Candidates that lose accuracy: how they are made, and how they are judged against the user's budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exporters.errors import ExporterError
+from exporters.onnx_quantization import Kind, QuantizedFile, quantized
+from exporters.onnx_sensitivity import within_budget
+from optimizer.exporting.calibration import Calibration
+from optimizer.exporting.graph_files import remove
+from optimizer.exporting.measuring import MeasuredExport
+from optimizer.model import pinned_settings
+from optimizer.options import AccuracyBudget
+from optimizer.parity import Accuracy, accuracy_between, accuracy_of
+from optimizer.runtime import Route, Runner, open_route
+from optimizer.tuning import Candidate, Files, Refused
+
+# The kind of each quantized format.
+_KINDS: Mapping[str, Kind] = {
+    "onnx-int8": "int8-static",
+    "onnx-int8-dynamic": "int8-dynamic",
+    "onnx-int4": "int4-weights",
+}
+
+
+class Lossy:
+    """Makes and judges lossy candidates.
+
+    They are judged at the golden calls and at the calls that were kept apart from the calibration.
+
+    Args:
+        measured: the original, and its reference.
+        budget: what the user allows.
+        calibration: for static quantization.
+
+    Attributes:
+        notes: sentences for the user.
+        is_late: whether the time is up, so that no further file is made.
+    """
+
+    def __init__(self, measured: MeasuredExport, budget: AccuracyBudget, calibration: Calibration) -> None:
+        self.budget = budget
+        self.calibration = calibration
+        self.notes: tuple[str, ...] = ()
+        self.is_late: Callable[[], bool] = lambda: False
+        self._measured = measured
+
+    def proven(self, candidate: Candidate, files: Files) -> Candidate:
+        """The candidate with its accuracy.
+
+        Raises:
+            Refused: it is outside the budget.
+        """
+        assert candidate.route is not None
+        accuracy = self.accuracy(files.opened(candidate.route))
+        if (reason := accuracy.why_not(self.budget)) is not None:
+            raise Refused(f"outside the budget: {reason}", accuracy)
+        return replace(candidate, accuracy=accuracy)
+
+    def accuracy(self, runner: Runner) -> Accuracy:
+        """The worst figures of a runner over all calls."""
+        measurement, _ = self._measured.parity.measured_of(runner, None)
+        names = self._measured.adapter.output_names
+        apart = [tuple(tensor.to(runner.device) for tensor in call) for call in self.calibration.apart]
+        answers = ((runner(*call), target) for call, target in zip(apart, self._originals, strict=True))
+        return accuracy_of(measurement).and_worse(accuracy_between(names, answers))
+
+    def made(self, format: str, files: Files, kept: Sequence[str] | None = None) -> dict[str, Any]:
+        """Make a quantized file within the budget next to the ONNX file, and return its entry for the manifest.
+
+        Args:
+            kept: the names of the nodes that stay in float; None to find them.
+
+        Raises:
+            Refused: the file can't be made, or is outside the budget even with the most sensitive nodes in float.
+                No file is left then.
+        """
+        if format == "onnx-int8" and self.calibration.random:
+            self.notes = ("int8 was calibrated with random inputs: pass --calibration with real ones",)
+        before = set(files.folder.iterdir())
+        try:
+            return self._made(format, files, kept)
+        except (ExporterError, Refused) as error:
+            remove(set(files.folder.iterdir()) - before)
+            if isinstance(error, ExporterError):
+                raise Refused(f"it can't be made: {error}") from error
+            raise
+
+    def _made(self, format: str, files: Files, kept: Sequence[str] | None) -> dict[str, Any]:
+        kind = _KINDS[format]
+        source = files.folder / files.entry("onnx")["path"]
+        target = source.with_suffix(format.removeprefix("onnx").replace("-", ".", 1) + source.suffix)
+        found: list[Accuracy] = []
+
+        def accept(path: Path) -> bool:
+            if found and self.is_late():
+                best = max(found, key=_closeness)
+                raise Refused(f"the time was up, and the best so far has {best}", best)
+            found.append(self.accuracy(open_route(path, Route(format, "onnxruntime"), files.device)))
+            return found[-1].why_not(self.budget) is None
+
+        if kept is None:
+            made = within_budget(source, target, kind, self._rows, accept).accepted
+        else:
+            made = quantized(source, target, kind, self._rows, keep=kept)
+            made = made if accept(target) else None
+        if made is None:
+            best = max(found, key=_closeness)
+            raise Refused(f"outside the budget: the best has {best}", best)
+        return self._entry(format, files, made, found[-1])
+
+    def _entry(self, format: str, files: Files, made: QuantizedFile, accuracy: Accuracy) -> dict[str, Any]:
+        told = {"ok": True, "verdict": "within budget", "reason": f"{accuracy} (budget: {self.budget})", "outputs": []}
+        return {
+            **files.entry("onnx"),
+            "format": format,
+            "path": made.files[0].name,
+            "files": [path.name for path in made.files],
+            "bytes": sum(path.stat().st_size for path in made.files),
+            "route": made.kind,
+            "refused": [],
+            "notes": [],
+            "placement": None,
+            "parity": told,
+            "measurement": None,
+            "accuracy": {"budget": asdict(self.budget), **accuracy.to_json()},
+            "quantization": {"kind": made.kind, "kept": list(made.kept)},
+        }
+
+    @cached_property
+    def _rows(self) -> list[dict[str, Any]]:
+        names = self._measured.adapter.input_names
+        try:
+            return [
+                {name: tensor.numpy() for name, tensor in zip(names, call, strict=True)}
+                for call in self.calibration.used
+            ]
+        except TypeError as error:
+            raise Refused("it can't be made: numpy, which calibrates, doesn't have the dtype of an input") from error
+
+    @cached_property
+    def _originals(self) -> list[tuple[torch.Tensor, ...]]:
+        """The original's outputs at the calls that were kept apart."""
+        adapter, found = self._measured.adapter, []
+        model = self._measured.original
+        device = next((tensor.device for tensor in chain(model.parameters(), model.buffers())), torch.device("cpu"))
+        for call in self.calibration.apart:
+            args, kwargs = adapter.call_arguments([tensor.to(device, copy=True) for tensor in call])
+            with pinned_settings(), torch.no_grad():
+                found.append(adapter.flatten_outputs(model(*args, **kwargs)))
+        return found
+
+
+def _closeness(accuracy: Accuracy) -> tuple[bool, float]:
+    """Orders accuracies, the best last."""
+    return accuracy.problem is None, accuracy.cosine or 0.0

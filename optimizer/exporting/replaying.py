@@ -1,0 +1,58 @@
+"""Take a route that was chosen earlier instead of timing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from exporters.registry import QUANTIZED
+from optimizer.errors import ExportFailed, ParityError
+from optimizer.exporting.bench import Bench
+from optimizer.exporting.choices import Choices, is_lossy
+from optimizer.exporting.graph_files import remove
+from optimizer.exporting.lossy import Lossy
+from optimizer.exporting.writing import WrittenFiles
+from optimizer.tuning import Benchmark, Refused
+
+
+def with_notes(found: Benchmark, lossy: Lossy | None) -> Benchmark:
+    return found if lossy is None else replace(found, notes=(*found.notes, *lossy.notes))
+
+
+def replayed(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choices: Choices) -> Benchmark:
+    """Take the route that was chosen earlier, and prove it again; nothing is timed."""
+    try:
+        prove_again(bench, lossy, written, choices)
+    except Refused as refused:
+        raise ParityError(f"{choices.route}, which {choices.path} chooses, can't be used: {refused}.") from refused
+    found = replace(bench.unmeasured(f"ship {choices.route}, as chosen earlier"), recommended=choices.route)
+    return with_notes(found, lossy)
+
+
+def prove_again(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choices: Choices) -> None:
+    """Prove a route. If its file is a quantized one, it is made before, and added to those written afterwards.
+
+    Raises:
+        Refused: it isn't proven, or is outside the budget. No file is left then.
+        ExportFailed: its file couldn't be exported.
+    """
+    route = choices.route
+    needed = "onnx" if route.format in QUANTIZED else route.format
+    if needed in written.missing:
+        raise ExportFailed(
+            f"{choices.path} chooses {route}, and its file couldn't be exported: {written.missing[needed]}"
+        )
+    if not is_lossy(route):
+        bench.proven(bench.files.candidate(route))
+        return
+    assert lossy is not None
+    if route.format not in QUANTIZED:
+        lossy.proven(bench.files.candidate(route), bench.files)
+        return
+    entry = lossy.made(route.format, bench.files, choices.kept)
+    files = replace(bench.files, entries=[*bench.files.entries, entry])
+    try:
+        lossy.proven(files.candidate(route), files)
+    except Refused:
+        remove(files.folder / name for name in entry["files"])
+        raise
+    written.entries.append(entry)

@@ -1,0 +1,211 @@
+"""Try runtimes, precisions and settings for the files of an export, within a time and an accuracy budget."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from exporters.registry import QUANTIZED
+from optimizer.exporting.bench import Bench
+from optimizer.exporting.choices import is_lossy
+from optimizer.exporting.lossy import Lossy
+from optimizer.runtime import Route, Setting, is_installed, openvino_precisions
+from optimizer.tuning import (
+    Benchmark,
+    Candidate,
+    Figure,
+    Opened,
+    Refused,
+    dropped_figure,
+    frozen,
+    interleaved,
+    opened_all,
+    own_routes,
+    ratio,
+)
+
+# Seconds of the first timing of each candidate, next to the first file: eager would take several times as long.
+_FIRST_TIMING = 0.6
+# A candidate that is this much slower than the best in its first timing isn't timed again.
+_FAR_BEHIND = 1.5
+# The number of routes whose settings are tried, and of files that stay open for the last timing.
+_WITH_SETTINGS = 2
+_FINALISTS = 6
+# The share of the time that is left for the last timing.
+_LAST_TIMING = 0.3
+_LEAST_LAST_TIMING = 0.15
+
+
+class Tuner:
+    """Collects candidates, those that need the least work first, until the time is up.
+
+    Args:
+        bench: the files and the original.
+        lossy: makes and judges lossy candidates; None if only rounding is allowed.
+        seconds: for everything.
+
+    Attributes:
+        entries: the manifest's entries of the quantized files that were made, by format.
+    """
+
+    def __init__(self, bench: Bench, lossy: Lossy | None, seconds: float) -> None:
+        self.entries: dict[str, dict[str, Any]] = {}
+        self._bench = bench
+        self._lossy = lossy
+        self._seconds = seconds
+        self._started = time.monotonic()
+        self._own = own_routes(bench.files.entries)
+        self._dropped: list[Figure] = []
+        # The files that run and are proven, and how many times as fast as the first of them each one was in its first
+        # timing; in the order in which they were tried.
+        self._ready: list[tuple[Opened, float]] = []
+        self._first: Opened | None = None
+        self._in_python: list[Opened] = []
+        if lossy is not None:
+            lossy.is_late = self._is_late
+
+    def run(self) -> Benchmark:
+        """Try all candidates, and time the best of them side by side.
+
+        Raises:
+            Refused: the original can't run, or one of the best fails in the last timing.
+        """
+        eager = self._bench.opened_eager()
+        for number, candidate in enumerate(self._candidates()):
+            self._bench.job.progress("tune", number, number + 1, candidate.name)
+            if self._is_late() and self._ready:
+                self._drop(candidate, "not tried: the time was up")
+                continue
+            self._try(candidate)
+        ready = [eager, *self._finalists(), *self._in_python]
+        return self._bench.concluded(
+            ready, self._dropped, max(self._seconds - self._spent(), _LEAST_LAST_TIMING * self._seconds)
+        )
+
+    def _spent(self) -> float:
+        return time.monotonic() - self._started
+
+    def _is_late(self) -> bool:
+        return self._spent() > (1 - _LAST_TIMING) * self._seconds
+
+    def _candidates(self) -> Iterator[Candidate]:
+        files = self._bench.files
+        yield from map(files.candidate, self._own)
+        for route in self._own:
+            if (fast := frozen(route)) is not None:
+                yield files.candidate(fast)
+            yield from self._in_openvino(route.format)
+        if self._lossy is not None and any(route.format == "onnx" for route in self._own):
+            for format in QUANTIZED:
+                if files.device == "cuda" and format.startswith("onnx-int8"):
+                    reason = "not tried: on a GPU, onnxruntime computes in int8 only with TensorRT"
+                    self._dropped.append(Figure(format, None, dropped=reason))
+                    continue
+                yield from self._quantized(self._lossy, format)
+        for opened, _ in self._best()[:_WITH_SETTINGS]:
+            yield from self._with_settings(opened.candidate.route)
+        # Last, because compiling takes long and gives no file.
+        yield from self._bench.in_python()
+
+    def _in_openvino(self, format: str) -> Iterator[Candidate]:
+        if not format.startswith("onnx") or self._bench.files.device != "cpu" or not is_installed("openvino"):
+            return
+        precisions = ["float32"] if self._lossy is None else ["float32", *openvino_precisions()]
+        for precision in precisions:
+            settings: dict[str, Setting] = {} if precision == "float32" else {"precision": precision}
+            yield self._bench.files.candidate(Route(format, "openvino", settings))
+
+    def _quantized(self, lossy: Lossy, format: str) -> Iterator[Candidate]:
+        """Make a quantized file within the budget, and run it in every runtime."""
+        files = self._bench.files
+        try:
+            if self._is_late():
+                raise Refused("not tried: the time was up")
+            entry = lossy.made(format, files)
+        except Refused as refused:
+            self._dropped.append(Figure(format, None, accuracy=refused.accuracy, dropped=str(refused)))
+            return
+        self.entries[format] = entry
+        files.entries = [*files.entries, entry]
+        yield files.candidate(Route(format, "onnxruntime"))
+        yield from self._in_openvino(format)
+
+    def _with_settings(self, route: Route | None) -> Iterator[Candidate]:
+        """The route with one setting changed, for each setting that may pay on the device; on a GPU also with all."""
+        assert route is not None
+        for setting in self._settings(route.runtime):
+            yield self._bench.files.candidate(Route(route.format, route.runtime, {**route.settings, **setting}))
+
+    def _settings(self, runtime: str) -> list[dict[str, Setting]]:
+        if self._bench.files.device == "cuda":
+            names = ["cuda_graph", "cudnn_benchmark"] if runtime == "torch" else []
+            names += [] if self._lossy is None else ["tf32"]
+            alone: list[dict[str, Setting]] = [{name: True} for name in names]
+            return [*alone, dict.fromkeys(names, True)] if len(names) > 1 else alone
+        if runtime == "torch":
+            # torch's threads are those of the process, eager's too.
+            return []
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        found: list[dict[str, Setting]] = [{"threads": count} for count in sorted({1, max(1, cpus // 2), cpus})]
+        return [*found, {"spinning": False}] if runtime == "onnxruntime" else found
+
+    def _try(self, candidate: Candidate) -> None:
+        """Prove a candidate, and time it next to the first file if it is a file."""
+        ready, dropped = opened_all([candidate], self._proven)
+        self._dropped += dropped
+        for opened in ready:
+            if candidate.route is None:
+                self._in_python.append(opened)
+                continue
+            try:
+                self._ready.append((opened, self._gain(opened)))
+            except Refused as refused:
+                self._drop(candidate, str(refused))
+            self._close_others()
+
+    def _gain(self, opened: Opened) -> float:
+        """How many times as fast a candidate is as the first file.
+
+        Raises:
+            Refused: one of them fails.
+        """
+        if self._first is None:
+            self._first = opened
+            return 1.0
+        first, other = self._first.candidate.name, opened.candidate.name
+        found = interleaved({first: self._first.run, other: opened.run}, _FIRST_TIMING, self._bench.finished)
+        return ratio(found[first], found[other]).median
+
+    def _proven(self, candidate: Candidate) -> Candidate:
+        if self._lossy is not None and candidate.route is not None and is_lossy(candidate.route):
+            return self._lossy.proven(candidate, self._bench.files)
+        return self._bench.proven(candidate)
+
+    def _best(self) -> list[tuple[Opened, float]]:
+        return sorted(self._ready, key=lambda each: -each[1])
+
+    def _close_others(self) -> None:
+        """Drop files that are slower than the finalists: each open file keeps its weights in memory.
+
+        The exported files in their own runtimes stay. They are the simplest to ship if all are equally fast.
+        """
+        for opened, _ in self._best()[_FINALISTS:]:
+            if opened.candidate.route not in self._own:
+                self._ready = [each for each in self._ready if each[0] is not opened]
+                self._drop(opened.candidate, f"{_FINALISTS} others are at least as fast")
+
+    def _finalists(self) -> list[Opened]:
+        """The files of the last timing; those far slower than the best are dropped."""
+        kept: list[Opened] = []
+        best = max((gain for _, gain in self._ready), default=0.0)
+        for opened, gain in self._ready:
+            if gain * _FAR_BEHIND >= best:
+                kept.append(opened)
+            else:
+                self._drop(opened.candidate, f"the best is {best / gain:.2f} times as fast")
+        return kept
+
+    def _drop(self, candidate: Candidate, reason: str) -> None:
+        self._dropped.append(dropped_figure(candidate, reason, candidate.accuracy))

@@ -1,0 +1,144 @@
+"""How far a lossy candidate is from the original, and whether that is within the user's budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from optimizer.options import AccuracyBudget
+from optimizer.parity.results import Measurement
+from optimizer.parity.statistics import error_statistics, has_classes, top1_agreement
+from optimizer.parity.tensors import wide
+from optimizer.wording import dtype_name
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The worst figures over all outputs and calls; None where no output has the figure.
+
+    Attributes:
+        cosine: of the angle between an output and the original's, both flattened.
+        top1: the share of rows whose largest score is at the original's class, for outputs of shape (rows, classes).
+        equal: the share of equal elements of integer outputs.
+        max_error: the largest absolute error.
+        snr: signal-to-noise ratio, 20 log10(rms of the original / rms of the error), in dB.
+        calls: the number of calls.
+        problem: a difference that no budget allows, such as another shape; None where there is none.
+    """
+
+    cosine: float | None = None
+    top1: float | None = None
+    equal: float | None = None
+    max_error: float | None = None
+    snr: float | None = None
+    calls: int = 0
+    problem: str | None = None
+
+    def and_worse(self, other: Accuracy) -> Accuracy:
+        """The worse of both figures each."""
+        return Accuracy(
+            _worst(min, self.cosine, other.cosine),
+            _worst(min, self.top1, other.top1),
+            _worst(min, self.equal, other.equal),
+            _worst(max, self.max_error, other.max_error),
+            _worst(min, self.snr, other.snr),
+            self.calls + other.calls,
+            self.problem or other.problem,
+        )
+
+    def why_not(self, budget: AccuracyBudget) -> str | None:
+        """The reason why this is outside a budget; None if it is within."""
+        if self.problem is not None:
+            return self.problem
+        if budget.top1 is not None and self.top1 is None and self.equal is None:
+            return "no output has classes, so there is no top-1 agreement"
+        if budget.cosine is not None and self.cosine is None and self.equal is None:
+            return "no output could be compared"
+        for name, figure, least in (
+            ("cosine", self.cosine, budget.cosine),
+            ("top-1 agreement", self.top1, budget.top1),
+            ("share of equal integers", self.equal, budget.top1 or budget.cosine),
+        ):
+            if least is not None and figure is not None and not figure >= least:
+                return f"{name} {_digits(figure)} is below {least}"
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        shown = [] if self.cosine is None else [f"cosine {_digits(self.cosine)}"]
+        shown += [] if self.top1 is None else [f"top-1 {100 * self.top1:.4g} %"]
+        shown += [] if self.equal is None else [f"{100 * self.equal:.4g} % equal"]
+        shown += [] if self.snr is None else [f"{self.snr:.0f} dB"]
+        return ", ".join(shown) or "no float output"
+
+
+def accuracy_of(measurement: Measurement) -> Accuracy:
+    """The accuracy of a candidate that was compared with the original at the calls of the export."""
+    found = Accuracy(calls=max((len(output.calls) for output in measurement.outputs), default=0))
+    problems = [*measurement.problems, *(problem for output in measurement.outputs for problem in output.problems)]
+    for output in measurement.outputs:
+        for call in output.calls:
+            top1, equal = (None, call.agreement) if output.noise.is_exact else (call.agreement, None)
+            found = found.and_worse(Accuracy(call.cosine, top1, equal, call.max_error))
+        if not output.noise.is_exact:
+            found = found.and_worse(Accuracy(snr=_decibels(output.noise.rms, output.rms_error)))
+    return found.and_worse(Accuracy(problem=next(iter(problems), None)))
+
+
+def accuracy_between(
+    names: Sequence[str], pairs: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
+) -> Accuracy:
+    """The accuracy over calls, each a pair (outputs of the candidate, outputs of the original)."""
+    found = Accuracy()
+    for outputs, originals in pairs:
+        found = found.and_worse(Accuracy(calls=1))
+        if len(outputs) != len(originals):
+            found = found.and_worse(Accuracy(problem=f"{len(outputs)} outputs instead of {len(originals)}"))
+            continue
+        for name, value, target in zip(names, outputs, originals, strict=True):
+            found = found.and_worse(_of_output(name, value.cpu(), target.cpu()))
+    return found
+
+
+def _of_output(name: str, value: torch.Tensor, target: torch.Tensor) -> Accuracy:
+    if value.shape != target.shape:
+        return Accuracy(problem=f"{name} has the shape {list(value.shape)} instead of {list(target.shape)}")
+    if value.dtype != target.dtype:
+        told, wanted = (dtype_name(tensor.dtype) for tensor in (value, target))
+        return Accuracy(problem=f"{name} is {told} instead of {wanted}")
+    if not (target.is_floating_point() or target.is_complex()):
+        share = float((value == target).double().mean()) if target.numel() else 1.0
+        return Accuracy(equal=share)
+    finite = target.isfinite()
+    same = (value == target) | (value.isnan() & target.isnan())
+    if not bool(torch.where(finite, value.isfinite(), same).all()):
+        return Accuracy(problem=f"{name} has NaN or infinity at other elements")
+    errors = (wide(value) - wide(target))[finite].abs()
+    figures = error_statistics(errors, value[finite], target[finite])
+    top1 = top1_agreement(value, target, 0.0)[0] if has_classes(name, target) else None
+    rms = [float(wide(tensor).abs().square().mean().sqrt()) for tensor in (target[finite], errors)]
+    snr = _decibels(*rms) if bool(finite.any()) else None
+    return Accuracy(cosine=figures.get("cosine"), top1=top1, max_error=figures.get("max_error"), snr=snr)
+
+
+def _decibels(signal: float, error: float) -> float | None:
+    if not (signal > 0 and error > 0 and math.isfinite(signal) and math.isfinite(error)):
+        return None
+    return 20 * math.log10(signal / error)
+
+
+def _worst(which: Any, first: float | None, second: float | None) -> float | None:
+    both = [each for each in (first, second) if each is not None]
+    return which(both) if both else None
+
+
+def _digits(cosine: float) -> str:
+    """A share with as many digits as tell it from 1: 0.99987, not 1.0; rounded down."""
+    digits = 4 if cosine >= 1 or cosine <= 0 else min(8, max(4, 2 - math.floor(math.log10(1 - cosine))))
+    return f"{math.floor(cosine * 10**digits) / 10**digits:.{digits}f}"

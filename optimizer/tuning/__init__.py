@@ -1,0 +1,48 @@
+"""Measure the ways to run a model, prove their accuracy, and recommend one."""
+
+from optimizer.tuning.benchmark import (
+    EAGER,
+    Benchmark,
+    Candidate,
+    Figure,
+    Opened,
+    Refused,
+    Run,
+    chosen,
+    dropped_figure,
+    opened,
+    opened_all,
+    recommendation,
+    timed,
+)
+from optimizer.tuning.bundle_bench import bench_bundle
+from optimizer.tuning.files import Files, calling, frozen, own_routes
+from optimizer.tuning.memory import PeakMemory, available_memory
+from optimizer.tuning.timing import Latency, Ratio, interleaved, ratio
+
+__all__ = [
+    "EAGER",
+    "Benchmark",
+    "Candidate",
+    "Figure",
+    "Files",
+    "Latency",
+    "Opened",
+    "PeakMemory",
+    "Ratio",
+    "Refused",
+    "Run",
+    "available_memory",
+    "bench_bundle",
+    "calling",
+    "chosen",
+    "dropped_figure",
+    "frozen",
+    "interleaved",
+    "opened",
+    "opened_all",
+    "own_routes",
+    "ratio",
+    "recommendation",
+    "timed",
+]

@@ -1,0 +1,255 @@
+"""Measure the latency and memory of the ways to run a model, next to eager, and recommend one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from optimizer.parity import Accuracy
+from optimizer.runtime import Route
+from optimizer.tuning.memory import PeakMemory
+from optimizer.tuning.timing import Latency, Ratio, interleaved, ratio
+from optimizer.wording import quote
+
+EAGER = "eager"
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run the model.
+
+    Attributes:
+        name: as in the table.
+        open: makes it ready and returns its call on the example inputs. It may raise: then the candidate is dropped by
+            whoever asks for it.
+        route: the artifact and its runtime; None for what only runs in Python, such as eager.
+        bytes: the size of the artifact's files; None without an artifact.
+        accuracy: of a lossy candidate; None where only rounding differs.
+        device: where the artifact runs, "cpu" or "cuda".
+    """
+
+    name: str
+    open: Callable[[], Run] = field(repr=False)
+    route: Route | None = None
+    bytes: int | None = None
+    accuracy: Accuracy | None = None
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """The figures of one candidate.
+
+    Attributes:
+        seconds, p95: of one call: the median and the 95th percentile. None if it wasn't timed.
+        speed_up: over eager.
+        memory: how far loading the artifact and one call raise the memory of the process at most, in bytes; None on a
+            GPU.
+        dropped: why it isn't a choice; None if it is.
+    """
+
+    name: str
+    route: Route | None
+    bytes: int | None = None
+    memory: int | None = None
+    seconds: float | None = None
+    p95: float | None = None
+    speed_up: Ratio | None = None
+    accuracy: Accuracy | None = None
+    dropped: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        ratio = None if self.speed_up is None else vars(self.speed_up)
+        return {
+            "name": self.name,
+            "route": None if self.route is None else self.route.to_json(),
+            "bytes": self.bytes,
+            "memory": self.memory,
+            "seconds": self.seconds,
+            "p95": self.p95,
+            "speed_up": ratio,
+            "accuracy": None if self.accuracy is None else self.accuracy.to_json(),
+            "dropped": self.dropped,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Figure:
+        """Read what `to_json` wrote; a file that was changed raises KeyError, TypeError or BundleError."""
+        kinds: Mapping[str, Callable[[Any], Any]] = {
+            "route": Route.from_json,
+            "speed_up": lambda ratio: Ratio(**ratio),
+            "accuracy": lambda accuracy: Accuracy(**accuracy),
+        }
+        read = {key: value if value is None or key not in kinds else kinds[key](value) for key, value in data.items()}
+        return cls(**read)
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """The figures of all candidates, and the recommended one.
+
+    Attributes:
+        batch_sizes: at which was measured.
+        threads: of torch.
+        rounds: in which the candidates ran in turn.
+        recommended: the route to ship; None if there is none to recommend.
+        reason: a sentence about the recommendation.
+        notes: sentences about the measurement.
+    """
+
+    batch_sizes: tuple[int, ...]
+    threads: int
+    rounds: int
+    figures: tuple[Figure, ...]
+    recommended: Route | None
+    reason: str
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "batch_sizes": list(self.batch_sizes),
+            "threads": self.threads,
+            "rounds": self.rounds,
+            "figures": [figure.to_json() for figure in self.figures],
+            "recommended": None if self.recommended is None else self.recommended.to_json(),
+            "reason": self.reason,
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Benchmark:
+        """Read what `to_json` wrote; errors as for `Figure.from_json`."""
+        recommended = data["recommended"]
+        return cls(
+            batch_sizes=tuple(data["batch_sizes"]),
+            threads=data["threads"],
+            rounds=data["rounds"],
+            figures=tuple(map(Figure.from_json, data["figures"])),
+            recommended=None if recommended is None else Route.from_json(recommended),
+            reason=data["reason"],
+            notes=tuple(data["notes"]),
+        )
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A candidate that is ready to run, with the peak memory of getting there; None on a GPU.
+
+    `run` raises `Refused` for any error.
+    """
+
+    candidate: Candidate
+    run: Run = field(repr=False)
+    memory: int | None
+
+
+def opened(candidate: Candidate) -> Opened:
+    """Open a candidate and run it once."""
+    with PeakMemory() as peak:
+        run = candidate.open()
+        run()
+
+    def checked() -> object:
+        try:
+            return run()
+        # A runtime may fail in a later call, for example for lack of memory. Proven files are published all the same.
+        except Exception as error:
+            raise Refused(f"{candidate.name} failed when it ran again: {quote(error)}") from error
+
+    is_known = candidate.route is not None and candidate.device == "cpu" and peak.exact
+    return Opened(candidate, checked, peak.bytes if is_known else None)
+
+
+class Refused(Exception):
+    """A candidate isn't a choice; the message is the reason, a clause.
+
+    Attributes:
+        accuracy: of a lossy candidate that is outside the budget.
+    """
+
+    def __init__(self, reason: str, accuracy: Accuracy | None = None) -> None:
+        super().__init__(reason)
+        self.accuracy = accuracy
+
+
+def opened_all(
+    candidates: Iterable[Candidate], prove: Callable[[Candidate], Candidate] = lambda candidate: candidate
+) -> tuple[list[Opened], list[Figure]]:
+    """Open candidates. Those that can't run, and those that `prove` refuses, are dropped with the reason.
+
+    Args:
+        prove: returns the candidate, with its accuracy if it is lossy; or raises `Refused`.
+    """
+    ready: list[Opened] = []
+    dropped: list[Figure] = []
+    for candidate in candidates:
+        try:
+            ready.append(opened(prove(candidate)))
+        except Refused as refused:
+            dropped.append(dropped_figure(candidate, str(refused), refused.accuracy))
+        # Any exception of a runtime that can't load or run a file is a reason not to choose it, and is reported as one.
+        except Exception as error:  # noqa: BLE001
+            dropped.append(dropped_figure(candidate, f"it can't run: {quote(error)}"))
+    return ready, dropped
+
+
+def dropped_figure(candidate: Candidate, reason: str, accuracy: Accuracy | None = None) -> Figure:
+    return Figure(candidate.name, candidate.route, candidate.bytes, accuracy=accuracy, dropped=reason)
+
+
+def timed(candidates: Sequence[Opened], seconds: float, finished: Run) -> tuple[dict[str, Latency], tuple[Figure, ...]]:
+    """Time candidates side by side; the first one is the base of the speed-ups.
+
+    Raises:
+        Refused: one of them fails.
+    """
+    latencies = interleaved({each.candidate.name: each.run for each in candidates}, seconds, finished)
+    base = latencies[candidates[0].candidate.name]
+    return latencies, tuple(_figure(each, latencies[each.candidate.name], base) for each in candidates)
+
+
+def _figure(opened: Opened, latency: Latency, base: Latency) -> Figure:
+    candidate = opened.candidate
+    return Figure(
+        name=candidate.name,
+        route=candidate.route,
+        bytes=candidate.bytes,
+        memory=opened.memory,
+        seconds=latency.median,
+        p95=latency.p95,
+        speed_up=ratio(base, latency),
+        accuracy=candidate.accuracy,
+    )
+
+
+def chosen(latencies: Mapping[str, Latency], preferred: Sequence[str]) -> str:
+    """The name of the first contender that is preferred, unless a later one is surely faster, and so on.
+
+    Args:
+        latencies: by name, from one `interleaved`.
+        preferred: the names to choose from, simplest first.
+    """
+    best, *others = preferred
+    for name in others:
+        if ratio(latencies[best], latencies[name]).pays:
+            best = name
+    return best
+
+
+def recommendation(figures: Sequence[Figure], name: str | None) -> str:
+    """A sentence about the chosen candidate; None if there is nothing to choose from."""
+    figure = next((each for each in figures if each.name == name), None)
+    if figure is None or figure.speed_up is None:
+        return "no file could be timed"
+    rest = [each for each in figures if each.route is None and each.name != EAGER and each.seconds is not None]
+    faster = [each for each in rest if (each.seconds or 0) * 1.05 < (figure.seconds or 0)]
+    aside = f"; in Python, {faster[0].name} is faster" if faster else ""
+    if not figure.speed_up.pays:
+        return (
+            f"ship {figure.name}, but expect no gain: it is {figure.speed_up.median:.2f} times as fast as eager, which "
+            f"is within the noise or slower{aside}"
+        )
+    return f"ship {figure.name}: {figure.speed_up.median:.2f} times as fast as eager{aside}"

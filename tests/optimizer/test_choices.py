@@ -1,0 +1,296 @@
+"""Bundles with a tuned, lossy choice: what verifies and loads them, and exports that repeat the choice."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_tuning import Rounding, Speeds, Wrong, fake_clock, fake_quantization, opening
+from tiny_models import enliven
+from torch import nn
+
+from exporters.errors import ExportError
+from exporters.torchscript import TorchScriptExporter
+from optimizer import Bundle, export, load, open_bundle, rejudge_bundle, verify_bundle
+from optimizer.errors import DeviceError, ExportFailed, ParityError, UsageError
+from optimizer.manifest import MANIFEST, SUMS, file_digest, sums_text
+
+LEVELS = {"int8-static": 100}
+Manifest = dict[str, Any]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return enliven(nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 4))).eval()
+
+
+def rows(count: int = 2) -> torch.Tensor:
+    return torch.randn(count, 6, generator=torch.Generator().manual_seed(count))
+
+
+def made(folder: Path, **options: Any) -> Bundle:
+    return export(net(), example_inputs=(rows(),), output=folder / "net", effort="quick", **options)
+
+
+@pytest.fixture(scope="module")
+def lossy(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A bundle whose recommended file is quantized."""
+    folder = tmp_path_factory.mktemp("lossy")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        monkeypatch.setattr("optimizer.exporting.bench.missing_compiler", lambda device: "none here")
+        fake_clock(monkeypatch).seconds = {"eager": 1.0, "int8.onnx in onnxruntime": 0.1, "": 0.5}
+        fake_quantization(monkeypatch).levels = LEVELS
+        return made(folder, formats=("onnx",), tune=True, tune_seconds=600, accuracy="0.999")
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A bundle whose recommended route is exact, and isn't the default one."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        fake_clock(monkeypatch).seconds = {"eager": 1.0, "freeze": 0.3, "": 0.5}
+        return made(tmp_path_factory.mktemp("exact"), formats=("torchscript",), bench=True)
+
+
+@pytest.fixture
+def no_clock(monkeypatch: pytest.MonkeyPatch) -> Speeds:
+    return fake_clock(monkeypatch)
+
+
+@pytest.fixture
+def rounding(monkeypatch: pytest.MonkeyPatch) -> Rounding:
+    rounding = fake_quantization(monkeypatch)
+    rounding.levels = dict(LEVELS)
+    return rounding
+
+
+def edited(bundle: Bundle, folder: Path, change: Callable[[Manifest], Any]) -> Path:
+    """A copy of a bundle with a changed manifest, and hashes that fit."""
+    copy = folder / "edited"
+    shutil.copytree(bundle.path, copy)
+    manifest = json.loads((copy / MANIFEST).read_text(encoding="utf-8"))
+    change(manifest)
+    (copy / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    digests = {file["path"]: file["sha256"] for file in manifest["files"]} | {MANIFEST: file_digest(copy / MANIFEST)}
+    (copy / SUMS).write_text(sums_text(digests), encoding="utf-8")
+    return copy
+
+
+# The bundle -------------------------------------------------------------------------------------------------------
+
+
+def test_the_manifest_has_the_accuracy_and_the_quantization_of_the_chosen_file(lossy: Bundle) -> None:
+    assert [entry["path"] for entry in lossy.manifest["artifacts"]] == ["model.onnx", "model.int8.onnx"]
+    entry = lossy.manifest["artifacts"][1]
+    assert entry["quantization"] == {"kind": "int8-static", "kept": []}
+    assert entry["accuracy"]["budget"] == {"cosine": 0.999, "top1": None}
+    assert entry["sha256"] == file_digest(lossy.path / "model.int8.onnx")
+    recommended = {"format": "onnx-int8", "runtime": "onnxruntime", "settings": {}}
+    assert lossy.manifest["benchmark"]["recommended"] == recommended
+    assert "accuracy" not in lossy.manifest["artifacts"][0]
+
+
+def test_a_lossy_bundle_is_verified_by_its_budget(lossy: Bundle) -> None:
+    report = verify_bundle(lossy)
+    assert report.ok, report
+    exact, rounded = report.artifacts
+    assert (exact.accuracy, rounded.parity) == (None, None)
+    assert rounded.accuracy is not None
+    assert 0.999 < rounded.accuracy.cosine < 1
+
+
+def test_a_file_below_its_budget_fails_with_one_sentence(lossy: Bundle, tmp_path: Path) -> None:
+    def ask_for_more(manifest: Manifest) -> None:
+        manifest["artifacts"][1]["accuracy"]["budget"]["cosine"] = 0.9999999999
+
+    path = edited(lossy, tmp_path, ask_for_more)
+    (problem,) = verify_bundle(path).problems
+    assert problem.startswith("model.int8.onnx: cosine 0.99")
+    assert problem.endswith("is below 0.9999999999")
+    (again,) = rejudge_bundle(path).problems
+    assert again.startswith("model.int8.onnx: cosine 0.99")
+
+
+def test_a_lossy_bundle_is_judged_again(lossy: Bundle) -> None:
+    report = rejudge_bundle(lossy)
+    assert report.ok
+    assert [artifact.format for artifact in report.artifacts] == ["onnx", "onnx-int8"]
+
+
+def test_load_runs_the_recommended_file(lossy: Bundle, exact: Bundle) -> None:
+    run = load(lossy)
+    assert str(run.route) == "onnx-int8 in onnxruntime"
+    difference = (run(rows(5)) - net()(rows(5)).detach()).abs().max()
+    assert 1e-4 < difference < 0.2, "it runs, and it is the rounded one"
+    assert str(load(exact).route) == "torchscript in torch, freeze"
+
+
+def test_the_readme_of_the_bundle_shows_how_to_run_the_quantized_file(lossy: Bundle) -> None:
+    readme = (lossy.path / "README.md").read_text(encoding="utf-8")
+    assert "## model.int8.onnx (onnx-int8)" in readme
+    assert 'onnxruntime.InferenceSession("model.int8.onnx"' in readme
+
+
+# Choices ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", MANIFEST])
+def test_an_exact_choice_is_repeated_without_a_clock(
+    exact: Bundle, tmp_path: Path, no_clock: Speeds, name: str
+) -> None:
+    bundle = made(tmp_path, formats=("torchscript",), choices=exact.path / name)
+    assert no_clock.timed == []
+    benchmark = bundle.manifest["benchmark"]
+    assert benchmark["recommended"] == {"format": "torchscript", "runtime": "torch", "settings": {"freeze": True}}
+    assert (benchmark["figures"], benchmark["rounds"]) == ([], 0)
+    assert benchmark["reason"] == "ship torchscript in torch, freeze, as chosen earlier"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["", MANIFEST])
+def test_a_lossy_choice_is_made_again_with_the_same_nodes(
+    lossy: Bundle, tmp_path: Path, no_clock: Speeds, rounding: Rounding, name: str
+) -> None:
+    def keep(manifest: Manifest) -> None:
+        manifest["artifacts"][1]["quantization"]["kept"] = ["head"]
+
+    bundle = made(tmp_path, formats=("onnx",), choices=edited(lossy, tmp_path, keep) / name, accuracy="0.999")
+    assert no_clock.timed == []
+    entry = bundle.manifest["artifacts"][1]
+    assert entry["quantization"] == {"kind": "int8-static", "kept": ["head"]}
+    assert entry["accuracy"]["cosine"] > lossy.manifest["artifacts"][1]["accuracy"]["cosine"]
+    assert bundle.manifest["benchmark"]["recommended"] == lossy.manifest["benchmark"]["recommended"]
+    assert "int8 was calibrated with random inputs" in bundle.manifest["benchmark"]["notes"][0]
+    assert verify_bundle(bundle).ok
+
+
+@pytest.mark.slow
+def test_a_lossy_choice_outside_the_budget_is_refused(
+    lossy: Bundle, tmp_path: Path, no_clock: Speeds, rounding: Rounding
+) -> None:
+    rounding.levels["int8-static"] = 2
+    with pytest.raises(
+        ParityError, match=r"onnx-int8 .* can't be used: outside the budget: the best has cosine 0"
+    ) as caught:
+        made(tmp_path, formats=("onnx",), choices=lossy, accuracy="0.999")
+    assert caught.value.exit_code == 6
+    assert not (tmp_path / "net").exists()
+
+
+def test_a_choice_that_is_wrong_now_is_refused(
+    exact: Bundle, tmp_path: Path, no_clock: Speeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening(monkeypatch, lambda runner, route: Wrong(runner))
+    with pytest.raises(ParityError, match=r"freeze, which .* chooses, can't be used: it isn't proven: "):
+        made(tmp_path, formats=("torchscript",), choices=exact)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "can't be read: No such file or directory"),
+        ("{", "can't be read: Expecting property name"),
+        ("\udc80", "can't be read: 'utf-8' codec"),
+        ("[]", "recommends no file: pass a bundle that was tuned"),
+        ('{"benchmark": null}', "recommends no file"),
+        ('{"benchmark": {"recommended": null}}', "recommends no file"),
+        ('{"benchmark": {"recommended": {"format": "onnx"}}}', "recommends a route that can't be used: A route has a"),
+        (
+            '{"benchmark": {"recommended": {"format": "onnx", "runtime": "tensorrt", "settings": {}}}}',
+            "recommends a route that can't be used: The runtime 'tensorrt' is unknown",
+        ),
+        (
+            '{"benchmark": {"recommended": {"format": "onnx", "runtime": "onnxruntime", "settings": {}}}}',
+            "chooses onnx in onnxruntime, which needs the format onnx: add it to the formats",
+        ),
+        (
+            '{"benchmark": {"recommended": {"format": "torchscript", "runtime": "torch", "settings": {"tf32": true}}}}',
+            "chooses torchscript in torch, tf32, which is lossy: add a budget, such as --accuracy 0.999",
+        ),
+    ],
+)
+def test_choices_that_say_nothing_are_refused_before_anything_runs(
+    tmp_path: Path, content: str | None, sentence: str
+) -> None:
+    path = tmp_path / "choices.json"
+    if content is not None:
+        path.write_bytes(content.encode("utf-8", "surrogateescape"))
+    model = nn.Module()  # it has no forward
+    with pytest.raises(UsageError, match=sentence):
+        export(model, example_inputs=(rows(),), output=tmp_path / "net", formats=("torchscript",), choices=path)
+
+
+def test_a_lossy_choice_needs_a_budget_and_its_nodes(lossy: Bundle, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="chooses onnx-int8 in onnxruntime, which is lossy: add a budget"):
+        made(tmp_path, formats=("onnx",), choices=lossy)
+    with pytest.raises(UsageError, match="which needs the format onnx: add it to the formats"):
+        made(tmp_path, formats=("torchscript",), choices=lossy, accuracy="0.9")
+    path = edited(lossy, tmp_path, lambda manifest: manifest["artifacts"][1].pop("quantization"))
+    with pytest.raises(UsageError, match="doesn't say how its onnx-int8 file was quantized"):
+        made(tmp_path, formats=("onnx",), choices=path, accuracy="0.9")
+
+
+def test_a_chosen_format_that_could_not_be_exported_is_an_error(
+    exact: Bundle, tmp_path: Path, no_clock: Speeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ExportError("it can't be scripted")
+
+    monkeypatch.setattr(TorchScriptExporter, "export", fail)
+    with pytest.raises(ExportFailed, match="and its file couldn't be exported: it can't be scripted"):
+        made(tmp_path, formats=("torchscript", "pt2"), choices=exact)
+
+
+def test_a_runtime_that_is_missing_is_named(
+    exact: Bundle, tmp_path: Path, no_clock: Speeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def recommend(manifest: Manifest) -> None:
+        manifest["benchmark"]["recommended"] |= {"runtime": "openvino", "settings": {}}
+
+    monkeypatch.setattr("optimizer.runtime.route.is_installed", lambda runtime: False)
+    with pytest.raises(DeviceError, match="openvino isn't installed here: pip install"):
+        made(tmp_path, formats=("torchscript",), choices=edited(exact, tmp_path, recommend))
+
+
+# Reproducible bundles ---------------------------------------------------------------------------------------------
+
+
+# An ONNX file, because TorchScript numbers the classes of one process.
+@pytest.mark.slow
+def test_a_reproducible_bundle_has_no_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    speeds, sums = fake_clock(monkeypatch), []
+    for number, seconds in enumerate((0.5, 0.7)):
+        speeds.seconds = {"eager": 1.0, "": seconds}
+        bundle = made(tmp_path / str(number), formats=("onnx",), bench=True)
+        assert bundle.benchmark is not None
+        assert bundle.benchmark["figures"][1]["seconds"] == seconds
+        assert "benchmark" not in bundle.manifest
+        sums.append(bundle.sha256sums)
+    assert sums[0] == sums[1]
+
+
+def test_a_reproducible_bundle_does_not_say_why_nothing_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    monkeypatch.setattr("optimizer.exporting.bench.available_memory", lambda: 1000)
+    bundle = made(tmp_path, formats=("onnx",), bench=True)
+    assert "1000" not in json.dumps(bundle.manifest)
+    assert "benchmark" not in bundle.manifest
+
+
+@pytest.mark.slow
+def test_a_reproducible_bundle_keeps_a_choice(
+    tmp_path: Path, no_clock: Speeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    route = {"format": "onnx", "runtime": "onnxruntime", "settings": {"threads": 1}}
+    choices = tmp_path / "choices.json"
+    choices.write_text(json.dumps({"benchmark": {"recommended": route}}))
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    first, second = (made(tmp_path / name, formats=("onnx",), choices=choices) for name in "ab")
+    assert first.sha256sums == second.sha256sums
+    assert open_bundle(first).manifest["benchmark"]["recommended"] == route

@@ -1,0 +1,168 @@
+"""Which differences in time are more than noise: bounds of the median, gains, and the order of the calls."""
+
+import math
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from exporters.gpu_settings import GpuSettings
+from optimizer.tuning import Latency, Ratio, calling, chosen, interleaved, ratio, timing
+
+
+class Clock:
+    """Stands in for `time`: each call takes the seconds that it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.calls: list[str] = []
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(timing.time, "sleep", lambda seconds: None)
+
+    def taking(self, name: str, seconds: Callable[[], float]) -> Callable[[], object]:
+        def call() -> None:
+            self.calls.append(name)
+            self.now += seconds()
+
+        return call
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def latency(rounds: list[float]) -> Latency:
+    return Latency(statistics.median(rounds), max(rounds), tuple(rounds))
+
+
+def below(cut: int, rounds: int) -> Fraction:
+    """The chance that at most `cut` of the rounds lie below the true median."""
+    return Fraction(sum(math.comb(rounds, count) for count in range(cut + 1)), 2**rounds)
+
+
+@pytest.mark.parametrize("rounds", range(6, 42))
+def test_the_bounds_are_the_tightest_that_chance_crosses_in_a_fortieth_of_all_cases(rounds: int) -> None:
+    values = [1.0 + number / 100 for number in range(rounds)]
+    found = ratio(latency(values), latency([1.0] * rounds))
+    cut = values.index(found.low)
+    assert found.high == values[-1 - cut]
+    assert below(cut, rounds) <= Fraction(1, 40) < below(cut + 1, rounds)
+    assert (found.median, found.rounds) == (statistics.median(values), rounds)
+
+
+@pytest.mark.parametrize("rounds", range(3, 6))
+def test_the_bounds_of_few_rounds_are_the_extremes(rounds: int) -> None:
+    values = [1.1 + number for number in range(rounds)]
+    found = ratio(latency(values), latency([1.0] * rounds))
+    assert (found.low, found.high) == (values[0], values[-1])
+
+
+@pytest.mark.parametrize(("rounds", "gain", "pays"), [(3, 1.04, False), (3, 1.06, True), (5, 1.04, False)])
+def test_few_rounds_need_a_clear_gain(rounds: int, gain: float, pays: bool) -> None:
+    assert ratio(latency([gain] * rounds), latency([1.0] * rounds)).pays == pays
+
+
+@pytest.mark.parametrize(
+    ("low", "median", "pays"),
+    [(1.01, 1.03, True), (1.0, 1.03, False), (0.99, 1.5, False), (1.01, 1.015, False), (1.001, 1.02, True)],
+)
+def test_a_gain_pays_if_it_is_sure_and_large_enough(low: float, median: float, pays: bool) -> None:
+    assert Ratio(median, low, median + 1, 11).pays == pays
+
+
+def noisy(generator: random.Random, seconds: float, rounds: int) -> Latency:
+    """Times with skewed noise of about 10 %."""
+    return latency([seconds * (1 + generator.expovariate(10)) for _ in range(rounds)])
+
+
+def test_equal_contenders_pay_no_more_often_than_chance() -> None:
+    generator = random.Random(0)
+    rounds = [generator.choice((6, 9, 15, 41)) for _ in range(1000)]
+    found = [ratio(noisy(generator, 1.0, count), noisy(generator, 1.0, count)).pays for count in rounds]
+    # Of 1,000 with a chance of 2.5 % each, 25 are expected, and more than 45 in fewer than one of 10,000 runs.
+    assert sum(found) <= 45
+
+
+def test_a_gain_of_a_tenth_is_seen_in_noise() -> None:
+    generator = random.Random(1)
+    found = [ratio(noisy(generator, 1.1, 41), noisy(generator, 1.0, 41)).pays for _ in range(200)]
+    assert sum(found) >= 190
+
+
+def test_a_loss_never_pays() -> None:
+    generator = random.Random(2)
+    assert not any(ratio(noisy(generator, 1.0, 15), noisy(generator, 1.1, 15)).pays for _ in range(200))
+
+
+def test_each_call_runs_in_each_round_in_changing_order(clock: Clock) -> None:
+    calls = {name: clock.taking(name, lambda: 0.3) for name in "abc"}
+    found = interleaved(calls, seconds=20.0)
+    warm, timed = clock.calls[:9], clock.calls[9:]
+    assert warm == [*"aaabbbccc"]
+    rounds = [timed[start : start + 3] for start in range(0, len(timed), 3)]
+    assert len(rounds) == 21 == len(found["a"].rounds)
+    assert all(sorted(each) == [*"abc"] for each in rounds)
+    assert len({tuple(each) for each in rounds}) == 6, "all orders occur"
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.001, 3), (1000.0, 41)])
+def test_there_are_at_least_3_rounds_and_at_most_41(clock: Clock, seconds: float, rounds: int) -> None:
+    found = interleaved({"a": clock.taking("a", lambda: 0.1)}, seconds)
+    assert len(found["a"].rounds) == rounds
+
+
+def test_a_short_call_is_repeated_and_a_long_one_is_not(clock: Clock) -> None:
+    interleaved({"short": clock.taking("short", lambda: 0.001), "long": clock.taking("long", lambda: 1.0)}, 0.1)
+    assert clock.calls.count("short") == 3 + 3 * 20
+    assert clock.calls.count("long") == 1 + 3
+
+
+def test_the_latency_is_the_median_over_calls_and_waits_for_the_device(clock: Clock) -> None:
+    times = iter([0.4, *[0.1] * 12, 0.5, *[0.1] * 100])
+
+    def finished() -> None:
+        clock.now += 0.01
+
+    found = interleaved({"a": clock.taking("a", lambda: next(times))}, 2.6, finished)["a"]
+    assert found.median == pytest.approx(0.11)
+    assert found.p95 == pytest.approx(0.11)
+    assert max(found.rounds) == pytest.approx(0.51)
+
+
+def test_the_simplest_of_equals_is_chosen() -> None:
+    generator = random.Random(3)
+    times = {"simple": 1.0, "other": 0.99, "fast": 0.5, "as fast": 0.5}
+    found = {name: noisy(generator, seconds, 41) for name, seconds in times.items()}
+    assert chosen(found, ["simple", "other"]) == "simple"
+    assert chosen(found, ["other", "simple"]) == "other"
+    assert chosen(found, ["simple", "other", "fast", "as fast"]) == "fast"
+    assert chosen(found, ["simple", "as fast", "fast"]) == "as fast"
+    assert chosen(found, ["other"]) == "other"
+
+
+def test_a_file_that_is_surely_slower_than_another_is_not_chosen_because_the_fastest_is_noisy() -> None:
+    found = {
+        "simple": latency([0.440, 0.441, 0.442]),
+        "faster": latency([0.402, 0.403, 0.404]),
+        "noisy": latency([0.370, 0.387, 0.452]),
+    }
+    assert not ratio(found["simple"], found["noisy"]).pays
+    assert chosen(found, ["simple", "faster", "noisy"]) == "faster"
+    assert chosen(found, ["simple", "noisy"]) == "simple"
+
+
+def test_the_original_runs_under_the_settings_of_the_user() -> None:
+    before = GpuSettings.now()
+    wanted = replace(before, matmul=not before.matmul)
+    seen: list[GpuSettings] = []
+    try:
+        calling(lambda: seen.append(GpuSettings.now()), (), {}, wanted)()
+        before.put_in_force()
+        calling(lambda: seen.append(GpuSettings.now()), (), {})()
+    finally:
+        before.put_in_force()
+    assert seen == [wanted, before]

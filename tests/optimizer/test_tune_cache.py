@@ -1,0 +1,258 @@
+"""Results of tuning that are kept by content, and proven again instead of timed."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_tuning import (
+    Choose,
+    Chosen,
+    Prepared,
+    Rounding,
+    Speeds,
+    Wrong,
+    chooser,
+    fake_clock,
+    fake_quantization,
+    opening,
+    prepare,
+)
+
+from optimizer.exporting import tune_cache
+from optimizer.exporting.tune_cache import cache_file
+from optimizer.options import AccuracyBudget
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return prepare(tmp_path_factory.mktemp("prepared"), ("onnx",))
+
+
+@pytest.fixture
+def speeds(monkeypatch: pytest.MonkeyPatch) -> Speeds:
+    speeds = fake_clock(monkeypatch)
+    speeds.seconds = {"eager": 1.0, "int8.onnx in onnxruntime": 0.1, "": 0.5}
+    return speeds
+
+
+@pytest.fixture
+def rounding(monkeypatch: pytest.MonkeyPatch) -> Rounding:
+    rounding = fake_quantization(monkeypatch)
+    rounding.levels = {"int8-static": 100}
+    return rounding
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "optimize-export" / "tune"
+
+
+@pytest.fixture
+def tune(
+    prepared: Prepared, speeds: Speeds, rounding: Rounding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Choose:
+    choosing = chooser(prepared, tmp_path, monkeypatch)
+
+    def tune(accuracy: str = "exact", tune_seconds: float = 600.0) -> Chosen:
+        speeds.timed.clear()
+        return choosing(tune=True, accuracy=accuracy, tune_seconds=tune_seconds)
+
+    return tune
+
+
+def read(file: Path) -> dict[str, Any]:
+    return dict(json.loads(file.read_text(encoding="utf-8")))
+
+
+def test_the_same_files_are_not_tuned_twice(tune: Choose, speeds: Speeds, kept: Path) -> None:
+    first = tune()
+    assert speeds.timed
+    (file,) = kept.iterdir()
+    assert read(file).keys() == {"date", "seconds", "kept", "benchmark"}
+    again = tune()
+    assert speeds.timed == []
+    *notes, note = again.benchmark.notes
+    assert note == f"these are times of {read(file)['date']}; delete {file} to tune again"
+    assert replace(again.benchmark, notes=tuple(notes)) == first.benchmark
+    assert list(kept.iterdir()) == [file]
+
+
+def test_a_kept_lossy_choice_is_made_and_proven_again(
+    tune: Choose, speeds: Speeds, rounding: Rounding, kept: Path
+) -> None:
+    rounding.levels = {"int8-static": 2}
+    first = tune("0.999")
+    (file,) = kept.iterdir()
+    assert read(file)["kept"] == ["head"]
+    again = tune("0.999")
+    assert speeds.timed == []
+    assert again.entries == first.entries
+    assert again.entries["onnx-int8"]["quantization"]["kept"] == ["head"]
+    assert again.files == {"model.onnx", "model.int8.onnx"}
+
+
+def test_a_kept_lossy_choice_outside_the_budget_is_tuned_again(
+    tune: Choose, speeds: Speeds, rounding: Rounding
+) -> None:
+    assert tune("0.999").route == "onnx-int8 in onnxruntime"
+    rounding.levels = {"int8-static": 1}
+    rounding.finer = 1
+    found = tune("0.999")
+    assert speeds.timed
+    assert found.route == "onnx in onnxruntime"
+    assert found.files == {"model.onnx"}
+
+
+def test_a_kept_choice_that_is_wrong_now_is_tuned_again(
+    tune: Choose, speeds: Speeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speeds.seconds = {"eager": 1.0, "1 thread": 0.2, "": 0.5}
+    assert tune().route == "onnx in onnxruntime, 1 thread"
+    opening(monkeypatch, lambda runner, route: Wrong(runner) if route.settings.get("threads") == 1 else runner)
+    assert tune().route == "onnx in onnxruntime"
+    assert speeds.timed
+
+
+@pytest.mark.parametrize(
+    "broken", [b"", b"{", b"[]", b"\xff", b'{"benchmark": {}}', "recommended", "seconds", "figures", "settings"]
+)
+def test_a_broken_file_is_replaced(tune: Choose, speeds: Speeds, kept: Path, broken: bytes | str) -> None:
+    tune()
+    (file,) = kept.iterdir()
+    data = read(file)
+    if isinstance(broken, bytes):
+        file.write_bytes(broken)
+    else:
+        if broken == "settings":
+            data["benchmark"]["recommended"]["settings"] = {"turbo": True}
+        elif broken == "seconds":
+            data["seconds"] = "long"
+        else:
+            data["benchmark"][broken] = 7
+        file.write_text(json.dumps(data), encoding="utf-8")
+    assert tune().route == "onnx in onnxruntime"
+    assert speeds.timed
+    assert read(file)["benchmark"]["recommended"]["format"] == "onnx"
+
+
+def test_a_shorter_search_is_not_taken_for_a_longer_one(tune: Choose, speeds: Speeds) -> None:
+    tune(tune_seconds=300)
+    tune(tune_seconds=600)
+    assert speeds.timed
+    tune(tune_seconds=300)
+    assert speeds.timed == []
+
+
+def test_a_folder_that_cannot_be_written_is_a_note(tune: Choose, tmp_path: Path, kept: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    found = tune()
+    assert found.route == "onnx in onnxruntime"
+    assert found.benchmark.notes == (f"the result of the tuning isn't kept: {kept} can't be written (Not a directory)",)
+
+
+def test_nothing_is_kept_where_nothing_could_be_measured(
+    tune: Choose, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optimizer.exporting.bench.available_memory", lambda: 1000)
+    assert tune().benchmark.recommended is None
+    assert not kept.exists()
+
+
+# The name of the file ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """As a `Bench`, and as its `Lossy`."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "model.onnx").write_text("weights")
+    files = SimpleNamespace(
+        folder=tmp_path, entries=[{"format": "onnx", "files": ["model.onnx"]}], inputs=[torch.zeros(2, 3)]
+    )
+    job = SimpleNamespace(target=torch.device("cpu"), accuracy=AccuracyBudget(cosine=0.9))
+    calibration = SimpleNamespace(used=((torch.zeros(2, 3),),), apart=())
+    return SimpleNamespace(
+        bench=SimpleNamespace(files=files, job=job, batch_sizes=(2,)),
+        lossy=SimpleNamespace(calibration=calibration),
+        folder=tmp_path,
+        patch=monkeypatch,
+    )
+
+
+def named(parts: Any) -> Path:
+    return cache_file(parts.bench, parts.lossy)
+
+
+def change_file(parts: Any) -> None:
+    (parts.folder / "model.onnx").write_text("weight5")
+
+
+def change_shape(parts: Any) -> None:
+    parts.bench.files.inputs = [torch.zeros(2, 4)]
+
+
+def change_dtype(parts: Any) -> None:
+    parts.bench.files.inputs = [torch.zeros(2, 3, dtype=torch.int64)]
+
+
+def change_batch(parts: Any) -> None:
+    parts.bench.batch_sizes = (3,)
+
+
+def change_budget(parts: Any) -> None:
+    parts.bench.job.accuracy = AccuracyBudget(top1=0.9)
+
+
+def change_calibration(parts: Any) -> None:
+    parts.lossy.calibration.used = ((torch.ones(2, 3),),)
+
+
+def lose_lossy(parts: Any) -> None:
+    parts.lossy = None
+
+
+def change_device(parts: Any) -> None:
+    parts.patch.setattr(tune_cache, "describe_device", lambda device: {"type": "cpu", "name": "another"})
+
+
+def change_threads(parts: Any) -> None:
+    parts.patch.setattr(torch, "get_num_threads", lambda: 77)
+
+
+def change_version(parts: Any) -> None:
+    real = tune_cache._version
+    parts.patch.setattr(tune_cache, "_version", lambda name: None if name == "openvino" else real(name) or "1")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_file,
+        change_shape,
+        change_dtype,
+        change_batch,
+        change_budget,
+        change_calibration,
+        lose_lossy,
+        change_device,
+        change_threads,
+        change_version,
+    ],
+)
+def test_the_name_depends_on_all_that_the_choice_depends_on(parts: Any, change: Callable[[Any], None]) -> None:
+    before = named(parts)
+    assert named(parts) == before
+    assert before.parent == parts.folder / "optimize-export" / "tune"
+    change(parts)
+    assert named(parts) != before
+
+
+def test_the_folder_of_the_user_is_the_default(parts: Any) -> None:
+    parts.patch.delenv("XDG_CACHE_HOME")
+    parts.patch.setattr(Path, "home", lambda: Path("/home/jane"))
+    assert named(parts).parent == Path("/home/jane/.cache/optimize-export/tune")

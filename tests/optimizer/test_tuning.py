@@ -1,0 +1,375 @@
+"""Choose what to ship: which candidates are tried, dropped and recommended. The clock and quantization are fakes."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_tuning import (
+    Choose,
+    ConvNet,
+    Prepared,
+    Rounding,
+    Speeds,
+    Wrong,
+    chooser,
+    fake_clock,
+    fake_quantization,
+    images,
+    opening,
+    prepare,
+)
+from torch import nn
+
+from exporters.registry import QUANTIZED
+from optimizer.errors import UsageError
+from optimizer.exporting import choose
+from optimizer.exporting.lossy import _KINDS
+from optimizer.exporting.tuner import Tuner
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return prepare(tmp_path_factory.mktemp("prepared"), ("torchscript", "onnx"))
+
+
+@pytest.fixture
+def speeds(monkeypatch: pytest.MonkeyPatch) -> Speeds:
+    return fake_clock(monkeypatch)
+
+
+@pytest.fixture
+def rounding(monkeypatch: pytest.MonkeyPatch) -> Rounding:
+    return fake_quantization(monkeypatch)
+
+
+@pytest.fixture
+def choosing(prepared: Prepared, speeds: Speeds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Choose:
+    return chooser(prepared, tmp_path, monkeypatch)
+
+
+EXPORTED = {"model.onnx", "model.torchscript.pt"}
+ONNX, SCRIPT = "onnx in onnxruntime", "torchscript in torch"
+
+
+# Every export -----------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_chosen_where_nobody_asks(prepared: Prepared, speeds: Speeds) -> None:
+    job, measured, written, folder = prepared
+    assert not job.bench
+    assert choose(job, measured, None, written, folder) is None
+    assert speeds.timed == []
+
+
+def test_each_file_is_timed_in_its_own_runtime_and_frozen_next_to_eager(choosing: Choose, speeds: Speeds) -> None:
+    speeds.seconds = {"eager": 1.0, "freeze": 0.4, "onnxruntime": 0.5, "torch": 0.8}
+    found = choosing()
+    assert found.timed == [
+        "eager",
+        "model.onnx in onnxruntime",
+        "model.torchscript.pt in torch",
+        "model.torchscript.pt in torch, freeze",
+    ]
+    assert found.route == "torchscript in torch, freeze"
+    assert found.benchmark.reason == "ship model.torchscript.pt in torch, freeze: 2.50 times as fast as eager"
+    figure = found.benchmark.figures[1]
+    assert (figure.seconds, figure.speed_up.median, figure.accuracy) == (0.5, 2.0, None)
+    assert figure.bytes == found.benchmark.figures[1].bytes > 0
+    assert figure.memory is None or figure.memory >= 0
+    assert (found.benchmark.batch_sizes, found.benchmark.rounds) == ((2,), 21)
+    assert found.files == EXPORTED
+
+
+def test_the_simplest_of_equals_is_recommended(choosing: Choose, speeds: Speeds) -> None:
+    speeds.seconds = {"eager": 1.0, "": 0.5}
+    assert choosing().route == ONNX
+    speeds.seconds = {"eager": 1.0, "onnxruntime": 0.503, "freeze": 0.497, "": 0.5}
+    assert choosing().route == ONNX, "a gain below 2 % isn't worth a choice"
+    speeds.seconds = {"eager": 1.0, "onnxruntime": 0.6, "": 0.5}
+    assert choosing().route == SCRIPT
+
+
+def test_it_is_said_that_no_gain_is_to_be_expected(choosing: Choose, speeds: Speeds) -> None:
+    speeds.seconds = {"eager": 1.0, "onnxruntime": 1.0, "": 1.3}
+    found = choosing()
+    assert found.route == ONNX
+    assert found.benchmark.reason == (
+        "ship model.onnx in onnxruntime, but expect no gain: it is 1.00 times as fast as eager, which is within the "
+        "noise or slower"
+    )
+
+
+def test_a_wrong_variant_is_dropped_and_never_recommended(
+    choosing: Choose, speeds: Speeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speeds.seconds = {"eager": 1.0, "freeze": 0.01, "": 0.5}
+    opening(monkeypatch, lambda runner, route: Wrong(runner) if route.settings.get("freeze") else runner)
+    found = choosing()
+    assert found.dropped.keys() == {"model.torchscript.pt in torch, freeze"}
+    assert found.dropped["model.torchscript.pt in torch, freeze"].startswith("it isn't proven: ")
+    assert found.route == ONNX
+
+
+def test_a_file_that_cannot_run_is_dropped(choosing: Choose, speeds: Speeds, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(runner: Any, route: Any) -> Any:
+        if route.runtime == "onnxruntime":
+            raise RuntimeError("no kernel\nfor this node")
+        return runner
+
+    opening(monkeypatch, refuse)
+    found = choosing()
+    assert found.dropped == {"model.onnx in onnxruntime": "it can't run: no kernel for this node"}
+    assert found.route.startswith(SCRIPT)
+
+
+class Tired:
+    """A runner that fails at its second call."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner, self._calls = runner, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self._calls += 1
+        if self._calls > 1:
+            raise MemoryError
+        return self._runner(*tensors)
+
+
+def test_a_runtime_that_fails_in_a_later_call_does_not_stop_the_export(
+    choosing: Choose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening(monkeypatch, lambda runner, route: Tired(runner) if route.runtime == "onnxruntime" else runner)
+    found = choosing()
+    assert found.benchmark.recommended is None
+    assert found.benchmark.reason.startswith("not measured: model.onnx in onnxruntime failed when it ran again: ")
+    assert found.files == EXPORTED
+
+
+def test_an_original_that_needs_gradients_is_not_measured(choosing: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: nn.Module, image: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            image.requires_grad_()
+            return torch.autograd.grad(image.square().sum(), image)[0]
+
+    monkeypatch.setattr(ConvNet, "forward", forward)
+    found = choosing()
+    assert found.benchmark.recommended is None
+    assert found.benchmark.reason.startswith("not measured: the original, to compare with: it can't run: ")
+
+
+def test_files_too_large_for_the_memory_are_not_measured(
+    choosing: Choose, speeds: Speeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optimizer.exporting.bench.available_memory", lambda: 1000)
+    for tune in (False, True):
+        found = choosing(tune=tune)
+        assert found.benchmark.recommended is None
+        assert "not measured: the files need up to" in found.benchmark.reason
+    assert speeds.timed == []
+
+
+# Tuning -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def openvino(choosing: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("openvino")
+    monkeypatch.setattr("optimizer.exporting.tuner.is_installed", lambda runtime: True)
+
+
+@pytest.mark.usefixtures("openvino")
+def test_tuning_tries_runtimes_and_then_settings_of_the_fastest(choosing: Choose, speeds: Speeds) -> None:
+    speeds.seconds = {"eager": 1.0, "openvino, 1 thread": 0.2, "openvino": 0.3, "onnxruntime": 0.4, "": 0.9}
+    found = choosing(tune=True)
+    assert found.route == "onnx in openvino, 1 thread"
+    tried = {*found.timed, *found.dropped}
+    assert {
+        "model.onnx in onnxruntime, no spinning",
+        "model.onnx in openvino, 1 thread",
+        "model.torchscript.pt in torch, freeze",
+        "the optimized module",
+    } <= tried
+    assert not any(figure.accuracy for figure in found.benchmark.figures)
+    assert found.dropped["model.torchscript.pt in torch"] == "the best is 4.50 times as fast"
+    assert found.files == EXPORTED
+
+
+def test_a_setting_that_gains_nothing_is_not_recommended(choosing: Choose, speeds: Speeds) -> None:
+    speeds.seconds = {"eager": 1.0, "1 thread": 0.495, "": 0.5}
+    assert choosing(tune=True).route == ONNX
+
+
+def test_a_file_is_recommended_even_if_python_is_far_faster(choosing: Choose, speeds: Speeds) -> None:
+    speeds.seconds = {"eager": 1.0, "the optimized module": 0.1, "": 0.5}
+    found = choosing(tune=True)
+    assert found.route == ONNX
+    assert found.benchmark.reason == (
+        "ship model.onnx in onnxruntime: 2.00 times as fast as eager; in Python, the optimized module is faster"
+    )
+
+
+@pytest.mark.usefixtures("openvino")
+def test_few_files_stay_open(choosing: Choose, speeds: Speeds) -> None:
+    speeds.seconds = {"eager": 1.0, "no spinning": 0.45, "thread": 0.4, "openvino": 0.41, "": 0.5}
+    found = choosing(tune=True)
+    files = [name for name in found.timed if name.startswith("model")]
+    assert len(files) <= 8
+    assert {"model.onnx in onnxruntime", "model.torchscript.pt in torch"} <= set(files), "the simplest stay"
+    assert "6 others are at least as fast" in found.dropped.values()
+
+
+def test_candidates_after_the_time_is_up_are_not_tried(
+    choosing: Choose, speeds: Speeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speeds.seconds = {"eager": 1.0, "": 0.5}
+    seconds = iter(range(0, 1000, 5))
+    monkeypatch.setattr("optimizer.exporting.tuner.time.monotonic", lambda: next(seconds))
+    found = choosing(tune=True, tune_seconds=10)
+    assert found.route == ONNX
+    assert "not tried: the time was up" in found.dropped.values()
+
+
+def test_nothing_lossy_is_tried_without_a_budget(choosing: Choose, speeds: Speeds, rounding: Rounding) -> None:
+    rounding.levels = dict.fromkeys(_KINDS.values(), 1000)
+    speeds.seconds = {"int8": 0.1, "": 0.5}
+    found = choosing(tune=True)
+    assert found.route == ONNX
+    assert rounding.calibrated == []
+    assert not any("int" in figure.name for figure in found.benchmark.figures)
+
+
+def test_a_quantized_file_within_the_budget_is_recommended(
+    choosing: Choose, speeds: Speeds, rounding: Rounding
+) -> None:
+    rounding.levels = {"int8-static": 100}
+    speeds.seconds = {"eager": 1.0, "model.int8.onnx in onnxruntime": 0.1, "": 0.5}
+    found = choosing(tune=True, accuracy="0.999")
+    assert found.route == "onnx-int8 in onnxruntime"
+    entry = found.entries["onnx-int8"]
+    assert entry["quantization"] == {"kind": "int8-static", "kept": []}
+    assert entry["accuracy"]["budget"] == {"cosine": 0.999, "top1": None}
+    assert 0.999 < entry["accuracy"]["cosine"] < 1
+    # The golden calls and two of the eight random ones, which were kept apart from the calibration.
+    assert (len(rounding.calibrated[0]), entry["accuracy"]["calls"] > 2) == (6, True)
+    assert entry["parity"]["ok"]
+    assert found.files == EXPORTED | {"model.int8.onnx"}
+    figure = next(each for each in found.benchmark.figures if each.route == found.benchmark.recommended)
+    assert figure.accuracy is not None
+    assert found.benchmark.notes == ("int8 was calibrated with random inputs: pass --calibration with real ones",)
+
+
+def test_sensitive_nodes_stay_in_float(choosing: Choose, speeds: Speeds, rounding: Rounding) -> None:
+    rounding.levels = {"int8-static": 2}
+    speeds.seconds = {"eager": 1.0, "int8": 0.1, "": 0.5}
+    found = choosing(tune=True, accuracy="0.999", calibration=[images(4, seed) for seed in range(4)])
+    assert found.entries["onnx-int8"]["quantization"]["kept"] == ["head"]
+    assert found.benchmark.notes == ()
+
+
+def test_a_quantized_file_that_is_not_recommended_is_removed(
+    choosing: Choose, speeds: Speeds, rounding: Rounding
+) -> None:
+    rounding.levels = {"int8-static": 100, "int8-dynamic": 100}
+    speeds.seconds = {"eager": 1.0, "int8": 0.8, "": 0.5}
+    found = choosing(tune=True, accuracy="0.999")
+    assert found.route == ONNX
+    assert found.files == EXPORTED
+    assert found.entries.keys() == {"onnx", "torchscript"}
+
+
+def test_an_exact_file_is_recommended_before_a_lossy_one_that_is_as_fast(
+    choosing: Choose, speeds: Speeds, rounding: Rounding
+) -> None:
+    rounding.levels = {"int8-static": 100}
+    speeds.seconds = {"eager": 1.0, "model.onnx in onnxruntime, 1 thread": 0.2, "int8": 0.2, "": 0.5}
+    assert choosing(tune=True, accuracy="0.999").route == "onnx in onnxruntime, 1 thread"
+
+
+def test_the_best_outside_the_budget_is_told(choosing: Choose, speeds: Speeds, rounding: Rounding) -> None:
+    rounding.levels = {"int8-static": 1}
+    speeds.seconds = {"eager": 1.0, "int8": 0.1, "": 0.5}
+    found = choosing(tune=True, accuracy="0.999999999")
+    assert found.route == ONNX
+    assert found.dropped["onnx-int8"].startswith("outside the budget: the best has cosine 0.9")
+    assert found.dropped["onnx-int4"] == "it can't be made: the file has nothing for int4-weights"
+    figure = next(each for each in found.benchmark.figures if each.name == "onnx-int8")
+    assert figure.accuracy is not None
+    assert figure.accuracy.cosine > 0.9
+    assert found.files == EXPORTED, "a refused file doesn't stay"
+
+
+@pytest.mark.usefixtures("openvino")
+def test_a_lower_precision_of_openvino_is_judged_by_the_budget(
+    choosing: Choose, speeds: Speeds, rounding: Rounding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speeds.seconds = {"eager": 1.0, "bfloat16": 0.1, "": 0.5}
+    monkeypatch.setattr("optimizer.exporting.tuner.openvino_precisions", lambda: ["bfloat16"])
+    opening(monkeypatch, lambda runner, route: Wrong(runner) if "precision" in route.settings else runner)
+    found = choosing(tune=True, accuracy="0.99")
+    assert found.route == "onnx in openvino, bfloat16"
+    found = choosing(tune=True, accuracy="0.99999999")
+    assert found.route == ONNX
+    assert found.dropped["model.onnx in openvino, bfloat16"].startswith("outside the budget: cosine 0.99")
+
+
+def test_the_formats_of_quantized_files_can_be_loaded_and_made() -> None:
+    assert set(_KINDS) == set(QUANTIZED)
+
+
+# Calibration ------------------------------------------------------------------------------------------------------
+
+
+def test_calls_with_more_rows_are_split_and_every_fourth_is_kept_apart(
+    choosing: Choose, speeds: Speeds, rounding: Rounding
+) -> None:
+    rounding.levels = {"int8-static": 100}
+    calls = [images(5), (images(2, 1),), {"image": images(1, 2)}]
+    choosing(tune=True, accuracy="0.9", calibration=calls)
+    rows = [row["image"].shape[0] for row in rounding.calibrated[0]]
+    assert rows == [2, 2, 1, 1], "2, 2 and 1 rows; then 2, kept apart; then 1"
+    choosing(tune=True, accuracy="0.9", calibration=[images(5)], static=True)
+    assert [row["image"].shape[0] for row in rounding.calibrated[-1]] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("calls", "sentence"),
+    [
+        ([], "calibration is empty: pass at least one call"),
+        ([images(), images().double()], r"Calibration call 1: `image` is float64\[2, 3, 8, 8\], but the example"),
+        ([images()[:, :1]], r"Calibration call 0: `image` is float32\[2, 1, 8, 8\], but the example input is float32"),
+        ([images()[0]], "Calibration call 0: `image` is"),
+        ([(images(), images())], "Calibration call 0 doesn't fit the model: "),
+        ([{"picture": images()}], "Calibration call 0 doesn't fit the model: "),
+        ([7], "Calibration call 0 is of type int: pass a tensor, a tuple of arguments or a dict"),
+    ],
+)
+def test_calibration_that_does_not_fit_is_refused(choosing: Choose, calls: Any, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        choosing(tune=True, accuracy="0.9", calibration=calls)
+
+
+def test_calls_with_fewer_rows_are_refused_if_the_batch_is_fixed(choosing: Choose) -> None:
+    with pytest.raises(UsageError, match=r"`image` is float32\[1, 3, 8, 8\]"):
+        choosing(tune=True, accuracy="0.9", calibration=[images(1)], static=True)
+
+
+# On a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("runtime", "lossy", "expected"),
+    [
+        ("torch", None, ["cuda_graph", "cudnn_benchmark", "cuda_graph cudnn_benchmark"]),
+        ("torch", SimpleNamespace(), ["cuda_graph", "cudnn_benchmark", "tf32", "cuda_graph cudnn_benchmark tf32"]),
+        ("onnxruntime", SimpleNamespace(), ["tf32"]),
+        ("onnxruntime", None, []),
+    ],
+)
+def test_settings_are_tried_alone_and_together_on_a_gpu(runtime: str, lossy: Any, expected: list[str]) -> None:
+    tuner = Tuner(SimpleNamespace(files=SimpleNamespace(device="cuda", entries=[])), lossy, 1.0)  # type: ignore[arg-type]
+    assert [" ".join(setting) for setting in tuner._settings(runtime)] == expected
