@@ -62,7 +62,7 @@ lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(VENV)/examples $(TIMM)
+bench: $(VENV)/bench $(TIMM)
 	$(BIN)/python benchmarks/correctness.py --json benchmarks/results/correctness.json --markdown benchmarks/results/correctness.md
 	$(BIN)/python benchmarks/locating.py --check --json benchmarks/results/locating.json --markdown benchmarks/results/locating.md
 	$(BIN)/python benchmarks/overhead.py --json benchmarks/results/overhead.json --markdown benchmarks/results/overhead.md
@@ -71,10 +71,11 @@ bench: $(VENV)/examples $(TIMM)
 	$(BIN)/python benchmarks/reach.py --json benchmarks/results/reach.json --markdown benchmarks/results/reach.md
 	$(BIN)/python benchmarks/reach.py --models timm --check --json benchmarks/results/reach_timm.json --markdown benchmarks/results/reach_timm.md
 	$(BIN)/python benchmarks/channels_last.py --json benchmarks/results/channels_last.json --markdown benchmarks/results/channels_last.md
-	$(BIN)/python benchmarks/latency.py --json benchmarks/results/latency.json --markdown benchmarks/results/latency.md
+	$(BIN)/python benchmarks/latency.py --json benchmarks/results/latency.json --markdown benchmarks/results/latency.md --picture docs/pictures/latency.svg
 	$(BIN)/python benchmarks/latency.py --models torchvision --batch 1 --rounds 21 --threads 1 --contenders ours,fuse,fuse-channels-last --json benchmarks/results/latency_by_hand.json --markdown benchmarks/results/latency_by_hand.md
 	$(BIN)/python benchmarks/each_pass.py --json benchmarks/results/each_pass.json --markdown benchmarks/results/each_pass.md
 	$(BIN)/python benchmarks/fusion.py --json benchmarks/results/fusion.json --markdown benchmarks/results/fusion.md
+	$(BIN)/python benchmarks/load_overhead.py --json benchmarks/results/load_overhead.json --markdown benchmarks/results/load_overhead.md
 	$(BIN)/python benchmarks/cold_start.py --json benchmarks/results/cold_start.json --markdown benchmarks/results/cold_start.md
 	$(BIN)/python benchmarks/checkpoints.py --compile unet,bert --llama70b --json benchmarks/results/checkpoints.json --markdown benchmarks/results/checkpoints.md
 

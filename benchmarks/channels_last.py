@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 from contenders import Run, Workshop, calling
-from latency import cpus, measure_batch, time_cells
-from measure import caption, environment, numbers, positive, refuse_unknown
+from latency import measure_batch, time_cells
+from measure import caption, cpus, environment, numbers, positive, refuse_unknown
 from models import MAP_SUBJECTS, Plain, Subject, subject
 from table import Table, write
 from torch import nn

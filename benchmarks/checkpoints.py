@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 from contenders import sentence_of
-from latency import cpus
 from measure import (
     PeakMemory,
     Spread,
     Stopwatch,
     caption,
+    cpus,
     latency_of,
     positive,
     prepared,

@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 from contenders import Run, calling
-from latency import cpus
-from measure import Spread, caption, latencies_of, positive, prepared, ratios, refuse_unknown, synchronize
+from measure import Spread, caption, cpus, latencies_of, positive, prepared, ratios, refuse_unknown, synchronize
 from models import PASS_SUBJECTS, Plain, Subject, subject
 from table import Table, publish, seconds
 from torch import nn

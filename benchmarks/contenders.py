@@ -1,25 +1,27 @@
-"""All ways of running one model: as it is, optimized by this project, and by what a user would use instead."""
+"""Ways of running one model: as it is, optimized by this project, and by what a user would use instead."""
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import onnxruntime as ort
 import torch
+import torch._inductor.config
+from file_runs import OnnxRun, size_of
 from models import Plain, Subject
 from torch import nn
 from torch.fx.experimental.optimization import fuse
 
 from exporters.isolation import silent
-from exporters.registry import load_artifact
 from exporters.torchscript_deprecation import torchscript_allowed
 from optimizer import export, optimize
+from optimizer.tuning import available_memory
 
 Run = Callable[[], tuple[torch.Tensor, ...]]
 
@@ -32,7 +34,15 @@ FUSE = "fuse"
 BY_HAND = "fuse-channels-last"
 JIT = "jit"
 COMPILE = "compile"
+AUTOTUNE = "compile-max-autotune"
+FREEZING = "compile-freezing"
 ONNX = "onnx"
+OPENVINO = "openvino"
+OPENVINO_BF16 = "openvino-bf16"
+QUANTIZED = "quantized"
+QUANTIZED_OPENVINO = "quantized-openvino"
+EXACT = "ours-exact"
+BUDGET = "ours-budget"
 
 LABELS = {
     EAGER: "eager",
@@ -44,13 +54,33 @@ LABELS = {
     BY_HAND: "torch.fx fuse, channels_last",
     JIT: "torch.jit.optimize_for_inference",
     COMPILE: "torch.compile",
+    AUTOTUNE: "torch.compile, max-autotune",
+    FREEZING: "torch.compile, freezing",
     ONNX: "torch.onnx.export in onnxruntime",
+    OPENVINO: "torch.onnx.export in OpenVINO",
+    OPENVINO_BF16: "torch.onnx.export in OpenVINO, bfloat16",
+    QUANTIZED: "onnxruntime's quantization",
+    QUANTIZED_OPENVINO: "onnxruntime's quantization in OpenVINO",
+    EXACT: "optimize-export, tuned",
+    BUDGET: "optimize-export, tuned, accuracy 0.999",
 }
 
 
 # The batch sizes at which this project verifies its results. The benchmark itself shows the error at the batch size
 # that it measures.
 _VERIFIED = (2, 1)
+# The copies of the weights that a contender may need: those in the file, in the runtime, and packed for its kernels.
+_COPIES = 3
+
+
+@dataclass(frozen=True)
+class Made:
+    """A run with the bytes of its files, what a contender chose by itself, and the figures that it chose by."""
+
+    run: Run
+    bytes: int
+    choice: str = ""
+    tuning: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,13 +91,19 @@ class Contender:
         name: a key of `LABELS`.
         run: returns the outputs as flat tensors; None if this way isn't available.
         reason: the error that made it unavailable; otherwise "".
-        set_up_seconds: the time to make it, including the first call.
+        set_up_seconds: the time to make it, including the first call and steps that it shares with other contenders.
+        bytes: of its files, or of the model's tensors if it has none.
+        choice: what it chose by itself, such as a runtime.
+        tuning: the figures that it chose by, and why other candidates were dropped; None if it had no choice.
     """
 
     name: str
     run: Run | None
     reason: str = ""
     set_up_seconds: float = 0.0
+    bytes: int | None = None
+    choice: str = ""
+    tuning: Mapping[str, Any] | None = None
 
 
 class Workshop:
@@ -75,7 +111,7 @@ class Workshop:
 
     Args:
         folder: where the exported files are written.
-        threads: the number of threads of onnxruntime.
+        threads: the number of threads of onnxruntime and OpenVINO.
 
     Attributes:
         makers: for each name, the function that makes the run of one batch of inputs.
@@ -88,9 +124,11 @@ class Workshop:
         self._threads = threads
         self._model = subject.model.to(device)
         self._plain = Plain(self._model).eval()
-        self._fast: nn.Module | None = None
+        # The results of shared steps, each with the seconds that it took, and the seconds of those used again by the
+        # current contender.
         self._made: dict[str, tuple[Any, float]] = {}
-        self.makers: dict[str, Callable[[tuple[torch.Tensor, ...]], Run]] = {
+        self._used_again = 0.0
+        self.makers: dict[str, Callable[[tuple[torch.Tensor, ...]], Run | Made]] = {
             EAGER: lambda inputs: calling(self._plain, inputs),
             OURS: lambda inputs: calling(Plain(self._optimized()), inputs),
             OURS_COMPILED: self._ours_compiled,
@@ -99,7 +137,9 @@ class Workshop:
             FUSE: lambda inputs: calling(Plain(self._once(FUSE, lambda: fuse(self._model))), inputs),
             BY_HAND: lambda inputs: calling(Plain(self._once(BY_HAND, self._by_hand)), inputs),
             JIT: self._jit,
-            COMPILE: lambda inputs: calling(Plain(_compiled(self._model)), inputs),
+            COMPILE: lambda inputs: self._compiled(inputs),
+            AUTOTUNE: lambda inputs: self._compiled(inputs, mode="max-autotune"),
+            FREEZING: self._frozen,
             ONNX: self._plain_onnx,
         }
 
@@ -121,20 +161,41 @@ class Workshop:
         return [self._contender(name, inputs) for name in names]
 
     def _contender(self, name: str, inputs: tuple[torch.Tensor, ...]) -> Contender:
-        started = time.perf_counter()
+        started, self._used_again = time.perf_counter(), 0.0
         try:
+            self._check_memory()
             with warnings.catch_warnings(), torchscript_allowed():
                 warnings.simplefilter("ignore")
-                run = self.makers[name](inputs)
-                run()
+                made = self.makers[name](inputs)
+                made = made if isinstance(made, Made) else Made(made, self._bytes)
+                made.run()
         except Exception as error:  # noqa: BLE001 - any error means that this way is unavailable; the row says so
-            return Contender(name, None, sentence_of(error), time.perf_counter() - started)
-        return Contender(name, run, "", time.perf_counter() - started)
+            return Contender(name, None, sentence_of(error), self._spent_since(started))
+        return Contender(name, made.run, "", self._spent_since(started), made.bytes, made.choice, made.tuning)
+
+    def _spent_since(self, started: float) -> float:
+        return time.perf_counter() - started + self._used_again
+
+    @property
+    def _bytes(self) -> int:
+        tensors = (*self._model.parameters(), *self._model.buffers())
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def _check_memory(self) -> None:
+        """Raise MemoryError if another contender could take the memory that the others need; all stay open."""
+        free, needed = available_memory(), _COPIES * self._bytes
+        if free is not None and free < needed:
+            raise MemoryError(f"{free / 2**30:.1f} GiB are free, and this could need {needed / 2**30:.1f}")
 
     def _once(self, key: str, make: Callable[[], Any]) -> Any:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        """The result of a step that several contenders share."""
+        if key in self._made:
+            self._used_again += self._made[key][1]
+        else:
+            started, before = time.perf_counter(), self._used_again
+            made = make()
+            self._made[key] = made, time.perf_counter() - started + self._used_again - before
+        return self._made[key][0]
 
     def _optimized(self) -> nn.Module:
         return self._once(OURS, lambda: optimize(self._model, example_inputs=self.inputs(_VERIFIED[0])))
@@ -148,13 +209,25 @@ class Workshop:
         fused: nn.Module = fuse(self._model)
         return fused.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
-    def _artifact(self, form: str, inputs: tuple[torch.Tensor, ...]) -> Run:
+    def _compiled(self, inputs: tuple[torch.Tensor, ...], **options: Any) -> Run:
+        return calling(Plain(torch.compile(self._model, **options)), inputs)  # type: ignore[arg-type]
+
+    def _frozen(self, inputs: tuple[torch.Tensor, ...]) -> Run:
+        # The option alone doesn't freeze: torch.compile's front end reads the setting of the process. Without the option,
+        # the code of plain torch.compile would be used again.
+        with torch._inductor.config.patch(freezing=True):
+            run = self._compiled(inputs, options={"freezing": True})
+            run()
+        return run
+
+    def _artifact(self, form: str, inputs: tuple[torch.Tensor, ...]) -> Made:
         bundle = self._once(form, lambda: self._bundle(form))
         (artifact,) = bundle.artifacts
         path = artifact.path
         if form == "onnx":
-            return OnnxRun(path, inputs, self._device, self._threads)
-        return calling(torch.jit.load(str(path), map_location=self._device).eval(), inputs)
+            return Made(OnnxRun(path, inputs, self._device, self._threads), size_of(path))
+        loaded = torch.jit.load(str(path), map_location=self._device).eval()
+        return Made(calling(loaded, inputs), size_of(path))
 
     def _bundle(self, form: str) -> Any:
         # Export one bundle for each format, because a refused format would withhold the whole bundle.
@@ -174,56 +247,20 @@ class Workshop:
         run()
         return run
 
-    def _plain_onnx(self, inputs: tuple[torch.Tensor, ...]) -> Run:
+    def _plain_onnx(self, inputs: tuple[torch.Tensor, ...]) -> Made:
+        path = self._plain_file(inputs)
+        return Made(OnnxRun(path, inputs, self._device, self._threads), size_of(path))
+
+    def _plain_file(self, inputs: tuple[torch.Tensor, ...]) -> Path:
+        """The ONNX file of `torch.onnx.export` for one batch size."""
         path = self._folder / f"plain_{len(inputs[0])}.onnx"
-        with silent():
-            torch.onnx.export(self._plain, inputs, str(path), dynamo=True, verbose=False)
-        return OnnxRun(path, inputs, self._device, self._threads)
 
+        def write() -> Path:
+            with silent():
+                torch.onnx.export(self._plain, inputs, str(path), dynamo=True, verbose=False)
+            return path
 
-class OnnxRun:
-    """Runs a file in onnxruntime with bound inputs and outputs, and with the same session settings for every file.
-
-    Raises:
-        ProviderFallback: the device is the GPU, but onnxruntime would compute on the CPU.
-    """
-
-    def __init__(self, path: Path, inputs: tuple[torch.Tensor, ...], device: str, threads: int) -> None:
-        if device == "cuda":
-            # This checks where the nodes really run.
-            load_artifact("onnx", path, device)
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        options.intra_op_num_threads = threads
-        options.inter_op_num_threads = 1
-        # The threads spin while they wait for work. After a run, this would take cores from the next contender.
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-        self._session = ort.InferenceSession(str(path), options, providers=_providers(device))
-        self._device = device
-        self._inputs = tuple(tensor.contiguous() for tensor in inputs)
-
-    def __call__(self) -> tuple[torch.Tensor, ...]:
-        binding = self._session.io_binding()
-        for node, tensor in zip(self._session.get_inputs(), self._inputs, strict=True):
-            kind = _NUMPY_NAMES[tensor.dtype]
-            binding.bind_input(node.name, self._device, 0, kind, list(tensor.shape), tensor.data_ptr())
-        for node in self._session.get_outputs():
-            binding.bind_output(node.name, self._device, 0)
-        if self._device == "cuda":
-            # onnxruntime uses its own stream, so the inputs must be complete before it starts.
-            torch.cuda.current_stream().synchronize()
-        self._session.run_with_iobinding(binding)
-        return tuple(torch.utils.dlpack.from_dlpack(value) for value in binding.get_outputs())
-
-
-_NUMPY_NAMES = {torch.float32: "float32", torch.int64: "int64"}
-
-
-def _providers(device: str) -> list[Any]:
-    if device == "cpu":
-        return ["CPUExecutionProvider"]
-    # TF32 rounds the operands of float32 products to 10 bits of mantissa. It is off for torch, too.
-    return [("CUDAExecutionProvider", {"use_tf32": "0"}), "CPUExecutionProvider"]
+        return self._once(path.name, write)
 
 
 def calling(call: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> Run:
@@ -235,11 +272,6 @@ def calling(call: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> Run:
         return output if isinstance(output, tuple) else (output,)
 
     return run
-
-
-def _compiled(model: nn.Module) -> nn.Module:
-    compiled: nn.Module = torch.compile(model)
-    return compiled
 
 
 def sentence_of(error: Exception) -> str:
@@ -257,6 +289,20 @@ def error_against(outputs: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]
     if len(outputs) != len(truth):
         return float("inf")
     return max(_difference(output, true) for output, true in zip(outputs, truth, strict=True))
+
+
+def cosine_to(outputs: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float | None:
+    """The least cosine of the angle between an output and the truth, both flattened; None if there is none."""
+    if [output.shape for output in outputs] != [true.shape for true in truth]:
+        return None
+    pairs = [
+        (output.double().cpu().flatten(), true.double().cpu().flatten())
+        for output, true in zip(outputs, truth, strict=True)
+        if true.is_floating_point()
+    ]
+    cosines = [float(torch.dot(output, true) / (output.norm() * true.norm())) for output, true in pairs]
+    # The minimum of values that contain a NaN depends on their order.
+    return min(cosines) if cosines and all(map(math.isfinite, cosines)) else None
 
 
 def _difference(output: torch.Tensor, truth: torch.Tensor) -> float:

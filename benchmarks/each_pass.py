@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 from contenders import Run, calling, error_against, sentence_of
-from latency import cpus, time_cells
-from measure import PeakMemory, Spread, caption, latencies_of, numbers, positive, prepared, ratios, refuse_unknown
+from latency import time_cells
+from measure import PeakMemory, Spread, caption, cpus, latencies_of, numbers, positive, prepared, ratios, refuse_unknown
 from models import PASS_SUBJECTS, Plain, Subject, subject
 from table import Table, mebibytes, write
 from torch import nn

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from latency import cpus
-from measure import Spread, caption, latencies_of, numbers, positive, prepared, ratios
+from measure import Spread, caption, cpus, latencies_of, numbers, positive, prepared, ratios
 from table import Table, publish, seconds
 from torch import nn
 

@@ -71,7 +71,7 @@ Way = Callable[[Layers, Path], object]
 
 def _whole(format: str) -> Way:
     return lambda model, folder: export(
-        model, example_inputs=(model.example(),), output=folder / "bundle", formats=(format,)
+        model, example_inputs=(model.example(),), output=folder / "bundle", formats=(format,), bench=False
     )
 
 

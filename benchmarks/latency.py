@@ -2,16 +2,20 @@
 
     python benchmarks/latency.py --json build/latency.json --markdown build/latency.md
 
-Every contender gets the same inputs and the same number of threads. The contenders are called in turn, so that a
-temporary slowdown of the machine affects all of them. The table also shows the error of each contender, because a fast
-wrong answer is worth nothing.
+Each model, batch size and number of threads is measured in a process of its own, which may use as many CPUs as threads.
+There, every contender gets the same inputs. The contenders are called in turn, so that a temporary slowdown of the
+machine affects all of them. The tables also show the error of each contender, because a fast wrong answer is worth
+nothing, and at the end whether this project pays, by goals.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import math
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,11 +23,48 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from contenders import EAGER, LABELS, Contender, Workshop, error_against
-from measure import Spread, caption, latencies_of, numbers, positive, prepared, ratios, refuse_unknown
-from models import CLASSIFIERS, SUBJECTS, subject
-from table import Table, seconds, write
+from bars import picture_of
+from contenders import (
+    AUTOTUNE,
+    BUDGET,
+    COMPILE,
+    EAGER,
+    EXACT,
+    FREEZING,
+    JIT,
+    LABELS,
+    ONNX,
+    OPENVINO,
+    OPENVINO_BF16,
+    QUANTIZED,
+    QUANTIZED_OPENVINO,
+    Contender,
+    Workshop,
+    cosine_to,
+    error_against,
+)
+from deployments import Deployments
+from goals import goals_of, goals_table, summary_of, summary_table
+from measure import (
+    Spread,
+    caption,
+    cpus,
+    environment,
+    latencies_of,
+    numbers,
+    on_cpus,
+    positive,
+    prepared,
+    ratios,
+    refuse_unknown,
+)
+from models import ALL_SUBJECTS, CLASSIFIERS, LATENCY_SUBJECTS, subject
+from table import Table, mebibytes, publish, seconds, write
 
+# The other contenders are measured only if they are named.
+DEFAULT = (
+    EAGER, COMPILE, AUTOTUNE, FREEZING, JIT, ONNX, OPENVINO, OPENVINO_BF16, QUANTIZED, QUANTIZED_OPENVINO, EXACT, BUDGET,
+)  # fmt: skip
 # The duration of one measurement in one round; shorter calls are repeated.
 _SECONDS_OF_A_FIGURE = 0.1
 
@@ -35,13 +76,21 @@ def measure_batch(
     truth = workshop.truth(batch)
     made = workshop.contenders(batch, names)
     runs = {contender.name: contender.run for contender in made if contender.run is not None}
-    errors = {name: error_against(run(), truth) for name, run in runs.items()}
+    errors, cosines = {}, {}
+    for name, run in runs.items():
+        outputs = run()
+        errors[name], cosines[name] = error_against(outputs, truth), cosine_to(outputs, truth)
     figures, repeats = latencies_of(runs, rounds, _SECONDS_OF_A_FIGURE, device)
-    return [_result(contender, figures, errors, repeats, base) for contender in made]
+    return [_result(contender, figures, errors, cosines, repeats, base) for contender in made]
 
 
 def _result(
-    contender: Contender, figures: dict[str, list[float]], errors: dict[str, float], repeats: dict[str, int], base: str
+    contender: Contender,
+    figures: dict[str, list[float]],
+    errors: dict[str, float],
+    cosines: dict[str, float | None],
+    repeats: dict[str, int],
+    base: str,
 ) -> dict[str, Any]:
     name = contender.name
     result: dict[str, Any] = {"name": name, "set_up_seconds": contender.set_up_seconds}
@@ -50,11 +99,16 @@ def _result(
     return {
         **result,
         "unavailable": None,
+        "choice": contender.choice,
+        "tuning": contender.tuning,
+        "bytes": contender.bytes,
         "calls_per_round": repeats[name],
         "seconds": {**Spread.of(figures[name]).to_json(), "values": figures[name]},
         "speed_up": ratios(figures[base], figures[name]).to_json() if base in figures else None,
+        "over_onnx": ratios(figures[ONNX], figures[name]).to_json() if ONNX in figures else None,
         "error": errors[name] if math.isfinite(errors[name]) else None,
         f"error_to_{base}": _over(errors[name], errors.get(base)),
+        "cosine": cosines[name],
     }
 
 
@@ -63,28 +117,48 @@ def _over(error: float, other: float | None) -> float | None:
 
 
 def table_of(results: Sequence[dict[str, Any]]) -> Table:
-    headings = ["model", "batch", "contender", "latency", "quartiles", "speed-up", "quartiles", "error", "of eager's"]
-    table = Table("Latency", headings, left=3)
-    absent = []
+    headings = [
+        "model", "batch", "threads", "contender", "latency", "quartiles", "speed-up", "quartiles", "error",
+        "of eager's", "over onnxruntime", "cosine", "size", "set-up",
+    ]  # fmt: skip
+    table = Table("Latency", headings, left=4)
+    absent, choices = [], []
     for result in results:
         for contender in result["contenders"]:
-            row = [result["model"], str(result["batch"]), LABELS[contender["name"]]]
+            row = [result["model"], str(result["batch"]), str(result["threads"]), LABELS[contender["name"]]]
+            place = f"{row[0]}, batch {row[1]}, threads {row[2]}, {row[3]}"
             if contender["unavailable"] is not None:
-                table.add(*row, "–", "", "", "", "", "")
-                absent.append(f"{row[0]}, batch {row[1]}, {row[2]}: {contender['unavailable']}")
-            else:
-                table.add(*row, *_cells(contender))
+                table.add(*row, "–", *[""] * (len(headings) - 5))
+                absent.append(f"{place}: {contender['unavailable']}")
+                continue
+            table.add(*row, *_cells(contender))
+            if contender["choice"]:
+                choices.append(f"{place}: {contender['choice']}")
     table.caption.append(
         "Speed-up is the time of eager over that of the contender, taken within each round; medians with quartiles. The"
-        " error is the largest difference from the model in float64, over the output's largest value."
+        " same over plain torch.onnx.export in onnxruntime. The error is the largest difference from the model in float64,"
+        " over the output's largest value; the cosine is the least of any output. The set-up includes the first call and,"
+        " for torch.compile, the compilation; the first of all also compiles torch's headers."
     )
-    table.caption += absent
+    if choices:
+        table.caption.append("Chosen:")
+        table.caption += choices
+    if absent:
+        table.caption.append("Not available:")
+        table.caption += absent
     return table
 
 
 def _cells(contender: dict[str, Any]) -> list[str]:
-    ratio = contender["error_to_eager"]
-    return [*time_cells(contender), "" if ratio is None else f"{ratio:.3g}×"]
+    ratio, gain, cosine = contender["error_to_eager"], contender["over_onnx"], contender["cosine"]
+    return [
+        *time_cells(contender),
+        "" if ratio is None else f"{ratio:.3g}×",
+        "" if gain is None else f"{gain['median']:.2f}×",
+        "" if cosine is None else f"{cosine:.5f}",
+        mebibytes(contender["bytes"]),
+        seconds(contender["set_up_seconds"]),
+    ]
 
 
 def time_cells(contender: dict[str, Any]) -> list[str]:
@@ -100,67 +174,114 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--models",
-        default=",".join(SUBJECTS),
+        default=",".join(LATENCY_SUBJECTS),
         help="names, by commas (default: %(default)s; also classifiers of torchvision, all of them as torchvision)",
     )
     parser.add_argument("--batch", type=numbers, default=[1, 8], help="batch sizes (default: 1,8)")
     parser.add_argument("--rounds", type=positive, default=11, help="figures per contender (default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=positive, default=cpus(), help="of torch and of onnxruntime alike")
-    parser.add_argument("--contenders", default=",".join(LABELS), help="names, by commas; eager is always there")
+    most = sorted({1, cpus()})
+    parser.add_argument(
+        "--threads", type=numbers, default=most, help=f"of all runtimes (default: {','.join(map(str, most))})"
+    )
+    parser.add_argument("--contenders", default=",".join(DEFAULT), help="names, by commas; eager is always there")
+    parser.add_argument("--tune-seconds", type=positive, default=60, help="of each tuned export (default: %(default)s)")
     parser.add_argument("--scale", type=float, default=1.0, help="of image sides and text lengths, to try things out")
     parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--markdown", type=Path, help="write the table here")
+    parser.add_argument("--markdown", type=Path, help="write the tables here")
+    parser.add_argument("--picture", type=Path, help="write a picture of the speed-ups here (SVG)")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a goal isn't met")
+    # Measure one configuration in this process, and write it to --json.
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     models = [
         name for asked in arguments.models.split(",") for name in (CLASSIFIERS if asked == "torchvision" else (asked,))
     ]
-    refuse_unknown(parser, "model", models, {**SUBJECTS, **CLASSIFIERS})
+    refuse_unknown(parser, "model", models, ALL_SUBJECTS)
     names = [EAGER, *(name for name in arguments.contenders.split(",") if name != EAGER)]
     refuse_unknown(parser, "contender", names, LABELS)
-    where = prepared(parser, arguments)
+    if arguments.alone:
+        return _measure_alone(parser, arguments, models, names)
+    return _measure_all(arguments, models, names)
 
+
+def _measure_all(arguments: argparse.Namespace, models: Sequence[str], names: Sequence[str]) -> int:
+    where = environment(max(arguments.threads), arguments.device)
     settings = {
-        "models": models,
-        "contenders": names,
-        "batch": arguments.batch,
-        "rounds": arguments.rounds,
-        "scale": arguments.scale,
-        "device": arguments.device,
+        key: getattr(arguments, key) for key in ("batch", "threads", "rounds", "scale", "device", "tune_seconds")
     }
     results: list[dict[str, Any]] = []
-    data = {"benchmark": "latency", "environment": where, "settings": settings, "results": results}
-    for name in models:
-        with tempfile.TemporaryDirectory() as folder:
-            results += _measure_model(name, names, arguments, Path(folder))
-        # Write after each model, so that an interrupted run keeps its results.
-        table = table_of(results)
-        table.caption.append(caption(where))
-        write([table], data, arguments.json, arguments.markdown)
-    table.show()
+    data = {
+        "benchmark": "latency",
+        "environment": where,
+        "settings": {"models": models, "contenders": names, **settings},
+        "results": results,
+    }
+    tables: list[Table] = []
+    with tempfile.TemporaryDirectory(prefix="latency-") as folder:
+        for name, batch, threads in itertools.product(models, arguments.batch, arguments.threads):
+            now = time.strftime("%H:%M:%S")
+            print(f"{now}  {name}, batch {batch}, threads {threads} …", file=sys.stderr, flush=True)
+            results.append(_measured(name, batch, threads, names, arguments, Path(folder)))
+            # Write after each configuration, so that an interrupted run keeps its results.
+            tables = _tables(results, data, where)
+            write(tables, data, arguments.json, arguments.markdown)
+            if arguments.picture is not None:
+                arguments.picture.parent.mkdir(parents=True, exist_ok=True)
+                arguments.picture.write_text(picture_of(results), encoding="utf-8")
+    publish(tables, data, None, None)
+    return int(arguments.check and not all(goal["met"] for goal in data["goals"]))
+
+
+def _tables(results: Sequence[dict[str, Any]], data: dict[str, Any], where: dict[str, Any]) -> list[Table]:
+    data["summary"], data["goals"] = summary_of(results), goals_of(results)
+    tables = [table_of(results), summary_table(data["summary"]), goals_table(data["goals"])]
+    tables[-1].caption.append(caption(where))
+    return tables
+
+
+def _measured(
+    name: str, batch: int, threads: int, names: Sequence[str], arguments: argparse.Namespace, folder: Path
+) -> dict[str, Any]:
+    """Measure one configuration in a process of its own, so that no other one has its memory or its threads."""
+    path = folder / "result.json"
+    command = [sys.executable, __file__, "--alone", f"--models={name}", f"--batch={batch}", f"--threads={threads}"]
+    command += [f"--contenders={','.join(names)}", f"--rounds={arguments.rounds}", f"--device={arguments.device}"]
+    command += [f"--scale={arguments.scale}", f"--tune-seconds={arguments.tune_seconds}", f"--json={path}"]
+    # Of this run alone, so that everything is compiled again, and for this number of threads.
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder / f"inductor-{threads}")}
+    variables = {**os.environ, **cache, "OMP_NUM_THREADS": str(threads)}
+    with on_cpus(threads if arguments.device == "cpu" else cpus()):
+        code = subprocess.run(command, env=variables, check=False).returncode
+    if code == 0:
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+    reason = f"the process of this configuration ended with {code}"
+    ended = [{"name": each, "set_up_seconds": 0.0, "unavailable": reason} for each in names]
+    return {"model": name, "batch": batch, "threads": threads, "parameters": None, "contenders": ended}
+
+
+def _measure_alone(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, models: Sequence[str], names: Sequence[str]
+) -> int:
+    """Measure one configuration in this process, and write the result."""
+    (name,), (batch,), (threads,) = models, arguments.batch, arguments.threads
+    arguments.threads = threads
+    prepared(parser, arguments)
+    asked = subject(name, arguments.scale)
+    with tempfile.TemporaryDirectory() as folder:
+        workshop = Deployments(asked, Path(folder), arguments.device, threads, arguments.tune_seconds)
+        contenders = measure_batch(workshop, batch, names, arguments.rounds, arguments.device)
+    result = {
+        "model": asked.name,
+        "batch": batch,
+        "threads": threads,
+        "parameters": sum(parameter.numel() for parameter in asked.model.parameters()),
+        "contenders": contenders,
+    }
+    arguments.json.write_text(json.dumps(result, allow_nan=False))
     return 0
 
 
-def _measure_model(
-    name: str, names: Sequence[str], arguments: argparse.Namespace, folder: Path
-) -> list[dict[str, Any]]:
-    asked = subject(name, arguments.scale)
-    workshop = Workshop(asked, folder, arguments.device, arguments.threads)
-    results = []
-    for batch in arguments.batch:
-        print(f"{time.strftime('%H:%M:%S')}  {name}, batch {batch} …", file=sys.stderr)
-        contenders = measure_batch(workshop, batch, names, arguments.rounds, arguments.device)
-        parameters = sum(parameter.numel() for parameter in asked.model.parameters())
-        results.append({"model": name, "batch": batch, "parameters": parameters, "contenders": contenders})
-    return results
-
-
-def cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 if __name__ == "__main__":
-    # Use a separate cache, so that a second run compiles everything again.
-    with tempfile.TemporaryDirectory(prefix="inductor-") as cache:
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
-        sys.exit(main())
+    sys.exit(main())

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import datetime
 import gc
 import importlib.metadata
 import os
 import platform
 import random
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,11 +19,16 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("torch", "transformers", "timm", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "optimize-export")
+_PACKAGES = (
+    "torch", "transformers", "timm", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "openvino",
+    "optimize-export",
+)  # fmt: skip
 
-# The time that a runtime's threads need to fall asleep after its last call. They spin for a while, and would take cores
-# from the next contender.
-_SETTLING_SECONDS = 0.02
+# After its last call, the threads of a runtime spin for a while (onnxruntime's for 0.1 s), and would take cores from the
+# next contender. Wait until the process has used less than this share of a core for a moment, but not for ever.
+_IDLE_SHARE = 0.2
+_MOMENT_SECONDS = 0.01
+_SETTLING_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
@@ -106,19 +108,31 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def latency_of(call: Callable[[], Any], repeats: int, device: str) -> float:
-    """The seconds of one call, as the mean over `repeats` calls, including the device's work."""
+def settle() -> None:
+    """Wait until the threads of this process are idle, at most `_SETTLING_SECONDS`."""
+    end = time.perf_counter() + _SETTLING_SECONDS
+    busy = True
+    while busy and time.perf_counter() < end:
+        started, used = time.perf_counter(), time.process_time()
+        time.sleep(_MOMENT_SECONDS)
+        busy = time.process_time() - used > _IDLE_SHARE * (time.perf_counter() - started)
+
+
+def latency_of(
+    call: Callable[[], Any], repeats: int, device: str, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """The seconds of one call, as the mean over `repeats` calls, including the device's work, with a clock of `time`."""
     synchronize(device)
-    time.sleep(_SETTLING_SECONDS)
+    settle()
     if repeats > 1:
         # Measure short calls warm: the previous contender has left its own data in the caches.
         call()
     synchronize(device)
-    started = time.perf_counter()
+    started = clock()
     for _ in range(repeats):
         call()
     synchronize(device)
-    return (time.perf_counter() - started) / repeats
+    return (clock() - started) / repeats
 
 
 def repeats_for(call: Callable[[], Any], seconds: float, device: str) -> int:
@@ -147,47 +161,26 @@ def latencies_of(
     return figures, repeats
 
 
-class PeakMemory:
-    """Measures how far the resident memory of this process rises above its level at the start of the block.
+def cpus() -> int:
+    """The number of CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
-    Attributes:
-        before: the resident memory at the start of the block, in bytes; its highest value so far if not `exact`.
-        bytes: the rise to the peak, in bytes; set at the end of the block.
-        exact: False if the system can't reset its high-water mark. Then a rise that stays below an earlier peak isn't
-            seen.
+
+@contextlib.contextmanager
+def on_cpus(count: int) -> Iterator[None]:
+    """Restrict this thread, and the processes that it starts, to some of its CPUs; all of them where that's impossible.
+
+    Not every runtime has an option for its number of threads everywhere, but most count the CPUs they may use.
     """
-
-    before: int
-    bytes: int
-    exact: bool
-
-    def __enter__(self) -> PeakMemory:
-        gc.collect()
-        with contextlib.suppress(OSError, AttributeError):
-            # Otherwise the allocator would reuse freed memory that it kept, and this use wouldn't be seen.
-            ctypes.CDLL(None).malloc_trim(0)
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            self.exact = False
-            self.before = self._highest()
-        else:
-            self.exact = True
-            self.before = _status("VmRSS")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.bytes = (_status("VmHWM") if self.exact else self._highest()) - self.before
-
-    @staticmethod
-    def _highest() -> int:
-        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return highest if sys.platform == "darwin" else highest * 1024
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(before)[:count])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def environment(threads: int, device: str = "cpu") -> dict[str, Any]:
@@ -195,7 +188,7 @@ def environment(threads: int, device: str = "cpu") -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_model(),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": cpus(),
         "load_before": round(os.getloadavg()[0], 2),
         "threads": threads,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",

@@ -19,11 +19,16 @@ _SUPPORT = Path(__file__).parents[1] / "tests" / "support"
 
 @dataclass(frozen=True)
 class Subject:
-    """A model in eval, and its inputs at any batch size: positional tensors with the same first dim."""
+    """A model in eval, and its inputs at any batch size: positional tensors with the same first dim.
+
+    Attributes:
+        transformer: whether most of it is attention; otherwise most of it is convolutions.
+    """
 
     name: str
     model: nn.Module
     inputs: Callable[[int], tuple[torch.Tensor, ...]]
+    transformer: bool = False
 
 
 class Plain(nn.Module):
@@ -35,11 +40,15 @@ class Plain(nn.Module):
         self.training = model.training
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        output = self.model(*inputs)
-        if isinstance(output, torch.Tensor):
-            return output
-        values = tuple(value for value in output.values() if isinstance(value, torch.Tensor))
-        return values[0] if len(values) == 1 else values
+        return flat(self.model(*inputs))
+
+
+def flat(output: Any) -> Any:
+    """The tensor, or the tuple of several, in the output of a model."""
+    if isinstance(output, torch.Tensor):
+        return output
+    values = tuple(value for value in output.values() if isinstance(value, torch.Tensor))
+    return values[0] if len(values) == 1 else values
 
 
 def bring_to_life(model: nn.Module, *example: torch.Tensor) -> nn.Module:
@@ -115,7 +124,7 @@ def bert_small(scale: float) -> Subject:
         mask[-1, length * 3 // 4 :] = 0
         return ids, mask
 
-    return Subject("bert_small", bring_to_life(BertModel(config)), draw)
+    return Subject("bert_small", bring_to_life(BertModel(config)), draw, transformer=True)
 
 
 def vit_small(scale: float) -> Subject:
@@ -125,7 +134,7 @@ def vit_small(scale: float) -> Subject:
     size = _image_size(scale)
     sizes = {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536}
     model = ViTForImageClassification(ViTConfig(**sizes, image_size=size, num_labels=1000))
-    return Subject("vit_small", bring_to_life(model), _images(size))
+    return Subject("vit_small", bring_to_life(model), _images(size), transformer=True)
 
 
 def gpt2(scale: float) -> Subject:
@@ -139,7 +148,7 @@ def gpt2(scale: float) -> Subject:
         generator = torch.Generator().manual_seed(1)
         return (torch.randint(0, config.vocab_size, (batch, length), generator=generator),)
 
-    return Subject("gpt2", bring_to_life(GPT2LMHeadModel(config)), draw)
+    return Subject("gpt2", bring_to_life(GPT2LMHeadModel(config)), draw, transformer=True)
 
 
 class _PlainBlock(nn.Module):
@@ -212,6 +221,7 @@ def swin_tiny(scale: float) -> Subject:
         "swin_tiny",
         bring_to_life(SwinForImageClassification(SwinConfig(image_size=size, num_labels=1000))),
         _images(size),
+        transformer=True,
     )
 
 
@@ -224,7 +234,7 @@ def bert_base(scale: float) -> Subject:
     def draw(batch: int) -> tuple[torch.Tensor, ...]:
         return (torch.randint(0, config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(1)),)
 
-    return Subject("bert_base", bring_to_life(BertModel(config)), draw)
+    return Subject("bert_base", bring_to_life(BertModel(config)), draw, transformer=True)
 
 
 def whisper_encoder(scale: float) -> Subject:
@@ -239,7 +249,7 @@ def whisper_encoder(scale: float) -> Subject:
         sound = torch.Generator().manual_seed(1)
         return (torch.randn(batch, config.num_mel_bins, 2 * positions, generator=sound),)
 
-    return Subject("whisper_encoder", bring_to_life(WhisperEncoder(config)), draw)
+    return Subject("whisper_encoder", bring_to_life(WhisperEncoder(config)), draw, transformer=True)
 
 
 def deeplab(scale: float) -> Subject:
@@ -300,7 +310,29 @@ def _classifier(name: str) -> Callable[[float], Subject]:
     return make
 
 
+def mobilenetv3_large(scale: float) -> Subject:
+    """timm's: depthwise convolutions, squeeze-and-excitation and hard activations. transformers has none."""
+    _declare_torchvision()
+    import timm
+
+    model = timm.create_model("mobilenetv3_large_100")
+    return Subject("mobilenetv3_large", bring_to_life(model, *_images(96)(8)), _images(_image_size(scale)))
+
+
+def vit_small_patch16(scale: float) -> Subject:
+    """timm's ViT-S/16; that of transformers, with the same layers, if timm isn't installed."""
+    try:
+        _declare_torchvision()
+        import timm
+    except ImportError:
+        return vit_small(scale)
+    size = _image_size(scale)
+    model = timm.create_model("vit_small_patch16_224", img_size=size)
+    return Subject("vit_small_patch16", bring_to_life(model), _images(size), transformer=True)
+
+
 def _declare_torchvision() -> None:
+    """Make torchvision and timm importable, as the tests do."""
     sys.path.insert(0, str(_SUPPORT))
     try:
         import torchvision_operators
@@ -317,6 +349,14 @@ def _image_size(scale: float) -> int:
 SUBJECTS: dict[str, Callable[[float], Subject]] = {
     make.__name__: make for make in (resnet50, mobilenet_v2, convnext_tiny, bert_small, resnet18)
 }
+
+# The models of benchmarks/latency.py: three CNNs with BatchNorms, one without, and three transformers.
+LATENCY_SUBJECTS: dict[str, Callable[[float], Subject]] = {
+    make.__name__: make
+    for make in (
+        resnet50, efficientnet_b0, mobilenetv3_large, convnext_tiny, vit_small_patch16, bert_small, gpt2,
+    )
+}  # fmt: skip
 
 # The models that benchmarks/latency.py compares with folding by hand.
 CLASSIFIERS: dict[str, Callable[[float], Subject]] = {
@@ -346,6 +386,9 @@ PROOF_SUBJECTS: dict[str, Callable[[float], Subject]] = {
 }
 
 
+ALL_SUBJECTS = {**SUBJECTS, **LATENCY_SUBJECTS, **CLASSIFIERS, **MAP_SUBJECTS, **PASS_SUBJECTS, **PROOF_SUBJECTS}
+
+
 def subject(name: str, scale: float = 1.0) -> Subject:
     """Make the model of that name, the same at every call; `scale` shrinks its inputs.
 
@@ -354,4 +397,4 @@ def subject(name: str, scale: float = 1.0) -> Subject:
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return {**SUBJECTS, **CLASSIFIERS, **MAP_SUBJECTS, **PASS_SUBJECTS, **PROOF_SUBJECTS}[name](scale)
+        return ALL_SUBJECTS[name](scale)

@@ -120,10 +120,12 @@ def ours(asked: Subject, batch: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, peak:
         fast, optimized = counted(lambda: optimize(model, example_inputs=inputs), batch)
         first = Path(folder, "first")
-        _, one = counted(lambda: export(fast, example_inputs=inputs, output=first, formats=(FORMAT,)), batch)
+        _, one = counted(
+            lambda: export(fast, example_inputs=inputs, output=first, formats=(FORMAT,), bench=False), batch
+        )
     with tempfile.TemporaryDirectory() as folder:
         _, two = counted(
-            lambda: export(fast, example_inputs=inputs, output=Path(folder, "two"), formats=FORMATS), batch
+            lambda: export(fast, example_inputs=inputs, output=Path(folder, "two"), formats=FORMATS, bench=False), batch
         )
     return {
         "changes": sum(len(record.changes) for record in report_of(fast).passes if record.status == "applied"),

@@ -42,8 +42,8 @@ from torch import nn
 from exporters import ExporterError
 from exporters.base import Adapter
 from optimizer import export, optimize, verify_bundle
-from optimizer.bundle.manifest import plain
 from optimizer.errors import ParityError
+from optimizer.manifest import plain
 from optimizer.model.inputs import Call, Samples
 from optimizer.model.structure import rebuild
 from optimizer.parity import FACTOR, OutputNoise, ParityReport, Reference, judge, measure_reference
@@ -219,7 +219,7 @@ def _exported(
 ) -> Iterator[tuple[str, Any]]:
     """The bundle with each format that the model can be exported to; records route, verdict and refusal in the unit."""
     try:
-        whole = export(fast, **example, output=folder / "all", formats=formats, strict=True, seed=seed)
+        whole = export(fast, **example, output=folder / "all", formats=formats, strict=True, seed=seed, bench=False)
     except (ExporterError, ParityError):
         # One failed format withholds all. Export each by itself, because only then the error has its measurements.
         for format in formats:
@@ -234,7 +234,7 @@ def _exported_alone(
     unit: Unit, fast: nn.Module, example: dict[str, Any], format: str, folder: Path, seed: int
 ) -> Iterator[tuple[str, Any]]:
     try:
-        bundle = export(fast, **example, output=folder, formats=[format], seed=seed)
+        bundle = export(fast, **example, output=folder, formats=[format], seed=seed, bench=False)
     except ExporterError as error:
         unit.files[format] = {"route": None, "reason": str(error)}
         return

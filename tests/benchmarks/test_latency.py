@@ -1,12 +1,17 @@
-"""The benchmark of the latency on one small model: every row is there, and the figures are right."""
+"""The benchmark of the latency on one small model: every row is there, and the figures and goals are right."""
 
 import json
 from functools import partial
+from xml.etree import ElementTree
 
 import pytest
-from benchmark_runs import run_benchmark
+from benchmark_runs import imported, run_benchmark
 
-CONTENDERS = ["eager", "ours", "ours-torchscript", "ours-onnx", "fuse", "jit", "onnx"]
+BY_NAME = ["ours", "ours-torchscript", "ours-onnx", "fuse"]
+PEERS = ["jit", "onnx", "openvino", "quantized", "quantized-openvino"]
+TUNED = ["ours-exact", "ours-budget"]
+CONTENDERS = ["eager", *BY_NAME, *PEERS, *TUNED]
+LOSSY = {"quantized", "quantized-openvino", "ours-budget"}
 
 
 run = partial(run_benchmark, "latency")
@@ -15,39 +20,83 @@ run = partial(run_benchmark, "latency")
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("latency")
-    size = ["--models=resnet18", "--batch=2", "--rounds=2", "--scale=0.2", "--threads=1"]
+    size = ["--models=resnet18", "--batch=2", "--rounds=2", "--scale=0.2", "--threads=1", "--tune-seconds=2"]
     process = run(
         *size,
         f"--contenders={','.join(CONTENDERS[1:])}",
         f"--json={folder / 'latency.json'}",
         f"--markdown={folder / 'latency.md'}",
+        f"--picture={folder / 'pictures' / 'latency.svg'}",
     )
     assert process.returncode == 0, process.stderr
-    return json.loads((folder / "latency.json").read_text()), (folder / "latency.md").read_text(), process
+    written = [(folder / name).read_text() for name in ("latency.json", "latency.md", "pictures/latency.svg")]
+    return json.loads(written[0]), written[1], process, written[2]
 
 
 def test_measures_every_contender_in_every_round(done):
-    figures, _, _ = done
+    figures, *_ = done
     (result,) = figures["results"]
-    assert (result["model"], result["batch"], result["parameters"]) == ("resnet18", 2, 11_689_512)
+    assert (result["model"], result["batch"], result["threads"]) == ("resnet18", 2, 1)
+    assert result["parameters"] == 11_689_512
     assert [contender["name"] for contender in result["contenders"]] == CONTENDERS
     for contender in result["contenders"]:
         assert contender["unavailable"] is None, contender
         assert len(contender["seconds"]["values"]) == 2
         assert 0 < contender["seconds"]["low"] <= contender["seconds"]["median"] <= contender["seconds"]["high"]
         assert contender["speed_up"]["median"] > 0
+        assert contender["over_onnx"]["median"] > 0
+        assert contender["set_up_seconds"] > 0
 
 
 def test_tells_the_error_of_every_contender(done):
-    figures, _, _ = done
-    errors = {contender["name"]: contender["error"] for contender in figures["results"][0]["contenders"]}
+    figures, *_ = done
+    contenders = {contender["name"]: contender for contender in figures["results"][0]["contenders"]}
+    exact = {name: each["error"] for name, each in contenders.items() if name not in LOSSY}
     # All are right on this model, and none is the reference itself, whose error would be zero.
-    assert all(0 < error < 1e-4 for error in errors.values()), errors
-    assert figures["results"][0]["contenders"][0]["error_to_eager"] == 1
+    assert all(0 < error < 1e-4 for error in exact.values()), exact
+    assert contenders["eager"]["error_to_eager"] == 1
+    assert all(contenders[name]["cosine"] > 1 - 1e-8 for name in exact)
+    assert all(0.9 < contenders[name]["cosine"] < 1 - 1e-8 for name in ("quantized", "quantized-openvino"))
+    assert contenders["ours-budget"]["cosine"] >= 0.999
+
+
+def test_tells_the_size_of_every_contender(done):
+    figures, *_ = done
+    sizes = {contender["name"]: contender["bytes"] for contender in figures["results"][0]["contenders"]}
+    weights = 4 * 11_689_512
+    # Files hold the BatchNorms folded into the weights.
+    assert all(0.99 * weights < sizes[name] < 1.1 * weights for name in sizes if name not in LOSSY), sizes
+    assert weights / 4 < sizes["quantized"] == sizes["quantized-openvino"] < weights / 3
+
+
+def test_tells_the_choice_of_this_project(done):
+    figures, markdown, *_ = done
+    for contender in figures["results"][0]["contenders"]:
+        assert bool(contender["choice"]) == (contender["name"] in TUNED)
+        assert (contender["tuning"] is not None) == (contender["name"] in TUNED)
+        assert contender["choice"] in markdown
+
+
+def test_sums_up_and_judges(done):
+    figures, markdown, *_ = done
+    assert [row["name"] for row in figures["summary"]] == CONTENDERS
+    (eager, *_) = figures["summary"]
+    assert (eager["measured"], eager["of"], eager["speed_up"]) == (1, 1, 1)
+    assert len(figures["goals"]) == 4
+    assert all(goal["goal"] in markdown for goal in figures["goals"])
+
+
+def test_draws_a_bar_for_every_contender_but_eager(done):
+    picture = ElementTree.fromstring(done[3])
+    svg = "{http://www.w3.org/2000/svg}"
+    assert len(picture.findall(f"{svg}rect")) == len(CONTENDERS) - 1
+    texts = [text.text for text in picture.findall(f"{svg}text")]
+    assert {"resnet18", "onnxruntime's quantization"} <= set(texts)
+    assert sum("cosine 1.00000" in text for text in texts) >= len(CONTENDERS) - 1 - len(LOSSY)
 
 
 def test_says_what_it_was_measured_on(done):
-    figures, markdown, _ = done
+    figures, markdown, *_ = done
     environment = figures["environment"]
     assert environment["threads"] == 1
     assert environment["device"] == "cpu"
@@ -57,7 +106,7 @@ def test_says_what_it_was_measured_on(done):
 
 
 def test_shows_what_it_writes(done):
-    _, markdown, process = done
+    _, markdown, process, _ = done
     for label in ("torch.fx fuse", "optimize-export, TorchScript file"):
         assert f"| {label} |" in markdown
         assert label in process.stdout
@@ -73,7 +122,84 @@ def test_a_contender_that_cannot_be_had_is_a_sentence(tmp_path):
     assert eager["unavailable"] is None
     assert fuse["unavailable"].startswith("TraceError: ")
     assert "seconds" not in fuse
-    assert "convnext_tiny, batch 1, torch.fx fuse: TraceError: " in " ".join(process.stdout.split())
+    assert "convnext_tiny, batch 1, threads 1, torch.fx fuse: TraceError: " in " ".join(process.stdout.split())
+
+
+def test_a_goal_that_was_not_measured_is_not_met():
+    options = ["--models=resnet18_small", "--batch=1", "--rounds=1", "--scale=0.5", "--threads=1", "--contenders=eager"]
+    process = run(*options, "--check")
+    assert process.returncode == 1, process.stderr
+    assert "not measured" in process.stdout
+
+
+def test_a_process_that_ends_is_a_sentence(monkeypatch, tmp_path):
+    with imported("latency") as latency:
+        monkeypatch.setattr(latency.sys, "executable", "false")
+        arguments = latency.argparse.Namespace(rounds=1, device="cpu", scale=1.0, tune_seconds=1)
+        result = latency._measured("resnet18", 1, 1, ["eager", "onnx"], arguments, tmp_path)
+        assert [each["unavailable"] for each in result["contenders"]] == [
+            "the process of this configuration ended with 1"
+        ] * 2
+        table = latency.table_of([result]).markdown()
+    assert "resnet18, batch 1, threads 1, eager: the process of this configuration ended with 1" in table
+
+
+def result_of(model="m", **contenders):
+    """A result with the seconds of each contender in three rounds, or a pair of these and the cosine."""
+    pairs = {name: given if isinstance(given, tuple) else (given, 1.0) for name, given in contenders.items()}
+    rows = [
+        {
+            "name": name.replace("_", "-"),
+            "unavailable": None,
+            "cosine": cosine,
+            "seconds": {"values": seconds, "median": sorted(seconds)[1]},
+        }
+        for name, (seconds, cosine) in pairs.items()
+    ]
+    return {"model": model, "batch": 1, "threads": 1, "contenders": rows}
+
+
+def met(*results):
+    with imported("goals") as goals:
+        return [goal["met"] for goal in goals.goals_of(results)]
+
+
+FAST, EQUAL, SLOW, PLAIN = [1.0, 1.0, 1.0], [1.1, 0.9, 1.0], [1.2, 1.2, 1.2], [2.5, 2.5, 2.5]
+
+
+def test_goals_that_are_met():
+    assert met(result_of(eager=PLAIN, onnx=PLAIN, ours_exact=FAST, ours_budget=FAST)) == [True] * 4
+
+
+def test_a_peer_within_the_noise_is_not_ahead_on_a_model_but_is_overall():
+    equal = result_of(onnx=PLAIN, openvino=EQUAL, ours_exact=FAST, ours_budget=FAST)
+    assert met(equal) == [True, False, True, True]
+    # The gain on another model makes up for it overall, but no gain makes up for a model where a peer is faster.
+    other = result_of("other", onnx=PLAIN, openvino=SLOW, ours_exact=FAST, ours_budget=FAST)
+    far = result_of("far", onnx=PLAIN, openvino=PLAIN, ours_exact=FAST, ours_budget=FAST)
+    behind = result_of("behind", onnx=PLAIN, openvino=FAST, ours_exact=SLOW, ours_budget=SLOW)
+    assert met(equal, other, far) == [True] * 4
+    assert met(equal, far, far, behind) == [False, True, True, False]
+
+
+def test_only_a_peer_that_is_accurate_enough_counts_within_the_budget():
+    lossy = result_of(onnx=PLAIN, quantized=(FAST, 0.9985), ours_exact=SLOW, ours_budget=SLOW)
+    assert met(lossy) == [True] * 4
+    accurate = result_of(onnx=PLAIN, quantized=(FAST, 0.9995), ours_exact=SLOW, ours_budget=SLOW)
+    assert met(accurate) == [True, True, True, False]
+
+
+def test_a_result_outside_the_budget_is_not_counted_as_a_gain():
+    assert met(result_of(onnx=PLAIN, ours_exact=FAST, ours_budget=(FAST, 0.99)))[3] is False
+
+
+def test_a_missing_choice_is_behind():
+    without = result_of("without", onnx=PLAIN)
+    assert met(result_of(onnx=PLAIN, ours_exact=FAST, ours_budget=FAST), without) == [False, True, True, False]
+
+
+def test_goals_without_results_are_not_met():
+    assert met() == [False] * 4
 
 
 def test_refuses_a_model_that_there_is_none_of():
