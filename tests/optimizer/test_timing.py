@@ -19,8 +19,18 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         self.calls: list[str] = []
+        # The seconds of the sleeps during which other threads of the process are busy.
+        self.busy: list[float] = []
+        self.used = 0.0
+        self.sleeps = 0
         monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(timing.time, "sleep", lambda seconds: None)
+        monkeypatch.setattr(timing.time, "process_time", lambda: self.used)
+        monkeypatch.setattr(timing.time, "sleep", self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.sleeps += 1
+        self.used += self.busy.pop() if self.busy else 0.0
 
     def taking(self, name: str, seconds: Callable[[], float]) -> Callable[[], object]:
         def call() -> None:
@@ -113,6 +123,15 @@ def test_each_call_runs_in_each_round_in_changing_order(clock: Clock) -> None:
 def test_there_are_at_least_3_rounds_and_at_most_41(clock: Clock, seconds: float, rounds: int) -> None:
     found = interleaved({"a": clock.taking("a", lambda: 0.1)}, seconds)
     assert len(found["a"].rounds) == rounds
+
+
+def test_a_call_waits_until_the_threads_of_the_one_before_are_idle(clock: Clock) -> None:
+    clock.busy = [0.01] * 5
+    interleaved({"a": clock.taking("a", lambda: 0.1)}, 0.1)
+    assert clock.sleeps == 5 + 3, "one for each round, and five more"
+    clock.sleeps, clock.busy = 0, [0.01] * 1000
+    interleaved({"a": clock.taking("a", lambda: 0.1)}, 0.1)
+    assert 3 * 25 <= clock.sleeps <= 3 * 35, "but not for ever"
 
 
 def test_a_short_call_is_repeated_and_a_long_one_is_not(clock: Clock) -> None:
