@@ -8,7 +8,8 @@
 #                a BatchNorm and 30 of timm through optimize; all but timm's through torch.export (an hour and a half)
 # make rule      judge RUNS=2000 correct artifacts and several hundred faults (hours; continues an interrupted run)
 # make mutants   remove each guard of the fold checks in turn: a test must fail (half an hour)
-# make bench     run the benchmarks except `make rule`, on an idle machine (four and a half hours); docs/benchmarks.md
+# make test-bench  test the benchmarks on small models
+# make bench     test and run the benchmarks except `make rule`, on an idle machine (seven hours); docs/benchmarks.md
 #                links to the tables
 
 PYTHON ?= python3
@@ -23,19 +24,19 @@ N ?= 1000
 RUNS ?= 2000
 SEED := $(or $(SEED),$(shell date +%s))
 
-.PHONY: demo test test-all coverage fuzz zoo rule mutants check format lint bench docs clean
+.PHONY: demo test test-all test-bench coverage fuzz zoo rule mutants check format lint bench docs clean
 
 demo: $(VENV)/examples
 	$(BIN)/optimize-export examples/resnet.py --output dist/resnet --force
 
 test: $(VENV)/test $(TIMM)
-	$(PYTEST) -m "not slow and not zoo"
+	$(PYTEST) -m "not slow and not zoo and not bench"
 
 test-all: $(VENV)/test $(TIMM)
-	$(PYTEST) -m "slow and not zoo"
+	$(PYTEST) -m "slow and not zoo and not bench"
 
 coverage: $(VENV)/dev $(TIMM)
-	$(PYTEST) -m "not slow and not zoo" \
+	$(PYTEST) -m "not slow and not zoo and not bench" \
 		--cov=optimizer --cov=passes --cov=exporters --cov-report=term:skip-covered --cov-fail-under=90
 
 fuzz: $(VENV)/test
@@ -62,7 +63,10 @@ lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(VENV)/bench $(TIMM)
+test-bench: $(VENV)/test $(TIMM)
+	$(PYTEST) -m bench
+
+bench: $(VENV)/bench $(TIMM) test-bench
 	$(BIN)/python benchmarks/correctness.py --json benchmarks/results/correctness.json --markdown benchmarks/results/correctness.md
 	$(BIN)/python benchmarks/locating.py --check --json benchmarks/results/locating.json --markdown benchmarks/results/locating.md
 	$(BIN)/python benchmarks/overhead.py --json benchmarks/results/overhead.json --markdown benchmarks/results/overhead.md

@@ -1,4 +1,4 @@
-"""Mark the tests of benchmarks as slow: most run a program in a separate process, which takes seconds."""
+"""Mark the tests of benchmarks: most run a program in a separate process, which takes seconds."""
 
 from pathlib import Path
 
@@ -9,4 +9,4 @@ import pytest
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
-            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.bench)

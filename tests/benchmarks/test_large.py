@@ -38,7 +38,6 @@ def test_a_small_model_is_measured_every_way_and_misses_the_goal(tmp_path, large
     assert "The goal is at most 1.3 of the weights, which is missed." in markdown
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("format", "mebibytes"), [("onnx", 672), ("torchscript", 224), ("pt2", 224)])
 def test_an_export_that_isnt_small_takes_little_more_than_the_weights(format, mebibytes, large):
     found = large.measured(mebibytes, format, "exporter alone", 1)
