@@ -168,7 +168,8 @@ def test_shape_inference_and_quantization_of_onnxruntime_read_the_file(tmp_path)
     shapes = {value.name for value in onnx.load(tmp_path / "inferred.onnx").graph.value_info}
     assert gemm.input[0] in shapes
     with silent():
-        quantize_dynamic(path, tmp_path / "quantized.onnx")
+        # Seven bits: a processor with AVX2 alone adds two products in 16 bits, which products of eight bits overflow.
+        quantize_dynamic(path, tmp_path / "quantized.onnx", reduce_range=True)
     feeds = {"x": floats(4, 5, 8).numpy(), "mask": torch.ones(4, 5, dtype=torch.bool).numpy()}
     exact, rounded = (ort.InferenceSession(name).run(None, feeds)[0] for name in (path, tmp_path / "quantized.onnx"))
     assert 0 < abs(exact - rounded).max() < 0.05
