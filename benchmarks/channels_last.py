@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from contenders import Run, Workshop, calling
 from latency import measure_batch, time_cells
-from measure import caption, cpus, environment, numbers, positive, refuse_unknown
+from measure import caption, environment, numbers, positive, refuse_unknown
 from models import MAP_SUBJECTS, Plain, Subject, subject
 from table import Table, write
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from optimizer import optimize
+from optimizer.runtime import usable_cpus
 from passes.memory_format.forwards import is_kept_contiguous
 from passes.memory_format.watch import LayoutWatch
 from passes.program.memory_formats import CHANNELS_LAST_FORMATS, is_channels_last
@@ -148,7 +149,7 @@ def main() -> int:
     parser.add_argument("--batch", type=numbers, default=[1, 8], help="batch sizes (default: 1,8)")
     parser.add_argument("--rounds", type=positive, default=11, help="figures per contender (default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=positive, default=cpus(), help="of torch")
+    parser.add_argument("--threads", type=positive, default=usable_cpus(), help="of torch")
     parser.add_argument("--scale", type=float, default=1.0, help="of image sides, to try things out")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--markdown", type=Path, help="write the table here")

@@ -30,7 +30,6 @@ from measure import (
     Spread,
     Stopwatch,
     caption,
-    cpus,
     latency_of,
     positive,
     prepared,
@@ -44,6 +43,7 @@ from torch.profiler import ProfilerActivity
 from torch.utils.checkpoint import checkpoint
 
 from optimizer.model.working_copy import working_copy
+from optimizer.runtime import usable_cpus
 from passes import InsertCheckpoints
 from passes.base import Context
 from passes.checkpointing.fake import faked
@@ -522,7 +522,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7, help="figures per way; 0 for no times (default: %(default)s)")
     parser.add_argument("--llama70b", action="store_true", help="plan a step of 70 billion parameters too (a minute)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=positive, default=cpus(), help="of torch")
+    parser.add_argument("--threads", type=positive, default=usable_cpus(), help="of torch")
     parser.add_argument("--scale", type=float, default=1.0, help="of image sides and text lengths, to try things out")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--markdown", type=Path, help="write the tables here")

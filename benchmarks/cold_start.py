@@ -25,12 +25,13 @@ from typing import Any
 
 import torch
 from contenders import Run, calling
-from measure import Spread, caption, cpus, latencies_of, positive, prepared, ratios, refuse_unknown, synchronize
+from measure import Spread, caption, latencies_of, positive, prepared, ratios, refuse_unknown, synchronize
 from models import PASS_SUBJECTS, Plain, Subject, subject
 from table import Table, publish, seconds
 from torch import nn
 
 from optimizer import optimize
+from optimizer.runtime import usable_cpus
 
 BLOCKS, WHOLE, EAGER = "torch-compile, by blocks", "torch.compile", "eager"
 # Goals: at most this share of the whole's time to the first answer, and of its latency.
@@ -168,7 +169,7 @@ def main() -> int:
     parser.add_argument("--starts", type=positive, default=3, help="processes per way (default: %(default)s)")
     parser.add_argument("--rounds", type=positive, default=15, help="latencies per way (default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=positive, default=cpus())
+    parser.add_argument("--threads", type=positive, default=usable_cpus())
     parser.add_argument("--scale", type=float, default=1.0, help="of image sides and text lengths, to try things out")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a goal isn't reached")
     parser.add_argument("--start", choices=(BLOCKS, WHOLE, _OTHER), help=argparse.SUPPRESS)

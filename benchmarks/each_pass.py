@@ -25,12 +25,13 @@ from typing import Any
 import torch
 from contenders import Run, calling, error_against, sentence_of
 from latency import time_cells
-from measure import PeakMemory, Spread, caption, cpus, latencies_of, numbers, positive, prepared, ratios, refuse_unknown
+from measure import PeakMemory, Spread, caption, latencies_of, numbers, positive, prepared, ratios, refuse_unknown
 from models import PASS_SUBJECTS, Plain, Subject, subject
 from table import Table, mebibytes, write
 from torch import nn
 
 from optimizer import optimize, report_of
+from optimizer.runtime import usable_cpus
 
 # The ways without this project; they have no passes.
 EAGER, COMPILE = "eager", "torch.compile"
@@ -253,7 +254,7 @@ def main() -> int:
     parser.add_argument("--batch", type=numbers, default=[1, 8], help="batch sizes (default: 1,8)")
     parser.add_argument("--rounds", type=positive, default=9, help="figures per way (default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=positive, default=cpus())
+    parser.add_argument("--threads", type=positive, default=usable_cpus())
     parser.add_argument("--dtype", choices=_HALVES, help="cast the models beforehand, so that all ways compute in it")
     parser.add_argument("--ways", help="names, by semicolons (default: all)")
     parser.add_argument("--scale", type=float, default=1.0, help="of image sides and text lengths, to try things out")

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import Spread, caption, cpus, latencies_of, numbers, positive, prepared, ratios
+from measure import Spread, caption, latencies_of, numbers, positive, prepared, ratios
 from table import Table, publish, seconds
 from torch import nn
 
 from optimizer import optimize, report_of
+from optimizer.runtime import usable_cpus
 
 EAGER, OURS, COMPILE, COPY = "eager", "jit-fusion", "torch.compile", "copy of the same bytes"
 # The duration of one measurement in one round; shorter calls are repeated.
@@ -105,7 +106,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=positive, default=11, help="figures per way (default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
-    parser.add_argument("--threads", type=positive, default=cpus())
+    parser.add_argument("--threads", type=positive, default=usable_cpus())
     parser.add_argument("--check", action="store_true", help="exit with 1 where a goal isn't reached")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--markdown", type=Path, help="write the table here")

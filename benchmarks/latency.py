@@ -48,7 +48,6 @@ from goals import goals_of, goals_table, summary_of, summary_table
 from measure import (
     Spread,
     caption,
-    cpus,
     environment,
     latencies_of,
     numbers,
@@ -60,6 +59,8 @@ from measure import (
 )
 from models import ALL_SUBJECTS, CLASSIFIERS, LATENCY_SUBJECTS, subject
 from table import Table, mebibytes, publish, seconds, write
+
+from optimizer.runtime import usable_cpus
 
 # The other contenders are measured only if they are named.
 DEFAULT = (
@@ -180,7 +181,7 @@ def main() -> int:
     parser.add_argument("--batch", type=numbers, default=[1, 8], help="batch sizes (default: 1,8)")
     parser.add_argument("--rounds", type=positive, default=11, help="figures per contender (default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    most = sorted({1, cpus()})
+    most = sorted({1, usable_cpus()})
     parser.add_argument(
         "--threads", type=numbers, default=most, help=f"of all runtimes (default: {','.join(map(str, most))})"
     )
@@ -251,7 +252,7 @@ def _measured(
     # Of this run alone, so that everything is compiled again, and for this number of threads.
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder / f"inductor-{threads}")}
     variables = {**os.environ, **cache, "OMP_NUM_THREADS": str(threads)}
-    with on_cpus(threads if arguments.device == "cpu" else cpus()):
+    with on_cpus(threads if arguments.device == "cpu" else usable_cpus()):
         code = subprocess.run(command, env=variables, check=False).returncode
     if code == 0:
         found: dict[str, Any] = json.loads(path.read_text())

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import datetime
 import gc
-import importlib.metadata
 import os
 import platform
 import random
@@ -14,21 +13,18 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from optimizer.bundle import version_of
+from optimizer.runtime import processor, usable_cpus
+from optimizer.tuning import settle
 
 _PACKAGES = (
     "torch", "transformers", "timm", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "openvino",
     "optimize-export",
 )  # fmt: skip
-
-# After its last call, the threads of a runtime spin for a while (onnxruntime's for 0.1 s), and would take cores from the
-# next contender. Wait until the process has used less than this share of a core for a moment, but not for ever.
-_IDLE_SHARE = 0.2
-_MOMENT_SECONDS = 0.01
-_SETTLING_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
@@ -108,16 +104,6 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def settle() -> None:
-    """Wait until the threads of this process are idle, at most `_SETTLING_SECONDS`."""
-    end = time.perf_counter() + _SETTLING_SECONDS
-    busy = True
-    while busy and time.perf_counter() < end:
-        started, used = time.perf_counter(), time.process_time()
-        time.sleep(_MOMENT_SECONDS)
-        busy = time.process_time() - used > _IDLE_SHARE * (time.perf_counter() - started)
-
-
 def latency_of(
     call: Callable[[], Any], repeats: int, device: str, clock: Callable[[], float] = time.perf_counter
 ) -> float:
@@ -161,11 +147,6 @@ def latencies_of(
     return figures, repeats
 
 
-def cpus() -> int:
-    """The number of CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @contextlib.contextmanager
 def on_cpus(count: int) -> Iterator[None]:
     """Restrict this thread, and the processes that it starts, to some of its CPUs; all of them where that's impossible.
@@ -187,14 +168,14 @@ def environment(threads: int, device: str = "cpu") -> dict[str, Any]:
     """The machine and the software of a measurement."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu_model(),
-        "cpus": cpus(),
+        "cpu": processor(),
+        "cpus": usable_cpus(),
         "load_before": round(os.getloadavg()[0], 2),
         "threads": threads,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
-        "versions": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "versions": {name: version for name in _PACKAGES if (version := version_of(name)) is not None},
     }
 
 
@@ -234,19 +215,3 @@ def refuse_unknown(
     for name in names:
         if name not in known:
             parser.error(f"there is no {what} {name!r}: use {separator.join(known)}")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())

@@ -14,6 +14,22 @@ import onnxruntime as ort
 ort.disable_telemetry_events()
 
 
+CPU = "CPUExecutionProvider"
+CUDA = "CUDAExecutionProvider"
+NO_CUDA = f"onnxruntime {ort.__version__} has no CUDA provider; install one with `pip install onnxruntime-gpu`."
+
+
+def providers(device: str, index: int = 0, *, tf32: bool = False) -> list[Any]:
+    """The execution providers of a session on "cpu" or "cuda", with their options.
+
+    Args:
+        index: the number of the GPU.
+        tf32: whether float32 products may round their factors to 10 bits of mantissa. Without it they don't, whatever
+            onnxruntime's default is, since results must match the model's.
+    """
+    return [CPU] if device == "cpu" else [(CUDA, {"device_id": str(index), "use_tf32": str(int(tf32))}), CPU]
+
+
 def quantization() -> tuple[Any, Any]:
     """`onnxruntime.quantization` and its module for weights of 4 bits. Only quantization needs the slow import."""
     import onnxruntime.quantization
@@ -22,4 +38,4 @@ def quantization() -> tuple[Any, Any]:
     return onnxruntime.quantization, matmul_nbits_quantizer
 
 
-__all__ = ["ort", "quantization"]
+__all__ = ["CPU", "CUDA", "NO_CUDA", "ort", "providers", "quantization"]

@@ -12,10 +12,7 @@ import torch
 from exporters.base import LoadedArtifact
 from exporters.errors import ProviderFallback, refusing
 from exporters.onnx_binding import run_session
-from exporters.onnx_runtime import ort
-
-CPU = "CPUExecutionProvider"
-CUDA = "CUDAExecutionProvider"
+from exporters.onnx_runtime import CUDA, NO_CUDA, ort, providers
 
 # Nodes that compute nothing. A runtime on the GPU places them on the CPU by design.
 _NO_COMPUTATION = frozenset({"Shape", "Size", "Constant", "MemcpyToHost", "MemcpyFromHost"})
@@ -83,16 +80,11 @@ def providers_for(device: torch.device) -> list[Any]:
     Raises:
         ProviderFallback: there is no such provider.
     """
-    if device.type == "cpu":
-        return [CPU]
-    if device.type != "cuda":
+    if device.type not in ("cpu", "cuda"):
         raise ProviderFallback(f"ONNX files run on the CPU or with CUDA, not on {device.type!r}.")
-    if CUDA not in ort.get_available_providers():
-        raise ProviderFallback(
-            f"onnxruntime {ort.__version__} has no CUDA provider; install one with `pip install onnxruntime-gpu`."
-        )
-    # TF32 rounds the factors of float32 products to 10 bits of mantissa; results must match the model's.
-    return [(CUDA, {"device_id": str(device.index), "use_tf32": "0"}), CPU]
+    if device.type == "cuda" and CUDA not in ort.get_available_providers():
+        raise ProviderFallback(NO_CUDA)
+    return providers(device.type, device.index or 0)
 
 
 def _assigned_nodes(session: ort.InferenceSession) -> list[AssignedNode] | None:

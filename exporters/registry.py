@@ -47,6 +47,11 @@ def exporter_named(name: str) -> Exporter:
     return _loaded(others[name])
 
 
+def exported_format(format: str) -> str:
+    """The format that an exporter writes, from which a quantized file is made; other formats as they are."""
+    return "onnx" if format in QUANTIZED else format
+
+
 def load_artifact(format: str, path: Path, device: str = "cpu") -> LoadedArtifact:
     """Load the file at `path` on "cpu" or "cuda".
 
@@ -54,7 +59,7 @@ def load_artifact(format: str, path: Path, device: str = "cpu") -> LoadedArtifac
         UnknownFormat: there is no such format.
         ProviderFallback: the file would run on another device than the requested one.
     """
-    return exporter_named("onnx" if format in QUANTIZED else format).load(path, device)
+    return exporter_named(exported_format(format)).load(path, device)
 
 
 def _from_others() -> dict[str, EntryPoint]:

@@ -159,13 +159,7 @@ def parse_accuracy(given: object) -> AccuracyBudget:
 
 def parse_seconds(text: str) -> float:
     """Parse the time for tuning; raise `UsageError` unless it is a number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise UsageError(f"--tune-seconds: {text!r} is not a number above 0; use for example --tune-seconds 60.")
-    return value
+    return _above_zero("--tune-seconds", text, "for example --tune-seconds 60")
 
 
 def parse_seed(text: str) -> int:
@@ -251,12 +245,16 @@ def _tolerance(option: str, text: str) -> float:
 
 def parse_factor(text: str) -> float:
     """Parse a finite number above 0; raise `UsageError` for anything else."""
+    return _above_zero("--factor", text, "one such as 2")
+
+
+def _above_zero(option: str, text: str, advice: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise UsageError(f"--factor: {text!r} is not a number above 0; use one such as 2.")
+        raise UsageError(f"{option}: {text!r} is not a number above 0; use {advice}.")
     return value
 
 

@@ -79,7 +79,8 @@ def creation_time() -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _version_of(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
+    """The version of an installed distribution; None if it isn't installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -88,12 +89,12 @@ def _version_of(distribution: str) -> str | None:
 
 def describe_program() -> dict[str, str]:
     """The manifest's `program`."""
-    return {"name": _PROGRAM, "version": _version_of(_PROGRAM) or "unknown"}
+    return {"name": _PROGRAM, "version": version_of(_PROGRAM) or "unknown"}
 
 
 def describe_environment() -> dict[str, Any]:
     """The manifest's `environment`: the platform, and the versions of Python and of the installed libraries."""
-    libraries = {name: version for name in _LIBRARIES if (version := _version_of(name))}
+    libraries = {name: version for name in _LIBRARIES if (version := version_of(name))}
     return {
         "python": platform.python_version(),
         "platform": f"{platform.system()}-{platform.machine()}",

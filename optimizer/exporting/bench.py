@@ -129,9 +129,7 @@ class Bench:
         """The outcome without figures and without a recommendation."""
         return Benchmark(self.batch_sizes, torch.get_num_threads(), 0, (), None, reason)
 
-    def concluded(
-        self, ready: Sequence[Opened], dropped: Sequence[Figure], seconds: float, notes: Sequence[str] = ()
-    ) -> Benchmark:
+    def concluded(self, ready: Sequence[Opened], dropped: Sequence[Figure], seconds: float) -> Benchmark:
         """Time the candidates that are ready, and recommend one of the files; the simplest comes first.
 
         Raises:
@@ -149,7 +147,7 @@ class Bench:
             figures=(*figures, *dropped),
             recommended=next((figure.route for figure in figures if figure.name == name), None),
             reason=recommendation(figures, name),
-            notes=(*self._notes(), *notes),
+            notes=tuple(self._notes()),
         )
 
     def _notes(self) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exporters.registry import QUANTIZED
+from exporters.registry import QUANTIZED, exported_format
 from optimizer.errors import BundleError, UsageError
 from optimizer.manifest import MANIFEST
 from optimizer.options import AccuracyBudget
@@ -60,7 +60,7 @@ def read_choices(path: str | Path, formats: Collection[str], budget: AccuracyBud
         route = Route.from_json(recommended)
     except BundleError as error:
         raise UsageError(f"{file} recommends a route that can't be used: {error}") from error
-    needed = "onnx" if route.format in QUANTIZED else route.format
+    needed = exported_format(route.format)
     if needed not in formats:
         raise UsageError(f"{file} chooses {route}, which needs the format {needed}: add it to the formats.")
     if is_lossy(route) and budget.is_exact:

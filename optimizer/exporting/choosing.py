@@ -14,7 +14,7 @@ from optimizer.exporting.replaying import replayed
 from optimizer.exporting.tuned import tuned
 from optimizer.exporting.writing import WrittenFiles
 from optimizer.model import release_memory
-from optimizer.tuning import Benchmark, Refused, frozen, opened_all, own_routes
+from optimizer.tuning import Benchmark, Refused, frozen, opened_all
 
 # Seconds for all rounds of the timing that every export ends with.
 _SECONDS = 3.0
@@ -53,7 +53,7 @@ def choose(
 def _timed(bench: Bench) -> Benchmark:
     """Time each file in its own runtime next to the original."""
     bench.job.progress("bench", 0, 1, "latency and memory")
-    candidates = [bench.files.candidate(route) for route in own_routes(bench.files.entries)]
+    candidates = [bench.files.candidate(route) for route in bench.files.own_routes]
     variants = [bench.files.candidate(route) for each in candidates if (route := frozen(each.route)) is not None]
     try:
         eager = bench.opened_eager()

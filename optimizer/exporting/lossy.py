@@ -52,6 +52,8 @@ class Lossy:
         self.notes: tuple[str, ...] = ()
         self.is_late: Callable[[], bool] = lambda: False
         self._measured = measured
+        # Of the quantized files in onnxruntime, which are judged when they are made.
+        self._accuracies: dict[str, Accuracy] = {}
 
     def proven(self, candidate: Candidate, files: Files) -> Candidate:
         """The candidate with its accuracy.
@@ -60,7 +62,8 @@ class Lossy:
             Refused: it is outside the budget.
         """
         assert candidate.route is not None
-        accuracy = self.accuracy(files.opened(candidate.route))
+        known = self._accuracies.get(str(candidate.route))
+        accuracy = self.accuracy(files.opened(candidate.route)) if known is None else known
         if (reason := accuracy.why_not(self.budget)) is not None:
             raise Refused(f"outside the budget: {reason}", accuracy)
         return replace(candidate, accuracy=accuracy)
@@ -98,13 +101,14 @@ class Lossy:
         kind = _KINDS[format]
         source = files.folder / files.entry("onnx")["path"]
         target = source.with_suffix(format.removeprefix("onnx").replace("-", ".", 1) + source.suffix)
+        route = Route(format, "onnxruntime")
         found: list[Accuracy] = []
 
         def accept(path: Path) -> bool:
             if found and self.is_late():
                 best = max(found, key=_closeness)
                 raise Refused(f"the time was up, and the best so far has {best}", best)
-            found.append(self.accuracy(open_route(path, Route(format, "onnxruntime"), files.device)))
+            found.append(self.accuracy(open_route(path, route, files.device)))
             return found[-1].why_not(self.budget) is None
 
         if kept is None:
@@ -115,6 +119,7 @@ class Lossy:
         if made is None:
             best = max(found, key=_closeness)
             raise Refused(f"outside the budget: the best has {best}", best)
+        self._accuracies[str(route)] = found[-1]
         return self._entry(format, files, made, found[-1])
 
     def _entry(self, format: str, files: Files, made: QuantizedFile, accuracy: Accuracy) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from exporters.registry import QUANTIZED
+from exporters.registry import QUANTIZED, exported_format
 from optimizer.errors import ExportFailed, ParityError
 from optimizer.exporting.bench import Bench
 from optimizer.exporting.choices import Choices, is_lossy
@@ -36,7 +36,7 @@ def prove_again(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choice
         ExportFailed: its file couldn't be exported.
     """
     route = choices.route
-    needed = "onnx" if route.format in QUANTIZED else route.format
+    needed = exported_format(route.format)
     if needed in written.missing:
         raise ExportFailed(
             f"{choices.path} chooses {route}, and its file couldn't be exported: {written.missing[needed]}"

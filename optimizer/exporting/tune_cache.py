@@ -9,13 +9,12 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from optimizer.bundle import describe_device, weights_hash
+from optimizer.bundle import describe_device, version_of, weights_hash
 from optimizer.errors import BundleError
 from optimizer.exporting.bench import Bench
 from optimizer.exporting.lossy import Lossy
@@ -60,19 +59,12 @@ def cache_file(bench: Bench, lossy: Lossy | None) -> Path:
         "inputs": [[str(tensor.dtype), list(tensor.shape)] for tensor in bench.files.inputs],
         "device": describe_device(bench.job.target),
         "threads": torch.get_num_threads(),
-        "versions": {name: _version(name) for name in _DISTRIBUTIONS},
+        "versions": {name: version_of(name) for name in _DISTRIBUTIONS},
         "budget": str(bench.job.accuracy),
         "calibration": None if lossy is None else _digest((*lossy.calibration.used, *lossy.calibration.apart)),
     }
     digest = hashlib.sha256(json.dumps(plain(content), sort_keys=True).encode()).hexdigest()
     return Path(home, "optimize-export", "tune", f"{digest}.json")
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _digest(calls: Iterable[tuple[torch.Tensor, ...]]) -> str:

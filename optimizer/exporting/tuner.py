@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +10,7 @@ from exporters.registry import QUANTIZED
 from optimizer.exporting.bench import Bench
 from optimizer.exporting.choices import is_lossy
 from optimizer.exporting.lossy import Lossy
-from optimizer.runtime import Route, Setting, is_installed, openvino_precisions
+from optimizer.runtime import Route, Setting, is_installed, openvino_precisions, usable_cpus
 from optimizer.tuning import (
     Benchmark,
     Candidate,
@@ -22,7 +21,6 @@ from optimizer.tuning import (
     frozen,
     interleaved,
     opened_all,
-    own_routes,
     ratio,
 )
 
@@ -56,7 +54,7 @@ class Tuner:
         self._lossy = lossy
         self._seconds = seconds
         self._started = time.monotonic()
-        self._own = own_routes(bench.files.entries)
+        self._own = bench.files.own_routes
         self._dropped: list[Figure] = []
         # The files that run and are proven, and how many times as fast as the first of them each one was in its first
         # timing; in the order in which they were tried.
@@ -147,7 +145,7 @@ class Tuner:
         if runtime == "torch":
             # torch's threads are those of the process, eager's too.
             return []
-        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cpus = usable_cpus()
         found: list[dict[str, Setting]] = [{"threads": count} for count in sorted({1, max(1, cpus // 2), cpus})]
         return [*found, {"spinning": False}] if runtime == "onnxruntime" else found
 

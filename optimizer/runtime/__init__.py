@@ -2,8 +2,8 @@
 
 from optimizer.runtime.loading import LoadedModel, Runner, load, open_route
 from optimizer.runtime.openvino_runner import openvino_precisions
-from optimizer.runtime.processor import processor
-from optimizer.runtime.route import SETTINGS, Route, Setting, is_installed, own_runtime, require_runtime
+from optimizer.runtime.processor import processor, usable_cpus
+from optimizer.runtime.route import SETTINGS, Route, Setting, is_installed, own_routes, require_runtime
 
 __all__ = [
     "SETTINGS",
@@ -15,7 +15,8 @@ __all__ = [
     "load",
     "open_route",
     "openvino_precisions",
-    "own_runtime",
+    "own_routes",
     "processor",
     "require_runtime",
+    "usable_cpus",
 ]

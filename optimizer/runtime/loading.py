@@ -19,15 +19,13 @@ from optimizer.options import parse_digest
 from optimizer.runtime.dtypes import NUMPY_DTYPES
 from optimizer.runtime.golden_inputs import first_inputs
 from optimizer.runtime.processor import processor
-from optimizer.runtime.route import SETTINGS, Route, own_runtime, require_runtime
+from optimizer.runtime.route import SETTINGS, Route, own_routes, require_runtime
 from optimizer.runtime.structure import Arguments, Outputs
 
 __all__ = ["LoadedModel", "Runner", "load", "open_route"]
 
 logger = logging.getLogger(__name__)
 
-# Without a measured recommendation, formats are tried in this order: the first needs no torch.
-_ORDER = ("onnx", "torchscript", "pt2", "aoti")
 _RUNNERS = {
     "onnxruntime": ("optimizer.runtime.onnxruntime_runner", "OnnxruntimeRunner"),
     "openvino": ("optimizer.runtime.openvino_runner", "OpenvinoRunner"),
@@ -235,9 +233,9 @@ def _routes(manifest: Mapping[str, Any], format: str | None, runtime: str | None
         raise UsageError(f"The bundle has no {format!r} artifact; it has {', '.join(formats)}.")
     recommended = (manifest.get("benchmark") or {}).get("recommended")
     routes = [] if recommended is None else [Route.from_json(recommended)]
-    for name in sorted(formats, key=_place):
-        own = own_runtime(name)
-        routes.append(Route(name, "openvino" if (own, runtime) == ("onnxruntime", "openvino") else own))
+    for own in own_routes(formats):
+        in_openvino = (own.runtime, runtime) == ("onnxruntime", "openvino")
+        routes.append(replace(own, runtime="openvino") if in_openvino else own)
     found = [route for route in routes if format in (None, route.format) and runtime in (None, route.runtime)]
     if not found:
         chosen = ", ".join(formats) if format is None else format
@@ -245,10 +243,6 @@ def _routes(manifest: Mapping[str, Any], format: str | None, runtime: str | None
     if threads is None:
         return found
     return [replace(route, settings={**route.settings, "threads": threads}) for route in found]
-
-
-def _place(format: str) -> int:
-    return _ORDER.index(format) if format in _ORDER else len(_ORDER)
 
 
 def _first_that_runs(

@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from exporters.onnx_runtime import ort
+from exporters.onnx_runtime import CUDA, NO_CUDA, ort, providers
 from optimizer.errors import DeviceError
 from optimizer.runtime.dtypes import NUMPY_DTYPES
+from optimizer.runtime.processor import usable_cpus
 from optimizer.runtime.route import Route
-
-_CUDA = "CUDAExecutionProvider"
 
 
 class OnnxruntimeRunner:
@@ -29,14 +28,16 @@ class OnnxruntimeRunner:
         options = ort.SessionOptions()
         # Failures raise exceptions; onnxruntime's own lines on stderr would only repeat them.
         options.log_severity_level = 4
-        if (threads := route.settings.get("threads", _allowed_cpus())) is not None:
+        if (threads := route.settings.get("threads", _default_threads())) is not None:
             options.intra_op_num_threads = int(threads)
             options.inter_op_num_threads = 1
         if route.settings.get("spinning") is False:
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         tf32 = bool(route.settings.get("tf32"))
-        self._session = ort.InferenceSession(str(path), options, providers=_providers(device, tf32=tf32))
-        if device == "cuda" and _CUDA not in self._session.get_providers():
+        if device == "cuda" and CUDA not in ort.get_available_providers():
+            raise DeviceError(NO_CUDA)
+        self._session = ort.InferenceSession(str(path), options, providers=providers(device, tf32=tf32))
+        if device == "cuda" and CUDA not in self._session.get_providers():
             raise DeviceError(
                 f"onnxruntime {ort.__version__} couldn't start its CUDA provider: its CUDA and cuDNN versions must fit "
                 "those that are installed."
@@ -71,22 +72,10 @@ class OnnxruntimeRunner:
         return tuple(output.to(home) for output in outputs)
 
 
-def _allowed_cpus() -> int | None:
+def _default_threads() -> int | None:
     """The number of CPUs that this process may use, if those are fewer than the machine has; None otherwise.
 
     By itself, onnxruntime starts a thread for each core of the machine, also in a container that may use two.
     """
-    if not hasattr(os, "sched_getaffinity"):
-        return None
-    allowed = len(os.sched_getaffinity(0))
-    return allowed if allowed < (os.cpu_count() or 1) else None
-
-
-def _providers(device: str, *, tf32: bool) -> list[Any]:
-    if device == "cpu":
-        return ["CPUExecutionProvider"]
-    if _CUDA not in ort.get_available_providers():
-        raise DeviceError(
-            f"onnxruntime {ort.__version__} has no CUDA provider; install one with `pip install onnxruntime-gpu`."
-        )
-    return [(_CUDA, {"device_id": "0", "use_tf32": str(int(tf32))}), "CPUExecutionProvider"]
+    usable = usable_cpus()
+    return usable if usable < (os.cpu_count() or 1) else None

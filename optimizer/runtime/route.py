@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +88,16 @@ def _said(setting: tuple[str, Setting]) -> str:
 def own_runtime(format: str) -> str:
     """The runtime that a format is made for."""
     return "onnxruntime" if format.startswith("onnx") else "torch"
+
+
+# The simplest to ship first: an ONNX file needs no torch.
+_SIMPLEST_FIRST = ("onnx", "torchscript", "pt2", "aoti")
+
+
+def own_routes(formats: Iterable[str]) -> list[Route]:
+    """Each format in the runtime that it is made for, the simplest to ship first, and those of other packages last."""
+    places = {name: place for place, name in enumerate(_SIMPLEST_FIRST)}
+    return [Route(name, own_runtime(name)) for name in sorted(formats, key=lambda name: places.get(name, len(places)))]
 
 
 def is_installed(runtime: str) -> bool:

@@ -10,15 +10,14 @@ from optimizer.tuning.benchmark import (
     Run,
     chosen,
     dropped_figure,
-    opened,
     opened_all,
     recommendation,
     timed,
 )
 from optimizer.tuning.bundle_bench import bench_bundle
-from optimizer.tuning.files import Files, calling, frozen, own_routes
+from optimizer.tuning.files import Files, calling, frozen
 from optimizer.tuning.memory import PeakMemory, available_memory
-from optimizer.tuning.timing import Latency, Ratio, interleaved, ratio
+from optimizer.tuning.timing import Latency, Ratio, interleaved, ratio, settle
 
 __all__ = [
     "EAGER",
@@ -39,10 +38,9 @@ __all__ = [
     "dropped_figure",
     "frozen",
     "interleaved",
-    "opened",
     "opened_all",
-    "own_routes",
     "ratio",
     "recommendation",
+    "settle",
     "timed",
 ]

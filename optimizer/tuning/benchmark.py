@@ -240,7 +240,7 @@ def chosen(latencies: Mapping[str, Latency], preferred: Sequence[str]) -> str:
 
 
 def recommendation(figures: Sequence[Figure], name: str | None) -> str:
-    """A sentence about the chosen candidate; None if there is nothing to choose from."""
+    """A sentence about the chosen candidate, given its name; None if there is nothing to choose from."""
     figure = next((each for each in figures if each.name == name), None)
     if figure is None or figure.speed_up is None:
         return "no file could be timed"

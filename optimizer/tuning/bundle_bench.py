@@ -14,7 +14,7 @@ from optimizer.manifest import damage_of
 from optimizer.parity import Accuracy
 from optimizer.runtime import Route, is_installed
 from optimizer.tuning.benchmark import Benchmark, Refused, chosen, opened_all, timed
-from optimizer.tuning.files import Files, frozen, own_routes
+from optimizer.tuning.files import Files, frozen
 
 
 def bench_bundle(path: str | Path, *, device: str = "cpu", seconds: float = 5.0) -> Benchmark:
@@ -37,7 +37,7 @@ def bench_bundle(path: str | Path, *, device: str = "cpu", seconds: float = 5.0)
     call = bundle.golden()[0]
     inputs = [tensor.to(device) for tensor in call.inputs.values()]
     files = Files(bundle.path, bundle.manifest["artifacts"], device, inputs)
-    routes = _routes(bundle.manifest, device)
+    routes = _routes(files, bundle.manifest)
     ready, dropped = opened_all([files.candidate(route, _accuracy_of(bundle.manifest, route)) for route in routes])
     threads, sizes = torch.get_num_threads(), () if call.batch_size is None else (call.batch_size,)
     if not ready:
@@ -54,10 +54,10 @@ def bench_bundle(path: str | Path, *, device: str = "cpu", seconds: float = 5.0)
     return Benchmark(sizes, threads, len(latencies[best].rounds), (*figures, *dropped), route, reason)
 
 
-def _routes(manifest: Mapping[str, Any], device: str) -> list[Route]:
-    found = own_routes(manifest["artifacts"])
+def _routes(files: Files, manifest: Mapping[str, Any]) -> list[Route]:
+    found = files.own_routes
     found += [route for each in found if (route := frozen(each)) is not None]
-    if device == "cpu" and is_installed("openvino"):
+    if files.device == "cpu" and is_installed("openvino"):
         found += [Route(each.format, "openvino") for each in found if each.runtime == "onnxruntime"]
     recommended = (manifest.get("benchmark") or {}).get("recommended")
     return found if recommended is None else list({str(r): r for r in (Route.from_json(recommended), *found)}.values())

@@ -11,7 +11,7 @@ import torch
 
 from exporters.gpu_settings import GpuSettings
 from optimizer.parity import Accuracy
-from optimizer.runtime import Route, Runner, open_route, own_runtime
+from optimizer.runtime import Route, Runner, open_route, own_routes
 from optimizer.tuning.benchmark import Candidate, Run
 
 
@@ -31,6 +31,11 @@ class Files:
     device: str
     inputs: Sequence[torch.Tensor]
 
+    @property
+    def own_routes(self) -> list[Route]:
+        """Each file in the runtime that its format is made for, the simplest to ship first."""
+        return own_routes(entry["format"] for entry in self.entries)
+
     def entry(self, format: str) -> Mapping[str, Any]:
         return next(each for each in self.entries if each["format"] == format)
 
@@ -49,16 +54,6 @@ class Files:
     def _run(self, route: Route) -> Run:
         runner, inputs = self.opened(route), tuple(self.inputs)
         return lambda: runner(*inputs)
-
-
-def own_routes(entries: Sequence[Mapping[str, Any]]) -> list[Route]:
-    """Each file in the runtime that its format is made for, the simplest to ship first."""
-    order = ("onnx", "torchscript", "pt2", "aoti")
-    formats = [entry["format"] for entry in entries]
-    return [
-        Route(format, own_runtime(format))
-        for format in sorted(formats, key=lambda name: order.index(name) if name in order else len(order))
-    ]
 
 
 def frozen(route: Route | None) -> Route | None:

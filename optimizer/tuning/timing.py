@@ -76,7 +76,7 @@ def interleaved(calls: Mapping[str, Call], seconds: float, finished: Call = lamb
     for number in range(rounds):
         random.Random(number).shuffle(order)
         for name in order:
-            _settle()
+            settle()
             times = [_time(calls[name], finished) for _ in range(repeats[name])]
             single[name] += times
             medians[name].append(statistics.median(times))
@@ -94,14 +94,14 @@ def ratio(of: Latency, to: Latency) -> Ratio:
     return Ratio(statistics.median(ratios), ratios[cut], ratios[-1 - cut], len(ratios))
 
 
-def _settle() -> None:
-    """Wait until no thread of this process is busy."""
-    started = time.perf_counter()
-    while time.perf_counter() - started < _LONGEST_PAUSE:
-        used = time.process_time()
+def settle() -> None:
+    """Wait until no thread of this process is busy, at most 0.3 s."""
+    end = time.perf_counter() + _LONGEST_PAUSE
+    busy = True
+    while busy and time.perf_counter() < end:
+        started, used = time.perf_counter(), time.process_time()
         time.sleep(_PAUSE_SECONDS)
-        if time.process_time() - used < _IDLE_SHARE * _PAUSE_SECONDS:
-            return
+        busy = time.process_time() - used >= _IDLE_SHARE * (time.perf_counter() - started)
 
 
 def _cut(count: int) -> int:

@@ -14,7 +14,7 @@ from optimizer.tuning import Latency, Ratio, calling, chosen, interleaved, ratio
 
 
 class Clock:
-    """Stands in for `time`: each call takes the seconds that it is told."""
+    """A fake of `time`, in which each call takes the given seconds."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0

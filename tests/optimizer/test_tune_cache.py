@@ -225,8 +225,8 @@ def change_threads(parts: Any) -> None:
 
 
 def change_version(parts: Any) -> None:
-    real = tune_cache._version
-    parts.patch.setattr(tune_cache, "_version", lambda name: None if name == "openvino" else real(name) or "1")
+    real = tune_cache.version_of
+    parts.patch.setattr(tune_cache, "version_of", lambda name: None if name == "openvino" else real(name) or "1")
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from optimizer.errors import UsageError
 from optimizer.exporting import choose
 from optimizer.exporting.lossy import _KINDS
 from optimizer.exporting.tuner import Tuner
+from optimizer.tuning import Files
 
 
 @pytest.fixture(scope="module")
@@ -371,5 +372,5 @@ def test_calls_with_fewer_rows_are_refused_if_the_batch_is_fixed(choosing: Choos
     ],
 )
 def test_settings_are_tried_alone_and_together_on_a_gpu(runtime: str, lossy: Any, expected: list[str]) -> None:
-    tuner = Tuner(SimpleNamespace(files=SimpleNamespace(device="cuda", entries=[])), lossy, 1.0)  # type: ignore[arg-type]
+    tuner = Tuner(SimpleNamespace(files=Files(Path(), [], "cuda", [])), lossy, 1.0)  # type: ignore[arg-type]
     assert [" ".join(setting) for setting in tuner._settings(runtime)] == expected
