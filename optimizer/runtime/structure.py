@@ -37,7 +37,7 @@ class Record(dict[Any, Any]):
             raise AttributeError(f"the output has no {name!r}; it has {', '.join(map(str, self))}") from None
 
     def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, int | slice) and key not in self.keys():
+        if isinstance(key, slice) or (isinstance(key, int) and key not in self.keys()):
             return tuple(self.values())[key]
         return super().__getitem__(key)
 

@@ -28,6 +28,7 @@ from optimizer import Bundle, LoadedModel, export, load
 from optimizer.errors import BundleError, DeviceError, UsageError
 from optimizer.manifest import MANIFEST, SUMS, file_digest, sums_text
 from optimizer.runtime import Route, open_route, processor
+from optimizer.runtime.structure import Outputs
 
 ROOT = Path(__file__).parents[2]
 RUNTIMES = [("onnx", "onnxruntime"), ("onnx", "openvino"), ("torchscript", "torch"), ("pt2", "torch")]
@@ -97,7 +98,7 @@ def arrays(value: Any) -> Any:
 
 
 def assert_same(got: Any, wanted: Any) -> None:
-    """The same structure, classes and constants, and about the same numbers; numpy arrays may stand for tensors."""
+    """Compare structure, classes and constants exactly, and numbers nearly; numpy arrays count as tensors."""
     if isinstance(wanted, torch.Tensor):
         assert str(got.dtype).removeprefix("torch.") == str(wanted.dtype).removeprefix("torch.")
         numpy.testing.assert_allclose(numpy.asarray(got), wanted.numpy(force=True), rtol=1e-4, atol=1e-5)
@@ -653,3 +654,11 @@ def test_an_onnx_bundle_needs_numpy_and_onnxruntime_only(every: Bundle) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd="/")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "onnx in onnxruntime\n"
+
+
+def test_outputs_of_a_class_that_is_not_imported_have_keys_attributes_and_positions() -> None:
+    structure = {"type": "some.Output", "items": [["logits", {"tensor": "a"}], ["hidden", {"tensor": "b"}]]}
+    found = Outputs(structure, ["a", "b"]).rebuild([1, 2])
+    assert (found["logits"], found.hidden, found[0], found[1:]) == (1, 2, 1, (2,))
+    with pytest.raises(AttributeError, match="the output has no 'loss'; it has logits, hidden"):
+        found.loss  # noqa: B018
