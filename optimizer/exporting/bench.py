@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from exporters.gpu_settings import GpuSettings
 from optimizer.exporting.copies import exportable
 from optimizer.exporting.job import ExportJob
 from optimizer.exporting.measuring import MeasuredExport
+from optimizer.exporting.optional_passes import with_other_passes
 from optimizer.exporting.writing import WrittenFiles
 from optimizer.tuning import (
     EAGER,
@@ -92,27 +94,38 @@ class Bench:
             raise Refused(f"it isn't proven: {parity.reason}")
         return candidate
 
-    def in_python(self) -> Iterator[Candidate]:
-        """The optimized module as it is and compiled by torch.compile; neither is a file."""
+    def in_python(self) -> Candidate | None:
+        """The optimized module as it is; None if no pass changed it."""
         job = self.job
-        args, kwargs = self.measured.adapter.call_arguments(self.files.inputs)
+        if job.provenance is None or not job.provenance.applied:
+            return None
+        return Candidate("the optimized module", lambda: self._calling(self._module(job.model)))
 
-        def module() -> nn.Module:
-            return exportable(job.model, job.target, self.measured.reference.written)
+    def with_other_passes(self) -> Iterator[Candidate]:
+        """The module with another optional pass, or without one that it has; neither is a file."""
+        for other in with_other_passes(self.job):
+            yield Candidate(other.name, lambda other=other: self._calling(self._module(other.made(self.job))))  # type: ignore[misc]
 
-        def compiled() -> Run:
+    def compiled(self) -> Candidate | None:
+        """The module compiled by torch.compile, which is no file; None without a compiler."""
+
+        def opened() -> Run:
             import_inductor()
-            run = calling(torch.compile(module()), args, kwargs, self.settings)
+            run = self._calling(torch.compile(self._module(self.job.model)))
             with warnings.catch_warnings():
                 # Inductor recommends TF32 to whoever compiles without it.
                 warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
                 run()
             return run
 
-        if job.provenance is not None and job.provenance.applied:
-            yield Candidate("the optimized module", lambda: calling(module(), args, kwargs, self.settings))
-        if missing_compiler(job.target) is None:
-            yield Candidate("torch.compile", compiled)
+        return Candidate("torch.compile", opened) if missing_compiler(self.job.target) is None else None
+
+    def _module(self, model: nn.Module) -> nn.Module:
+        return exportable(model, self.job.target, self.measured.reference.written)
+
+    def _calling(self, call: Callable[..., Any]) -> Run:
+        args, kwargs = self.measured.adapter.call_arguments(self.files.inputs)
+        return calling(call, args, kwargs, self.settings)
 
     def opened_eager(self) -> Opened:
         """The original, ready to run.

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from optimizer.exporting.copies import exportable
+from optimizer.exporting.copies import exportable, optimized_again
 from optimizer.exporting.job import ExportJob
 from optimizer.faults import pass_to_blame
 from optimizer.model import on_device
-from optimizer.pipeline import optimized
-from optimizer.report import no_progress
 from passes.base import Pass
 
 
@@ -25,27 +22,13 @@ def blamed(job: ExportJob, exported: nn.Module, is_wrong: Callable[[nn.Module], 
         is_wrong: whether a module on the original's device is wrong.
     """
     provenance = job.provenance
-    if provenance is None or (original := provenance.original) is None:
+    if provenance is None or provenance.original is None:
         return ""
     exported = on_device(exported, job.home)
 
     def is_wrong_with(passes: Sequence[Pass] | None) -> bool:
         if passes is None:
             return is_wrong(exported)
-        with warnings.catch_warnings():
-            # The first run of the passes has already shown their warnings.
-            warnings.simplefilter("ignore")
-            made = optimized(
-                original,
-                passes,
-                **job.inputs,
-                mode=provenance.report.mode,
-                device=job.home,
-                strict=False,
-                batch_sizes=provenance.batch_sizes,
-                seed=job.seed,
-                progress=no_progress,
-            )
-        return is_wrong(exportable(made, job.home))
+        return is_wrong(exportable(optimized_again(job, passes, job.home), job.home))
 
     return pass_to_blame(provenance.applied, is_wrong_with)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from exporters.registry import QUANTIZED
@@ -16,6 +17,7 @@ from optimizer.tuning import (
     Candidate,
     Figure,
     Opened,
+    Ratio,
     Refused,
     dropped_figure,
     frozen,
@@ -61,6 +63,8 @@ class Tuner:
         self._ready: list[tuple[Opened, float]] = []
         self._first: Opened | None = None
         self._in_python: list[Opened] = []
+        self._notes: list[str] = []
+        self._tried = 0
         if lossy is not None:
             lossy.is_late = self._is_late
 
@@ -71,16 +75,13 @@ class Tuner:
             Refused: the original can't run, or one of the best fails in the last timing.
         """
         eager = self._bench.opened_eager()
-        for number, candidate in enumerate(self._candidates()):
-            self._bench.job.progress("tune", number, number + 1, candidate.name)
-            if self._is_late() and self._ready:
-                self._drop(candidate, "not tried: the time was up")
-                continue
+        for candidate in self._candidates():
             self._try(candidate)
+        self._try_in_python(eager)
         ready = [eager, *self._finalists(), *self._in_python]
-        return self._bench.concluded(
-            ready, self._dropped, max(self._seconds - self._spent(), _LEAST_LAST_TIMING * self._seconds)
-        )
+        seconds = max(self._seconds - self._spent(), _LEAST_LAST_TIMING * self._seconds)
+        found = self._bench.concluded(ready, self._dropped, seconds)
+        return replace(found, notes=(*found.notes, *self._notes))
 
     def _spent(self) -> float:
         return time.monotonic() - self._started
@@ -104,8 +105,6 @@ class Tuner:
                 yield from self._quantized(self._lossy, format)
         for opened, _ in self._best()[:_WITH_SETTINGS]:
             yield from self._with_settings(opened.candidate.route)
-        # Last, because compiling takes long and gives no file.
-        yield from self._bench.in_python()
 
     def _in_openvino(self, format: str) -> Iterator[Candidate]:
         if not format.startswith("onnx") or self._bench.files.device != "cpu" or not is_installed("openvino"):
@@ -150,18 +149,50 @@ class Tuner:
         return [*found, {"spinning": False}] if runtime == "onnxruntime" else found
 
     def _try(self, candidate: Candidate) -> None:
-        """Prove a candidate, and time it next to the first file if it is a file."""
-        ready, dropped = opened_all([candidate], self._proven)
-        self._dropped += dropped
-        for opened in ready:
-            if candidate.route is None:
-                self._in_python.append(opened)
-                continue
+        """Prove a file, and time it next to the first one."""
+        for opened in self._opened(candidate):
             try:
                 self._ready.append((opened, self._gain(opened)))
             except Refused as refused:
                 self._drop(candidate, str(refused))
             self._close_others()
+
+    def _try_in_python(self, eager: Opened) -> None:
+        """Try what is no file: it shows what other passes, and torch.compile, would gain."""
+        module = self._opened(self._bench.in_python())
+        self._in_python += module
+        base = module[0] if module else eager
+        for candidate in self._bench.with_other_passes():
+            for opened in self._opened(candidate):
+                self._keep_if_it_pays(opened, base)
+        # Last, because compiling takes long.
+        self._in_python += self._opened(self._bench.compiled())
+
+    def _keep_if_it_pays(self, opened: Opened, base: Opened) -> None:
+        try:
+            gain = self._compared(opened, base)
+        except Refused as refused:
+            self._drop(opened.candidate, str(refused))
+            return
+        told = f"{gain.median:.2f} ({gain.low:.2f} to {gain.high:.2f}) times as fast as {base.candidate.name}"
+        if not gain.pays:
+            self._drop(opened.candidate, f"it doesn't pay: {told}")
+            return
+        self._in_python.append(opened)
+        self._notes.append(f"in Python, {opened.candidate.name} is {told}: pass these passes, and export again")
+
+    def _opened(self, candidate: Candidate | None) -> list[Opened]:
+        """The candidate, proven and ready to run; nothing if it is dropped."""
+        if candidate is None:
+            return []
+        self._bench.job.progress("tune", self._tried, self._tried + 1, candidate.name)
+        self._tried += 1
+        if self._is_late() and self._ready:
+            self._drop(candidate, "not tried: the time was up")
+            return []
+        ready, dropped = opened_all([candidate], self._proven)
+        self._dropped += dropped
+        return ready
 
     def _gain(self, opened: Opened) -> float:
         """How many times as fast a candidate is as the first file.
@@ -172,9 +203,12 @@ class Tuner:
         if self._first is None:
             self._first = opened
             return 1.0
-        first, other = self._first.candidate.name, opened.candidate.name
-        found = interleaved({first: self._first.run, other: opened.run}, _FIRST_TIMING, self._bench.finished)
-        return ratio(found[first], found[other]).median
+        return self._compared(opened, self._first).median
+
+    def _compared(self, opened: Opened, base: Opened) -> Ratio:
+        first, other = base.candidate.name, opened.candidate.name
+        found = interleaved({first: base.run, other: opened.run}, _FIRST_TIMING, self._bench.finished)
+        return ratio(found[first], found[other])
 
     def _proven(self, candidate: Candidate) -> Candidate:
         if self._lossy is not None and candidate.route is not None and is_lossy(candidate.route):

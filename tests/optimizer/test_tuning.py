@@ -20,13 +20,17 @@ from fake_tuning import (
     opening,
     prepare,
 )
+from tiny_models import enliven
 from torch import nn
 
 from exporters.registry import QUANTIZED
+from optimizer import optimize
 from optimizer.errors import UsageError
 from optimizer.exporting import choose
 from optimizer.exporting.lossy import _KINDS
+from optimizer.exporting.optional_passes import with_other_passes
 from optimizer.exporting.tuner import Tuner
+from optimizer.pipeline import provenance_of
 from optimizer.tuning import Files
 
 
@@ -212,6 +216,58 @@ def test_a_file_is_recommended_even_if_python_is_far_faster(choosing: Choose, sp
     assert found.benchmark.reason == (
         "ship model.onnx in onnxruntime: 2.00 times as fast as eager; in Python, the optimized module is faster"
     )
+
+
+@pytest.fixture
+def other_passes(choosing: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optimizer.exporting.bench.with_other_passes", with_other_passes)
+
+
+@pytest.mark.usefixtures("other_passes")
+def test_passes_that_do_not_pay_or_change_nothing_are_dropped_with_the_reason(choosing: Choose, speeds: Speeds) -> None:
+    speeds.seconds = {"eager": 1.0, "the module without channels-last": 0.81, "the optimized module": 0.8, "": 0.5}
+    found = choosing(tune=True)
+    assert found.dropped["the module without channels-last"] == (
+        "it doesn't pay: 0.99 (0.99 to 0.99) times as fast as the optimized module"
+    )
+    assert found.dropped["the module with merge-linears"] == "the pass is unchanged: it finds nothing to change"
+    assert found.dropped["the module with pad-channels"].startswith("the pass is unchanged: ")
+    assert found.benchmark.notes == ()
+    assert found.route == ONNX
+
+
+@pytest.mark.usefixtures("other_passes")
+def test_a_pass_that_pays_is_timed_and_told(choosing: Choose, speeds: Speeds) -> None:
+    speeds.seconds = {"eager": 1.0, "the module without channels-last": 0.4, "the optimized module": 0.8, "": 0.5}
+    found = choosing(tune=True)
+    assert "the module without channels-last" in found.timed
+    assert found.benchmark.notes == (
+        "in Python, the module without channels-last is 2.00 (2.00 to 2.00) times as fast as the optimized module: pass "
+        "these passes, and export again",
+    )
+    assert found.benchmark.reason.endswith("; in Python, the module without channels-last is faster")
+
+
+def passes_tried(model: nn.Module, passes: list[str] | None) -> list[tuple[str, list[str]]]:
+    provenance = None if passes is None else provenance_of(optimize(model, passes=passes, example_inputs=(images(),)))
+    job = SimpleNamespace(provenance=provenance)
+    return [(other.name, [item.name for item in other.passes]) for other in with_other_passes(job)]
+
+
+def test_optional_passes_are_tried_in_addition_and_in_front_of_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = enliven(ConvNet()).eval()
+    assert passes_tried(model, ["fold-conv-bn", "jit-fusion"]) == [
+        ("the module with channels-last", ["fold-conv-bn", "jit-fusion", "channels-last"]),
+        ("the module with merge-linears", ["fold-conv-bn", "jit-fusion", "merge-linears"]),
+        ("the module with pad-channels", ["fold-conv-bn", "jit-fusion", "pad-channels"]),
+    ]
+    assert ("the module without channels-last", []) in passes_tried(model, ["channels-last"])
+    assert [name for name, _ in passes_tried(model, None)] == [
+        "the module with channels-last",
+        "the module with merge-linears",
+        "the module with pad-channels",
+        "the module with jit-fusion",
+    ]
 
 
 @pytest.mark.usefixtures("openvino")

@@ -202,10 +202,13 @@ Choose = Callable[..., Chosen]
 
 
 def chooser(prepared: Prepared, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Choose:
-    """Choices for copies of the prepared files, without OpenVINO and torch.compile, and with a cache in the folder."""
+    """Choices for copies of the prepared files, with a cache in the folder; without OpenVINO, which may be missing.
+
+    Other passes and torch.compile are left out too, because they take long and give no file.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    # Compiling takes long, and gives no file.
     monkeypatch.setattr("optimizer.exporting.bench.missing_compiler", lambda device: "none here")
+    monkeypatch.setattr("optimizer.exporting.bench.with_other_passes", lambda job: ())
     monkeypatch.setattr("optimizer.exporting.tuner.is_installed", lambda runtime: False)
     number = iter(range(100))
 
