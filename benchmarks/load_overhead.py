@@ -154,7 +154,8 @@ def table_of(results: Sequence[dict[str, Any]]) -> Table:
         table.add(result["model"], result["way"], result["inputs"], *times, quartiles)
     table.caption.append(
         "CPU time of the calling thread. The difference is taken within a round; medians over the rounds, with quartiles. "
-        "Inputs have one row. OpenVINO's own call is that of its compiled model; load() calls an inference request."
+        "Inputs have one row. The runtime's own call is that of the module in torch and of the compiled model in OpenVINO; "
+        "load() calls the module's forward, after its own checks, and an inference request."
     )
     return table
 

@@ -100,6 +100,9 @@ class _LoadedProgram:
         self.device = device
         self._inputs = input_specs(program)
         self._module = program.module()
+        # forward checks the guards. A call of the module also compares trees of arguments, which are flat here.
+        self._forward = self._module.forward if hasattr(self._module, "_guards_fn") else self._module
+        self._target = torch.device(device)
         # The precision is that of torch's global settings.
         self.settings: dict[str, str] = {}
 
@@ -112,7 +115,8 @@ class _LoadedProgram:
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         refuse_unfit(self._inputs, tensors)
         with torch.no_grad():
-            outputs = self._module(*(tensor.to(self.device) for tensor in tensors))
+            there = [each if each.device == self._target else each.to(self._target) for each in tensors]
+            outputs = self._forward(*there)
         return tuple(outputs) if isinstance(outputs, list | tuple) else (outputs,)
 
 

@@ -95,14 +95,17 @@ class _LoadedTorchScript:
     placement: dict[str, int] | None = None
 
     def __init__(self, module: torch.jit.ScriptModule, device: str) -> None:
-        self._module = module
+        # Only a call of the module runs its hooks; the outermost module of our own files has none.
+        self._forward = module if module._forward_pre_hooks or module._forward_hooks else module.forward
         self.device = device
+        self._target = torch.device(device)
         # The precision is that of torch's global settings.
         self.settings: dict[str, str] = {}
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
-            outputs = self._module(*(tensor.to(self.device) for tensor in tensors))
+            there = [each if each.device == self._target else each.to(self._target) for each in tensors]
+            outputs = self._forward(*there)
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
 

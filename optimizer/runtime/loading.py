@@ -118,7 +118,7 @@ class LoadedModel:
         tensors = self._arguments.flatten(args, kwargs)
         home = self._check(tensors)
         outputs = self._runner(*tensors)
-        if home is not None and home.type != self.device:
+        if home is not None and outputs[0].device != home:
             outputs = tuple(output.to(home) for output in outputs)
         return self._outputs.rebuild(outputs)
 
@@ -147,10 +147,12 @@ class LoadedModel:
                 given = self._dtypes[tensor.dtype] = str(tensor.dtype).removeprefix("torch.")
             if given != dtype:
                 raise UsageError(f"`{name}` is {given}, but the file takes {dtype}: convert it.")
-            fits = len(shape) == len(tensor.shape)
-            for wanted, size in zip(shape, tensor.shape, strict=False):
+            sizes = tensor.shape
+            fits = len(shape) == len(sizes)
+            for axis, size in enumerate(sizes if fits else ()):
+                wanted = shape[axis]
                 # Dims with the same name have the same size.
-                fits &= size == (wanted if type(wanted) is int else open_sizes.setdefault(str(wanted), size))
+                fits &= size == (wanted if type(wanted) is int else open_sizes.setdefault(wanted, size))
             if not fits:
                 known = "".join(f", where {dim} is {open_sizes[dim]}" for dim in shape if dim in open_sizes)
                 wanted = ", ".join(map(str, shape))

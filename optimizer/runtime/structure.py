@@ -13,7 +13,10 @@ from optimizer.errors import BundleError, UsageError
 
 Json = Mapping[str, Any]
 _MISSING = object()
-_CONTAINERS = (Mapping, list, tuple)
+# isinstance checks concrete classes faster than abstract ones, so they come first.
+_MAPPINGS = (dict, Mapping)
+_SEQUENCES = (list, tuple, Sequence)
+_CONTAINERS = (list, tuple, *_MAPPINGS)
 # How constants are read whose value JSON can't hold. Those of other kinds stay text, such as "torch.float32".
 _CONSTANTS: Mapping[Any, Callable[[str], Any]] = {"float": float, "complex": complex}
 _DICTS: Mapping[str, type[dict[Any, Any]]] = {
@@ -82,9 +85,9 @@ class Arguments:
             if twice := given.keys() & kwargs.keys():
                 raise UsageError(f"The argument `{min(twice)}` is given twice, by position and by name.")
             given.update(kwargs)
-        if strange := given.keys() - self._items.keys():
+        if strange := [name for name in given if name not in self._items]:
             raise UsageError(f"The exported call has no argument `{min(strange)}`; it has {_listed(self._items)}.")
-        if lacking := self._required - given.keys():
+        if lacking := [name for name in self._required if name not in given]:
             raise UsageError(f"The argument `{min(lacking)}` is missing: the exported call has {_listed(self._items)}.")
         if self._flat:
             return [given[name] for name in self._items]
@@ -173,14 +176,15 @@ def _shown(value: Any) -> str:
 
 
 def _item(value: Any, key: Any, path: tuple[Any, ...]) -> Any:
-    if isinstance(value, Mapping):
-        item = value.get(key, _MISSING)
-        # The manifest has the text of a key that is neither a text nor a number.
-        found = next((each for own, each in value.items() if str(own) == key), _MISSING) if item is _MISSING else item
-    elif isinstance(key, int):
-        found = value[key] if isinstance(value, Sequence) and key < len(value) else _MISSING
+    if isinstance(key, int) and isinstance(value, _SEQUENCES):
+        found = value[key] if key < len(value) else _MISSING
+    elif isinstance(value, _MAPPINGS):
+        found = value.get(key, _MISSING)
+        if found is _MISSING:
+            # The manifest has the text of a key that is neither a text nor a number.
+            found = next((each for own, each in value.items() if str(own) == key), _MISSING)
     else:
-        found = getattr(value, key, _MISSING)
+        found = _MISSING if isinstance(key, int) else getattr(value, key, _MISSING)
     if found is _MISSING:
         raise UsageError(f"{_spelled(path)} lacks {key!r}, which it had when the model was exported.")
     return found

@@ -45,14 +45,17 @@ class TorchRunner:
         self._run: Any = Graphed(loaded) if settings.get("cuda_graph") and device == "cuda" else loaded
 
     def __call__(self, *tensors: Any) -> tuple[Any, ...]:
-        as_numpy = bool(tensors) and not any(isinstance(tensor, torch.Tensor) for tensor in tensors)
-        given = [tensor if isinstance(tensor, torch.Tensor) else _of_numpy(tensor) for tensor in tensors]
+        arrays = [each for each in tensors if isinstance(each, numpy.ndarray)]
+        given = tensors
+        if arrays:
+            given = tuple([_of_numpy(each) if isinstance(each, numpy.ndarray) else each for each in tensors])
         # The loaded file runs without gradients, but not in inference mode: nobody can write to the tensors of that mode
         # or train with them afterwards.
         outputs = self._run(*given) if self.device == "cpu" else self._on_gpu(given)
-        return tuple(output.numpy(force=True) for output in outputs) if as_numpy else outputs
+        as_numpy = arrays and len(arrays) == len(tensors)
+        return tuple([output.numpy(force=True) for output in outputs]) if as_numpy else outputs
 
-    def _on_gpu(self, given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def _on_gpu(self, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         # Those of the proof; other code of the process may have changed them.
         self._gpu_settings.put_in_force()
         home = given[0].device if given else torch.device("cuda")
@@ -67,8 +70,8 @@ class TorchRunner:
         return back
 
 
-def _of_numpy(array: Any) -> torch.Tensor:
-    array = numpy.asarray(array)
+def _of_numpy(array: numpy.ndarray) -> torch.Tensor:
+    flags = array.flags
     # torch shares the memory. It warns if it may not write there, and refuses negative strides (a flipped image).
-    shared = array.flags.c_contiguous and array.flags.writeable
+    shared = flags.c_contiguous and flags.writeable
     return torch.from_numpy(array if shared else array.copy())

@@ -204,3 +204,16 @@ def test_nothing_but_torchscript_is_silenced():
             warnings.warn("numpy.thing is deprecated", DeprecationWarning, stacklevel=1)
         with pytest.raises(UserWarning):
             warnings.warn("`torch.jit.trace` is slow", UserWarning, stacklevel=1)
+
+
+def test_a_file_of_another_program_runs_its_hooks(tmp_path):
+    def tenfold(self, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        return output * 10
+
+    model = Mlp().eval()
+    model.register_forward_hook(tenfold)
+    path = tmp_path / "hooked.pt"
+    with torchscript_allowed():
+        torch.jit.script(model).save(path)
+    x = floats(2, 3)
+    assert torch.equal(TorchScriptExporter.load(path, "cpu")(x)[0], model(x))

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import exporters.onnx
 from exporters import ExportError
 from exporters.errors import RouteRefused
+from exporters.torchscript_deprecation import torchscript_allowed
 from optimizer import export, optimize, report_of, verify_bundle
 from optimizer.command import cli
 from passes import CastPrecision
@@ -1048,7 +1049,9 @@ def test_a_torchscript_file_holds_the_casts(dtype: Any, how: Any, tmp_path: Path
         loaded(x)
     assert seen.dtypes == [DTYPES[dtype]] * 2
     if how == "weights":
-        held = {value.dtype for value in loaded._module.state_dict().values()}  # type: ignore[attr-defined]
+        with torchscript_allowed():
+            state = torch.jit.load(bundle.path / "model.torchscript.pt").state_dict()
+        held = {value.dtype for value in state.values()}
         assert DTYPES[dtype] in held
     assert verify_bundle(bundle.path).ok
 
