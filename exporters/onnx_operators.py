@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -14,6 +14,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     return {
         torch.ops.aten.scaled_dot_product_attention.default: _attention,
         torch.ops.aten._is_all_true.default: _all_true,
+        torch.ops.aten.as_strided.default: _as_strided,
     }
 
 
@@ -22,6 +23,42 @@ def _all_true(x: Any) -> Any:
     from onnxscript import opset18 as op
 
     return op.Cast(op.ReduceMin(op.Cast(x, to=ir.DataType.INT32), keepdims=0), to=ir.DataType.BOOL)
+
+
+def _as_strided(x: Any, size: Sequence[Any], stride: Sequence[Any], storage_offset: Any = None) -> Any:
+    """A view of a tensor's storage; the tensor itself if the view has its sizes in row-major order.
+
+    torch writes an average over whole channels-last images as a mean and such a view. Its translation gathers the
+    elements by indices that a Range over the batch gives. With a Range over an open size, OpenVINO 2026.4 drops the
+    bias of the first quantized convolution.
+
+    Args:
+        size, stride: ints, or values in the file where a size is open.
+    """
+    from onnxscript import opset18 as op
+    from onnxscript.function_libs.torch_lib.ops.core import aten_as_strided
+
+    offset = 0 if storage_offset is None else storage_offset
+    if isinstance(offset, int) and offset == 0 and _is_whole(x, size, stride):
+        return op.Identity(x)
+    return aten_as_strided(x, size, stride, offset)
+
+
+def _is_whole(x: Any, size: Sequence[Any], stride: Sequence[Any]) -> bool:
+    """Whether a view has the sizes of `x` in row-major order. Open sizes are assumed to be equal; the proof compares."""
+    if x.shape is None or len(x.shape) != len(size):
+        return False
+    expected: int | None = 1
+    for own, length, step in reversed(list(zip(x.shape, size, stride, strict=True))):
+        if isinstance(own, int) != isinstance(length, int) or (isinstance(own, int) and own != length):
+            return False
+        if own == 1:
+            continue
+        if not isinstance(step, int) or step != expected:
+            return False
+        # Strides of dims before an open one would be open too.
+        expected = expected * length if isinstance(length, int) else None
+    return True
 
 
 def _attention(

@@ -1,9 +1,10 @@
-"""Quantize an ONNX file with onnxruntime: to 8-bit arithmetic, or to 4-bit weights.
+"""Quantize an ONNX file with onnxruntime: to 8-bit arithmetic, or to 4-bit weights; or convert it to float16.
 
     kind           weights                            activations            nodes
     int8-static    int8 (7 bits), one scale/channel   uint8, from a sample   Conv, MatMul, Gemm; Relu, Clip after a Conv
     int8-dynamic   int8 (7 bits), one scale/channel   uint8, at every call   MatMul, Gemm
     int4-weights   int4, one scale per 32 inputs      float                  MatMul, Gemm
+    float16        float16                            float16                all but some, such as Max, Range and TopK
 
 Only nodes with a constant float32 weight are quantized. These stay in float, as measured on a CPU with AVX2:
 - products of two activations (attention), and the outputs of MatMul and Gemm: quantized, they cost accuracy and gain no
@@ -17,11 +18,13 @@ onnxruntime is up to twice as slow on AVX2. The range of an activation is the mi
 rows: it takes no memory for histograms, and percentiles and entropy weren't more accurate.
 
 4-bit weights save memory, not time: onnxruntime converts them back for each call.
+
+float16 is for GPUs. On x86 CPUs, onnxruntime has no kernels for it and converts to float32 around each node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,12 +36,12 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from exporters.errors import CalibrationError, NothingToQuantize, QuantizationError
+from exporters.errors import CalibrationError, NothingToQuantize, QuantizationError, refusing
 from exporters.isolation import silent
 from exporters.onnx_files import save
-from exporters.onnx_runtime import quantization
+from exporters.onnx_runtime import float16_conversion, quantization
 
-Kind = Literal["int8-static", "int8-dynamic", "int4-weights"]
+Kind = Literal["int8-static", "int8-dynamic", "int4-weights", "float16"]
 """How a file is quantized."""
 
 Calibration = Sequence[Mapping[str, np.ndarray]]
@@ -110,7 +113,7 @@ def prepared(source: Path, folder: Path, kind: Kind, calibration: Calibration) -
     check_calibration(model, calibration, required=kind == "int8-static")
     if kind == "int8-static":
         _separate_weights(model, chosen)
-    else:
+    elif kind != "float16":
         _split_gemms(model, chosen)
     with TemporaryDirectory(dir=folder, prefix=".quantization-") as work:
         yield Quantizer(model, kind, chosen, names, calibration, Path(work))
@@ -146,9 +149,15 @@ class Quantizer:
         chosen = tuple(name for name in self.quantizable if name not in keep)
         if not chosen:
             raise NothingToQuantize("All nodes that could be quantized are to be left in float.")
-        write = {"int8-static": self._static, "int8-dynamic": self._dynamic, "int4-weights": self._int4}[self.kind]
+        writers: Mapping[Kind, Callable[[tuple[str, ...]], onnx.ModelProto]] = {
+            "int8-static": self._static,
+            "int8-dynamic": self._dynamic,
+            "int4-weights": self._int4,
+            "float16": self._float16,
+        }
         with silent():
-            model = ir.from_proto(write(chosen))
+            model = ir.from_proto(writers[self.kind](chosen))
+        model.graph.sort()
         self._restore_header(model)
         folder = self._work / "result"
         folder.mkdir(exist_ok=True)
@@ -176,7 +185,6 @@ class Quantizer:
             {"OpTypesToExcludeOutputQuantization": list(_PRODUCTS)},
         )
         quantizer.quantize_model()
-        quantizer.model.topological_sort()
         return quantizer.model.model
 
     @cached_property
@@ -224,6 +232,26 @@ class Quantizer:
         )
         quantizer.process()
         return quantizer.model.model
+
+    def _float16(self, chosen: tuple[str, ...]) -> onnx.ModelProto:
+        # Types of all values, which the conversion needs. By path, because a model in memory has at most 2 GiB.
+        path = self._work / "typed.onnx"
+        onnx.shape_inference.infer_shapes_path(self._float, path)
+        with refusing("onnxruntime can't convert the file to float16"):
+            model = float16_conversion()(
+                onnx.load(path),
+                keep_io_types=True,
+                disable_shape_infer=True,
+                node_block_list=sorted(set(self.quantizable) - set(chosen)),
+            )
+        # The conversion adds one cast for each node in float that reads a value, and all of these have the same name.
+        seen: set[tuple[str, ...]] = set()
+        for index in reversed(range(len(model.graph.node))):
+            outputs = tuple(model.graph.node[index].output)
+            if outputs in seen:
+                del model.graph.node[index]
+            seen.add(outputs)
+        return model
 
     def _restore_header(self, model: ir.Model) -> None:
         """Give the quantized model the float model's metadata and the shapes of its inputs and outputs."""
@@ -298,6 +326,11 @@ def _quantizable(model: ir.Model, kind: Kind) -> tuple[str, ...]:
     Raises:
         NothingToQuantize: there are none, or they hold a small part of the weights.
     """
+    if kind == "float16":
+        tensors = (value.const_value for value in model.graph.initializers.values())
+        if not any(each is not None and each.dtype == ir.DataType.FLOAT and len(each.shape) > 1 for each in tensors):
+            raise NothingToQuantize("The file has no float32 weights.")
+        return tuple(node.name or "" for node in model.graph)
     nodes = [node for node in model.graph if node.op_type in _TYPES[kind] and _is_quantizable(node)]
     if not nodes:
         raise NothingToQuantize(f"The file has no {' or '.join(_TYPES[kind])} with a constant float32 weight.")

@@ -5,6 +5,8 @@ so the variable must be set before. The call covers processes that have already 
 """
 
 import os
+import sys
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -38,4 +40,15 @@ def quantization() -> tuple[Any, Any]:
     return onnxruntime.quantization, matmul_nbits_quantizer
 
 
-__all__ = ["CPU", "CUDA", "NO_CUDA", "ort", "providers", "quantization"]
+def float16_conversion() -> Callable[..., Any]:
+    """onnxruntime's conversion of a model to float16. Its package extends `sys.path`, which is undone."""
+    paths = list(sys.path)
+    try:
+        from onnxruntime.transformers.float16 import convert_float_to_float16
+    finally:
+        sys.path[:] = paths
+    conversion: Callable[..., Any] = convert_float_to_float16
+    return conversion
+
+
+__all__ = ["CPU", "CUDA", "NO_CUDA", "float16_conversion", "ort", "providers", "quantization"]

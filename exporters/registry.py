@@ -19,8 +19,8 @@ _OWN: dict[str, type[Exporter]] = {
 }
 
 
-# Quantized files, which the tuning makes of an ONNX file; there is no exporter for them.
-QUANTIZED = ("onnx-int8-dynamic", "onnx-int8", "onnx-int4")
+# Quantized files and those in float16, which the tuning makes of an ONNX file; there is no exporter for them.
+QUANTIZED = ("onnx-float16", "onnx-int8-dynamic", "onnx-int8", "onnx-int4")
 
 
 def exporter_names() -> tuple[str, ...]:

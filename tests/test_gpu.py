@@ -1,5 +1,6 @@
 """Optimize, export and verify on a GPU, and check that the artifacts run there."""
 
+import json
 from pathlib import Path
 
 import numpy
@@ -276,6 +277,30 @@ def test_tuning_times_the_files_on_the_gpu(tuned: tuple[torch.nn.Module, tuple[t
     assert "eager" in timed
     assert benchmark["recommended"] is not None
     assert all(figure["accuracy"] is None for figure in benchmark["figures"])
+
+
+def test_a_file_in_float16_is_tried_within_a_budget_and_repeated(tmp_path: Path) -> None:
+    model, args, _ = REAL_MODELS["resnet"]()
+    options = {"example_inputs": args, "formats": ("onnx",), "device": "cuda", "accuracy": "0.999"}
+    bundle = export(model, **options, output=tmp_path / "tuned", tune=True, tune_seconds=60)
+    figures = {figure["name"]: figure for figure in bundle.manifest["benchmark"]["figures"]}
+    figure = figures["model.float16.onnx in onnxruntime"]
+    assert 0.999 < figure["accuracy"]["cosine"] < 1
+    assert figure["bytes"] < 0.6 * figures["model.onnx in onnxruntime"]["bytes"]
+
+    choices = tmp_path / "choices.json"
+    recommended = {"format": "onnx-float16", "runtime": "onnxruntime", "settings": {}}
+    artifact = {"format": "onnx-float16", "quantization": {"kept": []}}
+    choices.write_text(json.dumps({"benchmark": {"recommended": recommended}, "artifacts": [artifact]}))
+    again = export(model, **options, output=tmp_path / "again", choices=choices)
+    assert verify_bundle(again.path, device="cuda", require_gpu=True).ok
+    run = load(again)
+    assert (str(run.route), run.device) == ("onnx-float16 in onnxruntime", "cuda")
+    x = args[0].cuda()
+    with torch.no_grad():
+        wanted = model.cuda()(x).logits
+    assert run(x).logits.dtype == torch.float32
+    torch.testing.assert_close(run(x).logits, wanted, rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize(

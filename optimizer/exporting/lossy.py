@@ -14,6 +14,7 @@ import torch
 from exporters.errors import ExporterError
 from exporters.onnx_quantization import Kind, QuantizedFile, quantized
 from exporters.onnx_sensitivity import within_budget
+from optimizer.errors import DeviceError
 from optimizer.exporting.calibration import Calibration
 from optimizer.exporting.graph_files import remove
 from optimizer.exporting.measuring import MeasuredExport
@@ -25,6 +26,7 @@ from optimizer.tuning import Candidate, Files, Refused
 
 # The kind of each quantized format.
 _KINDS: Mapping[str, Kind] = {
+    "onnx-float16": "float16",
     "onnx-int8": "int8-static",
     "onnx-int8-dynamic": "int8-dynamic",
     "onnx-int4": "int4-weights",
@@ -91,11 +93,11 @@ class Lossy:
         before = set(files.folder.iterdir())
         try:
             return self._made(format, files, kept)
-        except (ExporterError, Refused) as error:
+        except (ExporterError, DeviceError, Refused) as error:
             remove(set(files.folder.iterdir()) - before)
-            if isinstance(error, ExporterError):
-                raise Refused(f"it can't be made: {error}") from error
-            raise
+            if isinstance(error, Refused):
+                raise
+            raise Refused(f"it can't be made: {error}") from error
 
     def _made(self, format: str, files: Files, kept: Sequence[str] | None) -> dict[str, Any]:
         kind = _KINDS[format]
@@ -111,6 +113,9 @@ class Lossy:
             found.append(self.accuracy(open_route(path, route, files.device)))
             return found[-1].why_not(self.budget) is None
 
+        if kept is None and kind == "float16":
+            # The errors of single nodes can't be measured as for quantization: the types of their inputs differ.
+            kept = ()
         if kept is None:
             made = within_budget(source, target, kind, self._rows, accept).accepted
         else:

@@ -96,13 +96,27 @@ class Tuner:
             if (fast := frozen(route)) is not None:
                 yield files.candidate(fast)
             yield from self._in_openvino(route.format)
-        if self._lossy is not None and any(route.format == "onnx" for route in self._own):
-            for format in QUANTIZED:
-                if files.device == "cuda" and format.startswith("onnx-int8"):
-                    reason = "not tried: on a GPU, onnxruntime computes in int8 only with TensorRT"
-                    self._dropped.append(Figure(format, None, dropped=reason))
-                    continue
+        if files.device == "cuda":
+            # A setting is tried in seconds, and quantization can take minutes.
+            yield from self._settings_of_best()
+            yield from self._lossy_files()
+        else:
+            # A quantized file has other best settings.
+            yield from self._lossy_files()
+            yield from self._settings_of_best()
+
+    def _lossy_files(self) -> Iterator[Candidate]:
+        device = self._bench.files.device
+        if self._lossy is None or all(route.format != "onnx" for route in self._own):
+            return
+        for format in QUANTIZED:
+            if device == "cuda" and format.startswith("onnx-int8"):
+                reason = "not tried: on a GPU, onnxruntime computes in int8 only with TensorRT"
+                self._dropped.append(Figure(format, None, dropped=reason))
+            elif device == "cuda" or format != "onnx-float16":
                 yield from self._quantized(self._lossy, format)
+
+    def _settings_of_best(self) -> Iterator[Candidate]:
         for opened, _ in self._best()[:_WITH_SETTINGS]:
             yield from self._with_settings(opened.candidate.route)
 

@@ -1,6 +1,7 @@
 """Operators that torch's own ONNX exporter translates incorrectly."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from tiny_models import enliven
 from torch import Tensor, nn
 
+from exporters import onnx_operators
 from optimizer import export
 
 QUERIES, KEYS, HEADS = 3, 5, 4
@@ -91,6 +93,53 @@ def test_attention_without_a_mask_is_translated_as_torch_has_it(tmp_path: Path) 
 
     artifact = exported(Causal().eval(), (drawn(2, HEADS, KEYS, 8),), tmp_path)
     assert "ReduceMax" not in {node.op_type for node in onnx.load(artifact.path).graph.node}
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(F.adaptive_avg_pool2d(self.conv(x), 1).flatten(1))
+        return output
+
+
+def test_the_average_over_channels_last_images_needs_no_indices(tmp_path: Path) -> None:
+    model = enliven(Pooled()).eval().to(memory_format=torch.channels_last)
+    artifact = exported(model, (drawn(2, 3, 8, 8),), tmp_path)
+    assert [node.op_type for node in onnx.load(artifact.path).graph.node] == ["Conv", "ReduceMean", "Reshape", "Gemm"]
+
+
+class Transposed(nn.Module):
+    """Reads the storage of each row column by column."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_strided(x * 2, x.shape, (12, 1, 3))
+
+
+def test_another_view_of_the_storage_is_gathered(tmp_path: Path) -> None:
+    artifact = exported(Transposed().eval(), (drawn(2, 3, 4),), tmp_path)
+    assert "Gather" in {node.op_type for node in onnx.load(artifact.path).graph.node}
+    assert torch.equal(artifact.load()(drawn(3, 3, 4))[0], Transposed()(drawn(3, 3, 4)))
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "whole"),
+    [
+        (("n", 3, 4), (12, 4, 1), True),
+        (("n", 3, 1, 1), (3, 1, 3, 3), False),
+        (("n", 4, 3), (12, 3, 1), False),
+        (("n", 3, 4), (12, 1, 3), False),
+        (("n", 3, 4), (4, 4, 1), False),
+        (("n", "n", 4), (12, 4, 1), False),
+        ((5, 3, 4), (12, 4, 1), False),
+    ],
+)
+def test_a_view_is_whole_if_its_sizes_and_its_order_are_those_of_the_tensor(
+    size: tuple[Any, ...], stride: tuple[int, ...], whole: bool
+) -> None:
+    assert onnx_operators._is_whole(SimpleNamespace(shape=("n", 3, 4)), size, stride) is whole
 
 
 class AllTrue(nn.Module):

@@ -19,6 +19,7 @@ from exporters.onnx_sensitivity import sensitivities, within_budget
 
 KINDS = ("int8-static", "int8-dynamic", "int4-weights")
 RANDOM = np.random.default_rng(0)
+ROOT = str(Path(__file__).parents[2])
 
 
 @pytest.fixture(autouse=True)
@@ -187,6 +188,52 @@ def test_the_source_may_have_external_data_and_nodes_without_names(tmp_path):
     record = quantized(path, tmp_path / "small.onnx", "int8-dynamic", keep=["MatMul_1"])
     assert record.quantized == ("MatMul_0",)
     assert [name for name, _ in sensitivities(path, record, rows(64))] == ["MatMul_0"]
+
+
+def test_in_float16_all_weights_are_halved_and_the_interface_is_that_of_float32(mlp, network, tmp_path, capfd):
+    for path, row in ((mlp, rows(64)[0]), (network, rows(3, 8, 8)[0])):
+        record = quantized(path, tmp_path / "half.onnx", "float16")
+        old, new = onnx.load(path), onnx.load(record.files[0])
+        onnx.checker.check_model(new, full_check=True)
+        assert (list(new.graph.input), list(new.graph.output)) == (list(old.graph.input), list(old.graph.output))
+        assert list(new.metadata_props) == list(old.metadata_props)
+        assert {tensor.data_type for tensor in new.graph.initializer} == {TensorProto.FLOAT16}
+        assert 1e-5 < relative_error(path, record.files[0], row) < 3e-3
+    assert capfd.readouterr() == ("", "")
+
+
+def test_nodes_that_stay_in_float32_may_read_the_same_value(tmp_path):
+    nodes = [
+        node("MatMul", ["x", "a"], "h"),
+        node("MatMul", ["h", "b"], "first"),
+        node("MatMul", ["h", "b"], "second"),
+        node("Max", ["first", "h"], "larger"),
+        node("Min", ["second", "h"], "smaller"),
+        node("Add", ["larger", "smaller"], "y"),
+    ]
+    weights = {"a": weight(64, 64), "b": weight(64, 64)}
+    path = written(tmp_path / "m.onnx", nodes, weights, {"x": ["batch", 64]}, {"y": ["batch", 64]})
+    keep = ["MatMul_first", "MatMul_second"]
+    record = quantized(path, tmp_path / "half.onnx", "float16", keep=keep)
+    assert record.kept == tuple(keep)
+    types = {tensor.name: tensor.data_type for tensor in onnx.load(record.files[0]).graph.initializer}
+    assert types == {"a": TensorProto.FLOAT16, "b": TensorProto.FLOAT}
+    assert 1e-5 < relative_error(path, record.files[0], rows(64)[0]) < 3e-3
+
+
+def test_what_cannot_be_converted_to_float16_is_refused(tmp_path):
+    weights = {"a": weight(8, 8, dtype=np.float64)}
+    path = written(tmp_path / "m.onnx", [node("MatMul", ["x", "a"], "y")], weights, {"x": [2, 8]}, {"y": [2, 8]})
+    with pytest.raises(NothingToQuantize, match="has no float32 weights"):
+        quantized(path, tmp_path / "half.onnx", "float16")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_conversion_to_float16_leaves_the_path_of_modules_as_it_is():
+    script = (
+        "import sys; before = list(sys.path); from exporters.onnx_runtime import float16_conversion as made; made()"
+    )
+    subprocess.run([sys.executable, "-c", f"{script}; assert sys.path == before"], check=True, cwd=ROOT)
 
 
 _SCRIPT = """

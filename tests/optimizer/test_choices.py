@@ -180,6 +180,38 @@ def test_a_lossy_choice_outside_the_budget_is_refused(
     assert not (tmp_path / "net").exists()
 
 
+@pytest.mark.parametrize("budget", ["0.999", "0.999999999999"])
+def test_a_choice_of_float16_is_made_again(tmp_path: Path, no_clock: Speeds, budget: str) -> None:
+    torch.manual_seed(0)
+    convolutions = [nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU()]
+    model = enliven(nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 200))).eval()
+    choices = tmp_path / MANIFEST
+    route = {"format": "onnx-float16", "runtime": "onnxruntime", "settings": {}}
+    artifact = {"format": "onnx-float16", "quantization": {"kept": []}}
+    choices.write_text(json.dumps({"benchmark": {"recommended": route}, "artifacts": [artifact]}), encoding="utf-8")
+
+    def exported() -> Bundle:
+        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+        options = {"formats": ("onnx",), "effort": "quick", "choices": choices, "accuracy": budget}
+        return export(model, example_inputs=(x,), output=tmp_path / "net", **options)
+
+    if budget != "0.999":
+        with pytest.raises(ParityError, match=r"onnx-float16 .* outside the budget: the best has cosine 0\.99999"):
+            exported()
+        return
+    bundle = exported()
+    exact, half = bundle.manifest["artifacts"]
+    assert (half["path"], half["quantization"]) == ("model.float16.onnx", {"kind": "float16", "kept": []})
+    assert 0.999 < half["accuracy"]["cosine"] < 1
+    assert half["bytes"] == pytest.approx(exact["bytes"] / 2, rel=0.05)
+    assert (half["inputs"], half["outputs"]) == (exact["inputs"], exact["outputs"])
+    assert bundle.manifest["benchmark"]["recommended"] == route
+    assert verify_bundle(bundle).ok
+    output = load(bundle)(torch.ones(5, 3, 8, 8))
+    assert output.dtype == torch.float32
+    torch.testing.assert_close(output, model(torch.ones(5, 3, 8, 8)), rtol=1e-2, atol=1e-2)
+
+
 def test_a_choice_that_is_wrong_now_is_refused(
     exact: Bundle, tmp_path: Path, no_clock: Speeds, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ from torch import nn
 
 from exporters.registry import QUANTIZED
 from optimizer import optimize
-from optimizer.errors import UsageError
+from optimizer.errors import DeviceError, UsageError
 from optimizer.exporting import choose
 from optimizer.exporting.lossy import _KINDS
 from optimizer.exporting.optional_passes import with_other_passes
@@ -360,6 +360,21 @@ def test_the_best_outside_the_budget_is_told(choosing: Choose, speeds: Speeds, r
     assert found.files == EXPORTED, "a refused file doesn't stay"
 
 
+def test_a_quantized_file_that_cannot_be_loaded_is_dropped(
+    choosing: Choose, speeds: Speeds, rounding: Rounding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *_: Any) -> None:
+        raise DeviceError(f"onnxruntime can't load {path.name}: no kernel")
+
+    rounding.levels = {"int8-static": 100}
+    speeds.seconds = {"eager": 1.0, "": 0.5}
+    monkeypatch.setattr("optimizer.exporting.lossy.open_route", refuse)
+    found = choosing(tune=True, accuracy="0.999")
+    assert found.route == ONNX
+    assert found.dropped["onnx-int8"] == "it can't be made: onnxruntime can't load model.int8.onnx: no kernel"
+    assert found.files == EXPORTED
+
+
 @pytest.mark.usefixtures("openvino")
 def test_a_lower_precision_of_openvino_is_judged_by_the_budget(
     choosing: Choose, speeds: Speeds, rounding: Rounding, monkeypatch: pytest.MonkeyPatch
@@ -416,6 +431,32 @@ def test_calls_with_fewer_rows_are_refused_if_the_batch_is_fixed(choosing: Choos
 
 
 # On a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_settings_and_float16_come_before_slow_quantization_on_a_gpu(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def entry(format: str) -> dict[str, Any]:
+        return {"format": format, "path": f"model.{format}", "bytes": 1}
+
+    files = Files(Path(), [entry("onnx")], device, [])
+    bench = SimpleNamespace(files=files, in_python=lambda: iter(()))
+    tuner = Tuner(bench, SimpleNamespace(made=lambda format, _: entry(format)), 1000.0)  # type: ignore[arg-type]
+    monkeypatch.setattr("optimizer.exporting.tuner.is_installed", lambda runtime: False)
+    monkeypatch.setattr("optimizer.exporting.tuner.usable_cpus", lambda: 1)
+    tried = []
+    for candidate in tuner._candidates():
+        tried.append(str(candidate.route))
+        tuner._ready.append((SimpleNamespace(candidate=candidate), 1.0))  # type: ignore[arg-type]
+    onnx = "onnx in onnxruntime"
+    if device == "cuda":
+        assert tried == [onnx, f"{onnx}, tf32", "onnx-float16 in onnxruntime", "onnx-int4 in onnxruntime"]
+        assert [figure.name for figure in tuner._dropped] == ["onnx-int8-dynamic", "onnx-int8"]
+    else:
+        quantized = [f"onnx-{kind} in onnxruntime" for kind in ("int8-dynamic", "int8", "int4")]
+        assert tried[:5] == [onnx, *quantized, f"{onnx}, 1 thread"]
+        assert tuner._dropped == [], "float16 isn't even named"
 
 
 @pytest.mark.parametrize(
