@@ -1,5 +1,6 @@
 """Tests marked `gpu` run if torch finds enough CUDA devices; otherwise they are deselected, visibly."""
 
+import gc
 import os
 import signal
 from collections import Counter
@@ -23,6 +24,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if waiting:
         items[:] = [item for item in items if item not in waiting]
         config.hook.pytest_deselected(items=waiting)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Exempt all objects of earlier tests from garbage collection.
+
+    torch.compile and recordings collect all garbage. A process that has run many tests holds millions of objects of
+    torch's, and visiting them took most of the time of the later tests.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _gpus(item: pytest.Item) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 import math
 import os
 import re
@@ -110,15 +109,6 @@ def examples(number: int, first_seed: int) -> Any:
         return seed(first_seed)(chosen(test))
 
     return decorate
-
-
-@pytest.fixture(autouse=True)
-def heap_left_out() -> Iterator[None]:
-    """Exclude existing objects from garbage collection: those of torch and pytest alone take longer than an example."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.slow
