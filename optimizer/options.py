@@ -292,11 +292,11 @@ def parse_dynamic(texts: Sequence[str]) -> dict[str, dict[int, str | None]] | No
 def library_of(model: str) -> str | None:
     """The library whose model MODEL names; None for the user's file or module.
 
-    A file of this name, and a module of the library's name in the current folder, come first.
+    A file of this name, or a module `timm.py` in the current folder, comes first.
     """
     library = model.partition(":")[0]
-    own = (Path(model), Path(f"{library}.py"), Path(library) / "__init__.py")
-    return library if library in LIBRARIES and not any(map(os.path.exists, own)) else None
+    own = os.path.exists(model) or os.path.exists(f"{library}.py")
+    return library if library in LIBRARIES and not own else None
 
 
 def default_output(model: str) -> Path:

@@ -4,7 +4,7 @@
                              nn.Module subclass that is defined there and needs no arguments
     path/model.py:NAME       NAME is an instance, a class that needs no arguments or a factory
     package.module:NAME      the same in an importable module; the current folder is on the path
-    timm:NAME                a model of a library (see `library_models`), unless the current folder has a module timm
+    timm:NAME                a model of a library (see `library_models`), unless there is a timm.py in the current folder
 
 Every error is a `LoadError`, or a `UsageError` if an option is wrong. The message is one sentence that names the place
 in the user's file. The file runs as in `python model.py`: its folder is first on the path, and `import optimizer` there
@@ -249,7 +249,7 @@ class _Finder:
     def notes(self) -> tuple[str, ...]:
         if not self._comes_before_a_library:
             return ()
-        return (f"{self.label} is the module in the current folder, not the package {self.label}.",)
+        return (f"{self.label} is {self.label}.py in the current folder, not the installed package.",)
 
     @property
     def no_inputs(self) -> str:
@@ -339,7 +339,7 @@ class _Finder:
         """The end of the message about a missing name: where the name is, or what the user can do."""
         label = self.target.label
         if self._comes_before_a_library:
-            return f": {label} is the module in the current folder, which comes before the package {label}."
+            return f": it is {label}.py in the current folder, which comes before the installed package."
         below = [path for path in sys.modules if path.startswith(f"{label}.") and "._" not in path]
         homes = [path for path in below if name in vars(sys.modules[path])]
         if self.target.file is None and homes:
