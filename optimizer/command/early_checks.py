@@ -96,8 +96,8 @@ def split_library(spec: str, name: str | None = None) -> tuple[str, str] | None:
 
     Raises:
         UsageError: there is no name, or MODEL and `--model` give different names.
-        LoadError: the library isn't installed, or a package in the current folder has its name; or, for transformers,
-            the model's name is neither a folder nor one of the hub.
+        LoadError: the name isn't UTF-8, the library isn't installed, or a package in the current folder has its name;
+            or, for transformers, the model's name is neither a folder nor one of the hub.
     """
     library = library_of(spec)
     if library is None:
@@ -109,6 +109,8 @@ def split_library(spec: str, name: str | None = None) -> tuple[str, str] | None:
     if not name:
         example = "bert-base-uncased, or a folder" if library == "transformers" else "resnet50"
         raise UsageError(f"MODEL {spec!r} names no model of {library}: add one, such as {library}:{example}.")
+    if not is_utf8(name):
+        raise LoadError(f"The name {name!r} isn't UTF-8.")
     if Path(library, "__init__.py").exists():
         raise LoadError(
             f"{library} is also a package in the current folder: use {library}/__init__.py:{name} for that, or start in "

@@ -11,6 +11,7 @@ created with. Each library is imported only for a model of its own.
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import inspect
 import itertools
@@ -126,7 +127,7 @@ def _torchvision(name: str, pretrained: bool, generator: torch.Generator) -> Lib
     from torchvision import models
 
     if name not in models.list_models():
-        _refuse_unknown("torchvision", name, models.list_models())
+        _refuse_unknown("torchvision.models", name, models.list_models())
     weights = models.get_model_weights(name).DEFAULT
     takes = inspect.signature(models.get_model_builder(name)).parameters
     # Without this, models for segmentation and detection download the weights of their first part.
@@ -146,15 +147,15 @@ def _transformers(name: str, pretrained: bool, generator: torch.Generator) -> Li
 
     shown = Path(name).resolve().name if Path(name).is_dir() else name
     config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+    saved, config.dtype = config.dtype, torch.float32
     config.use_cache = False  # files can't carry a cache from call to call
     known = getattr(transformers, (config.architectures or [""])[0], None)
     cls: Any = known if isinstance(known, type) and issubclass(known, nn.Module) else transformers.AutoModel
-    # Not every runtime computes in the lower precision that the weights may have, and float32 holds their values.
-    in_float32 = {"dtype": torch.float32, "trust_remote_code": False}
     notes = []
     if pretrained:
-        saved = getattr(config, "dtype", None)
-        model, report = cls.from_pretrained(name, config=config, output_loading_info=True, **in_float32)
+        # Not every runtime computes in the lower precision that the weights may have, and float32 holds their values.
+        options = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
+        model, report = cls.from_pretrained(name, config=config, **options)
         if absent := sorted(report["missing_keys"]):
             raise LoadError(f"The weights of transformers:{shown} lack {listed(absent)}, which {cls.__name__} needs.")
         if saved not in (None, torch.float32):
@@ -163,12 +164,14 @@ def _transformers(name: str, pretrained: bool, generator: torch.Generator) -> Li
         model = transformers.AutoModel.from_config(config) if cls is transformers.AutoModel else cls(config)
     takes = inspect.signature(model.forward).parameters
     kwargs = _inputs_of(model.main_input_name, config, takes, generator)
-    preprocessing = None
-    label = f"transformers:{shown}"
+    preprocessing, label = None, f"transformers:{shown}"
     if "input_ids" in kwargs:
-        preprocessing = Preprocessing(label, "text", lambda texts: _tokens(name, texts, kwargs))
+        tokenizer = functools.cache(lambda: _tokenizer(name))  # loaded for the first text
+        preprocessing = Preprocessing(label, "text", lambda texts: _tokens(tokenizer(), texts, kwargs))
     elif kwargs:
-        preprocessing = Preprocessing(label, "image", lambda image: _pixels(name, image))
+        load = transformers.AutoImageProcessor.from_pretrained
+        processor = functools.cache(lambda: load(name, trust_remote_code=False))
+        preprocessing = Preprocessing(label, "image", lambda image: _pixels(processor(), image))
     return LibraryModel("transformers", shown, model, (), kwargs, preprocessing, tuple(notes))
 
 
@@ -193,7 +196,7 @@ def _inputs_of(main: str, config: Any, takes: Iterable[str], generator: torch.Ge
     return {"input_ids": ids, "attention_mask": mask} if "attention_mask" in takes else {"input_ids": ids}
 
 
-def _tokens(name: str, texts: list[str], example: Iterable[str]) -> dict[str, torch.Tensor]:
+def _tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -201,14 +204,15 @@ def _tokens(name: str, texts: list[str], example: Iterable[str]) -> dict[str, to
         raise LoadError(f"{Path(name).name} has no tokenizer: save it there with tokenizer.save_pretrained.")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _tokens(tokenizer: Any, texts: list[str], example: Iterable[str]) -> dict[str, torch.Tensor]:
     tokens = tokenizer(texts, return_tensors="pt", padding=len(texts) > 1, truncation=True)
     return {key: tokens[key] for key in example if key in tokens}
 
 
-def _pixels(name: str, image: Any) -> dict[str, torch.Tensor]:
-    from transformers import AutoImageProcessor
-
-    processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
+def _pixels(processor: Any, image: Any) -> dict[str, torch.Tensor]:
     return {"pixel_values": processor(images=image, return_tensors="pt")["pixel_values"]}
 
 
@@ -216,7 +220,7 @@ def _images(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randn(_ROWS, *shape, generator=generator)
 
 
-def _refuse_unknown(library: str, name: str, known: Iterable[str]) -> None:
+def _refuse_unknown(module: str, name: str, known: Iterable[str]) -> None:
     near = difflib.get_close_matches(name, sorted(known), 3)
-    hint = f"; did you mean {' or '.join(near)}?" if near else f"; {library}.list_models() lists all."
-    raise LoadError(f"{library} has no model {name!r}{hint}")
+    hint = f"did you mean {' or '.join(near)}?" if near else f"{module}.list_models() lists all."
+    raise LoadError(f"{module.partition('.')[0]} has no model {name!r}; {hint}")

@@ -128,6 +128,10 @@ def test_a_library_without_a_name(spec: str) -> None:
     assert "names no model of" in refused(spec, error=UsageError)
 
 
+def test_a_name_that_isnt_utf8() -> None:
+    assert refused("timm:\udcff") == "The name '\\udcff' isn't UTF-8."
+
+
 def test_the_name_may_be_an_option(timm: Any) -> None:
     assert split_library("timm", "resnet50") == ("timm", "resnet50")
     assert split_library("timm:resnet50", "resnet50") == ("timm", "resnet50")
@@ -249,6 +253,7 @@ def test_torchvision_never_keeps_random_weights(torchvision: Any) -> None:
 
 def test_torchvision_has_no_such_model(torchvision: Any) -> None:
     assert "did you mean resnet50 or" in refused("torchvision:resnet50x")
+    assert refused("torchvision:?") == "torchvision has no model '?'; torchvision.models.list_models() lists all."
 
 
 @pytest.mark.slow
@@ -313,6 +318,12 @@ def test_weights_in_a_lower_precision_become_float32(tmp_path: Path) -> None:
     loaded = load("transformers:bert")
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.float32}
     assert loaded.notes == ("The weights of bert are in bfloat16, and were loaded in float32.",)
+    from transformers import BertModel
+
+    config = json.loads(Path("bert/config.json").read_text())
+    Path("bert/config.json").write_text(json.dumps({**config, "architectures": None}))
+    loaded = load("transformers:bert", weights=state_of(BertModel(loaded.model.config)))
+    assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.float32}
 
 
 def test_weights_of_the_users_replace_those_of_the_folder(tmp_path: Path) -> None:
