@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from optimizer.command.preprocessing import SUFFIXES, Preprocessing, kind_of, tensors_by
+from optimizer.command.preprocessing import SUFFIXES, Preprocessing, kind_of, preprocessed
 from optimizer.errors import LoadError
 from optimizer.model import Call, leaves_of
 from optimizer.wording import listed, quote
@@ -65,7 +65,7 @@ def files_of(path: Path, preprocessing: Preprocessing | None = None) -> list[Pat
 
 def _tensors_in(path: Path, preprocessing: Preprocessing | None) -> dict[str, torch.Tensor]:
     if (content := kind_of(path)) is not None:
-        return tensors_by(preprocessing, path, content)
+        return preprocessed(path, content, preprocessing)
     kind = "npz" if path.suffix.lower() == ".npz" else "safetensors"
     try:
         if kind == "npz":

@@ -38,26 +38,18 @@ class LibraryModel:
     """A model of a library, with example inputs that fit it.
 
     Attributes:
-        label: the name of the library.
-        name: the name of the model, without the path of a local folder.
+        name: of the model, without the path of a local folder.
         args, kwargs: the example inputs; both empty if they aren't known.
         preprocessing: None if it isn't known.
         notes: sentences about decisions, for the user.
-        folder: the current folder.
     """
 
-    label: str
     name: str
     module: nn.Module
     args: tuple[torch.Tensor, ...] = ()
     kwargs: dict[str, torch.Tensor] = field(default_factory=dict)
     preprocessing: Preprocessing | None = None
     notes: tuple[str, ...] = ()
-    folder: Path = field(default_factory=Path.cwd)
-
-    @property
-    def no_inputs(self) -> str:
-        return f"The inputs of {self.label}:{self.name} aren't known; pass"
 
     def model(self) -> tuple[nn.Module, str]:
         return self.module, self.name
@@ -80,10 +72,9 @@ def library_model(library: str, name: str, *, pretrained: bool, seed: int) -> Li
         LoadError: the library can't be imported or has no such model, or the weights can't be downloaded or lack some
             that the model needs.
     """
-    label = f"{library}:{name}"
     with errors_of_user_code(f"The package {library} couldn't be imported", Path.cwd()):
         importlib.import_module(library)
-    what = f"{label} couldn't be created"
+    what = f"{library}:{name} couldn't be created"
     if library == "transformers" and not Path(name).is_dir():
         what = f"{name} isn't a folder here, and couldn't be loaded from the hub or its cache"
     elif library != "transformers" and pretrained:
@@ -120,7 +111,7 @@ def _timm(name: str, pretrained: bool, generator: torch.Generator) -> LibraryMod
     transform = create_transform(**config, is_training=False)
     shown = Path(name).name if name.startswith("local-dir:") else name
     preprocessing = Preprocessing(f"timm:{shown}", "image", lambda image: {"0": transform(image)[None]})
-    return LibraryModel("timm", shown, model, (_images(generator, *config["input_size"]),), {}, preprocessing)
+    return LibraryModel(shown, model, (_images(generator, *config["input_size"]),), {}, preprocessing)
 
 
 def _torchvision(name: str, pretrained: bool, generator: torch.Generator) -> LibraryModel:
@@ -136,10 +127,10 @@ def _torchvision(name: str, pretrained: bool, generator: torch.Generator) -> Lib
     transform = weights.transforms()
     sides = {"ImageClassification": "crop_size", "SemanticSegmentation": "resize_size"}.get(type(transform).__name__)
     if sides is None:  # the model takes videos, pairs of images or lists of images
-        return LibraryModel("torchvision", name, model)
+        return LibraryModel(name, model)
     preprocessing = Preprocessing(f"torchvision:{name}", "image", lambda image: {"0": transform(image)[None]})
     side = getattr(transform, sides)[0]
-    return LibraryModel("torchvision", name, model, (_images(generator, 3, side, side),), {}, preprocessing)
+    return LibraryModel(name, model, (_images(generator, 3, side, side),), {}, preprocessing)
 
 
 def _transformers(name: str, pretrained: bool, generator: torch.Generator) -> LibraryModel:
@@ -154,7 +145,7 @@ def _transformers(name: str, pretrained: bool, generator: torch.Generator) -> Li
     notes = []
     if pretrained:
         # Not every runtime computes in the lower precision that the weights may have, and float32 holds their values.
-        options = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
+        options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
         model, report = cls.from_pretrained(name, config=config, **options)
         if absent := sorted(report["missing_keys"]):
             raise LoadError(f"The weights of transformers:{shown} lack {listed(absent)}, which {cls.__name__} needs.")
@@ -172,7 +163,7 @@ def _transformers(name: str, pretrained: bool, generator: torch.Generator) -> Li
         load = transformers.AutoImageProcessor.from_pretrained
         processor = functools.cache(lambda: load(name, trust_remote_code=False))
         preprocessing = Preprocessing(label, "image", lambda image: _pixels(processor(), image))
-    return LibraryModel("transformers", shown, model, (), kwargs, preprocessing, tuple(notes))
+    return LibraryModel(shown, model, (), kwargs, preprocessing, tuple(notes))
 
 
 def _inputs_of(main: str, config: Any, takes: Iterable[str], generator: torch.Generator) -> dict[str, torch.Tensor]:

@@ -124,10 +124,10 @@ def load(
     _seed_everything(seed)
     finder: _Finder | LibraryModel
     if target is not None:
-        finder = _Finder(target.import_module(), target)
+        finder, label = _Finder(target.import_module(), target), target.label
     else:
         assert library is not None
-        finder = library_model(*library, pretrained=weights is None, seed=seed)
+        finder, label = library_model(*library, pretrained=weights is None, seed=seed), library[0]
     model, model_name = finder.model()
     refuse_unmade_module(model)
     refuse_circular_modules(model)
@@ -141,25 +141,27 @@ def load(
     example_inputs, example_kwargs = finder.inputs()
     if specs:
         if target is not None and (example_inputs is not None or example_kwargs):
-            notes.append(f"The inputs from --input replace those of {finder.label}.")
+            notes.append(f"The inputs from --input replace those of {label}.")
         example_inputs, example_kwargs = draw_inputs(specs, seed)
     further: FurtherInputs = ()
     if input_files:
         own = None
         if example_inputs is not None or example_kwargs:
             if target is not None:
-                notes.append(f"The inputs from --inputs replace those of {finder.label}.")
+                notes.append(f"The inputs from --inputs replace those of {label}.")
             own = Samples(example_inputs or (), example_kwargs, seed=seed).given
         first, *others = read_calls(input_files, model, own, finder.preprocessing)
         example_inputs, example_kwargs = first.args, first.kwargs
         further = [_alike(path, first, call, seed) for path, call in zip(input_files[1:], others, strict=True)]
     if example_inputs is None and not example_kwargs:
+        why = f"{label} has no example_inputs and no get_example_inputs(); add one of them to the file or"
+        if target is None:
+            why = f"The inputs of {label}:{model_name} aren't known;"
         raise LoadError(
-            f"{finder.no_inputs} each input with --input, such as --input 2x3x224x224 or --input "
-            "ids=int64[2,128]:0..30000."
+            f"{why} pass each input with --input, such as --input 2x3x224x224 or --input ids=int64[2,128]:0..30000."
         )
-    source = f"{finder.label}:{model_name}"
-    loaded = Loaded(model, example_inputs, example_kwargs, source, tuple(notes), finder.folder, further)
+    source, folder = f"{label}:{model_name}", Path.cwd() if target is None else target.folder
+    loaded = Loaded(model, example_inputs, example_kwargs, source, tuple(notes), folder, further)
     _check_inputs(loaded, seed)
     if library is not None and not specs:
         loaded.dynamic = open_lengths(example_kwargs)
@@ -238,26 +240,14 @@ class _Finder:
     preprocessing: Preprocessing | None = None
 
     @property
-    def label(self) -> str:
-        return self.target.label
-
-    @property
-    def folder(self) -> Path:
-        return self.target.folder
-
-    @property
     def notes(self) -> tuple[str, ...]:
-        if not self._comes_before_a_library:
-            return ()
-        return (f"{self.label} is {self.label}.py in the current folder, not the installed package.",)
-
-    @property
-    def no_inputs(self) -> str:
-        return f"{self.label} has no example_inputs and no get_example_inputs(); add one of them to the file or pass"
+        label = self.target.label
+        told = f"{label} is {label}.py in the current folder, not the installed package."
+        return (told,) if self._comes_before_a_library else ()
 
     @property
     def _comes_before_a_library(self) -> bool:
-        return self.target.file is None and self.label in LIBRARIES
+        return self.target.file is None and self.target.label in LIBRARIES
 
     def model(self) -> tuple[nn.Module, str]:
         name = self.target.name or self._chosen_name()

@@ -25,8 +25,7 @@ class Preprocessing:
     """How a model's library converts a file to the tensors of a call.
 
     Attributes:
-        label: the model, as in messages.
-        kind: the files it converts.
+        label: the model, for messages.
         convert: takes a PIL image in RGB, or a list of texts; returns tensors by the names of forward's arguments, or
             by their positions ("0", "1", …).
     """
@@ -35,43 +34,33 @@ class Preprocessing:
     kind: Kind
     convert: Callable[[Any], dict[str, torch.Tensor]]
 
-    def tensors_of(self, path: Path) -> dict[str, torch.Tensor]:
-        """Read and convert the file.
-
-        Raises:
-            LoadError: it can't be read, is empty, or can't be converted.
-        """
-        content = _image_in(path) if self.kind == "image" else _lines_of(path)
-        with errors_of_user_code(f"{path.name} couldn't be preprocessed for {self.label}", Path.cwd()):
-            return self.convert(content)
-
 
 def kind_of(path: Path) -> Kind | None:
     """The kind of a file by its suffix; None for files of tensors and others."""
     return next((kind for kind, suffixes in SUFFIXES.items() if path.suffix.lower() in suffixes), None)
 
 
-def tensors_by(preprocessing: Preprocessing | None, path: Path, kind: Kind) -> dict[str, torch.Tensor]:
-    """Convert an image or a text to tensors.
+def preprocessed(path: Path, kind: Kind, preprocessing: Preprocessing | None) -> dict[str, torch.Tensor]:
+    """Read an image or a text, and convert it to tensors.
 
     Raises:
-        LoadError: as `Preprocessing.tensors_of`; or the model's preprocessing isn't known, or is for another kind.
+        LoadError: the model's preprocessing isn't known or is for the other kind; or the file can't be read, is empty
+            or can't be converted.
     """
+    described = {"image": "an image", "text": "a text"}
     if preprocessing is None:
         raise LoadError(
-            f"{path.name} is {_described(kind)}, and the model's preprocessing of it isn't known: save the tensors of a "
+            f"{path.name} is {described[kind]}, and the model's preprocessing of it isn't known: save the tensors of a "
             "call in a .safetensors file, named after forward's arguments."
         )
     if preprocessing.kind != kind:
         raise LoadError(
-            f"{path.name} is {_described(kind)}, but {preprocessing.label} takes {_described(preprocessing.kind)} "
+            f"{path.name} is {described[kind]}, but {preprocessing.label} takes {described[preprocessing.kind]} "
             f"({' '.join(SUFFIXES[preprocessing.kind])}) or the tensors of a call (.safetensors .npz)."
         )
-    return preprocessing.tensors_of(path)
-
-
-def _described(kind: Kind) -> str:
-    return "an image" if kind == "image" else "a text"
+    content = _image_in(path) if kind == "image" else _lines_of(path)
+    with errors_of_user_code(f"{path.name} couldn't be preprocessed for {preprocessing.label}", Path.cwd()):
+        return preprocessing.convert(content)
 
 
 def _image_in(path: Path) -> Any:
