@@ -13,6 +13,8 @@ from optimizer.errors import LoadError, UsageError
 DEFAULT_FORMATS = ("torchscript", "onnx")
 # The command's own stage, which comes before the stages of the library.
 LOAD_STAGE = "load"
+# Packages whose models have names, such as timm:resnet50.
+LIBRARIES = ("timm", "torchvision", "transformers")
 
 _LARGEST_BATCH = 1 << 20
 _Value = TypeVar("_Value", int, str)
@@ -287,8 +289,20 @@ def parse_dynamic(texts: Sequence[str]) -> dict[str, dict[int, str | None]] | No
     return found or None
 
 
+def library_of(model: str) -> str | None:
+    """The library whose model MODEL names; None for the user's file or module.
+
+    A file of this name, or a module `timm.py` in the current folder, comes first.
+    """
+    library = model.partition(":")[0]
+    own = os.path.exists(model) or os.path.exists(f"{library}.py")
+    return library if library in LIBRARIES and not own else None
+
+
 def default_output(model: str) -> Path:
-    """The default folder of the bundle: `dist/` and the name of the file or module."""
+    """The default folder of the bundle: `dist/` and the name of the file, the module or the library's model."""
+    if library_of(model) is not None:
+        return Path("dist") / (os.path.basename(os.path.abspath(model.partition(":")[2])) or "model")
     place = model.rpartition(":")[0] if model.rpartition(":")[2].replace(".", "_").isidentifier() else model
     stem = Path(place or model).name.removesuffix(".py")
     return Path("dist") / (stem.rpartition(".")[2] or "model")

@@ -87,6 +87,15 @@ def test_openvino_is_imported_with_its_telemetry_off(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_libraries_of_models_are_imported_only_for_a_model_of_theirs(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for statement in tree.body:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            names = {name.split(".")[0] for name, _ in imports_in(statement)}
+            assert not names & {"timm", "torchvision", "transformers", "PIL"}, f"{name_of(path)}:{statement.lineno}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_only_the_command_prints(path: Path) -> None:
     if name_of(path) == "optimizer/command/cli.py":
         return

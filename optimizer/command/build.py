@@ -59,6 +59,8 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
     if options.choices is not None:
         check_choices(options.choices, options.formats, options.accuracy)
     loaded = _load(options, progress)
+    if options.dynamic is None and not options.static_batch and options.input_names is None:
+        options = replace(options, dynamic=loaded.dynamic)
     if options.dynamic is not None:
         check_dynamic(
             loaded.model,

@@ -68,6 +68,8 @@ _EPILOG = """
 \b
 Examples:
   optimize-export model.py
+  optimize-export timm:resnet50 --inputs photo.jpg
+  optimize-export transformers:bert-base-uncased
   optimize-export model.py:build_model --input 2x3x224x224 --output dist/net
   optimize-export models.bert:tiny --input ids=int64[2,128]:0..30000
   optimize-export models.bert:tiny --dynamic ids:0=batch,1=time --dynamic mask:0=batch,1=time
@@ -211,7 +213,8 @@ def _installed(distribution: str) -> str:
     metavar="FILE",
     multiple=True,
     help="A call of the model: a .safetensors file whose tensors are named after forward's arguments, or by "
-    "position (0, 1, ...). The first file has the example inputs; further files are checked as they are.",
+    "position (0, 1, ...); or, for a library's model, an image or a .txt file. The first file has the example inputs; "
+    "further files are checked as they are.",
 )
 @click.option("--weights", metavar="FILE", help="Weights: .safetensors, or a state dict (.pt, .pth, .bin).")
 @click.option(
@@ -324,7 +327,8 @@ def _installed(distribution: str) -> str:
 @click.option(
     "--calibration",
     metavar="PATH",
-    help="Calls to calibrate int8 with: a .safetensors or .npz file, or a folder of them; with --accuracy.",
+    help="Calls to calibrate int8 with: a .safetensors or .npz file, or, for a library's model, an image or a .txt "
+    "file; or a folder of them. With --accuracy.",
 )
 @click.option(
     "--choices", metavar="BUNDLE", help="Ship what this tuned bundle recommends, proven again but without timing."
@@ -354,9 +358,10 @@ def _installed(distribution: str) -> str:
 def command(context: click.Context, /, **values: Any) -> Options:
     """Make a PyTorch model faster and put it into deployable files, with proof that it still computes the same.
 
-    MODEL is a file (model.py, model.py:NAME) or package.module:factory. Without a NAME it is the `model` of the file,
-    else its get_model, build_model or create_model, else its only nn.Module that needs no arguments. Its inputs are the
-    example_inputs or get_example_inputs() of the file, or those of --input or --inputs.
+    MODEL is a file (model.py, model.py:NAME), package.module:factory, or a library's model (timm:NAME,
+    torchvision:NAME, transformers:FOLDER-or-hub-name). Without a NAME it is the `model` of the file, else its get_model,
+    build_model or create_model, else its only nn.Module that needs no arguments. Its inputs are the example_inputs or
+    get_example_inputs() of the file, or those of --input or --inputs.
     """
     _refuse_swallowed(context, values)
     mode = next((mode for mode in _MODES if values[mode] not in (None, False)), None)
@@ -433,7 +438,9 @@ def _rejudge_options(values: Mapping[str, Any]) -> RejudgeOptions:
 def _export_options(context: click.Context, values: Mapping[str, Any]) -> ExportOptions:
     model = values["model"]
     if model is None:
-        raise UsageError(f"MODEL is missing: pass a Python file such as model.py ({PROGRAM} --help shows more).")
+        raise UsageError(
+            f"MODEL is missing: pass a Python file such as model.py, or a name such as timm:resnet50 ({PROGRAM} --help shows more)."
+        )
     if values["inputs"] and values["input_files"]:
         raise UsageError(
             "--input and --inputs contradict each other: inputs are either drawn at random or read from a file."

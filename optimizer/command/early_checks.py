@@ -4,13 +4,22 @@ They run before torch is imported, because that import takes seconds.
 """
 
 import difflib
+import importlib.util
 import os
+import re
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from optimizer.errors import LoadError, UsageError
-from optimizer.options import ExportOptions, check_debug_folder, check_profile_folder, is_utf8, refuse_missing_weights
+from optimizer.options import (
+    ExportOptions,
+    check_debug_folder,
+    check_profile_folder,
+    is_utf8,
+    library_of,
+    refuse_missing_weights,
+)
 
 # The names of our own passes and formats. A test compares them with the registries, which import torch.
 PASS_NAMES = (
@@ -28,6 +37,8 @@ PASS_NAMES = (
 )
 FORMAT_NAMES = ("torchscript", "onnx", "pt2", "aoti")
 
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
 
 def check_early(options: ExportOptions) -> None:
     """Check the names and files in the options.
@@ -40,7 +51,8 @@ def check_early(options: ExportOptions) -> None:
     _refuse_unknown_passes(options.passes or "")
     _refuse_unknown_formats(options.formats)
     refuse_missing_inputs(options.input_files)
-    split_target(options.model, options.name)
+    if split_library(options.model, options.name) is None:
+        split_target(options.model, options.name)
     if options.weights is not None:
         refuse_missing_weights(options.weights)
     if options.calibration is not None and not options.calibration.exists():
@@ -73,6 +85,45 @@ def refuse_missing_inputs(paths: Sequence[Path]) -> None:
 
 
 # MODEL ----------------------------------------------------------------------------------------------------------------
+
+
+def split_library(spec: str, name: str | None = None) -> tuple[str, str] | None:
+    """Split MODEL into a library and the name of its model; None if MODEL is the user's file or module.
+
+    Args:
+        spec: the argument MODEL.
+        name: the value of `--model`, which may give the name instead.
+
+    Raises:
+        UsageError: there is no name, or MODEL and `--model` give different names.
+        LoadError: the name isn't UTF-8, the library isn't installed, or a package in the current folder has its name;
+            or, for transformers, the model's name is neither a folder nor one of the hub.
+    """
+    library = library_of(spec)
+    if library is None:
+        return None
+    own_name = spec.partition(":")[2].strip()
+    if own_name and name and own_name != name:
+        raise UsageError(f"MODEL names {own_name!r} and --model names {name!r}; use only one of them.")
+    name = own_name or name
+    if not name:
+        example = "bert-base-uncased, or a folder" if library == "transformers" else "resnet50"
+        raise UsageError(f"MODEL {spec!r} names no model of {library}: add one, such as {library}:{example}.")
+    if not is_utf8(name):
+        raise LoadError(f"The name {name!r} isn't UTF-8.")
+    if Path(library, "__init__.py").exists():
+        raise LoadError(
+            f"{library} is also a package in the current folder: use {library}/__init__.py:{name} for that, or start in "
+            "another folder for the installed package."
+        )
+    if importlib.util.find_spec(library) is None:
+        raise LoadError(f"{library}:{name} needs the package {library}, which isn't installed: pip install {library}.")
+    if library == "transformers" and not Path(name := os.path.expanduser(name)).is_dir():
+        if Path(name).is_file():
+            raise LoadError(f"{name} is a file; use the folder that save_pretrained wrote.")
+        if not _HUB_NAME.fullmatch(name):
+            raise LoadError(f"{name} isn't a folder, and can't be a name on the hub.")
+    return library, name
 
 
 def split_target(spec: str, name: str | None = None) -> tuple[str, Path | None, str | None]:

@@ -1,4 +1,4 @@
-"""`--inputs` and `--calibration`: calls of the model from safetensors or npz files, one call per file."""
+"""`--inputs` and `--calibration`: calls of the model from files of tensors, images and texts, one call per file."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from optimizer.command.preprocessing import SUFFIXES, Preprocessing, kind_of, preprocessed
 from optimizer.errors import LoadError
 from optimizer.model import Call, leaves_of
 from optimizer.wording import listed, quote
 
 
-def read_calls(paths: Sequence[Path], model: nn.Module, own: Call | None) -> tuple[Call, ...]:
+def read_calls(
+    paths: Sequence[Path], model: nn.Module, own: Call | None, preprocessing: Preprocessing | None = None
+) -> tuple[Call, ...]:
     """Read one call per file.
 
     The tensors have the names of forward's arguments, or numbers (0, 1, …) for positional arguments.
 
     Args:
         own: the call in the user's file, if any. Its arguments without tensors (`use_cache=False`) are kept.
+        preprocessing: converts images or texts; None if the model's isn't known.
 
     Raises:
         LoadError: a file can't be read, has an argument that forward doesn't take, lacks one that forward needs, or has
             other tensors than the first file.
     """
-    named = [(path.name, _tensors_in(path)) for path in paths]
+    named = [(path.name, _tensors_in(path, preprocessing)) for path in paths]
     first, expected = named[0]
     for name, tensors in named[1:]:
         if tensors.keys() != expected.keys():
@@ -43,23 +47,26 @@ def read_calls(paths: Sequence[Path], model: nn.Module, own: Call | None) -> tup
     return tuple(_call(name, tensors, model, constants) for name, tensors in named)
 
 
-def files_of(path: Path) -> list[Path]:
-    """The file, or the safetensors and npz files in a folder, by name.
+def files_of(path: Path, preprocessing: Preprocessing | None = None) -> list[Path]:
+    """The file; or the safetensors and npz files in a folder, and those that can be preprocessed, by name.
 
     Raises:
         LoadError: there is none.
     """
     if path.is_file():
         return [path]
-    found = sorted(each for each in path.glob("*") if each.suffix in (".safetensors", ".npz"))
+    suffixes = (".safetensors", ".npz", *(() if preprocessing is None else SUFFIXES[preprocessing.kind]))
+    found = sorted(each for each in path.glob("*") if each.suffix.lower() in suffixes)
     if not found:
-        what = "contains no .safetensors and no .npz file" if path.is_dir() else "doesn't exist"
+        what = f"contains no {' and no '.join(suffixes[:3])} file" if path.is_dir() else "doesn't exist"
         raise LoadError(f"{path} {what}.")
     return found
 
 
-def _tensors_in(path: Path) -> dict[str, torch.Tensor]:
-    kind = "npz" if path.suffix == ".npz" else "safetensors"
+def _tensors_in(path: Path, preprocessing: Preprocessing | None) -> dict[str, torch.Tensor]:
+    if (content := kind_of(path)) is not None:
+        return preprocessed(path, content, preprocessing)
+    kind = "npz" if path.suffix.lower() == ".npz" else "safetensors"
     try:
         if kind == "npz":
             with numpy.load(path, allow_pickle=False) as arrays:

@@ -4,6 +4,7 @@
                              nn.Module subclass that is defined there and needs no arguments
     path/model.py:NAME       NAME is an instance, a class that needs no arguments or a factory
     package.module:NAME      the same in an importable module; the current folder is on the path
+    timm:NAME                a model of a library (see `library_models`), unless there is a timm.py in the current folder
 
 Every error is a `LoadError`, or a `UsageError` if an option is wrong. The message is one sentence that names the place
 in the user's file. The file runs as in `python model.py`: its folder is first on the path, and `import optimizer` there
@@ -27,9 +28,11 @@ import numpy
 import torch
 from torch import nn
 
-from optimizer.command.early_checks import refuse_missing_inputs, split_target
+from optimizer.command.early_checks import refuse_missing_inputs, split_library, split_target
 from optimizer.command.input_files import files_of, read_calls
 from optimizer.command.input_spec import draw_inputs, parse_input
+from optimizer.command.library_models import LibraryModel, library_model, open_lengths
+from optimizer.command.preprocessing import Preprocessing
 from optimizer.command.user_code import put_first
 from optimizer.command.user_errors import errors_of_user_code
 from optimizer.errors import LoadError, UsageError
@@ -43,7 +46,7 @@ from optimizer.model import (
     refuse_empty_tensors,
     refuse_unmade_module,
 )
-from optimizer.options import refuse_missing_weights
+from optimizer.options import LIBRARIES, refuse_missing_weights
 from optimizer.wording import listed, type_name
 
 FACTORY_NAMES = ("get_model", "build_model", "create_model")
@@ -62,6 +65,7 @@ class Loaded:
         folder: the folder of the user's file, or the current folder for an importable module.
         further_inputs: more calls, from `--inputs`.
         calibration: calls for static quantization, from `--calibration` or the file's get_calibration_inputs().
+        dynamic: the dims that are dynamic unless the user chooses others; None for the batch alone.
     """
 
     model: nn.Module
@@ -72,6 +76,7 @@ class Loaded:
     folder: Path = field(default_factory=Path.cwd)
     further_inputs: FurtherInputs = ()
     calibration: Sequence[Any] | None = None
+    dynamic: dict[str, dict[int, str | None]] | None = None
 
     def first_call(self, seed: int = 0, device: torch.device | None = None) -> Call:
         """The user's own call; an example function is called with batch size 2."""
@@ -111,17 +116,22 @@ def load(
         UsageError: an option is invalid.
     """
     specs = [parse_input(text) for text in inputs]
-    target = parse_target(spec, name)
+    library = split_library(spec, name)
+    target = parse_target(spec, name) if library is None else None
     if weights is not None:
         refuse_missing_weights(weights)
     refuse_missing_inputs(input_files)
     _seed_everything(seed)
-    module = target.import_module()
-    finder = _Finder(module, target)
+    finder: _Finder | LibraryModel
+    if target is not None:
+        finder, label = _Finder(target.import_module(), target), target.label
+    else:
+        assert library is not None
+        finder, label = library_model(*library, pretrained=weights is None, seed=seed), library[0]
     model, model_name = finder.model()
     refuse_unmade_module(model)
     refuse_circular_modules(model)
-    notes: list[str] = []
+    notes = list(finder.notes)
     if isinstance(inner := dict(model.named_children()).get("_orig_mod"), nn.Module):
         notes.append(f"{model_name} was made by torch.compile(module); the module inside it is used.")
         model = inner
@@ -130,28 +140,34 @@ def load(
     refuse_empty_tensors(model)
     example_inputs, example_kwargs = finder.inputs()
     if specs:
-        if example_inputs is not None or example_kwargs:
-            notes.append(f"The inputs from --input replace those of {target.label}.")
+        if target is not None and (example_inputs is not None or example_kwargs):
+            notes.append(f"The inputs from --input replace those of {label}.")
         example_inputs, example_kwargs = draw_inputs(specs, seed)
     further: FurtherInputs = ()
     if input_files:
         own = None
         if example_inputs is not None or example_kwargs:
-            notes.append(f"The inputs from --inputs replace those of {target.label}.")
+            if target is not None:
+                notes.append(f"The inputs from --inputs replace those of {label}.")
             own = Samples(example_inputs or (), example_kwargs, seed=seed).given
-        first, *others = read_calls(input_files, model, own)
+        first, *others = read_calls(input_files, model, own, finder.preprocessing)
         example_inputs, example_kwargs = first.args, first.kwargs
         further = [_alike(path, first, call, seed) for path, call in zip(input_files[1:], others, strict=True)]
     if example_inputs is None and not example_kwargs:
+        why = f"{label} has no example_inputs and no get_example_inputs(); add one of them to the file or"
+        if target is None:
+            why = f"The inputs of {label}:{model_name} aren't known;"
         raise LoadError(
-            f"{target.label} has no example_inputs and no get_example_inputs(); add one of them to the file or pass "
-            "each input with --input, such as --input 2x3x224x224 or --input ids=int64[2,128]:0..30000."
+            f"{why} pass each input with --input, such as --input 2x3x224x224 or --input ids=int64[2,128]:0..30000."
         )
-    source = f"{target.label}:{model_name}"
-    loaded = Loaded(model, example_inputs, example_kwargs, source, tuple(notes), target.folder, further)
+    source, folder = f"{label}:{model_name}", Path.cwd() if target is None else target.folder
+    loaded = Loaded(model, example_inputs, example_kwargs, source, tuple(notes), folder, further)
     _check_inputs(loaded, seed)
+    if library is not None and not specs:
+        loaded.dynamic = open_lengths(example_kwargs)
     if calibration is not None:
-        loaded.calibration = read_calls(files_of(calibration), model, loaded.first_call(seed))
+        files = files_of(calibration, finder.preprocessing)
+        loaded.calibration = read_calls(files, model, loaded.first_call(seed), finder.preprocessing)
     elif calibrates:
         loaded.calibration = finder.calibration()
     return loaded
@@ -221,6 +237,17 @@ def parse_target(spec: str, name: str | None = None) -> Target:
 class _Finder:
     module: ModuleType
     target: Target
+    preprocessing: Preprocessing | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        label = self.target.label
+        told = f"{label} is {label}.py in the current folder, not the installed package."
+        return (told,) if self._comes_before_a_library else ()
+
+    @property
+    def _comes_before_a_library(self) -> bool:
+        return self.target.file is None and self.target.label in LIBRARIES
 
     def model(self) -> tuple[nn.Module, str]:
         name = self.target.name or self._chosen_name()
@@ -301,6 +328,8 @@ class _Finder:
     def _where_else(self, name: str) -> str:
         """The end of the message about a missing name: where the name is, or what the user can do."""
         label = self.target.label
+        if self._comes_before_a_library:
+            return f": it is {label}.py in the current folder, which comes before the installed package."
         below = [path for path in sys.modules if path.startswith(f"{label}.") and "._" not in path]
         homes = [path for path in below if name in vars(sys.modules[path])]
         if self.target.file is None and homes:
