@@ -48,6 +48,10 @@ class ExportOptions:
     """Options to make a bundle of a model.
 
     With `passes` None, the preset runs; an empty text means no pass.
+
+    Attributes:
+        if_changed: build only if something changed since the bundle at `output` was built, and replace that.
+        given: the options that shape the bundle and aren't files, by their long names, as the user wrote them.
     """
 
     model: str
@@ -83,6 +87,8 @@ class ExportOptions:
     accuracy: str = "exact"
     calibration: Path | None = None
     choices: Path | None = None
+    if_changed: bool = False
+    given: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ import click
 from click.core import ParameterSource
 
 from optimizer.command.early_checks import check_early
+from optimizer.command.up_to_date import changes, up_to_date_document
 from optimizer.command.user_code import import_own_packages
 from optimizer.errors import BundleError, OptimizeExportError, Terminated, UsageError, all_printable, printable
 from optimizer.options import (
@@ -57,6 +58,21 @@ EXIT_DEFECT, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
 _MODES = {"verify": "--verify", "bench": "--bench", "rejudge": "--rejudge", "list_passes": "--list-passes"}
 _COMMON = {"as_json", "quiet", "debug"}
+# The options that don't shape the bundle, or name files, which are compared by their content.
+_NOT_RECORDED = {
+    *_COMMON,
+    "details",
+    "name",
+    "input_files",
+    "weights",
+    "calibration",
+    "choices",
+    "output",
+    "force",
+    "if_changed",
+    "debug_dir",
+    "profile_dir",
+}
 _ALLOWED = {
     "verify": _COMMON | {"verify", "device", "require_gpu", "details", "expect", "no_run"},
     "bench": _COMMON | {"bench", "device"},
@@ -142,6 +158,11 @@ def _work(options: Options, voice: "_Voice") -> dict[str, Any]:
     with _Stages(shown=not voice.quiet) as stages:
         if isinstance(options, ExportOptions):
             check_early(options)
+            changed = changes(options) if options.if_changed else []
+            if options.if_changed and not changed:
+                return up_to_date_document(options.output)
+            if changed:
+                _say(f"building {options.output}: {', '.join(changed)}")
             if options.profile_dir is not None:
                 # torch's profiler logs its own steps to stderr; it reads the level once.
                 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -158,6 +179,8 @@ def _work(options: Options, voice: "_Voice") -> dict[str, Any]:
             return dict(engine.rejudge(options))
         document = dict(engine.export_model(options, stages))
         stages.finish()
+        if changed:
+            document |= {"up_to_date": False, "changed": changed}
         return {**document, "stages": stages.times()}
 
 
@@ -290,6 +313,11 @@ def _installed(distribution: str) -> str:
 )
 @click.option("--seed", metavar="N", default="0", show_default=True, help="Seed for all random values.")
 @click.option("--force", is_flag=True, help="Replace the bundle that is at --output.")
+@click.option(
+    "--if-changed",
+    is_flag=True,
+    help="Build only if the model, its files, options or versions changed since the bundle at --output was built.",
+)
 @click.option(
     "--debug-dir", metavar="DIR", help="If a file computes something different, write a reproduction to this folder."
 )
@@ -450,6 +478,10 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
         value = values["profile_dir" if option == "profile" else option.replace("-", "_")]
         if value is not None and not value.strip():
             raise UsageError(f"--{option} names no {what}: add one, or leave out the option.")
+    if values["if_changed"] and values["force"]:
+        raise UsageError("--if-changed and --force contradict each other: --if-changed replaces its own bundle anyway.")
+    if values["if_changed"] and values["profile_dir"] is not None:
+        raise UsageError("--if-changed and --profile contradict each other: nothing runs if the bundle is up to date.")
     _check_tuning(values)
     return ExportOptions(
         model=model,
@@ -471,7 +503,9 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
         opset=None if values["opset"] is None else parse_opset(values["opset"]),
         metadata=parse_metadata(values["metadata"]),
         strict=values["strict"],
-        force=values["force"],
+        force=values["force"] or values["if_changed"],
+        if_changed=values["if_changed"],
+        given=_given(context, values),
         debug_dir=Path(values["debug_dir"]) if values["debug_dir"] is not None else None,
         profile_dir=Path(values["profile_dir"]) if values["profile_dir"] is not None else None,
         seed=parse_seed(values["seed"]),
@@ -486,6 +520,13 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
         choices=Path(values["choices"]) if values["choices"] is not None else None,
         effort=_effort(quick=values["quick"], thorough=values["thorough"]),
     )
+
+
+def _given(context: click.Context, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that shape the bundle and differ from their defaults, by their long names."""
+    options = [each for each in context.command.params if isinstance(each, click.Option) and each.name in values]
+    recorded = [(each, values[each.name or ""]) for each in options if each.name not in _NOT_RECORDED]
+    return {each.opts[0].lstrip("-"): value for each, value in recorded if value and value != each.default}
 
 
 def _check_tuning(values: Mapping[str, Any]) -> None:
@@ -720,6 +761,8 @@ class _Voice:
         written = True
         if self.as_json:
             written = _print_json(document)
+        elif document.get("up_to_date") and not self.quiet:
+            written = _print_line(printable(f"up to date: {document['bundle']}"))
         elif not self.quiet:
             written = _print_tables(document, details=self.details)
         elif "bundle" in document:

@@ -72,6 +72,21 @@ def refuse_missing_inputs(paths: Sequence[Path]) -> None:
             raise LoadError(f"The inputs file {path} {'is not a file' if path.exists() else 'does not exist'}.")
 
 
+def files_of(path: Path) -> list[Path]:
+    """The file, or the safetensors and npz files in a folder, by name.
+
+    Raises:
+        LoadError: there is none.
+    """
+    if path.is_file():
+        return [path]
+    found = sorted(each for each in path.glob("*") if each.suffix in (".safetensors", ".npz"))
+    if not found:
+        what = "contains no .safetensors and no .npz file" if path.is_dir() else "doesn't exist"
+        raise LoadError(f"{path} {what}.")
+    return found
+
+
 # MODEL ----------------------------------------------------------------------------------------------------------------
 
 

@@ -43,21 +43,6 @@ def read_calls(paths: Sequence[Path], model: nn.Module, own: Call | None) -> tup
     return tuple(_call(name, tensors, model, constants) for name, tensors in named)
 
 
-def files_of(path: Path) -> list[Path]:
-    """The file, or the safetensors and npz files in a folder, by name.
-
-    Raises:
-        LoadError: there is none.
-    """
-    if path.is_file():
-        return [path]
-    found = sorted(each for each in path.glob("*") if each.suffix in (".safetensors", ".npz"))
-    if not found:
-        what = "contains no .safetensors and no .npz file" if path.is_dir() else "doesn't exist"
-        raise LoadError(f"{path} {what}.")
-    return found
-
-
 def _tensors_in(path: Path) -> dict[str, torch.Tensor]:
     kind = "npz" if path.suffix == ".npz" else "safetensors"
     try:

@@ -27,8 +27,8 @@ import numpy
 import torch
 from torch import nn
 
-from optimizer.command.early_checks import refuse_missing_inputs, split_target
-from optimizer.command.input_files import files_of, read_calls
+from optimizer.command.early_checks import files_of, refuse_missing_inputs, split_target
+from optimizer.command.input_files import read_calls
 from optimizer.command.input_spec import draw_inputs, parse_input
 from optimizer.command.user_code import put_first
 from optimizer.command.user_errors import errors_of_user_code
@@ -62,6 +62,7 @@ class Loaded:
         folder: the folder of the user's file, or the current folder for an importable module.
         further_inputs: more calls, from `--inputs`.
         calibration: calls for static quantization, from `--calibration` or the file's get_calibration_inputs().
+        build: what the bundle is built from, for its manifest.
     """
 
     model: nn.Module
@@ -72,6 +73,7 @@ class Loaded:
     folder: Path = field(default_factory=Path.cwd)
     further_inputs: FurtherInputs = ()
     calibration: Sequence[Any] | None = None
+    build: dict[str, Any] = field(default_factory=dict)
 
     def first_call(self, seed: int = 0, device: torch.device | None = None) -> Call:
         """The user's own call; an example function is called with batch size 2."""
