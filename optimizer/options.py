@@ -130,7 +130,20 @@ class ListOptions:
     """Options to list the available passes."""
 
 
-Options = ExportOptions | VerifyOptions | BenchOptions | RejudgeOptions | ListOptions
+@dataclass(frozen=True)
+class AllOptions:
+    """Options to build several models.
+
+    Attributes:
+        commands: the arguments of the command that builds each model, by its name.
+        jobs: how many are built at the same time.
+    """
+
+    commands: dict[str, list[str]]
+    jobs: int = 1
+
+
+Options = ExportOptions | AllOptions | VerifyOptions | BenchOptions | RejudgeOptions | ListOptions
 
 
 def parse_batch_sizes(text: str) -> tuple[int, ...]:

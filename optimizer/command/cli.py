@@ -23,12 +23,15 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 from click.core import ParameterSource
 
-from optimizer.command.early_checks import check_early
+from optimizer.command.all_models import builds, joined, parse_jobs, parse_shard, summary
+from optimizer.command.config import Config, is_named, may_be_named, read_config
+from optimizer.command.early_checks import check_early, check_names
 from optimizer.command.up_to_date import changes, up_to_date_document
 from optimizer.command.user_code import import_own_packages
 from optimizer.errors import BundleError, OptimizeExportError, Terminated, UsageError, all_printable, printable
 from optimizer.options import (
     DEFAULT_FORMATS,
+    AllOptions,
     BenchOptions,
     Effort,
     ExportOptions,
@@ -58,21 +61,12 @@ EXIT_DEFECT, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
 _MODES = {"verify": "--verify", "bench": "--bench", "rejudge": "--rejudge", "list_passes": "--list-passes"}
 _COMMON = {"as_json", "quiet", "debug"}
+_ALL = {"all_models", "jobs", "shard", "config"}
+# The options that a model of a config can't have: those of other commands, and of what is shown.
+_NOT_IN_CONFIG = {*_COMMON, *_MODES, *_ALL, "name", "details", "expect", "no_run", "factor", "version", "help"}
 # The options that don't shape the bundle, or name files, which are compared by their content.
-_NOT_RECORDED = {
-    *_COMMON,
-    "details",
-    "name",
-    "input_files",
-    "weights",
-    "calibration",
-    "choices",
-    "output",
-    "force",
-    "if_changed",
-    "debug_dir",
-    "profile_dir",
-}
+_FILES = {"output", "debug_dir", "profile_dir", "weights", "input_files", "calibration", "choices"}
+_NOT_RECORDED = {*_COMMON, *_ALL, *_FILES, "details", "name", "force", "if_changed"}
 _ALLOWED = {
     "verify": _COMMON | {"verify", "device", "require_gpu", "details", "expect", "no_run"},
     "bench": _COMMON | {"bench", "device"},
@@ -88,6 +82,7 @@ Examples:
   optimize-export models.bert:tiny --input ids=int64[2,128]:0..30000
   optimize-export models.bert:tiny --dynamic ids:0=batch,1=time --dynamic mask:0=batch,1=time
   optimize-export model.py --weights net.safetensors --passes fold-conv-bn,channels-last
+  optimize-export --all --if-changed -j 2
   optimize-export --verify dist/net
   optimize-export --bench dist/net
   optimize-export --rejudge dist/net --atol logits=1e-3
@@ -146,12 +141,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str], voice: "_Voice") -> int:
     options = command.main(arguments, prog_name=PROGRAM, standalone_mode=False, obj=voice)
+    if isinstance(options, AllOptions):
+        return _build_all(options, voice)
     if not isinstance(options, ExportOptions | VerifyOptions | BenchOptions | RejudgeOptions | ListOptions):
         return int(options)  # --help and --version have already printed
     with _stdout_goes_to_stderr():
         document = _work(options, voice)
     code = int(document.get("exit_code", 0))
     return code if voice.show(document) else code or BundleError.exit_code
+
+
+def _build_all(options: AllOptions, voice: "_Voice") -> int:
+    """Build several models, and show the result of each when it ends; return the exit code."""
+    documents: dict[str, dict[str, Any]] = {}
+
+    def tell(name: str) -> None:
+        if not voice.quiet:
+            _say(f"building {name}")
+
+    for name, document, log in builds(options, tell):
+        documents[name] = document
+        for line in log.splitlines():
+            _to_stderr(f"{name}: {line}")
+        if "artifacts" in document and not (document.get("up_to_date") or voice.as_json or voice.quiet):
+            _torch_side()  # the tables need it
+            _print_line(f"--- {name}")
+            _print_tables(document, details=voice.details)
+    document = joined(documents, options.commands)
+    if voice.as_json:
+        shown = _print_json(document)
+    elif voice.quiet:
+        bundles = [str(each["bundle"]) for each in documents.values() if "bundle" in each]
+        shown = _print_line("\n".join(map(printable, bundles)))
+    else:
+        shown = _print_line("\n".join(map(printable, summary(document))))
+    return int(document["exit_code"]) if shown else document["exit_code"] or BundleError.exit_code
 
 
 def _work(options: Options, voice: "_Voice") -> dict[str, Any]:
@@ -367,6 +391,12 @@ def _installed(distribution: str) -> str:
 @click.option(
     "--factor", metavar="K", help="Allowed error of an output in multiples of its noise; with --rejudge.  [default: 4]"
 )
+@click.option(
+    "--config", metavar="FILE", help="A TOML file with models; MODEL is the name of one.  [default: pyproject.toml]"
+)
+@click.option("--all", "all_models", is_flag=True, help="Build all models of the config; no MODEL.")
+@click.option("-j", "--jobs", metavar="N", help="With --all: how many models to build side by side.  [default: 1]")
+@click.option("--shard", metavar="I/N", help="With --all: build only every Nth model, from the Ith on.")
 @click.option("--list-passes", is_flag=True, help="List the passes with their options; no MODEL.")
 @click.option(
     "--details",
@@ -382,7 +412,7 @@ def _installed(distribution: str) -> str:
 def command(context: click.Context, /, **values: Any) -> Options:
     """Make a PyTorch model faster and put it into deployable files, with proof that it still computes the same.
 
-    MODEL is a file (model.py, model.py:NAME) or package.module:factory. Without a NAME it is the `model` of the file,
+    MODEL is a file (model.py, model.py:NAME), package.module:factory, or a model's name in the config. Without a NAME it is the `model` of the file,
     else its get_model, build_model or create_model, else its only nn.Module that needs no arguments. Its inputs are the
     example_inputs or get_example_inputs() of the file, or those of --input or --inputs.
     """
@@ -392,7 +422,7 @@ def command(context: click.Context, /, **values: Any) -> Options:
         _refuse_others(context, mode)
     if mode == "list_passes":
         return ListOptions()
-    if values["require_gpu"] and values["device"] == "cpu":
+    if mode is not None and values["require_gpu"] and values["device"] == "cpu":
         raise UsageError("--require-gpu and --device cpu contradict each other.")
     if mode == "verify":
         if not values["verify"].strip():
@@ -409,7 +439,71 @@ def command(context: click.Context, /, **values: Any) -> Options:
     for option in ("expect", "no_run"):
         if values[option] not in (None, False):
             raise UsageError(f"--{option.replace('_', '-')} goes with --verify only.")
+    if values["all_models"]:
+        return _all_options(context, values)
+    for option in ("jobs", "shard"):
+        if values[option] is not None:
+            raise UsageError(f"--{option} goes with --all only.")
+    if values["config"] is not None or may_be_named(values["model"]):
+        config = _read_config(context, values)
+        if values["config"] is not None or is_named(values["model"], config):
+            return _configured(context, values, config, values["model"])
     return _export_options(context, values)
+
+
+def _read_config(context: click.Context, values: Mapping[str, Any]) -> Config:
+    options = [each for each in context.command.params if isinstance(each, click.Option)]
+    allowed = {each.opts[-1].lstrip("-"): each for each in options if each.name not in _NOT_IN_CONFIG}
+    return read_config(None if values["config"] is None else Path(values["config"]), allowed)
+
+
+def _configured(context: click.Context, values: Mapping[str, Any], config: Config, name: str) -> ExportOptions:
+    """The options of a model in the config; those on the command line take precedence."""
+    given = {parameter: values[parameter] for parameter in _on_command_line(context) if parameter != "model"}
+    merged = {**values, **config.named(name), **given}
+    with config.blamed(name):
+        options = _export_options(context, merged)
+        check_names(options)
+    return options
+
+
+def _on_command_line(context: click.Context) -> list[str]:
+    return [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+
+
+def _all_options(context: click.Context, values: Mapping[str, Any]) -> AllOptions:
+    if values["model"] is not None:
+        raise UsageError(f"--all builds all models of the config: leave out {values['model']}, or --all.")
+    number, count = (1, 1) if values["shard"] is None else parse_shard(values["shard"])
+    jobs = 1 if values["jobs"] is None else parse_jobs(values["jobs"])
+    config = _read_config(context, values)
+    if not config.models:
+        raise UsageError(
+            f"{config.path} has no models for --all: add a table such as [tool.{PROGRAM}.models.net], or name another "
+            "file with --config."
+        )
+    outputs: dict[str, str] = {}
+    for name in config.models:
+        output = os.path.realpath(_configured(context, values, config, name).output)
+        if output in outputs:
+            raise UsageError(
+                f"{config.path}: the models {outputs[output]} and {name} have the same output, {os.path.relpath(output)}: "
+                "give one of them another."
+            )
+        outputs[output] = name
+    given = [f"--config={config.path}", "--json", *_given_again(context)]
+    return AllOptions({name: [name, *given] for name in [*config.models][number - 1 :: count]}, jobs)
+
+
+def _given_again(context: click.Context) -> Iterator[str]:
+    """The options on the command line that the command of each model gets too."""
+    names = set(_on_command_line(context)) - {*_ALL, "as_json", "details"}
+    for option in context.command.params:
+        if option.name not in names:
+            continue
+        value = context.params[option.name]
+        long = option.opts[-1]
+        yield from [long] if value is True else [f"{long}={text}" for text in (value if option.multiple else [value])]
 
 
 def _refuse_swallowed(context: click.Context, values: Mapping[str, Any]) -> None:
@@ -460,6 +554,8 @@ def _rejudge_options(values: Mapping[str, Any]) -> RejudgeOptions:
 
 def _export_options(context: click.Context, values: Mapping[str, Any]) -> ExportOptions:
     model = values["model"]
+    if values["require_gpu"] and values["device"] == "cpu":
+        raise UsageError("--require-gpu and --device cpu contradict each other.")
     if model is None:
         raise UsageError(f"MODEL is missing: pass a Python file such as model.py ({PROGRAM} --help shows more).")
     if values["inputs"] and values["input_files"]:

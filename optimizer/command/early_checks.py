@@ -37,8 +37,7 @@ def check_early(options: ExportOptions) -> None:
             for the profile can't be used.
         LoadError: the model's file, the weights file, an inputs file or the calibration inputs are missing.
     """
-    _refuse_unknown_passes(options.passes or "")
-    _refuse_unknown_formats(options.formats)
+    check_names(options)
     refuse_missing_inputs(options.input_files)
     split_target(options.model, options.name)
     if options.weights is not None:
@@ -47,6 +46,12 @@ def check_early(options: ExportOptions) -> None:
         raise LoadError(f"The calibration inputs {options.calibration} don't exist.")
     check_debug_folder(options.debug_dir)
     check_profile_folder(options.profile_dir, options.output, options.debug_dir)
+
+
+def check_names(options: ExportOptions) -> None:
+    """Raise `UsageError` if a pass or format is unknown."""
+    _refuse_unknown_passes(options.passes or "")
+    _refuse_unknown_formats(options.formats)
 
 
 def _refuse_unknown_passes(text: str) -> None:

@@ -36,6 +36,7 @@ from optimizer.options import ExportOptions
 Document = dict[str, Any]
 
 _OURS = tuple(str(ROOT / name) + os.sep for name in OWN_PACKAGES)
+_MODULE = "module "
 _STANDARD = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 # The fields of an export's JSON document that the manifest has too.
 _SHARED = ("model", "device", "passes", "coverage", "missing", "parity", "benchmark", "notes")
@@ -63,28 +64,32 @@ class BuildInputs:
             started: the Unix time at that moment. A file that was changed since then may have been read before or
                 after the change, so its digest is null.
         """
-        files, modules, packages = dict(self.files), dict[str, Path](), set[str]()
+        files, packages = dict(self.files), set[str]()
         for name, module in list(sys.modules.items()):
             file = getattr(module, "__dict__", {}).get("__file__")
             if before.get(name) is module or not isinstance(file, str) or not os.path.isabs(file):
                 continue
-            inside = Path(file).is_relative_to(self.folder)
-            place = Path(file).relative_to(self.folder) if inside else Path(file)
-            if {"site-packages", "dist-packages"} & set(place.parts):
+            path = Path(file)
+            inside = path.relative_to(self.folder) if path.is_relative_to(self.folder) else None
+            if {"site-packages", "dist-packages"} & set((inside or path).parts):
                 packages.add(name.partition(".")[0])
-            elif inside:
-                files[place.as_posix()] = Path(file)
+            elif inside is not None:
+                files[inside.as_posix()] = path
             elif not file.startswith((*_OURS, *_STANDARD)):
-                modules[name] = Path(file)
-        known = describe_environment()["libraries"]
-        found = metadata.packages_distributions()
+                files[_MODULE + name] = path
+        found, known = metadata.packages_distributions(), describe_environment()["libraries"]
         distributions = {each for package in packages for each in found.get(package, ())} - known.keys()
         return {
             "options": self.options,
             "files": {name: _digest(path, started) for name, path in sorted(files.items())},
-            "modules": {name: _digest(path, started) for name, path in sorted(modules.items())},
             "versions": {name: version_of(name) or "unknown" for name in sorted(distributions)},
         }
+
+    def path(self, name: str) -> Path | None:
+        """The path of a recorded file; None if it isn't among these inputs, or Python finds no such module."""
+        if name.startswith("--") or name in self.files:
+            return self.files.get(name)
+        return _module_file(name.removeprefix(_MODULE)) if name.startswith(_MODULE) else self.folder / name
 
 
 def inputs_of(options: ExportOptions) -> BuildInputs:
@@ -133,7 +138,6 @@ def changes(options: ExportOptions) -> list[str]:
     return [
         *_changed_options(manifest["build"]["options"], inputs.options),
         *_changed_files(manifest["build"]["files"], inputs),
-        *_changed_modules(manifest["build"]["modules"]),
         *_changed_versions(manifest),
         *_damage(options.output, manifest),
     ]
@@ -210,27 +214,14 @@ def _shown(value: Any) -> str:
 
 def _changed_files(then: Mapping[str, str | None], inputs: BuildInputs) -> Iterator[str]:
     for name in sorted(then.keys() | inputs.files.keys()):
-        is_option = name.startswith("--")
-        if is_option and name not in inputs.files:
-            yield f"{name} is left out"
-            continue
-        path = inputs.files.get(name, inputs.folder / name)
-        shown = f"{path} ({name.split()[0]})" if is_option else name
+        path = inputs.path(name)
+        shown = f"{path} ({name.split()[0]})" if path and name.startswith("--") else name
         if name not in then:
             yield f"{shown} is new"
-        elif then[name] is None:
-            yield f"{shown} was changed during the build"
-        elif _digest(path) != then[name]:
-            yield f"{shown} changed" if path.is_file() else f"{shown} is gone"
-
-
-def _changed_modules(then: Mapping[str, str | None]) -> Iterator[str]:
-    for name, digest in then.items():
-        path = _module_file(name)
-        if path is None:
-            yield f"the module {name} can't be found"
-        elif digest is None or _digest(path) != digest:
-            yield f"the module {name} changed"
+        elif path is None or not path.is_file():
+            yield f"{shown} is gone"
+        elif then[name] is None or _digest(path) != then[name]:
+            yield f"{shown} changed{'' if then[name] else ' during the build'}"
 
 
 def _changed_versions(manifest: Document) -> Iterator[str]:

@@ -330,7 +330,7 @@ _benchmark = _record(
         "notes": _texts,
     },
 )
-_build = _record({"options": _object, "files": _digests_by_key, "modules": _digests_by_key, "versions": _texts_by_key})
+_build = _record({"options": _object, "files": _digests_by_key, "versions": _texts_by_key})
 _manifest = _record(
     {
         "schema": _record({"name": _text, "version": _count}),
