@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -69,7 +69,7 @@ def parse_shard(text: str) -> tuple[int, int]:
     return number, count
 
 
-def builds(options: AllOptions, tell: Callable[[str], object]) -> Iterator[tuple[str, Document, str]]:
+def builds(options: AllOptions, tell: Callable[[str], object]) -> Generator[tuple[str, Document, str]]:
     """Run the builds, and yield the name, the JSON document and the log of each when it ends.
 
     Each name is told when its build starts. If the caller stops early, the running builds are terminated.

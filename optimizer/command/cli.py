@@ -159,22 +159,19 @@ def _build_all(options: AllOptions, voice: "_Voice") -> int:
         if not voice.quiet:
             _say(f"building {name}")
 
-    for name, document, log in builds(options, tell):
-        documents[name] = document
-        for line in log.splitlines():
-            _to_stderr(f"{name}: {line}")
-        if "artifacts" in document and not (document.get("up_to_date") or voice.as_json or voice.quiet):
-            _torch_side()  # the tables need it
-            _print_line(f"--- {name}")
-            _print_tables(document, details=voice.details)
+    with contextlib.closing(builds(options, tell)) as running:
+        for name, document, log in running:
+            documents[name] = document
+            for line in log.splitlines():
+                _to_stderr(f"{name}: {line}")
+            if "artifacts" in document and not (document.get("up_to_date") or voice.as_json or voice.quiet):
+                _torch_side()  # the tables need it
+                _print_line(f"--- {name}")
+                _print_tables(document, details=voice.details)
     document = joined(documents, options.commands)
-    if voice.as_json:
-        shown = _print_json(document)
-    elif voice.quiet:
-        bundles = [str(each["bundle"]) for each in documents.values() if "bundle" in each]
-        shown = _print_line("\n".join(map(printable, bundles)))
-    else:
-        shown = _print_line("\n".join(map(printable, summary(document))))
+    bundles = [str(each["bundle"]) for each in document["models"].values() if "bundle" in each]
+    lines = bundles if voice.quiet else summary(document)
+    shown = _print_json(document) if voice.as_json else not lines or _print_line("\n".join(map(printable, lines)))
     return int(document["exit_code"]) if shown else document["exit_code"] or BundleError.exit_code
 
 
@@ -185,7 +182,7 @@ def _work(options: Options, voice: "_Voice") -> dict[str, Any]:
             changed = changes(options) if options.if_changed else []
             if options.if_changed and not changed:
                 return up_to_date_document(options.output)
-            if changed:
+            if changed and not voice.quiet:
                 _say(f"building {options.output}: {', '.join(changed)}")
             if options.profile_dir is not None:
                 # torch's profiler logs its own steps to stderr; it reads the level once.

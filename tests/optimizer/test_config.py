@@ -336,6 +336,8 @@ def test_one_document_has_those_of_all_models(fake, capfd):
 def test_quiet_prints_the_bundles(fake, capfd):
     assert fake("fine", "other", more=("--quiet",)) == 0
     assert capfd.readouterr().out == "dist/fine\ndist/other\n"
+    assert fake("killed", more=("--quiet",)) == 137
+    assert capfd.readouterr() == ("", "killed: log of killed\n")
 
 
 def test_a_shard_without_models_does_nothing(fake, capfd):
