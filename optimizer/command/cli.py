@@ -163,7 +163,7 @@ def _build_all(options: AllOptions, voice: "_Voice") -> int:
         for name, document, log in running:
             documents[name] = document
             for line in log.splitlines():
-                _to_stderr(f"{name}: {line}")
+                _to_stderr(f"{name}: {line.removeprefix(f'{PROGRAM}: ')}")
             if "artifacts" in document and not (document.get("up_to_date") or voice.as_json or voice.quiet):
                 _torch_side()  # the tables need it
                 _print_line(f"--- {name}")

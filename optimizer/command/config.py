@@ -44,18 +44,20 @@ class Config:
         """The options of one model; raise `UsageError` if there is none of that name."""
         if name in self.models:
             return self.models[name]
-        near = difflib.get_close_matches(name or "", self.models, 1)
-        names = f"did you mean {near[0]}?" if near else f"its models are: {', '.join(self.models) or 'none'}."
-        raise UsageError(f"{self.path} has no model {name}; {names}" if name else f"MODEL is missing: {names}")
+        known = ", ".join(self.models) or "none"
+        if name is None:
+            raise UsageError(f"MODEL is missing: name a model of {self.path} ({known}), or pass --all.")
+        near = difflib.get_close_matches(name, self.models, 1)
+        hint = f"did you mean {near[0]}?" if near else f"its models are: {known}."
+        raise UsageError(f"{self.path} has no model {name}; {hint}")
 
     @contextmanager
     def blamed(self, name: str) -> Iterator[None]:
         """Name the file and the model in errors of its options."""
         try:
             yield
-        except (UsageError, click.ClickException) as error:
-            message = error.format_message() if isinstance(error, click.ClickException) else str(error)
-            raise UsageError(f"{self.path}, model {name}: {message}") from error
+        except UsageError as error:
+            raise UsageError(f"{self.path}, model {name}: {error}") from error
 
 
 def may_be_named(model: str | None) -> bool:
@@ -85,21 +87,20 @@ def read_config(path: Path | None, options: Mapping[str, click.Option]) -> Confi
         table: Any = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"The config {path} can't be read: {error.strerror or error}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"The config {path} is not valid TOML: {error}.") from error
     where = ""
     if "tool" in table or path.name == _DEFAULT.name:
         table, where = _table(path, "tool", table.get("tool", {})).get(_TOOL, {}), f"tool.{_TOOL}"
     table = _table(path, where, table)
     models = _table(path, f"{where}.models".lstrip("."), table.get("models", {}))
-    checker = _Checker(path, options)
-    defaults = checker.values(where, {key: value for key, value in table.items() if key != "models"})
+    defaults = _values(path, options, where, {key: value for key, value in table.items() if key != "models"})
     found = {}
     for name, own in models.items():
         inside = f"{where}.models.{name}".lstrip(".")
         if not _NAME.fullmatch(name):
             raise UsageError(f"{path}: {name!r} is not a name for a model; use letters, digits, - and _.")
-        values = {"output": f"dist/{name}", **defaults, **checker.values(inside, _table(path, inside, own))}
+        values = {"output": f"dist/{name}", **defaults, **_values(path, options, inside, _table(path, inside, own))}
         if "model" not in values:
             raise UsageError(f'{path}: [{inside}] has no model; add one, such as model = "net.py:build".')
         found[name] = values
@@ -112,33 +113,25 @@ def _table(path: Path, where: str, value: Any) -> dict[str, Any]:
     return value
 
 
-@dataclass(frozen=True)
-class _Checker:
-    path: Path
-    options: Mapping[str, click.Option]
-
-    def values(self, where: str, table: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of a table by the names of the command's parameters."""
-        place = f"in [{where}]" if where else "at the top level"
-        found: dict[str, Any] = {}
-        for key, value in table.items():
-            name = key.replace("_", "-")
-            known = ["model", *self.options]
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = (
-                    f"did you mean {near[0]}?" if near else "the keys are model and the command's options for a MODEL."
-                )
-                raise UsageError(f"{self.path}: there is no option {key} (= {_shown(value)}) {place}; {hint}")
-            option = self.options.get(name)
-            parameter = "model" if option is None else option.name or ""
-            if parameter in found:
-                raise UsageError(f"{self.path}: {key} is {place} twice, with - and with _.")
-            try:
-                found[parameter] = _converted(option, value)
-            except TypeError as error:
-                raise UsageError(f"{self.path}: {key} {place} is {_shown(value)}; it must be {error}.") from error
-        return found
+def _values(path: Path, options: Mapping[str, click.Option], where: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a table by the names of the command's parameters."""
+    place, known = f"in [{where}]" if where else "at the top level", ["model", *options]
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        name = key.replace("_", "-")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else "the keys are model and the command's options for a MODEL."
+            raise UsageError(f"{path}: there is no option {key} (= {_shown(value)}) {place}; {hint}")
+        option = options.get(name)
+        parameter = "model" if option is None else option.name or ""
+        if parameter in found:
+            raise UsageError(f"{path}: {key} is {place} twice, with - and with _.")
+        try:
+            found[parameter] = _converted(option, value)
+        except TypeError as error:
+            raise UsageError(f"{path}: {key} {place} is {_shown(value)}; it must be {error}.") from error
+    return found
 
 
 def _converted(option: click.Option | None, value: Any) -> Any:

@@ -37,6 +37,7 @@ Document = dict[str, Any]
 
 _OURS = tuple(str(ROOT / name) + os.sep for name in OWN_PACKAGES)
 _MODULE = "module "
+_PLUGINS = ("optimize_export.passes", "optimize_export.exporters")
 _STANDARD = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 # The fields of an export's JSON document that the manifest has too.
 _SHARED = ("model", "device", "passes", "coverage", "missing", "parity", "benchmark", "notes")
@@ -73,16 +74,17 @@ class BuildInputs:
             inside = path.relative_to(self.folder) if path.is_relative_to(self.folder) else None
             if {"site-packages", "dist-packages"} & set((inside or path).parts):
                 packages.add(name.partition(".")[0])
-            elif inside is not None:
-                files[inside.as_posix()] = path
             elif not file.startswith((*_OURS, *_STANDARD)):
-                files[_MODULE + name] = path
+                files[_MODULE + name if inside is None else inside.as_posix()] = path
         found, known = metadata.packages_distributions(), describe_environment()["libraries"]
-        distributions = {each for package in packages for each in found.get(package, ())} - known.keys()
+        distributions = {each for package in packages for each in found.get(package, ())}
+        distributions |= {
+            point.dist.name for group in _PLUGINS for point in metadata.entry_points(group=group) if point.dist
+        }
         return {
             "options": self.options,
             "files": {name: _digest(path, started) for name, path in sorted(files.items())},
-            "versions": {name: version_of(name) or "unknown" for name in sorted(distributions)},
+            "versions": {name: version_of(name) or "unknown" for name in sorted(distributions - known.keys())},
         }
 
     def path(self, name: str) -> Path | None:

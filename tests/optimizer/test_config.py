@@ -120,6 +120,7 @@ def test_a_file_isnt_a_name_and_reads_no_config():
 WRONG = [
     ("not toml", "The config pyproject.toml is not valid TOML: Expected '=' after a key"),
     ("\ufeff\x00", "The config pyproject.toml is not valid TOML: "),
+    pytest.param("x = " + "[" * 100_000, "The config pyproject.toml is not valid TOML: ", id="deep"),
     ('tool = "x"', 'pyproject.toml: tool is "x"; it must be a table, such as [tool].'),
     ("[tool]\noptimize-export = 1", "pyproject.toml: tool.optimize-export is 1; it must be a table"),
     (
@@ -203,7 +204,10 @@ def test_a_mistake_is_named_with_its_place(capfd, text, sentence, arguments):
     [
         (["resnett"], "pyproject.toml has no model resnett; did you mean resnet?"),
         (["zzz", "--config", "pyproject.toml"], "pyproject.toml has no model zzz; its models are: resnet, bert-tiny."),
-        (["--config", "pyproject.toml"], "MODEL is missing: its models are: resnet, bert-tiny."),
+        (
+            ["--config", "pyproject.toml"],
+            "MODEL is missing: name a model of pyproject.toml (resnet, bert-tiny), or pass --all.",
+        ),
         (["resnet", "--config", "no.toml"], "The config no.toml can't be read: No such file or directory."),
         (["resnet", "--config", "."], "The config . can't be read: Is a directory."),
         (["resnet", "-j", "2"], "--jobs goes with --all only."),

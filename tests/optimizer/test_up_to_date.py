@@ -112,8 +112,7 @@ def test_a_bundle_that_is_up_to_date_stays(here, capsys, monkeypatch):
     assert (here / "out").stat().st_ino == before
 
 
-def test_an_answer_needs_no_torch_and_takes_less_than_two_seconds(here):
-    started = time.perf_counter()
+def test_an_answer_needs_no_torch(here):
     done = subprocess.run(
         [
             sys.executable,
@@ -128,7 +127,6 @@ def test_an_answer_needs_no_torch_and_takes_less_than_two_seconds(here):
         check=True,
     )
     assert done.stdout == "up to date: out\n[] 0\n", done.stderr
-    assert time.perf_counter() - started < 2
 
 
 def write(path: str, text: str):
@@ -234,6 +232,21 @@ def test_an_installed_or_importable_module_is_found_without_its_import(here, mon
     assert inputs_of(module).folder == here / "src"
     nowhere = cli.command.main(["there_is_no_such"], standalone_mode=False)
     assert inputs_of(nowhere).folder == here
+
+
+def test_installed_packages_count_by_their_versions(here, monkeypatch):
+    class Distribution:
+        name = "plugin"
+
+    class Point:
+        dist = Distribution
+
+    monkeypatch.setattr(up_to_date.metadata, "entry_points", lambda group: [Point])
+    monkeypatch.setattr(up_to_date, "version_of", lambda name: f"{name} 1")
+    before = {name: module for name, module in sys.modules.items() if name not in ("click", "json", "torch")}
+    record = inputs_of(options()).record(before, started=time.time() + 1)
+    assert record["versions"] == {"click": "click 1", "plugin": "plugin 1"}
+    assert list(record["files"]) == ["--weights", "net.py"]
 
 
 def test_a_file_that_changes_during_the_build_has_no_digest(here):
