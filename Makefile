@@ -8,7 +8,7 @@
 #                a BatchNorm and 30 of timm through optimize; all but timm's through torch.export (an hour and a half)
 # make rule      judge RUNS=2000 correct artifacts and several hundred faults (hours; continues an interrupted run)
 # make mutants   remove each guard of the fold checks in turn: a test must fail (half an hour)
-# make crash     kill N=20 builds at random moments: the folder must hold the old bundle or the new one; SEED=… repeats a run
+# make crash     kill N=20 builds at random moments: the folder must hold the old bundle or the new one (a minute)
 # make test-bench  test the benchmarks on small models
 # make bench     test and run the benchmarks except `make rule`, on an idle machine (seven hours); docs/benchmarks.md
 #                links to the tables

@@ -67,7 +67,11 @@ def may_be_named(model: str | None) -> bool:
 
 def is_named(model: str, config: Config) -> bool:
     """Whether MODEL is a model of pyproject.toml; raise `UsageError` for one that is misspelled."""
-    if model not in config.models and difflib.get_close_matches(model, config.models) and not find_package(model):
+    if (
+        model not in config.models
+        and difflib.get_close_matches(model, config.models)
+        and not find_package(model, Path())
+    ):
         config.named(model)
     return model in config.models
 

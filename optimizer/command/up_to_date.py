@@ -91,7 +91,9 @@ class BuildInputs:
         """The path of a recorded file; None if it isn't among these inputs, or Python finds no such module."""
         if name.startswith("--") or name in self.files:
             return self.files.get(name)
-        return _module_file(name.removeprefix(_MODULE)) if name.startswith(_MODULE) else self.folder / name
+        if name.startswith(_MODULE):
+            return _module_file(name.removeprefix(_MODULE), self.folder)
+        return self.folder / name
 
 
 def inputs_of(options: ExportOptions) -> BuildInputs:
@@ -162,23 +164,27 @@ def up_to_date_document(output: Path) -> Document:
 
 def _source_folder(module: str) -> Path:
     """The folder from which the top-level package of a module is imported; the current one if it isn't found."""
-    spec = find_package(module.partition(".")[0])
+    spec = find_package(module.partition(".")[0], Path.cwd())
     places = [*(spec.submodule_search_locations or ()), spec.origin] if spec else []
     return Path(places[0]).resolve().parent if places and places[0] else Path.cwd()
 
 
-def find_package(name: str) -> ModuleSpec | None:
-    """Find a top-level module in the current folder, or else where Python imports it from; nothing is imported."""
+def find_package(name: str, folder: Path) -> ModuleSpec | None:
+    """Find a top-level module in a folder, or else where Python imports it from; nothing is imported."""
+    found = PathFinder.find_spec(name, [str(folder)])
+    if found and found.origin:
+        return found
     try:
-        return PathFinder.find_spec(name, [str(Path.cwd())]) or find_spec(name)
+        # A folder without __init__.py is only found if there is no module of this name elsewhere.
+        return find_spec(name) or found
     except (ImportError, ValueError):
         return None
 
 
-def _module_file(name: str) -> Path | None:
+def _module_file(name: str, folder: Path) -> Path | None:
     """The file of a module that Python would import now; None if there is none. It imports nothing."""
     top, *inner = name.split(".")
-    spec, full_name = find_package(top), top
+    spec, full_name = find_package(top, folder), top
     for part in inner:
         full_name += f".{part}"
         spec = PathFinder.find_spec(full_name, spec.submodule_search_locations) if spec else None

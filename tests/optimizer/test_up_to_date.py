@@ -138,6 +138,7 @@ CHANGES = {
     "layers/sizes.py changed": write("src/layers/sizes.py", "width = 5\n"),
     "layers/sizes.py is gone": lambda: Path("src/layers/sizes.py").unlink(),
     "module elsewhere changed": write("lib/elsewhere.py", "gain = 3.0\n"),
+    "module elsewhere changed ": write("src/elsewhere.py", "gain = 4.0  # found before the other\n"),
     "module elsewhere is gone": lambda: Path("lib/elsewhere.py").unlink(),
     "w.pt (--weights) changed": write("w.pt", "other weights"),
     "there is no bundle at out": lambda: shutil.rmtree("out"),
@@ -172,7 +173,7 @@ def test_a_change_is_told(here, monkeypatch, sentence):
             "optimize-export": up_to_date.version_of("optimize-export"),
         }
         sentence = f"{name} {now[name]}, was 1"
-    assert found == [sentence]
+    assert found == [sentence.strip()]
 
 
 @pytest.mark.parametrize(
@@ -202,6 +203,11 @@ def test_an_option_that_is_left_out_is_a_change(here):
 @pytest.mark.parametrize("more", [["--details"], ["--debug"], ["--debug-dir", "d"], ["--force"]])
 def test_options_that_dont_shape_the_bundle_are_no_change(here, more):
     assert changes(options(*more)) == []
+
+
+def test_a_folder_of_data_with_the_name_of_a_module_is_no_change(here):
+    Path("src/elsewhere").mkdir()
+    assert changes(options()) == []
 
 
 def test_neither_the_folder_nor_the_path_of_the_weights_counts(here, tmp_path, monkeypatch):
