@@ -8,6 +8,7 @@
 #                a BatchNorm and 30 of timm through optimize; all but timm's through torch.export (an hour and a half)
 # make rule      judge RUNS=2000 correct artifacts and several hundred faults (hours; continues an interrupted run)
 # make mutants   remove each guard of the fold checks in turn: a test must fail (half an hour)
+# make crash     kill N=20 builds at random moments: the folder must hold the old bundle or the new one (a minute)
 # make test-bench  test the benchmarks on small models
 # make bench     test and run the benchmarks except `make rule`, on an idle machine (seven hours); docs/benchmarks.md
 #                links to the tables
@@ -24,7 +25,7 @@ N ?= 1000
 RUNS ?= 2000
 SEED := $(or $(SEED),$(shell date +%s))
 
-.PHONY: demo test test-all test-bench coverage fuzz zoo rule mutants check format lint bench docs clean
+.PHONY: demo test test-all test-bench coverage fuzz zoo rule mutants crash check format lint bench docs clean
 
 demo: $(VENV)/examples
 	$(BIN)/optimize-export examples/resnet.py --output dist/resnet --force
@@ -51,6 +52,11 @@ rule: $(VENV)/examples
 
 mutants: $(VENV)/test
 	$(BIN)/python tests/mutation/mutants.py --jobs $(WORKERS)
+
+crash: N = 20
+crash: $(VENV)/test
+	@echo "make crash N=$(N) SEED=$(SEED)"
+	OMP_NUM_THREADS=1 $(BIN)/python tests/crashes.py --runs $(N) --seed $(SEED)
 
 check: format lint test test-all
 

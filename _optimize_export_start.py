@@ -21,3 +21,7 @@ def main() -> int:
     from optimizer.command.cli import main as run
 
     return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from optimizer.bundle import version_of
+from optimizer.manifest import version_of
 from optimizer.runtime import processor, usable_cpus
 from optimizer.tuning import settle
 

@@ -166,6 +166,7 @@ def export(
     choices: str | Path | None = None,
     seed: int = 0,
     source: str | None = None,
+    build: Mapping[str, Any] | None = None,
     debug_dir: str | Path | None = None,
     progress: ProgressFunction | None = None,
 ) -> Bundle:
@@ -224,6 +225,7 @@ def export(
         choices: a bundle that was tuned, or its manifest: its recommended route is proven again, and nothing is timed.
         seed: the seed of the drawn example inputs.
         source: the origin of the model, for the manifest.
+        build: what the bundle is built from, for the manifest; the command compares it under `--if-changed`.
         debug_dir: a folder that doesn't exist yet. For each artifact that computes something different, a folder in it
             gets a self-contained reproduction: the file, inputs, expected outputs and a program that compares them.
         progress: is called with each step.
@@ -304,7 +306,8 @@ def export(
     def fill(folder: Path) -> Mapping[str, Any]:
         written.append(write_files(job, measured, folder))
         benchmarks.append(choose(job, measured, calls, written[0], folder))
-        return write_data(job, measured, written[0], folder, benchmarks[0])
+        body = write_data(job, measured, written[0], folder, benchmarks[0])
+        return {**body, "build": build} if build else body
 
     bundle = write_bundle(output, fill, force=force)
     missing = {name: str(error) for name, error in written[0].missing.items()}

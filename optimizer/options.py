@@ -50,6 +50,10 @@ class ExportOptions:
     """Options to make a bundle of a model.
 
     With `passes` None, the preset runs; an empty text means no pass.
+
+    Attributes:
+        if_changed: build only if something changed since the bundle at `output` was built, and replace that.
+        given: the options that shape the bundle and aren't files, by their long names, as the user wrote them.
     """
 
     model: str
@@ -85,6 +89,8 @@ class ExportOptions:
     accuracy: str = "exact"
     calibration: Path | None = None
     choices: Path | None = None
+    if_changed: bool = False
+    given: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,20 @@ class ListOptions:
     """Options to list the available passes."""
 
 
-Options = ExportOptions | VerifyOptions | BenchOptions | RejudgeOptions | ListOptions
+@dataclass(frozen=True)
+class AllOptions:
+    """Options to build several models.
+
+    Attributes:
+        commands: the arguments of the command that builds each model, by its name.
+        jobs: how many are built at the same time.
+    """
+
+    commands: dict[str, list[str]]
+    jobs: int = 1
+
+
+Options = ExportOptions | AllOptions | VerifyOptions | BenchOptions | RejudgeOptions | ListOptions
 
 
 def parse_batch_sizes(text: str) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from optimizer.bundle.bundle import Bundle, artifact_entry, open_bundle, rejudge_bundle, verify_bundle
 from optimizer.bundle.golden import read_golden, write_golden
-from optimizer.bundle.manifest import describe_device, is_to_be_repeated, usage_text, version_of, weights_hash
+from optimizer.bundle.manifest import describe_device, is_to_be_repeated, usage_text, weights_hash
 from optimizer.bundle.target import check_target
 from optimizer.bundle.verify import VerifyReport, factor_between
 from optimizer.bundle.writing import write_bundle
@@ -20,7 +20,6 @@ __all__ = [
     "rejudge_bundle",
     "usage_text",
     "verify_bundle",
-    "version_of",
     "weights_hash",
     "write_bundle",
     "write_golden",

@@ -9,14 +9,7 @@ from typing import Any
 from optimizer.bundle import exchange
 from optimizer.bundle.bundle import Bundle, open_bundle
 from optimizer.bundle.disk import absolute, disk_failures, speaking
-from optimizer.bundle.manifest import (
-    creation_time,
-    describe_environment,
-    describe_program,
-    local_roots,
-    usage_text,
-    without_local_paths,
-)
+from optimizer.bundle.manifest import creation_time, usage_text
 from optimizer.bundle.target import check_standing, check_target
 from optimizer.errors import BundleError
 from optimizer.manifest import (
@@ -26,12 +19,16 @@ from optimizer.manifest import (
     SCHEMA_VERSION,
     SUMS,
     check_manifest,
+    describe_environment,
+    describe_program,
     entries_below,
     file_digest,
     is_inside_path,
+    local_roots,
     plain,
     sums_text,
     to_json_text,
+    without_local_paths,
 )
 
 # The order of the manifest's fields. Other fields that `fill` returns come after these; `files` is always last.
@@ -44,6 +41,7 @@ _ORDER = (
     "mode",
     "seed",
     "model",
+    "build",
     "input_structure",
     "positional",
     "output_structure",

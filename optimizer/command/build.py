@@ -16,8 +16,8 @@ from torch import nn
 from optimizer.api import check_choices, check_dynamic, export, optimize_to_export, report_of
 from optimizer.bundle import Bundle
 from optimizer.command.checks import checked_passes
-from optimizer.command.first_run import check_runs
-from optimizer.command.loading import Loaded, load
+from optimizer.command.first_run import load_and_run
+from optimizer.command.loading import Loaded
 from optimizer.command.own_errors import own_errors, unlogged
 from optimizer.command.user_code import hard_exits_raise, names_restored
 from optimizer.errors import (
@@ -26,7 +26,7 @@ from optimizer.errors import (
     ParityError,
 )
 from optimizer.manifest import plain
-from optimizer.options import LOAD_STAGE, ExportOptions, parse_accuracy
+from optimizer.options import ExportOptions
 from optimizer.profiling import profile_export
 from optimizer.report import Progress
 
@@ -58,7 +58,7 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
         raise DeviceError("--reference-device cuda needs a GPU, but torch finds none here.")
     if options.choices is not None:
         check_choices(options.choices, options.formats, options.accuracy)
-    loaded = _load(options, progress)
+    loaded = load_and_run(options, progress)
     if options.dynamic is None and not options.static_batch and options.input_names is None:
         options = replace(options, dynamic=loaded.dynamic)
     if options.dynamic is not None:
@@ -138,6 +138,7 @@ def _bundle(fast: nn.Module, options: ExportOptions, loaded: Loaded, shared: dic
         rtol=options.rtol,
         row_independence=options.row_independence,
         source=loaded.source,
+        build=loaded.build,
         debug_dir=options.debug_dir,
         bench=None if options.bench else False,
         tune=options.tune,
@@ -170,24 +171,6 @@ def chosen_device(asked: str, *, require_gpu: bool) -> str:
         option = "--require-gpu" if require_gpu else "--device cuda"
         raise DeviceError(f"{option} needs a GPU, but torch finds none here.")
     return "cpu"
-
-
-def _load(options: ExportOptions, progress: Callable[[Progress], None]) -> Loaded:
-    progress(Progress(LOAD_STAGE, 0, 2, options.model))
-    loaded = load(
-        options.model,
-        name=options.name,
-        inputs=options.inputs,
-        input_files=options.input_files,
-        weights=options.weights,
-        calibration=options.calibration,
-        calibrates=not parse_accuracy(options.accuracy).is_exact,
-        seed=options.seed,
-    )
-    progress(Progress(LOAD_STAGE, 1, 2, f"{loaded.source} runs on its inputs"))
-    check_runs(loaded, seed=options.seed)
-    progress(Progress(LOAD_STAGE, 2, 2, loaded.source))
-    return loaded
 
 
 def _exported(output: Path, bundle: Bundle, report: Document, loaded: Loaded, seconds: float) -> Document:

@@ -23,11 +23,15 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 from click.core import ParameterSource
 
-from optimizer.command.early_checks import check_early
+from optimizer.command.all_models import builds, joined, parse_jobs, parse_shard, summary
+from optimizer.command.config import Config, is_named, may_be_named, read_config
+from optimizer.command.early_checks import check_early, check_names
+from optimizer.command.up_to_date import changes, up_to_date_document
 from optimizer.command.user_code import import_own_packages
 from optimizer.errors import BundleError, OptimizeExportError, Terminated, UsageError, all_printable, printable
 from optimizer.options import (
     DEFAULT_FORMATS,
+    AllOptions,
     BenchOptions,
     Effort,
     ExportOptions,
@@ -57,6 +61,12 @@ EXIT_DEFECT, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
 _MODES = {"verify": "--verify", "bench": "--bench", "rejudge": "--rejudge", "list_passes": "--list-passes"}
 _COMMON = {"as_json", "quiet", "debug"}
+_ALL = {"all_models", "jobs", "shard", "config"}
+# The options that a model of a config can't have: those of other commands, and of what is shown.
+_NOT_IN_CONFIG = {*_COMMON, *_MODES, *_ALL, "name", "details", "expect", "no_run", "factor", "version", "help"}
+# The options that don't shape the bundle, or name files, which are compared by their content.
+_FILES = {"output", "debug_dir", "profile_dir", "weights", "input_files", "calibration", "choices"}
+_NOT_RECORDED = {*_COMMON, *_ALL, *_FILES, "details", "name", "force", "if_changed"}
 _ALLOWED = {
     "verify": _COMMON | {"verify", "device", "require_gpu", "details", "expect", "no_run"},
     "bench": _COMMON | {"bench", "device"},
@@ -74,6 +84,7 @@ Examples:
   optimize-export models.bert:tiny --input ids=int64[2,128]:0..30000
   optimize-export models.bert:tiny --dynamic ids:0=batch,1=time --dynamic mask:0=batch,1=time
   optimize-export model.py --weights net.safetensors --passes fold-conv-bn,channels-last
+  optimize-export --all --if-changed -j 2
   optimize-export --verify dist/net
   optimize-export --bench dist/net
   optimize-export --rejudge dist/net --atol logits=1e-3
@@ -132,6 +143,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str], voice: "_Voice") -> int:
     options = command.main(arguments, prog_name=PROGRAM, standalone_mode=False, obj=voice)
+    if isinstance(options, AllOptions):
+        return _build_all(options, voice)
     if not isinstance(options, ExportOptions | VerifyOptions | BenchOptions | RejudgeOptions | ListOptions):
         return int(options)  # --help and --version have already printed
     with _stdout_goes_to_stderr():
@@ -140,10 +153,39 @@ def _run(arguments: list[str], voice: "_Voice") -> int:
     return code if voice.show(document) else code or BundleError.exit_code
 
 
+def _build_all(options: AllOptions, voice: "_Voice") -> int:
+    """Build several models, and show the result of each when it ends; return the exit code."""
+    documents: dict[str, dict[str, Any]] = {}
+
+    def tell(name: str) -> None:
+        if not voice.quiet:
+            _say(f"building {name}")
+
+    with contextlib.closing(builds(options, tell)) as running:
+        for name, document, log in running:
+            documents[name] = document
+            for line in log.splitlines():
+                _to_stderr(f"{name}: {line.removeprefix(f'{PROGRAM}: ')}")
+            if "artifacts" in document and not (document.get("up_to_date") or voice.as_json or voice.quiet):
+                _torch_side()  # the tables need it
+                _print_line(f"--- {name}")
+                _print_tables(document, details=voice.details)
+    document = joined(documents, options.commands)
+    bundles = [str(each["bundle"]) for each in document["models"].values() if "bundle" in each]
+    lines = bundles if voice.quiet else summary(document)
+    shown = _print_json(document) if voice.as_json else not lines or _print_line("\n".join(map(printable, lines)))
+    return int(document["exit_code"]) if shown else document["exit_code"] or BundleError.exit_code
+
+
 def _work(options: Options, voice: "_Voice") -> dict[str, Any]:
     with _Stages(shown=not voice.quiet) as stages:
         if isinstance(options, ExportOptions):
             check_early(options)
+            changed = changes(options) if options.if_changed else []
+            if options.if_changed and not changed:
+                return up_to_date_document(options.output)
+            if changed and not voice.quiet:
+                _say(f"building {options.output}: {', '.join(changed)}")
             if options.profile_dir is not None:
                 # torch's profiler logs its own steps to stderr; it reads the level once.
                 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -160,6 +202,8 @@ def _work(options: Options, voice: "_Voice") -> dict[str, Any]:
             return dict(engine.rejudge(options))
         document = dict(engine.export_model(options, stages))
         stages.finish()
+        if changed:
+            document |= {"up_to_date": False, "changed": changed}
         return {**document, "stages": stages.times()}
 
 
@@ -294,6 +338,11 @@ def _installed(distribution: str) -> str:
 @click.option("--seed", metavar="N", default="0", show_default=True, help="Seed for all random values.")
 @click.option("--force", is_flag=True, help="Replace the bundle that is at --output.")
 @click.option(
+    "--if-changed",
+    is_flag=True,
+    help="Build only if the model, its files, options or versions changed since the bundle at --output was built.",
+)
+@click.option(
     "--debug-dir", metavar="DIR", help="If a file computes something different, write a reproduction to this folder."
 )
 @click.option(
@@ -343,6 +392,12 @@ def _installed(distribution: str) -> str:
 @click.option(
     "--factor", metavar="K", help="Allowed error of an output in multiples of its noise; with --rejudge.  [default: 4]"
 )
+@click.option(
+    "--config", metavar="FILE", help="A TOML file with models; MODEL is the name of one.  [default: pyproject.toml]"
+)
+@click.option("--all", "all_models", is_flag=True, help="Build all models of the config; no MODEL.")
+@click.option("-j", "--jobs", metavar="N", help="With --all: how many models to build side by side.  [default: 1]")
+@click.option("--shard", metavar="I/N", help="With --all: build only every Nth model, from the Ith on.")
 @click.option("--list-passes", is_flag=True, help="List the passes with their options; no MODEL.")
 @click.option(
     "--details",
@@ -358,10 +413,10 @@ def _installed(distribution: str) -> str:
 def command(context: click.Context, /, **values: Any) -> Options:
     """Make a PyTorch model faster and put it into deployable files, with proof that it still computes the same.
 
-    MODEL is a file (model.py, model.py:NAME), package.module:factory, or a library's model (timm:NAME,
-    torchvision:NAME, transformers:FOLDER-or-hub-name). Without a NAME it is the `model` of the file, else its get_model,
-    build_model or create_model, else its only nn.Module that needs no arguments. Its inputs are the example_inputs or
-    get_example_inputs() of the file, or those of --input or --inputs.
+    MODEL is a file (model.py, model.py:NAME), package.module:factory, a library's model (timm:NAME, torchvision:NAME,
+    transformers:FOLDER-or-hub-name), or a model's name in the config. Without a NAME it is the `model` of the file, else
+    its get_model, build_model or create_model, else its only nn.Module that needs no arguments. Its inputs are the
+    example_inputs or get_example_inputs() of the file, or those of --input or --inputs.
     """
     _refuse_swallowed(context, values)
     mode = next((mode for mode in _MODES if values[mode] not in (None, False)), None)
@@ -369,7 +424,7 @@ def command(context: click.Context, /, **values: Any) -> Options:
         _refuse_others(context, mode)
     if mode == "list_passes":
         return ListOptions()
-    if values["require_gpu"] and values["device"] == "cpu":
+    if mode is not None and values["require_gpu"] and values["device"] == "cpu":
         raise UsageError("--require-gpu and --device cpu contradict each other.")
     if mode == "verify":
         if not values["verify"].strip():
@@ -386,7 +441,71 @@ def command(context: click.Context, /, **values: Any) -> Options:
     for option in ("expect", "no_run"):
         if values[option] not in (None, False):
             raise UsageError(f"--{option.replace('_', '-')} goes with --verify only.")
+    if values["all_models"]:
+        return _all_options(context, values)
+    for option in ("jobs", "shard"):
+        if values[option] is not None:
+            raise UsageError(f"--{option} goes with --all only.")
+    if values["config"] is not None or may_be_named(values["model"]):
+        config = _read_config(context, values)
+        if values["config"] is not None or is_named(values["model"], config):
+            return _configured(context, values, config, values["model"])
     return _export_options(context, values)
+
+
+def _read_config(context: click.Context, values: Mapping[str, Any]) -> Config:
+    options = [each for each in context.command.params if isinstance(each, click.Option)]
+    allowed = {each.opts[-1].lstrip("-"): each for each in options if each.name not in _NOT_IN_CONFIG}
+    return read_config(None if values["config"] is None else Path(values["config"]), allowed)
+
+
+def _configured(context: click.Context, values: Mapping[str, Any], config: Config, name: str) -> ExportOptions:
+    """The options of a model in the config; those on the command line take precedence."""
+    given = {parameter: values[parameter] for parameter in _on_command_line(context) if parameter != "model"}
+    merged = {**values, **config.named(name), **given}
+    with config.blamed(name):
+        options = _export_options(context, merged)
+        check_names(options)
+    return options
+
+
+def _on_command_line(context: click.Context) -> list[str]:
+    return [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+
+
+def _all_options(context: click.Context, values: Mapping[str, Any]) -> AllOptions:
+    if values["model"] is not None:
+        raise UsageError(f"--all builds all models of the config: leave out {values['model']}, or --all.")
+    number, count = (1, 1) if values["shard"] is None else parse_shard(values["shard"])
+    jobs = 1 if values["jobs"] is None else parse_jobs(values["jobs"])
+    config = _read_config(context, values)
+    if not config.models:
+        raise UsageError(
+            f"{config.path} has no models for --all: add a table such as [tool.{PROGRAM}.models.net], or name another "
+            "file with --config."
+        )
+    outputs: dict[str, str] = {}
+    for name in config.models:
+        output = os.path.realpath(_configured(context, values, config, name).output)
+        if output in outputs:
+            raise UsageError(
+                f"{config.path}: the models {outputs[output]} and {name} have the same output, {os.path.relpath(output)}: "
+                "give one of them another."
+            )
+        outputs[output] = name
+    given = [f"--config={config.path}", "--json", *_given_again(context)]
+    return AllOptions({name: [name, *given] for name in [*config.models][number - 1 :: count]}, jobs)
+
+
+def _given_again(context: click.Context) -> Iterator[str]:
+    """The options on the command line that the command of each model gets too."""
+    names = set(_on_command_line(context)) - {*_ALL, "as_json", "details"}
+    for option in context.command.params:
+        if option.name not in names:
+            continue
+        value = context.params[option.name]
+        long = option.opts[-1]
+        yield from [long] if value is True else [f"{long}={text}" for text in (value if option.multiple else [value])]
 
 
 def _refuse_swallowed(context: click.Context, values: Mapping[str, Any]) -> None:
@@ -437,6 +556,8 @@ def _rejudge_options(values: Mapping[str, Any]) -> RejudgeOptions:
 
 def _export_options(context: click.Context, values: Mapping[str, Any]) -> ExportOptions:
     model = values["model"]
+    if values["require_gpu"] and values["device"] == "cpu":
+        raise UsageError("--require-gpu and --device cpu contradict each other.")
     if model is None:
         raise UsageError(
             f"MODEL is missing: pass a Python file such as model.py, or a name such as timm:resnet50 ({PROGRAM} --help shows more)."
@@ -457,6 +578,10 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
         value = values["profile_dir" if option == "profile" else option.replace("-", "_")]
         if value is not None and not value.strip():
             raise UsageError(f"--{option} names no {what}: add one, or leave out the option.")
+    if values["if_changed"] and values["force"]:
+        raise UsageError("--if-changed and --force contradict each other: --if-changed replaces its own bundle anyway.")
+    if values["if_changed"] and values["profile_dir"] is not None:
+        raise UsageError("--if-changed and --profile contradict each other: nothing runs if the bundle is up to date.")
     _check_tuning(values)
     return ExportOptions(
         model=model,
@@ -478,7 +603,9 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
         opset=None if values["opset"] is None else parse_opset(values["opset"]),
         metadata=parse_metadata(values["metadata"]),
         strict=values["strict"],
-        force=values["force"],
+        force=values["force"] or values["if_changed"],
+        if_changed=values["if_changed"],
+        given=_given(context, values),
         debug_dir=Path(values["debug_dir"]) if values["debug_dir"] is not None else None,
         profile_dir=Path(values["profile_dir"]) if values["profile_dir"] is not None else None,
         seed=parse_seed(values["seed"]),
@@ -493,6 +620,13 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
         choices=Path(values["choices"]) if values["choices"] is not None else None,
         effort=_effort(quick=values["quick"], thorough=values["thorough"]),
     )
+
+
+def _given(context: click.Context, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that shape the bundle and differ from their defaults, by their long names."""
+    options = [each for each in context.command.params if isinstance(each, click.Option) and each.name in values]
+    recorded = [(each, values[each.name or ""]) for each in options if each.name not in _NOT_RECORDED]
+    return {each.opts[0].lstrip("-"): value for each, value in recorded if value and value != each.default}
 
 
 def _check_tuning(values: Mapping[str, Any]) -> None:
@@ -727,6 +861,8 @@ class _Voice:
         written = True
         if self.as_json:
             written = _print_json(document)
+        elif document.get("up_to_date") and not self.quiet:
+            written = _print_line(printable(f"up to date: {document['bundle']}"))
         elif not self.quiet:
             written = _print_tables(document, details=self.details)
         elif "bundle" in document:

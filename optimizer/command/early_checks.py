@@ -37,6 +37,11 @@ PASS_NAMES = (
 )
 FORMAT_NAMES = ("torchscript", "onnx", "pt2", "aoti")
 
+# Of the files that a library's model may take as inputs, by what they contain.
+SUFFIXES = {
+    "image": (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"),
+    "text": (".txt",),
+}
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -48,8 +53,7 @@ def check_early(options: ExportOptions) -> None:
             for the profile can't be used.
         LoadError: the model's file, the weights file, an inputs file or the calibration inputs are missing.
     """
-    _refuse_unknown_passes(options.passes or "")
-    _refuse_unknown_formats(options.formats)
+    check_names(options)
     refuse_missing_inputs(options.input_files)
     if split_library(options.model, options.name) is None:
         split_target(options.model, options.name)
@@ -59,6 +63,12 @@ def check_early(options: ExportOptions) -> None:
         raise LoadError(f"The calibration inputs {options.calibration} don't exist.")
     check_debug_folder(options.debug_dir)
     check_profile_folder(options.profile_dir, options.output, options.debug_dir)
+
+
+def check_names(options: ExportOptions) -> None:
+    """Raise `UsageError` if a pass or format is unknown."""
+    _refuse_unknown_passes(options.passes or "")
+    _refuse_unknown_formats(options.formats)
 
 
 def _refuse_unknown_passes(text: str) -> None:
@@ -82,6 +92,22 @@ def refuse_missing_inputs(paths: Sequence[Path]) -> None:
     for path in paths:
         if not path.is_file():
             raise LoadError(f"The inputs file {path} {'is not a file' if path.exists() else 'does not exist'}.")
+
+
+def files_of(path: Path, further: Sequence[str] = ()) -> list[Path]:
+    """The file; or the safetensors and npz files in a folder, and those with further suffixes, by name.
+
+    Raises:
+        LoadError: there is none.
+    """
+    if path.is_file():
+        return [path]
+    suffixes = (".safetensors", ".npz", *further)
+    found = sorted(each for each in path.glob("*") if each.suffix.lower() in suffixes)
+    if not found:
+        what = f"contains no {' and no '.join(suffixes[:3])} file" if path.is_dir() else "doesn't exist"
+        raise LoadError(f"{path} {what}.")
+    return found
 
 
 # MODEL ----------------------------------------------------------------------------------------------------------------

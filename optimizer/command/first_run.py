@@ -1,6 +1,8 @@
-"""Run the model once on its example inputs, before all other work."""
+"""Load the model and run it once on its example inputs, before all other work."""
 
 import inspect
+import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -9,11 +11,42 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from optimizer.command.loading import Loaded
+from optimizer.command.loading import Loaded, load
+from optimizer.command.up_to_date import inputs_of
 from optimizer.command.user_errors import errors_of_user_code
 from optimizer.errors import LoadError
 from optimizer.model import Call, Runs, eager_only, leaves_of, random_state
+from optimizer.options import LOAD_STAGE, ExportOptions, parse_accuracy
+from optimizer.report import Progress, ProgressFunction
 from optimizer.wording import dtype_name, listed, type_name
+
+
+def load_and_run(options: ExportOptions, progress: ProgressFunction) -> Loaded:
+    """Load the model with its weights and inputs, run it once, and record what the bundle is built from.
+
+    Args:
+        options: with absolute paths.
+
+    Raises:
+        LoadError, UsageError: as for `load` and `check_runs`.
+    """
+    progress(Progress(LOAD_STAGE, 0, 2, options.model))
+    inputs, before, started = inputs_of(options), dict(sys.modules), time.time()
+    loaded = load(
+        options.model,
+        name=options.name,
+        inputs=options.inputs,
+        input_files=options.input_files,
+        weights=options.weights,
+        calibration=options.calibration,
+        calibrates=not parse_accuracy(options.accuracy).is_exact,
+        seed=options.seed,
+    )
+    progress(Progress(LOAD_STAGE, 1, 2, f"{loaded.source} runs on its inputs"))
+    check_runs(loaded, seed=options.seed)
+    loaded.build = inputs.record(before, started)
+    progress(Progress(LOAD_STAGE, 2, 2, loaded.source))
+    return loaded
 
 
 def check_runs(loaded: Loaded, *, seed: int = 0) -> None:

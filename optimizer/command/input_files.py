@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from optimizer.command.preprocessing import SUFFIXES, Preprocessing, kind_of, preprocessed
+from optimizer.command.preprocessing import Preprocessing, kind_of, preprocessed
 from optimizer.errors import LoadError
 from optimizer.model import Call, leaves_of
 from optimizer.wording import listed, quote
@@ -45,22 +45,6 @@ def read_calls(
             )
     constants = {} if own is None else _constants_of(model, own)
     return tuple(_call(name, tensors, model, constants) for name, tensors in named)
-
-
-def files_of(path: Path, preprocessing: Preprocessing | None = None) -> list[Path]:
-    """The file; or the safetensors and npz files in a folder, and those that can be preprocessed, by name.
-
-    Raises:
-        LoadError: there is none.
-    """
-    if path.is_file():
-        return [path]
-    suffixes = (".safetensors", ".npz", *(() if preprocessing is None else SUFFIXES[preprocessing.kind]))
-    found = sorted(each for each in path.glob("*") if each.suffix.lower() in suffixes)
-    if not found:
-        what = f"contains no {' and no '.join(suffixes[:3])} file" if path.is_dir() else "doesn't exist"
-        raise LoadError(f"{path} {what}.")
-    return found
 
 
 def _tensors_in(path: Path, preprocessing: Preprocessing | None) -> dict[str, torch.Tensor]:

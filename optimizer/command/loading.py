@@ -28,8 +28,8 @@ import numpy
 import torch
 from torch import nn
 
-from optimizer.command.early_checks import refuse_missing_inputs, split_library, split_target
-from optimizer.command.input_files import files_of, read_calls
+from optimizer.command.early_checks import SUFFIXES, files_of, refuse_missing_inputs, split_library, split_target
+from optimizer.command.input_files import read_calls
 from optimizer.command.input_spec import draw_inputs, parse_input
 from optimizer.command.library_models import LibraryModel, library_model, open_lengths
 from optimizer.command.preprocessing import Preprocessing
@@ -66,6 +66,7 @@ class Loaded:
         further_inputs: more calls, from `--inputs`.
         calibration: calls for static quantization, from `--calibration` or the file's get_calibration_inputs().
         dynamic: the dims that are dynamic unless the user chooses others; None for the batch alone.
+        build: what the bundle is built from, for its manifest.
     """
 
     model: nn.Module
@@ -77,6 +78,7 @@ class Loaded:
     further_inputs: FurtherInputs = ()
     calibration: Sequence[Any] | None = None
     dynamic: dict[str, dict[int, str | None]] | None = None
+    build: dict[str, Any] = field(default_factory=dict)
 
     def first_call(self, seed: int = 0, device: torch.device | None = None) -> Call:
         """The user's own call; an example function is called with batch size 2."""
@@ -166,7 +168,8 @@ def load(
     if library is not None and not specs:
         loaded.dynamic = open_lengths(example_kwargs)
     if calibration is not None:
-        files = files_of(calibration, finder.preprocessing)
+        kind = finder.preprocessing and finder.preprocessing.kind
+        files = files_of(calibration, SUFFIXES[kind] if kind else ())
         loaded.calibration = read_calls(files, model, loaded.first_call(seed), finder.preprocessing)
     elif calibrates:
         loaded.calibration = finder.calibration()

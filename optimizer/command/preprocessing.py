@@ -9,15 +9,12 @@ from typing import Any, Literal
 
 import torch
 
+from optimizer.command.early_checks import SUFFIXES
 from optimizer.command.user_errors import errors_of_user_code
 from optimizer.errors import LoadError
 from optimizer.wording import quote
 
 Kind = Literal["image", "text"]
-SUFFIXES: dict[Kind, tuple[str, ...]] = {
-    "image": (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"),
-    "text": (".txt",),
-}
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,8 @@ class Preprocessing:
 
 def kind_of(path: Path) -> Kind | None:
     """The kind of a file by its suffix; None for files of tensors and others."""
-    return next((kind for kind, suffixes in SUFFIXES.items() if path.suffix.lower() in suffixes), None)
+    kinds: tuple[Kind, ...] = ("image", "text")
+    return next((kind for kind in kinds if path.suffix.lower() in SUFFIXES[kind]), None)
 
 
 def preprocessed(path: Path, kind: Kind, preprocessing: Preprocessing | None) -> dict[str, torch.Tensor]:

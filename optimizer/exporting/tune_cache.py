@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from optimizer.bundle import describe_device, version_of, weights_hash
+from optimizer.bundle import describe_device, weights_hash
 from optimizer.errors import BundleError
 from optimizer.exporting.bench import Bench
 from optimizer.exporting.lossy import Lossy
-from optimizer.manifest import check_benchmark, file_digest, plain, to_json_text
+from optimizer.manifest import check_benchmark, file_digest, plain, to_json_text, version_of
 from optimizer.tuning import Benchmark
 
 # What the choice depends on, besides the files and the machine.

@@ -1,5 +1,12 @@
 """The manifest of a bundle: its schema, and reading it. This package needs no torch, as the one that loads bundles."""
 
+from optimizer.manifest.environment import (
+    describe_environment,
+    describe_program,
+    local_roots,
+    version_of,
+    without_local_paths,
+)
 from optimizer.manifest.files import (
     changed_files,
     damage_of,
@@ -38,10 +45,13 @@ __all__ = [
     "check_benchmark",
     "check_manifest",
     "damage_of",
+    "describe_environment",
+    "describe_program",
     "entries_below",
     "file_digest",
     "file_problem",
     "is_inside_path",
+    "local_roots",
     "number",
     "open_regular",
     "plain",
@@ -53,4 +63,6 @@ __all__ = [
     "to_json_text",
     "unexpected",
     "unlisted",
+    "version_of",
+    "without_local_paths",
 ]

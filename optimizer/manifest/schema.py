@@ -140,6 +140,14 @@ _flag = _kind("true or false", bool)
 _object = _kind("an object", dict)
 _texts = _each(_text)
 
+
+def _digests_by_key(value: object, where: str) -> None:
+    _object(value, where)
+    assert isinstance(value, dict)
+    for key, digest in value.items():
+        _or_null(_digest)(digest, f"{where}.{key}")
+
+
 _tensor = _record({"name": _text, "dtype": _text, "shape": _each(_dimension)})
 _file = _record({"path": _path, "sha256": _digest, "bytes": _count})
 _parity = _record({"ok": _flag, "verdict": _text, "reason": _text}, {"effort": _text})
@@ -322,6 +330,7 @@ _benchmark = _record(
         "notes": _texts,
     },
 )
+_build = _record({"options": _object, "files": _digests_by_key, "versions": _texts_by_key})
 _manifest = _record(
     {
         "schema": _record({"name": _text, "version": _count}),
@@ -344,6 +353,7 @@ _manifest = _record(
         "coverage": _or_null(_object),
         "positional": _texts,
         "benchmark": _or_null(_benchmark),
+        "build": _build,
         "notes": _texts,
         "example_sizes": _counts,
         "missing": _texts_by_key,

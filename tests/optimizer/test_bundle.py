@@ -44,11 +44,20 @@ from optimizer.bundle import (
 )
 from optimizer.bundle import bundle as bundles
 from optimizer.bundle.golden import stored_noises, stored_tolerances
-from optimizer.bundle.manifest import usage_text, without_local_paths
+from optimizer.bundle.manifest import usage_text
 from optimizer.bundle.verify import device_factor
 from optimizer.bundle.writing import _seal
 from optimizer.errors import BundleError, DeviceError, UsageError
-from optimizer.manifest import MANIFEST, check_manifest, file_digest, number, plain, sums_text, to_json_text
+from optimizer.manifest import (
+    MANIFEST,
+    check_manifest,
+    file_digest,
+    number,
+    plain,
+    sums_text,
+    to_json_text,
+    without_local_paths,
+)
 from optimizer.model.inputs import Call, Samples
 from optimizer.parity import GoldenEntry, OutputNoise, Reference, golden_entries, judge, measure_reference
 

@@ -1,0 +1,116 @@
+"""`--all`: build the models of a config side by side, each with a command in a process of its own."""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from optimizer.command.user_code import ROOT
+from optimizer.errors import UsageError
+from optimizer.options import AllOptions
+
+Document = dict[str, Any]
+_POLL_SECONDS = 0.05
+
+
+@dataclass
+class _Build:
+    """A running command, with its output in temporary files."""
+
+    arguments: list[str]
+    started: float = field(default_factory=time.perf_counter)
+    out: IO[bytes] = field(default_factory=tempfile.TemporaryFile)
+    log: IO[bytes] = field(default_factory=tempfile.TemporaryFile)
+
+    def __post_init__(self) -> None:
+        # Without -P, Python would find modules next to the file before all others.
+        command = [sys.executable, "-P", str(ROOT / "_optimize_export_start.py"), *self.arguments]
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self.out, stderr=self.log)
+
+    def result(self) -> tuple[Document, str]:
+        """The JSON document, and what was written to stderr; closes the temporary files."""
+        texts = []
+        for file in (self.out, self.log):
+            file.seek(0)
+            texts.append(file.read().decode("utf-8", "replace"))
+            file.close()
+        seconds = round(time.perf_counter() - self.started, 3)
+        code = self.process.returncode
+        try:
+            document = json.loads(texts[0])
+        except ValueError:
+            document = {}
+        if code < 0 or not isinstance(document, dict) or "ok" not in document:
+            ended = f"was killed by signal {-code}" if code < 0 else "ended without a result"
+            code = 128 - code if code < 0 else code or 1
+            told = {"code": code, "kind": "Killed" if code > 128 else "Defect", "message": f"The build {ended}."}
+            document = {"ok": False, "error": told}
+        return {**document, "exit_code": code, "seconds": seconds}, texts[1]
+
+
+def parse_jobs(text: str) -> int:
+    """Parse the number of processes; raise `UsageError` unless it is a whole number of at least 1."""
+    if not re.fullmatch(r"[1-9][0-9]{0,3}", text):
+        raise UsageError(f"--jobs: {text!r} is not a whole number from 1 to 9999; use for example -j 2.")
+    return int(text)
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """Parse "I/N"; raise `UsageError` unless I is a whole number from 1 to N."""
+    found = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", text)
+    number, count = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= number <= count:
+        raise UsageError(f"--shard: {text!r} is not I/N with I from 1 to N; use for example --shard 1/2.")
+    return number, count
+
+
+def builds(options: AllOptions, tell: Callable[[str], object]) -> Generator[tuple[str, Document, str]]:
+    """Run the builds, and yield the name, the JSON document and the log of each when it ends.
+
+    Each name is told when its build starts. If the caller stops early, the running builds are terminated.
+    """
+    waiting, running = list(options.commands.items()), dict[str, _Build]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < options.jobs:
+                name, arguments = waiting.pop(0)
+                tell(name)
+                running[name] = _Build(arguments)
+            ended = [name for name, build in running.items() if build.process.poll() is not None]
+            for name in ended:
+                yield name, *running.pop(name).result()
+            if not ended:
+                time.sleep(_POLL_SECONDS)
+    finally:
+        for build in running.values():
+            build.process.terminate()
+        for build in running.values():
+            build.process.wait()
+
+
+def joined(documents: Mapping[str, Document], order: Mapping[str, Any]) -> Document:
+    """One JSON document for all builds; its exit code is the highest."""
+    code = max((document["exit_code"] for document in documents.values()), default=0)
+    return {
+        "ok": code == 0,
+        "exit_code": code,
+        "models": {name: documents[name] for name in order if name in documents},
+    }
+
+
+def summary(document: Document) -> list[str]:
+    """A table with one line per model."""
+    rows = [("model", "result", "time", "bundle or error")]
+    for name, each in document["models"].items():
+        result = "up to date" if each.get("up_to_date") else f"exit {each['exit_code']}" if each["exit_code"] else "ok"
+        text = each["error"]["message"] if "error" in each else each.get("bundle", "")
+        rows.append((name, result, f"{each['seconds']:.1f} s", text))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)), row[3]]) for row in rows
+    ]

@@ -1,0 +1,159 @@
+"""The models of a config: `[tool.optimize-export]` in pyproject.toml, or the file of `--config`.
+
+    [tool.optimize-export]
+    formats = ["onnx"]                      # a default for all models
+
+    [tool.optimize-export.models.resnet]
+    model = "nets/resnet.py:build"
+    input = ["2x3x224x224"]
+
+The values are those of the command's options. An option on the command line takes precedence.
+"""
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from optimizer.command.up_to_date import find_package
+from optimizer.errors import UsageError
+
+_TOOL, _NAME = "optimize-export", re.compile(r"[A-Za-z0-9_-]+")
+_DEFAULT = Path("pyproject.toml")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The models of a config file.
+
+    Attributes:
+        models: the values of each model's options, by the name of the model and that of the command's parameter.
+    """
+
+    path: Path
+    models: dict[str, dict[str, Any]]
+
+    def named(self, name: str | None) -> dict[str, Any]:
+        """The options of one model; raise `UsageError` if there is none of that name."""
+        if name in self.models:
+            return self.models[name]
+        known = ", ".join(self.models) or "none"
+        if name is None:
+            raise UsageError(f"MODEL is missing: name a model of {self.path} ({known}), or pass --all.")
+        near = difflib.get_close_matches(name, self.models, 1)
+        hint = f"did you mean {near[0]}?" if near else f"its models are: {known}."
+        raise UsageError(f"{self.path} has no model {name}; {hint}")
+
+    @contextmanager
+    def blamed(self, name: str) -> Iterator[None]:
+        """Name the file and the model in errors of its options."""
+        try:
+            yield
+        except UsageError as error:
+            raise UsageError(f"{self.path}, model {name}: {error}") from error
+
+
+def may_be_named(model: str | None) -> bool:
+    """Whether MODEL may be the name of a model in pyproject.toml."""
+    return model is not None and bool(_NAME.fullmatch(model)) and _DEFAULT.is_file()
+
+
+def is_named(model: str, config: Config) -> bool:
+    """Whether MODEL is a model of pyproject.toml; raise `UsageError` for one that is misspelled."""
+    if (
+        model not in config.models
+        and difflib.get_close_matches(model, config.models)
+        and not find_package(model, Path())
+    ):
+        config.named(model)
+    return model in config.models
+
+
+def read_config(path: Path | None, options: Mapping[str, click.Option]) -> Config:
+    """Read and check a config.
+
+    Args:
+        path: None for pyproject.toml in the current folder.
+        options: those that a model may have, by their long names.
+
+    Raises:
+        UsageError: the file can't be read or isn't TOML, or a table, a key or a value is wrong.
+    """
+    path = _DEFAULT if path is None else path
+    try:
+        table: Any = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"The config {path} can't be read: {error.strerror or error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"The config {path} is not valid TOML: {error}.") from error
+    where = ""
+    if "tool" in table or path.name == _DEFAULT.name:
+        table, where = _table(path, "tool", table.get("tool", {})).get(_TOOL, {}), f"tool.{_TOOL}"
+    table = _table(path, where, table)
+    models = _table(path, f"{where}.models".lstrip("."), table.get("models", {}))
+    defaults = _values(path, options, where, {key: value for key, value in table.items() if key != "models"})
+    found = {}
+    for name, own in models.items():
+        inside = f"{where}.models.{name}".lstrip(".")
+        if not _NAME.fullmatch(name):
+            raise UsageError(f"{path}: {name!r} is not a name for a model; use letters, digits, - and _.")
+        values = {"output": f"dist/{name}", **defaults, **_values(path, options, inside, _table(path, inside, own))}
+        if "model" not in values:
+            raise UsageError(f'{path}: [{inside}] has no model; add one, such as model = "net.py:build".')
+        found[name] = values
+    return Config(path, found)
+
+
+def _table(path: Path, where: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UsageError(f"{path}: {where} is {_shown(value)}; it must be a table, such as [{where}].")
+    return value
+
+
+def _values(path: Path, options: Mapping[str, click.Option], where: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a table by the names of the command's parameters."""
+    place, known = f"in [{where}]" if where else "at the top level", ["model", *options]
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        name = key.replace("_", "-")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else "the keys are model and the command's options for a MODEL."
+            raise UsageError(f"{path}: there is no option {key} (= {_shown(value)}) {place}; {hint}")
+        option = options.get(name)
+        parameter = "model" if option is None else option.name or ""
+        if parameter in found:
+            raise UsageError(f"{path}: {key} is {place} twice, with - and with _.")
+        try:
+            found[parameter] = _converted(option, value)
+        except TypeError as error:
+            raise UsageError(f"{path}: {key} {place} is {_shown(value)}; it must be {error}.") from error
+    return found
+
+
+def _converted(option: click.Option | None, value: Any) -> Any:
+    """The value that the command line would give; raise `TypeError` with what it must be."""
+    if option is not None and option.is_flag:
+        if not isinstance(value, bool):
+            raise TypeError("true or false")
+        return value
+    listed = option is not None and (option.multiple or option.metavar == "LIST")
+    parts = value if listed and isinstance(value, list) else [value]
+    if any(isinstance(part, bool) or not isinstance(part, str | int | float) for part in parts):
+        raise TypeError("a text, a number or a list of them" if listed else "a text or a number")
+    texts = tuple(map(str, parts))
+    if option is not None and isinstance(option.type, click.Choice) and texts[0] not in option.type.choices:
+        raise TypeError(f"one of {', '.join(option.type.choices)}")
+    return texts if option is not None and option.multiple else ",".join(texts)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."

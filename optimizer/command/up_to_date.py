@@ -1,0 +1,272 @@
+"""`--if-changed`: what a bundle was built from, for its manifest, and how that differs from what is there now.
+
+The comparison needs no torch, and it runs none of the user's code. So it finds modules without importing them.
+"""
+
+import hashlib
+import os
+import stat
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from optimizer.command.early_checks import SUFFIXES, files_of, split_library, split_target
+from optimizer.command.user_code import OWN_PACKAGES, ROOT
+from optimizer.errors import BundleError
+from optimizer.manifest import (
+    MANIFEST,
+    describe_environment,
+    describe_program,
+    local_roots,
+    read_manifest,
+    sums_digest,
+    sums_problem,
+    unlisted,
+    version_of,
+    without_local_paths,
+)
+from optimizer.options import ExportOptions
+
+Document = dict[str, Any]
+
+_OURS = tuple(str(ROOT / name) + os.sep for name in OWN_PACKAGES)
+_MODULE = "module "
+_PLUGINS = ("optimize_export.passes", "optimize_export.exporters")
+_STANDARD = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
+# The fields of an export's JSON document that the manifest has too.
+_SHARED = ("model", "device", "passes", "coverage", "missing", "parity", "benchmark", "notes")
+
+
+@dataclass(frozen=True)
+class BuildInputs:
+    """The options of a build, and the files that they name.
+
+    Attributes:
+        folder: the folder of the model's file, or the one from which the importable module is imported.
+        files: the model's file by its name, and other files by their options, such as "--weights".
+        options: the options that shape the bundle, by their long names, as the manifest records them.
+    """
+
+    folder: Path
+    files: dict[str, Path]
+    options: dict[str, Any]
+
+    def record(self, before: Mapping[str, object], started: float) -> Document:
+        """The manifest's `build`, once the model has been loaded and has run.
+
+        Args:
+            before: `sys.modules` before the model was loaded.
+            started: the Unix time at that moment. A file that was changed since then may have been read before or
+                after the change, so its digest is null.
+        """
+        files, packages = dict(self.files), set[str]()
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__dict__", {}).get("__file__")
+            if before.get(name) is module or not isinstance(file, str) or not os.path.isabs(file):
+                continue
+            path = Path(file)
+            inside = path.relative_to(self.folder) if path.is_relative_to(self.folder) else None
+            if {"site-packages", "dist-packages"} & set((inside or path).parts):
+                packages.add(name.partition(".")[0])
+            elif not file.startswith((*_OURS, *_STANDARD)):
+                files[_MODULE + name if inside is None else inside.as_posix()] = path
+        found, known = metadata.packages_distributions(), describe_environment()["libraries"]
+        distributions = {each for package in packages for each in found.get(package, ())}
+        distributions |= {
+            point.dist.name for group in _PLUGINS for point in metadata.entry_points(group=group) if point.dist
+        }
+        return {
+            "options": self.options,
+            "files": {name: _digest(path, started) for name, path in sorted(files.items())},
+            "versions": {name: version_of(name) or "unknown" for name in sorted(distributions - known.keys())},
+        }
+
+    def path(self, name: str) -> Path | None:
+        """The path of a recorded file; None if it isn't among these inputs, or Python finds no such module."""
+        if name.startswith("--") or name in self.files:
+            return self.files.get(name)
+        if name.startswith(_MODULE):
+            return _module_file(name.removeprefix(_MODULE), self.folder)
+        return self.folder / name
+
+
+def inputs_of(options: ExportOptions) -> BuildInputs:
+    """Find the inputs of a build; call it before the user's code runs, which may change the current folder.
+
+    Raises:
+        UsageError, LoadError: the model's file or the calibration inputs are missing.
+    """
+    model, folder, files = _model_of(options)
+    if options.weights is not None:
+        files["--weights"] = options.weights
+    files |= {f"--inputs {number}": each for number, each in enumerate(options.input_files, 1)}
+    if options.calibration is not None:
+        files |= {
+            f"--calibration {each.name}": each for each in files_of(options.calibration, sum(SUFFIXES.values(), ()))
+        }
+    if options.choices is not None:
+        files["--choices"] = options.choices / MANIFEST if options.choices.is_dir() else options.choices
+    given = {"model": model, **options.given}
+    # The manifest has no local paths, so options that contain some are compared without them.
+    return BuildInputs(folder, files, without_local_paths(given, local_roots()))
+
+
+def _model_of(options: ExportOptions) -> tuple[str, Path, dict[str, Path]]:
+    """The name of the model, the folder of its sources, and its own files."""
+    if (library := split_library(options.model, options.name)) is not None:
+        saved = sorted(Path(library[1]).glob("*")) if library[0] == "transformers" else []
+        return ":".join(library), Path.cwd(), {f"MODEL {each.name}": each for each in saved if each.is_file()}
+    place, path, name = split_target(options.model, options.name)
+    label = place if path is None else path.name
+    files = {} if path is None else {path.name: path.resolve()}
+    folder = _source_folder(place) if path is None else path.resolve().parent
+    return label if name is None else f"{label}:{name}", folder, files
+
+
+def changes(options: ExportOptions) -> list[str]:
+    """The differences between the bundle at `output` and one that would be built now, as short texts.
+
+    Weights, inputs and sources are compared by their hashes. The files of the bundle are compared by their sizes, and
+    the manifest by its hash in SHA256SUMS.
+
+    Returns:
+        An empty list if the bundle is up to date.
+
+    Raises:
+        UsageError, LoadError: as for `inputs_of`.
+    """
+    if not os.path.lexists(options.output / MANIFEST):
+        return [f"there is no bundle at {options.output}"]
+    try:
+        manifest = read_manifest(options.output)
+    except BundleError as error:
+        return [str(error).rstrip(".")]
+    if "build" not in manifest:
+        return ["the bundle doesn't say what it was built from"]
+    inputs = inputs_of(options)
+    return [
+        *_changed_options(manifest["build"]["options"], inputs.options),
+        *_changed_files(manifest["build"]["files"], inputs),
+        *_changed_versions(manifest),
+        *_damage(options.output, manifest),
+    ]
+
+
+def up_to_date_document(output: Path) -> Document:
+    """The JSON document for a bundle that is up to date; it has the fields of an export that the manifest has too."""
+    manifest = read_manifest(output)
+    return {
+        "ok": True,
+        "exit_code": 0,
+        "up_to_date": True,
+        "changed": [],
+        "bundle": str(output),
+        "sha256sums": sums_digest(output),
+        **{name: manifest[name] for name in _SHARED if name in manifest},
+        "artifacts": [{**artifact, "measurement": None} for artifact in manifest["artifacts"]],
+    }
+
+
+def _source_folder(module: str) -> Path:
+    """The folder from which the top-level package of a module is imported; the current one if it isn't found."""
+    spec = find_package(module.partition(".")[0], Path.cwd())
+    places = [*(spec.submodule_search_locations or ()), spec.origin] if spec else []
+    return Path(places[0]).resolve().parent if places and places[0] else Path.cwd()
+
+
+def find_package(name: str, folder: Path) -> ModuleSpec | None:
+    """Find a top-level module in a folder, or else where Python imports it from; nothing is imported."""
+    found = PathFinder.find_spec(name, [str(folder)])
+    if found and found.origin:
+        return found
+    try:
+        # A folder without __init__.py is only found if there is no module of this name elsewhere.
+        return find_spec(name) or found
+    except (ImportError, ValueError):
+        return None
+
+
+def _module_file(name: str, folder: Path) -> Path | None:
+    """The file of a module that Python would import now; None if there is none. It imports nothing."""
+    top, *inner = name.split(".")
+    spec, full_name = find_package(top, folder), top
+    for part in inner:
+        full_name += f".{part}"
+        spec = PathFinder.find_spec(full_name, spec.submodule_search_locations) if spec else None
+    return Path(spec.origin) if spec and spec.origin else None
+
+
+def _digest(path: Path, unchanged_since: float | None = None) -> str | None:
+    """The SHA-256 of a file; None if it isn't a regular file, can't be read, or was changed after that Unix time."""
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            late = unchanged_since is not None and max(status.st_mtime, status.st_ctime) > unchanged_since
+            if late or not stat.S_ISREG(status.st_mode):
+                return None
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return None
+
+
+# Differences ----------------------------------------------------------------------------------------------------------
+
+
+def _changed_options(then: Document, now: Document) -> Iterator[str]:
+    for name in sorted(then.keys() | now.keys()):
+        old, new = (_shown(options.get(name)) for options in (then, now))
+        if old != new:
+            yield f"{'MODEL' if name == 'model' else f'--{name}'} changed from {old} to {new}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value))
+    return "the default" if value is None else "on" if value is True else str(value)
+
+
+def _changed_files(then: Mapping[str, str | None], inputs: BuildInputs) -> Iterator[str]:
+    for name in sorted(then.keys() | inputs.files.keys()):
+        path = inputs.path(name)
+        shown = f"{path} ({name.split()[0]})" if path and name.startswith("--") else name
+        if name not in then:
+            yield f"{shown} is new"
+        elif path is None or not path.is_file():
+            yield f"{shown} is gone"
+        elif then[name] is None or _digest(path) != then[name]:
+            yield f"{shown} changed{'' if then[name] else ' during the build'}"
+
+
+def _changed_versions(manifest: Document) -> Iterator[str]:
+    then, now = ({**each["environment"]} for each in (manifest, {"environment": describe_environment()}))
+    recorded = {**then.pop("libraries"), **manifest["build"]["versions"]}
+    current = {**{name: version_of(name) for name in recorded}, **now.pop("libraries")}
+    program = {"optimize-export": manifest["program"]["version"]}
+    old, new = {**then, **recorded, **program}, {**now, **current, "optimize-export": describe_program()["version"]}
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            yield f"{name} {new.get(name) or 'is not installed'}, was {old.get(name) or 'not installed'}"
+
+
+def _damage(folder: Path, manifest: Document) -> Iterator[str]:
+    yield from (f"the bundle lacks the format {name}" for name in manifest.get("missing", {}))
+    for file in manifest["files"]:
+        try:
+            status = os.lstat(folder / file["path"])
+        except OSError:
+            yield f"the bundle lacks {file['path']}"
+            continue
+        if not stat.S_ISREG(status.st_mode) or status.st_size != file["bytes"]:
+            yield f"{file['path']} in the bundle was changed"
+    if problem := sums_problem(folder, manifest):
+        yield problem.rstrip(".")
+    try:
+        yield from (f"the bundle contains {path}, which isn't part of it" for path in unlisted(folder, manifest))
+    except OSError as error:
+        yield f"the bundle can't be read: {error.strerror or error}"

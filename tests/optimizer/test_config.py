@@ -1,0 +1,423 @@
+"""Models of a config, each by its name or all side by side."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from optimizer.command import all_models, cli
+from optimizer.options import AllOptions, ExportOptions
+
+ROOT = Path(cli.__file__).parent.parent.parent
+CONFIG = """
+[tool.optimize-export]
+formats = ["onnx", "pt2"]
+seed = 7
+
+[tool.optimize-export.models.resnet]
+model = "nets/resnet.py:build"
+input = ["2x3x224x224"]
+batch-sizes = [1, 2]
+atol = 1e-3
+strict = true
+
+[tool.optimize-export.models.bert-tiny]
+model = "nets.bert"
+formats = "torchscript"
+output = "out/bert"
+dynamic = ["ids:0=batch", "mask:0=batch"]
+tune = true
+accuracy = 0.999
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config(text: str, name: str = "pyproject.toml") -> None:
+    Path(name).write_text(text)
+
+
+def parsed(*arguments: str):
+    return cli.command.main(list(arguments), standalone_mode=False)
+
+
+def refused(capfd, *arguments: str, code: int = 2) -> str:
+    assert cli.main(arguments) == code
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("optimize-export: error: ")
+    assert err.count("\n") == 1
+    return err.removeprefix("optimize-export: error: ").strip()
+
+
+def test_a_model_has_its_own_options_and_the_defaults():
+    config(CONFIG)
+    resnet = parsed("resnet")
+    assert resnet == ExportOptions(
+        model="nets/resnet.py:build",
+        output=Path("dist/resnet"),
+        formats=("onnx", "pt2"),
+        inputs=("2x3x224x224",),
+        batch_sizes=(1, 2),
+        atol=1e-3,
+        strict=True,
+        seed=7,
+    )
+    bert = parsed("bert-tiny")
+    assert (bert.model, bert.output, bert.formats) == ("nets.bert", Path("out/bert"), ("torchscript",))
+    assert (bert.dynamic, bert.tune, bert.accuracy) == ({"ids": {0: "batch"}, "mask": {0: "batch"}}, True, "0.999")
+
+
+def test_a_config_records_the_options_that_the_command_line_would_have():
+    config(CONFIG)
+    named = parsed("resnet")
+    arguments = (
+        "nets/resnet.py:build --formats onnx,pt2 --seed 7 --input 2x3x224x224 --batch-sizes 1,2 --atol 0.001 "
+        "--strict --output dist/resnet"
+    )
+    plain = parsed(*arguments.split())
+    assert named == plain
+    assert named.given == plain.given
+
+
+def test_the_command_line_takes_precedence():
+    config(CONFIG)
+    options = parsed(
+        "resnet", "--input", "1x3x8x8", "--formats", "onnx", "--seed", "0", "--output", "o", "--if-changed"
+    )
+    assert (options.inputs, options.formats, options.seed, options.output) == (("1x3x8x8",), ("onnx",), 0, Path("o"))
+    assert options.strict
+    assert options.if_changed
+
+
+@pytest.mark.parametrize(
+    "text", [CONFIG, CONFIG.replace("[tool.optimize-export.models.", "[models.").replace("[tool.optimize-export]", "")]
+)
+def test_another_file_has_the_table_or_is_the_table(text):
+    config("not toml")
+    config(text, "ci.toml")
+    assert parsed("resnet", "--config", "ci.toml").formats == ("onnx", "pt2")
+
+
+def test_a_file_isnt_a_name_and_reads_no_config():
+    config("not toml")
+    assert parsed("resnet.py").model == "resnet.py"
+    assert parsed("a.b:c").model == "a.b:c"
+    config(CONFIG)
+    assert parsed("resnet.py").formats == ("torchscript", "onnx")
+    assert parsed("transformers").model == "transformers"
+
+
+WRONG = [
+    ("not toml", "The config pyproject.toml is not valid TOML: Expected '=' after a key"),
+    ("\ufeff\x00", "The config pyproject.toml is not valid TOML: "),
+    pytest.param("x = " + "[" * 100_000, "The config pyproject.toml is not valid TOML: ", id="deep"),
+    ('tool = "x"', 'pyproject.toml: tool is "x"; it must be a table, such as [tool].'),
+    ("[tool]\noptimize-export = 1", "pyproject.toml: tool.optimize-export is 1; it must be a table"),
+    (
+        CONFIG.replace("strict", "strickt"),
+        "pyproject.toml: there is no option strickt (= true) in [tool.optimize-export.models.resnet]; did you mean strict?",
+    ),
+    (
+        CONFIG.replace("seed = 7", 'zzz = "x"'),
+        'pyproject.toml: there is no option zzz (= "x") in [tool.optimize-export]; the keys are model and the command\'s '
+        "options for a MODEL.",
+    ),
+    (
+        CONFIG.replace("seed = 7", 'verify = "x"'),
+        "there is no option verify",
+    ),
+    (
+        CONFIG.replace("seed = 7", "json = true"),
+        "there is no option json",
+    ),
+    (
+        CONFIG.replace("strict = true", 'strict = "yes"'),
+        'pyproject.toml: strict in [tool.optimize-export.models.resnet] is "yes"; it must be true or false.',
+    ),
+    (
+        CONFIG.replace("seed = 7", "seed = true"),
+        "seed in [tool.optimize-export] is true; it must be a text or a number.",
+    ),
+    (CONFIG.replace("seed = 7", "seed = [7]"), "seed in [tool.optimize-export] is [7]; it must be a text or a number."),
+    (
+        CONFIG.replace("seed = 7", "seed = 1979-05-27"),
+        'seed in [tool.optimize-export] is "1979-05-27"; it must be a text or a number.',
+    ),
+    (
+        CONFIG.replace("seed = 7", "formats = [{}]").replace('formats = ["onnx", "pt2"]\n', ""),
+        "formats in [tool.optimize-export] is [{}]; it must be a text, a number or a list of them.",
+    ),
+    (
+        CONFIG.replace("seed = 7", 'device = "tpu"'),
+        'device in [tool.optimize-export] is "tpu"; it must be one of auto, cpu, cuda.',
+    ),
+    (
+        CONFIG.replace("strict = true", "batch_sizes = 1"),
+        "batch_sizes is in [tool.optimize-export.models.resnet] twice, with - and with _.",
+    ),
+    (CONFIG.replace("seed = 7", "models = 1"), "not valid TOML"),
+    ("[tool.optimize-export]\nmodels = 1", "tool.optimize-export.models is 1; it must be a table"),
+    ("[tool.optimize-export.models]\nresnet = 1", "tool.optimize-export.models.resnet is 1; it must be a table"),
+    (
+        "[tool.optimize-export.models.'a b']\nmodel = 'x'",
+        "pyproject.toml: 'a b' is not a name for a model; use letters",
+    ),
+    (
+        "[tool.optimize-export.models.resnet]\nseed = 1",
+        'pyproject.toml: [tool.optimize-export.models.resnet] has no model; add one, such as model = "net.py:build".',
+    ),
+    (
+        CONFIG.replace("seed = 7", "seed = -1"),
+        "pyproject.toml, model resnet: --seed: '-1' is not a whole number from 0 to",
+    ),
+    (
+        CONFIG.replace('["onnx", "pt2"]', '["onx"]'),
+        "pyproject.toml, model resnet: There is no format 'onx'; the formats are: torchscript, onnx, pt2, aoti.",
+    ),
+    (
+        CONFIG.replace("seed = 7", "passes = 'fold-conv-nb'"),
+        "pyproject.toml, model resnet: There is no pass 'fold-conv-nb': did you mean 'fold-conv-bn'?",
+    ),
+    (CONFIG.replace("seed = 7", "require-gpu = true\ndevice = 'cpu'"), "--require-gpu and --device cpu contradict"),
+]
+
+
+@pytest.mark.parametrize(("text", "sentence"), WRONG)
+@pytest.mark.parametrize("arguments", [["resnet"], ["--all"]])
+def test_a_mistake_is_named_with_its_place(capfd, text, sentence, arguments):
+    config(text)
+    assert sentence in refused(capfd, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["resnett"], "pyproject.toml has no model resnett; did you mean resnet?"),
+        (["zzz", "--config", "pyproject.toml"], "pyproject.toml has no model zzz; its models are: resnet, bert-tiny."),
+        (
+            ["--config", "pyproject.toml"],
+            "MODEL is missing: name a model of pyproject.toml (resnet, bert-tiny), or pass --all.",
+        ),
+        (["resnet", "--config", "no.toml"], "The config no.toml can't be read: No such file or directory."),
+        (["resnet", "--config", "."], "The config . can't be read: Is a directory."),
+        (["resnet", "-j", "2"], "--jobs goes with --all only."),
+        (["resnet", "--shard", "1/2"], "--shard goes with --all only."),
+        (["resnet", "--all"], "--all builds all models of the config: leave out resnet, or --all."),
+        (["--all", "-j", "0"], "--jobs: '0' is not a whole number from 1 to 9999; use for example -j 2."),
+        (["--all", "--jobs", "two"], "--jobs: 'two' is not a whole number"),
+        (["--all", "--shard", "3/2"], "--shard: '3/2' is not I/N with I from 1 to N; use for example --shard 1/2."),
+        (["--all", "--shard", "0/2"], "--shard: '0/2' is not I/N"),
+        (["--all", "--shard", "1"], "--shard: '1' is not I/N"),
+        (["--all", "--shard", "-1/2"], "--shard: '-1/2' is not I/N"),
+        (["--all", "--verify", "b"], "--verify can't be combined with --all."),
+        (
+            ["--all", "--output", "o"],
+            "the models resnet and bert-tiny have the same output, o: give one of them another.",
+        ),
+        (["--all", "--seed", "x"], "pyproject.toml, model resnet: --seed: 'x' is not a whole number"),
+    ],
+)
+def test_wrong_options(capfd, arguments, sentence):
+    config(CONFIG)
+    assert sentence in refused(capfd, *arguments)
+
+
+@pytest.mark.parametrize("text", ["", "[tool.ruff]\nx = 1", "[tool.optimize-export]\nseed = 1"])
+def test_all_without_models_is_refused(capfd, text):
+    config(text)
+    assert refused(capfd, "--all") == (
+        "pyproject.toml has no models for --all: add a table such as [tool.optimize-export.models.net], or name another "
+        "file with --config."
+    )
+    Path("pyproject.toml").unlink()
+    assert refused(capfd, "--all") == "The config pyproject.toml can't be read: No such file or directory."
+
+
+def test_two_models_with_the_same_output_are_refused(capfd):
+    config(CONFIG.replace('"out/bert"', '"./dist/../dist/resnet"'))
+    assert "the models resnet and bert-tiny have the same output, dist/resnet" in refused(capfd, "--all")
+    assert parsed("resnet").output == Path("dist/resnet")
+
+
+def test_each_model_gets_the_options_of_the_command_line():
+    config(CONFIG)
+    arguments = "--all -j 3 --if-changed --quiet --passes none --metadata a=b --metadata c=--d --json --details"
+    options = parsed(*arguments.split())
+    given = ["--config=pyproject.toml", "--json", "--passes=none", "--metadata=a=b", "--metadata=c=--d"]
+    given += ["--if-changed", "--quiet"]
+    assert options.jobs == 3
+    assert list(options.commands) == ["resnet", "bert-tiny"]
+    assert {name: sorted(each) for name, each in options.commands.items()} == {
+        name: sorted([name, *given]) for name in options.commands
+    }
+    assert parsed(*options.commands["resnet"]).metadata == {"a": "b", "c": "--d"}
+
+
+def test_a_shard_has_every_nth_model():
+    names = [f"m{number}" for number in range(5)]
+    config("".join(f'[models.{name}]\nmodel = "net.py"\n' for name in names), "ci.toml")
+    shards = [list(parsed("--all", "--config", "ci.toml", "--shard", f"{i}/3").commands) for i in (1, 2, 3)]
+    assert shards == [["m0", "m3"], ["m1", "m4"], ["m2"]]
+    assert parsed("--all", "--config", "ci.toml", "--shard", "9/9").commands == {}
+
+
+FAKE = """
+import json, os, signal, sys, time
+name = sys.argv[1]
+open(name + ".started", "w").close()
+print("log of " + name, file=sys.stderr)
+if name == "slow":
+    signal.signal(signal.SIGTERM, lambda *_: (open("ended", "w").close(), sys.exit(143)))
+    time.sleep(60)
+if name == "both":
+    while not os.path.exists("other.started"):
+        time.sleep(0.01)
+if name == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if name == "garbled":
+    print("no json")
+    sys.exit(0)
+if name == "failed":
+    message = "the\\x1bmodel"
+    print(json.dumps({"ok": False, "exit_code": 4, "bundle": "dist/failed", "error": {"message": message}}))
+    sys.exit(4)
+print(json.dumps({"ok": True, "exit_code": 0, "bundle": "dist/" + name, "up_to_date": True}))
+"""
+
+
+@pytest.fixture
+def fake(folder, monkeypatch):
+    """Runs `--all` with models of these names, whose commands are a fake program."""
+    (folder / "_optimize_export_start.py").write_text(FAKE)
+    monkeypatch.setattr(all_models, "ROOT", folder)
+
+    def run(*names: str, more: tuple[str, ...] = ()) -> int:
+        config("".join(f'[tool.optimize-export.models.{name}]\nmodel = "net.py"\n' for name in names))
+        return cli.main(["--all", *more])
+
+    return run
+
+
+def test_the_summary_and_the_logs_name_the_models_and_the_worst_exit_code_is_returned(fake, capfd):
+    assert fake("fine", "failed", more=("-j", "2")) == 4
+    out, err = capfd.readouterr()
+    rows = [line.split(None, 4) for line in out.splitlines()]
+    assert [row[0] for row in rows] == ["model", "fine", "failed"]
+    assert out.splitlines()[1].endswith("dist/fine")
+    assert rows[1][1:4] == ["up", "to", "date"]
+    assert "exit 4" in out.splitlines()[2]
+    assert out.splitlines()[2].endswith("the\\x1bmodel")
+    assert "fine: log of fine\n" in err
+    assert "failed: log of failed\n" in err
+    assert "optimize-export: building fine\n" in err
+
+
+def test_one_document_has_those_of_all_models(fake, capfd):
+    assert fake("killed", "garbled", "fine", "failed", more=("-j", "4", "--json")) == 137
+    document = json.loads(capfd.readouterr().out)
+    assert (document["ok"], document["exit_code"]) == (False, 137)
+    assert list(document["models"]) == ["killed", "garbled", "fine", "failed"]
+    assert {name: each["exit_code"] for name, each in document["models"].items()} == {
+        "killed": 137,
+        "garbled": 1,
+        "fine": 0,
+        "failed": 4,
+    }
+    assert document["models"]["killed"]["error"]["message"] == "The build was killed by signal 9."
+    assert document["models"]["garbled"]["error"]["message"] == "The build ended without a result."
+
+
+def test_quiet_prints_the_bundles(fake, capfd):
+    assert fake("fine", "other", more=("--quiet",)) == 0
+    assert capfd.readouterr().out == "dist/fine\ndist/other\n"
+    assert fake("killed", more=("--quiet",)) == 137
+    assert capfd.readouterr() == ("", "killed: log of killed\n")
+
+
+def test_a_shard_without_models_does_nothing(fake, capfd):
+    assert fake("fine", more=("--shard", "2/2", "--json")) == 0
+    assert json.loads(capfd.readouterr().out) == {"ok": True, "exit_code": 0, "models": {}}
+    assert fake("fine", more=("--shard", "2/2")) == 0
+    assert not Path("fine.started").exists()
+
+
+def test_models_run_side_by_side(fake):
+    assert fake("both", "other", more=("-j", "2")) == 0
+
+
+def test_one_job_runs_one_model_after_the_other(folder, fake, monkeypatch):
+    running = all_models.builds(AllOptions({"fine": ["fine"], "other": ["other"]}), lambda name: None)
+    assert next(running)[0] == "fine"
+    assert not Path("other.started").exists()
+    assert [name for name, *_ in running] == ["other"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_ends_the_builds(folder, fake, number, code):
+    config('[tool.optimize-export.models.slow]\nmodel = "net.py"\n')
+    child = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys\nfrom pathlib import Path\nfrom optimizer.command import all_models, cli\n"
+            "all_models.ROOT = Path()\nsys.exit(cli.main(['--all']))",
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not Path("slow.started").exists():
+        time.sleep(0.02)
+    time.sleep(0.2)
+    child.send_signal(number)
+    assert child.wait(timeout=20) == code
+    assert Path("ended").exists()
+    child.stderr.close()
+
+
+NET = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+    def forward(self, x):
+        return self.linear(x)
+example_inputs = (torch.randn(2, 4),)
+"""
+
+
+@pytest.mark.slow
+def test_the_models_of_a_real_config(folder):
+    Path("net.py").write_text(NET)
+    config(
+        "[tool.optimize-export]\nformats = 'torchscript'\nmodel = 'net.py'\nno-bench = true\n"
+        "[tool.optimize-export.models.a]\n[tool.optimize-export.models.b]\nweights = 'missing.pt'\n"
+    )
+
+    def run(*more: str) -> tuple[int, dict]:
+        command = [sys.executable, "-m", "optimizer", "--all", "-j", "2", "--json", *more]
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=False)
+        return done.returncode, json.loads(done.stdout)
+
+    code, document = run()
+    assert code == 3
+    assert document["models"]["a"]["ok"]
+    assert document["models"]["b"]["error"]["message"] == "The weights file missing.pt doesn't exist."
+    config(Path("pyproject.toml").read_text().replace("weights = 'missing.pt'", "seed = 2"))
+    code, document = run("--if-changed")
+    assert code == 0
+    assert [document["models"][name]["up_to_date"] for name in ("a", "b")] == [True, False]
+    assert document["models"]["b"]["changed"] == ["there is no bundle at dist/b"]
+    assert json.loads((folder / "dist" / "b" / "manifest.json").read_text())["seed"] == 2

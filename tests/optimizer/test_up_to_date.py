@@ -1,0 +1,334 @@
+"""`--if-changed` builds a bundle again if something that it was built from changed, and only then."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from optimizer.command import cli, up_to_date
+from optimizer.command.up_to_date import changes, inputs_of
+from optimizer.manifest import MANIFEST, SUMS, check_manifest, file_digest, read_manifest, sums_text
+from optimizer.options import ExportOptions
+
+ROOT = Path(cli.__file__).parent.parent.parent
+NET = """
+import torch
+from torch import nn
+from layers.sizes import width
+from elsewhere import gain
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, width)
+    def forward(self, x):
+        return self.linear(x) * gain
+
+example_inputs = (torch.randn(2, 4),)
+"""
+COMMAND = [
+    "src/net.py",
+    "--weights",
+    "w.pt",
+    "--formats",
+    "torchscript",
+    "--metadata",
+    f"by={Path.home()}/me",
+]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A folder with a model, its weights and its bundle in `out`."""
+    folder = tmp_path_factory.mktemp("built")
+    (folder / "src" / "layers").mkdir(parents=True)
+    (folder / "lib").mkdir()
+    (folder / "src" / "net.py").write_text(NET)
+    (folder / "src" / "layers" / "sizes.py").write_text("width = 3\n")
+    (folder / "lib" / "elsewhere.py").write_text("gain = 2.0\n")
+    torch.save({"linear.weight": torch.ones(3, 4), "linear.bias": torch.zeros(3)}, folder / "w.pt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(folder / "lib")
+        assert cli.main([*COMMAND, "--output", "out"]) == 0
+    return folder
+
+
+@pytest.fixture
+def here(built, tmp_path, monkeypatch):
+    """A copy of that folder, which is the current one."""
+    folder = tmp_path / "copy"
+    shutil.copytree(built, folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder / "lib")
+    monkeypatch.delitem(sys.modules, "elsewhere", raising=False)
+    return folder
+
+
+def options(*more: str) -> ExportOptions:
+    parsed = cli.command.main([*COMMAND, "--output", "out", *more], standalone_mode=False)
+    assert isinstance(parsed, ExportOptions)
+    return parsed
+
+
+def edit_manifest(change) -> None:
+    """Change the manifest as a program would, with fitting hashes."""
+    path = Path("out", MANIFEST)
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+    digests = {file["path"]: file["sha256"] for file in manifest["files"]} | {MANIFEST: file_digest(path)}
+    Path("out", SUMS).write_text(sums_text(digests))
+
+
+def test_the_manifest_records_what_the_bundle_was_built_from(here):
+    build = read_manifest(Path("out"))["build"]
+    assert build["options"] == {"model": "net.py", "formats": "torchscript", "metadata": ["by=me"]}
+    assert list(build["files"]) == ["--weights", "layers/sizes.py", "module elsewhere", "net.py"]
+    assert build["files"]["net.py"] == file_digest(Path("src/net.py"))
+    assert build["files"]["module elsewhere"] == file_digest(Path("lib/elsewhere.py"))
+    assert str(here.parent) not in json.dumps(build)
+
+
+def test_a_bundle_that_is_up_to_date_stays(here, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "_torch_side", lambda: pytest.fail("it is built again"))
+    before = (here / "out").stat().st_ino
+    assert changes(options()) == []
+    assert cli.main([*COMMAND, "--output", "out", "--if-changed"]) == 0
+    assert capsys.readouterr() == ("up to date: out\n", "")
+    assert cli.main([*COMMAND, "--output", "out", "--if-changed", "--quiet"]) == 0
+    assert capsys.readouterr() == ("out\n", "")
+    assert cli.main([*COMMAND, "--output", "out", "--if-changed", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["ok"], document["exit_code"], document["up_to_date"], document["changed"]) == (True, 0, True, [])
+    assert document["sha256sums"] == file_digest(Path("out", SUMS))
+    assert [artifact["format"] for artifact in document["artifacts"]] == ["torchscript"]
+    assert (here / "out").stat().st_ino == before
+
+
+def test_an_answer_needs_no_torch(here):
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys\nfrom optimizer.command.cli import main\ncode = main(sys.argv[1:])\n"
+            "print(sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'numpy', 'onnx', 'rich'}), code)",
+            *[*COMMAND, "--output", "out", "--if-changed"],
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), "lib"])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "up to date: out\n[] 0\n", done.stderr
+
+
+def write(path: str, text: str):
+    return lambda: Path(path).write_text(text)
+
+
+CHANGES = {
+    "net.py changed": write("src/net.py", NET + "# a comment\n"),
+    "layers/sizes.py changed": write("src/layers/sizes.py", "width = 5\n"),
+    "layers/sizes.py is gone": lambda: Path("src/layers/sizes.py").unlink(),
+    "module elsewhere changed": write("lib/elsewhere.py", "gain = 3.0\n"),
+    "module elsewhere changed ": write("src/elsewhere.py", "gain = 4.0  # found before the other\n"),
+    "module elsewhere is gone": lambda: Path("lib/elsewhere.py").unlink(),
+    "w.pt (--weights) changed": write("w.pt", "other weights"),
+    "there is no bundle at out": lambda: shutil.rmtree("out"),
+    "model.torchscript.pt in the bundle was changed": write("out/model.torchscript.pt", "short"),
+    "the bundle lacks model.torchscript.pt": lambda: Path("out/model.torchscript.pt").unlink(),
+    "the bundle contains mine, which isn't part of it": write("out/mine", "x"),
+    "the bundle doesn't say what it was built from": lambda: edit_manifest(lambda manifest: manifest.pop("build")),
+    "SHA256SUMS is missing": lambda: Path("out", SUMS).unlink(),
+    "the bundle lacks the format onnx": lambda: edit_manifest(lambda manifest: manifest["missing"].update(onnx="why")),
+    "net.py changed during the build": lambda: edit_manifest(
+        lambda manifest: manifest["build"]["files"].update({"net.py": None})
+    ),
+    "torch 2, was 1": lambda: edit_manifest(lambda manifest: manifest["environment"]["libraries"].update(torch="1")),
+    "optimize-export 2, was 1": lambda: edit_manifest(lambda manifest: manifest["program"].update(version="1")),
+    "python 2, was 1": lambda: edit_manifest(lambda manifest: manifest["environment"].update(python="1")),
+    "timm is not installed, was 1": lambda: edit_manifest(
+        lambda manifest: manifest["build"]["versions"].update(timm="1")
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", CHANGES)
+def test_a_change_is_told(here, monkeypatch, sentence):
+    CHANGES[sentence]()
+    real = up_to_date.describe_environment()
+    found = changes(options())
+    if sentence.endswith(" 2, was 1"):
+        name = sentence.split()[0]
+        now = {
+            "python": real["python"],
+            **real["libraries"],
+            "optimize-export": up_to_date.version_of("optimize-export"),
+        }
+        sentence = f"{name} {now[name]}, was 1"
+    assert found == [sentence.strip()]
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--formats", "onnx"], "--formats changed from torchscript to onnx"),
+        (["--formats", "torchscript,onnx,pt2", "--strict"], "--strict changed from the default to on"),
+        (["--input", "2x4", "--input", "2x5"], "--input changed from the default to 2x4 2x5"),
+        (["--model", "Net"], "MODEL changed from net.py to net.py:Net"),
+        (["--choices", "out"], f"{Path('out', MANIFEST)} (--choices) is new"),
+        (["--seed", "1"], "--seed changed from the default to 1"),
+    ],
+)
+def test_another_option_is_a_change(here, more, sentence):
+    assert sentence in changes(options(*more))
+
+
+def test_an_option_that_is_left_out_is_a_change(here):
+    without = cli.command.main(["src/net.py", "--output", "out"], standalone_mode=False)
+    assert changes(without) == [
+        "--formats changed from torchscript to the default",
+        "--metadata changed from by=me to the default",
+        "--weights is gone",
+    ]
+
+
+@pytest.mark.parametrize("more", [["--details"], ["--debug"], ["--debug-dir", "d"], ["--force"]])
+def test_options_that_dont_shape_the_bundle_are_no_change(here, more):
+    assert changes(options(*more)) == []
+
+
+def test_a_folder_of_data_with_the_name_of_a_module_is_no_change(here):
+    Path("src/elsewhere").mkdir()
+    assert changes(options()) == []
+
+
+def test_neither_the_folder_nor_the_path_of_the_weights_counts(here, tmp_path, monkeypatch):
+    shutil.move(here, tmp_path / "moved")
+    monkeypatch.chdir(tmp_path / "moved")
+    monkeypatch.syspath_prepend(tmp_path / "moved" / "lib")
+    shutil.move("w.pt", "other.pt")
+    assert changes(options("--weights", "other.pt")) == []
+
+
+def test_calibration_inputs_and_input_files_count(here):
+    Path("rows").mkdir()
+    for name in ("a.npz", "b.npz", "notes.txt"):
+        Path("rows", name).write_text(name)
+    given = options("--inputs", "x", "--inputs", "y", "--tune", "--accuracy", "0.9", "--calibration", "rows")
+    names = ["net.py", "--weights", "--inputs 1", "--inputs 2", "--calibration a.npz", "--calibration b.npz"]
+    assert list(inputs_of(given).files) == names
+
+
+def test_an_installed_or_importable_module_is_found_without_its_import(here, monkeypatch):
+    monkeypatch.chdir("src")
+    module = cli.command.main(["layers.sizes:f"], standalone_mode=False)
+    assert inputs_of(module).folder == here / "src"
+    assert inputs_of(module).options == {"model": "layers.sizes:f"}
+    assert "layers" not in sys.modules
+    monkeypatch.chdir("..")
+    monkeypatch.syspath_prepend(here / "src")
+    assert inputs_of(module).folder == here / "src"
+    nowhere = cli.command.main(["there_is_no_such"], standalone_mode=False)
+    assert inputs_of(nowhere).folder == here
+
+
+def test_installed_packages_count_by_their_versions(here, monkeypatch):
+    class Distribution:
+        name = "plugin"
+
+    class Point:
+        dist = Distribution
+
+    monkeypatch.setattr(up_to_date.metadata, "entry_points", lambda group: [Point])
+    monkeypatch.setattr(up_to_date, "version_of", lambda name: f"{name} 1")
+    before = {name: module for name, module in sys.modules.items() if name not in ("click", "json", "torch")}
+    record = inputs_of(options()).record(before, started=time.time() + 1)
+    assert record["versions"] == {"click": "click 1", "plugin": "plugin 1"}
+    assert list(record["files"]) == ["--weights", "net.py"]
+
+
+def test_a_file_that_changes_during_the_build_has_no_digest(here):
+    inputs = inputs_of(options())
+    record = inputs.record(dict(sys.modules), started=time.time() - 3600)
+    assert set(record["files"].values()) == {None}
+    assert inputs.record(dict(sys.modules), started=time.time() + 1)["files"]["net.py"] is not None
+    edit_manifest(lambda manifest: manifest.update(build=record))
+    assert "net.py changed during the build" in changes(options())
+
+
+def run(capfd, *more: str) -> tuple[int, str, str]:
+    code = cli.main([*COMMAND, "--output", "out", "--if-changed", *more])
+    return code, *capfd.readouterr()
+
+
+def test_it_replaces_its_own_bundle_without_force(here, capfd):
+    Path("src/layers/sizes.py").write_text("width = 3  # three\n")
+    code, out, err = run(capfd, "--json", "--strict")
+    document = json.loads(out)
+    assert (code, document["up_to_date"]) == (0, False)
+    assert document["changed"] == ["--strict changed from the default to on", "layers/sizes.py changed"]
+    assert f"building out: {', '.join(document['changed'])}" in err
+    assert changes(options("--strict")) == []
+    check_manifest(read_manifest(Path("out")))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda: Path("out", MANIFEST).unlink(), "is a folder with other contents, which is not replaced"),
+        (lambda: Path("out", MANIFEST).write_text("{"), "it can't be recognised as a bundle"),
+        (lambda: edit_manifest(lambda manifest: manifest["schema"].update(version=2)), "has schema version 2"),
+        (lambda: Path("out", "README.md").write_text("mine"), "were changed since this program wrote them (README.md)"),
+        (lambda: Path("out", "mine").write_text("x"), "contains files that this program didn't write (mine)"),
+    ],
+    ids=["deleted", "edited", "another version", "a changed file", "another file"],
+)
+def test_what_is_no_bundle_of_this_program_is_refused(here, capfd, change, sentence):
+    change()
+    before = {path.name: path.read_bytes() for path in Path("out").iterdir()}
+    code, _, err = run(capfd)
+    assert code == 8
+    assert sentence in err.splitlines()[-1]
+    assert {path.name: path.read_bytes() for path in Path("out").iterdir()} == before
+
+
+def test_a_syntax_error_after_a_build_leaves_the_bundle(here, capfd):
+    Path("src/net.py").write_text("def :")
+    code, _, err = run(capfd)
+    assert code == 3
+    assert "building out: net.py changed" in err
+    assert "net.py line 1 has a syntax error" in err
+    assert read_manifest(Path("out"))["build"]["files"]["net.py"]
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--force"], "--if-changed and --force contradict each other: --if-changed replaces its own bundle anyway."),
+        (
+            ["--profile", "p"],
+            "--if-changed and --profile contradict each other: nothing runs if the bundle is up to date.",
+        ),
+        (["--verify", "out"], "--verify can't be combined with"),
+    ],
+)
+def test_contradictions(here, capfd, more, sentence):
+    code, _, err = run(capfd, *more)
+    assert code == 2
+    assert sentence in err
+
+
+@pytest.mark.parametrize("wrong", [{}, {"options": {}, "files": {"net.py": "x"}, "versions": {}}, []])
+def test_a_broken_record_is_refused(here, capfd, wrong):
+    edit_manifest(lambda manifest: manifest.update(build=wrong))
+    code, _, err = run(capfd)
+    assert code == 8
+    assert "manifest.json is broken: " in err
