@@ -18,6 +18,7 @@ from user_folder import UserFolder, refused
 from optimizer.command import cli
 from optimizer.command.early_checks import split_library
 from optimizer.command.loading import Loaded, load
+from optimizer.command.up_to_date import BuildInputs, inputs_of
 from optimizer.command.user_code import names_restored
 from optimizer.errors import UsageError
 from optimizer.options import default_output
@@ -510,3 +511,19 @@ def test_a_model_of_timm_is_proven_on_an_image(timm: Any, capfd: pytest.CaptureF
     document = exported(capfd, f"timm:{SMALL}", "--weights", str(weights), "--inputs", "a.png")
     assert document["model"]["source"] == f"timm:{SMALL}"
     assert document["artifacts"][0]["inputs"][0]["shape"] == ["batch", 3, 160, 160]
+
+
+@pytest.mark.usefixtures("timm")
+def test_a_model_of_a_library_is_compared_by_the_files_of_its_folder_and_its_name(tmp_path: Path) -> None:
+    text_model(tmp_path / "bert")
+
+    def recorded(model: str) -> BuildInputs:
+        options = cli.command.main([model, "--output", "out"], standalone_mode=False)
+        return inputs_of(options)
+
+    of_folder = recorded("transformers:bert")
+    assert of_folder.options["model"] == "transformers:bert"
+    assert {"MODEL config.json", "MODEL model.safetensors"} <= of_folder.files.keys()
+    assert of_folder.path("MODEL config.json") == Path("bert", "config.json")
+    of_hub = recorded("timm:resnet18")
+    assert (of_hub.options["model"], of_hub.files) == ("timm:resnet18", {})
