@@ -31,7 +31,7 @@ from optimizer.manifest import (
     version_of,
     without_local_paths,
 )
-from optimizer.options import ExportOptions
+from optimizer.options import ExportOptions, library_of
 
 Document = dict[str, Any]
 
