@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +108,8 @@ def inputs_of(options: ExportOptions) -> BuildInputs:
         files["--weights"] = options.weights
     files |= {f"--inputs {number}": each for number, each in enumerate(options.input_files, 1)}
     if options.calibration is not None:
-        files |= {
-            f"--calibration {each.name}": each for each in files_of(options.calibration, sum(SUFFIXES.values(), ()))
-        }
+        further = () if library_of(options.model) is None else tuple(chain.from_iterable(SUFFIXES.values()))
+        files |= {f"--calibration {each.name}": each for each in files_of(options.calibration, further)}
     if options.choices is not None:
         files["--choices"] = options.choices / MANIFEST if options.choices.is_dir() else options.choices
     given = {"model": model, **options.given}
