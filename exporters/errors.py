@@ -10,7 +10,7 @@ ExporterError
 ├── ExportError          every route to a format failed; the message names each route with its reason
 ├── QuantizationError    a file can't be quantized as requested
 │   ├── NothingToQuantize  the file has no nodes, or too few weights, that this kind of quantization applies to
-│   └── CalibrationError   the calibration rows are missing or don't fit the file's inputs
+│   └── CalibrationError   the calibration calls are missing or don't fit the file's inputs
 ├── OtherMachine         a file made for one device and processor was loaded on another
 └── ProviderFallback     nodes of an ONNX session run on the CPU although the GPU was requested
 """
@@ -98,7 +98,7 @@ class NothingToQuantize(QuantizationError):
 
 
 class CalibrationError(QuantizationError):
-    """The calibration rows are missing or don't fit the file's inputs."""
+    """The calibration calls are missing or don't fit the file's inputs."""
 
 
 class OtherMachine(ExporterError):

@@ -28,9 +28,9 @@ def _all_true(x: Any) -> Any:
 def _as_strided(x: Any, size: Sequence[Any], stride: Sequence[Any], storage_offset: Any = None) -> Any:
     """A view of a tensor's storage; the tensor itself if the view has its sizes in row-major order.
 
-    torch writes an average over whole channels-last images as a mean and such a view. Its translation gathers the
-    elements by indices that a Range over the batch gives. With a Range over an open size, OpenVINO 2026.4 drops the
-    bias of the first quantized convolution.
+    torch captures an average over whole channels-last images as a mean and such a view. torch's translation gathers the
+    elements by indices from a Range over the batch. With a Range over an open size, OpenVINO 2026.4 drops the bias of
+    the first quantized convolution.
 
     Args:
         size, stride: ints, or values in the file where a size is open.
@@ -45,7 +45,7 @@ def _as_strided(x: Any, size: Sequence[Any], stride: Sequence[Any], storage_offs
 
 
 def _is_whole(x: Any, size: Sequence[Any], stride: Sequence[Any]) -> bool:
-    """Whether a view has the sizes of `x` in row-major order. Open sizes are assumed to be equal; the proof compares."""
+    """Whether a view has the sizes of `x` in row-major order. Open sizes are assumed to be equal, which the proof checks."""
     if x.shape is None or len(x.shape) != len(size):
         return False
     expected: int | None = 1
@@ -73,8 +73,8 @@ def _attention(
 ) -> Any:
     """Attention that returns zeros for a query that can attend to no key, such as a padded position.
 
-    For such a query, torch's translation returns the mean of all values if the mask is bool, and NaN if it is -inf.
-    `torch.nn.functional.scaled_dot_product_attention` does neither.
+    For such a query, torch's translation returns the mean of all values if the mask is bool, and NaN if it is -inf, but
+    `torch.nn.functional.scaled_dot_product_attention` returns zeros.
 
     Args:
         query: (batch, heads, queries, width).

@@ -1,21 +1,21 @@
 """Quantize an ONNX file with onnxruntime: to 8-bit arithmetic, or to 4-bit weights; or convert it to float16.
 
     kind           weights                            activations            nodes
-    int8-static    int8 (7 bits), one scale/channel   uint8, from a sample   Conv, MatMul, Gemm; Relu, Clip after a Conv
+    int8-static    int8 (7 bits), one scale/channel   uint8, calibrated      Conv, MatMul, Gemm; Relu, Clip after a Conv
     int8-dynamic   int8 (7 bits), one scale/channel   uint8, at every call   MatMul, Gemm
     int4-weights   int4, one scale per 32 inputs      float                  MatMul, Gemm
     float16        float16                            float16                all but some, such as Max, Range and TopK
 
-Only nodes with a constant float32 weight are quantized. These stay in float, as measured on a CPU with AVX2:
+The integer kinds quantize only nodes with a constant float32 weight. These stay in float, as measured on AVX2:
 - products of two activations (attention), and the outputs of MatMul and Gemm: quantized, they cost accuracy and gain no
   time;
 - additions: a vision transformer loses nine times as much cosine, for 4 % of speed; a ResNet gains nothing;
-- depthwise convolutions: with so few products per output, the conversions cost more than they gain.
+- depthwise convolutions: with so few products per output, the conversions cost more time than they save.
 
-Weights use 7 of the 8 bits. Without VNNI, processors add two products of uint8 and int8 in 16 bits, which saturates with
-8-bit weights and gives wrong results. The file must run on any processor. Activations are asymmetric uint8: with int8,
-onnxruntime is up to twice as slow on AVX2. The range of an activation is the minimum and maximum over the calibration
-rows: it takes no memory for histograms, and percentiles and entropy weren't more accurate.
+Weights use 7 of the 8 bits, because the file must run on any processor. Without VNNI, a processor adds two products of
+uint8 and int8 in 16 bits, which saturates with 8-bit weights and gives wrong results. Activations are asymmetric uint8:
+with int8, onnxruntime is up to twice as slow on AVX2. The range of an activation is the minimum and maximum over the
+calibration calls: that takes no memory for histograms, and percentiles and entropy weren't more accurate.
 
 4-bit weights save memory, not time: onnxruntime converts them back for each call.
 
@@ -45,7 +45,7 @@ Kind = Literal["int8-static", "int8-dynamic", "int4-weights", "float16"]
 """How a file is quantized."""
 
 Calibration = Sequence[Mapping[str, np.ndarray]]
-"""Rows of inputs: each has one array for every input of the file, by name."""
+"""Calls: each has one array for every input of the file, by name."""
 
 _PRODUCTS = ("MatMul", "Gemm")
 _TYPES: dict[Kind, tuple[str, ...]] = {
@@ -53,7 +53,7 @@ _TYPES: dict[Kind, tuple[str, ...]] = {
     "int8-dynamic": _PRODUCTS,
     "int4-weights": _PRODUCTS,
 }
-# A static range of a convolution that ends at zero computes these too.
+# After a convolution with a static range, clamping to that range computes these too.
 _FUSED_ACTIVATIONS = ("Relu", "Clip")
 
 # Of 32, 64 and 128, 32 was the most accurate, at the same speed. The scales add 1 bit per weight.
@@ -69,7 +69,7 @@ class QuantizedFile:
     """A quantized ONNX file.
 
     Attributes:
-        files: the file, and its external data where it is large.
+        files: the file, and its external data if it is large.
         kind: how it was quantized.
         kept: names of the nodes that were left in float on request.
         quantized: names of the nodes of the float file that were quantized.
@@ -89,14 +89,14 @@ def quantized(
     Inputs, outputs and metadata stay the same. The same arguments give the same bytes.
 
     Args:
-        calibration: rows of typical inputs; only int8-static needs them.
+        calibration: calls with typical inputs; only int8-static needs them.
         keep: names of nodes to leave in float. They compute in float, but with int8-static they may read an activation
             that was rounded for another node: a second copy costs time and gains no accuracy. A node without a
             unique name is called `<operator>_<index>`.
 
     Raises:
         NothingToQuantize: the file has nothing to quantize, or `keep` names all of it.
-        CalibrationError: int8-static has no calibration rows, or a row doesn't fit the file's inputs.
+        CalibrationError: int8-static has no calibration calls, or a call doesn't fit the file's inputs.
         QuantizationError: `keep` names a node that the file doesn't have.
     """
     with prepared(source, target.parent, kind, calibration) as quantizer:
@@ -105,7 +105,7 @@ def quantized(
 
 @contextmanager
 def prepared(source: Path, folder: Path, kind: Kind, calibration: Calibration) -> Iterator[Quantizer]:
-    """A quantizer of the file `source` with temporary files in `folder`; it calibrates once for all files it writes."""
+    """A quantizer of the file `source`, with temporary files in `folder`. It calibrates once for all files it writes."""
     model = ir.load(source)
     name_nodes(model)
     names = {node.name or "" for node in model.graph}
@@ -189,7 +189,7 @@ class Quantizer:
 
     @cached_property
     def _ranges(self) -> Any:
-        """The range of each activation over the calibration rows."""
+        """The range of each activation over the calibration calls."""
         package, _ = quantization()
         calibrator = package.create_calibrator(
             self._float,
@@ -198,9 +198,9 @@ class Quantizer:
             calibrate_method=package.CalibrationMethod.MinMax,
             use_external_data_format=True,
         )
-        for row in self._calibration:
-            # Each call merges its rows' ranges into one, so that a call per row holds the fewest values.
-            calibrator.collect_data(_Rows([row]))
+        for call in self._calibration:
+            # `collect_data` keeps all values until it has merged their ranges, so one call at a time takes least memory.
+            calibrator.collect_data(_Calls([call]))
         return calibrator.compute_data()
 
     def _dynamic(self, chosen: tuple[str, ...]) -> onnx.ModelProto:
@@ -234,7 +234,7 @@ class Quantizer:
         return quantizer.model.model
 
     def _float16(self, chosen: tuple[str, ...]) -> onnx.ModelProto:
-        # Types of all values, which the conversion needs. By path, because a model in memory has at most 2 GiB.
+        # The conversion needs the types of all values. By path, because a model in memory has at most 2 GiB.
         path = self._work / "typed.onnx"
         onnx.shape_inference.infer_shapes_path(self._float, path)
         with refusing("onnxruntime can't convert the file to float16"):
@@ -244,7 +244,7 @@ class Quantizer:
                 disable_shape_infer=True,
                 node_block_list=sorted(set(self.quantizable) - set(chosen)),
             )
-        # The conversion adds one cast for each node in float that reads a value, and all of these have the same name.
+        # The conversion adds a cast for each node in float that reads a value, and gives all these casts one name.
         seen: set[tuple[str, ...]] = set()
         for index in reversed(range(len(model.graph.node))):
             outputs = tuple(model.graph.node[index].output)
@@ -263,15 +263,15 @@ class Quantizer:
             value.shape = shape
 
 
-class _Rows:
-    """The calibration rows as onnxruntime reads them."""
+class _Calls:
+    """The calibration calls as onnxruntime reads them."""
 
-    def __init__(self, rows: Calibration) -> None:
-        self._rows = iter(rows)
+    def __init__(self, calls: Calibration) -> None:
+        self._calls = iter(calls)
 
     def get_next(self) -> dict[str, np.ndarray] | None:
-        row = next(self._rows, None)
-        return None if row is None else dict(row)
+        call = next(self._calls, None)
+        return None if call is None else dict(call)
 
 
 def name_nodes(model: ir.Model) -> None:
@@ -289,27 +289,27 @@ def name_nodes(model: ir.Model) -> None:
 
 
 def check_calibration(model: ir.Model, calibration: Calibration, *, required: bool) -> None:
-    """Refuse rows that don't have the file's inputs.
+    """Refuse calls that don't fit the file's inputs.
 
     Raises:
-        CalibrationError: there are no rows although they are required, or an input's name, dtype or shape is wrong.
+        CalibrationError: there are no calls although they are required, or an input's name, dtype or shape is wrong.
     """
     if required and not calibration:
-        raise CalibrationError("Quantizing activations needs calibration rows: pass some typical inputs.")
+        raise CalibrationError("Quantizing activations needs calibration calls: pass some typical inputs.")
     inputs = {value.name: value for value in model.graph.inputs}
-    for index, row in enumerate(calibration):
-        if wrong := sorted(set(row) ^ set(inputs)):
+    for index, call in enumerate(calibration):
+        if wrong := sorted(set(call) ^ set(inputs)):
             has = "has no input" if wrong[0] in inputs else "has an unknown input"
-            raise CalibrationError(f"Calibration row {index} {has} `{wrong[0]}`.")
+            raise CalibrationError(f"Calibration call {index} {has} `{wrong[0]}`.")
         for name, value in inputs.items():
-            given, dtype, shape = row[name], value.dtype, value.shape
+            given, dtype, shape = call[name], value.dtype, value.shape
             if dtype is not None and given.dtype != dtype.numpy():
                 raise CalibrationError(
-                    f"Calibration row {index}: input `{name}` is {given.dtype}, but the file takes {dtype.numpy()}."
+                    f"Calibration call {index}: input `{name}` is {given.dtype}, but the file takes {dtype.numpy()}."
                 )
             if shape is not None and not _fits(given.shape, shape):
                 raise CalibrationError(
-                    f"Calibration row {index}: input `{name}` has shape {list(given.shape)}, "
+                    f"Calibration call {index}: input `{name}` has shape {list(given.shape)}, "
                     f"but the file takes [{', '.join(str(size) for size in shape)}]."
                 )
 
@@ -324,7 +324,7 @@ def _quantizable(model: ir.Model, kind: Kind) -> tuple[str, ...]:
     """The names of the nodes to quantize.
 
     Raises:
-        NothingToQuantize: there are none, or they hold a small part of the weights.
+        NothingToQuantize: there are none, or they hold only a small part of the weights.
     """
     if kind == "float16":
         tensors = (value.const_value for value in model.graph.initializers.values())

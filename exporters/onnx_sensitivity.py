@@ -15,8 +15,8 @@ from exporters.errors import CalibrationError
 from exporters.onnx_quantization import Calibration, Kind, QuantizedFile, check_calibration, name_nodes, prepared
 from exporters.onnx_runtime import ort
 
-# Each row takes two runs of the file per node.
-_ROWS = 2
+# Each call takes two runs of the file per node.
+_CALLS = 2
 _SWITCHES = "quantization_switches"
 # The part of the nodes from which a quantized file is no longer worth its while.
 _MOST_KEPT = 1 / 4
@@ -52,11 +52,11 @@ def within_budget(
     `max_kept`, which is a quarter of the nodes by default.
 
     Args:
-        calibration: rows of typical inputs, for the ranges of activations and for the errors of nodes.
+        calibration: calls with typical inputs, for the ranges of activations and for the errors of nodes.
         accept: judges the file at the path it gets, which is `target`.
 
     Raises:
-        QuantizationError: as `quantized`; also without calibration rows, if the first file is refused.
+        QuantizationError: as `quantized`; also without calibration calls, if the first file is refused.
     """
     with prepared(source, target.parent, kind, calibration) as quantizer:
         record = quantizer.write(target, ())
@@ -75,17 +75,17 @@ def within_budget(
 def sensitivities(float_file: Path, quantized_file: QuantizedFile, calibration: Calibration) -> list[tuple[str, float]]:
     """The quantized nodes with the error at the file's outputs if only that node is quantized, worst first.
 
-    The error is Σ (y - q)² / Σ y², summed over the rows and the float outputs; -10 log10 of it is the signal-to-noise
+    The error is Σ (y - q)² / Σ y², summed over the calls and the float outputs; -10 log10 of it is the signal-to-noise
     ratio in dB. This takes about two runs of the file per node. The errors at the nodes' own outputs would take one for
     all nodes, but an error there may vanish or grow on its way to the outputs.
 
     Raises:
-        CalibrationError: there are no rows, or one doesn't fit the file's inputs.
+        CalibrationError: there are no calls, or one doesn't fit the file's inputs.
     """
     exact, rounded = ir.load(float_file), ir.load(quantized_file.files[0])
     name_nodes(exact)
     if not calibration:
-        raise CalibrationError("Measuring the errors of nodes needs calibration rows: pass some typical inputs.")
+        raise CalibrationError("Measuring the errors of nodes needs calibration calls: pass some typical inputs.")
     check_calibration(exact, calibration, required=True)
     _add_switches(exact, rounded, quantized_file.quantized)
     options = ort.SessionOptions()
@@ -95,10 +95,10 @@ def sensitivities(float_file: Path, quantized_file: QuantizedFile, calibration: 
         ir.save(exact, path, external_data="switches.onnx.data")
         session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     errors = np.zeros(len(quantized_file.quantized))
-    for row in calibration[:_ROWS]:
-        reference = session.run(None, {**row, _SWITCHES: np.zeros(len(errors), bool)})
+    for call in calibration[:_CALLS]:
+        reference = session.run(None, {**call, _SWITCHES: np.zeros(len(errors), bool)})
         for index in range(len(errors)):
-            outputs = session.run(None, {**row, _SWITCHES: np.arange(len(errors)) == index})
+            outputs = session.run(None, {**call, _SWITCHES: np.arange(len(errors)) == index})
             errors[index] += sum(map(_relative_power, outputs, reference))
     pairs = zip(quantized_file.quantized, errors.tolist(), strict=True)
     return sorted(pairs, key=lambda pair: -pair[1])

@@ -319,7 +319,7 @@ def library_of(model: str) -> str | None:
 
 
 def default_output(model: str) -> Path:
-    """The default folder of the bundle: `dist/` and the name of the file, the module or the library's model."""
+    """The default folder of the bundle: `dist/` and the name of the file, the module or the library model."""
     if library_of(model) is not None:
         return Path("dist") / (os.path.basename(os.path.abspath(model.partition(":")[2])) or "model")
     place = model.rpartition(":")[0] if model.rpartition(":")[2].replace(".", "_").isidentifier() else model

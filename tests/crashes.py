@@ -2,8 +2,8 @@
 
     python tests/crashes.py --runs 20 [--seed N]
 
-Each build is a fork of this process, so that it starts at once, and has another `--seed` than the one before. Every other
-build replaces the folder by two renames, as on systems that can't exchange folders in one step. `make crash` runs this.
+Each build is a fork of this process, so that it starts at once, and has its own `--seed`. Every other build replaces the
+folder by two renames, as on systems that can't exchange folders in one step. `make crash` runs this.
 """
 
 import argparse
@@ -29,7 +29,7 @@ example_inputs = (torch.randn(2, 3, 8, 8),)
 
 
 def build(folder: Path, seed: int, *, renames: bool, killed_after: float | None) -> bool:
-    """Build the bundle in a fork, and kill it after that many seconds; return whether it was killed."""
+    """Build the bundle in a fork, and kill the fork after that many seconds, if any; return whether it was killed."""
     child = os.fork()
     if child == 0:
         log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -49,7 +49,7 @@ def build(folder: Path, seed: int, *, renames: bool, killed_after: float | None)
 
 
 def content(target: Path) -> int | None:
-    """The seed of the bundle that a reader finds, None if there is none; exits if it isn't intact."""
+    """The seed of the bundle that a reader finds; None if there is none. Exit if the bundle isn't intact."""
     exchange.recover(target)
     if not target.exists():
         return None
@@ -74,7 +74,7 @@ def main() -> None:
         seconds = time.perf_counter() - started
         before = content(target)
         for run in range(1, arguments.runs + 1):
-            # More often near the end, where the folder is written.
+            # More often near the end, when the folder is written.
             moment = draw.triangular(0, 1.05 * seconds, seconds)
             killed = build(folder, run, renames=run % 2 == 0, killed_after=moment)
             found = content(target)
@@ -84,7 +84,7 @@ def main() -> None:
             outcomes["killed"] += killed
             before = found
         build(folder, arguments.runs + 1, renames=False, killed_after=None)
-        # A place whose marker wasn't written yet can't be told from a user's folder, so it stays.
+        # A hidden folder without its marker can't be told from a user's folder, so it stays.
         left = [path.name for path in target.parent.iterdir() if (path / exchange.MARKER).exists()]
         if content(target) != arguments.runs + 1 or left:
             sys.exit(f"The last build didn't succeed, or left {left}.")

@@ -1,4 +1,4 @@
-"""`--all`: build the models of a config side by side, each with a command in a process of its own."""
+"""`--all`: build the models of a config side by side, each in its own process."""
 
 import json
 import re
@@ -54,7 +54,7 @@ class _Build:
 
 
 def parse_jobs(text: str) -> int:
-    """Parse the number of processes; raise `UsageError` unless it is a whole number of at least 1."""
+    """Parse the number of processes; raise `UsageError` unless it is a whole number from 1 to 9999."""
     if not re.fullmatch(r"[1-9][0-9]{0,3}", text):
         raise UsageError(f"--jobs: {text!r} is not a whole number from 1 to 9999; use for example -j 2.")
     return int(text)
@@ -72,7 +72,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 def builds(options: AllOptions, tell: Callable[[str], object]) -> Generator[tuple[str, Document, str]]:
     """Run the builds, and yield the name, the JSON document and the log of each when it ends.
 
-    Each name is told when its build starts. If the caller stops early, the running builds are terminated.
+    `tell` gets each name when its build starts. If the caller stops early, the running builds are terminated.
     """
     waiting, running = list(options.commands.items()), dict[str, _Build]()
     try:

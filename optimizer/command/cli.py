@@ -257,7 +257,7 @@ def _installed(distribution: str) -> str:
     metavar="FILE",
     multiple=True,
     help="A call of the model: a .safetensors file whose tensors are named after forward's arguments, or by "
-    "position (0, 1, ...); or, for a library's model, an image or a .txt file. The first file has the example inputs; "
+    "position (0, 1, ...); or, for a library model, an image or a .txt file. The first file has the example inputs; "
     "further files are checked as they are.",
 )
 @click.option("--weights", metavar="FILE", help="Weights: .safetensors, or a state dict (.pt, .pth, .bin).")
@@ -376,7 +376,7 @@ def _installed(distribution: str) -> str:
 @click.option(
     "--calibration",
     metavar="PATH",
-    help="Calls to calibrate int8 with: a .safetensors or .npz file, or, for a library's model, an image or a .txt "
+    help="Calls to calibrate int8 with: a .safetensors or .npz file, or, for a library model, an image or a .txt "
     "file; or a folder of them. With --accuracy.",
 )
 @click.option(
@@ -393,7 +393,9 @@ def _installed(distribution: str) -> str:
     "--factor", metavar="K", help="Allowed error of an output in multiples of its noise; with --rejudge.  [default: 4]"
 )
 @click.option(
-    "--config", metavar="FILE", help="A TOML file with models; MODEL is the name of one.  [default: pyproject.toml]"
+    "--config",
+    metavar="FILE",
+    help="A TOML file with models (a config); MODEL is the name of one.  [default: pyproject.toml]",
 )
 @click.option("--all", "all_models", is_flag=True, help="Build all models of the config; no MODEL.")
 @click.option("-j", "--jobs", metavar="N", help="With --all: how many models to build side by side.  [default: 1]")
@@ -413,7 +415,7 @@ def _installed(distribution: str) -> str:
 def command(context: click.Context, /, **values: Any) -> Options:
     """Make a PyTorch model faster and put it into deployable files, with proof that it still computes the same.
 
-    MODEL is a file (model.py, model.py:NAME), package.module:factory, a library's model (timm:NAME, torchvision:NAME,
+    MODEL is a file (model.py, model.py:NAME), package.module:factory, a library model (timm:NAME, torchvision:NAME,
     transformers:FOLDER-or-hub-name), or a model's name in the config. Without a NAME it is the `model` of the file, else
     its get_model, build_model or create_model, else its only nn.Module that needs no arguments. Its inputs are the
     example_inputs or get_example_inputs() of the file, or those of --input or --inputs.

@@ -34,7 +34,7 @@ class Config:
     """The models of a config file.
 
     Attributes:
-        models: the values of each model's options, by the name of the model and that of the command's parameter.
+        models: for each model by its name, the values of its options by the names of the command's parameters.
     """
 
     path: Path
@@ -53,7 +53,7 @@ class Config:
 
     @contextmanager
     def blamed(self, name: str) -> Iterator[None]:
-        """Name the file and the model in errors of its options."""
+        """Name the file and the model in errors about its options."""
         try:
             yield
         except UsageError as error:
@@ -139,7 +139,7 @@ def _values(path: Path, options: Mapping[str, click.Option], where: str, table: 
 
 
 def _converted(option: click.Option | None, value: Any) -> Any:
-    """The value that the command line would give; raise `TypeError` with what it must be."""
+    """The value as the command line would give it; raise `TypeError` that says what it must be."""
     if option is not None and option.is_flag:
         if not isinstance(value, bool):
             raise TypeError("true or false")

@@ -37,7 +37,7 @@ PASS_NAMES = (
 )
 FORMAT_NAMES = ("torchscript", "onnx", "pt2", "aoti")
 
-# Of the files that a library's model may take as inputs, by what they contain.
+# The suffixes of the files that library models take as inputs, by their content.
 SUFFIXES = {
     "image": (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"),
     "text": (".txt",),
@@ -95,7 +95,7 @@ def refuse_missing_inputs(paths: Sequence[Path]) -> None:
 
 
 def files_of(path: Path, further: Sequence[str] = ()) -> list[Path]:
-    """The file; or the safetensors and npz files in a folder, and those with further suffixes, by name.
+    """The file itself; or the .safetensors and .npz files in a folder, and those with further suffixes, by name.
 
     Raises:
         LoadError: there is none.
@@ -105,7 +105,8 @@ def files_of(path: Path, further: Sequence[str] = ()) -> list[Path]:
     suffixes = (".safetensors", ".npz", *further)
     found = sorted(each for each in path.glob("*") if each.suffix.lower() in suffixes)
     if not found:
-        what = f"contains no {' and no '.join(suffixes[:3])} file" if path.is_dir() else "doesn't exist"
+        *first, last = suffixes[:3]
+        what = f"contains no {', '.join(first)} or {last} file" if path.is_dir() else "doesn't exist"
         raise LoadError(f"{path} {what}.")
     return found
 

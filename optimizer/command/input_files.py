@@ -1,4 +1,4 @@
-"""`--inputs` and `--calibration`: calls of the model from files of tensors, images and texts, one call per file."""
+"""`--inputs` and `--calibration`: calls of the model from files of tensors, images and text files, one call per file."""
 
 from __future__ import annotations
 

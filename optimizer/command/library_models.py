@@ -1,11 +1,11 @@
-"""Models that MODEL names by their library: `timm:NAME`, `torchvision:NAME`, `transformers:FOLDER-OR-HUB-NAME`.
+"""Library models: MODEL is `timm:NAME`, `torchvision:NAME` or `transformers:FOLDER-OR-HUB-NAME`.
 
     timm           timm.create_model(NAME, pretrained=True)
     torchvision    torchvision.models.get_model(NAME, weights="DEFAULT")
     transformers   the class that the config names, or else AutoModel: from_pretrained(NAME, dtype=torch.float32)
 
-With `--weights`, the model is created without its pretrained weights. It never keeps the random weights that it is
-created with. Each library is imported only for a model of its own.
+With `--weights`, the model is created with random weights; loading the file then replaces all of them. Each library is
+imported only for its own models.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from optimizer.errors import LoadError
 from optimizer.wording import dtype_name, listed
 
 _ROWS, _LENGTH = 2, 16
-# The side of the images if the model's configuration has none, which holds for models that take any.
+# The side of the images if the model's config has none; such models take any size.
 _SIDE = 224
 
 
 @dataclass(frozen=True)
 class LibraryModel:
-    """A model of a library, with example inputs that fit it.
+    """A library model, with example inputs that fit it.
 
     Attributes:
-        name: of the model, without the path of a local folder.
+        name: the model's name, without the path of a local folder.
         args, kwargs: the example inputs; both empty if they aren't known.
         preprocessing: None if it isn't known.
-        notes: sentences about decisions, for the user.
+        notes: sentences for the user about decisions made while loading.
     """
 
     name: str
@@ -58,11 +58,11 @@ class LibraryModel:
         return self.args or None, self.kwargs
 
     def calibration(self) -> None:
-        """A library has no typical inputs."""
+        """None: a library has no calibration inputs."""
 
 
 def library_model(library: str, name: str, *, pretrained: bool, seed: int) -> LibraryModel:
-    """Create a model, in eval mode.
+    """Create a library model in eval mode.
 
     Args:
         pretrained: False if weights will be loaded into the model.
@@ -87,7 +87,7 @@ def library_model(library: str, name: str, *, pretrained: bool, seed: int) -> Li
 
 
 def open_lengths(kwargs: Mapping[str, Any]) -> dict[str, dict[int, str | None]] | None:
-    """The dims that are dynamic by default: batch and length of `input_ids` and of the tensors in its shape."""
+    """The dims that are dynamic by default: batch and length of `input_ids` and of tensors with the same shape."""
     ids = kwargs.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] < 2:
         return None
@@ -121,7 +121,7 @@ def _torchvision(name: str, pretrained: bool, generator: torch.Generator) -> Lib
         _refuse_unknown("torchvision.models", name, models.list_models())
     weights = models.get_model_weights(name).DEFAULT
     takes = inspect.signature(models.get_model_builder(name)).parameters
-    # Without this, models for segmentation and detection download the weights of their first part.
+    # Without this, models for segmentation and detection download the weights of their backbone.
     others = {"weights_backbone": None} if "weights_backbone" in takes else {}
     model = models.get_model(name, weights=weights if pretrained else None, **others)
     transform = weights.transforms()
@@ -144,7 +144,7 @@ def _transformers(name: str, pretrained: bool, generator: torch.Generator) -> Li
     cls: Any = known if isinstance(known, type) and issubclass(known, nn.Module) else transformers.AutoModel
     notes = []
     if pretrained:
-        # Not every runtime computes in the lower precision that the weights may have, and float32 holds their values.
+        # Weights may be in half precision, which not every runtime computes in; float32 holds their values exactly.
         options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
         model, report = cls.from_pretrained(name, config=config, **options)
         if absent := sorted(report["missing_keys"]):
@@ -157,7 +157,7 @@ def _transformers(name: str, pretrained: bool, generator: torch.Generator) -> Li
     kwargs = _inputs_of(model.main_input_name, config, takes, generator)
     preprocessing, label = None, f"transformers:{shown}"
     if "input_ids" in kwargs:
-        tokenizer = functools.cache(lambda: _tokenizer(name))  # loaded for the first text
+        tokenizer = functools.cache(lambda: _tokenizer(name))  # loaded when the first text comes
         preprocessing = Preprocessing(label, "text", lambda texts: _tokens(tokenizer(), texts, kwargs))
     elif kwargs:
         load = transformers.AutoImageProcessor.from_pretrained
@@ -179,7 +179,7 @@ def _inputs_of(main: str, config: Any, takes: Iterable[str], generator: torch.Ge
         return {}
     special = (value for key, value in config.to_dict().items() if key.endswith("_token_id"))
     ends = sorted({-1, vocabulary, *(each for each in special if isinstance(each, int) and 0 <= each < vocabulary)})
-    # The longest range without special tokens, because some models search for these.
+    # The longest range of ids without special tokens, which some models search for.
     before, after = max(itertools.pairwise(ends), key=lambda pair: pair[1] - pair[0])
     ids = torch.randint(before + 1, after, (_ROWS, _LENGTH), generator=generator)
     mask = torch.ones_like(ids)
@@ -191,7 +191,8 @@ def _tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # without a file, some tokenizers know no word
+    # Without their files, some tokenizers have an empty vocabulary.
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise LoadError(f"{Path(name).name} has no tokenizer: save it there with tokenizer.save_pretrained.")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

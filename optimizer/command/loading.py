@@ -4,7 +4,7 @@
                              nn.Module subclass that is defined there and needs no arguments
     path/model.py:NAME       NAME is an instance, a class that needs no arguments or a factory
     package.module:NAME      the same in an importable module; the current folder is on the path
-    timm:NAME                a model of a library (see `library_models`), unless there is a timm.py in the current folder
+    timm:NAME                a library model (see `library_models`), unless there is a timm.py in the current folder
 
 Every error is a `LoadError`, or a `UsageError` if an option is wrong. The message is one sentence that names the place
 in the user's file. The file runs as in `python model.py`: its folder is first on the path, and `import optimizer` there

@@ -1,4 +1,4 @@
-"""Images and texts as inputs, for models whose library knows how to preprocess them."""
+"""Images and text files as inputs of library models, preprocessed as in the library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Kind = Literal["image", "text"]
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How a model's library converts a file to the tensors of a call.
+    """Converts an image or texts to the tensors of a call, as the model's library does.
 
     Attributes:
         label: the model, for messages.
@@ -39,13 +39,13 @@ def kind_of(path: Path) -> Kind | None:
 
 
 def preprocessed(path: Path, kind: Kind, preprocessing: Preprocessing | None) -> dict[str, torch.Tensor]:
-    """Read an image or a text, and convert it to tensors.
+    """Read an image or a text file, and convert it to tensors.
 
     Raises:
-        LoadError: the model's preprocessing isn't known or is for the other kind; or the file can't be read, is empty
-            or can't be converted.
+        LoadError: the model's preprocessing isn't known or is for the other kind of file; or the file can't be read, is
+            empty or can't be converted.
     """
-    described = {"image": "an image", "text": "a text"}
+    described = {"image": "an image", "text": "a text file"}
     if preprocessing is None:
         raise LoadError(
             f"{path.name} is {described[kind]}, and the model's preprocessing of it isn't known: save the tensors of a "
@@ -78,8 +78,8 @@ def _lines_of(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
-        raise LoadError(f"The text {path.name} couldn't be read as UTF-8: {quote(error)}.") from error
+        raise LoadError(f"The text file {path.name} couldn't be read as UTF-8: {quote(error)}.") from error
     texts = [line.strip() for line in lines if line.strip()]
     if not texts:
-        raise LoadError(f"The text {path.name} is empty: write one text per line.")
+        raise LoadError(f"The text file {path.name} is empty: write one text per line.")
     return texts

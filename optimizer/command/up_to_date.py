@@ -1,6 +1,6 @@
-"""`--if-changed`: what a bundle was built from, for its manifest, and how that differs from what is there now.
+"""`--if-changed`: record the inputs of a build in the manifest, and compare them with the current ones.
 
-The comparison needs no torch, and it runs none of the user's code. So it finds modules without importing them.
+The comparison needs no torch and runs none of the user's code, so it finds modules without importing them.
 """
 
 import hashlib
@@ -49,8 +49,8 @@ class BuildInputs:
     """The options of a build, and the files that they name.
 
     Attributes:
-        folder: the folder of the model's file, or the one from which the importable module is imported.
-        files: the model's file by its name, and other files by their options, such as "--weights".
+        folder: the folder of the model's file, or that from which the module is imported.
+        files: the model's own files by their names, and other files by their options, such as "--weights".
         options: the options that shape the bundle, by their long names, as the manifest records them.
     """
 
@@ -63,8 +63,8 @@ class BuildInputs:
 
         Args:
             before: `sys.modules` before the model was loaded.
-            started: the Unix time at that moment. A file that was changed since then may have been read before or
-                after the change, so its digest is null.
+            started: the Unix time at that moment. A file that changed since then may have been read before or after the
+                change, so its digest is null.
         """
         files, packages = dict(self.files), set[str]()
         for name, module in list(sys.modules.items()):
@@ -89,7 +89,7 @@ class BuildInputs:
         }
 
     def path(self, name: str) -> Path | None:
-        """The path of a recorded file; None if it isn't among these inputs, or Python finds no such module."""
+        """The current path of a recorded file; None if these inputs lack it, or Python finds no such module."""
         if name.startswith("--") or name in self.files:
             return self.files.get(name)
         if name.startswith(_MODULE):
@@ -98,7 +98,7 @@ class BuildInputs:
 
 
 def inputs_of(options: ExportOptions) -> BuildInputs:
-    """Find the inputs of a build; call it before the user's code runs, which may change the current folder.
+    """Find the inputs of a build. Call it before the user's code runs, which may change the current folder.
 
     Raises:
         UsageError, LoadError: the model's file or the calibration inputs are missing.
@@ -118,7 +118,7 @@ def inputs_of(options: ExportOptions) -> BuildInputs:
 
 
 def _model_of(options: ExportOptions) -> tuple[str, Path, dict[str, Path]]:
-    """The name of the model, the folder of its sources, and its own files."""
+    """The model's name as recorded, the folder of its sources, and its own files."""
     if (library := split_library(options.model, options.name)) is not None:
         saved = sorted(Path(library[1]).glob("*")) if library[0] == "transformers" else []
         return ":".join(library), Path.cwd(), {f"MODEL {each.name}": each for each in saved if each.is_file()}
@@ -130,7 +130,7 @@ def _model_of(options: ExportOptions) -> tuple[str, Path, dict[str, Path]]:
 
 
 def changes(options: ExportOptions) -> list[str]:
-    """The differences between the bundle at `output` and one that would be built now, as short texts.
+    """The differences between the bundle at `output` and one built now, as short texts.
 
     Weights, inputs and sources are compared by their hashes. The files of the bundle are compared by their sizes, and
     the manifest by its hash in SHA256SUMS.
@@ -203,7 +203,7 @@ def _module_file(name: str, folder: Path) -> Path | None:
 
 
 def _digest(path: Path, unchanged_since: float | None = None) -> str | None:
-    """The SHA-256 of a file; None if it isn't a regular file, can't be read, or was changed after that Unix time."""
+    """The SHA-256 of a file; None if it isn't a regular file, can't be read, or changed after that Unix time."""
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())

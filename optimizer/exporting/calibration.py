@@ -1,4 +1,4 @@
-"""Calibration data for static quantization, and inputs kept apart to judge its result."""
+"""Calibration inputs for static quantization, and inputs held out to judge its result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ A call with more rows than the example inputs is split.
 _RANDOM = 8
 # The draws from this number on are used for nothing else.
 _FIRST_DRAW = 1000
-# One of this many calls is kept apart.
+# One of this many calls is held out.
 _KEPT_APART = 4
 
 
@@ -46,7 +46,7 @@ class Calibration:
 def calibration_of(
     given: Iterable[CalibrationCall] | None, samples: Samples, adapter: Adapter, request: ExportRequest
 ) -> Calibration:
-    """Take the user's calibration calls, or draw random ones. Every fourth call is kept apart.
+    """Take the user's calibration calls, or draw random ones. Every fourth call is held out.
 
     Raises:
         UsageError: a call doesn't have the structure, the dtypes or the fixed sizes of the example inputs.

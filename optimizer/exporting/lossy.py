@@ -36,12 +36,12 @@ _KINDS: Mapping[str, Kind] = {
 class Lossy:
     """Makes and judges lossy candidates.
 
-    They are judged at the golden calls and at the calls that were kept apart from the calibration.
+    They are judged at the golden calls and at the calls held out of the calibration.
 
     Args:
         measured: the original, and its reference.
-        budget: what the user allows.
-        calibration: for static quantization.
+        budget: the user's accuracy budget.
+        calibration: the inputs for static quantization, and the calls held out of it.
 
     Attributes:
         notes: sentences for the user.
@@ -54,7 +54,7 @@ class Lossy:
         self.notes: tuple[str, ...] = ()
         self.is_late: Callable[[], bool] = lambda: False
         self._measured = measured
-        # Of the quantized files in onnxruntime, which are judged when they are made.
+        # By route, the accuracies of quantized files in onnxruntime, which are judged when they are made.
         self._accuracies: dict[str, Accuracy] = {}
 
     def proven(self, candidate: Candidate, files: Files) -> Candidate:
@@ -114,7 +114,7 @@ class Lossy:
             return found[-1].why_not(self.budget) is None
 
         if kept is None and kind == "float16":
-            # The errors of single nodes can't be measured as for quantization: the types of their inputs differ.
+            # The errors of single nodes can't be measured as for quantized files, because the types of inputs differ.
             kept = ()
         if kept is None:
             made = within_budget(source, target, kind, self._rows, accept).accepted
@@ -154,11 +154,11 @@ class Lossy:
                 for call in self.calibration.used
             ]
         except TypeError as error:
-            raise Refused("it can't be made: numpy, which calibrates, doesn't have the dtype of an input") from error
+            raise Refused("it can't be made: calibration uses numpy, which lacks the dtype of an input") from error
 
     @cached_property
     def _originals(self) -> list[tuple[torch.Tensor, ...]]:
-        """The original's outputs at the calls that were kept apart."""
+        """The original's outputs at the calls held out of the calibration."""
         adapter, found = self._measured.adapter, []
         model = self._measured.original
         device = next((tensor.device for tensor in chain(model.parameters(), model.buffers())), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Optimize a model with one pass more, or without one, to time whether the pass pays."""
+"""Optimize a model again with one more pass, or without one, to find by timing whether the pass pays."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class OtherPasses:
 
     Attributes:
         changed: the name of that pass.
-        more: whether it is one more.
-        passes: all, in order.
+        more: whether it was added; otherwise it was left out.
+        passes: the resulting passes, in order.
     """
 
     changed: str

@@ -44,7 +44,7 @@ class Tuner:
     Args:
         bench: the files and the original.
         lossy: makes and judges lossy candidates; None if only rounding is allowed.
-        seconds: for everything.
+        seconds: the time for everything.
 
     Attributes:
         entries: the manifest's entries of the quantized files that were made, by format.
@@ -58,8 +58,8 @@ class Tuner:
         self._started = time.monotonic()
         self._own = bench.files.own_routes
         self._dropped: list[Figure] = []
-        # The files that run and are proven, and how many times as fast as the first of them each one was in its first
-        # timing; in the order in which they were tried.
+        # The proven files in the order of their trials, each with its speed relative to the first one, from its first
+        # timing.
         self._ready: list[tuple[Opened, float]] = []
         self._first: Opened | None = None
         self._in_python: list[Opened] = []
@@ -97,11 +97,11 @@ class Tuner:
                 yield files.candidate(fast)
             yield from self._in_openvino(route.format)
         if files.device == "cuda":
-            # A setting is tried in seconds, and quantization can take minutes.
+            # Settings first: each takes seconds, quantization can take minutes.
             yield from self._settings_of_best()
             yield from self._lossy_files()
         else:
-            # A quantized file has other best settings.
+            # Settings last, because those that are best for a quantized file may differ.
             yield from self._lossy_files()
             yield from self._settings_of_best()
 
@@ -156,7 +156,7 @@ class Tuner:
             alone: list[dict[str, Setting]] = [{name: True} for name in names]
             return [*alone, dict.fromkeys(names, True)] if len(names) > 1 else alone
         if runtime == "torch":
-            # torch's threads are those of the process, eager's too.
+            # torch's threads belong to the whole process, so eager would get them too.
             return []
         cpus = usable_cpus()
         found: list[dict[str, Setting]] = [{"threads": count} for count in sorted({1, max(1, cpus // 2), cpus})]
@@ -172,7 +172,7 @@ class Tuner:
             self._close_others()
 
     def _try_in_python(self, eager: Opened) -> None:
-        """Try what is no file: it shows what other passes, and torch.compile, would gain."""
+        """Time what isn't a file, to show what other passes and torch.compile would gain."""
         module = self._opened(self._bench.in_python())
         self._in_python += module
         base = module[0] if module else eager
@@ -193,7 +193,7 @@ class Tuner:
             self._drop(opened.candidate, f"it doesn't pay: {told}")
             return
         self._in_python.append(opened)
-        self._notes.append(f"in Python, {opened.candidate.name} is {told}: pass these passes, and export again")
+        self._notes.append(f"in Python, {opened.candidate.name} is {told}: choose these passes, and export again")
 
     def _opened(self, candidate: Candidate | None) -> list[Opened]:
         """The candidate, proven and ready to run; nothing if it is dropped."""

@@ -263,19 +263,19 @@ def test_the_bytes_depend_on_the_arguments_alone(mlp, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "sentence"),
+    ("call", "sentence"),
     [
-        (None, "needs calibration rows"),
-        ({}, "row 0 has no input `x`"),
-        ({"x": np.zeros((2, 64), np.float32), "z": np.zeros(1)}, "row 0 has an unknown input `z`"),
+        (None, "needs calibration calls"),
+        ({}, "call 0 has no input `x`"),
+        ({"x": np.zeros((2, 64), np.float32), "z": np.zeros(1)}, "call 0 has an unknown input `z`"),
         ({"x": np.zeros((2, 64))}, "input `x` is float64, but the file takes float32"),
         ({"x": np.zeros((2, 63), np.float32)}, r"input `x` has shape \[2, 63\], but the file takes \[batch, 64\]"),
         ({"x": np.zeros((2, 1, 64), np.float32)}, r"input `x` has shape \[2, 1, 64\]"),
     ],
 )
-def test_calibration_rows_that_do_not_fit_are_refused(row, sentence, mlp, tmp_path):
+def test_calibration_calls_that_do_not_fit_are_refused(call, sentence, mlp, tmp_path):
     with pytest.raises(CalibrationError, match=sentence):
-        quantized(mlp, tmp_path / "small.onnx", "int8-static", [] if row is None else [row])
+        quantized(mlp, tmp_path / "small.onnx", "int8-static", [] if call is None else [call])
     assert list(tmp_path.iterdir()) == [mlp]
 
 
@@ -327,9 +327,9 @@ def test_a_convolution_is_measured_with_its_relu_and_its_rounding(network, tmp_p
     assert {name for name, _ in sensitivities(network, both, row)} == {"Conv_first", "Conv_y"}
 
 
-def test_the_errors_of_nodes_need_rows(mlp, tmp_path):
+def test_the_errors_of_nodes_need_calls(mlp, tmp_path):
     record = quantized(mlp, tmp_path / "small.onnx", "int8-dynamic")
-    with pytest.raises(CalibrationError, match="needs calibration rows"):
+    with pytest.raises(CalibrationError, match="needs calibration calls"):
         sensitivities(mlp, record, [])
 
 

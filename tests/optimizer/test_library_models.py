@@ -447,15 +447,13 @@ def test_files_that_cant_be_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def sentence(model: str, file: str) -> str:
         return refused(model, input_files=[Path(file)])
 
-    assert "a.txt is a text, but transformers:vit takes an image (.jpg " in sentence("transformers:vit", "a.txt")
-    assert "a.png is an image, but transformers:bert takes a text (.txt)" in sentence("transformers:bert", "a.png")
-    assert sentence("transformers:bert", "empty.txt") == "The text empty.txt is empty: write one text per line."
+    assert "a.txt is a text file, but transformers:vit takes an image (.jpg " in sentence("transformers:vit", "a.txt")
+    assert "a.png is an image, but transformers:bert takes a text file (.txt)" in sentence("transformers:bert", "a.png")
+    assert sentence("transformers:bert", "empty.txt") == "The text file empty.txt is empty: write one text per line."
     assert "bad.txt couldn't be read as UTF-8" in sentence("transformers:bert", "bad.txt")
     assert "The image bad.png couldn't be read: " in sentence("transformers:vit", "bad.png")
     assert "The image cut.png couldn't be read: " in sentence("transformers:vit", "cut.png")
-    assert "contains no .safetensors and no .npz and no .txt file" in refused(
-        "transformers:bert", calibration=tmp_path / "none"
-    )
+    assert "contains no .safetensors, .npz or .txt file" in refused("transformers:bert", calibration=tmp_path / "none")
     monkeypatch.setitem(sys.modules, "PIL", None)
     assert sentence("transformers:vit", "a.png") == "Pillow, which reads a.png, isn't installed: pip install pillow."
 

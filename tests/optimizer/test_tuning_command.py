@@ -124,7 +124,7 @@ def test_calibration_files_that_are_no_calls_are_refused(write: UserFolder, tmp_
     assert "broken.npz couldn't be read as npz" in refused(path, calibration=tmp_path / "broken.npz")
     (tmp_path / "empty").mkdir()
     message = refused(path, calibration=tmp_path / "empty")
-    assert message == f"{tmp_path / 'empty'} contains no .safetensors and no .npz file."
+    assert message == f"{tmp_path / 'empty'} contains no .safetensors or .npz file."
 
 
 FUNCTION = """

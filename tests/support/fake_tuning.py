@@ -60,7 +60,7 @@ class Rounding:
 
     Attributes:
         levels: by kind; a kind that isn't named can't be quantized.
-        calibrated: the calibration rows of each call.
+        calibrated: the calibration calls of each quantization.
     """
 
     levels: dict[str, int] = field(default_factory=dict)
