@@ -1,6 +1,7 @@
 """`--all`: build the models of a config side by side, each in its own process."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,9 +21,14 @@ _POLL_SECONDS = 0.05
 
 @dataclass
 class _Build:
-    """A running command, with its output in temporary files."""
+    """A running command, with its output in temporary files.
+
+    Attributes:
+        alone: whether no other build runs meanwhile. Otherwise the files aren't timed, since builds disturb each other.
+    """
 
     arguments: list[str]
+    alone: bool
     started: float = field(default_factory=time.perf_counter)
     out: IO[bytes] = field(default_factory=tempfile.TemporaryFile)
     log: IO[bytes] = field(default_factory=tempfile.TemporaryFile)
@@ -30,7 +36,10 @@ class _Build:
     def __post_init__(self) -> None:
         # Without -P, Python would find modules next to the file before all others.
         command = [sys.executable, "-P", str(ROOT / "_optimize_export_start.py"), *self.arguments]
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self.out, stderr=self.log)
+        environment = os.environ if self.alone else {**os.environ, "OPTIMIZE_EXPORT_NO_BENCH": "1"}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=self.out, stderr=self.log, env=environment
+        )
 
     def result(self) -> tuple[Document, str]:
         """The JSON document, and what was written to stderr; closes the temporary files."""
@@ -80,7 +89,7 @@ def builds(options: AllOptions, tell: Callable[[str], object]) -> Generator[tupl
             while waiting and len(running) < options.jobs:
                 name, arguments = waiting.pop(0)
                 tell(name)
-                running[name] = _Build(arguments)
+                running[name] = _Build(arguments, alone=options.jobs == 1)
             ended = [name for name, build in running.items() if build.process.poll() is not None]
             for name in ended:
                 yield name, *running.pop(name).result()

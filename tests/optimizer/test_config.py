@@ -276,6 +276,8 @@ import json, os, signal, sys, time
 name = sys.argv[1]
 open(name + ".started", "w").close()
 print("log of " + name, file=sys.stderr)
+if name == "timed":
+    print(os.environ.get("OPTIMIZE_EXPORT_NO_BENCH"), file=sys.stderr)
 if name == "slow":
     signal.signal(signal.SIGTERM, lambda *_: (open("ended", "w").close(), sys.exit(143)))
     time.sleep(60)
@@ -335,6 +337,13 @@ def test_one_document_has_those_of_all_models(fake, capfd):
     }
     assert document["models"]["killed"]["error"]["message"] == "The build was killed by signal 9."
     assert document["models"]["garbled"]["error"]["message"] == "The build ended without a result."
+
+
+@pytest.mark.parametrize(("jobs", "value"), [("1", "None"), ("2", "1")])
+def test_builds_side_by_side_do_not_time_their_files(fake, capfd, monkeypatch, jobs, value):
+    monkeypatch.delenv("OPTIMIZE_EXPORT_NO_BENCH", raising=False)
+    assert fake("timed", more=("-j", jobs)) == 0
+    assert f"timed: {value}\n" in capfd.readouterr().err
 
 
 def test_quiet_prints_the_bundles(fake, capfd):

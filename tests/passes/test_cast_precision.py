@@ -875,7 +875,7 @@ def test_a_weight_that_is_written_to_later_is_told_of(tmp_path: Path) -> None:
         export(fast, example_inputs=(x,), output=tmp_path / "net", formats=("torchscript",))
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 @pytest.mark.parametrize("cast", ["cast-precision", "cast-precision:how=weights:dtype=float16"])
 @pytest.mark.parametrize("others", [["fold-conv-bias", "fold-conv-bn"], ["channels-last"], ["simplify"]], ids="-".join)
 def test_passes_mix_in_either_order(others: list[str], cast: str) -> None:

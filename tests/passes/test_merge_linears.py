@@ -1045,7 +1045,7 @@ class Mixed(nn.Module):
 OTHERS = ("fold-conv-bias", "fold-conv-bn", "channels-last", "simplify")
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("first", [True, False])
 def test_in_a_pair_of_passes(other: str, first: bool) -> None:

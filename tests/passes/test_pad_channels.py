@@ -716,7 +716,7 @@ class Everything(nn.Module):
 OTHERS = ["fold-conv-bias", "fold-conv-bn", "channels-last", "simplify"]
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("first", [True, False])
 def test_it_goes_with_every_other_pass_in_both_orders(other: str, first: bool) -> None:
