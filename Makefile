@@ -1,11 +1,11 @@
 # make demo      install the project and run it on a ResNet-50
-# make test      install the test dependencies and run the fast tests (eight minutes)
-# make test-all  run the tests that are marked slow (25 minutes)
+# make test      install the test dependencies and run the fast tests (ten minutes)
+# make test-all  run the tests that are marked slow (20 minutes)
 # make coverage  run the fast tests and measure their line coverage (at least 90 %)
 # make check     format, lint, type-check, run the fast and the slow tests
 # make fuzz      test N=20000 random modules, different ones in each run; SEED=… repeats a run
 # make zoo       30 architectures through optimize, export and verify, and through every pair of passes; all others with
-#                a BatchNorm and 30 of timm through optimize; all but timm's through torch.export (an hour and a half)
+#                a BatchNorm and 30 of timm through optimize; all but timm's through torch.export; other long tests (an hour and a half)
 # make rule      judge RUNS=2000 correct artifacts and several hundred faults (hours; continues an interrupted run)
 # make mutants   remove each guard of the fold checks in turn: a test must fail (half an hour)
 # make crash     kill N=20 builds at random moments: the folder must hold the old bundle or the new one (a minute)

@@ -260,7 +260,7 @@ def test_a_way_that_another_batch_takes_is_refused(tmp_path, capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("time", [0, 1])
+@pytest.mark.parametrize("time", [0, pytest.param(1, marks=pytest.mark.zoo)])
 def test_what_long_sums_round_is_no_other_way(time, tmp_path):
     class Attention(nn.Module):
         def __init__(self):
@@ -295,7 +295,7 @@ class NearlyTheSame(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dim", "at"), [(0, "batch size 17"), (1, "time = 17")])
+@pytest.mark.parametrize(("dim", "at"), [(0, "batch size 17"), pytest.param(1, "time = 17", marks=pytest.mark.zoo)])
 def test_a_way_that_makes_a_small_difference_is_no_long_sum(dim, at, tmp_path):
     calls = tuple(((floats(*((size, 4) if dim == 0 else (2, size, 4))),), {}) for size in (8, 5, 11))
     model = enliven(NearlyTheSame(dim)).eval()

@@ -40,7 +40,7 @@ def planned(step: TrainingStep, budgets: Sequence[float]) -> list[tuple[Plan, in
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 def test_on_the_mean_over_five_models_a_budget_costs_as_little_as_is_the_goal():
     again = {budget: [] for budget in MOST_ON_THE_MEAN}
     for name in GOALS:
