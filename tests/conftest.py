@@ -1,6 +1,7 @@
 """Tests marked `gpu` run if torch finds enough CUDA devices; otherwise they are deselected, visibly."""
 
 import gc
+import logging
 import os
 import signal
 from collections import Counter
@@ -13,6 +14,10 @@ import torch
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+# pytest adds its handlers to loggers that don't propagate. torch describes each compilation in detail to this one if it
+# has handlers, which takes a third of the time of a compilation.
+logging.getLogger("torch.__trace").propagate = True
 
 # Tests of the timing ask for it. All others export without it, which would take seconds each.
 os.environ.setdefault("OPTIMIZE_EXPORT_NO_BENCH", "1")
