@@ -68,6 +68,8 @@ DEFAULT = (
 )  # fmt: skip
 # The duration of one measurement in one round; shorter calls are repeated.
 _SECONDS_OF_A_FIGURE = 0.1
+# The options that results in one table share.
+_SETTINGS = ("rounds", "scale", "device", "tune_seconds")
 
 
 def measure_batch(
@@ -192,6 +194,11 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, help="write the tables here")
     parser.add_argument("--picture", type=Path, help="write a picture of the speed-ups here (SVG)")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a goal isn't met")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="measure only what --json lacks; it must come from this machine with the same versions and options",
+    )
     # Measure one configuration in this process, and write it to --json.
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -203,24 +210,42 @@ def main() -> int:
     refuse_unknown(parser, "contender", names, LABELS)
     if arguments.alone:
         return _measure_alone(parser, arguments, models, names)
-    return _measure_all(arguments, models, names)
-
-
-def _measure_all(arguments: argparse.Namespace, models: Sequence[str], names: Sequence[str]) -> int:
+    if arguments.resume and (arguments.json is None or not arguments.json.is_file()):
+        parser.error("--resume needs --json with the file of an earlier run")
     where = environment(max(arguments.threads), arguments.device)
-    settings = {
-        key: getattr(arguments, key) for key in ("batch", "threads", "rounds", "scale", "device", "tune_seconds")
-    }
+    settings = {"contenders": names, **{key: getattr(arguments, key) for key in _SETTINGS}}
     results: list[dict[str, Any]] = []
-    data = {
-        "benchmark": "latency",
-        "environment": where,
-        "settings": {"models": models, "contenders": names, **settings},
-        "results": results,
-    }
-    tables: list[Table] = []
+    if arguments.resume:
+        earlier = json.loads(arguments.json.read_text(encoding="utf-8"))
+        if differs := _differences(earlier, where, settings):
+            parser.error(f"{arguments.json} can't be resumed: {', '.join(differs)} differ")
+        results = earlier["results"]
+    return _measure_all(arguments, models, names, where, settings, results)
+
+
+def _differences(earlier: dict[str, Any], where: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    """What tells an earlier run from this one, other than its configurations and its date."""
+    places = [
+        key for key in ("cpu", "cpus", "device", "python", "versions") if earlier["environment"][key] != where[key]
+    ]
+    return places + [key for key in settings if earlier["settings"][key] != settings[key]]
+
+
+def _measure_all(
+    arguments: argparse.Namespace,
+    models: Sequence[str],
+    names: Sequence[str],
+    where: dict[str, Any],
+    settings: dict[str, Any],
+    results: list[dict[str, Any]],
+) -> int:
+    data = {"benchmark": "latency", "environment": where, "settings": settings, "results": results}
+    known = {(each["model"], each["batch"], each["threads"]) for each in results}
+    tables = _tables(results, data, where) if results else []
     with tempfile.TemporaryDirectory(prefix="latency-") as folder:
         for name, batch, threads in itertools.product(models, arguments.batch, arguments.threads):
+            if (name, batch, threads) in known:
+                continue
             now = time.strftime("%H:%M:%S")
             print(f"{now}  {name}, batch {batch}, threads {threads} …", file=sys.stderr, flush=True)
             results.append(_measured(name, batch, threads, names, arguments, Path(folder)))

@@ -113,6 +113,21 @@ def test_shows_what_it_writes(done):
     assert "Traceback" not in process.stderr
 
 
+def test_an_interrupted_run_goes_on_with_the_same_options_only(tmp_path):
+    path = tmp_path / "latency.json"
+    options = ["--models=resnet18", "--rounds=1", "--scale=0.1", "--threads=1", "--contenders=onnx", f"--json={path}"]
+    assert run(*options, "--batch=1").returncode == 0
+    (first,) = json.loads(path.read_text())["results"]
+    assert run(*options, "--batch=1,2", "--resume").returncode == 0
+    kept, second = json.loads(path.read_text())["results"]
+    assert (kept, second["batch"]) == (first, 2)
+    process = run(*options, "--batch=1", "--resume", "--tune-seconds=7")
+    assert process.returncode == 2
+    assert f"{path} can't be resumed: tune_seconds differ" in process.stderr
+    path.unlink()
+    assert "--resume needs --json with the file of an earlier run" in run(*options, "--resume").stderr
+
+
 def test_a_contender_that_cannot_be_had_is_a_sentence(tmp_path):
     path = tmp_path / "latency.json"
     options = ["--models=convnext_tiny", "--batch=1", "--rounds=1", "--scale=0.1", "--threads=1", "--contenders=fuse"]
