@@ -190,7 +190,7 @@ class Tuner:
             return
         told = f"{gain.median:.2f} ({gain.low:.2f} to {gain.high:.2f}) times as fast as {base.candidate.name}"
         if not gain.pays:
-            self._drop(opened.candidate, f"it doesn't pay: {told}")
+            self._drop(opened.candidate, f"no clear gain: {told}")
             return
         self._in_python.append(opened)
         self._notes.append(f"in Python, {opened.candidate.name} is {told}: choose these passes, and export again")
