@@ -242,8 +242,8 @@ def test_a_pass_that_pays_is_timed_and_told(choosing: Choose, speeds: Speeds) ->
     found = choosing(tune=True)
     assert "the module without channels-last" in found.timed
     assert found.benchmark.notes == (
-        "in Python, the module without channels-last is 2.00 (2.00 to 2.00) times as fast as the optimized module: pass "
-        "these passes, and export again",
+        "in Python, the module without channels-last is 2.00 (2.00 to 2.00) times as fast as the optimized module: "
+        "choose these passes, and export again",
     )
     assert found.benchmark.reason.endswith("; in Python, the module without channels-last is faster")
 
