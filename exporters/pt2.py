@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch.export.passes import move_to_device_pass
 
-from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec
+from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec, moved
 from exporters.errors import refusing
 from exporters.evidence import Evidence, dtype_name, gather
 from exporters.exported_program import captured, conditions_of_program, guards_in_force, take_guards
@@ -115,8 +115,7 @@ class _LoadedProgram:
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         refuse_unfit(self._inputs, tensors)
         with torch.no_grad():
-            there = [each if each.device == self._target else each.to(self._target) for each in tensors]
-            outputs = self._forward(*there)
+            outputs = self._forward(*moved(tensors, self._target))
         return tuple(outputs) if isinstance(outputs, list | tuple) else (outputs,)
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArtifact
+from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArtifact, moved
 from exporters.conditions import Condition
 from exporters.errors import WrongFile, refusing
 from exporters.evidence import Evidence, gather
@@ -104,8 +104,7 @@ class _LoadedTorchScript:
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
-            there = [each if each.device == self._target else each.to(self._target) for each in tensors]
-            outputs = self._forward(*there)
+            outputs = self._forward(*moved(tensors, self._target))
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
 

@@ -13,6 +13,8 @@ from optimizer.errors import LoadError, UsageError
 DEFAULT_FORMATS = ("torchscript", "onnx")
 # The command's own stage, which comes before the stages of the library.
 LOAD_STAGE = "load"
+# The environment variable that leaves out the timing of files.
+NO_BENCH = "OPTIMIZE_EXPORT_NO_BENCH"
 # Packages whose models have names, such as timm:resnet50.
 LIBRARIES = ("timm", "torchvision", "transformers")
 
@@ -351,7 +353,7 @@ def is_to_be_timed(bench: object) -> bool:
         UsageError: `bench` is neither a bool nor None.
     """
     if bench is None:
-        return not os.environ.get("OPTIMIZE_EXPORT_NO_BENCH")
+        return not os.environ.get(NO_BENCH)
     if not isinstance(bench, bool):
         raise UsageError(f"bench must be True, False or None, not {bench!r}.")
     return bench

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from optimizer.errors import BundleError, printable
-from optimizer.manifest import SUMS, plain
+from optimizer.manifest import PROGRAM, SUMS, plain
 from optimizer.runtime import processor
 from optimizer.wording import dtype_name
 from passes.program.weights import bare
 
-_PROGRAM = "optimize-export"
 _CHUNK = 1 << 24
 
 
@@ -127,7 +126,7 @@ def usage_text(manifest: Mapping[str, Any]) -> str:
         f"Written by {manifest['program']['name']} {manifest['program']['version']} on {manifest['created']}.",
         printable(f"Parity with the original model: {parity['verdict']}. {parity['reason']}").rstrip(),
         "",
-        f"`{_PROGRAM} --verify .` checks every file and runs the artifacts on the inputs of `{manifest['golden']['path']}`.",
+        f"`{PROGRAM} --verify .` checks every file and runs the artifacts on the inputs of `{manifest['golden']['path']}`.",
         f"`sha256sum -c {SUMS}` checks the files alone. A model file is a program: load or verify it only if you trust its"
         f" builder. `--expect SHA256` checks that the bundle is the builder's, by the SHA-256 of `{SUMS}` that the builder"
         " told you; `--no-run` loads no model file.",

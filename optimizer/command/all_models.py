@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from optimizer.command.user_code import ROOT
 from optimizer.errors import UsageError
-from optimizer.options import AllOptions
+from optimizer.options import NO_BENCH, AllOptions
 
 Document = dict[str, Any]
 _POLL_SECONDS = 0.05
@@ -36,7 +36,7 @@ class _Build:
     def __post_init__(self) -> None:
         # Without -P, Python would find modules next to the file before all others.
         command = [sys.executable, "-P", str(ROOT / "_optimize_export_start.py"), *self.arguments]
-        environment = os.environ if self.alone else {**os.environ, "OPTIMIZE_EXPORT_NO_BENCH": "1"}
+        environment = os.environ if self.alone else {**os.environ, NO_BENCH: "1"}
         self.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=self.out, stderr=self.log, env=environment
         )

@@ -22,6 +22,7 @@ from optimizer.command.user_code import OWN_PACKAGES, ROOT
 from optimizer.errors import BundleError
 from optimizer.manifest import (
     MANIFEST,
+    PROGRAM,
     describe_environment,
     describe_program,
     local_roots,
@@ -77,7 +78,9 @@ class BuildInputs:
                 packages.add(name.partition(".")[0])
             elif not file.startswith((*_OURS, *_STANDARD)):
                 files[_MODULE + name if inside is None else inside.as_posix()] = path
-        found, known = metadata.packages_distributions(), describe_environment()["libraries"]
+        known = describe_environment()["libraries"]
+        # It reads the files of all installed distributions.
+        found = metadata.packages_distributions() if packages else {}
         distributions = {each for package in packages for each in found.get(package, ())}
         distributions |= {
             point.dist.name for group in _PLUGINS for point in metadata.entry_points(group=group) if point.dist
@@ -247,8 +250,8 @@ def _changed_versions(manifest: Document) -> Iterator[str]:
     then, now = ({**each["environment"]} for each in (manifest, {"environment": describe_environment()}))
     recorded = {**then.pop("libraries"), **manifest["build"]["versions"]}
     current = {**{name: version_of(name) for name in recorded}, **now.pop("libraries")}
-    program = {"optimize-export": manifest["program"]["version"]}
-    old, new = {**then, **recorded, **program}, {**now, **current, "optimize-export": describe_program()["version"]}
+    old = {**then, **recorded, PROGRAM: manifest["program"]["version"]}
+    new = {**now, **current, PROGRAM: describe_program()["version"]}
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
             yield f"{name} {new.get(name) or 'is not installed'}, was {old.get(name) or 'not installed'}"

@@ -55,8 +55,8 @@ def with_other_passes(job: ExportJob) -> Iterator[OtherPasses]:
     provenance = job.provenance
     if provenance is not None and (provenance.original is None or provenance.report.mode != "inference"):
         return
-    used = () if provenance is None else provenance.passes
-    exported = {item.name for item in (() if provenance is None else provenance.applied)}
+    used, applied = ((), ()) if provenance is None else (provenance.passes, provenance.applied)
+    exported = {item.name for item in applied}
     for name in _OPTIONAL:
         if name in exported:
             yield OtherPasses(name, False, tuple(item for item in used if item.name != name))

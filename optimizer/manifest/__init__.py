@@ -1,6 +1,7 @@
 """The manifest of a bundle: its schema, and reading it. This package needs no torch, as the one that loads bundles."""
 
 from optimizer.manifest.environment import (
+    PROGRAM,
     describe_environment,
     describe_program,
     local_roots,
@@ -37,6 +38,7 @@ __all__ = [
     "GOLDEN",
     "LARGEST_TEXT",
     "MANIFEST",
+    "PROGRAM",
     "README",
     "SCHEMA_NAME",
     "SCHEMA_VERSION",

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_PROGRAM = "optimize-export"
+PROGRAM = "optimize-export"
 _LIBRARIES = (
     "torch",
     "numpy",
@@ -58,7 +58,7 @@ def version_of(distribution: str) -> str | None:
 
 def describe_program() -> dict[str, str]:
     """The manifest's `program`."""
-    return {"name": _PROGRAM, "version": version_of(_PROGRAM) or "unknown"}
+    return {"name": PROGRAM, "version": version_of(PROGRAM) or "unknown"}
 
 
 def describe_environment() -> dict[str, Any]:
