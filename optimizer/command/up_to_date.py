@@ -23,13 +23,12 @@ from optimizer.errors import BundleError
 from optimizer.manifest import (
     MANIFEST,
     PROGRAM,
+    damage_of,
     describe_environment,
     describe_program,
     local_roots,
     read_manifest,
     sums_digest,
-    sums_problem,
-    unlisted,
     version_of,
     without_local_paths,
 )
@@ -157,7 +156,8 @@ def changes(options: ExportOptions) -> list[str]:
         *_changed_options(manifest["build"]["options"], inputs.options),
         *_changed_files(manifest["build"]["files"], inputs),
         *_changed_versions(manifest),
-        *_damage(options.output, manifest),
+        *(f"the bundle lacks the format {name}" for name in manifest.get("missing", {})),
+        *(problem.rstrip(".") for problem in damage_of(options.output, manifest, hashed=False).values()),
     ]
 
 
@@ -255,21 +255,3 @@ def _changed_versions(manifest: Document) -> Iterator[str]:
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
             yield f"{name} {new.get(name) or 'is not installed'}, was {old.get(name) or 'not installed'}"
-
-
-def _damage(folder: Path, manifest: Document) -> Iterator[str]:
-    yield from (f"the bundle lacks the format {name}" for name in manifest.get("missing", {}))
-    for file in manifest["files"]:
-        try:
-            status = os.lstat(folder / file["path"])
-        except OSError:
-            yield f"the bundle lacks {file['path']}"
-            continue
-        if not stat.S_ISREG(status.st_mode) or status.st_size != file["bytes"]:
-            yield f"{file['path']} in the bundle was changed"
-    if problem := sums_problem(folder, manifest):
-        yield problem.rstrip(".")
-    try:
-        yield from (f"the bundle contains {path}, which isn't part of it" for path in unlisted(folder, manifest))
-    except OSError as error:
-        yield f"the bundle can't be read: {error.strerror or error}"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from passes.program.forwards import AroundForward, InstanceForward, inner_forward
+from passes.program.forwards import AroundForward, InstanceForward
 from passes.program.matching import reads_zeros
 from passes.program.pairs import FoldedPair
 from passes.program.seals import (
@@ -222,12 +222,6 @@ class FoldedNormForward(InstanceForward):
         with _unguarded():
             output: torch.Tensor = self._class_forward(input)
         return output
-
-
-def is_carried(module: nn.Module) -> bool:
-    """Whether the module is a BatchNorm whose work a layer does, so that it returns its input."""
-    forward = inner_forward(module)
-    return isinstance(forward, FoldedNormForward) and forward.carried
 
 
 class NoSealsLeave(AroundForward):

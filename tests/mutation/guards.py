@@ -51,7 +51,6 @@ LETS_PASS = {
 }  # fmt: skip
 # Functions in these files that judge no fold.
 OTHER_WORK = {
-    "is_carried": "tells a layer's part in a pair, for reports",
     "is_captured": "tells whether torch traces, for the kind of seal",
     "is_as_given": "tells a run in eval from one in training",
     "is_folded": "tells the class of a tensor",

@@ -11,6 +11,7 @@ import pytest
 import torch
 from allocations import LargestResult
 from folding_models import Island, Pair, image, let_cancel
+from pairs import is_carried
 from pass_contract import conv_bn_chains, tree_of
 from tiny_models import enliven
 from torch import Tensor, nn
@@ -24,7 +25,6 @@ from passes import FoldConvBn, Pass, PassResult, fold_conv_bn, registry
 from passes.base import Context
 from passes.errors import UnseenCall
 from passes.program.arithmetic import exact
-from passes.program.folded import is_carried
 from passes.program.model_tree import ModelTree
 from passes.program.module_pass import ModulePass
 from passes.program.module_rewriting import ModuleRewriter

@@ -142,9 +142,9 @@ CHANGES = {
     "module elsewhere is gone": lambda: Path("lib/elsewhere.py").unlink(),
     "w.pt (--weights) changed": write("w.pt", "other weights"),
     "there is no bundle at out": lambda: shutil.rmtree("out"),
-    "model.torchscript.pt in the bundle was changed": write("out/model.torchscript.pt", "short"),
-    "the bundle lacks model.torchscript.pt": lambda: Path("out/model.torchscript.pt").unlink(),
-    "the bundle contains mine, which isn't part of it": write("out/mine", "x"),
+    "model.torchscript.pt was changed: it has 5 bytes": write("out/model.torchscript.pt", "short"),
+    "model.torchscript.pt is missing": lambda: Path("out/model.torchscript.pt").unlink(),
+    "mine is not listed in manifest.json": write("out/mine", "x"),
     "the bundle doesn't say what it was built from": lambda: edit_manifest(lambda manifest: manifest.pop("build")),
     "SHA256SUMS is missing": lambda: Path("out", SUMS).unlink(),
     "the bundle lacks the format onnx": lambda: edit_manifest(lambda manifest: manifest["missing"].update(onnx="why")),
@@ -162,6 +162,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("sentence", CHANGES)
 def test_a_change_is_told(here, monkeypatch, sentence):
+    written = Path("out/model.torchscript.pt").stat().st_size
     CHANGES[sentence]()
     real = up_to_date.describe_environment()
     found = changes(options())
@@ -173,7 +174,8 @@ def test_a_change_is_told(here, monkeypatch, sentence):
             "optimize-export": up_to_date.version_of("optimize-export"),
         }
         sentence = f"{name} {now[name]}, was 1"
-    assert found == [sentence.strip()]
+    sizes = f", and {written} were written" if sentence.endswith(" bytes") else ""
+    assert found == [sentence.strip() + sizes]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from folding_models import Direct, Pair, StandardisedConv, image
 from laid_out import laid_out
+from pairs import is_carried
 from pass_contract import captured, check_pass, check_same, sentences_of, tree_of
 from tiny_models import enliven
 from torch import Tensor, nn
@@ -22,7 +23,6 @@ from passes import ChannelsLast
 from passes.channels_last import _cheapest_formats, _Costs
 from passes.memory_format.forwards import is_kept_contiguous
 from passes.memory_format.watch import LayoutWatch
-from passes.program.folded import is_carried
 from passes.program.memory_formats import is_channels_last
 
 

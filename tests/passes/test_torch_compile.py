@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 from folding_models import Island, Pair, image
+from pairs import is_carried
 from pass_contract import captured
 from tiny_models import enliven
 from torch import fx, nn
@@ -28,7 +29,6 @@ from passes.compiling.frozen import FrozenCall
 from passes.compiling.record import CompileRecord, RecordingBackend
 from passes.errors import PassOrderError, RequirementNotMet
 from passes.program.backend import GraphCall
-from passes.program.folded import is_carried
 
 CPU = Context("inference", torch.device("cpu"))
 

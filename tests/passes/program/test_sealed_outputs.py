@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from folding_models import Output, Pair, image
+from pairs import is_carried
 from torch import Tensor, nn
 
 from passes.errors import UnseenCall
 from passes.program.checkpoint_guard import refuse_checkpoint
-from passes.program.folded import FoldedConvForward, FoldedNormForward, NoSealsLeave, is_carried
+from passes.program.folded import FoldedConvForward, FoldedNormForward, NoSealsLeave
 from passes.program.pairs import FoldedPair
 from passes.program.seals import SealedOutput, TracedOutput, opened_from, sealed_for
 from passes.program.seals import sealed as seal_of
