@@ -23,6 +23,10 @@ def test_a_real_model_goes_the_whole_way(name, tmp_path):
     bundle = export(fast, example_inputs=args or None, example_kwargs=kwargs, output=tmp_path / "bundle")
     assert bundle.parity.ok
     assert bundle.manifest["parity"]["batch_sizes"] == [2, 1, 3, 5, 8]
+    assert {artifact.format: artifact.route for artifact in bundle.artifacts} == {
+        "torchscript": "trace",
+        "onnx": "dynamo",
+    }
     for artifact in bundle.artifacts:
         assert {spec.shape[0] for spec in (*artifact.inputs, *artifact.outputs)} == {"batch"}
     assert verify_bundle(bundle.path).ok

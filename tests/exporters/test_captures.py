@@ -63,7 +63,13 @@ def test_an_export_to_several_formats_captures_once(captures, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(missing_compiler() is not None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("formats", [["aoti", "onnx", "torchscript", "pt2"], ["torchscript", "onnx", "pt2", "aoti"]])
+@pytest.mark.parametrize(
+    "formats",
+    [
+        ["aoti", "onnx", "torchscript", "pt2"],
+        pytest.param(["torchscript", "onnx", "pt2", "aoti"], marks=pytest.mark.zoo),
+    ],
+)
 def test_the_order_of_the_formats_is_of_no_account(formats, captures, tmp_path):
     artifacts = exported(formats, tmp_path)
     assert captures == [False]

@@ -2,8 +2,6 @@
 
 import errno
 import resource
-import subprocess
-import sys
 from contextlib import contextmanager
 
 import pytest
@@ -251,23 +249,3 @@ def test_other_precisions(format, dtype, tmp_path):
     outputs = artifact.load()(x)
     assert [output.dtype for output in outputs] == [torch.float32, torch.bool, dtype]
     assert all(close(a, b) for a, b in zip(model(x), outputs, strict=True))
-
-
-_EXPORT = """
-import hashlib, pathlib, sys
-sys.path[:0] = [sys.argv[1], sys.argv[2]]
-from exportable_models import exportable
-from exporters import ExportRequest, exporter_named
-artifact = exporter_named(sys.argv[4]).export(ExportRequest(*exportable("conv_net")), pathlib.Path(sys.argv[3]))
-print(hashlib.sha256(artifact.path.read_bytes()).hexdigest())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("format", FORMATS)
-def test_two_processes_write_the_same_bytes(format, tmp_path, pytestconfig):
-    root = pytestconfig.rootpath
-    command = [sys.executable, "-I", "-c", _EXPORT, str(root), str(root / "tests" / "support"), str(tmp_path), format]
-    first, second = (subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2))
-    assert first == second
-    assert len(first) == 65

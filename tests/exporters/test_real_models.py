@@ -6,7 +6,7 @@ from exporters import Adapter, ExportRequest, exporter_named
 from optimizer import export
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 @pytest.mark.parametrize("format", ["torchscript", "onnx", "pt2"])
 @pytest.mark.parametrize("name", REAL_MODELS)
 def test_real_models_export_by_the_first_route(name, format, tmp_path):

@@ -648,15 +648,12 @@ def judged_by_few_samples(model, candidate, inputs):
 def test_rounding_that_few_samples_dont_show_is_no_failure(monkeypatch):
     # If gradients were judged in float64, samples would not matter.
     monkeypatch.setattr("optimizer.parity.reference.settle_kinks", lambda *args: None)
-    found = 0
     for seed in (13, 93, 97, *range(100, 400)):
         model, inputs = pooled(seed)
         candidate = without_bias(model)
         if not judged_by_few_samples(model, candidate, inputs).ok:
-            found += 1
             report = check_parity(model, candidate, inputs, mode="training")
             assert report.ok, (seed, report)
-        if found == 3:
             return
     raise AssertionError("few samples were enough everywhere: nothing was tried")
 
