@@ -14,7 +14,7 @@ from optimizer.exporting.replaying import replayed
 from optimizer.exporting.tuned import tuned
 from optimizer.exporting.writing import WrittenFiles
 from optimizer.model import release_memory
-from optimizer.tuning import Benchmark, Refused, frozen, opened_all
+from optimizer.tuning import Benchmark, Opened, Refused, frozen, opened_all
 
 # Seconds for all rounds of the timing that every export ends with.
 _SECONDS = 3.0
@@ -54,11 +54,17 @@ def _timed(bench: Bench) -> Benchmark:
     """Time each file in its own runtime next to the original."""
     bench.job.progress("bench", 0, 1, "latency and memory")
     candidates = [bench.files.candidate(route) for route in bench.files.own_routes]
+
+    def proven(opened: Opened) -> Opened:
+        assert opened.candidate.route is not None
+        bench.prove(opened.candidate.route)
+        return opened
+
     variants = [bench.files.candidate(route) for each in candidates if (route := frozen(each.route)) is not None]
     try:
         eager = bench.opened_eager()
         ready, dropped = opened_all(candidates)
-        more, refused = opened_all(variants, bench.proven)
+        more, refused = opened_all(variants, proven)
         return bench.concluded([eager, *ready, *more], [*dropped, *refused], _SECONDS)
     except Refused as reason:
         return bench.unmeasured(f"not measured: {reason}")

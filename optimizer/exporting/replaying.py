@@ -42,7 +42,7 @@ def prove_again(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choice
             f"{choices.path} chooses {route}, and its file couldn't be exported: {written.missing[needed]}"
         )
     if not is_lossy(route):
-        bench.proven(bench.files.candidate(route))
+        bench.prove(route)
         return
     assert lossy is not None
     if route.format not in QUANTIZED:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -163,12 +163,18 @@ class Tuner:
         return [*found, {"spinning": False}] if runtime == "onnxruntime" else found
 
     def _try(self, candidate: Candidate) -> None:
-        """Prove a file, and time it next to the first one."""
-        for opened in self._opened(candidate):
-            try:
-                self._ready.append((opened, self._gain(opened)))
-            except Refused as refused:
-                self._drop(candidate, str(refused))
+        """Time a file next to the first one, and prove it unless it is far slower than the best."""
+        gains: list[float] = []
+
+        def timed_and_proven(opened: Opened) -> Opened:
+            gains.append(self._gain(opened))
+            best = max((gain for _, gain in self._ready), default=0.0)
+            if gains[0] * _FAR_BEHIND < best:
+                raise Refused(_far_behind(best, gains[0]))
+            return self._proven(opened)
+
+        for opened in self._opened(candidate, timed_and_proven):
+            self._ready.append((opened, gains[0]))
             self._close_others()
 
     def _try_in_python(self, eager: Opened) -> None:
@@ -195,8 +201,10 @@ class Tuner:
         self._in_python.append(opened)
         self._notes.append(f"in Python, {opened.candidate.name} is {told}: choose these passes, and export again")
 
-    def _opened(self, candidate: Candidate | None) -> list[Opened]:
-        """The candidate, proven and ready to run; nothing if it is dropped."""
+    def _opened(
+        self, candidate: Candidate | None, prove: Callable[[Opened], Opened] = lambda opened: opened
+    ) -> list[Opened]:
+        """The candidate, ready to run; nothing if it is dropped."""
         if candidate is None:
             return []
         self._bench.job.progress("tune", self._tried, self._tried + 1, candidate.name)
@@ -204,7 +212,7 @@ class Tuner:
         if self._is_late() and self._ready:
             self._drop(candidate, "not tried: the time was up")
             return []
-        ready, dropped = opened_all([candidate], self._proven)
+        ready, dropped = opened_all([candidate], prove)
         self._dropped += dropped
         return ready
 
@@ -224,10 +232,13 @@ class Tuner:
         found = interleaved({first: base.run, other: opened.run}, _FIRST_TIMING, self._bench.finished)
         return ratio(found[first], found[other])
 
-    def _proven(self, candidate: Candidate) -> Candidate:
-        if self._lossy is not None and candidate.route is not None and is_lossy(candidate.route):
-            return self._lossy.proven(candidate, self._bench.files)
-        return self._bench.proven(candidate)
+    def _proven(self, opened: Opened) -> Opened:
+        route = opened.candidate.route
+        assert route is not None
+        if self._lossy is not None and is_lossy(route):
+            return replace(opened, candidate=self._lossy.proven(opened.candidate, self._bench.files))
+        self._bench.prove(route)
+        return opened
 
     def _best(self) -> list[tuple[Opened, float]]:
         return sorted(self._ready, key=lambda each: -each[1])
@@ -250,8 +261,12 @@ class Tuner:
             if gain * _FAR_BEHIND >= best:
                 kept.append(opened)
             else:
-                self._drop(opened.candidate, f"the best is {best / gain:.2f} times as fast")
+                self._drop(opened.candidate, _far_behind(best, gain))
         return kept
 
     def _drop(self, candidate: Candidate, reason: str) -> None:
         self._dropped.append(dropped_figure(candidate, reason, candidate.accuracy))
+
+
+def _far_behind(best: float, gain: float) -> str:
+    return f"the best is {best / gain:.2f} times as fast"

@@ -176,18 +176,18 @@ class Refused(Exception):
 
 
 def opened_all(
-    candidates: Iterable[Candidate], prove: Callable[[Candidate], Candidate] = lambda candidate: candidate
+    candidates: Iterable[Candidate], prove: Callable[[Opened], Opened] = lambda candidate: candidate
 ) -> tuple[list[Opened], list[Figure]]:
     """Open candidates. Those that can't run, and those that `prove` refuses, are dropped with the reason.
 
     Args:
-        prove: returns the candidate, with its accuracy if it is lossy; or raises `Refused`.
+        prove: returns what it gets, with the accuracy if the candidate is lossy; or raises `Refused`.
     """
     ready: list[Opened] = []
     dropped: list[Figure] = []
     for candidate in candidates:
         try:
-            ready.append(opened(prove(candidate)))
+            ready.append(prove(opened(candidate)))
         except Refused as refused:
             dropped.append(dropped_figure(candidate, str(refused), refused.accuracy))
         # Any exception of a runtime that can't load or run a file is a reason not to choose it, and is reported as one.

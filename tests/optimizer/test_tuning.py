@@ -200,7 +200,7 @@ def test_tuning_tries_runtimes_and_then_settings_of_the_fastest(choosing: Choose
         "the optimized module",
     } <= tried
     assert not any(figure.accuracy for figure in found.benchmark.figures)
-    assert found.dropped["model.torchscript.pt in torch"] == "the best is 4.50 times as fast"
+    assert found.dropped["model.torchscript.pt in torch"] == "the best is 2.25 times as fast"
     assert found.files == EXPORTED
 
 
