@@ -10,6 +10,7 @@
 # make mutants   remove each guard of the fold checks in turn: a test must fail (half an hour)
 # make crash     kill N=20 builds at random moments: the folder must hold the old bundle or the new one (a minute)
 # make test-bench  test the benchmarks on small models
+# make dist      build the wheel and the sdist in dist/, and test them
 # make bench     test and run the benchmarks except `make rule`, on an idle machine (seven hours); docs/benchmarks.md
 #                links to the tables
 
@@ -25,7 +26,7 @@ N ?= 1000
 RUNS ?= 2000
 SEED := $(or $(SEED),$(shell date +%s))
 
-.PHONY: demo test test-all test-bench coverage fuzz zoo rule mutants crash check format lint bench docs clean
+.PHONY: demo test test-all test-bench coverage fuzz zoo rule mutants crash check format lint bench docs dist clean
 
 demo: $(VENV)/examples
 	$(BIN)/optimize-export examples/resnet.py --output dist/resnet --force
@@ -91,6 +92,10 @@ bench: $(VENV)/bench $(TIMM) test-bench
 
 docs: $(VENV)/dev
 	$(BIN)/python docs/generate.py
+
+dist: $(VENV)/test
+	$(PYTEST) tests/test_distribution.py
+	$(BIN)/python -m hatchling build --directory dist
 
 clean:
 	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache

@@ -130,6 +130,15 @@ class RejudgeOptions:
 
 
 @dataclass(frozen=True)
+class LayoutOptions:
+    """Options to write an artifact of a bundle into a model repository; `format` None means the recommended one."""
+
+    bundle: Path
+    output: Path
+    format: str | None = None
+
+
+@dataclass(frozen=True)
 class ListOptions:
     """Options to list the available passes."""
 
@@ -147,7 +156,7 @@ class AllOptions:
     jobs: int = 1
 
 
-Options = ExportOptions | AllOptions | VerifyOptions | BenchOptions | RejudgeOptions | ListOptions
+Options = ExportOptions | AllOptions | VerifyOptions | BenchOptions | RejudgeOptions | LayoutOptions | ListOptions
 
 
 def parse_batch_sizes(text: str) -> tuple[int, ...]:

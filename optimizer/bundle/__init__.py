@@ -4,6 +4,7 @@ from optimizer.bundle.bundle import Bundle, artifact_entry, open_bundle, rejudge
 from optimizer.bundle.golden import read_golden, write_golden
 from optimizer.bundle.manifest import describe_device, is_to_be_repeated, usage_text, weights_hash
 from optimizer.bundle.target import check_target
+from optimizer.bundle.triton import write_triton_model
 from optimizer.bundle.verify import VerifyReport, factor_between
 from optimizer.bundle.writing import write_bundle
 
@@ -23,4 +24,5 @@ __all__ = [
     "weights_hash",
     "write_bundle",
     "write_golden",
+    "write_triton_model",
 ]

@@ -2,7 +2,8 @@
 
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +76,34 @@ def write_bundle(target: str | Path, fill: Callable[[Path], Mapping[str, Any]], 
         BundleError: the target must not be replaced, or the disk fails.
     """
     folder = absolute(target)
-    check_target(folder, force=force)
-    with speaking(folder, "written"):
-        exchange.remove_stale(folder)
-        with exchange.staged(folder) as staging:
-            with disk_failures(folder, staging.folder):
-                _seal(staging.folder, fill(staging.folder))
+    with new_folder(folder, force=force) as staging:
+        _seal(staging, fill(staging))
+    return open_bundle(folder)
+
+
+@contextmanager
+def new_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
+    """Yield an empty staging folder on the same file system, and move it to `target` at the end of the block.
+
+    If the block raises, the staging folder and the parent folders created for it are removed.
+
+    Args:
+        target: an absolute path.
+        force: as for `check_target`, which runs first.
+
+    Raises:
+        BundleError: the target must not be replaced, or the disk fails.
+    """
+    check_target(target, force=force)
+    with speaking(target, "written"):
+        exchange.remove_stale(target)
+        with exchange.staged(target) as staging:
+            with disk_failures(target, staging.folder):
+                yield staging.folder
             try:
-                exchange.publish(staging, lambda standing: check_standing(standing, folder, force=force))
+                exchange.publish(staging, lambda standing: check_standing(standing, target, force=force))
             except exchange.Occupied as error:
                 raise BundleError(f"The bundle was not written: {error}") from error
-    return open_bundle(folder)
 
 
 def _seal(folder: Path, body: Mapping[str, Any]) -> None:

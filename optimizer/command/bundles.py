@@ -3,12 +3,12 @@
 from dataclasses import MISSING, asdict
 from pathlib import Path
 
-from optimizer.bundle import VerifyReport, rejudge_bundle, verify_bundle
+from optimizer.bundle import VerifyReport, rejudge_bundle, verify_bundle, write_triton_model
 from optimizer.command.build import Document, chosen_device
 from optimizer.command.own_errors import own_errors
 from optimizer.errors import BundleError, ParityError
 from optimizer.manifest import plain
-from optimizer.options import BenchOptions, RejudgeOptions, VerifyOptions
+from optimizer.options import BenchOptions, LayoutOptions, RejudgeOptions, VerifyOptions
 from optimizer.tuning import bench_bundle
 from passes.registry import describe_passes
 
@@ -45,6 +45,14 @@ def rejudge(options: RejudgeOptions) -> Document:
     with own_errors():
         report = rejudge_bundle(options.bundle, atol=options.atol, rtol=options.rtol, factor=options.factor)
     return _checked(options.bundle, report)
+
+
+def lay_out(options: LayoutOptions) -> Document:
+    """Write an artifact of a bundle into a model repository."""
+    with own_errors():
+        folder = write_triton_model(options.bundle, options.output, options.format)
+    model = str(options.output / folder.name)
+    return {"ok": True, "exit_code": 0, "bundle": str(options.bundle), "triton_model": model}
 
 
 def _checked(bundle: Path, report: VerifyReport) -> Document:

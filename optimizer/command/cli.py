@@ -35,6 +35,7 @@ from optimizer.options import (
     BenchOptions,
     Effort,
     ExportOptions,
+    LayoutOptions,
     ListOptions,
     Options,
     RejudgeOptions,
@@ -59,7 +60,13 @@ if TYPE_CHECKING:
 PROGRAM = "optimize-export"
 EXIT_DEFECT, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
-_MODES = {"verify": "--verify", "bench": "--bench", "rejudge": "--rejudge", "list_passes": "--list-passes"}
+_MODES = {
+    "verify": "--verify",
+    "bench": "--bench",
+    "rejudge": "--rejudge",
+    "layout": "--layout",
+    "list_passes": "--list-passes",
+}
 _COMMON = {"as_json", "quiet", "debug"}
 _ALL = {"all_models", "jobs", "shard", "config"}
 # The options that a model of a config can't have: those of other commands, and of what is shown.
@@ -71,6 +78,7 @@ _ALLOWED = {
     "verify": _COMMON | {"verify", "device", "require_gpu", "details", "expect", "no_run"},
     "bench": _COMMON | {"bench", "device"},
     "rejudge": _COMMON | {"rejudge", "atol", "rtol", "factor", "details"},
+    "layout": _COMMON | {"layout", "model", "output", "formats"},
     "list_passes": _COMMON | {"list_passes"},
 }
 
@@ -88,6 +96,7 @@ Examples:
   optimize-export --verify dist/net
   optimize-export --bench dist/net
   optimize-export --rejudge dist/net --atol logits=1e-3
+  optimize-export --layout triton dist/net --output models
 
 \b
 Inputs (--input), one for each argument of forward:
@@ -145,7 +154,9 @@ def _run(arguments: list[str], voice: "_Voice") -> int:
     options = command.main(arguments, prog_name=PROGRAM, standalone_mode=False, obj=voice)
     if isinstance(options, AllOptions):
         return _build_all(options, voice)
-    if not isinstance(options, ExportOptions | VerifyOptions | BenchOptions | RejudgeOptions | ListOptions):
+    if not isinstance(
+        options, ExportOptions | VerifyOptions | BenchOptions | RejudgeOptions | LayoutOptions | ListOptions
+    ):
         return int(options)  # --help and --version have already printed
     with _stdout_goes_to_stderr():
         document = _work(options, voice)
@@ -200,6 +211,8 @@ def _work(options: Options, voice: "_Voice") -> dict[str, Any]:
             return dict(engine.bench(options))
         if isinstance(options, RejudgeOptions):
             return dict(engine.rejudge(options))
+        if isinstance(options, LayoutOptions):
+            return dict(engine.lay_out(options))
         document = dict(engine.export_model(options, stages))
         stages.finish()
         if changed:
@@ -393,6 +406,12 @@ def _installed(distribution: str) -> str:
     "--factor", metavar="K", help="Allowed error of an output in multiples of its noise; with --rejudge.  [default: 4]"
 )
 @click.option(
+    "--layout",
+    type=click.Choice(["triton"]),
+    help="Write a file of a bundle into Triton's model repository at --output; MODEL is the bundle. --formats chooses "
+    "the file.  [default: the recommended one]",
+)
+@click.option(
     "--config",
     metavar="FILE",
     help="A TOML file with models (a config); MODEL is the name of one.  [default: pyproject.toml]",
@@ -438,6 +457,8 @@ def command(context: click.Context, /, **values: Any) -> Options:
         return BenchOptions(Path(values["bench"]), values["device"])
     if mode == "rejudge":
         return _rejudge_options(values)
+    if mode == "layout":
+        return _layout_options(context, values)
     if values["factor"] is not None:
         raise UsageError("--factor goes with --rejudge only.")
     for option in ("expect", "no_run"):
@@ -554,6 +575,17 @@ def _rejudge_options(values: Mapping[str, Any]) -> RejudgeOptions:
         rtol=parse_tolerance("--rtol", values["rtol"]),
         factor=None if values["factor"] is None else parse_factor(values["factor"]),
     )
+
+
+def _layout_options(context: click.Context, values: Mapping[str, Any]) -> LayoutOptions:
+    for name, what in (("model", "bundle: add its folder"), ("output", "repository: add --output DIR")):
+        if values[name] is None or not values[name].strip():
+            raise UsageError(f"--layout has no {what}, as in --layout triton dist/net --output models.")
+    formats_given = context.get_parameter_source("formats") is not ParameterSource.DEFAULT
+    formats = parse_names("--formats", values["formats"]) if formats_given else (None,)
+    if len(formats) > 1:
+        raise UsageError(f"--layout writes one file: choose one of {', '.join(map(str, formats))}.")
+    return LayoutOptions(Path(values["model"]), Path(values["output"]), formats[0])
 
 
 def _export_options(context: click.Context, values: Mapping[str, Any]) -> ExportOptions:
@@ -868,7 +900,7 @@ class _Voice:
         elif not self.quiet:
             written = _print_tables(document, details=self.details)
         elif "bundle" in document:
-            written = _print_line(printable(str(document["bundle"])))
+            written = _print_line(printable(str(document.get("triton_model", document["bundle"]))))
         problems = [document["error"]["message"]] if "error" in document else document.get("problems", ())
         for problem in problems:
             _say(f"error: {problem}")

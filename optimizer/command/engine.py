@@ -1,6 +1,6 @@
 """The work of the command, by the functions that `cli` calls. Importing this imports torch."""
 
 from optimizer.command.build import export_model
-from optimizer.command.bundles import bench, list_passes, rejudge, verify
+from optimizer.command.bundles import bench, lay_out, list_passes, rejudge, verify
 
-__all__ = ["bench", "export_model", "list_passes", "rejudge", "verify"]
+__all__ = ["bench", "export_model", "lay_out", "list_passes", "rejudge", "verify"]

@@ -114,6 +114,8 @@ def _lines(document: Document, width: int, *, details: bool) -> Iterable[Text | 
         yield f"SHA-256 for --verify --expect: {document['sha256sums']}"
     if "bundle" in document:
         yield Text(f"bundle: {document['bundle']}")
+    if "triton_model" in document:
+        yield Text(f"model of Triton: {document['triton_model']}")
 
 
 def _wrapped(text: str, width: int) -> list[str]:

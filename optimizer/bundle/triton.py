@@ -1,0 +1,138 @@
+"""Write an artifact of a bundle into a model repository of NVIDIA's Triton Inference Server.
+
+    REPOSITORY/NAME/config.pbtxt    the configuration of the model
+    REPOSITORY/NAME/1/model.onnx    the artifact, with its external data; files keep their names
+
+The configuration is the text form of `ModelConfig` in Triton's `model_config.proto`. The names of the inputs of
+TorchScript files, and what each backend takes, are those of Triton's onnxruntime_backend and pytorch_backend.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from optimizer.bundle.bundle import open_bundle
+from optimizer.bundle.disk import absolute
+from optimizer.bundle.writing import new_folder
+from optimizer.errors import BundleError, UsageError
+from optimizer.manifest import file_problem, sums_problem
+from optimizer.runtime import own_routes
+
+_VERSION = "1"
+# The types that both backends take, and those of onnxruntime_backend alone.
+_TYPES = {
+    **{"bool": "TYPE_BOOL", "uint8": "TYPE_UINT8", "int8": "TYPE_INT8", "int16": "TYPE_INT16", "int32": "TYPE_INT32"},
+    **{"int64": "TYPE_INT64", "float16": "TYPE_FP16", "float32": "TYPE_FP32", "float64": "TYPE_FP64"},
+}
+_ONNX_TYPES = {"uint16": "TYPE_UINT16", "uint32": "TYPE_UINT32", "uint64": "TYPE_UINT64", "bfloat16": "TYPE_BF16"}
+
+
+def write_triton_model(bundle: str | Path, repository: str | Path, format: str | None = None) -> Path:
+    """Write an artifact and its `config.pbtxt` into a model repository, as a model with the name of the bundle's folder.
+
+    Args:
+        format: of the artifact. The default is the recommended one if it is ONNX or TorchScript, otherwise ONNX, then
+            TorchScript.
+
+    Returns:
+        The new folder of the model in the repository.
+
+    Raises:
+        BundleError: the bundle or its artifact is damaged, or the repository has a model of this name.
+        UsageError: the bundle has no such artifact, or Triton can't serve it.
+    """
+    opened = open_bundle(bundle)
+    folder, manifest = opened.path, opened.manifest
+    if problem := sums_problem(folder, manifest):
+        raise BundleError(f"{folder} is damaged: {problem}")
+    artifact = _artifact(manifest, format)
+    config = "\n".join(_config(folder.name, manifest, artifact)) + "\n"
+    target = absolute(repository) / folder.name
+    with new_folder(target) as staging:
+        (staging / "config.pbtxt").write_text(config, encoding="utf-8", newline="\n")
+        for file in (file for file in manifest["files"] if file["path"] in artifact["files"]):
+            if problem := file_problem(folder, file):
+                raise BundleError(f"{folder} is damaged: {problem}")
+            copy = staging / _VERSION / file["path"]
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / file["path"], copy)
+    return target
+
+
+def _artifact(manifest: Mapping[str, Any], format: str | None) -> Mapping[str, Any]:
+    artifacts = {each["format"]: each for each in manifest["artifacts"]}
+    if format is not None and format not in artifacts:
+        raise UsageError(f"The bundle has no {format!r} artifact; it has {', '.join(artifacts)}.")
+    recommended = ((manifest.get("benchmark") or {}).get("recommended") or {}).get("format")
+    wanted = [recommended, *(route.format for route in own_routes(artifacts))] if format is None else [format]
+    found = next((each for each in wanted if each and (_is_onnx(each) or each == "torchscript")), None)
+    if found is None:
+        raise UsageError(f"Triton serves onnx and torchscript here, not {format or ', '.join(artifacts)}.")
+    return artifacts[found]
+
+
+def _is_onnx(format: str) -> bool:
+    return format.startswith("onnx")
+
+
+def _config(name: str, manifest: Mapping[str, Any], artifact: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of `config.pbtxt`.
+
+    Raises:
+        UsageError: a tensor has a dtype that the backend doesn't take.
+    """
+    onnx = _is_onnx(artifact["format"])
+    batched = _is_batched(manifest, artifact)
+    yield f"name: {_quoted(name)}"
+    yield 'backend: "onnxruntime"' if onnx else 'backend: "pytorch"\nplatform: "pytorch_libtorch"'
+    yield f"default_model_filename: {_quoted(artifact['path'])}"
+    if batched:
+        # Raising it needs no new file, but larger batches weren't compared.
+        yield f"# the largest batch that was compared with the original\nmax_batch_size: {_largest_batch(manifest)}"
+        if not (artifact.get("measurement") or {}).get("rows"):
+            yield "# not checked: that no row depends on the others of its batch (build with --row-independence)"
+        yield "dynamic_batching { }"
+    else:
+        yield "max_batch_size: 0"
+    # pytorch_backend knows the inputs and outputs of a file by their positions.
+    for kind, tensors in (("input", artifact["inputs"]), ("output", artifact["outputs"])):
+        for index, tensor in enumerate(tensors):
+            own = tensor["name"] if onnx else f"{kind.upper()}__{index}"
+            yield from _tensor(kind, own, tensor, batched=batched, types=_TYPES | (_ONNX_TYPES if onnx else {}))
+    yield f"instance_group [ {{ count: 1 kind: {'KIND_GPU' if manifest['device']['type'] == 'cuda' else 'KIND_CPU'} }} ]"
+    recommended = (manifest.get("benchmark") or {}).get("recommended") or {}
+    if recommended.get("format") == artifact["format"] and (threads := recommended["settings"].get("threads")):
+        key = "intra_op_thread_count" if onnx else "INTRA_OP_THREAD_COUNT"
+        yield f'parameters {{ key: "{key}" value {{ string_value: "{threads}" }} }}'
+
+
+def _tensor(
+    kind: str, name: str, tensor: Mapping[str, Any], *, batched: bool, types: Mapping[str, str]
+) -> Iterator[str]:
+    if tensor["dtype"] not in types:
+        raise UsageError(f"Triton can't serve this file: its {kind} {tensor['name']} is {tensor['dtype']}.")
+    dims = [size if isinstance(size, int) else -1 for size in tensor["shape"][batched:]]
+    yield f"{kind} [ {{"
+    yield f"  name: {_quoted(name)}  data_type: {types[tensor['dtype']]}  dims: {dims or [1]}"
+    # A configuration has at least one dim per tensor.
+    if batched and not dims:
+        yield "  reshape { shape: [ ] }"
+    yield "} ]"
+
+
+def _is_batched(manifest: Mapping[str, Any], artifact: Mapping[str, Any]) -> bool:
+    """Whether dim 0 of every input and output is the batch."""
+    first = {
+        str(tensor["shape"][0]) if tensor["shape"] else "" for tensor in (*artifact["inputs"], *artifact["outputs"])
+    }
+    return len(first) == 1 and first.isdisjoint(manifest.get("example_sizes", {})) and min(first).isidentifier()
+
+
+def _largest_batch(manifest: Mapping[str, Any]) -> int:
+    return max(manifest["parity"].get("batch_sizes") or [1])
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

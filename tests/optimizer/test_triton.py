@@ -1,0 +1,161 @@
+"""`--layout triton`: a bundle's file in Triton's model repository, with its config.pbtxt."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optimizer import export
+from optimizer.bundle.triton import _artifact, _config
+from optimizer.command.cli import main
+from optimizer.errors import UsageError
+
+BATCHED = [{"name": "x", "dtype": "float32", "shape": ["batch", 3, "width"]}]
+
+
+def manifest(device: str = "cpu", **more: Any) -> dict[str, Any]:
+    return {"parity": {"batch_sizes": [2, 1, 8]}, "device": {"type": device}, **more}
+
+
+def artifact(format: str = "onnx", **more: Any) -> dict[str, Any]:
+    outputs = [{"name": "y", "dtype": "int64", "shape": ["batch"]}]
+    return {"format": format, "path": "model.onnx", "inputs": BATCHED, "outputs": outputs, **more}
+
+
+def config(manifest: dict[str, Any], artifact: dict[str, Any]) -> list[str]:
+    return "\n".join(_config("net", manifest, artifact)).split("\n")
+
+
+def test_a_dynamic_batch_is_batched_by_triton() -> None:
+    found = config(manifest(), artifact(measurement={"rows": {"alone": True}}))
+    assert found == [
+        'name: "net"',
+        'backend: "onnxruntime"',
+        'default_model_filename: "model.onnx"',
+        "# the largest batch that was compared with the original",
+        "max_batch_size: 8",
+        "dynamic_batching { }",
+        "input [ {",
+        '  name: "x"  data_type: TYPE_FP32  dims: [3, -1]',
+        "} ]",
+        "output [ {",
+        '  name: "y"  data_type: TYPE_INT64  dims: [1]',
+        "  reshape { shape: [ ] }",
+        "} ]",
+        "instance_group [ { count: 1 kind: KIND_CPU } ]",
+    ]
+
+
+@pytest.mark.parametrize("format", ["onnx", "torchscript"])
+def test_the_configuration_fits_the_schema_of_triton(format: str) -> None:
+    """Needs `pip install tritonclient[grpc]`, which asks for an older protobuf than onnx's."""
+    schema = pytest.importorskip("tritonclient.grpc.model_config_pb2", reason="tritonclient isn't installed")
+    from google.protobuf import text_format
+
+    recommended = {"format": format, "settings": {"threads": 2}}
+    text = "\n".join(config(manifest(benchmark={"recommended": recommended}), artifact(format)))
+    parsed = text_format.Parse(text, schema.ModelConfig())
+    assert (parsed.name, parsed.max_batch_size, list(parsed.input[0].dims)) == ("net", 8, [3, -1])
+    assert parsed.HasField("dynamic_batching")
+    with pytest.raises(text_format.ParseError, match="max_batch"):
+        text_format.Parse(text.replace("max_batch_size", "max_batch"), schema.ModelConfig())
+
+
+def test_rows_that_were_not_checked_are_named() -> None:
+    assert any(line.startswith("# not checked") for line in config(manifest(), artifact()))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 3), ("time", 3), ()],
+    ids=["fixed", "another dim", "a scalar"],
+)
+def test_a_dim_that_is_not_the_batch_is_not_batched(shape: tuple[Any, ...]) -> None:
+    tensor = {"name": "x", "dtype": "float32", "shape": list(shape)}
+    found = config(manifest(example_sizes={"time": 5}), artifact(inputs=[tensor], outputs=[tensor]))
+    assert "max_batch_size: 0" in found
+    assert not any("dynamic_batching" in line for line in found)
+    dims = {(2, 3): "[2, 3]", ("time", 3): "[-1, 3]", (): "[1]"}[shape]
+    assert [line.partition("dims: ")[2] for line in found if "dims: " in line] == [dims, dims]
+
+
+def test_an_output_without_the_batch_is_not_batched() -> None:
+    scalar = {"name": "loss", "dtype": "float32", "shape": []}
+    assert "max_batch_size: 0" in config(manifest(), artifact(outputs=[scalar]))
+
+
+def test_torchscript_inputs_are_named_by_position_and_the_measured_threads_are_used() -> None:
+    recommended = {"format": "torchscript", "runtime": "torch", "settings": {"threads": 2}}
+    found = config(manifest("cuda", benchmark={"recommended": recommended}), artifact("torchscript"))
+    assert 'platform: "pytorch_libtorch"' in found
+    assert [line for line in found if "name: " in line][2:] == [
+        '  name: "INPUT__0"  data_type: TYPE_FP32  dims: [3, -1]',
+        '  name: "OUTPUT__0"  data_type: TYPE_INT64  dims: [1]',
+    ]
+    assert found[-2:] == [
+        "instance_group [ { count: 1 kind: KIND_GPU } ]",
+        'parameters { key: "INTRA_OP_THREAD_COUNT" value { string_value: "2" } }',
+    ]
+    assert config(manifest(benchmark={"recommended": recommended}), artifact())[-1].startswith("instance_group")
+
+
+def test_the_recommended_file_is_taken_if_triton_serves_it() -> None:
+    made = [artifact("torchscript"), artifact("onnx"), artifact("aoti")]
+    best = {"torchscript": "torchscript", "aoti": "onnx"}
+    for format, wanted in best.items():
+        found = _artifact(manifest(artifacts=made, benchmark={"recommended": {"format": format}}), None)
+        assert found["format"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("format", "message"),
+    [("aoti", "Triton serves onnx and torchscript here, not aoti"), ("onnx", "The bundle has no 'onnx' artifact")],
+)
+def test_a_format_that_triton_cannot_serve_is_refused(format: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        _artifact(manifest(artifacts=[artifact("aoti")]), format)
+
+
+@pytest.mark.parametrize(("format", "dtype"), [("onnx", "complex64"), ("torchscript", "uint16")])
+def test_a_dtype_that_the_backend_does_not_take_is_refused(format: str, dtype: str) -> None:
+    with pytest.raises(UsageError, match=f"its input x is {dtype}"):
+        config(manifest(), artifact(format, inputs=[{**BATCHED[0], "dtype": dtype}]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--output", "models"], "--layout has no bundle"),
+        (["net"], "--layout has no repository"),
+        (["net", "--output", "models", "--formats", "onnx,torchscript"], "--layout writes one file"),
+        (["net", "--output", "models", "--force"], "--layout can't be combined with --force"),
+    ],
+)
+def test_options_that_do_not_go_with_it_are_refused(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--layout", "triton", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_repository_is_written_whole_or_not_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Linear(4, 3)).eval()
+    bundle = export(model, example_inputs=(torch.randn(2, 4),), output=tmp_path / "net", effort="quick")
+    write = ["--layout", "triton", str(bundle.path), "--output", str(tmp_path / "models"), "--json"]
+    assert main(write) == 0
+    folder = tmp_path / "models" / "net"
+    assert json.loads(capsys.readouterr().out)["triton_model"] == str(folder)
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert files.pop("config.pbtxt").decode().startswith('name: "net"\n')
+    assert files == {"1/model.onnx": (bundle.path / "model.onnx").read_bytes()}
+
+    assert main(write) == 8
+    assert "is not replaced" in capsys.readouterr().err
+    (bundle.path / "model.onnx").write_bytes(b"changed")
+    assert main([*write[:-2], str(tmp_path / "others"), "--json"]) == 8
+    assert "is damaged" in capsys.readouterr().err
+    assert not (tmp_path / "others").exists()

@@ -1,0 +1,74 @@
+"""The recipes for the build step: `make`, the check before a deployment, and the program in C++."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.zoo
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(ROOT),
+    "PYTHONWARNINGS": "ignore",
+    "OPTIMIZE_EXPORT": f"{sys.executable} -m optimizer",
+}
+
+
+def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*map(str, command)], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the folder in which `make models` has run: it builds, verifies and writes Triton's repository."""
+    folder = tmp_path_factory.mktemp("work") / "recipes"
+    shutil.copytree(
+        ROOT / "examples" / "recipes", folder, ignore=shutil.ignore_patterns("dist", "models", "__pycache__")
+    )
+    made = run("make", "models", cwd=folder)
+    assert made.returncode == 0, made.stderr
+    return folder
+
+
+def test_make_builds_verifies_and_writes_the_repository(recipes: Path) -> None:
+    assert (recipes / "models/net/1/model.onnx").is_file()
+    config = (recipes / "models/net/config.pbtxt").read_text(encoding="utf-8")
+    # models.toml asks for the check of the rows.
+    assert "dynamic_batching" in config
+    assert "not checked" not in config
+    again = run("make", "build", cwd=recipes)
+    assert again.returncode == 0, again.stderr
+    assert "up to date" in again.stdout
+
+
+def test_a_bundle_that_changed_is_not_deployed(recipes: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(recipes, tmp_path / "recipes")
+    with (folder / "dist/net/README.md").open("a", encoding="utf-8") as file:
+        file.write("changed\n")
+    assert run("sh", "predeploy.sh", "sums.txt", cwd=folder).returncode == 8
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None or shutil.which("c++") is None, reason="needs cmake and a compiler")
+def test_the_torchscript_file_in_cpp(recipes: Path, tmp_path: Path) -> None:
+    for command in (
+        ("-S", recipes / "cpp", "-B", tmp_path, "-D", f"CMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"),
+        ("--build", tmp_path, "--target", "torchscript_main"),
+    ):
+        done = run("cmake", *command, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    program = tmp_path / "torchscript_main"
+    done = run(program, recipes / "dist/net", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {"call0", "call1"} <= {line.split()[0] for line in done.stdout.splitlines()}
+
+    # With other outputs in the golden data, it fails.
+    other = shutil.copytree(recipes / "dist/net", tmp_path / "other")
+    golden = (other / "golden.safetensors").read_bytes()
+    (other / "golden.safetensors").write_bytes(golden[:-400] + bytes(400))
+    assert run(program, other, cwd=tmp_path).returncode == 1
