@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import quote
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -63,7 +62,7 @@ def _on_site(path: Path) -> str:
         return "index.md"
     if name.startswith("docs/"):
         return name.removeprefix("docs/")
-    return name if name.endswith(".md") else f"{quote(name)}.md"
+    return name if name.endswith(".md") else f"{name}.md"
 
 
 def _in_repository(uri: str) -> Path:

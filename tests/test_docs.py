@@ -135,7 +135,7 @@ def _texts(source: str) -> list[str]:
 
 
 def _is_said(sentence: str, texts: list[str]) -> bool:
-    pattern = re.compile(".*".join(re.escape(part) for part in sentence.split("…")), re.DOTALL)
+    pattern = re.compile(".*".join(map(re.escape, sentence.strip("… ").split("…"))), re.DOTALL)
     return any(pattern.search(text) for text in texts)
 
 
@@ -143,7 +143,7 @@ def test_the_sentences_of_the_troubleshooting_page_are_those_of_the_program():
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     sentences = re.findall(r"^### (.+)$", page, re.MULTILINE)
     files = [file for package in ("optimizer", "passes", "exporters") for file in (ROOT / package).rglob("*.py")]
-    texts = [text for file in files for text in _texts(file.read_text(encoding="utf-8"))]
+    texts = [text for file in files for text in _texts(file.read_text(encoding="utf-8")) if " " in text]
     assert len(sentences) > 20
     assert [sentence for sentence in sentences if not _is_said(sentence, texts)] == []
 
