@@ -52,7 +52,7 @@ def _file(path: Path, config: MkDocsConfig) -> File:
         return File.generated(config, _on_site(path), abs_src_path=str(path))
     name = path.relative_to(ROOT).as_posix()
     language = {".py": "python", ".yml": "yaml"}.get(path.suffix, path.suffix.removeprefix("."))
-    text = f"# {name}\n\n````{language}\n{path.read_text(encoding='utf-8')}````\n"
+    text = f"# {name}\n\n````{language}\n{path.read_text(encoding='utf-8').rstrip()}\n````\n"
     return File.generated(config, _on_site(path), content=text)
 
 
