@@ -13,6 +13,7 @@
 # make dist      build the wheel and the sdist in dist/, and test them
 # make bench     test and run the benchmarks except `make rule`, on an idle machine (seven hours); docs/benchmarks.md
 #                links to the tables
+# make docs      write the generated parts of the documentation, and build the site into site/; a broken link fails
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -90,15 +91,16 @@ bench: $(VENV)/bench $(TIMM) test-bench
 	$(BIN)/python benchmarks/cold_start.py --json benchmarks/results/cold_start.json --markdown benchmarks/results/cold_start.md
 	$(BIN)/python benchmarks/checkpoints.py --compile unet,bert --llama70b --json benchmarks/results/checkpoints.json --markdown benchmarks/results/checkpoints.md
 
-docs: $(VENV)/dev
+docs: $(VENV)/docs
 	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 dist: $(VENV)/test
 	$(PYTEST) tests/test_distribution.py
 	$(BIN)/python -m hatchling build --directory dist
 
 clean:
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) dist build site .mypy_cache .ruff_cache .pytest_cache
 
 # One stamp per set of extras; the project itself is linked, so that an edit needs no new install.
 $(VENV)/%: pyproject.toml constraints.txt

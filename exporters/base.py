@@ -360,12 +360,13 @@ class Exporter(ABC):
     def export(self, request: ExportRequest, directory: Path) -> Artifact:
         """Write the model into `directory`, which must exist, and return the artifact.
 
+        Exceptions that the model raises in its own run pass through.
+
         Raises:
             ExportError: no route produces a right file; nothing is left in the directory.
             StructureError: the calls don't match each other, or contain something that no file can hold.
             MetadataError: a file can't hold the metadata.
             OSError: the directory isn't writable.
-            Exceptions that the model raises in its own run pass through.
         """
 
     @staticmethod

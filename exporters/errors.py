@@ -1,18 +1,20 @@
 """The errors of the exporters.
 
-ExporterError
-├── UnknownFormat        there is no exporter with that name
-├── UnknownOpset         no file can be written with that opset, or no requested format has an opset
-├── MetadataError        a file can't hold a metadata key or text, or its metadata can't be read
-├── StructureError       the structure of a call's arguments or outputs differs from the exported one
-├── RouteRefused         one route to a format failed to produce a right file; the exporter tries the next one
-│   └── WrongFile        the file of one route computes something else than the model, or raises where it doesn't
-├── ExportError          every route to a format failed; the message names each route with its reason
-├── QuantizationError    a file can't be quantized as requested
-│   ├── NothingToQuantize  the file has no nodes, or too few weights, that this kind of quantization applies to
-│   └── CalibrationError   the calibration calls are missing or don't fit the file's inputs
-├── OtherMachine         a file made for one device and processor was loaded on another
-└── ProviderFallback     nodes of an ONNX session run on the CPU although the GPU was requested
+    ExporterError
+    ├── UnknownFormat        there is no exporter with that name
+    ├── UnknownOpset         no file can be written with that opset, or no requested format has an opset
+    ├── MetadataError        a file can't hold a metadata key or text, or its metadata can't be read
+    ├── StructureError       the structure of a call's arguments or outputs differs from the exported one
+    ├── RouteRefused         one route to a format failed to produce a right file; the exporter tries the next one
+    │   └── WrongFile        the file of one route computes something else than the model, or raises where it doesn't
+    ├── ExportError          every route to a format failed; the message names each route with its reason
+    ├── QuantizationError    a file can't be quantized as requested
+    │   ├── NothingToQuantize  the file has no nodes, or too few weights, that this kind of quantization applies to
+    │   └── CalibrationError   the calibration calls are missing or don't fit the file's inputs
+    ├── OtherMachine         a file made for one device and processor was loaded on another
+    └── ProviderFallback     nodes of an ONNX session run on the CPU although the GPU was requested
+
+Each message is one sentence for the user.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, er
 
 
 class ExporterError(Exception):
-    """Base class of the exporters' errors; the message is one sentence for the user."""
+    """Base class of the exporters' errors."""
 
 
 class UnknownFormat(ExporterError):

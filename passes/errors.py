@@ -1,17 +1,19 @@
 """The errors of the passes.
 
-PassesError
-├── UnknownPass            there is no pass of that name
-├── DuplicatePass          two packages register a pass of the same name
-├── PassOptionError        the pass doesn't have the option, or the value is invalid
-├── PassOrderError         a pass comes after one that must be last
-├── RequirementNotMet      a requested pass can't run here (no compiler, no example inputs)
-└── UnseenCall             the rewritten model is used in a way that no recorded run showed
+    PassesError
+    ├── UnknownPass            there is no pass of that name
+    ├── DuplicatePass          two packages register a pass of the same name
+    ├── PassOptionError        the pass doesn't have the option, or the value is invalid
+    ├── PassOrderError         a pass comes after one that must be last
+    ├── RequirementNotMet      a requested pass can't run here (no compiler, no example inputs)
+    └── UnseenCall             the rewritten model is used in a way that no recorded run showed
+
+Each message is one sentence for the user.
 """
 
 
 class PassesError(Exception):
-    """Base of the errors of the passes; the message is one sentence for the user."""
+    """Base of the errors of the passes."""
 
 
 class UnknownPass(PassesError):

@@ -1,5 +1,6 @@
 """The documentation agrees with the classes and the command."""
 
+import ast
 import importlib.util
 import inspect
 import re
@@ -74,7 +75,7 @@ def test_the_readme_names_its_two_commands():
 
 
 def test_links_of_the_documentation_lead_somewhere():
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         for file, section in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text(encoding="utf-8")):
             target = page.parent / file if file else page
             assert target.exists(), f"{page.name} links to {file}"
@@ -119,3 +120,36 @@ def test_the_tensor_pass_of_the_guide_folds_and_a_mistake_in_it_is_found(tmp_pat
     monkeypatch.setattr(example, "float64", lambda tensor: right(tensor) * 1.01)
     (record,) = optimize(model, [example.FoldScale()], example_inputs=(x,)).report.passes
     assert record.status == "rolled-back"
+
+
+def _texts(source: str) -> list[str]:
+    """All texts in a Python file, joined where they are written in parts; … for each value in an f-string."""
+    found, parts = [], set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            parts.update(map(id, node.values))
+            found.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            found.append(node.value)
+    return found
+
+
+def _is_said(sentence: str, texts: list[str]) -> bool:
+    pattern = re.compile(".*".join(map(re.escape, sentence.strip("… ").split("…"))), re.DOTALL)
+    return any(pattern.search(text) for text in texts)
+
+
+def test_the_sentences_of_the_troubleshooting_page_are_those_of_the_program():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    sentences = re.findall(r"^### (.+)$", page, re.MULTILINE)
+    files = [file for package in ("optimizer", "passes", "exporters") for file in (ROOT / package).rglob("*.py")]
+    texts = [text for file in files for text in _texts(file.read_text(encoding="utf-8")) if " " in text]
+    assert len(sentences) > 20
+    assert [sentence for sentence in sentences if not _is_said(sentence, texts)] == []
+
+
+def test_a_sentence_that_the_program_no_longer_says_is_found():
+    texts = _texts('raise Error(f"{name} is a folder; " "use a file in it.")')
+    assert texts == ["… is a folder; use a file in it."]
+    assert _is_said("… is a folder; use …", texts)
+    assert not _is_said("… is a folder: use …", texts)

@@ -35,6 +35,7 @@ def test_every_example_is_run_by_a_test():
         "python_api.py",
         "resnet.py",
         "train.py",
+        "train_fsdp2.py",
     }
 
 
@@ -146,6 +147,20 @@ def test_training_in_two_processes(tmp_path):
     done = run(*launched, *options, cwd=tmp_path)
     assert_trains_alike(done, "gpt2", 2)
     assert done.stdout.count("gpt2: ") == 1, "each process prints"
+
+
+@pytest.mark.slow
+def test_sharded_training_in_half_of_the_memory(tmp_path):
+    launched = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLES / "train_fsdp2.py"))
+    done = run(*launched, "--steps=2", "--batch=4", "--checkpoint=gpt2.pt", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    plan, *losses = done.stdout.splitlines()
+    share = float(re.search(r"trains in [\d.]+ MiB of [\d.]+ MiB \(([\d.]+) %", plan)[1])
+    assert share <= 50
+    before, after = (re.findall(r"\d\.\d+", line) for line in losses)
+    assert before == after
+    assert len(set(before)) == 2
+    assert torch.load(tmp_path / "gpt2.pt")["transformer.h.3.mlp.c_fc.weight"].shape == (128, 512)
 
 
 @pytest.mark.slow
