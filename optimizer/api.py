@@ -17,6 +17,7 @@ from optimizer.exporting import (
     CalibrationCall,
     ExportJob,
     WrittenFiles,
+    add_report,
     calibration_of,
     check_folders,
     choose,
@@ -309,7 +310,10 @@ def export(
         body = write_data(job, measured, written[0], folder, benchmarks[0])
         return {**body, "build": build} if build else body
 
-    bundle = write_bundle(output, fill, force=force)
+    def report(folder: Path, manifest: Mapping[str, Any]) -> None:
+        add_report(job, measured, written[0], folder, manifest)
+
+    bundle = write_bundle(output, fill, report=report, force=force)
     missing = {name: str(error) for name, error in written[0].missing.items()}
     # The messages of this run, because those in the manifest name no folder of this machine.
     timed = None if benchmarks[0] is None else benchmarks[0].to_json()

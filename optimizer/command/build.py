@@ -25,7 +25,7 @@ from optimizer.errors import (
     ExportFailed,
     ParityError,
 )
-from optimizer.manifest import plain
+from optimizer.manifest import REPORT_PAGE, plain
 from optimizer.options import ExportOptions
 from optimizer.profiling import profile_export
 from optimizer.report import Progress
@@ -178,6 +178,7 @@ def _exported(output: Path, bundle: Bundle, report: Document, loaded: Loaded, se
     document = {
         **_outcome(output, bundle),
         "bundle": str(output),
+        "report_page": str(output / REPORT_PAGE),
         "sha256sums": bundle.sha256sums,
         "model": manifest["model"],
         "device": manifest["device"],
