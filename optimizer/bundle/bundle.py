@@ -52,6 +52,7 @@ class Bundle:
             `artifacts`. Empty for a bundle that was opened from disk.
         benchmark: the latency and memory of the files, and the recommended one, in the form of the manifest's
             `benchmark`; None if nothing was measured.
+        profile: the profiles that the export was asked for, as in `profile.json`.
     """
 
     path: Path
@@ -59,6 +60,7 @@ class Bundle:
     missing: Mapping[str, str] = field(default_factory=dict)
     unproven: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
     benchmark: Mapping[str, Any] | None = field(default=None, repr=False)
+    profile: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
         files = ", ".join(entry["path"] for entry in self.manifest["artifacts"])

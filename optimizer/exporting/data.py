@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from optimizer.bundle import (
+    Bundle,
     describe_device,
     graph_of,
     is_to_be_repeated,
@@ -21,6 +22,7 @@ from optimizer.exporting.job import ExportJob
 from optimizer.exporting.measuring import MeasuredExport
 from optimizer.exporting.writing import WrittenFiles, all_notes
 from optimizer.parity import ParityReport, golden_entries
+from optimizer.profiling import profile_export
 from optimizer.report import Report
 from optimizer.tuning import Benchmark
 
@@ -90,8 +92,26 @@ def _overall(reports: Mapping[str, ParityReport], measured: MeasuredExport) -> d
     }
 
 
+def profiled(job: ExportJob, measured: MeasuredExport, bundle: Bundle, directory: Path) -> dict[str, Any]:
+    """Profile the original, the model and the ONNX file, as `profile_export` does."""
+    return profile_export(
+        measured.original,
+        job.model,
+        bundle,
+        job.samples,
+        device=job.target,
+        directory=directory,
+        progress=job.tell,
+    )
+
+
 def add_report(
-    job: ExportJob, measured: MeasuredExport, written: WrittenFiles, folder: Path, manifest: Mapping[str, Any]
+    job: ExportJob,
+    measured: MeasuredExport,
+    written: WrittenFiles,
+    profiles: Mapping[str, Any],
+    folder: Path,
+    manifest: Mapping[str, Any],
 ) -> None:
     """Write the report of an export whose manifest is finished."""
     provenance = job.provenance
@@ -107,7 +127,8 @@ def add_report(
         ),
         # The manifest has these two.
         optimize=told and {name: value for name, value in told.items() if name not in ("passes", "coverage")},
-        profile={},
+        # Times differ from build to build.
+        profile={} if is_to_be_repeated() else profiles,
         unproven=written.unproven,
     )
 
