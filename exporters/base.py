@@ -208,6 +208,11 @@ class Captures:
             raise RouteRefused(str(made), size=made.size)
         return made
 
+    def known(self, key: Hashable) -> Any:
+        """The earlier result with this key; None if there is none, or if `make` raised."""
+        made = self._made.get(key)
+        return None if isinstance(made, RouteRefused) else made
+
 
 class Proof(Protocol):
     """The type of `ExportRequest.proof`."""

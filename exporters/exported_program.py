@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from exporters.base import TensorSpec, clones, parameter_names
+from exporters.base import Captures, TensorSpec, clones, parameter_names
 from exporters.conditions import Condition, Line, batches_near
 from exporters.decisions import refuse_values, traced
 from exporters.errors import RouteRefused, refusing
 from exporters.evidence import Evidence, Shapes
-from exporters.file_values import Program
+from exporters.file_values import Program, operations_of
 from exporters.guards import UnreadableGuard, guard_holds
 from exporters.isolation import silent, undisturbed
 from exporters.places import place_in_stack
@@ -74,6 +74,12 @@ def shared_program(evidence: Evidence, *, strict: bool | None = None) -> torch.e
         return shared_program(evidence, strict=False)
     except RouteRefused:
         return shared_program(evidence, strict=True)
+
+
+def captured_operations(captures: Captures) -> list[tuple[str, str]] | None:
+    """The operations of the capture that the formats share, as `operations_of`; None if nothing was captured."""
+    programs = [captures.known(("program", strict)) for strict in (False, True)]
+    return next((operations_of(program) for program in programs if program is not None), None)
 
 
 def _captured(evidence: Evidence, *, strict: bool) -> torch.export.ExportedProgram:

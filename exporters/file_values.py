@@ -184,14 +184,25 @@ class Program:
         return tuple(place for place in places if place != self.places[name])
 
 
+def operations_of(exported: torch.export.ExportedProgram) -> list[tuple[str, str]]:
+    """The operations on tensors in a program of an adapter: the path of the module, and the operation's name."""
+    nodes = [node for node in exported.graph.nodes if node.op == "call_function" and _computes_tensor(node)]
+    return [(_module_of(node)[1], _operation(node.target)) for node in nodes if node.target is not operator.getitem]
+
+
+def _module_of(node: Any) -> tuple[str, str]:
+    """torch's key for the call of the innermost module around a node, and the path of the module in the model."""
+    stack = list((node.meta.get("nn_module_stack") or {}).items())
+    key, (path, _) = stack[-1] if stack else ("", ("", ""))
+    return key, path.split("@")[0].removeprefix(_MODEL).lstrip(".")
+
+
 def _place(node: Any, model: nn.Module) -> Place:
     if node.target is operator.getitem:
         # One of several results: use the location of the operation that computes them.
         return _place(node.args[0], model)
-    stack = list((node.meta.get("nn_module_stack") or {}).items())
-    key, (path, _) = stack[-1] if stack else ("", ("", ""))
+    key, module = _module_of(node)
     repeated = re.search(r"@(\d+)$", key)
-    module = path.split("@")[0].removeprefix(_MODEL).lstrip(".")
     line = line_of(node.meta.get("stack_trace") or "") or line_of_forward(model, module)
     return Place(module, int(repeated.group(1)) + 1 if repeated else 1, line, _operation(node.target))
 

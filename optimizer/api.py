@@ -17,6 +17,7 @@ from optimizer.exporting import (
     CalibrationCall,
     ExportJob,
     WrittenFiles,
+    add_report,
     calibration_of,
     check_folders,
     choose,
@@ -25,6 +26,7 @@ from optimizer.exporting import (
     measure,
     measured_reference,
     opened,
+    profiled,
     read_choices,
     sizes_of,
     write_data,
@@ -168,6 +170,7 @@ def export(
     source: str | None = None,
     build: Mapping[str, Any] | None = None,
     debug_dir: str | Path | None = None,
+    profile_dir: str | Path | None = None,
     progress: ProgressFunction | None = None,
 ) -> Bundle:
     """Write the model into a bundle of artifacts, each proven to compute the same as the original.
@@ -228,6 +231,8 @@ def export(
         build: what the bundle is built from, for the manifest; the command compares it under `--if-changed`.
         debug_dir: a folder that doesn't exist yet. For each artifact that computes something different, a folder in it
             gets a self-contained reproduction: the file, inputs, expected outputs and a program that compares them.
+        profile_dir: a folder that doesn't exist yet, for the profiles of the original, the model and the ONNX file; the
+            report shows them too.
         progress: is called with each step.
 
     Raises:
@@ -301,19 +306,25 @@ def export(
         calls = calibration_of(calibration, samples, measured.adapter, measured.request)
     written: list[WrittenFiles] = []
     benchmarks: list[Benchmark | None] = []
+    profiles: dict[str, Any] = {}
 
     @ComparedExports()
     def fill(folder: Path) -> Mapping[str, Any]:
         written.append(write_files(job, measured, folder))
         benchmarks.append(choose(job, measured, calls, written[0], folder))
         body = write_data(job, measured, written[0], folder, benchmarks[0])
+        if profile_dir is not None:
+            profiles.update(profiled(job, measured, Bundle(folder, body), Path(profile_dir)))
         return {**body, "build": build} if build else body
 
-    bundle = write_bundle(output, fill, force=force)
+    def report(folder: Path, manifest: Mapping[str, Any]) -> None:
+        add_report(job, measured, written[0], profiles, folder, manifest)
+
+    bundle = write_bundle(output, fill, report=report, force=force)
     missing = {name: str(error) for name, error in written[0].missing.items()}
     # The messages of this run, because those in the manifest name no folder of this machine.
     timed = None if benchmarks[0] is None else benchmarks[0].to_json()
-    bundle = replace(bundle, missing=missing, unproven=tuple(written[0].unproven), benchmark=timed)
+    bundle = replace(bundle, missing=missing, unproven=tuple(written[0].unproven), benchmark=timed, profile=profiles)
     job.progress("bundle", 1, 1, str(output))
     if bundle.missing:
         logger.warning("%s", bundle.what_is_missing(output))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from optimizer.parity import ParityReport
+from optimizer.showing import checkpoint_plot, fragment
 from passes.base import Detail
 
 Status = Literal["applied", "unchanged", "rolled-back", "failed"]
@@ -219,6 +220,12 @@ class Report:
             "seconds": round(self.seconds, 4),
             "stages": {name: round(seconds, 4) for name, seconds in self.stages.items()},
         }
+
+    def _repr_html_(self) -> str:
+        told = self.to_json()
+        passes = [{**each, "said": reason_shown(each)} for each in told["passes"]]
+        curves = [plot for each in passes if (plot := checkpoint_plot(each["detail"])) is not None]
+        return fragment("optimize", report=told, passes=passes, curves=curves)
 
     def __str__(self) -> str:
         lines = [f"{self.model}, {self.mode}, {self.device}, torch {self.torch}"]

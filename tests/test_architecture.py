@@ -108,6 +108,7 @@ def test_only_the_command_prints(path: Path) -> None:
 FLOORS = (
     "manifest",
     "runtime",
+    "showing",
     "model",
     "parity",
     "bundle",

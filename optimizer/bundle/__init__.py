@@ -1,8 +1,10 @@
 """The bundle that an export writes (manifest, artifacts, golden data), and its verification."""
 
-from optimizer.bundle.bundle import Bundle, artifact_entry, open_bundle, rejudge_bundle, verify_bundle
+from optimizer.bundle.bundle import Bundle, artifact_entry, open_bundle, verify_bundle
 from optimizer.bundle.golden import read_golden, write_golden
 from optimizer.bundle.manifest import describe_device, is_to_be_repeated, usage_text, weights_hash
+from optimizer.bundle.rejudge import rejudge_bundle
+from optimizer.bundle.report import graph_of, write_report
 from optimizer.bundle.target import check_target
 from optimizer.bundle.triton import write_triton_model
 from optimizer.bundle.verify import VerifyReport, factor_between
@@ -15,6 +17,7 @@ __all__ = [
     "check_target",
     "describe_device",
     "factor_between",
+    "graph_of",
     "is_to_be_repeated",
     "open_bundle",
     "read_golden",
@@ -24,5 +27,6 @@ __all__ = [
     "weights_hash",
     "write_bundle",
     "write_golden",
+    "write_report",
     "write_triton_model",
 ]

@@ -24,12 +24,11 @@ from exporters.registry import load_artifact
 from optimizer.bundle import exchange
 from optimizer.bundle.disk import absolute, speaking
 from optimizer.bundle.golden import GoldenCall, read_golden
-from optimizer.bundle.rejudge import RejudgeReport, rejudge_contents
+from optimizer.bundle.report import fragment_of
 from optimizer.bundle.verify import VerifyReport, verify_contents
 from optimizer.errors import BundleError, DeviceError, UsageError
 from optimizer.manifest import MANIFEST, read_manifest, sums_digest
 from optimizer.options import parse_digest
-from optimizer.parity import Tolerance
 from optimizer.wording import listed
 
 
@@ -53,6 +52,7 @@ class Bundle:
             `artifacts`. Empty for a bundle that was opened from disk.
         benchmark: the latency and memory of the files, and the recommended one, in the form of the manifest's
             `benchmark`; None if nothing was measured.
+        profile: the profiles that the export was asked for, as in `profile.json`.
     """
 
     path: Path
@@ -60,10 +60,14 @@ class Bundle:
     missing: Mapping[str, str] = field(default_factory=dict)
     unproven: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
     benchmark: Mapping[str, Any] | None = field(default=None, repr=False)
+    profile: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
         files = ", ".join(entry["path"] for entry in self.manifest["artifacts"])
         return f"Bundle({str(self.path)!r}, files: {files}, parity: {self.manifest['parity']['verdict']})"
+
+    def _repr_html_(self) -> str:
+        return fragment_of(self.manifest)
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -229,31 +233,6 @@ def verify_bundle(
     bundle = open_bundle(path)
     where = _device(device, require_gpu) if run else None
     return verify_contents(bundle.path, bundle.manifest, where, load_artifact, expect=expected)
-
-
-def rejudge_bundle(
-    path: str | Path, *, atol: Tolerance = None, rtol: Tolerance = None, factor: float | None = None
-) -> RejudgeReport:
-    """Judge the stored measurements of a bundle again. This runs, loads and changes nothing.
-
-    Without arguments, this repeats the judgement of the export with the tolerances of the export. Any argument discards
-    those tolerances.
-
-    Args:
-        atol, rtol: tolerances that replace the noise: a number, or a dict by output name. The names are those in the
-            files, or those in the model if they differ.
-        factor: the allowed error of an output in units of its noise. The default is 4, or more if the original ran on
-            another device.
-
-    Returns:
-        A report with the fields of `verify_bundle`'s report.
-
-    Raises:
-        BundleError: there is no readable manifest, or the program version that wrote the bundle kept no measurements.
-        UsageError: a tolerance is negative or names an unknown output, or the factor isn't a number above 0.
-    """
-    bundle = open_bundle(path)
-    return rejudge_contents(bundle.path, bundle.manifest, atol=atol, rtol=rtol, factor=factor)
 
 
 def _device(device: str, require_gpu: bool) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from optimizer.bundle.bundle import open_bundle
 from optimizer.bundle.golden import stored_tolerances
 from optimizer.bundle.verify import ArtifactFigures, VerifyReport, factor_between
 from optimizer.errors import BundleError, UsageError
@@ -26,15 +27,29 @@ class RejudgeReport(VerifyReport):
     said: ClassVar[str] = "correct by its stored measurements"
 
 
-def rejudge_contents(
-    folder: Path, manifest: Mapping[str, Any], *, atol: Tolerance, rtol: Tolerance, factor: float | None
+def rejudge_bundle(
+    path: str | Path, *, atol: Tolerance = None, rtol: Tolerance = None, factor: float | None = None
 ) -> RejudgeReport:
-    """Judge the stored measurement of each artifact in a manifest.
+    """Judge the stored measurements of a bundle again. This runs, loads and changes nothing.
+
+    Without arguments, this repeats the judgement of the export with the tolerances of the export. Any argument discards
+    those tolerances.
+
+    Args:
+        atol, rtol: tolerances that replace the noise: a number, or a dict by output name. The names are those in the
+            files, or those in the model if they differ.
+        factor: the allowed error of an output in units of its noise. The default is 4, or more if the original ran on
+            another device.
+
+    Returns:
+        A report with the fields of `verify_bundle`'s report.
 
     Raises:
-        BundleError: the program version that wrote the bundle kept no measurements.
-        UsageError: a tolerance or the factor is invalid.
+        BundleError: there is no readable manifest, or the program version that wrote the bundle kept no measurements.
+        UsageError: a tolerance is negative or names an unknown output, or the factor isn't a number above 0.
     """
+    bundle = open_bundle(path)
+    folder, manifest = bundle.path, bundle.manifest
     if factor is not None and not 0 < factor < math.inf:
         raise UsageError(f"factor must be a number above 0, not {factor!r}.")
     device = manifest["device"]["type"]

@@ -2,7 +2,7 @@
 
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,13 @@ _ORDER = (
 )
 
 
-def write_bundle(target: str | Path, fill: Callable[[Path], Mapping[str, Any]], *, force: bool = False) -> Bundle:
+def write_bundle(
+    target: str | Path,
+    fill: Callable[[Path], Mapping[str, Any]],
+    *,
+    report: Callable[[Path, Mapping[str, Any]], None] | None = None,
+    force: bool = False,
+) -> Bundle:
     """Write a bundle atomically: `target` is either unchanged or the complete new bundle.
 
     If anything raises, the staging folder and the parent folders created for it are removed.
@@ -70,6 +76,7 @@ def write_bundle(target: str | Path, fill: Callable[[Path], Mapping[str, Any]], 
             manifest's body. This function adds the schema, creation time, program, environment, and the hashes and
             sizes of the files. `fill` may write any file except `manifest.json` and `SHA256SUMS`. If it writes no
             `README.md`, this function does. Exceptions of `fill` reach the caller, except those of a failing disk.
+        report: called with the folder and the finished manifest, without its `files`. It writes further files.
         force: as for `check_target`.
 
     Raises:
@@ -77,7 +84,7 @@ def write_bundle(target: str | Path, fill: Callable[[Path], Mapping[str, Any]], 
     """
     folder = absolute(target)
     with new_folder(folder, force=force) as staging:
-        _seal(staging, fill(staging))
+        _seal(staging, fill(staging), report)
     return open_bundle(folder)
 
 
@@ -106,8 +113,10 @@ def new_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
                 raise BundleError(f"The bundle was not written: {error}") from error
 
 
-def _seal(folder: Path, body: Mapping[str, Any]) -> None:
-    """Add the manifest, the hashes and, if it is missing, the README to a filled folder."""
+def _seal(
+    folder: Path, body: Mapping[str, Any], report: Callable[[Path, Mapping[str, Any]], None] | None = None
+) -> None:
+    """Add the manifest, the hashes, the report and, if it is missing, the README to a filled folder."""
     given = without_local_paths(plain(body), local_roots(folder))
     manifest = {
         **given,
@@ -118,8 +127,13 @@ def _seal(folder: Path, body: Mapping[str, Any]) -> None:
     }
     if not (folder / README).exists():
         (folder / README).write_text(usage_text(manifest), encoding="utf-8", newline="\n")
-    manifest["files"] = files = _hashed_files(folder)
+    files = _hashed_files(folder)
     manifest["artifacts"] = [_with_hashes(artifact, files) for artifact in manifest["artifacts"]]
+    if report is not None:
+        report(folder, manifest)
+        files += _hashed_files(folder, known={file["path"] for file in files})
+        files.sort(key=lambda file: str(file["path"]))
+    manifest["files"] = files
     first = [name for name in _ORDER if name in manifest]
     manifest = {
         name: manifest[name] for name in (*first, *(n for n in manifest if n not in (*first, "files")), "files")
@@ -131,10 +145,10 @@ def _seal(folder: Path, body: Mapping[str, Any]) -> None:
     _share(folder)
 
 
-def _hashed_files(folder: Path) -> list[dict[str, Any]]:
+def _hashed_files(folder: Path, known: Collection[str] = ()) -> list[dict[str, Any]]:
     files = []
     for path, status in sorted(entries_below(folder).items()):
-        if stat.S_ISDIR(status.st_mode):
+        if path in known or stat.S_ISDIR(status.st_mode):
             continue
         if not stat.S_ISREG(status.st_mode) or not is_inside_path(path) or path in {MANIFEST, SUMS}:
             raise BundleError(

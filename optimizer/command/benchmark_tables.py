@@ -5,8 +5,9 @@ from typing import Any
 
 from rich.text import Text
 
-from optimizer.command.text_tables import size_text, table
+from optimizer.command.text_tables import table
 from optimizer.parity import Accuracy
+from optimizer.showing import seconds_text, size_text
 
 Document = Mapping[str, Any]
 
@@ -49,11 +50,3 @@ def _accuracy(figure: Document) -> str:
 def accuracy_text(accuracy: Document) -> str:
     """The worst figures of a lossy file."""
     return str(Accuracy(**accuracy))
-
-
-def seconds_text(seconds: float) -> str:
-    """A time in the unit that fits."""
-    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
-        if seconds * factor >= 1 or unit == "µs":
-            return f"{seconds * factor:.3g} {unit}"
-    raise AssertionError

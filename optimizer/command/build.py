@@ -25,9 +25,8 @@ from optimizer.errors import (
     ExportFailed,
     ParityError,
 )
-from optimizer.manifest import plain
+from optimizer.manifest import REPORT_PAGE, plain
 from optimizer.options import ExportOptions
-from optimizer.profiling import profile_export
 from optimizer.report import Progress
 
 Document = dict[str, Any]
@@ -73,33 +72,9 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
     fast = optimize_to_export(loaded.model, passes, **shared)
     bundle = _bundle(fast, options, loaded, shared)
     report = report_of(fast).to_json()
-    profile = _profile(fast, bundle, options, loaded, device, progress)
     seconds = round(time.perf_counter() - started, 3)
-    return {**_exported(shown, bundle, report, loaded, seconds), **profile}
-
-
-def _profile(
-    fast: nn.Module,
-    bundle: Bundle,
-    options: ExportOptions,
-    loaded: Loaded,
-    device: str,
-    progress: Callable[[Progress], None],
-) -> Document:
-    """The entry "profile" of the document, if it was requested."""
-    if options.profile_dir is None:
-        return {}
-    target = torch.device(device)
-    found = profile_export(
-        loaded.model,
-        fast,
-        bundle,
-        loaded.samples(options.seed, target),
-        device=target,
-        directory=options.profile_dir,
-        progress=progress,
-    )
-    return {"profile": found}
+    document = _exported(shown, bundle, report, loaded, seconds)
+    return {**document, "profile": bundle.profile} if bundle.profile else document
 
 
 def _shared(
@@ -140,6 +115,7 @@ def _bundle(fast: nn.Module, options: ExportOptions, loaded: Loaded, shared: dic
         source=loaded.source,
         build=loaded.build,
         debug_dir=options.debug_dir,
+        profile_dir=options.profile_dir,
         bench=None if options.bench else False,
         tune=options.tune,
         tune_seconds=options.tune_seconds,
@@ -178,6 +154,7 @@ def _exported(output: Path, bundle: Bundle, report: Document, loaded: Loaded, se
     document = {
         **_outcome(output, bundle),
         "bundle": str(output),
+        "report_page": str(output / REPORT_PAGE),
         "sha256sums": bundle.sha256sums,
         "model": manifest["model"],
         "device": manifest["device"],

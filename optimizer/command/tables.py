@@ -14,10 +14,11 @@ from rich.text import Text
 from exporters.errors import ExporterError
 from exporters.registry import exporter_named
 from optimizer.command.benchmark_tables import accuracy_text, benchmark_lines
-from optimizer.command.text_tables import INDENT, STYLES, folded, padded, size_text, table
-from optimizer.parity import FACTOR, SLICE_FACTOR
+from optimizer.command.text_tables import INDENT, STYLES, folded, padded, table
+from optimizer.parity import allowed_share
 from optimizer.profiling import profile_lines
 from optimizer.report import reason_shown, remark_lines
+from optimizer.showing import number_text, percent_text, size_text
 
 # Without a terminal, lines are almost never wrapped, so that `grep` finds them whole.
 _WIDE = 4096
@@ -112,6 +113,8 @@ def _lines(document: Document, width: int, *, details: bool) -> Iterable[Text | 
         yield from _gained(report)
     if "sha256sums" in document:
         yield f"SHA-256 for --verify --expect: {document['sha256sums']}"
+    if "report_page" in document:
+        yield Text(f"report: {document['report_page']}")
     if "bundle" in document:
         yield Text(f"bundle: {document['bundle']}")
     if "triton_model" in document:
@@ -171,19 +174,8 @@ def _verdict(artifact: Document) -> tuple[str, str]:
         return verdict, ""
     if any(output.get("by_user") for output in judged):
         return verdict, ", within your tolerance"
-    share = max(_share(output, parity.get("factor", FACTOR)) for output in judged)
-    if share == 0:
-        return verdict, ", no error"
-    return verdict, f", {'under 1' if share < 0.01 else f'{100 * share:.0f}'} % of the allowed error"
-
-
-def _share(output: Document, factor: float) -> float:
-    """The error of an output as a share of the allowed error.
-
-    This is the larger share of two: that of the whole output, and that of its worst channel, column or band.
-    """
-    whole, part = (float(output.get(name) or 0) for name in ("ratio", "slice_ratio"))
-    return max(whole / factor, part / (factor / FACTOR * SLICE_FACTOR))
+    share = allowed_share(parity)
+    return verdict, f", {percent_text(share)} of the allowed error" if share else ", no error"
 
 
 def _metadata(format: str, given: Sequence[tuple[str, str]]) -> str:
@@ -285,10 +277,10 @@ def _judged(output: Document) -> tuple[str, str]:
 
     The error is measured from the reference, or with a user's tolerance from the original itself.
     """
-    allowed = _number(output.get("tolerance"))
+    allowed = number_text(output.get("tolerance"))
     if output.get("by_user") and output.get("max_difference") is not None:
-        return _number(output["max_difference"]), f"{allowed} (yours)"
-    return _number(output["max_error"]), allowed
+        return number_text(output["max_difference"]), f"{allowed} (yours)"
+    return number_text(output["max_error"]), allowed
 
 
 def _every_call(outputs: Sequence[tuple[Document, Document]], width: int) -> Iterable[Text]:
@@ -298,7 +290,7 @@ def _every_call(outputs: Sequence[tuple[Document, Document]], width: int) -> Ite
         for call in output.get("calls", ()):
             rows = "-" if call["batch_size"] is None else str(call["batch_size"])
             size = ", ".join([rows, *(f"{name} {size}" for name, size in call.get("sizes", {}).items())])
-            error, figures = _number(call["max_error"]), _figures(call)
+            error, figures = number_text(call["max_error"]), _figures(call)
             lines.append((artifact["format"], str(output["name"]), size, str(call["draw"]), error, *figures))
     yield from table(columns, lines, width)
 
@@ -306,8 +298,8 @@ def _every_call(outputs: Sequence[tuple[Document, Document]], width: int) -> Ite
 def _figures(of: Document) -> tuple[str, ...]:
     cosine = of.get("cosine")
     return (
-        _number(of.get("mean_error")),
-        _number(of.get("p999_error")),
+        number_text(of.get("mean_error")),
+        number_text(of.get("p999_error")),
         "-" if cosine is None else f"{cosine:.6f}",
         _agreement(of.get("agreement"), of.get("undecided", 0)),
     )
@@ -336,12 +328,6 @@ def _count(value: int | Sequence[Any]) -> str:
 
 def _tensors(tensors: Sequence[Document]) -> str:
     return " ".join(f"{each['name']}[{','.join(map(str, each['shape']))}]" for each in tensors)
-
-
-def _number(value: float | str | None) -> str:
-    if value is None:
-        return "-"
-    return value if isinstance(value, str) else f"{value:.2g}"
 
 
 def _differs(name: str, place: Mapping[str, Any]) -> str:

@@ -69,12 +69,3 @@ def folded(text: str, width: int) -> list[str]:
 
 def padded(text: str, width: int) -> str:
     return text + " " * (width - cell_len(text))
-
-
-def size_text(count: int) -> str:
-    size, unit = float(count), "B"
-    for bigger in ("KiB", "MiB", "GiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, bigger
-    return f"{size:.0f} {unit}" if unit == "B" or size >= 9.95 else f"{size:.1f} {unit}"

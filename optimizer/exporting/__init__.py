@@ -4,7 +4,7 @@ from optimizer.exporting.arguments import check_folders, exporters_of, opened
 from optimizer.exporting.calibration import CalibrationCall, calibration_of
 from optimizer.exporting.choices import read_choices
 from optimizer.exporting.choosing import choose
-from optimizer.exporting.data import write_data
+from optimizer.exporting.data import add_report, profiled, write_data
 from optimizer.exporting.job import ExportJob
 from optimizer.exporting.measuring import measure
 from optimizer.exporting.references import measured_reference, sizes_of
@@ -15,6 +15,7 @@ __all__ = [
     "CalibrationCall",
     "ExportJob",
     "WrittenFiles",
+    "add_report",
     "calibration_of",
     "check_folders",
     "choose",
@@ -23,6 +24,7 @@ __all__ = [
     "measure",
     "measured_reference",
     "opened",
+    "profiled",
     "read_choices",
     "sizes_of",
     "write_data",

@@ -9,22 +9,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from optimizer.bundle import describe_device, is_to_be_repeated, weights_hash, write_golden
+from optimizer.bundle import (
+    Bundle,
+    describe_device,
+    graph_of,
+    is_to_be_repeated,
+    weights_hash,
+    write_golden,
+    write_report,
+)
 from optimizer.exporting.job import ExportJob
 from optimizer.exporting.measuring import MeasuredExport
 from optimizer.exporting.writing import WrittenFiles, all_notes
-from optimizer.manifest import plain, to_json_text
 from optimizer.parity import ParityReport, golden_entries
+from optimizer.profiling import profile_export
 from optimizer.report import Report
 from optimizer.tuning import Benchmark
-
-_REPORT = "report.json"
 
 
 def write_data(
     job: ExportJob, measured: MeasuredExport, written: WrittenFiles, folder: Path, benchmark: Benchmark | None
 ) -> dict[str, Any]:
-    """Write the golden data and the report, and return the fields of the manifest."""
+    """Write the golden data, and return the fields of the manifest."""
     job.progress("bundle", 0, 1, str(job.output))
     reference, adapter = measured.reference, measured.adapter
     golden = write_golden(
@@ -41,8 +47,6 @@ def write_data(
     )
     report = None if job.provenance is None else job.provenance.report
     told = None if report is None else _told(report)
-    if told is not None:
-        (folder / _REPORT).write_text(to_json_text(plain(told)), encoding="utf-8")
     return {
         "device": describe_device(job.target),
         "mode": "inference",
@@ -86,6 +90,47 @@ def _overall(reports: Mapping[str, ParityReport], measured: MeasuredExport) -> d
         "factor": worst.factor,
         "settings": dict(item for report in reports.values() for item in report.settings.items()),
     }
+
+
+def profiled(job: ExportJob, measured: MeasuredExport, bundle: Bundle, directory: Path) -> dict[str, Any]:
+    """Profile the original, the model and the ONNX file, as `profile_export` does."""
+    return profile_export(
+        measured.original,
+        job.model,
+        bundle,
+        job.samples,
+        device=job.target,
+        directory=directory,
+        progress=job.tell,
+    )
+
+
+def add_report(
+    job: ExportJob,
+    measured: MeasuredExport,
+    written: WrittenFiles,
+    profiles: Mapping[str, Any],
+    folder: Path,
+    manifest: Mapping[str, Any],
+) -> None:
+    """Write the report of an export whose manifest is finished."""
+    provenance = job.provenance
+    told = None if provenance is None else _told(provenance.report)
+    before = () if provenance is None else provenance.operations
+    write_report(
+        folder,
+        manifest,
+        graph_of(
+            {path: type(module).__name__ for path, module in measured.original.named_modules()},
+            before,
+            measured.graph.operations(measured.request.captures),
+        ),
+        # The manifest has these two.
+        optimize=told and {name: value for name, value in told.items() if name not in ("passes", "coverage")},
+        # Times differ from build to build.
+        profile={} if is_to_be_repeated() else profiles,
+        unproven=written.unproven,
+    )
 
 
 def _told(report: Report) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from exporters.base import Adapter, Artifact, Captures, Exporter, ExportRequest, clones
 from exporters.errors import ExporterError, ExportError, StructureError
+from exporters.exported_program import captured_operations
 from exporters.isolation import silent
 from optimizer.exporting.artifact_parity import FileProof
 from optimizer.model import pinned_settings, random_state
@@ -20,7 +21,14 @@ from optimizer.pipeline import Provenance, kind_of
 from optimizer.wording import listed, quote
 from passes.base import Pass
 from passes.program.graph_pass import GraphPass
-from passes.program.whole_graph import FlatCall, NoWholeGraph, Place, install_whole_graph, steps_for_files
+from passes.program.whole_graph import (
+    FlatCall,
+    NoWholeGraph,
+    Place,
+    install_whole_graph,
+    operations_of_whole_graph,
+    steps_for_files,
+)
 
 _MOST_NAMES = 4
 
@@ -104,6 +112,16 @@ class GraphFiles:
         self.refused[exporter.name] = f"the file made from the rewritten graph was rejected ({why})"
         remove(set(folder.iterdir()) - before)
         return None
+
+    def operations(self, plain: Captures | None) -> Sequence[tuple[str, str]]:
+        """The path of the module and the name of each operation in the graph of the files; empty without a capture.
+
+        Args:
+            plain: the captures of the plain forward.
+        """
+        if self.module is not None and not self.refused:
+            return operations_of_whole_graph(self.module)
+        return (None if plain is None else captured_operations(plain)) or ()
 
     def without(self, format: str, provenance: Provenance | None) -> list[dict[str, str]]:
         """The applied passes whose changes a file of the format doesn't contain, each with the reason."""

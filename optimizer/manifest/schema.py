@@ -17,6 +17,8 @@ MANIFEST = "manifest.json"
 SUMS = "SHA256SUMS"
 README = "README.md"
 GOLDEN = "golden.safetensors"
+REPORT = "report.json"
+REPORT_PAGE = "report.html"
 SCHEMA_NAME = "optimize-export-bundle"
 SCHEMA_VERSION = 1
 

@@ -26,6 +26,7 @@ from optimizer.parity.rounding import off_by_one_ulp, random_signs
 from optimizer.parity.row_runs import independent_rows, runs_on
 from optimizer.parity.rows import Rows
 from optimizer.parity.sequences import after_all_calls, measure_in_sequence
+from optimizer.parity.shares import allowed_share
 from optimizer.parity.tensors import all_finite, distance, floors, is_exact, special, unit, wide
 from optimizer.parity.verdict import FACTOR, SLICE_FACTOR, Tolerance, by_output, in_units_of, judge, why_vacuous
 
@@ -51,6 +52,7 @@ __all__ = [
     "accuracy_of",
     "after_all_calls",
     "all_finite",
+    "allowed_share",
     "by_output",
     "check_change",
     "check_parity",

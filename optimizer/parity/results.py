@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from optimizer.parity.json_data import OMIT_IF_EMPTY, from_json, to_json
+from optimizer.showing import fragment, parity_plot
 
 
 @dataclass(frozen=True)
@@ -307,6 +308,10 @@ class ParityReport:
 
     def __str__(self) -> str:
         return f"{self.verdict}: {self.reason}"
+
+    def _repr_html_(self) -> str:
+        told = self.to_json()
+        return fragment("parity", parity=told, drawn=parity_plot(told))
 
     def to_json(self) -> dict[str, Any]:
         return {**to_json(self), "ok": self.ok}

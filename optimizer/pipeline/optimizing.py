@@ -32,7 +32,7 @@ from optimizer.options import check_numbers
 from optimizer.parity import OriginalOutputs, ParityReport, Reference
 from optimizer.pipeline.pipeline import Pipeline
 from optimizer.pipeline.provenance import Provenance, attach, detach
-from optimizer.pipeline.size import coverage_record, size_of
+from optimizer.pipeline.size import coverage_record, recorded_operations, size_of
 from optimizer.report import ProgressFunction, Report
 from optimizer.wording import listed
 from passes.base import Context, Pass, PassResult, device_of
@@ -80,7 +80,7 @@ def optimized(
         original = on_device(model, target)
         copy = _copy_of(original, mode)
         pipeline = Pipeline(copy, original, samples, target, strict=strict, batch_sizes=batch_sizes, progress=progress)
-        report, outputs = _run_stages(pipeline, model, chosen, check_reference)
+        report, outputs, operations = _run_stages(pipeline, model, chosen, check_reference)
         report.notes[:0] = copy.notes
         _note_modes(report, model, copy.root, mode)
         told = _notes_on_verification(copy.root, mode, report.parity)
@@ -91,7 +91,9 @@ def optimized(
         if outputs is not None and (mode == "training" or outputs.kept_bytes > _LARGEST_KEPT):
             # Exports compute in inference mode, and large outputs would take too much memory.
             outputs = None
-        provenance = Provenance(original, report, sources, pipeline.precisions, tuple(chosen), sizes, outputs)
+        provenance = Provenance(
+            original, report, sources, pipeline.precisions, tuple(chosen), sizes, outputs, operations
+        )
         attach(copy.root, provenance, stays_in_eval=mode == "inference")
         release_memory()
         return copy.root
@@ -102,8 +104,11 @@ def _run_stages(
     model: nn.Module,
     passes: Sequence[Pass],
     check_reference: Callable[[Reference], None] | None,
-) -> tuple[Report, OriginalOutputs | None]:
-    """Run the original, the passes and the comparison; the report has the seconds of each stage."""
+) -> tuple[Report, OriginalOutputs | None, tuple[tuple[str, str], ...]]:
+    """Run the original, the passes and the comparison; the report has the seconds of each stage.
+
+    The last result are the operations of the original.
+    """
     stages: dict[str, float] = {}
     with _timed(stages, "original"):
         outputs = pipeline.run_original()
@@ -114,6 +119,7 @@ def _run_stages(
         pipeline.record()
     tree, context = pipeline.tree, pipeline.context()
     before, coverage = size_of(tree), coverage_record(tree, context)
+    operations = recorded_operations(tree, context)
     with _timed(stages, "passes"):
         pipeline.run(passes)
         # This must precede the verification, because it tries further passes on the result and undoes them.
@@ -134,7 +140,7 @@ def _run_stages(
         could_apply=could_apply,
         stages=stages,
     )
-    return report, outputs
+    return report, outputs, operations
 
 
 @contextmanager

@@ -36,6 +36,7 @@ class Provenance:
         batch_sizes: the argument of `optimize`.
         outputs: the original's outputs, for an export on the same inputs; None in training mode, or if they take much
             memory.
+        operations: of a run of the original, as `recorded_operations`; empty after unpickling.
     """
 
     original: nn.Module | None
@@ -45,6 +46,7 @@ class Provenance:
     passes: tuple[Pass, ...] = field(default=(), repr=False)
     batch_sizes: tuple[int, ...] | None = None
     outputs: OriginalOutputs | None = field(default=None, repr=False)
+    operations: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     @property
     def applied(self) -> tuple[Pass, ...]:

@@ -1,4 +1,4 @@
-"""The size of a model, and the share of it that the example calls reach."""
+"""The size of a model, the share of it that the example calls reach, and its operations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.nn.parameter import is_lazy
 from optimizer.report import CoverageRecord, Size
 from passes.base import Context
 from passes.program.model_tree import ModelTree
-from passes.program.recording import tensor_of
+from passes.program.recording import call_of, operation_name, tensor_of
 from passes.program.runs import recorded_runs
 
 
@@ -30,6 +30,14 @@ def coverage_record(tree: ModelTree, context: Context) -> CoverageRecord:
     read = {id(ref.value) for node in nodes if (ref := tensor_of(node)) is not None}
     unreached = [module for module in owners if not any(id(p) in read for p in module._parameters.values())]
     return CoverageRecord(len(owners) - len(unreached), len(owners), tuple(map(tree.path, unreached)))
+
+
+def recorded_operations(tree: ModelTree, context: Context) -> tuple[tuple[str, str], ...]:
+    """The path of the module and the name of each operation of the first recorded run, in order."""
+    recorded = recorded_runs(tree, context)
+    nodes = recorded.runs[0].recording.nodes() if recorded is not None and recorded.runs else []
+    calls = [node for node in nodes if node.op == "call_function" and not node.meta["asks"]]
+    return tuple((tree.path(call_of(node).module), operation_name(node)) for node in calls)
 
 
 def record_runs(tree: ModelTree, context: Context) -> str:

@@ -22,7 +22,7 @@ from torch import fx, nn
 from passes.compiling.record import GraphBreak
 from passes.errors import PassesError
 from passes.program.backend import GRAPH_CALL, Applied, GraphCall, entry_of
-from passes.program.captured import CapturedGraph, Modules, name_of
+from passes.program.captured import CapturedGraph, Modules, is_tensor, name_of
 from passes.program.derived import Derived
 from passes.program.forwards import InstanceForward
 from passes.torch_private import (
@@ -115,17 +115,28 @@ def install_whole_graph(module: nn.Module, plain: nn.Module, call: FlatCall) -> 
         if node in captured.tensors:
             _take_out(capture.reads[node.name](()), module, capture)
         captured.graph.erase_node(node)
-    module.__dict__["forward"] = WholeForward(module, plain, capture, captured.graph)
+    module.__dict__["forward"] = WholeForward(module, plain, capture, captured)
     return names
+
+
+def operations_of_whole_graph(module: nn.Module) -> list[tuple[str, str]]:
+    """The operations on tensors in an installed graph: the path of the module, and the operation's name."""
+    forward = module.__dict__["forward"]
+    assert isinstance(forward, WholeForward)
+    return forward.operations
 
 
 class WholeForward(InstanceForward):
     """Runs the graph for tracers and exporters, at sizes for which it is valid; otherwise the plain forward.
 
     A comparison of a file with the module is therefore a comparison with the user's own code.
+
+    Attributes:
+        operations: as `operations_of_whole_graph` returns.
     """
 
-    def __init__(self, owner: nn.Module, plain: nn.Module, capture: _Capture, graph: fx.Graph) -> None:
+    def __init__(self, owner: nn.Module, plain: nn.Module, capture: _Capture, captured: CapturedGraph) -> None:
+        graph = captured.graph
         self.owner = owner
         self._plain = plain
         self._call = capture.call
@@ -133,6 +144,8 @@ class WholeForward(InstanceForward):
         self._reads = [capture.reads[node.name] for node in graph.nodes if node.op == "placeholder"]
         self._outputs = capture.outputs
         self._graph = fx.GraphModule(capture.origin, graph).forward
+        calls = [node for node in graph.nodes if node.op.startswith("call_") and is_tensor(node)]
+        self.operations = [(captured.path_of(node), name_of(node)) for node in calls]
 
     @property
     def __signature__(self) -> inspect.Signature:

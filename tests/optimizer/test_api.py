@@ -118,10 +118,8 @@ def test_a_result_goes_into_a_bundle_that_verifies(model, image, tmp_path, monke
     assert statuses == {"fold-conv-bias": "applied", "fold-conv-bn": "applied", "channels-last": "applied"}
     assert {step.stage for step in seen} <= set(STAGES)
     assert [step for step in seen if step.stage == "bundle"][-1].done == 1
-    report = json.loads((bundle.path / "report.json").read_text())
-    assert report["seconds"] > 0
-    assert [each["seconds"] for each in report["passes"]] == [each["seconds"] for each in bundle.manifest["passes"]]
-    assert None not in {each["seconds"] for each in report["passes"]}
+    assert json.loads((bundle.path / "report.json").read_text())["optimize"]["seconds"] > 0
+    assert None not in {each["seconds"] for each in bundle.manifest["passes"]}
     assert verify_bundle(bundle.path).ok
 
 

@@ -1,0 +1,269 @@
+"""The report of a bundle: what a person reads first, and what the manifest doesn't hold, as data and as a page."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from optimizer.manifest import PROGRAM, REPORT, REPORT_PAGE, local_roots, plain, to_json_text, without_local_paths
+from optimizer.parity import Accuracy, allowed_share
+from optimizer.report import reason_shown
+from optimizer.showing import accuracy_plot, checkpoint_plot, fragment, memory_plot, page, parity_plot
+
+Manifest = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class FileSummary:
+    """One file of the bundle.
+
+    Attributes:
+        bytes: the size of all its files.
+        verdict: "ok", "failed" or "vacuous".
+        share: the largest error as a share of the allowed error; None for a lossy file, and with your tolerances.
+        accuracy: the worst figures of a lossy file; None where only rounding is allowed.
+    """
+
+    path: str
+    format: str
+    bytes: int
+    verdict: str
+    share: float | None
+    accuracy: Mapping[str, Any] | None
+
+    @property
+    def said(self) -> str:
+        """The accuracy in words; "" for a file that only rounding tells from the original."""
+        return accuracy_text(self.accuracy) if self.accuracy else ""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What was made, how much faster it is, how sure that is, and what to ship.
+
+    Attributes:
+        model: the class.
+        ok: whether all requested formats are there and proven.
+        files: those of the bundle.
+        missing: by requested format that isn't there, the reason.
+        share: the largest error of the files as a share of the allowed error; None where none is judged by its noise.
+        batch_sizes: at which the files were compared with the original.
+        ship: the recommended file and runtime; None if nothing was measured or chosen.
+        reason: a sentence about the recommendation.
+        seconds, speed_up: of a call of the recommended file; the latter as in the manifest. None without times.
+        eager_seconds: of a call of the original.
+    """
+
+    model: str
+    ok: bool
+    files: tuple[FileSummary, ...]
+    missing: Mapping[str, str]
+    share: float | None
+    batch_sizes: tuple[int, ...]
+    ship: str | None
+    reason: str
+    seconds: float | None
+    speed_up: Mapping[str, Any] | None
+    eager_seconds: float | None
+
+
+@dataclass(frozen=True)
+class ModuleOperations:
+    """The operations that one module's own forward calls, without those of its children.
+
+    Attributes:
+        module: the path; "" for the root.
+        kind: the module's class.
+        before: the number of calls of each operation in the original; empty where nothing was recorded.
+        after: the same in the graph that the files were made from.
+    """
+
+    module: str
+    kind: str
+    before: Mapping[str, int]
+    after: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class ModuleNode:
+    """A module in the tree of the page.
+
+    Attributes:
+        name: the last part of its path.
+        own: its own operations.
+        passes: the passes that changed it.
+        before, after: the number of operations in it and below.
+    """
+
+    name: str
+    own: ModuleOperations
+    passes: tuple[str, ...]
+    children: list[ModuleNode] = field(default_factory=list)
+
+    @property
+    def before(self) -> int:
+        return sum(self.own.before.values()) + sum(child.before for child in self.children)
+
+    @property
+    def after(self) -> int:
+        return sum(self.own.after.values()) + sum(child.after for child in self.children)
+
+
+@dataclass(frozen=True)
+class BundleReport:
+    """The content of `report.json`, which the page shows next to the manifest.
+
+    Attributes:
+        summary: the first screen.
+        optimize: the report of `optimize` as JSON, without what the manifest has; None if there was none.
+        graph: in the order of the first call; empty if nothing was captured.
+        profile: the profiles as in `profile.json`; empty if none was asked for.
+        unproven: the files that were written, not proven and removed, in the form of the manifest's `artifacts`.
+    """
+
+    summary: Summary
+    optimize: Mapping[str, Any] | None
+    graph: tuple[ModuleOperations, ...]
+    profile: Mapping[str, Any]
+    unproven: tuple[Mapping[str, Any], ...]
+
+
+def accuracy_text(accuracy: Mapping[str, Any]) -> str:
+    """The worst figures of a lossy file, given the manifest's `accuracy`."""
+    return str(Accuracy(**{name: value for name, value in accuracy.items() if name != "budget"}))
+
+
+def summary_of(manifest: Manifest) -> Summary:
+    """The first screen of a manifest."""
+    files = tuple(map(_file, manifest["artifacts"]))
+    benchmark = manifest.get("benchmark") or {}
+    figures = benchmark.get("figures", ())
+    recommended = benchmark.get("recommended")
+    chosen = next((each for each in figures if recommended is not None and each["route"] == recommended), None)
+    eager: Manifest = next((each for each in figures if each["name"] == "eager"), {})
+    missing = manifest.get("missing", {})
+    return Summary(
+        model=manifest["model"]["class"],
+        ok=manifest["parity"]["ok"] and not missing,
+        files=files,
+        missing=missing,
+        share=max((file.share for file in files if file.share is not None), default=None),
+        batch_sizes=tuple(manifest["parity"].get("batch_sizes", ())),
+        ship=chosen["name"] if chosen else None if recommended is None else _route_text(recommended),
+        reason=benchmark.get("reason", ""),
+        seconds=chosen["seconds"] if chosen else None,
+        speed_up=chosen["speed_up"] if chosen else None,
+        eager_seconds=eager.get("seconds"),
+    )
+
+
+def _file(artifact: Mapping[str, Any]) -> FileSummary:
+    parity = artifact.get("parity") or {}
+    return FileSummary(
+        path=artifact["path"],
+        format=artifact["format"],
+        bytes=artifact["bytes"],
+        verdict=parity.get("verdict", "ok"),
+        share=None if artifact.get("accuracy") else allowed_share(parity),
+        accuracy=artifact.get("accuracy"),
+    )
+
+
+def _route_text(route: Mapping[str, Any]) -> str:
+    settings = "".join(f", {name}={value}" for name, value in route["settings"].items())
+    return f"{route['format']} in {route['runtime']}{settings}"
+
+
+def graph_of(
+    kinds: Mapping[str, str], before: Iterable[tuple[str, str]], after: Iterable[tuple[str, str]]
+) -> tuple[ModuleOperations, ...]:
+    """The operations by module.
+
+    Args:
+        kinds: the class of each module by its path.
+        before, after: the path of the module and the name of each operation.
+    """
+    counts: tuple[dict[str, Counter[str]], ...] = ({}, {})
+    for found, operations in zip(counts, (before, after), strict=True):
+        for path, name in operations:
+            found.setdefault(path, Counter())[name] += 1
+    paths = dict.fromkeys(each for path in (*counts[0], *counts[1]) for each in _above(path))
+    return tuple(
+        ModuleOperations(path, kinds.get(path, ""), dict(counts[0].get(path, {})), dict(counts[1].get(path, {})))
+        for path in paths
+    )
+
+
+def _above(path: str) -> Iterable[str]:
+    """The root, and all modules on the way to a path."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:count]) for count in range(len(parts) + 1)]
+
+
+def tree_of(graph: Sequence[ModuleOperations], passes: Sequence[Mapping[str, Any]]) -> ModuleNode | None:
+    """The modules as a tree with the passes that changed them; None for an empty graph."""
+    changed: dict[str, list[str]] = {}
+    for record in passes:
+        for change in record.get("changes", ()) if record["status"] == "applied" else ():
+            names = changed.setdefault(change["where"].partition(" ")[0], [])
+            if record["name"] not in names:
+                names.append(record["name"])
+    nodes: dict[str, ModuleNode] = {}
+    for own in graph:
+        above, _, name = own.module.rpartition(".")
+        nodes[own.module] = node = ModuleNode(name, own, tuple(changed.get(own.module, ())))
+        if own.module:
+            nodes[above].children.append(node)
+    return nodes.get("")
+
+
+def page_of(manifest: Manifest, report: BundleReport) -> str:
+    """The page; it needs no other file. The same facts give the same text."""
+    return page("bundle", **_facts(manifest, report))
+
+
+def fragment_of(manifest: Manifest) -> str:
+    """The first screen and the candidates, for notebooks."""
+    return fragment("opening", **_facts(manifest, BundleReport(summary_of(manifest), None, (), {}, ())))
+
+
+def _facts(manifest: Manifest, report: BundleReport) -> dict[str, Any]:
+    figures = (manifest.get("benchmark") or {}).get("figures", ())
+    timed = [each for each in figures if each["seconds"] is not None]
+    passes = manifest.get("passes", ())
+    return {
+        "program": PROGRAM,
+        "manifest": manifest,
+        "report": report,
+        "summary": report.summary,
+        "candidates": [_candidate(each) for each in timed],
+        "longest": max((each["seconds"] for each in timed), default=1.0),
+        "dropped": [each for each in figures if each["dropped"]],
+        "plots": [plot for plot in (memory_plot(timed), accuracy_plot(timed)) if plot is not None],
+        "passes": [{**each, "said": reason_shown(each)} for each in passes],
+        "files": [(each, parity_plot(each.get("parity") or {})) for each in (*manifest["artifacts"], *report.unproven)],
+        "curves": [
+            (each["name"], plot) for each in passes if (plot := checkpoint_plot(each.get("detail"))) is not None
+        ],
+        "tree": tree_of(report.graph, passes),
+    }
+
+
+def _candidate(figure: Mapping[str, Any]) -> dict[str, Any]:
+    return {**figure, "said": accuracy_text(figure["accuracy"]) if figure["accuracy"] else ""}
+
+
+def write_report(folder: Path, manifest: Manifest, graph: tuple[ModuleOperations, ...], **more: Any) -> None:
+    """Write `report.json` and the page into the folder of a bundle.
+
+    Args:
+        manifest: without `files`, which have the hash of the page.
+        more: the other fields of `BundleReport`; the folders of this machine are cut from their texts.
+    """
+    cut = without_local_paths(plain(more), local_roots(folder))
+    report = BundleReport(summary_of(manifest), graph=graph, **cut)
+    (folder / REPORT).write_text(to_json_text(asdict(report)), encoding="utf-8", newline="\n")
+    (folder / REPORT_PAGE).write_text(page_of(manifest, report), encoding="utf-8", newline="\n")

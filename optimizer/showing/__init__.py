@@ -1,0 +1,20 @@
+"""Show plain data to people: texts for numbers, plots, and HTML that loads nothing from elsewhere."""
+
+from optimizer.showing.charts import accuracy_plot, checkpoint_plot, memory_plot, parity_plot
+from optimizer.showing.pages import fragment, page
+from optimizer.showing.plots import Plot
+from optimizer.showing.texts import number_text, percent_text, seconds_text, size_text
+
+__all__ = [
+    "Plot",
+    "accuracy_plot",
+    "checkpoint_plot",
+    "fragment",
+    "memory_plot",
+    "number_text",
+    "page",
+    "parity_plot",
+    "percent_text",
+    "seconds_text",
+    "size_text",
+]

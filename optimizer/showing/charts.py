@@ -1,0 +1,149 @@
+"""The plots of reports, from figures as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from optimizer.manifest import number
+from optimizer.showing.plots import Axis, Plot, Point, categories, linear, logarithmic
+from optimizer.showing.texts import number_text, seconds_text, size_text
+
+_LEAST_SHARE = 1e-4
+_LEAST_LOSS = 1e-7
+
+
+def parity_plot(parity: Mapping[str, Any]) -> Plot | None:
+    """The error of each output at each call as a share of the allowed error; None without float outputs.
+
+    Args:
+        parity: of an artifact in the manifest.
+    """
+    judged = [each for each in parity.get("outputs", ()) if each.get("judged", True)]
+    found = [
+        (call, output["name"], number(call["max_error"]), number(output["tolerance"]))
+        for output in judged
+        for call in output.get("calls", ())
+        if call.get("max_error") is not None and number(output["tolerance"]) > 0
+    ]
+    if not found:
+        return None
+    names = sorted({_batch(call) for call, *_ in found}, key=lambda name: (not name.isdigit(), name.zfill(9)))
+    x = categories("batch size", names)
+    y = logarithmic("error, % of the allowed error", [1.0, *_shares(found)], _percent, least=_LEAST_SHARE)
+    points = tuple(
+        Point(
+            x.place(names.index(_batch(call))),
+            y.place(error / allowed),
+            "good" if error <= allowed else "bad",
+            f"{name}, batch size {_batch(call)}: error {number_text(error)}, {number_text(allowed)} is allowed",
+        )
+        for call, name, error, allowed in found
+    )
+    return Plot("Error of each output at each call", x, y, points, limit=(y.place(1.0), "allowed"))
+
+
+def _batch(call: Mapping[str, Any]) -> str:
+    return "given" if call["batch_size"] is None else str(call["batch_size"])
+
+
+def _shares(found: Iterable[tuple[Any, str, float, float]]) -> list[float]:
+    return [error / allowed for *_, error, allowed in found]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:g} %"
+
+
+def memory_plot(timed: Sequence[Mapping[str, Any]]) -> Plot | None:
+    """Latency and memory of the candidates; None if fewer than two have both.
+
+    Args:
+        timed: the manifest's figures with times, as rows of a table that is numbered from 1.
+    """
+    if not any(each["memory"] for each in timed):
+        return None
+    largest = max(each["memory"] or 0 for each in timed)
+    unit = next(size for size in (2**30, 2**20, 2**10, 1) if largest >= size)
+    axis = linear(
+        "peak memory", [(each["memory"] or 0) / unit for each in timed], lambda size: size_text(int(size * unit))
+    )
+    return _trade_off("memory", timed, axis, {n: e["memory"] / unit for n, e in enumerate(timed) if e["memory"]})
+
+
+def accuracy_plot(timed: Sequence[Mapping[str, Any]]) -> Plot | None:
+    """Latency and loss of accuracy of the candidates; None if only rounding tells them from the original."""
+    lossy = {
+        number: 1 - each["accuracy"]["cosine"]
+        for number, each in enumerate(timed)
+        if each["accuracy"] and each["accuracy"]["cosine"] is not None
+    }
+    if not lossy:
+        return None
+    axis = logarithmic("1 - cosine (exact files are at the bottom)", list(lossy.values()), _power, least=_LEAST_LOSS)
+    exact = {number: 0.0 for number, each in enumerate(timed) if not each["accuracy"]}
+    return _trade_off("loss of accuracy", timed, axis, {**exact, **lossy})
+
+
+def _power(value: float) -> str:
+    return f"{value:.0e}".replace("e-0", "e-")
+
+
+def _trade_off(what: str, timed: Sequence[Mapping[str, Any]], y: Axis, costs: Mapping[int, float]) -> Plot | None:
+    if len(costs) < 2:
+        return None
+    seconds = {row: timed[row]["seconds"] for row in costs}
+    x = linear("latency of a call", seconds.values(), seconds_text)
+    best = [row for row in costs if not any(_beats((seconds[o], costs[o]), (seconds[row], costs[row])) for o in costs)]
+    points = tuple(
+        Point(
+            x.place(seconds[row]),
+            y.place(cost),
+            "best" if row in best else "other",
+            f"{timed[row]['name']}: {seconds_text(seconds[row])}",
+            str(row + 1),
+        )
+        for row, cost in costs.items()
+    )
+    line = tuple(sorted((x.place(seconds[row]), y.place(costs[row])) for row in best))
+    return Plot(f"Latency and {what} of the candidates", x, y, points, line)
+
+
+def _beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    return one != other and one[0] <= other[0] and one[1] <= other[1]
+
+
+def checkpoint_plot(detail: Mapping[str, Any] | None) -> Plot | None:
+    """The cheapest training steps by their peak; None for the detail of another pass.
+
+    Args:
+        detail: of a pass in the manifest.
+    """
+    if not detail or "curve" not in detail:
+        return None
+    eager, forward = detail["eager_peak_bytes"], detail["forward_flops"] or 1
+    named = [
+        ("eager", "other", {"peak_bytes": eager, "recomputed_flops": 0}),
+        *(("one of the cheapest plans", "other", each) for each in detail["curve"]),
+        ("equal parts", "bad", detail["uniform"]),
+        ("the chosen plan", "best", detail),
+    ]
+    places = [(each["peak_bytes"] / eager, each["recomputed_flops"] / forward) for _, _, each in named]
+    x = linear("peak memory, % of eager", [100 * peak for peak, _ in places], "{:g} %".format)
+    y = linear("computed again, % of the forward", [100 * again for _, again in places], "{:g} %".format)
+    points = tuple(
+        Point(
+            x.place(100 * peak),
+            y.place(100 * again),
+            kind,
+            f"{name}: peak {size_text(each['peak_bytes'])}, {100 * again:.0f} % of the forward computed again",
+        )
+        for (name, kind, each), (peak, again) in zip(named, places, strict=True)
+    )
+    curve = sorted(
+        (100 * peak, 100 * again)
+        for (name, _, _), (peak, again) in zip(named, places, strict=True)
+        if name != "equal parts"
+    )
+    line = tuple((x.place(peak), y.place(again)) for peak, again in curve)
+    return Plot("Memory and recomputation of training steps", x, y, points, line)

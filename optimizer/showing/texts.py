@@ -1,0 +1,45 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+def size_text(count: int) -> str:
+    """A number of bytes in the unit that fits: "97 MiB"."""
+    size, unit = float(count), "B"
+    for bigger in ("KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, bigger
+    return f"{size:.0f} {unit}" if unit == "B" or size >= 9.95 else f"{size:.1f} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """A time in the unit that fits: "110 ms"."""
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
+        if seconds * factor >= 1 or unit == "µs":
+            return f"{seconds * factor:.3g} {unit}"
+    raise AssertionError
+
+
+def number_text(value: float | str | None) -> str:
+    """A number with two digits, "-" for None. JSON has infinity and NaN as texts, which stay as they are."""
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else f"{value:.2g}"
+
+
+def percent_text(share: float) -> str:
+    """A share in percent: "23 %", and "under 1 %" for less than one."""
+    return "0 %" if share == 0 else "under 1 %" if share < 0.01 else f"{100 * share:.0f} %"
+
+
+def count_text(count: int, noun: str) -> str:
+    """A number with its noun: "1 file", "2 files"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def counts_text(counts: Mapping[str, int]) -> str:
+    """Names with their counts: "conv2d, relu ×2"."""
+    return ", ".join(name if count == 1 else f"{name} ×{count}" for name, count in counts.items())

@@ -1,0 +1,226 @@
+"""The report of a bundle: what the page shows, that it is safe to open, and reports in notebooks."""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optimizer import Bundle, check_parity, export, optimize, report_of, verify_bundle
+from optimizer.bundle.report import BundleReport, ModuleOperations, graph_of, page_of, summary_of, tree_of
+from optimizer.manifest import plain
+from optimizer.showing import accuracy_plot, checkpoint_plot, memory_plot, parity_plot
+from optimizer.showing.plots import linear, logarithmic
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(image).mean((2, 3)))
+
+
+X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
+
+
+@pytest.fixture(scope="module")
+def fast() -> nn.Module:
+    return optimize(Net().eval(), example_inputs=(X,))
+
+
+@pytest.fixture(scope="module")
+def bundle(fast: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    output = tmp_path_factory.mktemp("report") / "net"
+    return export(fast, example_inputs=(X,), output=output, formats=("pt2",))
+
+
+def figure(name: str, seconds: float | None, **changes: Any) -> dict[str, Any]:
+    gain = {"median": 2.0, "low": 1.5, "high": 2.5, "rounds": 3}
+    route = None if name == "eager" else {"format": "pt2", "runtime": "torch", "settings": {"threads": len(name)}}
+    start = {"name": name, "route": route, "bytes": 10, "memory": 2**20, "seconds": seconds, "p95": seconds}
+    return {**start, "speed_up": gain, "accuracy": None, "dropped": None, **changes}
+
+
+LOSSY = {"cosine": 0.999, "top1": None, "equal": None, "max_error": 0.1, "snr": 30.0, "calls": 1, "problem": None}
+FIGURES = [
+    figure("eager", 0.2, memory=None),
+    figure("fast", 0.1),
+    figure("lossy", 0.05, accuracy=LOSSY, memory=2**21),
+    figure("slow", None, dropped="others are faster"),
+]
+
+
+def timed(manifest: Any) -> dict[str, Any]:
+    benchmark = {"batch_sizes": [2], "threads": 1, "rounds": 3, "figures": FIGURES, "notes": []}
+    return {**manifest, "benchmark": {**benchmark, "recommended": FIGURES[1]["route"], "reason": "ship fast: it is"}}
+
+
+def page(manifest: Any, **changes: Any) -> str:
+    start: dict[str, Any] = {"optimize": None, "graph": (), "profile": {}, "unproven": ()}
+    return page_of(manifest, BundleReport(summary_of(manifest), **{**start, **changes}))
+
+
+def test_the_report_is_a_file_of_the_bundle_like_others(bundle: Bundle, tmp_path: Path) -> None:
+    assert {"report.html", "report.json"} <= {file["path"] for file in bundle.manifest["files"]}
+    assert verify_bundle(bundle.path, run=False).ok
+    text = (bundle.path / "report.html").read_text(encoding="utf-8")
+    try:
+        (bundle.path / "report.html").write_text(text.replace("100 %", "0 %"), encoding="utf-8")
+        (problem, *_) = verify_bundle(bundle.path, run=False).problems
+    finally:
+        (bundle.path / "report.html").write_text(text, encoding="utf-8")
+    assert problem.startswith("report.html was changed")
+
+
+def test_the_page_loads_nothing_and_runs_nothing(bundle: Bundle) -> None:
+    text = (bundle.path / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r"https?:|src=|href=|url\(|@import|<script|<link|javascript", text)
+
+
+def test_the_same_facts_give_the_same_page(bundle: Bundle) -> None:
+    stored = json.loads((bundle.path / "report.json").read_text())
+    graph = tuple(ModuleOperations(**each) for each in stored["graph"])
+    again = page(bundle.manifest, optimize=stored["optimize"], graph=graph)
+    assert again == (bundle.path / "report.html").read_text(encoding="utf-8")
+
+
+def everywhere(change: Callable[[str], str], value: Any) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: everywhere(change, item) for key, item in value.items()}
+    return [everywhere(change, item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def test_every_text_of_a_model_is_escaped(bundle: Bundle) -> None:
+    def hostile(text: str) -> str:
+        return text if text == "eager" else f"<script>{text}</script>\"'"
+
+    manifest = everywhere(hostile, plain(timed(bundle.manifest)))
+    graph = (ModuleOperations("", hostile("Net"), {hostile("relu"): 1}, {}), ModuleOperations(hostile("a"), "", {}, {}))
+    profile = {hostile("onnx"): {"seconds": 1.0, "operations": []}}
+    text = page(manifest, graph=graph, profile=profile, unproven=manifest["artifacts"])
+    assert "<script" not in text
+    assert text.count("&lt;script&gt;") > 50
+
+
+def test_the_first_screen_says_what_was_made_and_what_to_ship(bundle: Bundle) -> None:
+    summary = summary_of(timed(bundle.manifest))
+    assert (summary.ship, summary.seconds, summary.eager_seconds, summary.ok) == ("fast", 0.1, 0.2, True)
+    assert summary.share is not None
+    assert 0 <= summary.share <= 1
+    text = page(timed(bundle.manifest))
+    for told in ("2.00 times", "between 1.50 and 2.50", "model.pt2", "others are faster", "cosine 0.999"):
+        assert told in text
+    assert "is missing" not in text
+
+
+def test_what_is_missing_or_unproven_is_on_the_page(bundle: Bundle) -> None:
+    failed = {
+        **bundle.manifest["artifacts"][0],
+        "path": "wrong.onnx",
+        "parity": {"verdict": "failed", "reason": "off."},
+    }
+    text = page({**bundle.manifest, "missing": {"onnx": "No such operator."}}, unproven=(failed,))
+    assert "onnx is missing" in text
+    assert "No such operator." in text
+    assert re.search(r'wrong.onnx: <span class="bad">failed</span>', text)
+    assert "not measured" in text
+
+
+def test_the_graph_shows_what_a_fold_removes(bundle: Bundle) -> None:
+    graph = {each["module"]: each for each in json.loads((bundle.path / "report.json").read_text())["graph"]}
+    assert (graph["body.1"]["before"], graph["body.1"]["after"]) == ({"batch_norm": 1}, {})
+    assert graph["body.0"]["before"] == graph["body.0"]["after"] == {"conv2d": 1}
+    assert (graph["body"]["kind"], graph["body"]["before"]) == ("Sequential", {})
+
+
+@pytest.mark.slow
+def test_the_graph_of_graph_passes_has_the_modules_of_the_model(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.ReLU()).eval()
+    fast = optimize(model, ["simplify"], example_inputs=(torch.randn(2, 4),))
+    made = export(fast, example_inputs=(torch.randn(2, 4),), output=tmp_path / "net", formats=("pt2",))
+    graph = {each["module"]: each for each in json.loads((made.path / "report.json").read_text())["graph"]}
+    assert (graph["1"]["before"], graph["1"]["after"]) == ({"dropout": 1}, {})
+    assert graph["2"]["after"] == {"relu": 1}
+
+
+def test_a_tree_has_all_modules_on_the_way() -> None:
+    graph = graph_of({"": "Net", "a": "Block"}, [("a.b", "relu"), ("a.b", "relu"), ("", "add")], [("a.b", "relu")])
+    applied = {"name": "fold", "status": "applied", "changes": [{"where": "a.b (relu)", "text": ""}]}
+    undone = {**applied, "name": "other", "status": "rolled-back"}
+    root = tree_of(graph, [applied, undone])
+    assert root is not None
+    assert (root.before, root.after, [child.name for child in root.children]) == (3, 1, ["a"])
+    (leaf,) = root.children[0].children
+    assert (leaf.own.before, leaf.passes) == ({"relu": 2}, ("fold",))
+    assert tree_of((), [applied]) is None
+
+
+def test_errors_beyond_the_allowance_are_marked() -> None:
+    calls = [{"batch_size": size, "draw": 0, "max_error": error} for size, error in ((8, 0.0), (1, 0.5), (None, 2.0))]
+    output = {"name": "y", "tolerance": 1.0, "judged": True, "calls": [*calls, {**calls[0], "max_error": None}]}
+    plot = parity_plot({"outputs": [output]})
+    assert plot is not None
+    assert plot.limit is not None
+    assert [text for _, text in plot.x.ticks] == ["1", "8", "given"]
+    places = {point.hint: (point.kind, point.y < plot.limit[0]) for point in plot.points}
+    assert list(places.values()) == [("good", True), ("good", True), ("bad", False)]
+    assert min(point.y for point in plot.points) == 0.0
+    assert parity_plot({"outputs": [{**output, "calls": calls[3:]}]}) is None
+    assert parity_plot({}) is None
+
+
+def test_only_unbeaten_candidates_are_on_the_line() -> None:
+    rows = [figure("eager", 0.3, memory=None), figure("a", 0.1), figure("b", 0.2), figure("c", 0.05, memory=2**22)]
+    plot = memory_plot(rows)
+    assert plot is not None
+    assert {point.label: point.kind for point in plot.points} == {"2": "best", "3": "other", "4": "best"}
+    assert len(plot.line) == 2
+    assert memory_plot(rows[:2]) is None
+    assert accuracy_plot(rows) is None
+    lossy = accuracy_plot(FIGURES[:3])
+    assert lossy is not None
+    assert [point.y for point in lossy.points][:2] == [0.0, 0.0]
+
+
+def test_a_checkpoint_curve_has_all_plans_and_no_other_pass_has_one() -> None:
+    point = {"peak_bytes": 60, "recomputed_flops": 10}
+    detail = {**point, "eager_peak_bytes": 100, "forward_flops": 50, "curve": [point], "uniform": point}
+    plot = checkpoint_plot(detail)
+    assert plot is not None
+    assert [each.kind for each in plot.points] == ["other", "other", "bad", "best"]
+    assert math.isclose(plot.points[3].x, 0.6)
+    assert checkpoint_plot({"kernels": 3}) is None
+    assert checkpoint_plot(None) is None
+
+
+@pytest.mark.parametrize(("largest", "last"), [(0.0, 1.0), (0.9, 1.0), (1.1, 2.0), (97.0, 100.0), (3e-5, 4e-5)])
+def test_a_linear_axis_ends_at_a_round_number(largest: float, last: float) -> None:
+    axis = linear("", [largest], str)
+    assert math.isclose(float(axis.ticks[-1][1]), last)
+    assert axis.place(0.0) == 0.0
+    assert axis.place(largest) <= 1.0
+
+
+def test_a_logarithmic_axis_places_zero_and_infinity_at_its_ends() -> None:
+    axis = logarithmic("", [0.0, 0.02, 3.0, math.inf], str, least=1e-4)
+    assert [float(text) for _, text in axis.ticks] == [0.01, 0.1, 1.0, 10.0]
+    assert (axis.place(0.0), axis.place(math.inf)) == (0.0, 1.0)
+
+
+def test_reports_show_themselves_in_notebooks(fast: nn.Module, bundle: Bundle) -> None:
+    parity = check_parity(Net().eval(), Net().eval(), (X,))
+    for shown, told in ((report_of(fast), "fold-conv-bn"), (bundle, "model.pt2"), (parity, "failed")):
+        text = shown._repr_html_()
+        assert told in text
+        assert text.startswith("<style>")
+        assert "<html" not in text
