@@ -81,15 +81,11 @@ def unfused_chain(evidence: Evidence) -> Iterator[Seen]:
 @rule("note")
 def in_place_in_chain(evidence: Evidence) -> Iterator[Seen]:
     """An operation in place is between pointwise operations that take at least 3 % of the time: jit-fusion skips them."""
-    chains = {
-        chain[-1]: chain
-        for chain in _chains(evidence)
-        if _count(chain) >= _SHORTEST_IN_PLACE and any(map(_is_in_place, chain))
-    }
+    chains = {node: chain for chain in _chains(evidence) for node in chain if _is_in_place(node)}
     for line, group in evidence.by_line(chains):
-        share = evidence.share(node for last in group for node in chains[last])
+        share = evidence.share({node for each in group for node in chains[each]})
         if share >= _LEAST_SHARE:
-            names = dict.fromkeys(operation_name(node) for last in group for node in chains[last] if _is_in_place(node))
+            names = dict.fromkeys(map(operation_name, group))
             yield evidence.seen(
                 line,
                 group,
@@ -155,6 +151,9 @@ def _built_in(chain: Sequence[Node]) -> str | None:
         # The chain needs another shape or dtype.
         return None
     if made.shape != x.shape:
+        return None
+    if any(f"F.{operation_name(node)}(x)" in _BUILT_IN for node in chain):
+        # The function is called already, and the chain scales its result by 1.
         return None
     close = (name for name, call in _BUILT_IN.items() if torch.allclose(made.float(), call(x), _CLOSE, _CLOSE))
     return next(close, None)

@@ -29,6 +29,8 @@ INSIDE = {
     "Optimizer.zero_grad": "zero_grad",
     "Module.zero_grad": "zero_grad",
     "_SingleProcessDataLoaderIter._next_data": "loader",
+    # torch's assertions on tensors, which torch.compile captures.
+    "_check_tensor_all_with": "check",
 }
 # The least time of a measurement in seconds, and its number of runs.
 _LONG, _RUNS = 0.05, 5

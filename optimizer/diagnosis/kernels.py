@@ -20,6 +20,8 @@ from passes.program.recording import Node, operation_name, shape_of, users_of
 _MULTIPLE = 8
 # The least share of the model's multiplications for a layer whose sizes matter.
 _LEAST_WORK = 0.01
+# The path of the model itself in the places of `Loss`.
+_ROOT = "the root"
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -77,7 +79,7 @@ def layout_flip(evidence: Evidence) -> Iterator[Seen]:
         line = nodes[0].meta["line"] if nodes else Line()
         module, _, operation = loss.where.rpartition(" ")
         yield Seen(
-            (module or operation,),
+            ("" if module == _ROOT else module or operation,),
             line,
             f"{operation.strip('()')} returns a contiguous map in a model in channels_last",
             f"{loss.elements:,} elements lose the format, and convolutions convert {loss.converted:,} back",
@@ -126,4 +128,4 @@ def _gain(evidence: Evidence, layer: Convolution) -> str:
 
 
 def _is_at(evidence: Evidence, node: Node, loss: Loss) -> bool:
-    return f"{evidence.path(node)} ({operation_name(node)})" == loss.where
+    return f"{evidence.path(node) or _ROOT} ({operation_name(node)})" == loss.where

@@ -34,7 +34,7 @@ def unregistered(evidence: Evidence) -> Iterator[Seen]:
         yield Seen(
             paths,
             found[0][1].meta["line"],
-            f"{holder} holds {len(paths)} layer{'s' if paths[1:] else ''} that the model doesn't register",
+            f"{holder} holds layers that the model doesn't register ({len(paths)})",
             "an optimizer doesn't train them, state_dict doesn't save them, and .to() doesn't move them",
             "put them into an nn.ModuleList or nn.ModuleDict",
         )

@@ -35,7 +35,8 @@ def value_read(evidence: Evidence) -> Iterator[Seen]:
 @rule("warning")
 def data_dependent_branch(evidence: Evidence) -> Iterator[Seen]:
     """Python decides by the values of a tensor: `if mask.any()`, `while`, `assert`, `and`, `torch.equal`."""
-    nodes = [node for node in evidence.calls if node.meta["answer"] is bool and _is_of_device(evidence, node)]
+    answers = [node for node in evidence.calls if node.meta["answer"] is bool and "check" not in node.meta["inside"]]
+    nodes = [node for node in answers if _is_of_device(evidence, node)]
     for line, group in evidence.by_line(nodes):
         yield evidence.seen(
             line,
