@@ -56,7 +56,12 @@ def hand_written_attention(evidence: Evidence) -> Iterator[Seen]:
     """
     found = {each.nodes[-1]: each for node in evidence.calls if (each := _attention_at(evidence, node)) is not None}
     for line, group in evidence.by_line(found):
-        before, after = _times(evidence, max((found[node] for node in group), key=lambda each: _size(each.softmax)))
+        largest = max((found[node] for node in group), key=lambda each: _size(each.softmax))
+        try:
+            before, after = _times(evidence, largest)
+        except (RuntimeError, ValueError, TypeError):
+            # The sizes aren't those that the function takes.
+            continue
         if after > _TOO_SLOW * before:
             continue
         numbers = sum(_size(found[node].softmax) for node in group)
