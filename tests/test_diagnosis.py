@@ -269,7 +269,7 @@ def _raise():
 def test_a_setting_is_told_only_if_it_gains(monkeypatch):
     owner = SimpleNamespace(benchmark=False)
     times = iter([2.0, 1.0, 1.0, 1.0])
-    seen = SimpleNamespace(fastest=lambda run: next(times), forward=None)
+    seen = SimpleNamespace(fastest=lambda run: [next(times)], forward=None)
     (told,) = settings._told(seen, owner, "benchmark", "off", "set it")
     assert "2e+03 ms, and 1e+03 ms" in told.effect
     assert list(settings._told(seen, owner, "benchmark", "off", "set it")) == []
@@ -329,3 +329,41 @@ def test_a_line_is_the_innermost_outside_of_torch():
         F.relu(torch.ones(2))
     (node,) = (node for node in recorder.recording.nodes() if node.op == "call_function" and "relu" in node.name)
     assert node.meta["line"].file == __file__
+
+
+@pytest.mark.gpu
+def test_rules_measure_on_a_gpu():
+    model = nn.Sequential(nn.Linear(4096, 4097, bias=False), nn.Linear(4097, 4096, bias=False)).cuda().eval()
+    x = torch.randn(4096, 4096)
+    rules = {each.rule: each for each in diagnose(model, (x,)).findings}
+    assert {"tf32-off", "channels-not-multiple-of-8"} <= set(rules)
+    assert not torch.backends.cuda.matmul.allow_tf32
+    halves = {each.rule: each for each in diagnose(model.half(), (x.half(),)).findings}
+    assert "here the largest takes" in halves["channels-not-multiple-of-8"].effect
+    assert "tf32-off" not in halves
+
+
+@pytest.mark.gpu
+def test_devices_tell_what_waits_on_a_gpu():
+    def wrong(self, x):
+        y = x + torch.arange(8).to(x.device)
+        return y.cpu().cuda() * y.sum().item()
+
+    def right(self, x):
+        return x + torch.arange(8, device=x.device) * torch.ones(2).sum().item()
+
+    x = torch.randn(2, 8)
+    model = Net(wrong, layer=nn.Linear(8, 8)).cuda().eval()
+    assert {each.rule for each in diagnose(model, (x,)).findings} == {"value-read", "fixed-device", "moved-from-host"}
+    assert diagnose(Net(right, layer=nn.Linear(8, 8)).cuda().eval(), (x,)).findings == ()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_batch_from_pageable_memory_is_found_on_a_gpu(pinned):
+    model = nn.Linear(1024, 8).cuda()
+    batch = torch.randn(256, 1024)
+    batch = batch.pin_memory() if pinned else batch
+    step = lambda: model(batch.cuda(non_blocking=True)).sum().backward()  # noqa: E731
+    found = {each.rule for each in diagnose(model, (batch[:2],), training_step=step).findings}
+    assert ("pageable-copy" in found) is not pinned

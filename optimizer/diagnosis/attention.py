@@ -154,7 +154,7 @@ def _fits(scores: Node, weights: Node, result: Node) -> bool:
     return made[-2:] == last[-2:] and values[-2] == last[-1]
 
 
-def _times(evidence: Evidence, found: Attention) -> tuple[float, float]:
+def _times(evidence: Evidence, found: Attention) -> list[float]:
     """The seconds of the operations written out, and of the function, on random numbers of the same sizes."""
     drawn = {node: evidence.drawn(node) for node in inputs_of(found.nodes)}
     q, keys = (drawn[node] for node in found.scores.all_input_nodes)
@@ -169,4 +169,4 @@ def _times(evidence: Evidence, found: Attention) -> tuple[float, float]:
     query, key, value = (each if each.dim() > 3 else each.unsqueeze(1) for each in (q, keys.transpose(-1, -2), v))
     heads = mask if mask is None or mask.dim() > 3 else mask.unsqueeze(1)
     function = partial(F.scaled_dot_product_attention, query, key, value, attn_mask=heads, scale=1.0)
-    return evidence.fastest(partial(replayed, found.nodes, drawn)), evidence.fastest(function)
+    return evidence.fastest(partial(replayed, found.nodes, drawn), function)

@@ -43,10 +43,7 @@ def activation_by_hand(evidence: Evidence) -> Iterator[Seen]:
         chain, name = found[group[0]]
         (source,) = inputs_of(chain)
         x = evidence.drawn(source)
-        before, after = (
-            evidence.fastest(partial(replayed, chain, {source: x})),
-            evidence.fastest(partial(_BUILT_IN[name], x)),
-        )
+        before, after = evidence.fastest(partial(replayed, chain, {source: x}), partial(_BUILT_IN[name], x))
         yield evidence.seen(
             line,
             group,
@@ -110,7 +107,7 @@ def _chains(evidence: Evidence) -> list[list[Node]]:
             members[last].append(node)
         elif not _is_cast(node):
             home[node], members[node] = node, [node]
-    return [chain[::-1] for chain in members.values() if _count(chain) >= _SHORTEST_IN_PLACE]
+    return [chain[::-1] for chain in reversed(members.values()) if _count(chain) >= _SHORTEST_IN_PLACE]
 
 
 def _is_pointwise(node: Node) -> bool:

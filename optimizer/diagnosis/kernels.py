@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from math import prod
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 
 from optimizer.diagnosis.evidence import Evidence, Line, Seen, milliseconds, percent
 from optimizer.diagnosis.rule import rule
+from optimizer.wording import listed
 from passes.memory_format.watch import Loss
 from passes.pad_channels import BALANCE, IMAGE_CHANNELS
 from passes.program.matching import BatchNorm, Convolution, convolution_at, pairs_behind
@@ -22,6 +24,7 @@ _MULTIPLE = 8
 _LEAST_WORK = 0.01
 # The path of the model itself in the places of `Loss`.
 _ROOT = "the root"
+_PRODUCTS = frozenset({"addmm", "baddbmm", "bmm", "matmul", "mm", "rmatmul"})
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -52,21 +55,18 @@ def channels_not_multiple_of_8(evidence: Evidence) -> Iterator[Seen]:
     """
     layers = {node: layer for node in evidence.calls if (layer := convolution_at(node)) is not None}
     work = {node: _multiplications(layer) for node, layer in layers.items()}
-    least = _LEAST_WORK * sum(work.values())
-    for line, group in evidence.by_line(node for node in layers if work[node] >= least):
-        uneven: dict[str, list[Node]] = {}
-        for node in group:
-            if text := _uneven(layers[node]):
-                uneven.setdefault(text, []).append(node)
-        for text, nodes in uneven.items():
-            yield evidence.seen(
-                line,
-                nodes,
-                f"a layer has {text}, not a multiple of {_MULTIPLE}",
-                f"{_gain(evidence, layers[nodes[0]])}; it has "
-                f"{percent(sum(work[node] for node in nodes) / sum(work.values()))} of the model's multiplications",
-                "choose a multiple in the model, or use the pass pad-channels",
-            )
+    total = sum(work.values()) + sum(map(_multiplications_of_product, evidence.calls))
+    uneven = {node: sizes for node in layers if work[node] >= _LEAST_WORK * total and (sizes := _uneven(layers[node]))}
+    for line, group in evidence.by_line(uneven):
+        sizes = sorted({size for node in group for size in uneven[node]})
+        yield evidence.seen(
+            line,
+            group,
+            f"layers have {listed([str(size) for size in sizes])} channels, not a multiple of {_MULTIPLE}",
+            f"{_gain(evidence, layers[max(group, key=work.__getitem__)])}; they have "
+            f"{percent(sum(work[node] for node in group) / total)} of the model's multiplications",
+            "choose multiples in the model, or use the pass pad-channels",
+        )
 
 
 @rule("warning")
@@ -94,19 +94,24 @@ def _multiplications(layer: Convolution) -> int:
     return prod(made.sizes) * weight[0].numel()
 
 
-def _uneven(layer: Convolution) -> str:
-    """The numbers of channels that aren't multiples, in words; "" if there are none."""
+def _multiplications_of_product(node: Node) -> int:
+    """The multiplications of a product of matrices that isn't a layer; 0 for any other call."""
+    made, sources = shape_of(node), node.all_input_nodes
+    if operation_name(node) not in _PRODUCTS or made is None or len(sources) < 2:
+        return 0
+    first = shape_of(sources[-2])
+    return 0 if first is None or not first.sizes else prod(made.sizes) * first.sizes[-1]
+
+
+def _uneven(layer: Convolution) -> list[int]:
+    """The numbers of input and output channels that aren't multiples."""
     weight = layer.weight.value
     assert weight is not None
     given, made = layer.input_channels, layer.channels
     if layer.groups > 1 or weight[0, 0].numel() * given * made < BALANCE * (given + made):
-        return ""
-    sides = []
-    if given % _MULTIPLE and not (layer.dims and given <= IMAGE_CHANNELS):
-        sides.append(f"{given} input channels")
-    if made % _MULTIPLE:
-        sides.append(f"{made} output channels")
-    return " and ".join(sides)
+        return []
+    is_image = layer.dims > 0 and given <= IMAGE_CHANNELS
+    return [size for size in (made, *(() if is_image else (given,))) if size % _MULTIPLE]
 
 
 def _gain(evidence: Evidence, layer: Convolution) -> str:
@@ -115,14 +120,15 @@ def _gain(evidence: Evidence, layer: Convolution) -> str:
     assert weight is not None
     assert source is not None
     if evidence.device.type != "cuda" or layer.dims or weight.dtype not in _HALVES:
-        return "tensor cores in half precision are slower with it"
+        return "tensor cores in half precision are slower with them"
     padded = [-(-size // _MULTIPLE) * _MULTIPLE for size in weight.shape]
-    seconds = []
-    for out, given in (tuple(weight.shape), padded):
-        x, w = weight.new_ones(*source.sizes[:-1], given), weight.new_ones(out, given)
-        seconds.append(evidence.fastest(lambda x=x, w=w: F.linear(x, w)))  # type: ignore[misc]
+    runs = [
+        partial(F.linear, weight.new_ones(*source.sizes[:-1], given), weight.new_ones(out, given))
+        for out, given in (tuple(weight.shape), padded)
+    ]
+    seconds = evidence.fastest(*runs)
     return (
-        f"here it takes {milliseconds(seconds[0])}, with {padded[1]} input and {padded[0]} output channels "
+        f"here the largest takes {milliseconds(seconds[0])}, with {padded[1]} input and {padded[0]} output channels "
         f"{milliseconds(seconds[1])}"
     )
 

@@ -34,7 +34,12 @@ def tf32_off(evidence: Evidence) -> Iterator[Seen]:
     """On a GPU with TF32, float32 products don't use it, and the forward is at least 5 % faster with it."""
     if evidence.device.type != "cuda" or torch.cuda.get_device_capability(evidence.device) < _AMPERE:
         return
-    if torch.backends.cuda.matmul.allow_tf32 or not _is_float32(evidence):
+    try:
+        is_on = torch.backends.cuda.matmul.allow_tf32
+    except RuntimeError:
+        # torch refuses to read it after the user has set `fp32_precision`.
+        return
+    if is_on or not _is_float32(evidence):
         return
     yield from _told(
         evidence,
@@ -61,10 +66,10 @@ def deterministic(evidence: Evidence) -> Iterator[Seen]:
 def _told(evidence: Evidence, owner: object, name: str, reason: str, remedy: str) -> Iterator[Seen]:
     """What changing a setting gains; nothing if that is too little."""
     kept = getattr(owner, name)
-    before = evidence.fastest(evidence.forward)
+    (before,) = evidence.fastest(evidence.forward)
     try:
         setattr(owner, name, not kept)
-        after = evidence.fastest(evidence.forward)
+        (after,) = evidence.fastest(evidence.forward)
     finally:
         setattr(owner, name, kept)
     if before >= _LEAST_GAIN * after:
