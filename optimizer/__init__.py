@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from optimizer.api import export, optimize
     from optimizer.bundle import Bundle, open_bundle, rejudge_bundle, verify_bundle
+    from optimizer.diagnosis import Diagnosis, Finding, diagnose
     from optimizer.parity import ParityReport, check_parity
     from optimizer.pipeline import report_of
     from optimizer.profiling import Profile, profile
@@ -22,11 +23,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Bundle",
+    "Diagnosis",
+    "Finding",
     "LoadedModel",
     "ParityReport",
     "Profile",
     "Report",
     "check_parity",
+    "diagnose",
     "export",
     "load",
     "open_bundle",
@@ -45,6 +49,9 @@ _HOMES = {
     "open_bundle": "optimizer.bundle",
     "rejudge_bundle": "optimizer.bundle",
     "verify_bundle": "optimizer.bundle",
+    "Diagnosis": "optimizer.diagnosis",
+    "Finding": "optimizer.diagnosis",
+    "diagnose": "optimizer.diagnosis",
     "ParityReport": "optimizer.parity",
     "check_parity": "optimizer.parity",
     "Profile": "optimizer.profiling",

@@ -8,7 +8,8 @@
     ├── ParityError                     6  the result isn't proven to compute the same as the original
     ├── OptimizeFailed                  7  a pass failed or was rolled back under `strict`, or isn't available
     ├── BundleError                     8  the bundle couldn't be written, read or verified
-    └── VacuousError                    9  the model's outputs carry no signal, so nothing could be proven
+    ├── VacuousError                    9  the model's outputs carry no signal, so nothing could be proven
+    └── FindingsFound                   10 --diagnose has findings of the level of --fail-on
 
 Each message is one sentence: what is wrong, where, and what to do.
 
@@ -85,6 +86,12 @@ class VacuousError(OptimizeExportError):
     """The model's outputs carry no signal (zeros, or equal for every input), so no file could be proven."""
 
     exit_code = 9
+
+
+class FindingsFound(OptimizeExportError):
+    """The diagnosis has findings of the level of `--fail-on`, or a higher one."""
+
+    exit_code = 10
 
 
 class Terminated(BaseException):

@@ -96,6 +96,19 @@ class ExportOptions:
 
 
 @dataclass(frozen=True)
+class DiagnoseOptions:
+    """Options to diagnose a model.
+
+    Attributes:
+        load: what model to load, and where to run it.
+        fail_on: the lowest level of findings that is a failure; None for no failure.
+    """
+
+    load: ExportOptions
+    fail_on: str | None = None
+
+
+@dataclass(frozen=True)
 class VerifyOptions:
     """Options to verify a bundle again.
 
@@ -156,7 +169,10 @@ class AllOptions:
     jobs: int = 1
 
 
-Options = ExportOptions | AllOptions | VerifyOptions | BenchOptions | RejudgeOptions | LayoutOptions | ListOptions
+Options = (
+    ExportOptions | AllOptions | DiagnoseOptions | VerifyOptions | BenchOptions | RejudgeOptions | LayoutOptions
+    | ListOptions
+)  # fmt: skip
 
 
 def parse_batch_sizes(text: str) -> tuple[int, ...]:

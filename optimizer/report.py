@@ -17,7 +17,7 @@ Status = Literal["applied", "unchanged", "rolled-back", "failed"]
 _REMARKS_SHOWN = 5
 # Names of modules and values in a skip reason. Reasons of the same kind differ only in these.
 _NAMES = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+|\w*[_\d]\w*")
-STAGES = ("capture", "optimize", "export", "parity", "bench", "tune", "bundle", "profile")
+STAGES = ("capture", "optimize", "export", "parity", "bench", "tune", "bundle", "profile", "diagnose")
 
 
 @dataclass(frozen=True)

@@ -84,11 +84,11 @@ class PadChannels(GraphPass):
 
 # The minimum number of multiplications per number in memory. Half of the machine balance of GPUs with tensor cores is
 # 60 to 150.
-_BALANCE = 64
+BALANCE = 64
 # The maximum factor by which padding may increase the multiplications of a layer.
 _MOST_WORK = 2
 # cuDNN has kernels for images with at most this number of channels.
-_IMAGE_CHANNELS = 4
+IMAGE_CHANNELS = 4
 
 # The position of the argument `groups` of each function.
 _GROUPS = {
@@ -231,14 +231,14 @@ def _why_copies_cost(layer: _Layer) -> str | None:
         "saves"
     )
     # The limit for large inputs, where reading the weight costs nothing in comparison.
-    if weight[0, 0].numel() * layer.given * layer.made < _BALANCE * (layer.given + layer.made):
+    if weight[0, 0].numel() * layer.given * layer.made < BALANCE * (layer.given + layer.made):
         return text
     given, made = source.numel(), output.numel()
     if not isinstance(given, int) or not isinstance(made, int):
         # One graph serves inputs of any size.
         return None
     places = given // layer.given if layer.is_transposed else made // layer.made
-    if weight.numel() * places < _BALANCE * (given + weight.numel() + made):
+    if weight.numel() * places < BALANCE * (given + weight.numel() + made):
         return f"{text}, on an input of shape {list(source.shape)}"
     return None
 
@@ -248,7 +248,7 @@ def _why_cudnn_does_it(layer: _Layer) -> str | None:
     if weight.dim() not in CHANNELS_LAST_FORMATS or not is_channels_last(weight):
         hint = ": put channels-last before this pass" if weight.dim() in CHANNELS_LAST_FORMATS else ""
         return f"its maps are contiguous, and cuDNN pads those itself{hint}"
-    if layer.given <= _IMAGE_CHANNELS:
+    if layer.given <= IMAGE_CHANNELS:
         return f"its input has {layer.given} channels, and cuDNN has kernels for such images"
     return None
 

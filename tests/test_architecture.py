@@ -114,6 +114,7 @@ FLOORS = (
     "bundle",
     "faults",
     "profiling",
+    "diagnosis",
     "pipeline",
     "tuning",
     "exporting",
@@ -163,6 +164,7 @@ def test_no_class_is_long_and_no_file_knows_many_others(path: Path) -> None:
 # Files that look at frames, to name a line in a message.
 NAMING_LINES = {
     "optimizer/faults/module_calls.py",
+    "optimizer/diagnosis/evidence.py",
     "exporters/draws.py",
     "exporters/lists.py",
     "exporters/decisions.py",

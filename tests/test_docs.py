@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from optimizer import check_parity, errors, export, optimize, profile, rejudge_bundle, verify_bundle
+from optimizer import check_parity, diagnose, errors, export, optimize, profile, rejudge_bundle, verify_bundle
+from optimizer.diagnosis import RULES
 from passes.registry import pass_names
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,6 +32,9 @@ def test_the_generated_parts_are_those_of_now(generate):
     assert (ROOT / "docs" / "passes.md").read_text(encoding="utf-8") == generate.reference(), "run `make docs`"
     for name in pass_names():
         assert f"| `{name}` |" in readme
+    diagnosis = (ROOT / "docs" / "diagnosis.md").read_text(encoding="utf-8")
+    assert generate.diagnosis_with_table(diagnosis) == diagnosis, "run `make docs`"
+    assert all(f"| `{rule.name}` |" in diagnosis for rule in RULES)
 
 
 def test_a_stale_table_is_seen(generate):
@@ -62,7 +66,7 @@ def test_the_options_page_has_every_option_and_argument():
     options = set(re.findall(r"--[a-z][a-z-]+", told.decode()))
     assert {"--weights", "--row-independence"} <= options
     assert [option for option in sorted(options) if not re.search(rf"{option}\b", page)] == []
-    functions = (optimize, export, check_parity, profile, verify_bundle, rejudge_bundle)
+    functions = (optimize, export, check_parity, diagnose, profile, verify_bundle, rejudge_bundle)
     arguments = {name for function in functions for name in inspect.signature(function).parameters}
     assert [name for name in sorted(arguments) if not re.search(rf"\b{name}\b", page)] == []
 

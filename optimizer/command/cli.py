@@ -33,6 +33,7 @@ from optimizer.options import (
     DEFAULT_FORMATS,
     AllOptions,
     BenchOptions,
+    DiagnoseOptions,
     Effort,
     ExportOptions,
     LayoutOptions,
@@ -58,19 +59,29 @@ if TYPE_CHECKING:
     from optimizer.report import Progress
 
 PROGRAM = "optimize-export"
+AnyWork = ExportOptions | DiagnoseOptions | VerifyOptions | BenchOptions | RejudgeOptions | LayoutOptions | ListOptions
 EXIT_DEFECT, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
 _MODES = {
-    "verify": "--verify",
-    "bench": "--bench",
-    "rejudge": "--rejudge",
-    "layout": "--layout",
-    "list_passes": "--list-passes",
-}
+    "verify": "--verify", "bench": "--bench", "rejudge": "--rejudge", "layout": "--layout",
+    "list_passes": "--list-passes", "diagnose": "--diagnose",
+}  # fmt: skip
 _COMMON = {"as_json", "quiet", "debug"}
 _ALL = {"all_models", "jobs", "shard", "config"}
 # The options that a model of a config can't have: those of other commands, and of what is shown.
-_NOT_IN_CONFIG = {*_COMMON, *_MODES, *_ALL, "name", "details", "expect", "no_run", "factor", "version", "help"}
+_NOT_IN_CONFIG = {
+    *_COMMON,
+    *_MODES,
+    *_ALL,
+    "name",
+    "details",
+    "expect",
+    "no_run",
+    "fail_on",
+    "factor",
+    "version",
+    "help",
+}
 # The options that don't shape the bundle, or name files, which are compared by their content.
 _FILES = {"output", "debug_dir", "profile_dir", "weights", "input_files", "calibration", "choices"}
 _NOT_RECORDED = {*_COMMON, *_ALL, *_FILES, "details", "name", "force", "if_changed"}
@@ -80,6 +91,8 @@ _ALLOWED = {
     "rejudge": _COMMON | {"rejudge", "atol", "rtol", "factor", "details"},
     "layout": _COMMON | {"layout", "model", "output", "formats"},
     "list_passes": _COMMON | {"list_passes"},
+    "diagnose": _COMMON
+    | {"diagnose", "fail_on", "model", "name", "inputs", "input_files", "weights", "device", "require_gpu", "seed"},
 }
 
 _EPILOG = """
@@ -93,6 +106,7 @@ Examples:
   optimize-export models.bert:tiny --dynamic ids:0=batch,1=time --dynamic mask:0=batch,1=time
   optimize-export model.py --weights net.safetensors --passes fold-conv-bn,channels-last
   optimize-export --all --if-changed -j 2
+  optimize-export --diagnose model.py --fail-on error
   optimize-export --verify dist/net
   optimize-export --bench dist/net
   optimize-export --rejudge dist/net --atol logits=1e-3
@@ -117,6 +131,7 @@ Exit codes:
   7    a pass failed or was rolled back under --strict, or a requested pass isn't available
   8    the bundle couldn't be written, read or verified
   9    the model's outputs carry no signal, so nothing could be proven
+  10   --diagnose has findings of the level of --fail-on
   130  interrupted (Ctrl-C); 143 if terminated
 """
 
@@ -154,9 +169,7 @@ def _run(arguments: list[str], voice: "_Voice") -> int:
     options = command.main(arguments, prog_name=PROGRAM, standalone_mode=False, obj=voice)
     if isinstance(options, AllOptions):
         return _build_all(options, voice)
-    if not isinstance(
-        options, ExportOptions | VerifyOptions | BenchOptions | RejudgeOptions | LayoutOptions | ListOptions
-    ):
+    if not isinstance(options, AnyWork):
         return int(options)  # --help and --version have already printed
     with _stdout_goes_to_stderr():
         document = _work(options, voice)
@@ -201,6 +214,9 @@ def _work(options: Options, voice: "_Voice") -> dict[str, Any]:
                 # torch's profiler logs its own steps to stderr; it reads the level once.
                 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             stages.start("importing torch and onnxruntime")
+        if isinstance(options, DiagnoseOptions):
+            check_early(options.load)
+            stages.start("importing torch")
         engine = _torch_side()
         if isinstance(options, ListOptions):
             return dict(engine.list_passes())
@@ -213,6 +229,8 @@ def _work(options: Options, voice: "_Voice") -> dict[str, Any]:
             return dict(engine.rejudge(options))
         if isinstance(options, LayoutOptions):
             return dict(engine.lay_out(options))
+        if isinstance(options, DiagnoseOptions):
+            return dict(engine.diagnose_model(options, stages))
         document = dict(engine.export_model(options, stages))
         stages.finish()
         if changed:
@@ -396,6 +414,12 @@ def _installed(distribution: str) -> str:
     "--choices", metavar="BUNDLE", help="Ship what this tuned bundle recommends, proven again but without timing."
 )
 @click.option("--no-bench", is_flag=True, help="Don't time the files next to the original, and recommend none.")
+@click.option("--diagnose", is_flag=True, help="Find what good practice would change in MODEL's code; no bundle.")
+@click.option(
+    "--fail-on",
+    type=click.Choice(["error", "warning", "note"]),
+    help="With --diagnose: exit with 10 if there is a finding of this level or a higher one.",
+)
 @click.option("--bench", metavar="BUNDLE", help="Time the files of a bundle on this machine; no MODEL.")
 @click.option(
     "--rejudge",
@@ -445,6 +469,8 @@ def command(context: click.Context, /, **values: Any) -> Options:
         _refuse_others(context, mode)
     if mode == "list_passes":
         return ListOptions()
+    if mode != "diagnose" and values["fail_on"] is not None:
+        raise UsageError("--fail-on goes with --diagnose only.")
     if mode is not None and values["require_gpu"] and values["device"] == "cpu":
         raise UsageError("--require-gpu and --device cpu contradict each other.")
     if mode == "verify":
@@ -459,6 +485,8 @@ def command(context: click.Context, /, **values: Any) -> Options:
         return _rejudge_options(values)
     if mode == "layout":
         return _layout_options(context, values)
+    if mode == "diagnose":
+        return DiagnoseOptions(_export_options(context, values), values["fail_on"])
     if values["factor"] is not None:
         raise UsageError("--factor goes with --rejudge only.")
     for option in ("expect", "no_run"):

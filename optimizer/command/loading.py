@@ -65,6 +65,7 @@ class Loaded:
         folder: the folder of the user's file, or the current folder for an importable module.
         further_inputs: more calls, from `--inputs`.
         calibration: calls for static quantization, from `--calibration` or the file's get_calibration_inputs().
+        training_step: the file's training_step(), which runs one step, for --diagnose; None if it has none.
         dynamic: the dims that are dynamic unless the user chooses others; None for the batch alone.
         build: what the bundle is built from, for its manifest.
     """
@@ -77,6 +78,7 @@ class Loaded:
     folder: Path = field(default_factory=Path.cwd)
     further_inputs: FurtherInputs = ()
     calibration: Sequence[Any] | None = None
+    training_step: Callable[[], object] | None = None
     dynamic: dict[str, dict[int, str | None]] | None = None
     build: dict[str, Any] = field(default_factory=dict)
 
@@ -173,6 +175,8 @@ def load(
         loaded.calibration = read_calls(files, model, loaded.first_call(seed), finder.preprocessing)
     elif calibrates:
         loaded.calibration = finder.calibration()
+    if isinstance(finder, _Finder):
+        loaded.training_step = finder.training_step()
     return loaded
 
 
@@ -284,6 +288,11 @@ class _Finder:
                 "arguments or dicts of keyword arguments."
             )
         return list(calls)
+
+    def training_step(self) -> Callable[[], object] | None:
+        """The file's `training_step`, if it needs no arguments."""
+        value = self._held("training_step")
+        return value if callable(value) and not _required_arguments(value) else None
 
     def _chosen_name(self) -> str:
         if self._held("model") is not _ABSENT:

@@ -15,6 +15,7 @@ from exporters.errors import ExporterError
 from exporters.registry import exporter_named
 from optimizer.command.benchmark_tables import accuracy_text, benchmark_lines
 from optimizer.command.text_tables import INDENT, STYLES, folded, padded, table
+from optimizer.diagnosis import diagnosis_lines
 from optimizer.parity import allowed_share
 from optimizer.profiling import profile_lines
 from optimizer.report import reason_shown, remark_lines
@@ -57,6 +58,8 @@ def _lines(document: Document, width: int, *, details: bool) -> Iterable[Text | 
     if "available_passes" in document:
         yield from _available(document["available_passes"], width)
         return
+    if "diagnosis" in document:
+        yield from diagnosis_lines(document["diagnosis"])
     report = document.get("report", {})
     if document.get("passes"):
         yield from _passes(document["passes"], width, details=details)

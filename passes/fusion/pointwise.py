@@ -70,7 +70,7 @@ def is_pointwise(node: fx.Node) -> bool:
         return False
     if _is_cast(node):
         return True
-    return is_tensor(node) and "out" not in node.kwargs and _is_tagged(name_of_pointwise(node))
+    return is_tensor(node) and "out" not in node.kwargs and computes_each_element(name_of_pointwise(node))
 
 
 def name_of_pointwise(node: fx.Node) -> str:
@@ -89,7 +89,9 @@ def is_linear(node: fx.Node) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_tagged(name: str) -> bool:
+def computes_each_element(name: str) -> bool:
+    """Whether operations of that name compute each element from the elements at its position."""
+    name = _SAME_AS.get(name, name)
     return name in _COMPOSED or any(torch.Tag.pointwise in operation.tags for operation in schemas(name) or ())
 
 

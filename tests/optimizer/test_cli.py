@@ -32,6 +32,7 @@ from optimizer.errors import (
     VacuousError,
 )
 from optimizer.options import (
+    DiagnoseOptions,
     ExportOptions,
     ListOptions,
     RejudgeOptions,
@@ -140,6 +141,9 @@ class Engine:
     def rejudge(self, options):
         return self.export_model(options, lambda progress: None)
 
+    def diagnose_model(self, options, progress):
+        return self.export_model(options, lambda progress: None)
+
     def list_passes(self):
         return {"ok": True, "available_passes": [{"name": "p", "summary": "Does [x].", "options": {"budget": 0.5}}]}
 
@@ -216,6 +220,9 @@ def test_modes(run):
     assert run("--rejudge", "dist/x").options == RejudgeOptions(Path("dist/x"))
     asked = run("--rejudge", "dist/x", "--atol", "y=1", "--rtol", "2", "--factor", "0.5", "--details", "--json").options
     assert asked == RejudgeOptions(Path("dist/x"), {"y": 1.0}, 2.0, 0.5)
+    asked = run("--diagnose", "m.py", "--input", "2x3", "--fail-on", "warning").options
+    loaded = ExportOptions(model="m.py", output=Path("dist/m"), inputs=("2x3",), given={"input": ("2x3",)})
+    assert asked == DiagnoseOptions(loaded, "warning")
     listed = run("--list-passes")
     assert listed.out.split() == ["pass", "description", "options", "p", "Does", "[x].", "budget=0.5"]
     assert json.loads(run("--list-passes", "--json").out)["available_passes"][0]["name"] == "p"
@@ -244,6 +251,10 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
         (["m.py", "n.py"], "Got unexpected extra argument (n.py)"),
         (["m.py", "--device", "tpu"], "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
         (["m.py", "--reference-device", "auto"], "'auto' is not one of 'cpu', 'cuda'"),
+        (["--diagnose"], "MODEL is missing"),
+        (["--diagnose", "m.py", "--output", "out"], "--diagnose can't be combined with --output."),
+        (["--diagnose", "m.py", "--fail-on", "all"], "'all' is not one of 'error', 'warning', 'note'"),
+        (["m.py", "--fail-on", "error"], "--fail-on goes with --diagnose only."),
         (["--verify", "b", "--reference-device", "cpu"], "--verify can't be combined with --reference-device."),
         (["m.py", "--seed", "-1"], "--seed: '-1' is not a whole number from 0 to 9223372036854775807."),
         (["m.py", "--seed", "x"], "--seed: 'x' is not a whole number"),

@@ -1,0 +1,90 @@
+"""Diagnose a model: run it under observation, and let each rule read what was seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from optimizer.diagnosis.findings import LEVELS, Diagnosis
+from optimizer.diagnosis.rules import RULES
+from optimizer.diagnosis.runs import evidence_of, recorded, watched_step
+from optimizer.errors import LoadError, OptimizeExportError, UsageError
+from optimizer.model import (
+    ExampleInputs,
+    Runs,
+    check_model,
+    eager_only,
+    in_turn,
+    on_device,
+    outside_inference_mode,
+    random_state,
+    resolved_device,
+    samples_of,
+    unsynchronised,
+)
+from optimizer.wording import error_summary
+from passes.base import device_of
+
+
+@in_turn
+def diagnose(
+    model: nn.Module,
+    example_inputs: ExampleInputs | None = None,
+    *,
+    example_kwargs: dict[str, Any] | None = None,
+    training_step: Callable[[], object] | None = None,
+    device: torch.device | str | None = None,
+) -> Diagnosis:
+    """Find what good practice would change in the model's own code.
+
+    A copy of the model runs in eval mode, three times and for a few measurements. Each torch call is recorded
+    with its line, and each rule reads the recording. The caller's module isn't changed, except by `training_step`.
+
+    Args:
+        model: any module.
+        example_inputs, example_kwargs: as for `optimize`.
+        training_step: a function without arguments that runs one training step as usual: batch, forward, backward,
+            optimizer. It is called twice, once to warm up, and trains the model.
+        device: where to run; by default the module's device. For another device, the weights are copied.
+
+    Raises:
+        UsageError: an argument is invalid, or a profiler is running.
+        DeviceError: the device is a GPU, and torch finds none.
+        LoadError: the model can't be copied, or raises on the example inputs; or the training step raises.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    check_model(model, runs=True)
+    target = device_of(model) if device is None else resolved_device(str(device), require_gpu=False)
+    samples = samples_of(example_inputs, example_kwargs, (), 0, target)
+    if samples is None:
+        raise UsageError("diagnose() needs example_inputs (or example_kwargs): the tensors of one call of the model.")
+    step = None if training_step is None else watched_step(model, training_step)
+    with outside_inference_mode(), random_state(0), unsynchronised(), torch.no_grad(), eager_only():
+        runs = Runs(on_device(model, target), in_eval=True)
+        with _errors_of_model():
+            # This run finds the parameters that forward writes to, and warms up.
+            runs.first(partial(recorded, call=samples.given))
+        with runs.fresh() as copied:
+            assert isinstance(copied, nn.Module)
+            with _errors_of_model():
+                evidence = replace(evidence_of(model, copied, samples.given, target), step=step)
+            findings = [finding for rule in RULES for finding in rule.findings(evidence)]
+    findings.sort(key=lambda each: LEVELS.index(each.level))
+    return Diagnosis(type(model).__name__, target.type, tuple(findings))
+
+
+@contextmanager
+def _errors_of_model() -> Iterator[None]:
+    try:
+        yield
+    except OptimizeExportError:
+        raise
+    except Exception as error:  # the module is foreign code
+        raise LoadError(f"The model raises on the example inputs: {error_summary(error)}.") from error

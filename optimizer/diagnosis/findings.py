@@ -1,0 +1,105 @@
+"""What a diagnosis found, as data, as text and as HTML."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from optimizer.wording import listed
+
+Level = Literal["error", "warning", "note"]
+"""An "error" makes results wrong, a "warning" costs time or memory, a "note" does so on some hardware only."""
+
+LEVELS: tuple[Level, ...] = get_args(Level)
+_NAMES_SHOWN = 2
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the model's code that good practice would change.
+
+    Attributes:
+        rule: the name of the rule that found it.
+        level: "error", "warning" or "note".
+        modules: the paths of the modules that run the line, "" for the model itself; empty outside of the model.
+        file, line: the innermost line outside of torch; "" and 0 if there is none.
+        reason: what the code does, as a sentence without the full stop.
+        effect: what it costs, or what a change gains, measured where that is cheap.
+        remedy: the edit, or the pass, that mends it.
+    """
+
+    rule: str
+    level: Level
+    modules: tuple[str, ...]
+    file: str
+    line: int
+    reason: str
+    effect: str
+    remedy: str
+
+    @property
+    def module(self) -> str:
+        """The path of the first module."""
+        return self.modules[0] if self.modules else ""
+
+    @property
+    def where(self) -> str:
+        """The line and the modules for people: "net.py:17, in blocks.0 and 3 more"."""
+        line = f"{Path(self.file).name}:{self.line}" if self.file else ""
+        names = [path or "the model itself" for path in self.modules]
+        modules = f"in {listed(names, _NAMES_SHOWN)}" if names else ""
+        return ", ".join(filter(None, (line, modules)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to plain data."""
+        return {**asdict(self), "modules": list(self.modules), "module": self.module, "where": self.where}
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The findings of one model, those of the highest level first.
+
+    Attributes:
+        model: the name of the model's class.
+        device: the device of the runs.
+    """
+
+    model: str
+    device: str
+    findings: tuple[Finding, ...]
+
+    def at_least(self, level: Level) -> tuple[Finding, ...]:
+        """The findings of this level or a higher one."""
+        return tuple(each for each in self.findings if LEVELS.index(each.level) <= LEVELS.index(level))
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to plain data."""
+        return {
+            "model": self.model,
+            "device": self.device,
+            "levels": {level: sum(each.level == level for each in self.findings) for level in LEVELS},
+            "findings": [each.to_json() for each in self.findings],
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(diagnosis_lines(self.to_json()))
+
+    def _repr_html_(self) -> str:
+        if not self.findings:
+            return "<p>No findings.</p>"
+        rows = [[each.level, each.rule, each.where, each.reason, each.effect, each.remedy] for each in self.findings]
+        head = ("level", "rule", "place", "reason", "effect", "remedy")
+        cells = [f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
+        return f"<table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>{''.join(cells)}</table>"
+
+
+def diagnosis_lines(diagnosis: Mapping[str, Any]) -> Iterator[str]:
+    """The findings of a diagnosis in its JSON form, two lines each."""
+    if not diagnosis["findings"]:
+        yield "No findings."
+    for each in diagnosis["findings"]:
+        yield f"{each['level']:<7}  {each['rule']}  {each['where']}"
+        yield f"         {each['reason']}: {each['effect']}; {each['remedy']}."

@@ -1,0 +1,137 @@
+"""Rules on layers whose sizes, biases or memory formats cost time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from math import prod
+
+import torch
+import torch.nn.functional as F
+
+from optimizer.diagnosis.evidence import Evidence, Line, Seen, milliseconds, percent
+from optimizer.diagnosis.rule import rule
+from optimizer.wording import listed
+from passes.memory_format.watch import Loss
+from passes.pad_channels import BALANCE, IMAGE_CHANNELS
+from passes.program.matching import BatchNorm, Convolution, convolution_at, pairs_behind
+from passes.program.recording import Node, operation_name, shape_of, users_of
+
+# Tensor cores are fastest with multiples of this number of channels, which are 16 bytes in half precision (NVIDIA,
+# Matrix Multiplication Background User's Guide, "Tensor Core Requirements").
+_MULTIPLE = 8
+# The least share of the model's multiplications for a layer whose sizes matter.
+_LEAST_WORK = 0.01
+# The path of the model itself in the places of `Loss`.
+_ROOT = "the root"
+_PRODUCTS = frozenset({"addmm", "baddbmm", "bmm", "matmul", "mm", "rmatmul"})
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@rule("warning")
+def bias_before_norm(evidence: Evidence) -> Iterator[Seen]:
+    """A convolution or linear layer has a bias that the following BatchNorm subtracts again."""
+    found: dict[Node, Convolution] = {}
+    for pair in pairs_behind(evidence.recording):
+        is_alone = all(len(users_of(node)) == 1 for node in pair.way[:-1])
+        if isinstance(pair.affine, BatchNorm) and pair.conv.bias_value is not None and is_alone:
+            found[pair.conv.node] = pair.conv
+    for line, group in evidence.by_line(found):
+        count = sum(found[node].channels for node in group)
+        yield evidence.seen(
+            line,
+            group,
+            "a layer before a BatchNorm has a bias, which the mean of the BatchNorm absorbs",
+            f"it has {count:,} useless parameters, and their gradients in training",
+            "make the layer with bias=False, or use the pass fold-conv-bias",
+        )
+
+
+@rule("note")
+def channels_not_multiple_of_8(evidence: Evidence) -> Iterator[Seen]:
+    """A layer with at least 1 % of the model's multiplications has channels that aren't a multiple of 8.
+
+    Grouped convolutions, the channels of images, and layers so small that memory limits their speed are left out.
+    """
+    layers = {node: layer for node in evidence.calls if (layer := convolution_at(node)) is not None}
+    work = {node: _multiplications(layer) for node, layer in layers.items()}
+    total = sum(work.values()) + sum(map(_multiplications_of_product, evidence.calls))
+    uneven = {node: sizes for node in layers if work[node] >= _LEAST_WORK * total and (sizes := _uneven(layers[node]))}
+    for line, group in evidence.by_line(uneven):
+        sizes = sorted({size for node in group for size in uneven[node]})
+        yield evidence.seen(
+            line,
+            group,
+            f"layers have {listed([str(size) for size in sizes])} channels, not a multiple of {_MULTIPLE}",
+            f"{_gain(evidence, layers[max(group, key=work.__getitem__)])}; they have "
+            f"{percent(sum(work[node] for node in group) / total)} of the model's multiplications",
+            "choose multiples in the model, or use the pass pad-channels",
+        )
+
+
+@rule("warning")
+def layout_flip(evidence: Evidence) -> Iterator[Seen]:
+    """In a model in channels_last, an operation returns a contiguous map, and a later convolution converts it back."""
+    for loss in evidence.losses:
+        if not loss.converted:
+            continue
+        nodes = [node for node in evidence.calls if _is_at(evidence, node, loss)]
+        line = nodes[0].meta["line"] if nodes else Line()
+        module, _, operation = loss.where.rpartition(" ")
+        yield Seen(
+            ("" if module == _ROOT else module or operation,),
+            line,
+            f"{operation.strip('()')} returns a contiguous map in a model in channels_last",
+            f"{loss.elements:,} elements lose the format, and convolutions convert {loss.converted:,} back",
+            "use an operation that keeps the format",
+        )
+
+
+def _multiplications(layer: Convolution) -> int:
+    made, weight = shape_of(layer.input if layer.transposed else layer.node), layer.weight.value
+    assert made is not None
+    assert weight is not None
+    return prod(made.sizes) * weight[0].numel()
+
+
+def _multiplications_of_product(node: Node) -> int:
+    """The multiplications of a product of matrices that isn't a layer; 0 for any other call."""
+    made, sources = shape_of(node), node.all_input_nodes
+    if operation_name(node) not in _PRODUCTS or made is None or len(sources) < 2:
+        return 0
+    first = shape_of(sources[-2])
+    return 0 if first is None or not first.sizes else prod(made.sizes) * first.sizes[-1]
+
+
+def _uneven(layer: Convolution) -> list[int]:
+    """The numbers of input and output channels that aren't multiples."""
+    weight = layer.weight.value
+    assert weight is not None
+    given, made = layer.input_channels, layer.channels
+    if layer.groups > 1 or weight[0, 0].numel() * given * made < BALANCE * (given + made):
+        return []
+    is_image = layer.dims > 0 and given <= IMAGE_CHANNELS
+    return [size for size in (made, *(() if is_image else (given,))) if size % _MULTIPLE]
+
+
+def _gain(evidence: Evidence, layer: Convolution) -> str:
+    """The time of a linear layer with its own sizes and with multiples, measured on a GPU."""
+    weight, source = layer.weight.value, shape_of(layer.input)
+    assert weight is not None
+    assert source is not None
+    if evidence.device.type != "cuda" or layer.dims or weight.dtype not in _HALVES:
+        return "tensor cores in half precision are slower with them"
+    padded = [-(-size // _MULTIPLE) * _MULTIPLE for size in weight.shape]
+    runs = [
+        partial(F.linear, weight.new_ones(*source.sizes[:-1], given), weight.new_ones(out, given))
+        for out, given in (tuple(weight.shape), padded)
+    ]
+    seconds = evidence.fastest(*runs)
+    return (
+        f"here the largest takes {milliseconds(seconds[0])}, with {padded[1]} input and {padded[0]} output channels "
+        f"{milliseconds(seconds[1])}"
+    )
+
+
+def _is_at(evidence: Evidence, node: Node, loss: Loss) -> bool:
+    return f"{evidence.path(node) or _ROOT} ({operation_name(node)})" == loss.where

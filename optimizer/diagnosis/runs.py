@@ -1,0 +1,91 @@
+"""Run a model, and a training step, under observation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity
+
+from optimizer.diagnosis.evidence import Evidence, LineRecorder, Step
+from optimizer.errors import LoadError, UsageError
+from optimizer.model import Call, clone, eager_only, outside_inference_mode, unregistered_modules
+from optimizer.torch_private import is_profiling
+from optimizer.wording import error_summary
+from passes.memory_format.watch import LayoutWatch, Loss
+from passes.program.matching import STOCK_CONVOLUTIONS
+from passes.program.memory_formats import CHANNELS_LAST_FORMATS, is_channels_last
+from passes.program.model_tree import ModelTree
+from passes.program.recording import Recording
+
+# torch's names of the ranges in which a step waits for a DataLoader.
+_LOADER = "enumerate(DataLoader)"
+
+
+def _called(module: Callable[..., Any], call: Call) -> Any:
+    # Copies of the inputs, because forward may write to them.
+    args, kwargs = clone((call.args, call.kwargs))
+    return module(*args, **kwargs)
+
+
+def recorded(module: Any, call: Call) -> tuple[ModelTree, Recording]:
+    """Run a module once, and record its calls with their lines."""
+    tree = ModelTree(module, unregistered_modules(module))
+    args, kwargs = clone((call.args, call.kwargs))
+    with LineRecorder(module, tree.modules) as recorder:
+        module(*args, **kwargs)
+    return tree, recorder.recording
+
+
+def evidence_of(model: nn.Module, copied: nn.Module, call: Call, device: torch.device) -> Evidence:
+    """Run a copy of the model twice, and once more if it has convolutions in channels_last."""
+    tree, recording = recorded(copied, call)
+    _, again = recorded(copied, call)
+    calls, others = recording.nodes(), again.nodes()
+    if len(calls) == len(others):
+        # One run alone times whatever else the machine did meanwhile.
+        for node, other in zip(calls, others, strict=True):
+            node.meta["seconds"] = min(node.meta.get("seconds", 0.0), other.meta.get("seconds", 0.0))
+    losses: Sequence[Loss] = ()
+    if any(map(_is_in_channels_last, tree.modules())):
+        with LayoutWatch(copied) as watch:
+            _called(copied, call)
+        losses = watch.layouts.losses
+    return Evidence(model, tree, recording, device, losses, forward=partial(_called, copied, call))
+
+
+def _is_in_channels_last(module: nn.Module) -> bool:
+    if not isinstance(module, STOCK_CONVOLUTIONS):
+        return False
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.dim() in CHANNELS_LAST_FORMATS and is_channels_last(weight) and not weight.is_contiguous()
+
+
+def watched_step(model: nn.Module, step: Callable[[], object]) -> Step:
+    """Run a training step twice: the first run is recorded, the second is timed.
+
+    Raises:
+        UsageError: another profiler is running.
+        LoadError: the step raises.
+    """
+    if is_profiling():
+        raise UsageError("Another profiler is running in this thread: diagnose() needs it to end first.")
+    tree = ModelTree(model, unregistered_modules(model))
+    try:
+        with outside_inference_mode(), torch.enable_grad(), eager_only():
+            with LineRecorder(model, tree.modules) as recorder:
+                step()
+            # Without `acc_events`, torch warns that only the events of the last cycle are kept. There is one cycle.
+            with torch.profiler.profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+                started = time.perf_counter()
+                step()
+                seconds = time.perf_counter() - started
+    except Exception as error:  # the step is foreign code
+        raise LoadError(f"The training step raises: {error_summary(error)}.") from error
+    waited = sum(event.cpu_time_total for event in profiler.key_averages() if event.key.startswith(_LOADER))
+    return Step(recorder.recording, waited / 1e6 / seconds)

@@ -1,0 +1,369 @@
+"""Each rule finds what it is for, and stays silent on code that does it right."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from optimizer import diagnose
+from optimizer.diagnosis import LEVELS, RULES, Diagnosis, evidence, settings
+from optimizer.errors import LoadError, UsageError
+
+
+class Net(nn.Module):
+    """A model with the given layers, whose forward is a function of them and the input."""
+
+    def __init__(self, forward, **held):
+        super().__init__()
+        for name, value in held.items():
+            setattr(self, name, value)
+        self._run = forward
+
+    def forward(self, x):
+        return self._run(self, x)
+
+
+def found(forward, x=None, *, training_step=None, **held):
+    """The findings by rule, of a model in eval mode."""
+    model = Net(forward, **held).eval()
+    x = torch.randn(2, 8) if x is None else x
+    return {each.rule: each for each in diagnose(model, (x,), training_step=training_step).findings}
+
+
+def attention(self, x):
+    scores = x @ x.transpose(-1, -2) / 8
+    return F.softmax(scores, -1) @ x
+
+
+def gelu_by_hand(self, x):
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def chain(self, x):
+    return (x * 3).sin().add(1).exp().mul(2)
+
+
+def chain_in_place(self, x):
+    y = x * 3
+    y += 1
+    return y.sin().exp()
+
+
+def checkpointed(use_reentrant):
+    return lambda self, x: checkpoint(torch.sin, x, use_reentrant=use_reentrant)
+
+
+def scale():
+    return numpy.full(8, 2.0)
+
+
+LARGE = torch.randn(64, 4096)
+IMAGE = torch.randn(2, 3, 8, 8)
+TOKENS = torch.randn(2, 4, 128, 64)
+CONV, NORM = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)
+FREE_OF_BIAS = nn.Conv2d(3, 16, 3, bias=False)
+
+# By rule: a forward that it is for, a similar one that it isn't for, the input, and the layers.
+CASES = {
+    "unregistered": (
+        lambda self, x: self.layers[0](x),
+        lambda self, x: self.good[0](x),
+        None,
+        {"layers": [nn.Linear(8, 8)], "good": nn.ModuleList([nn.Linear(8, 8)])},
+    ),
+    "training-mode": (lambda self, x: F.dropout(x), lambda self, x: F.dropout(x, training=self.training), None, {}),
+    "value-read": (
+        lambda self, x: x * x.sum().item(),
+        lambda self, x: x * x.shape[0] * torch.ones(2).sum().item(),
+        None,
+        {},
+    ),
+    "data-dependent-branch": (
+        lambda self, x: x if x.sum() > 0 else -x,
+        lambda self, x: x if x.dim() > 1 and x.is_floating_point() else -x,
+        None,
+        {},
+    ),
+    "tensor-from-array": (
+        lambda self, x: x * torch.tensor(scale(), dtype=x.dtype),
+        lambda self, x: x * torch.tensor(2.0),
+        None,
+        {},
+    ),
+    "moved-from-host": (
+        lambda self, x: x + torch.arange(8).to(x.device),
+        lambda self, x: x + torch.arange(8, device=x.device).to(x.dtype),
+        None,
+        {},
+    ),
+    "float64-leak": (
+        lambda self, x: (x * torch.from_numpy(scale())).float(),
+        lambda self, x: (x.double() * torch.ones(8, dtype=torch.float64)).float(),
+        None,
+        {},
+    ),
+    "hand-written-attention": (
+        attention,
+        lambda self, x: F.scaled_dot_product_attention(x, x, x),
+        TOKENS,
+        {},
+    ),
+    "activation-by-hand": (gelu_by_hand, lambda self, x: F.gelu(x, approximate="tanh"), LARGE, {}),
+    "unfused-chain": (chain, lambda self, x: (x @ x.mT).sin(), LARGE, {}),
+    "in-place-in-chain": (chain_in_place, chain, LARGE, {}),
+    "bias-before-norm": (
+        lambda self, x: self.norm(self.conv(x)),
+        lambda self, x: self.norm(self.free(x)) + self.conv(x),
+        IMAGE,
+        {"conv": CONV, "free": FREE_OF_BIAS, "norm": NORM},
+    ),
+    "channels-not-multiple-of-8": (
+        lambda self, x: self.odd(x),
+        lambda self, x: self.tiny(self.even(x)),
+        torch.randn(2, 512),
+        {"odd": nn.Linear(512, 1001), "even": nn.Linear(512, 1000), "tiny": nn.Linear(1000, 10)},
+    ),
+    "reentrant-checkpoint": (checkpointed(True), checkpointed(False), None, {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize("rule", CASES)
+def test_a_rule_finds_what_it_is_for_and_nothing_else(rule):
+    wrong, right, x, held = CASES[rule]
+    finding = found(wrong, x, **held)[rule]
+    assert (finding.file, finding.line) == (__file__, finding.line)
+    assert finding.line > 0
+    assert finding.reason
+    assert finding.effect
+    assert finding.remedy
+    assert rule not in found(right, x, **held)
+
+
+def test_a_model_that_does_it_right_has_no_findings():
+    model = nn.Sequential(FREE_OF_BIAS, NORM, nn.ReLU(), nn.Flatten(), nn.Dropout(), nn.Linear(576, 8)).eval()
+    diagnosis = diagnose(model, (IMAGE,))
+    assert diagnosis.findings == ()
+    assert str(diagnosis) == "No findings."
+    assert "No findings" in diagnosis._repr_html_()
+
+
+def test_findings_of_one_line_are_one_finding():
+    blocks = [nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)) for _ in range(4)]
+    (finding,) = diagnose(nn.Sequential(*blocks).eval(), (IMAGE,)).findings
+    assert finding.modules == ("0.0", "1.0", "2.0", "3.0")
+    assert finding.module == "0.0"
+    assert "in 0.0, 1.0 and 2 more" in finding.where
+
+
+def test_layers_hidden_on_purpose_are_no_finding():
+    teacher = nn.Linear(8, 8).requires_grad_(False)
+    assert "unregistered" not in found(lambda self, x: self.hidden[0](x), hidden=[teacher])
+
+
+def test_a_parameter_in_a_list_is_unregistered():
+    finding = found(lambda self, x: x * self.scales[0], scales=[nn.Parameter(torch.ones(8))])["unregistered"]
+    assert finding.level == "error"
+
+
+def test_a_layer_left_in_training_is_an_error_inside_of_a_model_in_eval():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout()).eval()
+    model[1].train()
+    (finding,) = diagnose(model, (torch.randn(2, 8),)).findings
+    assert (finding.rule, finding.modules) == ("training-mode", ("1",))
+    (finding,) = diagnose(model.train(), (torch.randn(2, 8),)).findings
+    assert (finding.rule, finding.level) == ("not-in-eval", "note")
+    assert model[1].training
+
+
+def test_weights_that_something_else_reads_need_attention_by_hand():
+    def returned(self, x):
+        weights = F.softmax(x @ x.transpose(-1, -2), -1)
+        return weights @ x, weights
+
+    assert "hand-written-attention" not in found(returned, TOKENS)
+
+
+def test_a_fixed_device_is_found_without_a_gpu():
+    assert found(lambda self, x: x + torch.ones(8).cuda())["fixed-device"].level == "warning"
+
+
+def test_a_map_that_loses_channels_last_is_found():
+    convs = {"first": nn.Conv2d(3, 16, 3), "second": nn.Conv2d(16, 16, 3)}
+    model = (
+        Net(lambda self, x: self.second(self.first(x).contiguous()), **convs)
+        .eval()
+        .to(memory_format=torch.channels_last)
+    )
+    (finding,) = diagnose(model, (IMAGE,)).findings
+    assert finding.rule == "layout-flip"
+    assert finding.line
+    kept = Net(lambda self, x: self.second(self.first(x)), **convs).eval().to(memory_format=torch.channels_last)
+    assert diagnose(kept, (IMAGE,)).findings == ()
+
+
+def test_data_parallelism_is_found():
+    model = nn.DataParallel(nn.Sequential(FREE_OF_BIAS, nn.BatchNorm2d(16)))
+    rules = {each.rule for each in diagnose(model.train(), (IMAGE,)).findings}
+    assert rules == {"data-parallel", "batch-norm-per-process", "not-in-eval"}
+    assert {each.rule for each in diagnose(model.eval(), (IMAGE,)).findings} == {"data-parallel"}
+
+
+# The training step -------------------------------------------------------------------------------------------------
+
+
+def training(**options):
+    """A model, and a training step with a DataLoader."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batches = iter(DataLoader(TensorDataset(torch.randn(256, 8)), 64))
+
+    def step():
+        (batch,) = next(batches)
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(**options)
+
+    return model, step
+
+
+def test_a_training_step_shows_its_loader_and_its_gradients():
+    model, step = training(set_to_none=False)
+    findings = {each.rule: each for each in diagnose(model, (torch.randn(2, 8),), training_step=step).findings}
+    assert set(findings) == {"loader-without-workers", "gradients-zeroed"}
+    assert {each.file for each in findings.values()} == {__file__}
+    assert findings["gradients-zeroed"].line > findings["loader-without-workers"].line
+
+
+def test_a_training_step_without_waste_has_no_findings():
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step():
+        model(torch.randn(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert diagnose(model, (torch.randn(2, 8),), training_step=step).findings == ()
+
+
+def test_a_training_step_that_raises_is_told():
+    with pytest.raises(LoadError, match="The training step raises: ValueError: no data"):
+        diagnose(nn.Linear(8, 8), (torch.randn(2, 8),), training_step=_raise)
+
+
+def _raise():
+    raise ValueError("no data")
+
+
+# The settings of a GPU ---------------------------------------------------------------------------------------------
+
+
+def test_a_setting_is_told_only_if_it_gains(monkeypatch):
+    owner = SimpleNamespace(benchmark=False)
+    times = iter([2.0, 1.0, 1.0, 1.0])
+    seen = SimpleNamespace(fastest=lambda run: [next(times)], forward=None)
+    (told,) = settings._told(seen, owner, "benchmark", "off", "set it")
+    assert "2e+03 ms, and 1e+03 ms" in told.effect
+    assert list(settings._told(seen, owner, "benchmark", "off", "set it")) == []
+    assert owner.benchmark is False
+
+
+def test_settings_of_a_gpu_are_no_findings_on_a_cpu():
+    model = nn.Conv2d(3, 8, 3)
+    torch.backends.cudnn.deterministic = True
+    try:
+        assert diagnose(model.eval(), (IMAGE,)).findings == ()
+    finally:
+        torch.backends.cudnn.deterministic = False
+
+
+# The result --------------------------------------------------------------------------------------------------------
+
+
+def test_the_result_is_plain_data_sorted_by_level():
+    layers = [nn.Linear(8, 512), nn.Linear(512, 1001)]
+    model = Net(lambda self, x: self.layers[1](self.layers[0](x)) * x.sum().item(), layers=layers)
+    diagnosis = diagnose(model.eval(), (torch.randn(2, 8),))
+    told = json.loads(json.dumps(diagnosis.to_json()))
+    assert [each["level"] for each in told["findings"]] == ["error", "warning", "note"]
+    assert told["levels"] == {"error": 1, "warning": 1, "note": 1}
+    assert [len(diagnosis.at_least(level)) for level in LEVELS] == [1, 2, 3]
+    assert "<td>unregistered</td>" in diagnosis._repr_html_()
+    assert isinstance(diagnosis, Diagnosis)
+
+
+def test_the_model_stays_as_it_was():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    diagnose(model, (IMAGE,))
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_bad_arguments_are_one_sentence():
+    with pytest.raises(UsageError, match=r"must be an nn\.Module"):
+        diagnose("model", (IMAGE,))
+    with pytest.raises(UsageError, match="needs example_inputs"):
+        diagnose(nn.Linear(8, 8))
+    with pytest.raises(LoadError, match="The model raises on the example inputs: RuntimeError"):
+        diagnose(nn.Linear(8, 8), (torch.randn(2, 9),))
+
+
+def test_every_rule_has_a_name_a_level_and_a_sentence():
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    for rule in RULES:
+        assert rule.level in LEVELS
+        assert rule.description.splitlines()[0].endswith((".", "."))
+
+
+def test_a_line_is_the_innermost_outside_of_torch():
+    with evidence.LineRecorder(nn.ReLU(), list) as recorder:
+        F.relu(torch.ones(2))
+    (node,) = (node for node in recorder.recording.nodes() if node.op == "call_function" and "relu" in node.name)
+    assert node.meta["line"].file == __file__
+
+
+@pytest.mark.gpu
+def test_rules_measure_on_a_gpu():
+    model = nn.Sequential(nn.Linear(4096, 4097, bias=False), nn.Linear(4097, 4096, bias=False)).cuda().eval()
+    x = torch.randn(4096, 4096)
+    rules = {each.rule: each for each in diagnose(model, (x,)).findings}
+    assert {"tf32-off", "channels-not-multiple-of-8"} <= set(rules)
+    assert not torch.backends.cuda.matmul.allow_tf32
+    halves = {each.rule: each for each in diagnose(model.half(), (x.half(),)).findings}
+    assert "here the largest takes" in halves["channels-not-multiple-of-8"].effect
+    assert "tf32-off" not in halves
+
+
+@pytest.mark.gpu
+def test_devices_tell_what_waits_on_a_gpu():
+    def wrong(self, x):
+        y = x + torch.arange(8).to(x.device)
+        return y.cpu().cuda() * y.sum().item()
+
+    def right(self, x):
+        return x + torch.arange(8, device=x.device) * torch.ones(2).sum().item()
+
+    x = torch.randn(2, 8)
+    model = Net(wrong, layer=nn.Linear(8, 8)).cuda().eval()
+    assert {each.rule for each in diagnose(model, (x,)).findings} == {"value-read", "fixed-device", "moved-from-host"}
+    assert diagnose(Net(right, layer=nn.Linear(8, 8)).cuda().eval(), (x,)).findings == ()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_batch_from_pageable_memory_is_found_on_a_gpu(pinned):
+    model = nn.Linear(1024, 8).cuda()
+    batch = torch.randn(256, 1024)
+    batch = batch.pin_memory() if pinned else batch
+    step = lambda: model(batch.cuda(non_blocking=True)).sum().backward()  # noqa: E731
+    found = {each.rule for each in diagnose(model, (batch[:2],), training_step=step).findings}
+    assert ("pageable-copy" in found) is not pinned
