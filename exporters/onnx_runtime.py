@@ -21,15 +21,31 @@ CUDA = "CUDAExecutionProvider"
 NO_CUDA = f"onnxruntime {ort.__version__} has no CUDA provider; install one with `pip install onnxruntime-gpu`."
 
 
-def providers(device: str, index: int = 0, *, tf32: bool = False) -> list[Any]:
+def providers(
+    device: str, index: int = 0, *, tf32: bool = False, cuda_graph: bool = False, nhwc: bool = False
+) -> list[Any]:
     """The execution providers of a session on "cpu" or "cuda", with their options.
 
     Args:
         index: the number of the GPU.
         tf32: whether float32 products may round their factors to 10 bits of mantissa. Without it they don't, whatever
             onnxruntime's default is, since results must match the model's.
+        cuda_graph: whether runs may be recorded; see `without_graph`.
+        nhwc: whether convolutions run in channels-last.
     """
-    return [CPU] if device == "cpu" else [(CUDA, {"device_id": str(index), "use_tf32": str(int(tf32))}), CPU]
+    if device == "cpu":
+        return [CPU]
+    options = {"use_tf32": tf32, "enable_cuda_graph": cuda_graph, "prefer_nhwc": nhwc}
+    given = {name: str(int(value)) for name, value in options.items() if value or name == "use_tf32"}
+    # With the number of the first GPU, which is the default, onnxruntime writes a warning to stderr.
+    return [(CUDA, given | ({"device_id": str(index)} if index else {})), CPU]
+
+
+def without_graph() -> Any:
+    """The options of a run that isn't recorded, in a session with `cuda_graph`."""
+    options = ort.RunOptions()
+    options.add_run_config_entry("gpu_graph_id", "-1")
+    return options
 
 
 def quantization() -> tuple[Any, Any]:
@@ -51,4 +67,4 @@ def float16_conversion() -> Callable[..., Any]:
     return conversion
 
 
-__all__ = ["CPU", "CUDA", "NO_CUDA", "float16_conversion", "ort", "providers", "quantization"]
+__all__ = ["CPU", "CUDA", "NO_CUDA", "float16_conversion", "ort", "providers", "quantization", "without_graph"]
