@@ -75,6 +75,7 @@ LABELS = {
 # On a GPU, these round the factors of float32 products to 10 bits of mantissa; the others don't, except as this project
 # chose.
 _IN_TF32 = (EAGER_TF32, COMPILE_TF32, ONNX_TF32)
+_IEEE = GpuSettings(matmul=False, cudnn=False, benchmark=False)
 
 # The batch sizes at which this project verifies its results. The benchmark itself shows the error at the batch size
 # that it measures.
@@ -179,6 +180,8 @@ class Workshop:
             self._check_memory()
             if name in _IN_TF32 and self._device != "cuda":
                 raise RuntimeError("TF32 needs a GPU")
+            if self._device == "cuda":
+                _IEEE.put_in_force()
             with warnings.catch_warnings(), torchscript_allowed():
                 warnings.simplefilter("ignore")
                 made = self.makers[name](inputs)
@@ -294,7 +297,7 @@ def calling(call: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> Run:
 
 def _under(tf32: bool, run: Run) -> Run:
     """The run under torch's settings with or without TF32."""
-    settings = GpuSettings(matmul=tf32, cudnn=tf32, benchmark=False)
+    settings = GpuSettings(matmul=True, cudnn=True, benchmark=False) if tf32 else _IEEE
 
     def call() -> tuple[torch.Tensor, ...]:
         settings.put_in_force()

@@ -154,10 +154,13 @@ class Tuner:
     def _settings(self, route: Route) -> list[dict[str, Setting]]:
         runtime = route.runtime
         if self._bench.files.device == "cuda":
-            names = ["cuda_graph", "cudnn_benchmark" if runtime == "torch" else "nhwc"]
+            names = ["cuda_graph"]
+            names += ["cudnn_benchmark"] if runtime == "torch" else []
+            # In float32, cuDNN's kernels for channels-last are no faster.
+            names += ["nhwc"] if route.format == _FLOAT16 else []
             names += [] if self._lossy is None or route.format in QUANTIZED else ["tf32"]
             alone: list[dict[str, Setting]] = [{name: True} for name in names]
-            return [*alone, dict.fromkeys(names, True)]
+            return [*alone, dict.fromkeys(names, True)] if len(names) > 1 else alone
         if runtime == "torch":
             # torch's threads belong to the whole process, so eager would get them too.
             return []
