@@ -26,6 +26,8 @@ def providers(
 ) -> list[Any]:
     """The execution providers of a session on "cpu" or "cuda", with their options.
 
+    For "cuda", this also silences onnxruntime's default logger.
+
     Args:
         index: the number of the GPU.
         tf32: whether float32 products may round their factors to 10 bits of mantissa. Without it they don't, whatever
@@ -35,10 +37,11 @@ def providers(
     """
     if device == "cpu":
         return [CPU]
-    options = {"use_tf32": tf32, "enable_cuda_graph": cuda_graph, "prefer_nhwc": nhwc}
-    given = {name: str(int(value)) for name, value in options.items() if value or name == "use_tf32"}
-    # With the number of the first GPU, which is the default, onnxruntime writes a warning to stderr.
-    return [(CUDA, given | ({"device_id": str(index)} if index else {})), CPU]
+    # In float16, cuDNN can't fuse each convolution with the operations after it. onnxruntime then runs them one by one, but
+    # writes an error line first, and no option of a session stops that.
+    ort.set_default_logger_severity(4)
+    options = {"device_id": index, "use_tf32": tf32, "enable_cuda_graph": cuda_graph, "prefer_nhwc": nhwc}
+    return [(CUDA, {name: str(int(value)) for name, value in options.items()}), CPU]
 
 
 def without_graph() -> Any:
@@ -49,20 +52,25 @@ def without_graph() -> Any:
 
 
 def quantization() -> tuple[Any, Any]:
-    """`onnxruntime.quantization` and its module for weights of 4 bits. Only quantization needs the slow import."""
-    import onnxruntime.quantization
-    from onnxruntime.quantization import matmul_nbits_quantizer
+    """`onnxruntime.quantization` and its module for weights of 4 bits. Only quantization needs the slow import.
 
+    The import extends `sys.path`, which is undone.
+    """
+    paths = list(sys.path)
+    try:
+        import onnxruntime.quantization
+        from onnxruntime.quantization import matmul_nbits_quantizer
+    finally:
+        sys.path[:] = paths
     return onnxruntime.quantization, matmul_nbits_quantizer
 
 
 def float16_conversion() -> Callable[..., Any]:
-    """onnxruntime's conversion of a model to float16. Its package extends `sys.path`, which is undone."""
-    paths = list(sys.path)
-    try:
-        from onnxruntime.transformers.float16 import convert_float_to_float16
-    finally:
-        sys.path[:] = paths
+    """onnxruntime's conversion of a model to float16."""
+    # First: it imports modules of the conversion's package that are found only while `sys.path` is extended.
+    quantization()
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
     conversion: Callable[..., Any] = convert_float_to_float16
     return conversion
 

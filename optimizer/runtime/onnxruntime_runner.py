@@ -35,10 +35,6 @@ class OnnxruntimeRunner:
         if route.settings.get("spinning") is False:
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         settings = {name: bool(route.settings.get(name)) for name in ("cuda_graph", "nhwc", "tf32")}
-        if settings["nhwc"]:
-            # Where cuDNN can't fuse a convolution with what follows, onnxruntime runs both, but writes an error line first.
-            # No option of the session stops that.
-            ort.set_default_logger_severity(4)
         if device == "cuda" and CUDA not in ort.get_available_providers():
             raise DeviceError(NO_CUDA)
         self._session = ort.InferenceSession(str(path), options, providers=providers(device, **settings))
