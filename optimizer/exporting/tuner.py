@@ -100,6 +100,7 @@ class Tuner:
         if files.device == "cuda":
             # float16 and settings take seconds each, other quantization can take minutes.
             yield from self._lossy_files([_FLOAT16])
+            yield from self._in_cuda_graphs()
             yield from self._settings_of_best()
             yield from self._lossy_files([format for format in QUANTIZED if format != _FLOAT16])
         else:
@@ -117,6 +118,12 @@ class Tuner:
                 self._dropped.append(Figure(format, None, dropped=reason))
             else:
                 yield from self._quantized(self._lossy, format)
+
+    def _in_cuda_graphs(self) -> Iterator[Candidate]:
+        """All files so far in CUDA graphs: without these, the time of the launches hides which file is the fastest."""
+        for route in [opened.candidate.route for opened, _ in self._ready]:
+            assert route is not None
+            yield self._bench.files.candidate(replace(route, settings={**route.settings, "cuda_graph": True}))
 
     def _settings_of_best(self) -> Iterator[Candidate]:
         for opened, _ in self._best()[:_WITH_SETTINGS]:
@@ -146,7 +153,7 @@ class Tuner:
         yield from self._in_openvino(format)
 
     def _with_settings(self, route: Route | None) -> Iterator[Candidate]:
-        """The route with one setting changed, for each setting that may pay on the device; on a GPU also with all."""
+        """The route with one setting added, for each setting that may pay on the device; on a GPU also with all."""
         assert route is not None
         for setting in self._settings(route):
             yield self._bench.files.candidate(Route(route.format, route.runtime, {**route.settings, **setting}))
@@ -154,8 +161,7 @@ class Tuner:
     def _settings(self, route: Route) -> list[dict[str, Setting]]:
         runtime = route.runtime
         if self._bench.files.device == "cuda":
-            names = ["cuda_graph"]
-            names += ["cudnn_benchmark"] if runtime == "torch" else []
+            names = ["cudnn_benchmark"] if runtime == "torch" else []
             # In float32, cuDNN's kernels for channels-last are no faster.
             names += ["nhwc"] if route.format == _FLOAT16 else []
             names += [] if self._lossy is None or route.format in QUANTIZED else ["tf32"]
