@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from models import Plain, Subject
 from torch import nn
 from torch.fx.experimental.optimization import fuse
 
+from exporters.gpu_settings import GpuSettings
 from exporters.isolation import silent
 from exporters.torchscript_deprecation import torchscript_allowed
 from optimizer import export, optimize
@@ -37,6 +38,9 @@ COMPILE = "compile"
 AUTOTUNE = "compile-max-autotune"
 FREEZING = "compile-freezing"
 ONNX = "onnx"
+EAGER_TF32 = "eager-tf32"
+COMPILE_TF32 = "compile-tf32"
+ONNX_TF32 = "onnx-tf32"
 OPENVINO = "openvino"
 OPENVINO_BF16 = "openvino-bf16"
 QUANTIZED = "quantized"
@@ -57,6 +61,9 @@ LABELS = {
     AUTOTUNE: "torch.compile, max-autotune",
     FREEZING: "torch.compile, freezing",
     ONNX: "torch.onnx.export in onnxruntime",
+    EAGER_TF32: "eager, TF32",
+    COMPILE_TF32: "torch.compile, TF32",
+    ONNX_TF32: "torch.onnx.export in onnxruntime, TF32",
     OPENVINO: "torch.onnx.export in OpenVINO",
     OPENVINO_BF16: "torch.onnx.export in OpenVINO, bfloat16",
     QUANTIZED: "onnxruntime's quantization",
@@ -65,6 +72,10 @@ LABELS = {
     BUDGET: "optimize-export, tuned, accuracy 0.999",
 }
 
+# On a GPU, these round the factors of float32 products to 10 bits of mantissa; the others don't, except as this project
+# chose.
+_IN_TF32 = (EAGER_TF32, COMPILE_TF32, ONNX_TF32)
+_IEEE = GpuSettings(matmul=False, cudnn=False, benchmark=False)
 
 # The batch sizes at which this project verifies its results. The benchmark itself shows the error at the batch size
 # that it measures.
@@ -130,6 +141,7 @@ class Workshop:
         self._used_again = 0.0
         self.makers: dict[str, Callable[[tuple[torch.Tensor, ...]], Run | Made]] = {
             EAGER: lambda inputs: calling(self._plain, inputs),
+            EAGER_TF32: lambda inputs: calling(self._plain, inputs),
             OURS: lambda inputs: calling(Plain(self._optimized()), inputs),
             OURS_COMPILED: self._ours_compiled,
             OURS_TORCHSCRIPT: lambda inputs: self._artifact("torchscript", inputs),
@@ -138,9 +150,11 @@ class Workshop:
             BY_HAND: lambda inputs: calling(Plain(self._once(BY_HAND, self._by_hand)), inputs),
             JIT: self._jit,
             COMPILE: lambda inputs: self._compiled(inputs),
+            COMPILE_TF32: lambda inputs: self._compiled(inputs),
             AUTOTUNE: lambda inputs: self._compiled(inputs, mode="max-autotune"),
             FREEZING: self._frozen,
             ONNX: self._plain_onnx,
+            ONNX_TF32: lambda inputs: self._plain_onnx(inputs, tf32=True),
         }
 
     def inputs(self, batch: int) -> tuple[torch.Tensor, ...]:
@@ -164,10 +178,17 @@ class Workshop:
         started, self._used_again = time.perf_counter(), 0.0
         try:
             self._check_memory()
+            if name in _IN_TF32 and self._device != "cuda":
+                raise RuntimeError("TF32 needs a GPU")
+            if self._device == "cuda":
+                _IEEE.put_in_force()
             with warnings.catch_warnings(), torchscript_allowed():
                 warnings.simplefilter("ignore")
                 made = self.makers[name](inputs)
                 made = made if isinstance(made, Made) else Made(made, self._bytes)
+                # Files that this project tuned set their own, and leave them so.
+                if self._device == "cuda" and made.tuning is None:
+                    made = replace(made, run=_under(name in _IN_TF32, made.run))
                 made.run()
         except Exception as error:  # noqa: BLE001 - any error means that this way is unavailable; the row says so
             return Contender(name, None, sentence_of(error), self._spent_since(started))
@@ -247,9 +268,9 @@ class Workshop:
         run()
         return run
 
-    def _plain_onnx(self, inputs: tuple[torch.Tensor, ...]) -> Made:
+    def _plain_onnx(self, inputs: tuple[torch.Tensor, ...], *, tf32: bool = False) -> Made:
         path = self._plain_file(inputs)
-        return Made(OnnxRun(path, inputs, self._device, self._threads), size_of(path))
+        return Made(OnnxRun(path, inputs, self._device, self._threads, tf32=tf32), size_of(path))
 
     def _plain_file(self, inputs: tuple[torch.Tensor, ...]) -> Path:
         """The ONNX file of `torch.onnx.export` for one batch size."""
@@ -272,6 +293,17 @@ def calling(call: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> Run:
         return output if isinstance(output, tuple) else (output,)
 
     return run
+
+
+def _under(tf32: bool, run: Run) -> Run:
+    """The run under torch's settings with or without TF32."""
+    settings = GpuSettings(matmul=True, cudnn=True, benchmark=False) if tf32 else _IEEE
+
+    def call() -> tuple[torch.Tensor, ...]:
+        settings.put_in_force()
+        return run()
+
+    return call
 
 
 def sentence_of(error: Exception) -> str:

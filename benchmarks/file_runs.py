@@ -10,6 +10,7 @@ from typing import Any
 import onnxruntime as ort
 import torch
 
+from exporters.onnx_runtime import providers
 from exporters.registry import load_artifact
 
 _NUMPY_NAMES = {torch.float32: "float32", torch.int64: "int64"}
@@ -22,7 +23,9 @@ class OnnxRun:
         ProviderFallback: the device is the GPU, but onnxruntime would compute on the CPU.
     """
 
-    def __init__(self, path: Path, inputs: tuple[torch.Tensor, ...], device: str, threads: int) -> None:
+    def __init__(
+        self, path: Path, inputs: tuple[torch.Tensor, ...], device: str, threads: int, *, tf32: bool = False
+    ) -> None:
         if device == "cuda":
             # This checks where the nodes really run.
             load_artifact("onnx", path, device)
@@ -30,7 +33,7 @@ class OnnxRun:
         options.log_severity_level = 3
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
-        self._session = ort.InferenceSession(str(path), options, providers=_providers(device))
+        self._session = ort.InferenceSession(str(path), options, providers=providers(device, tf32=tf32))
         self._device = device
         self._inputs = tuple(tensor.contiguous() for tensor in inputs)
 
@@ -138,10 +141,3 @@ def default_threads(count: int) -> Iterator[None]:
 def size_of(path: Path) -> int:
     """The bytes of an ONNX file and of its external data, which has the same name with a further suffix."""
     return sum(each.stat().st_size for each in path.parent.glob(f"{path.name}*"))
-
-
-def _providers(device: str) -> list[Any]:
-    if device == "cpu":
-        return ["CPUExecutionProvider"]
-    # TF32 rounds the operands of float32 products to 10 bits of mantissa. It is off for torch, too.
-    return [("CUDAExecutionProvider", {"use_tf32": "0"}), "CPUExecutionProvider"]

@@ -2,45 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from exporters.onnx_runtime import ort
+from exporters.onnx_runtime import ort, without_graph
 
 
-def run_session(
-    session: ort.InferenceSession, target: torch.device, tensors: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """Run a session; the outputs are on `target`, in the session's order. Inputs may be on any device.
+class BoundSession:
+    """A session, called on torch tensors. The outputs are on `target`, in the session's order.
 
-    Raises:
-        ValueError: the number of tensors or the dtype of one doesn't match the file.
+    Args:
+        target: the device of the session.
+        graphs: whether the session has the provider's option `enable_cuda_graph`.
     """
-    inputs = [(node.name, node.type.removeprefix("tensor(").removesuffix(")")) for node in session.get_inputs()]
-    outputs = [(node.name, node.type == "tensor(bool)") for node in session.get_outputs()]
-    if len(tensors) != len(inputs):
-        raise ValueError(f"The file takes {len(inputs)} tensors, not {len(tensors)}.")
-    place = (target.type, target.index)
-    # Bind by address: this supports every dtype (numpy has no bfloat16) and copies nothing.
-    held = [tensor.detach().to(target).contiguous() for tensor in tensors]
-    binding = session.io_binding()
-    for (name, wanted), tensor in zip(inputs, held, strict=True):
-        given, element_type = _ELEMENT_TYPES.get(tensor.dtype, ("", 0))
-        if given != wanted:
-            raise ValueError(f"Input `{name}` of the file is {wanted}, but got {tensor.dtype}.")
-        binding.bind_input(name, *place, element_type, list(tensor.shape), tensor.data_ptr())
-    for name, _ in outputs:
-        binding.bind_output(name, *place)
-    if target.type == "cuda":
-        # onnxruntime uses its own stream, so the inputs must be complete before it starts.
-        torch.cuda.current_stream(target).synchronize()
-    session.run_with_iobinding(binding)
-    values = (torch.utils.dlpack.from_dlpack(value).clone() for value in binding.get_outputs())
-    return tuple(
-        value.view(torch.bool) if is_bool and value.dtype != torch.bool else value
-        for value, (_, is_bool) in zip(values, outputs, strict=True)
-    )
+
+    def __init__(self, session: ort.InferenceSession, target: torch.device, *, graphs: bool = False) -> None:
+        self._session = session
+        self._target = target
+        self._place = (target.type, target.index or 0)
+        self._inputs = [
+            (node.name, node.type.removeprefix("tensor(").removesuffix(")")) for node in session.get_inputs()
+        ]
+        self._outputs = [(node.name, node.type == "tensor(bool)") for node in session.get_outputs()]
+        self._options = without_graph() if graphs else None
+        self._numbers = itertools.count()
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the session; the inputs may be on any device.
+
+        Raises:
+            ValueError: the number of tensors or the dtype of one doesn't match the file.
+        """
+        held = self._on_target(tensors)
+        binding = self._with_inputs(held)
+        for name, _ in self._outputs:
+            binding.bind_output(name, *self._place)
+        self._run(binding, self._options)
+        values = (torch.utils.dlpack.from_dlpack(value).clone() for value in binding.get_outputs())
+        return tuple(
+            value.view(torch.bool) if is_bool and value.dtype != torch.bool else value
+            for value, (_, is_bool) in zip(values, self._outputs, strict=True)
+        )
+
+    def recorded(
+        self, tensors: Sequence[torch.Tensor]
+    ) -> tuple[Callable[[], None], list[torch.Tensor], tuple[torch.Tensor, ...]]:
+        """Record a CUDA graph for inputs of these shapes.
+
+        Returns:
+            A function that replays it, and the tensors that it reads and writes.
+        """
+        inputs = [tensor.clone() for tensor in self._on_target(tensors)]
+        # The sizes of the outputs are known after a run.
+        outputs = self(*inputs)
+        binding = self._with_inputs(inputs)
+        for (name, _), tensor in zip(self._outputs, outputs, strict=True):
+            _, element_type = _ELEMENT_TYPES[tensor.dtype]
+            binding.bind_output(name, *self._place, element_type, list(tensor.shape), tensor.data_ptr())
+        options = ort.RunOptions()
+        options.add_run_config_entry("gpu_graph_id", str(next(self._numbers)))
+        # onnxruntime records in the first run of each thread, and replays in its later ones.
+        self._run(binding, options)
+        return lambda: self._run(binding, options), inputs, outputs
+
+    def _on_target(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if len(tensors) != len(self._inputs):
+            raise ValueError(f"The file takes {len(self._inputs)} tensors, not {len(tensors)}.")
+        return [tensor.detach().to(self._target).contiguous() for tensor in tensors]
+
+    def _with_inputs(self, held: Sequence[torch.Tensor]) -> Any:
+        # Bind by address: this supports every dtype (numpy has no bfloat16) and copies nothing.
+        binding = self._session.io_binding()
+        for (name, wanted), tensor in zip(self._inputs, held, strict=True):
+            given, element_type = _ELEMENT_TYPES.get(tensor.dtype, ("", 0))
+            if given != wanted:
+                raise ValueError(f"Input `{name}` of the file is {wanted}, but got {tensor.dtype}.")
+            binding.bind_input(name, *self._place, element_type, list(tensor.shape), tensor.data_ptr())
+        return binding
+
+    def _run(self, binding: Any, options: ort.RunOptions | None) -> None:
+        if self._target.type == "cuda":
+            # onnxruntime uses its own stream, so the inputs must be complete before it starts.
+            torch.cuda.current_stream(self._target).synchronize()
+        self._session.run_with_iobinding(binding, options)
 
 
 # The names of dtypes in onnxruntime, and their numbers in ONNX files (`onnx.TensorProto.DataType`). A machine that only

@@ -21,34 +21,58 @@ CUDA = "CUDAExecutionProvider"
 NO_CUDA = f"onnxruntime {ort.__version__} has no CUDA provider; install one with `pip install onnxruntime-gpu`."
 
 
-def providers(device: str, index: int = 0, *, tf32: bool = False) -> list[Any]:
+def providers(
+    device: str, index: int = 0, *, tf32: bool = False, cuda_graph: bool = False, nhwc: bool = False
+) -> list[Any]:
     """The execution providers of a session on "cpu" or "cuda", with their options.
+
+    For "cuda", this also silences onnxruntime's default logger.
 
     Args:
         index: the number of the GPU.
         tf32: whether float32 products may round their factors to 10 bits of mantissa. Without it they don't, whatever
             onnxruntime's default is, since results must match the model's.
+        cuda_graph: whether runs may be recorded; see `without_graph`.
+        nhwc: whether convolutions run in channels-last.
     """
-    return [CPU] if device == "cpu" else [(CUDA, {"device_id": str(index), "use_tf32": str(int(tf32))}), CPU]
+    if device == "cpu":
+        return [CPU]
+    # In float16, cuDNN can't fuse each convolution with the operations after it. onnxruntime then runs them one by one, but
+    # writes an error line first, and no option of a session stops that.
+    ort.set_default_logger_severity(4)
+    options = {"device_id": index, "use_tf32": tf32, "enable_cuda_graph": cuda_graph, "prefer_nhwc": nhwc}
+    return [(CUDA, {name: str(int(value)) for name, value in options.items()}), CPU]
+
+
+def without_graph() -> Any:
+    """The options of a run that isn't recorded, in a session with `cuda_graph`."""
+    options = ort.RunOptions()
+    options.add_run_config_entry("gpu_graph_id", "-1")
+    return options
 
 
 def quantization() -> tuple[Any, Any]:
-    """`onnxruntime.quantization` and its module for weights of 4 bits. Only quantization needs the slow import."""
-    import onnxruntime.quantization
-    from onnxruntime.quantization import matmul_nbits_quantizer
+    """`onnxruntime.quantization` and its module for weights of 4 bits. Only quantization needs the slow import.
 
+    The import extends `sys.path`, which is undone.
+    """
+    paths = list(sys.path)
+    try:
+        import onnxruntime.quantization
+        from onnxruntime.quantization import matmul_nbits_quantizer
+    finally:
+        sys.path[:] = paths
     return onnxruntime.quantization, matmul_nbits_quantizer
 
 
 def float16_conversion() -> Callable[..., Any]:
-    """onnxruntime's conversion of a model to float16. Its package extends `sys.path`, which is undone."""
-    paths = list(sys.path)
-    try:
-        from onnxruntime.transformers.float16 import convert_float_to_float16
-    finally:
-        sys.path[:] = paths
+    """onnxruntime's conversion of a model to float16."""
+    # First: it imports modules of the conversion's package that are found only while `sys.path` is extended.
+    quantization()
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
     conversion: Callable[..., Any] = convert_float_to_float16
     return conversion
 
 
-__all__ = ["CPU", "CUDA", "NO_CUDA", "float16_conversion", "ort", "providers", "quantization"]
+__all__ = ["CPU", "CUDA", "NO_CUDA", "float16_conversion", "ort", "providers", "quantization", "without_graph"]

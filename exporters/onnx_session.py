@@ -11,7 +11,7 @@ import torch
 
 from exporters.base import LoadedArtifact
 from exporters.errors import ProviderFallback, refusing
-from exporters.onnx_binding import run_session
+from exporters.onnx_binding import BoundSession
 from exporters.onnx_runtime import CUDA, NO_CUDA, ort, providers
 
 # Nodes that compute nothing. A runtime on the GPU places them on the CPU by design.
@@ -63,11 +63,12 @@ class LoadedOnnx:
         assigned = _assigned_nodes(self._session)
         self.placement = None if assigned is None else _count(assigned)
         self.settings = {"onnxruntime_tf32": _tf32(self._session)}
+        self._run = BoundSession(self._session, self._target)
         if device.type != "cpu":
             _require_cuda(self._session, assigned, path)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return run_session(self._session, self._target, tensors)
+        return self._run(*tensors)
 
     def end_profile(self) -> Path:
         """End the profile, and return the path of its file."""

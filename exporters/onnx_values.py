@@ -12,7 +12,7 @@ from pathlib import Path
 import onnx
 import torch
 
-from exporters.onnx_binding import run_session
+from exporters.onnx_binding import BoundSession
 from exporters.onnx_runtime import ort
 from exporters.onnx_session import providers_for
 
@@ -43,7 +43,7 @@ class OnnxValues:
         while any(name in self.names for node in self._model.graph.node[:end] for name in node.output):
             session = self._session(end)
             try:
-                values = run_session(session, self._device, tensors)
+                values = BoundSession(session, self._device)(*tensors)
             except RuntimeError as raised:
                 error = str(raised)
                 # onnxruntime follows this order too, so no earlier node raised. If it runs a later node first, the next

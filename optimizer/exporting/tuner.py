@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,7 @@ _FINALISTS = 6
 # The share of the time that is left for the last timing.
 _LAST_TIMING = 0.3
 _LEAST_LAST_TIMING = 0.15
+_FLOAT16 = "onnx-float16"
 
 
 class Tuner:
@@ -97,24 +98,32 @@ class Tuner:
                 yield files.candidate(fast)
             yield from self._in_openvino(route.format)
         if files.device == "cuda":
-            # Settings first: each takes seconds, quantization can take minutes.
+            # float16 and settings take seconds each, other quantization can take minutes.
+            yield from self._lossy_files([_FLOAT16])
+            yield from self._in_cuda_graphs()
             yield from self._settings_of_best()
-            yield from self._lossy_files()
+            yield from self._lossy_files([format for format in QUANTIZED if format != _FLOAT16])
         else:
             # Settings last, because those that are best for a quantized file may differ.
-            yield from self._lossy_files()
+            yield from self._lossy_files([format for format in QUANTIZED if format != _FLOAT16])
             yield from self._settings_of_best()
 
-    def _lossy_files(self) -> Iterator[Candidate]:
+    def _lossy_files(self, formats: Iterable[str]) -> Iterator[Candidate]:
         device = self._bench.files.device
         if self._lossy is None or all(route.format != "onnx" for route in self._own):
             return
-        for format in QUANTIZED:
+        for format in formats:
             if device == "cuda" and format.startswith("onnx-int8"):
                 reason = "not tried: on a GPU, onnxruntime computes in int8 only with TensorRT"
                 self._dropped.append(Figure(format, None, dropped=reason))
-            elif device == "cuda" or format != "onnx-float16":
+            else:
                 yield from self._quantized(self._lossy, format)
+
+    def _in_cuda_graphs(self) -> Iterator[Candidate]:
+        """All files so far in CUDA graphs: without these, the time of the launches hides which file is the fastest."""
+        for route in [opened.candidate.route for opened, _ in self._ready]:
+            assert route is not None
+            yield self._bench.files.candidate(replace(route, settings={**route.settings, "cuda_graph": True}))
 
     def _settings_of_best(self) -> Iterator[Candidate]:
         for opened, _ in self._best()[:_WITH_SETTINGS]:
@@ -144,15 +153,18 @@ class Tuner:
         yield from self._in_openvino(format)
 
     def _with_settings(self, route: Route | None) -> Iterator[Candidate]:
-        """The route with one setting changed, for each setting that may pay on the device; on a GPU also with all."""
+        """The route with one setting added, for each setting that may pay on the device; on a GPU also with all."""
         assert route is not None
-        for setting in self._settings(route.runtime):
+        for setting in self._settings(route):
             yield self._bench.files.candidate(Route(route.format, route.runtime, {**route.settings, **setting}))
 
-    def _settings(self, runtime: str) -> list[dict[str, Setting]]:
+    def _settings(self, route: Route) -> list[dict[str, Setting]]:
+        runtime = route.runtime
         if self._bench.files.device == "cuda":
-            names = ["cuda_graph", "cudnn_benchmark"] if runtime == "torch" else []
-            names += [] if self._lossy is None else ["tf32"]
+            names = ["cudnn_benchmark"] if runtime == "torch" else []
+            # In float32, cuDNN's kernels for channels-last are no faster.
+            names += ["nhwc"] if route.format == _FLOAT16 else []
+            names += [] if self._lossy is None or route.format in QUANTIZED else ["tf32"]
             alone: list[dict[str, Setting]] = [{name: True} for name in names]
             return [*alone, dict.fromkeys(names, True)] if len(names) > 1 else alone
         if runtime == "torch":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
+# A function that replays a graph, its inputs and its outputs.
+_Graph = tuple[Callable[[], None], list[torch.Tensor], tuple[torch.Tensor, ...]]
 _Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
 # Each graph keeps the memory of all its tensors. Calls of further shapes run without one.
 _MOST_GRAPHS = 16
@@ -23,11 +24,18 @@ class Graphed:
 
     Args:
         run: the function; it must launch the same kernels at each call of the same shapes, and not wait for the GPU.
+        record: makes a graph of inputs of the same shapes as those given; by default torch does. It returns a function
+            that replays the graph, and the tensors that the graph reads and writes.
     """
 
-    def __init__(self, run: Callable[..., tuple[torch.Tensor, ...]]) -> None:
+    def __init__(
+        self,
+        run: Callable[..., tuple[torch.Tensor, ...]],
+        record: Callable[[Sequence[torch.Tensor]], _Graph] | None = None,
+    ) -> None:
         self._run = run
-        self._graphs: dict[_Shapes, tuple[torch.cuda.CUDAGraph, list[torch.Tensor], tuple[torch.Tensor, ...]]] = {}
+        self._record = self._recorded if record is None else record
+        self._graphs: dict[_Shapes, _Graph] = {}
         self._lock = threading.Lock()
         self._copied_out = torch.cuda.Event()
 
@@ -37,17 +45,17 @@ class Graphed:
             if shapes not in self._graphs:
                 if len(self._graphs) == _MOST_GRAPHS:
                     return self._run(*tensors)
-                self._graphs[shapes] = self._recorded(tensors)
-            graph, inputs, outputs = self._graphs[shapes]
+                self._graphs[shapes] = self._record(tensors)
+            replay, inputs, outputs = self._graphs[shapes]
             self._copied_out.wait()
             for static, given in zip(inputs, tensors, strict=True):
                 static.copy_(given, non_blocking=True)
-            graph.replay()
+            replay()
             copies = tuple(output.clone() for output in outputs)
             self._copied_out.record()
             return copies
 
-    def _recorded(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+    def _recorded(self, tensors: Sequence[torch.Tensor]) -> _Graph:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         # A later call outside of inference mode couldn't write to inputs made inside it. The outer stream context
@@ -62,4 +70,4 @@ class Graphed:
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 outputs = self._run(*inputs)
         torch.cuda.current_stream().wait_stream(stream)
-        return graph, inputs, tuple(outputs)
+        return graph.replay, inputs, tuple(outputs)

@@ -19,8 +19,9 @@ Setting = bool | int | str
 #   cuda_graph       record the kernels of each input shape once and replay them
 #   tf32             round the factors of float32 products to 10 bits of mantissa
 #   cudnn_benchmark  time cuDNN's algorithms for each new input shape
+#   nhwc             run convolutions in channels-last
 SETTINGS: Mapping[str, Mapping[str, type]] = {
-    "onnxruntime": {"threads": int, "spinning": bool, "tf32": bool},
+    "onnxruntime": {"threads": int, "spinning": bool, "cuda_graph": bool, "tf32": bool, "nhwc": bool},
     "openvino": {"threads": int, "precision": str},
     "torch": {"threads": int, "freeze": bool, "cuda_graph": bool, "tf32": bool, "cudnn_benchmark": bool},
 }

@@ -229,9 +229,10 @@ def test_what_cannot_be_converted_to_float16_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_conversion_to_float16_leaves_the_path_of_modules_as_it_is():
+def test_after_the_conversion_to_float16_quantization_works_and_the_path_of_modules_is_as_before():
     script = (
-        "import sys; before = list(sys.path); from exporters.onnx_runtime import float16_conversion as made; made()"
+        "import sys; before = list(sys.path); from exporters.onnx_runtime import float16_conversion, quantization;"
+        "float16_conversion(); quantization()"
     )
     subprocess.run([sys.executable, "-c", f"{script}; assert sys.path == before"], check=True, cwd=ROOT)
 

@@ -31,6 +31,7 @@ from optimizer.exporting.lossy import _KINDS
 from optimizer.exporting.optional_passes import with_other_passes
 from optimizer.exporting.tuner import Tuner
 from optimizer.pipeline import provenance_of
+from optimizer.runtime import Route
 from optimizer.tuning import Files
 
 
@@ -451,7 +452,9 @@ def test_settings_and_float16_come_before_slow_quantization_on_a_gpu(
         tuner._ready.append((SimpleNamespace(candidate=candidate), 1.0))  # type: ignore[arg-type]
     onnx = "onnx in onnxruntime"
     if device == "cuda":
-        assert tried == [onnx, f"{onnx}, tf32", "onnx-float16 in onnxruntime", "onnx-int4 in onnxruntime"]
+        half = "onnx-float16 in onnxruntime"
+        settings = [f"{onnx}, cuda graph", f"{half}, cuda graph", f"{onnx}, tf32", f"{half}, nhwc"]
+        assert tried == [onnx, half, *settings, "onnx-int4 in onnxruntime"]
         assert [figure.name for figure in tuner._dropped] == ["onnx-int8-dynamic", "onnx-int8"]
     else:
         quantized = [f"onnx-{kind} in onnxruntime" for kind in ("int8-dynamic", "int8", "int4")]
@@ -460,14 +463,15 @@ def test_settings_and_float16_come_before_slow_quantization_on_a_gpu(
 
 
 @pytest.mark.parametrize(
-    ("runtime", "lossy", "expected"),
+    ("route", "lossy", "expected"),
     [
-        ("torch", None, ["cuda_graph", "cudnn_benchmark", "cuda_graph cudnn_benchmark"]),
-        ("torch", SimpleNamespace(), ["cuda_graph", "cudnn_benchmark", "tf32", "cuda_graph cudnn_benchmark tf32"]),
-        ("onnxruntime", SimpleNamespace(), ["tf32"]),
-        ("onnxruntime", None, []),
+        ("torchscript in torch", None, ["cudnn_benchmark"]),
+        ("torchscript in torch", SimpleNamespace(), ["cudnn_benchmark", "tf32", "cudnn_benchmark tf32"]),
+        ("onnx in onnxruntime", SimpleNamespace(), ["tf32"]),
+        ("onnx in onnxruntime", None, []),
+        ("onnx-float16 in onnxruntime", SimpleNamespace(), ["nhwc"]),
     ],
 )
-def test_settings_are_tried_alone_and_together_on_a_gpu(runtime: str, lossy: Any, expected: list[str]) -> None:
+def test_settings_are_tried_alone_and_together_on_a_gpu(route: str, lossy: Any, expected: list[str]) -> None:
     tuner = Tuner(SimpleNamespace(files=Files(Path(), [], "cuda", [])), lossy, 1.0)  # type: ignore[arg-type]
-    assert [" ".join(setting) for setting in tuner._settings(runtime)] == expected
+    assert [" ".join(setting) for setting in tuner._settings(Route(*route.split(" in ")))] == expected
