@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from passes.program.forwards import InstanceForward, inner_forward
 from passes.program.moves import METHODS, Channels, move_named
-from passes.program.recording import Node, call_of, shape_of, tensor_of
+from passes.program.recording import Node, Recording, call_of, shape_of, tensor_of
 from passes.program.tensors import TensorRef
 from passes.torch_private import AnyBatchNorm
 
@@ -347,6 +347,11 @@ def pair_in_front(node: Node, folded: Collection[Node] = ()) -> Pair | None:
     source, moves = _source_of(conv.input, folded)
     norm = None if source in folded else batch_norm_at(source)
     return None if norm is None else Pair(conv, replace(norm, moves=moves, leads=True))
+
+
+def pairs_behind(recording: Recording, folded: Collection[Node] = ()) -> Iterator[Pair]:
+    """All pairs of an affine operation and the layer before it."""
+    return filter(None, (pair_behind(node, folded) for node in recording.nodes()))
 
 
 def _source_of(node: Node, folded: Collection[Node]) -> tuple[Node, tuple[Node, ...]]:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from allocations import LargestResult
 from folding_models import CONVOLUTIONS, FAR, image, norm_behind
-from pairs import is_carried, pairs_behind
+from pairs import is_carried
 from pass_contract import captured, check_pass, recorded
 from tiny_models import enliven
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from optimizer import check_parity, optimize, report_of
 from passes import FoldConvBn, fold_conv_bn
 from passes.errors import UnseenCall
 from passes.fold_conv_bn import folded_tensors
+from passes.program.matching import pairs_behind
 from passes.program.weights import bare
 
 

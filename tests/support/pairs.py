@@ -7,13 +7,8 @@ from torch.fx import Node
 
 from passes.program.folded import FoldedNormForward
 from passes.program.forwards import inner_forward
-from passes.program.matching import Pair, pair_behind, pair_in_front
+from passes.program.matching import Pair, pair_in_front
 from passes.program.recording import Recording
-
-
-def pairs_behind(recording: Recording, folded: Collection[Node] = ()) -> Iterator[Pair]:
-    """All pairs of an affine operation and the layer before it."""
-    return filter(None, (pair_behind(node, folded) for node in recording.nodes()))
 
 
 def pairs_in_front(recording: Recording, folded: Collection[Node] = ()) -> Iterator[Pair]:

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from folding_models import image
-from pairs import pairs_behind, pairs_in_front
+from pairs import pairs_in_front
 from timm_models import TIMM, timm_member
 from tiny_models import enliven
 from torch import nn
 
-from passes.program.matching import BatchNorm, ChannelScale, channels_at_end
+from passes.program.matching import BatchNorm, ChannelScale, channels_at_end, pairs_behind
 from passes.program.recording import Recorder, operation_name, users_of
 from passes.program.tensors import TensorRef
 
