@@ -80,7 +80,7 @@ def accuracy_plot(timed: Sequence[Mapping[str, Any]]) -> Plot | None:
     }
     if not lossy:
         return None
-    axis = logarithmic("1 - cosine (exact files are at the bottom)", list(lossy.values()), _power, least=_LEAST_LOSS)
+    axis = logarithmic("1 - cosine", list(lossy.values()), _power, least=_LEAST_LOSS)
     exact = {number: 0.0 for number, each in enumerate(timed) if not each["accuracy"]}
     return _trade_off("loss of accuracy", timed, axis, {**exact, **lossy})
 
@@ -103,7 +103,8 @@ def _trade_off(what: str, timed: Sequence[Mapping[str, Any]], y: Axis, costs: Ma
             f"{timed[row]['name']}: {seconds_text(seconds[row])}",
             str(row + 1),
         )
-        for row, cost in costs.items()
+        # The best ones are drawn last, over the others.
+        for row, cost in sorted(costs.items(), key=lambda each: each[0] in best)
     )
     line = tuple(sorted((x.place(seconds[row]), y.place(costs[row])) for row in best))
     return Plot(f"Latency and {what} of the candidates", x, y, points, line)

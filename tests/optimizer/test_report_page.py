@@ -189,7 +189,7 @@ def test_only_unbeaten_candidates_are_on_the_line() -> None:
     assert accuracy_plot(rows) is None
     lossy = accuracy_plot(FIGURES[:3])
     assert lossy is not None
-    assert [point.y for point in lossy.points][:2] == [0.0, 0.0]
+    assert {point.label: point.y == 0.0 for point in lossy.points} == {"1": True, "2": True, "3": False}
 
 
 def test_a_checkpoint_curve_has_all_plans_and_no_other_pass_has_one() -> None:
