@@ -12,9 +12,7 @@ from optimizer.diagnosis.evidence import Evidence, Seen, has_array, names_device
 from optimizer.diagnosis.rule import rule
 from passes.program.recording import Node, operation_name, shape_of
 
-_WAITS = (
-    "on a GPU the CPU waits here until all kernels before it have ended, and torch.compile breaks its graph if it comes here"
-)
+_WAITS = "on a GPU the CPU waits here until all kernels before it have ended, and torch.compile breaks its graph if it comes here"
 _FROM_HOST = "on a GPU every call copies it again, and waits for the copy"
 # Types of answers that hold values of a tensor; a bool decides something.
 _NUMBERS = (int, float, complex, list, str, numpy.ndarray)
