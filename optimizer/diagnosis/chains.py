@@ -71,7 +71,7 @@ def unfused_chain(evidence: Evidence) -> Iterator[Seen]:
                 group,
                 f"{count} pointwise operations follow each other, each of which reads and writes memory",
                 f"they take {percent(share)} of the time",
-                "use the pass jit-fusion or torch-compile, which run them as one kernel",
+                "use the pass jit-fusion or torch-compile, which fuse such chains",
             )
 
 
