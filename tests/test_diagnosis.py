@@ -155,6 +155,14 @@ def test_a_model_that_does_it_right_has_no_findings():
     assert "No findings" in diagnosis._repr_html_()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+def test_scripted_layers_and_integer_inputs_are_diagnosed():
+    scripted = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8))).eval()
+    assert diagnose(scripted, (torch.randn(2, 8),)).findings == ()
+    silu_of_integers = found(lambda self, x: x.float() * torch.sigmoid(x.float()), torch.ones(2, 8, dtype=torch.int64))
+    assert "activation-by-hand" not in silu_of_integers
+
+
 def test_findings_of_one_line_are_one_finding():
     blocks = [nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)) for _ in range(4)]
     (finding,) = diagnose(nn.Sequential(*blocks).eval(), (IMAGE,)).findings
@@ -271,7 +279,7 @@ def test_a_setting_is_told_only_if_it_gains(monkeypatch):
     times = iter([2.0, 1.0, 1.0, 1.0])
     seen = SimpleNamespace(fastest=lambda run: [next(times)], forward=None)
     (told,) = settings._told(seen, owner, "benchmark", "off", "set it")
-    assert "2e+03 ms, and 1e+03 ms" in told.effect
+    assert "takes 2 s, and 1 s with" in told.effect
     assert list(settings._told(seen, owner, "benchmark", "off", "set it")) == []
     assert owner.benchmark is False
 

@@ -51,5 +51,5 @@ def _outcome(found: Diagnosis, fail_on: Any) -> Document:
         return {"ok": True, "exit_code": 0}
     code, count = FindingsFound.exit_code, len(failing)
     level = f"level {fail_on}" if fail_on == "error" else f"level {fail_on} or higher"
-    message = f"The diagnosis has {count} finding{'s' if count > 1 else ''} of {level}: mend them, or change --fail-on."
+    message = f"The diagnosis has {count} finding{'s' if count > 1 else ''} of {level}: fix them, or change --fail-on."
     return {"ok": False, "exit_code": code, "error": {"code": code, "kind": "FindingsFound", "message": message}}

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from optimizer.diagnosis.evidence import Evidence, Seen, inputs_of, milliseconds, replayed
+from optimizer.diagnosis.evidence import Evidence, Seen, inputs_of, replayed
 from optimizer.diagnosis.rule import rule
+from optimizer.showing import seconds_text
 from passes.program.recording import Node, is_returned, operation_name, shape_of, users_of
 
 # Products of two tensors over the last dim of the first.
@@ -52,7 +53,7 @@ class Attention(NamedTuple):
 def hand_written_attention(evidence: Evidence) -> Iterator[Seen]:
     """Attention is written as product, softmax and product, where `scaled_dot_product_attention` computes the same.
 
-    It isn't told if something else reads the weights, or if the function is slower at these sizes.
+    It isn't reported if something else reads the weights, or if the function is slower at these sizes.
     """
     found = {each.nodes[-1]: each for node in evidence.calls if (each := _attention_at(evidence, node)) is not None}
     for line, group in evidence.by_line(found):
@@ -69,8 +70,8 @@ def hand_written_attention(evidence: Evidence) -> Iterator[Seen]:
             line,
             group,
             "attention is computed by a product, softmax and a product",
-            f"it writes {numbers:,} weights to memory; the largest takes {milliseconds(before)} here, and "
-            f"scaled_dot_product_attention {milliseconds(after)}",
+            f"it writes {numbers:,} weights to memory; the largest takes {seconds_text(before)} here, and "
+            f"scaled_dot_product_attention {seconds_text(after)}",
             "call torch.nn.functional.scaled_dot_product_attention, with a dim for the heads",
         )
 

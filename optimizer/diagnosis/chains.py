@@ -8,14 +8,16 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from optimizer.diagnosis.evidence import Evidence, Seen, inputs_of, milliseconds, percent, replayed
+from optimizer.diagnosis.evidence import Evidence, Seen, inputs_of, replayed
 from optimizer.diagnosis.rule import rule
+from optimizer.showing import percent_text, seconds_text
 from passes.fusion.pointwise import computes_each_element
 from passes.program.recording import Node, escapes, operation_name, shape_of, users_of
 
-# The least number of operations in a chain, and the least share of the time, that are told.
+# The least number of operations in a chain, and the least share of the time, that are reported.
 _SHORTEST, _LEAST_SHARE = 3, 0.03
 _SHORTEST_IN_PLACE = 2
+_OPERATORS = frozenset({"add", "sub", "mul", "div", "truediv", "pow"})
 _CASTS = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as"})
 # Built-in functions of one tensor that people write by hand, as the calls to write instead.
 _BUILT_IN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -48,8 +50,8 @@ def activation_by_hand(evidence: Evidence) -> Iterator[Seen]:
             line,
             group,
             f"{len(chain)} operations compute what one function of torch computes",
-            f"one chain takes {milliseconds(before)} here, and the function {milliseconds(after)}; the chains take "
-            f"{percent(evidence.share(node for last in group for node in found[last][0]))} of the time",
+            f"one chain takes {seconds_text(before)} here, and the function {seconds_text(after)}; the chains take "
+            f"{percent_text(evidence.share(node for last in group for node in found[last][0]))} of the time",
             f"call {name}",
         )
 
@@ -70,7 +72,7 @@ def unfused_chain(evidence: Evidence) -> Iterator[Seen]:
                 line,
                 group,
                 f"{count} pointwise operations follow each other, each of which reads and writes memory",
-                f"they take {percent(share)} of the time",
+                f"they take {percent_text(share)} of the time",
                 "use the pass jit-fusion or torch-compile, which fuse such chains",
             )
 
@@ -88,7 +90,7 @@ def in_place_in_chain(evidence: Evidence) -> Iterator[Seen]:
                 group,
                 f"{' and '.join(f'`{name}`' for name in names)} writes to its input inside a chain of pointwise "
                 "operations",
-                f"jit-fusion doesn't fuse the chain, which takes {percent(share)} of the time",
+                f"jit-fusion doesn't fuse the chain, which takes {percent_text(share)} of the time",
                 "write it out of place before jit-fusion; torch-compile fuses it as it is",
             )
 
@@ -119,7 +121,7 @@ def _is_pointwise(node: Node) -> bool:
 def _plain(name: str) -> str:
     """The name without the mark of an operation in place or of swapped operands."""
     name = name.strip("_")
-    return name[1:] if name[:1] in ("r", "i") and name[1:] in ("add", "sub", "mul", "div", "truediv", "pow") else name
+    return name[1:] if name[:1] in ("r", "i") and name[1:] in _OPERATORS else name
 
 
 def _is_cast(node: Node) -> bool:
@@ -128,8 +130,11 @@ def _is_cast(node: Node) -> bool:
 
 def _is_in_place(node: Node) -> bool:
     name = operation_name(node)
-    by_place = node.args[1] if len(node.args) > 1 and name in ("relu", "silu", "hardswish") else False
-    return bool(node.kwargs.get("inplace", by_place) is True or name.endswith("_") or name in ("iadd", "imul", "isub"))
+    # Activations of torch.nn.functional have no other flag than `inplace`, and some modules pass it by position.
+    of_functional = getattr(node.target, "__module__", None) == F.__name__
+    by_place = of_functional and any(argument is True for argument in node.args[1:])
+    is_operator = name[:1] == "i" and name[1:] in _OPERATORS
+    return bool(node.kwargs.get("inplace") is True or by_place or name.endswith("_") or is_operator)
 
 
 def _count(chain: Sequence[Node]) -> int:
@@ -140,6 +145,9 @@ def _built_in(chain: Sequence[Node]) -> str | None:
     """The built-in function that computes the same as the chain; None if there is none."""
     inputs = inputs_of(chain)
     if len(inputs) != 1 or inputs[0].op == "get_attr" or _count(chain) < _SHORTEST - 1:
+        return None
+    shape = shape_of(inputs[0])
+    if shape is None or not shape.dtype.is_floating_point:
         return None
     x = torch.linspace(-8, 8, 1025)
     try:
@@ -152,5 +160,5 @@ def _built_in(chain: Sequence[Node]) -> str | None:
     if any(f"F.{operation_name(node)}(x)" in _BUILT_IN for node in chain):
         # The function is called already, and the chain scales its result by 1.
         return None
-    close = (name for name, call in _BUILT_IN.items() if torch.allclose(made.float(), call(x), _CLOSE, _CLOSE))
+    close = (name for name, call in _BUILT_IN.items() if torch.allclose(made.float().cpu(), call(x), _CLOSE, _CLOSE))
     return next(close, None)

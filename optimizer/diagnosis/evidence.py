@@ -50,7 +50,7 @@ class LineRecorder(Recorder):
 
     - "line": the innermost line outside of torch.
     - "inside": by the names in `INSIDE`, the line that called the function.
-    - "seconds": the time of the call; on a GPU until its kernels have ended.
+    - "seconds": the time of the call; on a GPU until its kernels have ended; 0 for the call of a scripted module.
     - "device": of the tensor that it returned.
     - "answer": the type of a result without tensors; None for other results.
     - "pageable": whether it copies much memory that isn't pinned to the GPU.
@@ -68,18 +68,25 @@ class LineRecorder(Recorder):
         seconds = _now() - started
         node = self._add(func, args, kwargs, result)
         if node is not None:
+            node.meta["seconds"] = seconds
+        return result
+
+    # It also records the calls of scripted modules, which don't come to `__torch_function__`.
+    def _add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Node | None:
+        node = super()._add(func, args, kwargs, result)
+        if node is not None:
             line, inside = _lines_of(sys._getframe(1))
             device = result.device if isinstance(result, torch.Tensor) else None
             answer = (
                 None if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)) else type(result)
             )
-            node.meta.update(line=line, inside=inside, seconds=seconds, device=device, answer=answer)
+            node.meta.update(line=line, inside=inside, seconds=0.0, device=device, answer=answer)
             node.meta["pageable"] = _is_pageable_copy(args, result)
             node.meta["loose"] = any(
                 isinstance(leaf, nn.Parameter) and id(leaf) not in self._places
                 for leaf in pytree.tree_leaves((args, kwargs))
             )
-        return result
+        return node
 
 
 def _seconds_of(run: Callable[[], object]) -> float:
@@ -281,13 +288,3 @@ def _is_device(text: str) -> bool:
 def has_array(node: Node) -> bool:
     """Whether an argument of the call is a NumPy array."""
     return any(isinstance(leaf, numpy.ndarray | numpy.generic) for leaf in pytree.tree_leaves((node.args, node.kwargs)))
-
-
-def milliseconds(seconds: float) -> str:
-    """A time for people."""
-    return f"{1000 * seconds:.3g} ms"
-
-
-def percent(share: float) -> str:
-    """A share for people."""
-    return f"{100 * share:.0f} %"

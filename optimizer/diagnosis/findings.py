@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from optimizer.showing import fragment
 from optimizer.wording import listed
 
 Level = Literal["error", "warning", "note"]
@@ -28,7 +28,7 @@ class Finding:
         file, line: the innermost line outside of torch; "" and 0 if there is none.
         reason: what the code does, as a sentence without the full stop.
         effect: what it costs, or what a change gains, measured where that is cheap.
-        remedy: the edit, or the pass, that mends it.
+        remedy: the edit, or the pass, that fixes it.
     """
 
     rule: str
@@ -88,12 +88,7 @@ class Diagnosis:
         return "\n".join(diagnosis_lines(self.to_json()))
 
     def _repr_html_(self) -> str:
-        if not self.findings:
-            return "<p>No findings.</p>"
-        rows = [[each.level, each.rule, each.where, each.reason, each.effect, each.remedy] for each in self.findings]
-        head = ("level", "rule", "place", "reason", "effect", "remedy")
-        cells = [f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
-        return f"<table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>{''.join(cells)}</table>"
+        return fragment("diagnosis", diagnosis=self.to_json())
 
 
 def diagnosis_lines(diagnosis: Mapping[str, Any]) -> Iterator[str]:

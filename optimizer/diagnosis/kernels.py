@@ -9,8 +9,9 @@ from math import prod
 import torch
 import torch.nn.functional as F
 
-from optimizer.diagnosis.evidence import Evidence, Line, Seen, milliseconds, percent
+from optimizer.diagnosis.evidence import Evidence, Line, Seen
 from optimizer.diagnosis.rule import rule
+from optimizer.showing import percent_text, seconds_text
 from optimizer.wording import listed
 from passes.memory_format.watch import Loss
 from passes.pad_channels import BALANCE, IMAGE_CHANNELS
@@ -64,7 +65,7 @@ def channels_not_multiple_of_8(evidence: Evidence) -> Iterator[Seen]:
             group,
             f"layers have {listed([str(size) for size in sizes])} channels, not a multiple of {_MULTIPLE}",
             f"{_gain(evidence, layers[max(group, key=work.__getitem__)])}; they have "
-            f"{percent(sum(work[node] for node in group) / total)} of the model's multiplications",
+            f"{percent_text(sum(work[node] for node in group) / total)} of the model's multiplications",
             "choose multiples in the model, or use the pass pad-channels",
         )
 
@@ -128,8 +129,8 @@ def _gain(evidence: Evidence, layer: Convolution) -> str:
     ]
     seconds = evidence.fastest(*runs)
     return (
-        f"here the largest takes {milliseconds(seconds[0])}, with {padded[1]} input and {padded[0]} output channels "
-        f"{milliseconds(seconds[1])}"
+        f"here the largest takes {seconds_text(seconds[0])}, with {padded[1]} input and {padded[0]} output channels "
+        f"{seconds_text(seconds[1])}"
     )
 
 

@@ -84,7 +84,7 @@ def training_mode(evidence: Evidence) -> Iterator[Seen]:
 
 @rule("note")
 def not_in_eval(evidence: Evidence) -> Iterator[Seen]:
-    """The model is in training mode, and has Dropout or BatchNorm. Not told with a training step."""
+    """The model is in training mode, and has Dropout or BatchNorm. Not reported with a training step."""
     left = [path for path, module in evidence.model.named_modules() if module.training and _acts(module)]
     if evidence.model.training and left and evidence.step is None:
         yield Seen(

@@ -1,4 +1,4 @@
-"""All rules, in the order in which their findings of one level are told."""
+"""All rules, in the order in which their findings of one level are reported."""
 
 from __future__ import annotations
 

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import torch
 
-from optimizer.diagnosis.evidence import Evidence, Line, Seen, milliseconds
+from optimizer.diagnosis.evidence import Evidence, Line, Seen
 from optimizer.diagnosis.rule import rule
+from optimizer.showing import seconds_text
 from passes.program.matching import convolution_at
 from passes.program.recording import shape_of
 
-# The least speed-up of the forward for which a setting is told.
+# The least speed-up of the forward for which a setting is reported.
 _LEAST_GAIN = 1.05
 _AMPERE = (8, 0)
 
@@ -64,7 +65,7 @@ def deterministic(evidence: Evidence) -> Iterator[Seen]:
 
 
 def _told(evidence: Evidence, owner: object, name: str, reason: str, remedy: str) -> Iterator[Seen]:
-    """What changing a setting gains; nothing if that is too little."""
+    """The gain of changing a setting; nothing if it is too small."""
     kept = getattr(owner, name)
     (before,) = evidence.fastest(evidence.forward)
     try:
@@ -73,7 +74,7 @@ def _told(evidence: Evidence, owner: object, name: str, reason: str, remedy: str
     finally:
         setattr(owner, name, kept)
     if before >= _LEAST_GAIN * after:
-        effect = f"the forward takes {milliseconds(before)}, and {milliseconds(after)} with the other setting"
+        effect = f"the forward takes {seconds_text(before)}, and {seconds_text(after)} with the other setting"
         yield Seen(("",), Line(), reason, effect, remedy)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from optimizer.diagnosis.evidence import Evidence, Line, Seen, percent
+from optimizer.diagnosis.evidence import Evidence, Line, Seen
 from optimizer.diagnosis.rule import rule
+from optimizer.showing import percent_text
 from passes.program.recording import Node, call_of, operation_name
 
-# The least share of a step that is spent in a DataLoader for it to be told.
+# The least share of a step spent waiting for a DataLoader that is reported.
 _LEAST_WAIT = 0.05
 
 
@@ -38,7 +39,7 @@ def loader_without_workers(evidence: Evidence) -> Iterator[Seen]:
             (),
             line,
             "the DataLoader has no workers",
-            f"the step waits {percent(evidence.step.waiting)} of its time for the data",
+            f"the step waits {percent_text(evidence.step.waiting)} of its time for the data",
             "pass num_workers, and on a GPU pin_memory=True",
         )
 

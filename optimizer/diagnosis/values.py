@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 import numpy
 import torch
 
-from optimizer.diagnosis.evidence import Evidence, Seen, has_array, names_device, percent
+from optimizer.diagnosis.evidence import Evidence, Seen, has_array, names_device
 from optimizer.diagnosis.rule import rule
+from optimizer.showing import percent_text
 from passes.program.recording import Node, operation_name, shape_of
 
 _WAITS = "on a GPU the CPU waits here until all kernels before it have ended, and torch.compile breaks its graph if it comes here"
@@ -109,7 +110,7 @@ def float64_leak(evidence: Evidence) -> Iterator[Seen]:
             group,
             f"{_names(group)} joins a float64 tensor with one of a lower precision, so the result is float64",
             f"float64 takes twice the memory, and on most GPUs many times as long; here float64 takes "
-            f"{percent(share)} of the time",
+            f"{percent_text(share)} of the time",
             "make the float64 tensor with dtype=x.dtype",
         )
 
