@@ -253,7 +253,7 @@ def export(
     check_tuning(bench, tune, tune_seconds, accuracy, calibration, choices)
     budget = parse_accuracy(accuracy)
     # Before any of the user's code runs, because it may change the current folder.
-    output, debug_dir = check_folders(output, debug_dir, force=force)
+    output, debug_dir, profile_dir = check_folders(output, debug_dir, profile_dir, force=force)
     own = {} if metadata is None else metadata
     exporters = exporters_of(formats, opset, own)
     names = [exporter.name for exporter in exporters]
@@ -314,7 +314,7 @@ def export(
         benchmarks.append(choose(job, measured, calls, written[0], folder))
         body = write_data(job, measured, written[0], folder, benchmarks[0])
         if profile_dir is not None:
-            profiles.update(profiled(job, measured, Bundle(folder, body), Path(profile_dir)))
+            profiles.update(profiled(job, measured, Bundle(folder, body), profile_dir))
         return {**body, "build": build} if build else body
 
     def report(folder: Path, manifest: Mapping[str, Any]) -> None:

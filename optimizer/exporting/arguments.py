@@ -15,7 +15,7 @@ from exporters.registry import exporter_named
 from optimizer.bundle import check_target
 from optimizer.errors import UsageError
 from optimizer.model import Dynamic, OpenDims, Samples, open_dims
-from optimizer.options import check_debug_folder
+from optimizer.options import check_debug_folder, check_profile_folder
 
 
 def exporters_of(formats: Sequence[str], opset: int | None, metadata: Mapping[str, str]) -> list[Exporter]:
@@ -34,11 +34,13 @@ def exporters_of(formats: Sequence[str], opset: int | None, metadata: Mapping[st
     return exporters
 
 
-def check_folders(output: str | Path, debug_dir: str | Path | None, *, force: bool) -> tuple[Path, Path | None]:
-    """Check that both folders can be written, and return their absolute paths.
+def check_folders(
+    output: str | Path, debug_dir: str | Path | None, profile_dir: str | Path | None, *, force: bool
+) -> tuple[Path, Path | None, Path | None]:
+    """Check that all folders can be written, and return their absolute paths.
 
     Raises:
-        UsageError: `output` isn't a path, or `debug_dir` can't be used or is the same folder.
+        UsageError: `output` isn't a path, or `debug_dir` or `profile_dir` can't be used or is the same folder.
         BundleError: a bundle can't be written to `output`.
     """
     if not isinstance(output, str | os.PathLike) or not str(output).strip():
@@ -47,7 +49,9 @@ def check_folders(output: str | Path, debug_dir: str | Path | None, *, force: bo
     check_debug_folder(debug_dir)
     if debug_dir is not None and os.path.realpath(debug_dir) == os.path.realpath(output):
         raise UsageError(f"{debug_dir} is the folder of the bundle: use another folder for debugging.")
-    return Path(output).absolute(), None if debug_dir is None else Path(debug_dir).absolute()
+    check_profile_folder(profile_dir, output, debug_dir)
+    debug, profile = (None if folder is None else Path(folder).absolute() for folder in (debug_dir, profile_dir))
+    return Path(output).absolute(), debug, profile
 
 
 def opened(

@@ -165,6 +165,14 @@ def test_a_folder_that_exists_or_cannot_be_made_is_refused(tmp_path):
         profile(Net(), example_inputs=(X,), directory=tmp_path / "file" / "profile")
 
 
+def test_an_export_refuses_such_a_folder_before_it_starts(tmp_path):
+    with pytest.raises(UsageError, match="already exists: choose a new folder for the profile"):
+        export(Net(), example_inputs=(X,), output=tmp_path / "net", profile_dir=tmp_path, progress=pytest.fail)
+    with pytest.raises(UsageError, match="which has other files"):
+        export(Net(), example_inputs=(X,), output=tmp_path / "net", profile_dir=tmp_path / "net" / "profile")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_wrong_arguments_are_refused():
     with pytest.raises(UsageError, match="needs example_inputs"):
         profile(Net())
