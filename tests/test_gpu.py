@@ -343,6 +343,8 @@ def test_a_cuda_graph_replays_each_shape(format: str, tmp_path: Path) -> None:
             torch.testing.assert_close(run(x)[0], wanted, rtol=1e-3, atol=1e-3)
             torch.testing.assert_close(run(x.cpu().numpy())[0], wanted.cpu().numpy(), rtol=1e-3, atol=1e-3)
 
+    with torch.inference_mode():
+        compared(2)
     compared(2, 5, 2)
     with ThreadPoolExecutor(1) as other:
         other.submit(compared, 5, 2, 3).result()

@@ -45,7 +45,9 @@ class Graphed:
             if shapes not in self._graphs:
                 if len(self._graphs) == _MOST_GRAPHS:
                     return self._run(*tensors)
-                self._graphs[shapes] = self._record(tensors)
+                # A later call outside of inference mode couldn't write to inputs made inside it.
+                with _capturing, torch.inference_mode(False), torch.no_grad():
+                    self._graphs[shapes] = self._record(tensors)
             replay, inputs, outputs = self._graphs[shapes]
             self._copied_out.wait()
             for static, given in zip(inputs, tensors, strict=True):
@@ -58,9 +60,8 @@ class Graphed:
     def _recorded(self, tensors: Sequence[torch.Tensor]) -> _Graph:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        # A later call outside of inference mode couldn't write to inputs made inside it. The outer stream context
-        # restores the caller's stream even if the capture fails.
-        with _capturing, torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(stream):
+        # This restores the caller's stream even if the capture fails.
+        with torch.cuda.stream(stream):
             inputs = [tensor.clone() for tensor in tensors]
             # Libraries allocate their workspaces, and TorchScript optimizes, in the first calls.
             for _ in range(3):
