@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from optimizer.manifest import PROGRAM, REPORT, REPORT_PAGE, local_roots, plain, to_json_text, without_local_paths
-from optimizer.parity import Accuracy, allowed_share
+from optimizer.parity import accuracy_text, allowed_share
 from optimizer.report import reason_shown
 from optimizer.showing import accuracy_plot, checkpoint_plot, fragment, memory_plot, page, parity_plot
 
@@ -129,11 +129,6 @@ class BundleReport:
     graph: tuple[ModuleOperations, ...]
     profile: Mapping[str, Any]
     unproven: tuple[Mapping[str, Any], ...]
-
-
-def accuracy_text(accuracy: Mapping[str, Any]) -> str:
-    """The worst figures of a lossy file, given the manifest's `accuracy`."""
-    return str(Accuracy(**{name: value for name, value in accuracy.items() if name != "budget"}))
 
 
 def summary_of(manifest: Manifest) -> Summary:

@@ -6,7 +6,7 @@ from typing import Any
 from rich.text import Text
 
 from optimizer.command.text_tables import table
-from optimizer.parity import Accuracy
+from optimizer.parity import accuracy_text
 from optimizer.showing import seconds_text, size_text
 
 Document = Mapping[str, Any]
@@ -45,8 +45,3 @@ def _row(figure: Document) -> list[str]:
 
 def _accuracy(figure: Document) -> str:
     return accuracy_text(figure["accuracy"]) if figure["accuracy"] else "rounding only"
-
-
-def accuracy_text(accuracy: Document) -> str:
-    """The worst figures of a lossy file."""
-    return str(Accuracy(**accuracy))

@@ -13,10 +13,10 @@ from rich.text import Text
 
 from exporters.errors import ExporterError
 from exporters.registry import exporter_named
-from optimizer.command.benchmark_tables import accuracy_text, benchmark_lines
+from optimizer.command.benchmark_tables import benchmark_lines
 from optimizer.command.text_tables import INDENT, STYLES, folded, padded, table
 from optimizer.diagnosis import diagnosis_lines
-from optimizer.parity import allowed_share
+from optimizer.parity import accuracy_text, allowed_share
 from optimizer.profiling import profile_lines
 from optimizer.report import reason_shown, remark_lines
 from optimizer.showing import number_text, percent_text, size_text

@@ -11,7 +11,7 @@ rule.
     report = judge(measurement)                               # runs nothing
 """
 
-from optimizer.parity.accuracy import Accuracy, accuracy_between, accuracy_of
+from optimizer.parity.accuracy import Accuracy, accuracy_between, accuracy_of, accuracy_text
 from optimizer.parity.check import check_parity
 from optimizer.parity.float64 import raised
 from optimizer.parity.golden import GoldenEntry, compare_golden, golden_entries, golden_entry
@@ -50,6 +50,7 @@ __all__ = [
     "Tolerance",
     "accuracy_between",
     "accuracy_of",
+    "accuracy_text",
     "after_all_calls",
     "all_finite",
     "allowed_share",

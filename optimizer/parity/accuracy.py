@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -76,6 +76,11 @@ class Accuracy:
         shown += [] if self.equal is None else [f"{100 * self.equal:.4g} % equal"]
         shown += [] if self.snr is None else [f"{self.snr:.0f} dB"]
         return ", ".join(shown) or "no float output"
+
+
+def accuracy_text(accuracy: Mapping[str, Any]) -> str:
+    """The figures of an `Accuracy` as JSON, which may have the manifest's `budget` too, for people."""
+    return str(Accuracy(**{name: value for name, value in accuracy.items() if name != "budget"}))
 
 
 def accuracy_of(measurement: Measurement) -> Accuracy:

@@ -86,7 +86,7 @@ def accuracy_plot(timed: Sequence[Mapping[str, Any]]) -> Plot | None:
 
 
 def _power(value: float) -> str:
-    return f"{value:.0e}".replace("e-0", "e-")
+    return f"{value:g}".replace("e-0", "e-")
 
 
 def _trade_off(what: str, timed: Sequence[Mapping[str, Any]], y: Axis, costs: Mapping[int, float]) -> Plot | None:

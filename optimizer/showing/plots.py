@@ -70,7 +70,7 @@ def linear(title: str, values: Iterable[float], text: Callable[[float], str]) ->
 
 
 def logarithmic(title: str, values: Sequence[float], text: Callable[[float], str], *, least: float) -> Axis:
-    """An axis of whole powers of ten; values below the first one, such as 0, are placed there.
+    """An axis of whole powers of ten; values below the first one, such as 0, are placed there, and NaN at the last one.
 
     Args:
         least: values below this don't extend the axis.
@@ -82,6 +82,8 @@ def logarithmic(title: str, values: Sequence[float], text: Callable[[float], str
     ticks = tuple(((power - low) / (high - low), text(10.0**power)) for power in range(low, high + 1, every))
 
     def place(value: float) -> float:
+        if math.isnan(value):
+            return 1.0
         return (min(high, max(low, math.log10(value))) - low) / (high - low) if value > 0 else 0.0
 
     return Axis(title, ticks, place)

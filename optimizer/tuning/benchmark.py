@@ -176,7 +176,7 @@ class Refused(Exception):
 
 
 def opened_all(
-    candidates: Iterable[Candidate], prove: Callable[[Opened], Opened] = lambda candidate: candidate
+    candidates: Iterable[Candidate], prove: Callable[[Opened], Opened] = lambda ready: ready
 ) -> tuple[list[Opened], list[Figure]]:
     """Open candidates. Those that can't run, and those that `prove` refuses, are dropped with the reason.
 
