@@ -4,6 +4,7 @@
 // named CALL/input/NAME or CALL/output/NAME.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
