@@ -103,7 +103,9 @@ def _config(name: str, manifest: Mapping[str, Any], artifact: Mapping[str, Any])
             yield from _tensor(kind, own, tensor, batched=batched, types=_TYPES | (_ONNX_TYPES if onnx else {}))
     yield f"instance_group [ {{ count: 1 kind: {'KIND_GPU' if manifest['device']['type'] == 'cuda' else 'KIND_CPU'} }} ]"
     recommended = (manifest.get("benchmark") or {}).get("recommended") or {}
-    if recommended.get("format") == artifact["format"] and (threads := recommended["settings"].get("threads")):
+    # Threads that were measured in OpenVINO say nothing about onnxruntime.
+    is_measured = recommended.get("format") == artifact["format"] and recommended["runtime"] != "openvino"
+    if is_measured and (threads := recommended["settings"].get("threads")):
         key = "intra_op_thread_count" if onnx else "INTRA_OP_THREAD_COUNT"
         yield f'parameters {{ key: "{key}" value {{ string_value: "{threads}" }} }}'
 

@@ -55,7 +55,7 @@ def test_the_configuration_fits_the_schema_of_triton(format: str) -> None:
     schema = pytest.importorskip("tritonclient.grpc.model_config_pb2", reason="tritonclient isn't installed")
     from google.protobuf import text_format
 
-    recommended = {"format": format, "settings": {"threads": 2}}
+    recommended = {"format": format, "runtime": "onnxruntime", "settings": {"threads": 2}}
     text = "\n".join(config(manifest(benchmark={"recommended": recommended}), artifact(format)))
     parsed = text_format.Parse(text, schema.ModelConfig())
     assert (parsed.name, parsed.max_batch_size, list(parsed.input[0].dims)) == ("net", 8, [3, -1])
@@ -100,6 +100,8 @@ def test_torchscript_inputs_are_named_by_position_and_the_measured_threads_are_u
         'parameters { key: "INTRA_OP_THREAD_COUNT" value { string_value: "2" } }',
     ]
     assert config(manifest(benchmark={"recommended": recommended}), artifact())[-1].startswith("instance_group")
+    in_openvino = {"format": "onnx", "runtime": "openvino", "settings": {"threads": 2}}
+    assert config(manifest(benchmark={"recommended": in_openvino}), artifact())[-1].startswith("instance_group")
 
 
 def test_the_recommended_file_is_taken_if_triton_serves_it() -> None:
