@@ -1,4 +1,4 @@
-"""The report of a bundle: what a person reads first, and what the manifest doesn't hold, as data and as a page."""
+"""The report of a bundle as data and as a page: a first screen, and the figures that the manifest doesn't have."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FileSummary:
 
     @property
     def said(self) -> str:
-        """The accuracy in words; "" for a file that only rounding tells from the original."""
+        """The accuracy in words; "" for an exact file."""
         return accuracy_text(self.accuracy) if self.accuracy else ""
 
 

@@ -17,7 +17,7 @@ from passes.program.recording import Node, is_returned, operation_name, shape_of
 
 # Products of two tensors over the last dim of the first.
 _PRODUCTS = frozenset({"matmul", "bmm", "rmatmul"})
-# Between the scores and softmax: what the arguments `scale` and `attn_mask` serve, casts and views.
+# Between the scores and softmax: operations that the arguments `scale` and `attn_mask` replace, casts and views.
 _MASKS = frozenset({
     "add", "iadd", "radd", "sub", "isub", "masked_fill", "where", "to", "float", "type", "type_as", "view", "reshape",
     "unsqueeze", "squeeze", "contiguous",

@@ -1,4 +1,4 @@
-"""What the rules read: the recorded torch calls of one run, each with its line, its time and its device."""
+"""The evidence that rules read: the recorded torch calls of one run, each with its line, its time and its device."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _lines_of(frame: FrameType | None) -> tuple[Line, dict[str, Line]]:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rule saw at one line; the fields are those of `Finding`, with the file and the line in one."""
+    """A finding of one rule at one line; the fields are those of `Finding`, with the file and the line in one."""
 
     modules: tuple[str, ...]
     place: Line
@@ -158,7 +158,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the rules read.
+    """The evidence that rules read.
 
     Attributes:
         model: the user's model; it is never run.

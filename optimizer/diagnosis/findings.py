@@ -1,4 +1,4 @@
-"""What a diagnosis found, as data, as text and as HTML."""
+"""The findings of a diagnosis, as data, as text and as HTML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rule is: a function from the evidence to what it saw, with a level and a docstring."""
+"""A rule: a function that finds something in the evidence, with a level and a docstring."""
 
 from __future__ import annotations
 

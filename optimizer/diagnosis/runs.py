@@ -47,7 +47,7 @@ def evidence_of(model: nn.Module, copied: nn.Module, call: Call, device: torch.d
     _, again = recorded(copied, call)
     calls, others = recording.nodes(), again.nodes()
     if len(calls) == len(others):
-        # One run alone times whatever else the machine did meanwhile.
+        # The shorter of two times contains less of the machine's other work.
         for node, other in zip(calls, others, strict=True):
             node.meta["seconds"] = min(node.meta.get("seconds", 0.0), other.meta.get("seconds", 0.0))
     losses: Sequence[Loss] = ()

@@ -72,7 +72,7 @@ def memory_plot(timed: Sequence[Mapping[str, Any]]) -> Plot | None:
 
 
 def accuracy_plot(timed: Sequence[Mapping[str, Any]]) -> Plot | None:
-    """Latency and loss of accuracy of the candidates; None if only rounding tells them from the original."""
+    """Latency and loss of accuracy of the candidates; None if none is lossy."""
     lossy = {
         number: 1 - each["accuracy"]["cosine"]
         for number, each in enumerate(timed)
