@@ -147,6 +147,7 @@ def _built_in(chain: Sequence[Node]) -> str | None:
     if len(inputs) != 1 or inputs[0].op == "get_attr" or _count(chain) < _SHORTEST - 1:
         return None
     shape = shape_of(inputs[0])
+    # Without a shape, a call returned several tensors, and the chain may read more than one of them.
     if shape is None or not shape.dtype.is_floating_point:
         return None
     x = torch.linspace(-8, 8, 1025)
