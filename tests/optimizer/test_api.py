@@ -345,8 +345,8 @@ def test_what_a_failed_exporter_left_behind_is_not_published(tmp_path, monkeypat
     monkeypatch.setattr(OnnxExporter, "export", half)
     bundle = export(nn.Linear(3, 3), example_inputs=(torch.randn(2, 3),), output=tmp_path / "net")
     assert bundle.missing == {"onnx": "The model can't be exported to onnx."}
-    kept = {"manifest.json", "SHA256SUMS", "README.md", "golden.safetensors", "model.torchscript.pt"}
-    assert {path.name for path in bundle.path.iterdir()} == kept
+    written = {"manifest.json", "SHA256SUMS", "README.md", "report.html", "report.json"}
+    assert {path.name for path in bundle.path.iterdir()} == {*written, "golden.safetensors", "model.torchscript.pt"}
     assert verify_bundle(bundle.path).ok
 
 
