@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from optimizer import diagnose
 from optimizer.diagnosis import LEVELS, RULES, Diagnosis, evidence, settings
+from optimizer.diagnosis import attention as attention_rule
 from optimizer.errors import LoadError, UsageError
 
 
@@ -126,12 +127,23 @@ CASES = {
     ),
     "channels-not-multiple-of-8": (
         lambda self, x: self.odd(x),
-        lambda self, x: self.tiny(self.even(x)),
+        lambda self, x: self.tiny(self.even(x)) * self.gate(x[:, :, None, None]).sum(),
         torch.randn(2, 512),
-        {"odd": nn.Linear(512, 1001), "even": nn.Linear(512, 1000), "tiny": nn.Linear(1000, 10)},
+        {
+            "odd": nn.Linear(512, 1001),
+            "even": nn.Linear(512, 1000),
+            "tiny": nn.Linear(1000, 10),
+            "gate": nn.Conv2d(512, 1001, 1),
+        },
     ),
     "reentrant-checkpoint": (checkpointed(True), checkpointed(False), None, {}),
 }
+
+
+@pytest.fixture(autouse=True)
+def _function_is_faster(monkeypatch):
+    """A busy machine must not decide whether attention is found."""
+    monkeypatch.setattr(attention_rule, "_times", lambda evidence, found: [2.0, 1.0])
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
@@ -189,6 +201,33 @@ def test_weights_that_something_else_reads_need_attention_by_hand():
         return weights @ x, weights
 
     assert "hand-written-attention" not in found(returned, TOKENS)
+
+
+def test_attention_is_left_alone_where_the_function_is_slower(monkeypatch):
+    monkeypatch.setattr(attention_rule, "_times", lambda evidence, found: [1.0, 2.0])
+    assert "hand-written-attention" not in found(attention, TOKENS)
+
+
+def test_attention_is_timed_next_to_the_function(monkeypatch):
+    monkeypatch.undo()
+    seen = []
+    times = attention_rule._times
+    monkeypatch.setattr(attention_rule, "_times", lambda *given: seen.append(times(*given)) or seen[0])
+    mask = torch.zeros(1, 1, 128, 128)
+    found(lambda self, x: F.softmax(x @ x.mT + mask, -1) @ x, TOKENS)
+    found(lambda self, x: F.softmax(torch.bmm(x, x.mT) * 0.5, -1) @ x, TOKENS[0])
+    assert len(seen) == 2
+    assert all(0 < value < 10 for pair in seen for value in pair)
+
+
+def test_parts_of_one_tensor_are_told_apart():
+    def gated(self, x):
+        a, b = x.chunk(2, -1)
+        return self.layer(a * torch.sigmoid(b)) + self.layer(torch.unbind(torch.stack([a, b]))[0])
+
+    assert found(gated, torch.randn(64, 1024), layer=nn.Linear(512, 1001)).keys() == {"channels-not-multiple-of-8"}
+    transposed = nn.ConvTranspose2d(8, 8, 3)
+    assert found(lambda self, x: self.layer(x.chunk(2, 1)[0]), torch.randn(2, 16, 8, 8), layer=transposed) == {}
 
 
 def test_a_fixed_device_is_found_without_a_gpu():

@@ -26,7 +26,7 @@ _SCALES = frozenset({"mul", "imul", "rmul", "div", "idiv", "truediv", "itruediv"
 _AFTER = frozenset({"dropout", "to", "type", "type_as", "float", "half", "view", "reshape", "contiguous"})
 _FARTHEST = 12
 # A slower kernel than the written-out products is no gain: its time, as a multiple of theirs.
-_TOO_SLOW = 1.1
+_TOO_SLOW = 1.5
 
 
 class Attention(NamedTuple):

@@ -141,6 +141,9 @@ def _built_in(chain: Sequence[Node]) -> str | None:
     inputs = inputs_of(chain)
     if len(inputs) != 1 or inputs[0].op == "get_attr" or _count(chain) < _SHORTEST - 1:
         return None
+    if shape_of(inputs[0]) is None:
+        # A call returned several tensors, and the chain may read more than one of them.
+        return None
     x = torch.linspace(-8, 8, 1025)
     try:
         made = replayed(chain, {inputs[0]: x.clone()})

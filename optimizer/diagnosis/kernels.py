@@ -51,7 +51,8 @@ def bias_before_norm(evidence: Evidence) -> Iterator[Seen]:
 def channels_not_multiple_of_8(evidence: Evidence) -> Iterator[Seen]:
     """A layer with at least 1 % of the model's multiplications has channels that aren't a multiple of 8.
 
-    Grouped convolutions, the channels of images, and layers so small that memory limits their speed are left out.
+    Grouped convolutions, those on pooled maps, the channels of images, and layers so small that memory limits their
+    speed are left out.
     """
     layers = {node: layer for node in evidence.calls if (layer := convolution_at(node)) is not None}
     work = {node: _multiplications(layer) for node, layer in layers.items()}
@@ -89,9 +90,9 @@ def layout_flip(evidence: Evidence) -> Iterator[Seen]:
 
 def _multiplications(layer: Convolution) -> int:
     made, weight = shape_of(layer.input if layer.transposed else layer.node), layer.weight.value
-    assert made is not None
     assert weight is not None
-    return prod(made.sizes) * weight[0].numel()
+    # The input may be one of several tensors that one call returned.
+    return 0 if made is None else prod(made.sizes) * weight[0].numel()
 
 
 def _multiplications_of_product(node: Node) -> int:
@@ -105,9 +106,13 @@ def _multiplications_of_product(node: Node) -> int:
 
 def _uneven(layer: Convolution) -> list[int]:
     """The numbers of input and output channels that aren't multiples."""
-    weight = layer.weight.value
+    weight, shape = layer.weight.value, shape_of(layer.node)
     assert weight is not None
+    assert shape is not None
     given, made = layer.input_channels, layer.channels
+    if layer.dims and prod(shape.sizes[-layer.dims :]) == 1:
+        # A gate on pooled maps reads more numbers than it multiplies.
+        return []
     if layer.groups > 1 or weight[0, 0].numel() * given * made < BALANCE * (given + made):
         return []
     is_image = layer.dims > 0 and given <= IMAGE_CHANNELS
@@ -118,8 +123,7 @@ def _gain(evidence: Evidence, layer: Convolution) -> str:
     """The time of a linear layer with its own sizes and with multiples, measured on a GPU."""
     weight, source = layer.weight.value, shape_of(layer.input)
     assert weight is not None
-    assert source is not None
-    if evidence.device.type != "cuda" or layer.dims or weight.dtype not in _HALVES:
+    if evidence.device.type != "cuda" or layer.dims or weight.dtype not in _HALVES or source is None:
         return "tensor cores in half precision are slower with them"
     padded = [-(-size // _MULTIPLE) * _MULTIPLE for size in weight.shape]
     runs = [
