@@ -78,10 +78,6 @@ def test_a_training_step_with_arguments_is_left_out_with_a_note(run):
     assert "note: The training step was left out: training_step needs batch; it is called without arguments." in out
 
 
-def test_torch_logs_nothing_of_its_profiler(run):
-    assert "USDT" not in run(GOOD + STEP)[2]
-
-
 @pytest.mark.parametrize(
     ("source", "arguments", "part"),
     [
