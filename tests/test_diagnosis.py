@@ -347,6 +347,15 @@ def test_the_result_is_plain_data_sorted_by_level():
     assert isinstance(diagnosis, Diagnosis)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_a_scripted_module_has_no_findings_and_hides_none_of_others():
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    assert diagnose(scripted, (torch.randn(2, 8),)).findings == ()
+    assert list(found(lambda self, x: self.hidden[0](self.layer(x)), layer=scripted, hidden=[nn.Linear(8, 8)])) == [
+        "unregistered"
+    ]
+
+
 def test_the_model_stays_as_it_was():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -17,7 +17,7 @@ from optimizer.bundle.bundle import open_bundle
 from optimizer.bundle.disk import absolute
 from optimizer.bundle.writing import new_folder
 from optimizer.errors import BundleError, UsageError
-from optimizer.manifest import file_problem, sums_problem
+from optimizer.manifest import MANIFEST, file_problem, sums_problem
 from optimizer.runtime import own_routes
 
 _VERSION = "1"
@@ -50,6 +50,8 @@ def write_triton_model(bundle: str | Path, repository: str | Path, format: str |
     artifact = _artifact(manifest, format)
     config = "\n".join(_config(folder.name, manifest, artifact)) + "\n"
     target = absolute(repository) / folder.name
+    if (target / MANIFEST).is_file():
+        raise BundleError(f"{target} is a bundle, which is not replaced: choose another repository.")
     with new_folder(target) as staging:
         (staging / "config.pbtxt").write_text(config, encoding="utf-8", newline="\n")
         for file in (file for file in manifest["files"] if file["path"] in artifact["files"]):
@@ -81,7 +83,7 @@ def _config(name: str, manifest: Mapping[str, Any], artifact: Mapping[str, Any])
     """The lines of `config.pbtxt`.
 
     Raises:
-        UsageError: a tensor has a dtype that the backend doesn't take.
+        UsageError: Triton doesn't take the dtype of a tensor, or a scalar.
     """
     onnx = _is_onnx(artifact["format"])
     batched = _is_batched(manifest, artifact)
@@ -115,11 +117,13 @@ def _tensor(
 ) -> Iterator[str]:
     if tensor["dtype"] not in types:
         raise UsageError(f"Triton can't serve this file: its {kind} {tensor['name']} is {tensor['dtype']}.")
+    if not tensor["shape"]:
+        raise UsageError(f"Triton can't serve this file: its {kind} {tensor['name']} is a scalar; give it a dim.")
     dims = [size if isinstance(size, int) else -1 for size in tensor["shape"][batched:]]
     yield f"{kind} [ {{"
     yield f"  name: {_quoted(name)}  data_type: {types[tensor['dtype']]}  dims: {dims or [1]}"
-    # A configuration has at least one dim per tensor.
-    if batched and not dims:
+    # A configuration has at least one dim per tensor, and only a batch may be reshaped to none.
+    if not dims:
         yield "  reshape { shape: [ ] }"
     yield "} ]"
 

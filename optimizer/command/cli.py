@@ -203,6 +203,9 @@ def _build_all(options: AllOptions, voice: "_Voice") -> int:
 
 def _work(options: Options, voice: "_Voice") -> dict[str, Any]:
     with _Stages(shown=not voice.quiet) as stages:
+        if isinstance(options, DiagnoseOptions) or (isinstance(options, ExportOptions) and options.profile_dir):
+            # torch's profiler logs its own steps to stderr; it reads the level once.
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         if isinstance(options, ExportOptions):
             check_early(options)
             changed = changes(options) if options.if_changed else []
@@ -210,9 +213,6 @@ def _work(options: Options, voice: "_Voice") -> dict[str, Any]:
                 return up_to_date_document(options.output)
             if changed and not voice.quiet:
                 _say(f"building {options.output}: {', '.join(changed)}")
-            if options.profile_dir is not None:
-                # torch's profiler logs its own steps to stderr; it reads the level once.
-                os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             stages.start("importing torch and onnxruntime")
         if isinstance(options, DiagnoseOptions):
             check_early(options.load)

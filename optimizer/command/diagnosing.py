@@ -6,12 +6,14 @@ from typing import Any
 
 from optimizer.command.build import Document, chosen_device
 from optimizer.command.first_run import load_and_run
+from optimizer.command.loading import required_arguments
 from optimizer.command.own_errors import own_errors, unlogged
 from optimizer.command.user_code import hard_exits_raise, names_restored
 from optimizer.diagnosis import Diagnosis, diagnose
 from optimizer.errors import FindingsFound
 from optimizer.options import DiagnoseOptions
 from optimizer.report import Progress
+from optimizer.wording import listed
 
 
 def diagnose_model(options: DiagnoseOptions, progress: Callable[[Progress], None]) -> Document:
@@ -33,16 +35,22 @@ def diagnose_model(options: DiagnoseOptions, progress: Callable[[Progress], None
             ),
             progress,
         )
+        step, notes = loaded.training_step, list(loaded.notes)
+        if step is not None and (needed := required_arguments(step)):
+            step = None
+            notes.append(
+                f"The training step was left out: training_step needs {listed(needed)}; it is called without arguments."
+            )
         progress(Progress("diagnose", 0, 1, loaded.source))
         found = diagnose(
             loaded.model,
             loaded.example_inputs,
             example_kwargs=loaded.example_kwargs,
-            training_step=loaded.training_step,
+            training_step=step,
             device=device,
         )
         progress(Progress("diagnose", 1, 1, loaded.source))
-    return {**_outcome(found, options.fail_on), "diagnosis": found.to_json(), "notes": list(loaded.notes)}
+    return {**_outcome(found, options.fail_on), "diagnosis": found.to_json(), "notes": notes}
 
 
 def _outcome(found: Diagnosis, fail_on: Any) -> Document:

@@ -65,7 +65,7 @@ class Loaded:
         folder: the folder of the user's file, or the current folder for an importable module.
         further_inputs: more calls, from `--inputs`.
         calibration: calls for static quantization, from `--calibration` or the file's get_calibration_inputs().
-        training_step: the file's training_step(), which runs one step, for --diagnose; None if it has none.
+        training_step: the file's training_step, which runs one step, for --diagnose; None if it has none.
         dynamic: the dims that are dynamic unless the user chooses others; None for the batch alone.
         build: what the bundle is built from, for its manifest.
     """
@@ -290,9 +290,9 @@ class _Finder:
         return list(calls)
 
     def training_step(self) -> Callable[[], object] | None:
-        """The file's `training_step`, if it needs no arguments."""
+        """The file's `training_step`, if it is a function."""
         value = self._held("training_step")
-        return value if callable(value) and not _required_arguments(value) else None
+        return value if callable(value) else None
 
     def _chosen_name(self) -> str:
         if self._held("model") is not _ABSENT:
@@ -301,10 +301,10 @@ class _Finder:
         if factories:
             return self._only(factories, "factories")
         classes = [value for value in vars(self.module).values() if self._defines(value)]
-        free = list(dict.fromkeys(cls.__name__ for cls in classes if not _required_arguments(cls)))
+        free = list(dict.fromkeys(cls.__name__ for cls in classes if not required_arguments(cls)))
         if free:
             return self._only(free, "nn.Module subclasses without arguments")
-        demanding = [f"{cls.__name__} needs {listed(_required_arguments(cls))}" for cls in classes]
+        demanding = [f"{cls.__name__} needs {listed(required_arguments(cls))}" for cls in classes]
         found = f" ({'; '.join(demanding[:5])})" if demanding else ""
         raise LoadError(
             f"{self.target.label} has no model: it has no `model`, no {' / '.join(FACTORY_NAMES)} and no nn.Module "
@@ -372,7 +372,7 @@ class _Finder:
             raise LoadError(f"{name} in {self.target.label} is the class {value.__name__}, which isn't an nn.Module.")
         if not callable(value):
             raise LoadError(f"{name} in {self.target.label} is a {type_name(value)}, not an nn.Module.")
-        required = _required_arguments(value)
+        required = required_arguments(value)
         if required:
             kind = f"the class {value.__name__}" if isinstance(value, type) else "a function"
             raise LoadError(
@@ -448,10 +448,11 @@ class _Finder:
 
 def _takes_two(function: Callable[..., Any]) -> bool:
     """Whether a function requires two arguments, a batch size and a generator."""
-    return len(_required_arguments(function)) == 2
+    return len(required_arguments(function)) == 2
 
 
-def _required_arguments(function: Callable[..., Any]) -> list[str]:
+def required_arguments(function: Callable[..., Any]) -> list[str]:
+    """The names of the arguments without a default; empty if the function doesn't tell them."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError):

@@ -71,21 +71,20 @@ class LineRecorder(Recorder):
             node.meta["seconds"] = seconds
         return result
 
-    # It also records the calls of scripted modules, which don't come to `__torch_function__`.
     def _add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Node | None:
+        # The recorder adds the calls of scripted modules itself: they have neither a time nor a result.
         node = super()._add(func, args, kwargs, result)
-        if node is not None:
-            line, inside = _lines_of(sys._getframe(1))
-            device = result.device if isinstance(result, torch.Tensor) else None
-            answer = (
-                None if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)) else type(result)
-            )
-            node.meta.update(line=line, inside=inside, seconds=0.0, device=device, answer=answer)
-            node.meta["pageable"] = _is_pageable_copy(args, result)
-            node.meta["loose"] = any(
-                isinstance(leaf, nn.Parameter) and id(leaf) not in self._places
-                for leaf in pytree.tree_leaves((args, kwargs))
-            )
+        if node is None:
+            return None
+        line, inside = _lines_of(sys._getframe(1))
+        device = result.device if isinstance(result, torch.Tensor) else None
+        answer = None if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)) else type(result)
+        node.meta.update(line=line, inside=inside, seconds=0.0, device=device, answer=answer)
+        node.meta["pageable"] = _is_pageable_copy(args, result)
+        node.meta["loose"] = any(
+            isinstance(leaf, nn.Parameter) and id(leaf) not in self._places
+            for leaf in pytree.tree_leaves((args, kwargs))
+        )
         return node
 
 

@@ -14,12 +14,13 @@ _LEAST_LOSS = 1e-7
 
 
 def parity_plot(parity: Mapping[str, Any]) -> Plot | None:
-    """The error of each output at each call as a share of the allowed error; None without float outputs.
+    """The error of each output at each call as a share of the allowed error; None without outputs judged so.
 
     Args:
         parity: of an artifact in the manifest.
     """
-    judged = [each for each in parity.get("outputs", ()) if each.get("judged", True)]
+    # A tolerance of the user limits another difference: that from the original's own output.
+    judged = [each for each in parity.get("outputs", ()) if each.get("judged", True) and not each.get("by_user")]
     found = [
         (call, output["name"], number(call["max_error"]), number(output["tolerance"]))
         for output in judged

@@ -72,6 +72,12 @@ def test_the_training_step_of_the_file_runs(run):
     assert out.startswith("warning  gradients-zeroed  net.py:20")
 
 
+def test_a_training_step_with_arguments_is_left_out_with_a_note(run):
+    code, out, _ = run(GOOD + STEP.replace("training_step()", "training_step(batch, rate=1)"), "--fail-on", "note")
+    assert code == 0
+    assert "note: The training step was left out: training_step needs batch; it is called without arguments." in out
+
+
 @pytest.mark.parametrize(
     ("source", "arguments", "part"),
     [

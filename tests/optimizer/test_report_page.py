@@ -176,6 +176,7 @@ def test_errors_beyond_the_allowance_are_marked() -> None:
     assert list(places.values()) == [("good", True), ("good", True), ("bad", False)]
     assert min(point.y for point in plot.points) == 0.0
     assert parity_plot({"outputs": [{**output, "calls": calls[3:]}]}) is None
+    assert parity_plot({"outputs": [{**output, "by_user": True}]}) is None
     assert parity_plot({}) is None
 
 

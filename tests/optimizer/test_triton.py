@@ -70,21 +70,28 @@ def test_rows_that_were_not_checked_are_named() -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [(2, 3), ("time", 3), ()],
-    ids=["fixed", "another dim", "a scalar"],
+    [(2, 3), ("time", 3)],
+    ids=["fixed", "another dim"],
 )
 def test_a_dim_that_is_not_the_batch_is_not_batched(shape: tuple[Any, ...]) -> None:
     tensor = {"name": "x", "dtype": "float32", "shape": list(shape)}
     found = config(manifest(example_sizes={"time": 5}), artifact(inputs=[tensor], outputs=[tensor]))
     assert "max_batch_size: 0" in found
     assert not any("dynamic_batching" in line for line in found)
-    dims = {(2, 3): "[2, 3]", ("time", 3): "[-1, 3]", (): "[1]"}[shape]
+    dims = {(2, 3): "[2, 3]", ("time", 3): "[-1, 3]"}[shape]
     assert [line.partition("dims: ")[2] for line in found if "dims: " in line] == [dims, dims]
 
 
 def test_an_output_without_the_batch_is_not_batched() -> None:
+    sums = {"name": "sums", "dtype": "float32", "shape": [3]}
+    assert "max_batch_size: 0" in config(manifest(), artifact(outputs=[sums]))
+
+
+@pytest.mark.parametrize("format", ["onnx", "torchscript"])
+def test_a_scalar_is_refused(format: str) -> None:
     scalar = {"name": "loss", "dtype": "float32", "shape": []}
-    assert "max_batch_size: 0" in config(manifest(), artifact(outputs=[scalar]))
+    with pytest.raises(UsageError, match="its output loss is a scalar"):
+        config(manifest(), artifact(format, outputs=[scalar]))
 
 
 def test_torchscript_inputs_are_named_by_position_and_the_measured_threads_are_used() -> None:
