@@ -134,7 +134,7 @@ def assert_trains_alike(done, name, steps):
     assert len(set(losses[0])) == steps
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 def test_training_in_half_of_the_memory(tmp_path):
     done = run(str(EXAMPLES / "train.py"), "--model", "resnet", "--steps", "2", "--batch", "4", cwd=tmp_path)
     assert_trains_alike(done, "resnet", 2)

@@ -87,10 +87,10 @@ def built(folder, seed, formats, root, model=MODEL, **more):
 def test_a_second_build_of_a_scripted_model_gives_the_same_file(tmp_path, pytestconfig):
     files = [
         built(tmp_path / seed, seed, "torchscript", pytestconfig.rootpath, SCRIPTED)["model.torchscript.pt"]
-        for seed in ("1", "2", "3")
+        for seed in ("1", "2")
     ]
     assert b"Final[" in files[0]
-    assert files[0] == files[1] == files[2]
+    assert files[0] == files[1]
 
 
 @pytest.mark.slow

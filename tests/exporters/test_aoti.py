@@ -164,7 +164,7 @@ def test_the_package_tells_nothing_of_this_machine(artifact, tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 def test_a_second_export_writes_the_same_bytes_whatever_the_number_of_threads(model, artifact, tmp_path):
     assert b"GOMP_parallel" in library(artifact)
     before = torch.get_num_threads()
@@ -259,8 +259,8 @@ def test_a_way_that_another_batch_takes_is_refused(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("time", [0, pytest.param(1, marks=pytest.mark.zoo)])
+@pytest.mark.zoo
+@pytest.mark.parametrize("time", [0, 1])
 def test_what_long_sums_round_is_no_other_way(time, tmp_path):
     class Attention(nn.Module):
         def __init__(self):

@@ -185,7 +185,9 @@ def _forks_in(tree: Path) -> Forks:
     # Write no bytecode: Python would take it for current after a second edit within a second that keeps the size.
     own = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
     paths = f"{tree}{os.pathsep}{tree / 'tests' / 'mutation'}"
-    return Forks(tree, {**os.environ, **own, "PYTHONPATH": paths, "REACHED": str(tree / "notes")})
+    # Options of the surrounding pytest would change the output that is read.
+    own |= {"PYTHONPATH": paths, "REACHED": str(tree / "notes"), "PYTEST_ADDOPTS": ""}
+    return Forks(tree, {**os.environ, **own})
 
 
 def _copy_to(tree: Path) -> Path:

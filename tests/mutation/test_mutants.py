@@ -165,6 +165,7 @@ def run(*options):
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
+@pytest.mark.zoo
 def test_of_each_guard_it_names_the_test_that_fails_without_it(tmp_path):
     """The given test asks for a dim that doesn't exist. It never reaches the guard for two dims."""
     test = "tests/passes/program/test_moves.py::test_what_isnt_known_is_no_move[unsqueezed where no dim is]"
@@ -199,6 +200,7 @@ def test_a_run_without_tests_says_nothing(mutants):
         mutants._status(mutants.Run(4, "ERROR: not found: test_a.py::test_gone"))
 
 
+@pytest.mark.zoo
 def test_tests_that_cant_be_imported_are_an_error_and_no_guard_counts_as_unreached(tmp_path):
     (tmp_path / "test_a.py").write_text("import no_such_module\n")
     done = run("--matching", "moves.py: _unsqueezed", "--tests", str(tmp_path / "test_a.py"))
@@ -207,6 +209,7 @@ def test_tests_that_cant_be_imported_are_an_error_and_no_guard_counts_as_unreach
     assert "test_a.py" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.zoo
 def test_each_run_reads_the_files_anew_and_a_stuck_one_is_ended(mutants, tmp_path):
     test = tmp_path / "test_a.py"
     bodies = [("assert 1", 0, 0), ("assert 0", 0, 1), ("import time; time.sleep(100)", 1, None), ("assert 2", 0, 0)]

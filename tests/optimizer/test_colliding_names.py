@@ -137,7 +137,7 @@ def calls():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Positional, Listed, Numbered])
+@pytest.mark.parametrize("kind", [pytest.param(Positional, marks=pytest.mark.zoo), Listed, Numbered])
 def test_inputs_of_one_name_go_the_whole_way(kind, tmp_path):
     args, kwargs, names = calls()[kind]
     model = enliven(kind()).eval()

@@ -312,8 +312,10 @@ def test_the_whole_way_and_back(run, folder):
     shown = run("model.py", "--force", "--formats", "torchscript")
     assert shown.code == 0
     assert "model.torchscript.pt" in shown.out
-    assert shown.out.splitlines()[-2].startswith("SHA-256 for --verify --expect: ")
-    assert shown.out.splitlines()[-1] == "bundle: dist/model"
+    sha, report, bundle = shown.out.splitlines()[-3:]
+    assert sha.startswith("SHA-256 for --verify --expect: ")
+    assert report == f"report: {Path('dist/model/report.html')}"
+    assert bundle == "bundle: dist/model"
     assert run("model.py", "--force", "--quiet").out == "dist/model\n"
 
     artifact = folder / "dist/model/model.onnx"

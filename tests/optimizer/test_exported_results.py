@@ -40,10 +40,10 @@ def test_results_of_passes_are_programs_of_torch_export(name, passes, tmp_path):
     check(name, passes, "pt2", tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 @pytest.mark.parametrize(
     ("name", "passes"),
-    [("resnet", PASSES["resnet"][0]), pytest.param("bert", PASSES["bert"][1], marks=pytest.mark.zoo)],
+    [("resnet", PASSES["resnet"][0]), ("bert", PASSES["bert"][1])],
 )
 def test_results_of_passes_are_compiled_ahead_of_time(name, passes, tmp_path):
     check(name, passes, "aoti", tmp_path)

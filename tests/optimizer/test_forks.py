@@ -60,7 +60,12 @@ sys.exit(code)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "longest_wait", "forward_waits"),
-    [("optimize", 600, 0.02), ("export", 600, 0.02), ("check_parity", 600, 0.02), ("optimize", 0, 60)],
+    [
+        ("export", 600, 0.02),
+        ("optimize", 0, 60),
+        pytest.param("optimize", 600, 0.02, marks=pytest.mark.zoo),
+        pytest.param("check_parity", 600, 0.02, marks=pytest.mark.zoo),
+    ],
 )
 def test_a_child_forked_during_the_work_of_another_thread(work, longest_wait, forward_waits, tmp_path):
     script = tmp_path / "forking.py"

@@ -255,7 +255,10 @@ def test_a_convolutional_net_with_tensor_passes_first(tmp_path: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "passes"), [("bert", ["simplify", MergeRows()]), ("llama", ["simplify"])])
+@pytest.mark.parametrize(
+    ("name", "passes"),
+    [("bert", ["simplify", MergeRows()]), pytest.param("llama", ["simplify"], marks=pytest.mark.zoo)],
+)
 def test_transformers(name: str, passes: list[Any], tmp_path: Any) -> None:
     model, args, kwargs = REAL_MODELS[name]()
     bundle = exported(model, passes, tmp_path, *args, kwargs=kwargs)

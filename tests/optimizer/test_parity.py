@@ -644,7 +644,7 @@ def judged_by_few_samples(model, candidate, inputs):
         return check_parity(model, candidate, inputs, mode="training")
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 def test_rounding_that_few_samples_dont_show_is_no_failure(monkeypatch):
     # If gradients were judged in float64, samples would not matter.
     monkeypatch.setattr("optimizer.parity.reference.settle_kinks", lambda *args: None)

@@ -145,7 +145,7 @@ def test_infinity_and_nan_in_their_places_are_right(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 def test_a_package_of_machine_code_is_shown_too_and_its_program_is_looked_at(tmp_path, monkeypatch):
     right: list[bytes] = []
 

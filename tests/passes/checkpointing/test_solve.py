@@ -175,7 +175,7 @@ for step in (STEPS["norms"](), STEPS["attention"](), of_transformers("bert")):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 def test_the_choices_dont_go_by_hashes():
     support = Path(__file__).parents[2] / "support"
     seen = {
