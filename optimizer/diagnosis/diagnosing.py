@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,22 +13,19 @@ from torch import nn
 from optimizer.diagnosis.findings import LEVELS, Diagnosis
 from optimizer.diagnosis.rules import RULES
 from optimizer.diagnosis.runs import evidence_of, recorded, watched_step
-from optimizer.errors import LoadError, OptimizeExportError, UsageError
 from optimizer.model import (
     ExampleInputs,
     Runs,
     check_model,
     eager_only,
+    errors_of_model,
     in_turn,
     on_device,
+    one_call,
     outside_inference_mode,
     random_state,
-    resolved_device,
-    samples_of,
     unsynchronised,
 )
-from optimizer.wording import error_summary
-from passes.base import device_of
 
 
 @in_turn
@@ -61,30 +57,17 @@ def diagnose(
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     check_model(model, runs=True)
-    target = device_of(model) if device is None else resolved_device(str(device), require_gpu=False)
-    samples = samples_of(example_inputs, example_kwargs, (), 0, target)
-    if samples is None:
-        raise UsageError("diagnose() needs example_inputs (or example_kwargs): the tensors of one call of the model.")
+    call, target = one_call("diagnose", model, example_inputs, example_kwargs, device)
     step = None if training_step is None else watched_step(model, training_step)
     with outside_inference_mode(), random_state(0), unsynchronised(), torch.no_grad(), eager_only():
         runs = Runs(on_device(model, target), in_eval=True)
-        with _errors_of_model():
+        with errors_of_model():
             # This run finds the parameters that forward writes to, and warms up.
-            runs.first(partial(recorded, call=samples.given))
+            runs.first(partial(recorded, call=call))
         with runs.fresh() as copied:
             assert isinstance(copied, nn.Module)
-            with _errors_of_model():
-                evidence = replace(evidence_of(model, copied, samples.given, target), step=step)
+            with errors_of_model():
+                evidence = replace(evidence_of(model, copied, call, target), step=step)
             findings = [finding for rule in RULES for finding in rule.findings(evidence)]
     findings.sort(key=lambda each: LEVELS.index(each.level))
     return Diagnosis(type(model).__name__, target.type, tuple(findings))
-
-
-@contextmanager
-def _errors_of_model() -> Iterator[None]:
-    try:
-        yield
-    except OptimizeExportError:
-        raise
-    except Exception as error:  # the module is foreign code
-        raise LoadError(f"The model raises on the example inputs: {error_summary(error)}.") from error

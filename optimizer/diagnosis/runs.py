@@ -35,9 +35,8 @@ def _called(module: Callable[..., Any], call: Call) -> Any:
 def recorded(module: Any, call: Call) -> tuple[ModelTree, Recording]:
     """Run a module once, and record its calls with their lines."""
     tree = ModelTree(module, unregistered_modules(module))
-    args, kwargs = clone((call.args, call.kwargs))
     with LineRecorder(module, tree.modules) as recorder:
-        module(*args, **kwargs)
+        _called(module, call)
     return tree, recorder.recording
 
 

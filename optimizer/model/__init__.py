@@ -4,9 +4,9 @@ from optimizer.model.dynamic import BATCH, Dynamic, OpenDims, open_dims
 from optimizer.model.garbage import rare_collection, release_memory
 from optimizer.model.inputs import Call, ExampleInputs, FurtherInputs, Samples, Sizes, keeps_values
 from optimizer.model.module_tree import REGISTRIES, is_script, modules_of, reachable_modules, unregistered_modules
-from optimizer.model.preparation import check_model, on_device, resolved_device, samples_of, trained_as
+from optimizer.model.preparation import check_model, on_device, one_call, resolved_device, samples_of, trained_as
 from optimizer.model.reentrant import gradients_by_backward, is_reentrant
-from optimizer.model.runs import AsItIs, Runs, RunsOfCopy
+from optimizer.model.runs import AsItIs, Runs, RunsOfCopy, errors_of_model
 from optimizer.model.settings import (
     eager_only,
     in_turn,
@@ -50,6 +50,7 @@ __all__ = [
     "check_model",
     "clone",
     "eager_only",
+    "errors_of_model",
     "first_difference",
     "gradients_by_backward",
     "in_turn",
@@ -64,6 +65,7 @@ __all__ = [
     "named_tensors",
     "on_device",
     "one_at_a_time",
+    "one_call",
     "open_dims",
     "outside_inference_mode",
     "pinned_settings",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from optimizer.errors import DeviceError, UsageError
-from optimizer.model.inputs import ExampleInputs, FurtherInputs, Samples
+from optimizer.model.inputs import Call, ExampleInputs, FurtherInputs, Samples
 from optimizer.model.weights import (
     refuse_circular_modules,
     refuse_lazy_modules,
@@ -42,6 +42,29 @@ def check_model(model: object, *, runs: bool) -> None:
         refuse_circular_modules(model)
         refuse_lazy_modules(model)
     _refuse_distributed(model)
+
+
+def one_call(
+    name: str,
+    model: nn.Module,
+    example_inputs: ExampleInputs | None,
+    example_kwargs: dict[str, Any] | None,
+    device: torch.device | str | None,
+) -> tuple[Call, torch.device]:
+    """The call of the example inputs, and the device to run it on: by default the model's.
+
+    Args:
+        name: the function that needs the call, for the message.
+
+    Raises:
+        UsageError: there are no example inputs, or they are invalid.
+        DeviceError: the device is a GPU, and torch finds none.
+    """
+    target = device_of(model) if device is None else resolved_device(str(device), require_gpu=False)
+    samples = samples_of(example_inputs, example_kwargs, (), 0, target)
+    if samples is None:
+        raise UsageError(f"{name}() needs example_inputs (or example_kwargs): the tensors of one call of the model.")
+    return samples.given, target
 
 
 def _refuse_distributed(model: nn.Module) -> None:

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from optimizer.errors import LoadError
+from optimizer.errors import LoadError, OptimizeExportError
 from optimizer.model.held_modules import functions_over_modules
 from optimizer.model.module_tree import reachable_modules
 from optimizer.model.working_copy import is_plain, private_state, working_copy
 from optimizer.model.written_parameters import WriteGuard, WritesToWeights, layouts_of, named_tensors
-from optimizer.wording import listed
+from optimizer.wording import error_summary, listed
 from passes.program.interception import is_compiled
 from passes.program.storage import storages_of
 
@@ -199,3 +199,14 @@ def _refuse_writes(before: dict[str, int], module: nn.Module) -> None:
             f"Forward wrote to {listed(written)} of the model, but not in its first call: load the weights again, "
             "and don't write to them in forward."
         )
+
+
+@contextmanager
+def errors_of_model() -> Iterator[None]:
+    """Turn an error of the user's model into a `LoadError`; this program's own errors pass through."""
+    try:
+        yield
+    except OptimizeExportError:
+        raise
+    except Exception as error:  # the module is foreign code
+        raise LoadError(f"The model raises on the example inputs: {error_summary(error)}.") from error

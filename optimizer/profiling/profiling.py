@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from optimizer.errors import BundleError, LoadError, OptimizeExportError, UsageError
+from optimizer.errors import BundleError, UsageError
 from optimizer.model import (
     Call,
     ExampleInputs,
@@ -22,13 +22,13 @@ from optimizer.model import (
     check_model,
     clone,
     eager_only,
+    errors_of_model,
     gradients_by_backward,
     in_turn,
     on_device,
+    one_call,
     outside_inference_mode,
     random_state,
-    resolved_device,
-    samples_of,
     unsynchronised,
 )
 from optimizer.options import check_profile_folder
@@ -36,8 +36,6 @@ from optimizer.profiling.module_runs import Arguments, named_call, timed
 from optimizer.profiling.peak_memory import PeakMemory, peak_memory_of
 from optimizer.profiling.profiles import Profile
 from optimizer.torch_private import is_profiling
-from optimizer.wording import error_summary
-from passes.base import device_of
 from passes.checkpointing.profile import NoProfile, loss_of
 
 
@@ -78,14 +76,11 @@ def profile(
     if mode not in ("inference", "training"):
         raise UsageError(f"mode must be 'inference' or 'training', not {mode!r}.")
     check_profile_folder(directory)
-    target = device_of(model) if device is None else resolved_device(str(device), require_gpu=False)
-    samples = samples_of(example_inputs, example_kwargs, (), 0, target)
-    if samples is None:
-        raise UsageError("profile() needs example_inputs (or example_kwargs): the tensors of one call of the model.")
+    call, target = one_call("profile", model, example_inputs, example_kwargs, device)
     if directory is None:
-        return profile_module(model, samples.given, mode, target)
+        return profile_module(model, call, mode, target)
     with new_folder(Path(directory).absolute()) as folder:
-        found = profile_module(model, samples.given, mode, target, trace=folder / "model.trace.json")
+        found = profile_module(model, call, mode, target, trace=folder / "model.trace.json")
         write_json(folder / "profile.json", found.to_json())
     return found
 
@@ -105,7 +100,13 @@ def profile_module(
         raise UsageError("Another profiler is running in this thread: profile() needs it to end first.")
     training = mode == "training"
     runs = Runs(on_device(model, device), in_eval=not training)
-    with outside_inference_mode(), random_state(0), unsynchronised(), torch.set_grad_enabled(training):
+    with (
+        outside_inference_mode(),
+        random_state(0),
+        unsynchronised(),
+        torch.set_grad_enabled(training),
+        errors_of_model(),
+    ):
         try:
             # This run finds the parameters that forward writes to.
             with eager_only():
@@ -115,12 +116,8 @@ def profile_module(
                 assert isinstance(module, nn.Module)
                 run = partial(_step if training else named_call, module)
                 seconds, operations, profiler = timed(module, run, partial(_copies, call), device)
-        except OptimizeExportError:
-            raise
         except NoProfile as error:
             raise UsageError(f"The model can't be profiled in training: {error}.") from error
-        except Exception as error:  # the module is foreign code
-            raise LoadError(f"The model raises on the example inputs: {error_summary(error)}.") from error
     if trace is not None:
         profiler.export_chrome_trace(str(trace))
     return Profile(seconds, operations, device.type, mode, memory)
