@@ -94,6 +94,11 @@ class FindingsFound(OptimizeExportError):
     exit_code = 10
 
 
+def failure_document(code: int, kind: str, message: str) -> dict[str, Any]:
+    """The JSON document of a failure: its exit code, the name of its error, and a sentence."""
+    return {"ok": False, "exit_code": code, "error": {"code": code, "kind": kind, "message": message}}
+
+
 class Terminated(BaseException):
     """SIGTERM as an exception, so that staging folders are removed."""
 

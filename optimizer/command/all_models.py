@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from optimizer.command.user_code import ROOT
-from optimizer.errors import UsageError
+from optimizer.errors import UsageError, failure_document
 from optimizer.options import NO_BENCH, AllOptions
 
 Document = dict[str, Any]
@@ -57,8 +57,7 @@ class _Build:
         if code < 0 or not isinstance(document, dict) or "ok" not in document:
             ended = f"was killed by signal {-code}" if code < 0 else "ended without a result"
             code = 128 - code if code < 0 else code or 1
-            told = {"code": code, "kind": "Killed" if code > 128 else "Defect", "message": f"The build {ended}."}
-            document = {"ok": False, "error": told}
+            document = failure_document(code, "Killed" if code > 128 else "Defect", f"The build {ended}.")
         return {**document, "exit_code": code, "seconds": seconds}, texts[1]
 
 

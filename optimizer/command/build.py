@@ -24,6 +24,7 @@ from optimizer.errors import (
     DeviceError,
     ExportFailed,
     ParityError,
+    failure_document,
 )
 from optimizer.manifest import REPORT_PAGE, plain
 from optimizer.options import ExportOptions
@@ -176,11 +177,9 @@ def _exported(output: Path, bundle: Bundle, report: Document, loaded: Loaded, se
 def _outcome(output: Path, bundle: Bundle) -> Document:
     if not bundle.missing:
         return {"ok": True, "exit_code": 0}
-    code = ExportFailed.exit_code
-    told = {"code": code, "kind": ExportFailed.__name__, "message": bundle.what_is_missing(output)}
-    return {"ok": False, "exit_code": code, "error": told}
+    return failure_document(ExportFailed.exit_code, ExportFailed.__name__, bundle.what_is_missing(output))
 
 
 def _parity_failed(error: ParityError) -> Document:
-    told = {"code": error.exit_code, "kind": type(error).__name__, "message": str(error)}
-    return dict(plain({"ok": False, "exit_code": error.exit_code, "error": told, **error.figures}))
+    told = failure_document(error.exit_code, type(error).__name__, str(error))
+    return dict(plain({**told, **error.figures}))

@@ -28,7 +28,15 @@ from optimizer.command.config import Config, is_named, may_be_named, read_config
 from optimizer.command.early_checks import check_early, check_names
 from optimizer.command.up_to_date import changes, up_to_date_document
 from optimizer.command.user_code import import_own_packages
-from optimizer.errors import BundleError, OptimizeExportError, Terminated, UsageError, all_printable, printable
+from optimizer.errors import (
+    BundleError,
+    OptimizeExportError,
+    Terminated,
+    UsageError,
+    all_printable,
+    failure_document,
+    printable,
+)
 from optimizer.options import (
     DEFAULT_FORMATS,
     AllOptions,
@@ -940,8 +948,7 @@ class _Voice:
             for line in "".join(traceback.format_exception(error)).removesuffix("\n").split("\n"):
                 _to_stderr(f"| {line}")  # mark every line of a message, so that none looks like the program's own
         if self.as_json:
-            details = {"code": code, "kind": kind, "message": sentence}
-            _print_json({"ok": False, "exit_code": code, "error": details})
+            _print_json(failure_document(code, kind, sentence))
         _say(sentence if code in (EXIT_INTERRUPTED, EXIT_TERMINATED) else f"error: {sentence}")
         return code
 

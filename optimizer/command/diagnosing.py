@@ -10,7 +10,7 @@ from optimizer.command.loading import required_arguments
 from optimizer.command.own_errors import own_errors, unlogged
 from optimizer.command.user_code import hard_exits_raise, names_restored
 from optimizer.diagnosis import Diagnosis, diagnose
-from optimizer.errors import FindingsFound
+from optimizer.errors import FindingsFound, failure_document
 from optimizer.options import DiagnoseOptions
 from optimizer.report import Progress
 from optimizer.wording import listed
@@ -57,7 +57,7 @@ def _outcome(found: Diagnosis, fail_on: Any) -> Document:
     failing = () if fail_on is None else found.at_least(fail_on)
     if not failing:
         return {"ok": True, "exit_code": 0}
-    code, count = FindingsFound.exit_code, len(failing)
+    count = len(failing)
     level = f"level {fail_on}" if fail_on == "error" else f"level {fail_on} or higher"
     message = f"The diagnosis has {count} finding{'s' if count > 1 else ''} of {level}: fix them, or change --fail-on."
-    return {"ok": False, "exit_code": code, "error": {"code": code, "kind": "FindingsFound", "message": message}}
+    return failure_document(FindingsFound.exit_code, FindingsFound.__name__, message)

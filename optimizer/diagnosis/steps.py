@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from optimizer.diagnosis.evidence import Evidence, Line, Seen
 from optimizer.diagnosis.rule import rule
 from optimizer.showing import percent_text
-from passes.program.recording import Node, call_of, operation_name
+from passes.program.recording import Node, operation_name
 
 # The least share of a step spent waiting for a DataLoader that is reported.
 _LEAST_WAIT = 0.05
@@ -16,9 +16,9 @@ _LEAST_WAIT = 0.05
 @rule("warning")
 def reentrant_checkpoint(evidence: Evidence) -> Iterator[Seen]:
     """A checkpoint is made with `use_reentrant=True`, in the forward or in the training step."""
-    steps = _steps(evidence)
-    for line, group in _by_line((*evidence.calls, *steps), "checkpoint"):
-        modules = tuple(dict.fromkeys(evidence.tree.path(call_of(node).module) for node in group if node not in steps))
+    forward = set(evidence.calls)
+    for line, group in _by_line((*evidence.calls, *_steps(evidence)), "checkpoint"):
+        modules = tuple(dict.fromkeys(evidence.path(node) for node in group if node in forward))
         yield Seen(
             modules,
             line,

@@ -91,7 +91,7 @@ class Tuner:
         return self._spent() > (1 - _LAST_TIMING) * self._seconds
 
     def _candidates(self) -> Iterator[Candidate]:
-        files = self._bench.files
+        files, slow = self._bench.files, [format for format in QUANTIZED if format != _FLOAT16]
         yield from map(files.candidate, self._own)
         for route in self._own:
             if (fast := frozen(route)) is not None:
@@ -102,10 +102,10 @@ class Tuner:
             yield from self._lossy_files([_FLOAT16])
             yield from self._in_cuda_graphs()
             yield from self._settings_of_best()
-            yield from self._lossy_files([format for format in QUANTIZED if format != _FLOAT16])
+            yield from self._lossy_files(slow)
         else:
             # Settings last, because those that are best for a quantized file may differ.
-            yield from self._lossy_files([format for format in QUANTIZED if format != _FLOAT16])
+            yield from self._lossy_files(slow)
             yield from self._settings_of_best()
 
     def _lossy_files(self, formats: Iterable[str]) -> Iterator[Candidate]:
