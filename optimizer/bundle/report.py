@@ -42,7 +42,7 @@ class FileSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """What was made, how much faster it is, how sure that is, and what to ship.
+    """The files, their speed-up, their proof and the recommendation.
 
     Attributes:
         model: the class.
