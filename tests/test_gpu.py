@@ -292,7 +292,7 @@ def test_a_file_in_float16_is_tried_within_a_budget_and_repeated(tmp_path: Path)
 
     choices = tmp_path / "choices.json"
     recommended = {"format": "onnx-float16", "runtime": "onnxruntime", "settings": {}}
-    artifact = {"format": "onnx-float16", "quantization": {"kept": []}}
+    artifact = {"format": "onnx-float16", "quantization": {"kind": "float16", "kept": []}}
     choices.write_text(json.dumps({"benchmark": {"recommended": recommended}, "artifacts": [artifact]}))
     again = export(model, **options, output=tmp_path / "again", choices=choices)
     assert verify_bundle(again.path, device="cuda", require_gpu=True).ok

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from exporters.onnx_quantization import Recipe
 from exporters.registry import QUANTIZED, exported_format
 from optimizer.errors import BundleError, UsageError
 from optimizer.manifest import MANIFEST
@@ -22,12 +23,12 @@ class Choices:
 
     Attributes:
         path: the manifest.
-        kept: the names of the nodes of a quantized file that stay in float.
+        recipe: how its file is made, if it is a quantized one.
     """
 
     path: Path
     route: Route
-    kept: tuple[str, ...] = ()
+    recipe: Recipe | None = None
 
 
 def is_lossy(route: Route) -> bool:
@@ -65,14 +66,14 @@ def read_choices(path: str | Path, formats: Collection[str], budget: AccuracyBud
         raise UsageError(f"{file} chooses {route}, which needs the format {needed}: add it to the formats.")
     if is_lossy(route) and budget.is_exact:
         raise UsageError(f"{file} chooses {route}, which is lossy: add a budget, such as --accuracy 0.999.")
-    return Choices(file, route, _kept(manifest, route.format, file))
+    return Choices(file, route, _recipe(manifest, route.format, file))
 
 
-def _kept(manifest: Mapping[str, Any], format: str, file: Path) -> tuple[str, ...]:
+def _recipe(manifest: Mapping[str, Any], format: str, file: Path) -> Recipe | None:
     if format not in QUANTIZED:
-        return ()
+        return None
     try:
         artifact = next(each for each in manifest["artifacts"] if each["format"] == format)
-        return tuple(map(str, artifact["quantization"]["kept"]))
-    except (KeyError, TypeError, StopIteration) as error:
+        return Recipe.from_json(artifact["quantization"], format)
+    except (KeyError, TypeError, ValueError, StopIteration) as error:
         raise UsageError(f"{file} doesn't say how its {format} file was quantized: pass a whole {MANIFEST}.") from error

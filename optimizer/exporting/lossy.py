@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cached_property
 from itertools import chain
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from exporters.errors import ExporterError
-from exporters.onnx_quantization import Kind, QuantizedFile, quantized
+from exporters.onnx_quantization import KINDS, QuantizedFile, Recipe, quantized
 from exporters.onnx_sensitivity import within_budget
 from optimizer.errors import DeviceError
 from optimizer.exporting.calibration import Calibration
@@ -23,14 +23,6 @@ from optimizer.options import AccuracyBudget
 from optimizer.parity import Accuracy, accuracy_between, accuracy_of
 from optimizer.runtime import Route, Runner, open_route
 from optimizer.tuning import Candidate, Files, Refused
-
-# The kind of each quantized format.
-_KINDS: Mapping[str, Kind] = {
-    "onnx-float16": "float16",
-    "onnx-int8": "int8-static",
-    "onnx-int8-dynamic": "int8-dynamic",
-    "onnx-int4": "int4-weights",
-}
 
 
 class Lossy:
@@ -78,11 +70,11 @@ class Lossy:
         answers = ((runner(*call), target) for call, target in zip(apart, self._originals, strict=True))
         return accuracy_of(measurement).and_worse(accuracy_between(names, answers))
 
-    def made(self, format: str, files: Files, kept: Sequence[str] | None = None) -> dict[str, Any]:
+    def made(self, format: str, files: Files, recipe: Recipe | None = None) -> dict[str, Any]:
         """Make a quantized file within the budget next to the ONNX file, and return its entry for the manifest.
 
         Args:
-            kept: the names of the nodes that stay in float; None to find them.
+            recipe: how to make it; None to find the fastest way.
 
         Raises:
             Refused: the file can't be made, or is outside the budget even with the most sensitive nodes in float.
@@ -92,15 +84,14 @@ class Lossy:
             self.notes = ("int8 was calibrated with random inputs: pass --calibration with real ones",)
         before = set(files.folder.iterdir())
         try:
-            return self._made(format, files, kept)
+            return self._made(format, files, recipe)
         except (ExporterError, DeviceError, Refused) as error:
             remove(set(files.folder.iterdir()) - before)
             if isinstance(error, Refused):
                 raise
             raise Refused(f"it can't be made: {error}") from error
 
-    def _made(self, format: str, files: Files, kept: Sequence[str] | None) -> dict[str, Any]:
-        kind = _KINDS[format]
+    def _made(self, format: str, files: Files, recipe: Recipe | None) -> dict[str, Any]:
         source = files.folder / files.entry("onnx")["path"]
         target = source.with_suffix(format.removeprefix("onnx").replace("-", ".", 1) + source.suffix)
         route = Route(format, "onnxruntime")
@@ -113,15 +104,18 @@ class Lossy:
             found.append(self.accuracy(open_route(path, route, files.device)))
             return found[-1].why_not(self.budget) is None
 
-        if kept is None and kind == "float16":
-            # The errors of single nodes can't be measured as for quantized files, because the types of inputs differ.
-            kept = ()
-        if kept is None:
-            made = within_budget(source, target, kind, self._rows, accept).accepted
+        made = None
+        for each in map(Recipe, KINDS[format]) if recipe is None else [recipe]:
+            # Nodes stay in float only with the last recipe. In float16, the errors of single nodes can't be measured,
+            # because the types of inputs differ.
+            if recipe is not None or each.kind != KINDS[format][-1] or each.kind == "float16":
+                file = quantized(source, target, each.kind, self._rows, keep=each.kept)
+                made = file if accept(target) else None
+            else:
+                made = within_budget(source, target, each.kind, self._rows, accept).accepted
+            if made is not None:
+                break
         else:
-            made = quantized(source, target, kind, self._rows, keep=kept)
-            made = made if accept(target) else None
-        if made is None:
             best = max(found, key=_closeness)
             raise Refused(f"outside the budget: the best has {best}", best)
         self._accuracies[str(route)] = found[-1]
@@ -142,7 +136,7 @@ class Lossy:
             "parity": told,
             "measurement": None,
             "accuracy": {"budget": asdict(self.budget), **accuracy.to_json()},
-            "quantization": {"kind": made.kind, "kept": list(made.kept)},
+            "quantization": Recipe(made.kind, made.kept).to_json(),
         }
 
     @cached_property

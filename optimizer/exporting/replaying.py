@@ -48,7 +48,7 @@ def prove_again(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choice
     if route.format not in QUANTIZED:
         lossy.proven(bench.files.candidate(route), bench.files)
         return
-    entry = lossy.made(route.format, bench.files, choices.kept)
+    entry = lossy.made(route.format, bench.files, choices.recipe)
     files = replace(bench.files, entries=[*bench.files.entries, entry])
     try:
         lossy.proven(files.candidate(route), files)

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from exporters.onnx_quantization import Recipe
 from optimizer.bundle import describe_device, weights_hash
 from optimizer.errors import BundleError
 from optimizer.exporting.bench import Bench
@@ -31,13 +32,13 @@ class Kept:
 
     Attributes:
         date: in ISO 8601.
-        kept: the names of the nodes that stay in float, if the recommended file is a quantized one.
+        recipe: how the recommended file is made, if it is a quantized one.
     """
 
     path: Path
     date: str
     found: Benchmark
-    kept: tuple[str, ...]
+    recipe: Recipe | None
 
     @property
     def note(self) -> str:
@@ -77,13 +78,16 @@ def read_kept(path: Path, seconds: float) -> Kept | None:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         check_benchmark(data["benchmark"])
-        kept = Kept(path, str(data["date"]), Benchmark.from_json(data["benchmark"]), tuple(map(str, data["kept"])))
-        return kept if data["seconds"] >= seconds and kept.found.recommended is not None else None
+        found, recipe = Benchmark.from_json(data["benchmark"]), data["quantization"]
+        if data["seconds"] < seconds or found.recommended is None:
+            return None
+        made = None if recipe is None else Recipe.from_json(recipe, found.recommended.format)
+        return Kept(path, str(data["date"]), found, made)
     except (OSError, ValueError, KeyError, TypeError, BundleError):
         return None
 
 
-def keep(path: Path, found: Benchmark, kept: Iterable[str], seconds: float) -> str | None:
+def keep(path: Path, found: Benchmark, recipe: Mapping[str, Any] | None, seconds: float) -> str | None:
     """Write a result to its file.
 
     Returns:
@@ -93,7 +97,7 @@ def keep(path: Path, found: Benchmark, kept: Iterable[str], seconds: float) -> s
     data: dict[str, Any] = {
         "date": date,
         "seconds": seconds,
-        "kept": list(kept),
+        "quantization": recipe,
         "benchmark": found.to_json(),
     }
     new = path.with_name(f".{path.name}-{os.getpid()}")

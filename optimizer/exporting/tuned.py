@@ -27,14 +27,14 @@ def tuned(bench: Bench, lossy: Lossy | None, written: WrittenFiles) -> Benchmark
     found, entry = _newly_tuned(bench, lossy, written)
     if found.recommended is None:
         return found
-    note = keep(path, found, () if entry is None else entry["quantization"]["kept"], seconds)
+    note = keep(path, found, None if entry is None else entry["quantization"], seconds)
     return found if note is None else replace(found, notes=(*found.notes, note))
 
 
 def _is_still_proven(kept: Kept, bench: Bench, lossy: Lossy | None, written: WrittenFiles) -> bool:
     assert kept.found.recommended is not None
     try:
-        prove_again(bench, lossy, written, Choices(kept.path, kept.found.recommended, kept.kept))
+        prove_again(bench, lossy, written, Choices(kept.path, kept.found.recommended, kept.recipe))
     except Refused:
         return False
     return True

@@ -17,7 +17,7 @@ from exporters.onnx_quantization import quantized
 from exporters.onnx_runtime import ort
 from exporters.onnx_sensitivity import sensitivities, within_budget
 
-KINDS = ("int8-static", "int8-dynamic", "int4-weights")
+KINDS = ("int8-static", "int8-dynamic", "uint8-dynamic", "int4-weights")
 RANDOM = np.random.default_rng(0)
 ROOT = str(Path(__file__).parents[2])
 
@@ -169,6 +169,34 @@ def test_two_gemms_with_one_weight_stay_right(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_the_weight_of_an_embedding_is_quantized_where_it_is_a_transposed_factor(kind, tmp_path):
+    nodes = [
+        node("Gather", ["w", "tokens"], "h"),
+        node("MatMul", ["h", "a"], "deep"),
+        node("Transpose", ["w"], "turned", perm=[1, 0]),
+        node("MatMul", ["deep", "turned"], "y"),
+    ]
+    weights = {"w": weight(100, 32), "a": weight(32, 32), "tokens": np.arange(10)}
+    path = written(tmp_path / "tied.onnx", nodes, weights, {"x": ["batch", 32]}, {"y": [10, 100]})
+    inputs = rows(32)
+    record = quantized(path, tmp_path / "small.onnx", kind, inputs)
+    assert record.quantized == ("MatMul_deep", "MatMul_y")
+    assert "Transpose" not in op_types(record.files[0])
+    assert 1e-4 < relative_error(path, record.files[0], inputs[0]) < (0.3 if kind == "int4-weights" else 0.06)
+    assert {name for name, _ in sensitivities(path, record, inputs)} == set(record.quantized)
+    (target,) = quantized(path, tmp_path / "small.onnx", kind, inputs, keep=["MatMul_y"]).files
+    assert 1e-4 < relative_error(path, target, inputs[0]) < (0.3 if kind == "int4-weights" else 0.06)
+
+
+def test_uint8_weights_lose_less_than_int8_ones(mlp, tmp_path):
+    errors = []
+    for kind in ("int8-dynamic", "uint8-dynamic"):
+        (path,) = quantized(mlp, tmp_path / "small.onnx", kind).files
+        errors.append(relative_error(mlp, path, rows(64)[0]))
+    assert errors[1] < 0.8 * errors[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_large_weights_go_into_a_file_of_their_own(kind, mlp, tmp_path, monkeypatch):
     target = tmp_path / "small.onnx"
     small = quantized(mlp, target, kind, rows(64)).files
@@ -242,7 +270,7 @@ import sys, numpy as np
 from pathlib import Path
 from exporters.onnx_quantization import quantized
 rows = [{"x": np.random.default_rng(1).standard_normal((2, 64)).astype(np.float32)}]
-for kind in ("int8-static", "int8-dynamic", "int4-weights"):
+for kind in ("int8-static", "int8-dynamic", "uint8-dynamic", "int4-weights"):
     quantized(Path(sys.argv[1]), Path(sys.argv[2]) / kind, kind, rows)
 """
 
@@ -281,7 +309,7 @@ def test_calibration_calls_that_do_not_fit_are_refused(call, sentence, mlp, tmp_
 
 
 def test_a_file_without_anything_to_quantize_is_refused(network, tmp_path):
-    for kind in ("int8-dynamic", "int4-weights"):
+    for kind in ("int8-dynamic", "uint8-dynamic", "int4-weights"):
         with pytest.raises(NothingToQuantize, match="no MatMul or Gemm with a constant float32 weight"):
             quantized(network, tmp_path / "small.onnx", kind)
     weights = {"a": weight(8, 8, dtype=np.float64)}

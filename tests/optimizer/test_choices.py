@@ -187,7 +187,7 @@ def test_a_choice_of_float16_is_made_again(tmp_path: Path, no_clock: Speeds, bud
     model = enliven(nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 200))).eval()
     choices = tmp_path / MANIFEST
     route = {"format": "onnx-float16", "runtime": "onnxruntime", "settings": {}}
-    artifact = {"format": "onnx-float16", "quantization": {"kept": []}}
+    artifact = {"format": "onnx-float16", "quantization": {"kind": "float16", "kept": []}}
     choices.write_text(json.dumps({"benchmark": {"recommended": route}, "artifacts": [artifact]}), encoding="utf-8")
 
     def exported() -> Bundle:
@@ -260,9 +260,12 @@ def test_a_lossy_choice_needs_a_budget_and_its_nodes(lossy: Bundle, tmp_path: Pa
         made(tmp_path, formats=("onnx",), choices=lossy)
     with pytest.raises(UsageError, match="which needs the format onnx: add it to the formats"):
         made(tmp_path, formats=("torchscript",), choices=lossy, accuracy="0.9")
-    path = edited(lossy, tmp_path, lambda manifest: manifest["artifacts"][1].pop("quantization"))
-    with pytest.raises(UsageError, match="doesn't say how its onnx-int8 file was quantized"):
-        made(tmp_path, formats=("onnx",), choices=path, accuracy="0.9")
+    changes = [lambda entry: entry.pop("quantization"), lambda entry: entry["quantization"].update(kind="int3")]
+    for number, change in enumerate(changes):
+        folder = tmp_path / str(number)
+        path = edited(lossy, folder, lambda manifest, change=change: change(manifest["artifacts"][1]))
+        with pytest.raises(UsageError, match="doesn't say how its onnx-int8 file was quantized"):
+            made(tmp_path, formats=("onnx",), choices=path, accuracy="0.9")
 
 
 def test_a_chosen_format_that_could_not_be_exported_is_an_error(

@@ -73,7 +73,7 @@ def test_the_same_files_are_not_tuned_twice(tune: Choose, speeds: Speeds, kept: 
     first = tune()
     assert speeds.timed
     (file,) = kept.iterdir()
-    assert read(file).keys() == {"date", "seconds", "kept", "benchmark"}
+    assert read(file).keys() == {"date", "seconds", "quantization", "benchmark"}
     again = tune()
     assert speeds.timed == []
     *notes, note = again.benchmark.notes
@@ -88,7 +88,7 @@ def test_a_kept_lossy_choice_is_made_and_proven_again(
     rounding.levels = {"int8-static": 2}
     first = tune("0.999")
     (file,) = kept.iterdir()
-    assert read(file)["kept"] == ["head"]
+    assert read(file)["quantization"] == {"kind": "int8-static", "kept": ["head"]}
     again = tune("0.999")
     assert speeds.timed == []
     assert again.entries == first.entries

@@ -1,5 +1,6 @@
 """Choose what to ship: which candidates are tried, dropped and recommended. The clock and quantization are fakes."""
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +24,11 @@ from fake_tuning import (
 from tiny_models import enliven
 from torch import nn
 
+from exporters.onnx_quantization import KINDS
 from exporters.registry import QUANTIZED
 from optimizer import optimize
 from optimizer.errors import DeviceError, UsageError
 from optimizer.exporting import choose
-from optimizer.exporting.lossy import _KINDS
 from optimizer.exporting.optional_passes import with_other_passes
 from optimizer.exporting.tuner import Tuner
 from optimizer.pipeline import provenance_of
@@ -293,7 +294,7 @@ def test_candidates_after_the_time_is_up_are_not_tried(
 
 
 def test_nothing_lossy_is_tried_without_a_budget(choosing: Choose, speeds: Speeds, rounding: Rounding) -> None:
-    rounding.levels = dict.fromkeys(_KINDS.values(), 1000)
+    rounding.levels = dict.fromkeys(itertools.chain(*KINDS.values()), 1000)
     speeds.seconds = {"int8": 0.1, "": 0.5}
     found = choosing(tune=True)
     assert found.route == ONNX
@@ -327,6 +328,15 @@ def test_sensitive_nodes_stay_in_float(choosing: Choose, speeds: Speeds, roundin
     found = choosing(tune=True, accuracy="0.999", calibration=[images(4, seed) for seed in range(4)])
     assert found.entries["onnx-int8"]["quantization"]["kept"] == ["head"]
     assert found.benchmark.notes == ()
+
+
+def test_a_dynamic_file_gets_more_accurate_weights_before_nodes_in_float(
+    choosing: Choose, speeds: Speeds, rounding: Rounding
+) -> None:
+    rounding.levels = {"int8-dynamic": 2, "uint8-dynamic": 100}
+    speeds.seconds = {"eager": 1.0, "int8": 0.1, "": 0.5}
+    found = choosing(tune=True, accuracy="0.999")
+    assert found.entries["onnx-int8-dynamic"]["quantization"] == {"kind": "uint8-dynamic", "kept": []}
 
 
 def test_a_quantized_file_that_is_not_recommended_is_removed(
@@ -391,7 +401,7 @@ def test_a_lower_precision_of_openvino_is_judged_by_the_budget(
 
 
 def test_the_formats_of_quantized_files_can_be_loaded_and_made() -> None:
-    assert set(_KINDS) == set(QUANTIZED)
+    assert set(KINDS) == set(QUANTIZED)
 
 
 # Calibration ------------------------------------------------------------------------------------------------------
