@@ -16,7 +16,7 @@ from exporters.evidence import Evidence
 from exporters.exported_program import conditions_of_program, named_dims, shared_program
 from exporters.file_values import Program
 from exporters.onnx_operators import translations
-from exporters.torch_private import without_onnx_log
+from exporters.torch_private import with_kept_onnx_registry, without_onnx_log
 from exporters.trace_conditions import watched
 
 Captured = tuple[ir.Model, Sequence[Condition], Program | None]
@@ -26,17 +26,18 @@ Captured = tuple[ir.Model, Sequence[Condition], Program | None]
 def by_dynamo(evidence: Evidence, opset: int | None, *, optimize: bool) -> Captured:
     # These only name the dims: they are open in the capture.
     names = tuple(named_dims(spec) or None for spec in evidence.input_specs)
-    program = torch.onnx.export(
-        shared_program(evidence),
-        input_names=evidence.adapter.input_names,
-        output_names=evidence.adapter.output_names,
-        opset_version=opset,
-        dynamo=True,
-        dynamic_shapes=names if any(names) else None,
-        custom_translation_table=translations(),
-        optimize=optimize,
-        verbose=False,
-    )
+    with with_kept_onnx_registry():
+        program = torch.onnx.export(
+            shared_program(evidence),
+            input_names=evidence.adapter.input_names,
+            output_names=evidence.adapter.output_names,
+            opset_version=opset,
+            dynamo=True,
+            dynamic_shapes=names if any(names) else None,
+            custom_translation_table=translations(),
+            optimize=optimize,
+            verbose=False,
+        )
     if program is None or program.exported_program is None:
         raise RouteRefused("torch.onnx.export returned no program")
     exported = program.exported_program

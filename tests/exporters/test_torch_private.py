@@ -44,6 +44,22 @@ def test_the_log_is_off_inside_and_back_afterwards(monkeypatch):
         assert not hasattr(torch._C, "_jit_onnx_log")
 
 
+def test_the_translations_are_read_once_and_each_export_has_its_own():
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    with torch_private.with_kept_onnx_registry():
+        first, second = (ONNXRegistry().from_torchlib(opset_version=18) for _ in range(2))
+        other = ONNXRegistry.from_torchlib(opset_version=20)
+    assert (first.opset_version, other.opset_version) == (18, 20)
+    assert first.functions == second.functions
+    assert [meta.onnx_function for meta in first.functions["aten::relu"]]
+    assert first.functions["aten::relu"][0] is second.functions["aten::relu"][0]
+    first.register_op(torch.ops.aten.relu.default, lambda x: x)
+    first.functions.pop("aten::exp")
+    assert len(first.functions["aten::relu"]) == len(second.functions["aten::relu"]) + 1
+    assert second.functions.keys() == ONNXRegistry.from_torchlib(opset_version=18).functions.keys()
+
+
 def test_an_lstm_is_captured_for_any_number_of_steps(monkeypatch):
     steps = torch.export.Dim("steps", min=2, max=64)
     model, x = nn.LSTM(3, 4, batch_first=True).eval(), torch.ones(2, 5, 3)
