@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch
 
 from optimizer.options import AccuracyBudget
 from optimizer.parity.results import Measurement
-from optimizer.parity.statistics import error_statistics, has_classes, top1_agreement
-from optimizer.parity.tensors import wide
+from optimizer.parity.statistics import cosine, has_classes, top1_agreement
+from optimizer.parity.tensors import all_finite, distance, special, wide
 from optimizer.wording import dtype_name
 
 
@@ -58,14 +58,20 @@ class Accuracy:
             return "no output has classes, so there is no top-1 agreement"
         if budget.cosine is not None and self.cosine is None and self.equal is None:
             return "no output could be compared"
+        return next(self._below(budget), None)
+
+    def is_below(self, budget: AccuracyBudget) -> bool:
+        """Whether a figure is outside a budget, so that no further call can bring it within."""
+        return self.problem is not None or any(self._below(budget))
+
+    def _below(self, budget: AccuracyBudget) -> Iterator[str]:
         for name, figure, least in (
             ("cosine", self.cosine, budget.cosine),
             ("top-1 agreement", self.top1, budget.top1),
             ("share of equal integers", self.equal, budget.top1 or budget.cosine),
         ):
             if least is not None and figure is not None and not figure >= least:
-                return f"{name} {_digits(figure)} is below {least}"
-        return None
+                yield f"{name} {_digits(figure)} is below {least}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -120,16 +126,18 @@ def _of_output(name: str, value: torch.Tensor, target: torch.Tensor) -> Accuracy
     if not (target.is_floating_point() or target.is_complex()):
         share = float((value == target).double().mean()) if target.numel() else 1.0
         return Accuracy(equal=share)
-    finite = target.isfinite()
-    same = (value == target) | (value.isnan() & target.isnan())
-    if not bool(torch.where(finite, value.isfinite(), same).all()):
-        return Accuracy(problem=f"{name} has NaN or infinity at other elements")
-    errors = (wide(value) - wide(target))[finite].abs()
-    figures = error_statistics(errors, value[finite], target[finite])
     top1 = top1_agreement(value, target, 0.0)[0] if has_classes(name, target) else None
-    rms = [float(wide(tensor).abs().square().mean().sqrt()) for tensor in (target[finite], errors)]
-    snr = _decibels(*rms) if bool(finite.any()) else None
-    return Accuracy(cosine=figures.get("cosine"), top1=top1, max_error=figures.get("max_error"), snr=snr)
+    if not all_finite(value, target):
+        if bool((special(value) != special(target)).any()):
+            return Accuracy(problem=f"{name} has NaN or infinity at other elements")
+        finite = target.isfinite()
+        value, target = value[finite], target[finite]
+    value, target = value.reshape(-1), target.reshape(-1)
+    if not target.numel():
+        return Accuracy(top1=top1)
+    errors = distance(value, target)
+    norms = [float(torch.linalg.vector_norm(wide(tensor))) for tensor in (target, errors)]
+    return Accuracy(cosine(value, target), top1, max_error=float(errors.max()), snr=_decibels(*norms))
 
 
 def _decibels(signal: float, error: float) -> float | None:

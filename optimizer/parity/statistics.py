@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from optimizer.parity.tensors import wide
+from optimizer.parity.tensors import largest, wide
 
 # Number of elements that are copied to float64 at once.
 _PIECE = 1 << 20
@@ -61,7 +61,7 @@ def _largest_but(values: torch.Tensor, count: int) -> float:
 
 def cosine(value: torch.Tensor, target: torch.Tensor) -> float:
     """The cosine of the angle between two tensors of shape (elements,), in float64; 1 if both are zero, 0 if one is."""
-    scales = [max(float(wide(piece).abs().max()) for piece in tensor.split(_PIECE)) for tensor in (value, target)]
+    scales = [max(largest(piece) for piece in tensor.split(_PIECE)) for tensor in (value, target)]
     if 0.0 in scales:
         return 1.0 if scales == [0.0, 0.0] else 0.0
     both = own = other = 0.0

@@ -15,12 +15,19 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """|a - b| in float64, elementwise; for complex numbers the modulus."""
-    return (wide(a) - wide(b)).abs()
+    difference = wide(a) - wide(b)
+    # In place, because a second tensor of a language model's logits takes as long to allocate as to compute.
+    return difference.abs() if difference.is_complex() else difference.abs_()
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in float64 or complex128."""
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def largest(tensor: torch.Tensor) -> float:
+    """The largest magnitude of the elements of a float or complex tensor that isn't empty."""
+    return float((wide(tensor) if tensor.is_complex() else tensor).abs().max())
 
 
 def is_exact(tensor: torch.Tensor) -> bool:
