@@ -61,7 +61,7 @@ def noise_at(noise: RoundingNoise, precision: Precision, before: OutputNoise, er
     """The noise of an output at a precision; at least the error of rounding the output once."""
     name, calls = before.name, noise.original.calls
     if error is None:
-        tied = sum(int(one.unstable[name].sum()) for one in calls if name in one.unstable)
+        tied = sum(int(one.unstable[name].count_nonzero()) for one in calls if name in one.unstable)
         if tied > before.tied:
             noise.notes.append(
                 f"{tied - before.tied} more elements of {name} weren't compared: they change in the original itself "

@@ -268,7 +268,7 @@ class Comparison:
         target = truth
         if not all_finite(own, value, truth):
             odd_own, odd_value = special(own), special(value)
-            if count := int(((odd_own != odd_value) & ~one.unstable[name]).sum()):
+            if count := int(((odd_own != odd_value) & ~one.unstable[name]).count_nonzero()):
                 where = f"({count} at {one.where})"
                 append_once(compared.problems, f"NaN or inf in different places than in the original {where}")
             plain = (odd_own == 0) & (odd_value == 0)
@@ -277,14 +277,14 @@ class Comparison:
         before = compared.error.largest
         # The errors of the whole output, for its statistics.
         errors = torch.empty(own.shape if self.in_detail else (), dtype=torch.float64)
-        for rows in pieces_of(own):
-            finite = None if plain is None else plain[rows]
-            piece = distance(value[rows], target[rows])
-            compared.error.add(piece, finite, of=own[rows])
+        for at in pieces_of(own):
+            finite = None if plain is None else plain[at]
+            piece = distance(value[at], target[at])
+            compared.error.add(piece, finite, of=own, at=at)
             if self.in_detail:
-                errors[rows] = piece
+                errors[at] = piece
                 marked: Any = ... if finite is None else finite
-                apart, size = distance(value[rows], own[rows]), wide(own[rows]).abs()
+                apart, size = distance(value[at], own[at]), wide(own[at]).abs()
                 compared.frontier = frontier(apart[marked], size[marked], compared.frontier)
         if compared.error.largest > before:
             compared.where = one.where
@@ -300,7 +300,7 @@ class Comparison:
     def _compare_integers(
         self, compared: _Compared, one: OriginalCall, value: torch.Tensor, own: torch.Tensor, ties: torch.Tensor
     ) -> None:
-        wrong = int(((own != value) & ~ties).sum())
+        wrong = int(((own != value) & ~ties).count_nonzero())
         compared.mismatches += wrong
         compared.where = compared.where or (one.where if wrong else "")
         if self.in_detail:

@@ -14,7 +14,7 @@ import torch
 _FRONTIER = 256
 _FINEST_STEPS = 64
 # With more pairs than this, those that a sample of the pairs dominates are dropped before sorting.
-_SORTED_AT_ONCE = 1 << 16
+_SORTED_AT_ONCE = 1 << 12
 
 
 def frontier(

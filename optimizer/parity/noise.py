@@ -175,7 +175,7 @@ class RoundingNoise:
                 )
         for name in noises:
             values = (one.own.values[name] for one in self.original.calls if name in one.own.values)
-            if odd := sum(int((special(value) == 1).sum()) for value in values if not is_exact(value)):
+            if odd := sum(int((special(value) == 1).count_nonzero()) for value in values if not is_exact(value)):
                 notes.append(f"{name} of the original has NaN in {odd} elements on these inputs.")
         return notes
 
@@ -226,7 +226,7 @@ class RoundingNoise:
         for name, own in one.own.values.items():
             gathered, truth = self._gathered[name], one.truth.values[name]
             if is_exact(own):
-                gathered.truth_ties += int((own != truth).sum())
+                gathered.truth_ties += int((own != truth).count_nonzero())
             else:
                 gathered.own_error.add_distance(own, truth)
         for number in range(2 if self.original.mode == "region" and _is_small(one.own) else 1):
@@ -261,7 +261,7 @@ class RoundingNoise:
             value, gathered = other.values[name], self._gathered[name]
             if is_exact(own):
                 one.unstable[name] |= own != value
-                gathered.own_ties += int((own != value).sum())
+                gathered.own_ties += int((own != value).count_nonzero())
                 continue
             one.unstable[name] |= special(own) != special(value)
             gathered.response.add_distance(own, value)
@@ -346,7 +346,7 @@ class RoundingNoise:
             noise_rms=noise_rms,
             signal=missing_signal(self.original, name, rms, noise_rms),
             deterministic=deterministic,
-            tied=sum(int(one.unstable[name].sum()) for one in calls if name in one.unstable),
+            tied=sum(int(one.unstable[name].count_nonzero()) for one in calls if name in one.unstable),
         )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from types import EllipsisType
 
 import torch
 
@@ -24,18 +24,31 @@ from optimizer.parity.tensors import distance, least_noise, unit, where_finite, 
 _BANDS = -1
 _BITS_PER_BAND = 8
 _BAND_COUNT = 16
-# Number of elements in a piece of an output.
-_PIECE = 1 << 22
+# Number of elements in a piece of an output. Float64 copies of larger pieces leave the cache, and the memory for each is
+# mapped anew: on a language model's logits, most operations take ten times as long.
+_PIECE = 1 << 18
+
+Place = EllipsisType | tuple[slice, ...]
+"""An index of a piece: the whole tensor, or a part of dim 0, or a part of dim 1 of a part of dim 0."""
 
 
-def pieces_of(tensor: torch.Tensor) -> Iterator[Any]:
-    """Indices that cut a tensor into pieces along dim 0, so that float64 copies of the pieces take little memory."""
+def pieces_of(tensor: torch.Tensor) -> Iterator[Place]:
+    """Indices that cut a tensor into pieces along dim 0, and along dim 1 where an element of dim 0 is large."""
     if tensor.numel() <= _PIECE or not tensor.dim():
         yield ...
         return
-    rows = max(1, _PIECE * tensor.shape[0] // tensor.numel())
-    for start in range(0, tensor.shape[0], rows):
-        yield slice(start, start + rows)
+    row = tensor.numel() // tensor.shape[0]
+    for rows in _cuts(tensor.shape[0], row):
+        if row <= _PIECE or tensor.dim() == 1:
+            yield (rows,)
+        else:
+            yield from ((rows, columns) for columns in _cuts(tensor.shape[1], row // tensor.shape[1]))
+
+
+def _cuts(length: int, each: int) -> Iterator[slice]:
+    """Cut a dim of this length, each element of which has `each` numbers."""
+    step = max(1, _PIECE // each)
+    yield from (slice(start, min(start + step, length)) for start in range(0, length, step))
 
 
 class Slices:
@@ -54,30 +67,33 @@ class Slices:
         self.samples: dict[int, torch.Tensor] = {}
         self._dropped: set[int] = set()
 
-    def add(self, values: torch.Tensor, of: torch.Tensor, where: torch.Tensor | None = None) -> None:
+    def add(self, values: torch.Tensor, of: torch.Tensor, where: torch.Tensor | None = None, at: Place = ...) -> None:
         """Add the elements of a float64 tensor of any shape; all calls have the same number of dims.
 
         Args:
-            of: the original's output, same shape; its magnitudes choose the bands.
-            where: bool, same shape, the elements to add; `of` is finite there.
+            of: the original's output; its magnitudes choose the bands.
+            where: bool, shape of `values`, the elements to add; `of` is finite there.
+            at: the piece of `of` that has the shape of `values`.
         """
-        self._add_dims(values if where is None else torch.where(where, values, 0.0))
-        self._add_bands(*((values, of) if where is None else (values[where], of[where])))
+        self._add_dims(values if where is None else torch.where(where, values, 0.0), of.shape, at)
+        inside = of[at]
+        self._add_bands(*((values, inside) if where is None else (values[where], inside[where])))
 
-    def _add_dims(self, values: torch.Tensor) -> None:
+    def _add_dims(self, values: torch.Tensor, shape: torch.Size, at: Place) -> None:
         if values.numel() == 0:
             return
-        for dim in {1, values.dim() - 1} - {-1, 0} - self._dropped if values.dim() > 1 else ():
-            others = [other for other in range(values.dim()) if other != dim]
-            largest = values.amax(others)
-            known = self.largest.get(dim)
-            if known is not None and known.shape != largest.shape:
+        for dim in {1, len(shape) - 1} - {-1, 0} - self._dropped if len(shape) > 1 else ():
+            if dim not in self.largest:
+                self.largest[dim] = torch.zeros(shape[dim], dtype=torch.float64)
+                self.samples[dim] = torch.zeros(shape[dim], dtype=torch.int64)
+            elif len(self.largest[dim]) != shape[dim]:
                 self._dropped.add(dim)
                 del self.largest[dim], self.samples[dim]
                 continue
-            self.largest[dim] = largest if known is None else torch.maximum(known, largest)
-            more = torch.full(largest.shape, values.numel() // len(largest))
-            self.samples[dim] = self.samples.get(dim, 0) + more
+            part = at[dim] if isinstance(at, tuple) and dim < len(at) else slice(None)
+            largest = values.amax([other for other in range(len(shape)) if other != dim])
+            self.largest[dim][part] = torch.maximum(self.largest[dim][part], largest)
+            self.samples[dim][part] += values.numel() // len(largest)
 
     def _add_bands(self, values: torch.Tensor, of: torch.Tensor) -> None:
         if values.numel() == 0:
@@ -106,15 +122,18 @@ class Pool:
     count: int = 0
     slices: Slices | None = None
 
-    def add(self, values: torch.Tensor, where: torch.Tensor | None = None, *, of: torch.Tensor) -> None:
+    def add(
+        self, values: torch.Tensor, where: torch.Tensor | None = None, *, of: torch.Tensor, at: Place = ...
+    ) -> None:
         """Add the elements of a float64 tensor of any shape.
 
         Args:
             where: bool, same shape, the elements to add; by default all.
-            of: the original's output, same shape.
+            of: the original's output.
+            at: the piece of `of` that has the shape of `values`.
         """
         if self.slices is not None:
-            self.slices.add(values, of, where)
+            self.slices.add(values, of, where, at)
         values = values if where is None else values[where]
         if values.numel() == 0:
             return
@@ -124,13 +143,13 @@ class Pool:
 
     def add_distance(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """Add the distances between two tensors of one shape, where both are finite; `a` is the original's."""
-        for rows in pieces_of(a):
-            self.add(distance(a[rows], b[rows]), where_finite(a[rows], b[rows]), of=a[rows])
+        for at in pieces_of(a):
+            self.add(distance(a[at], b[at]), where_finite(a[at], b[at]), of=a, at=at)
 
     def add_sizes(self, a: torch.Tensor) -> None:
         """Add the magnitudes of the finite elements of a tensor."""
-        for rows in pieces_of(a):
-            self.add(wide(a[rows]).abs(), where_finite(a[rows]), of=a[rows])
+        for at in pieces_of(a):
+            self.add(wide(a[at]).abs(), where_finite(a[at]), of=a, at=at)
 
     @property
     def rms(self) -> float:

@@ -162,7 +162,7 @@ class Rows:
             first = int(wrong.reshape(len(rows), -1).any(1).nonzero()[0])
             if not moved.mismatches:
                 moved.where = batch.size, rows[first], how
-            moved.mismatches += int(wrong.sum())
+            moved.mismatches += int(wrong.count_nonzero())
         if is_exact(own):
             return
         plain = where_finite(own, other)

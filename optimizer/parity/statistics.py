@@ -9,8 +9,8 @@ import torch
 
 from optimizer.parity.tensors import largest, wide
 
-# Number of elements that are copied to float64 at once.
-_PIECE = 1 << 20
+# Number of elements that are copied to float64 at once, few enough for the cache.
+_PIECE = 1 << 18
 # Number of elements in the sample that estimates the percentile.
 _SAMPLE = 1 << 16
 # One in this many elements may exceed the 99.9th percentile.
@@ -49,7 +49,7 @@ def percentile_999(errors: torch.Tensor) -> float:
         larger = errors[errors > bound]
         if larger.numel() >= above:
             return _largest_but(larger, above - 1)
-        if int((errors >= bound).sum()) >= above:
+        if int((errors >= bound).count_nonzero()) >= above:
             return float(bound)
     return _largest_but(errors, above - 1)
 
@@ -81,8 +81,8 @@ def integer_agreement(value: torch.Tensor, own: torch.Tensor, ties: torch.Tensor
         value, own: the outputs of the candidate and of the original, integers or booleans of one shape.
         ties: bool, same shape, the elements that the original itself changes within its noise.
     """
-    compared = own.numel() - int(ties.sum())
-    equal = int(((value == own) & ~ties).sum())
+    compared = own.numel() - int(ties.count_nonzero())
+    equal = int(((value == own) & ~ties).count_nonzero())
     return equal / compared if compared else None, own.numel() - compared
 
 
@@ -114,6 +114,6 @@ def top1_agreement(value: torch.Tensor, target: torch.Tensor, noise: float) -> t
         top = theirs.topk(2)
         clear = top.values[:, 0] - top.values[:, 1] > 2 * noise
         same = (mine.argmax(1) == top.indices[:, 0]) & ~mine.isnan().any(1)
-        decided += int(clear.sum())
-        agreeing += int((clear & same).sum())
+        decided += int(clear.count_nonzero())
+        agreeing += int((clear & same).count_nonzero())
     return agreeing / decided if decided else None, rows - decided

@@ -97,8 +97,8 @@ def half_as_float32(leaf: Any) -> Any:
 
 def _finite(tensor: torch.Tensor) -> bool:
     # The sum needs one pass and no temporary, and one element that isn't finite makes it not finite. A sum of finite
-    # elements may overflow too, so then the elements are checked.
-    total = tensor.sum(dtype=torch.float64)
+    # elements may overflow too, so then the elements are checked. A sum in another dtype would convert element by element.
+    total = tensor.sum(dtype=torch.float32 if tensor.dtype in HALF else None)
     return bool(total.isfinite()) or bool(tensor.isfinite().all())
 
 

@@ -35,7 +35,7 @@ from optimizer.parity import (
     measure_reference,
 )
 from optimizer.parity.noise import RoundingNoise
-from optimizer.parity.pools import Pool, Slices, slice_noise
+from optimizer.parity.pools import Pool, Slices, pieces_of, slice_noise
 
 
 class ConvNet(nn.Module):
@@ -1145,6 +1145,39 @@ def test_a_column_gets_more_samples_before_it_is_wrong(monkeypatch):
     monkeypatch.setattr(RoundingNoise, "more_samples", more)
     assert judge(reference.compare(other)).ok
     assert bool((reference.slices[name].noise[1] >= before[1]).all())
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (1, 40), (5, 1, 3), (2, 7, 3), (3, 4, 2, 5)], ids=str)
+@pytest.mark.parametrize("spoilt", [False, True], ids=["finite", "with NaN"])
+def test_pieces_pool_to_the_same_as_a_whole(shape, spoilt, monkeypatch):
+    def pooled():
+        pool = Pool(slices=Slices())
+        for a, b in calls:
+            pool.add_distance(a, b)
+        return pool
+
+    generator = torch.Generator().manual_seed(0)
+    calls = [[torch.randn(shape, generator=generator) * 300 for _ in "ab"] for _ in range(2)]
+    if spoilt and shape:
+        calls[0][0].view(-1)[::3] = math.nan
+    whole = pooled()
+    for size in (1, 2, 3, 6, 10):
+        monkeypatch.setattr("optimizer.parity.pools._PIECE", size)
+        covered = torch.zeros(shape)
+        for at in pieces_of(covered):
+            covered[at] += 1
+            assert covered[at].numel() <= max(size, math.prod(shape[2:]))
+        assert bool((covered == 1).all())
+        pieces = pooled()
+        assert (pieces.largest, pieces.count) == (whole.largest, whole.count)
+        assert pieces.squares == pytest.approx(whole.squares)
+        for found, wanted in (
+            (pieces.slices.largest, whole.slices.largest),
+            (pieces.slices.samples, whole.slices.samples),
+        ):
+            assert found.keys() == wanted.keys()
+            for key, values in wanted.items():
+                torch.testing.assert_close(found[key], values, rtol=0, atol=0, equal_nan=True)
 
 
 def test_an_error_in_a_channel_a_million_times_smaller_is_found():
