@@ -101,11 +101,13 @@ class Lossy:
         found: list[Accuracy] = []
 
         def accept(path: Path) -> bool:
-            if found and self.is_late():
+            found.append(self.accuracy(open_route(path, route, files.device)))
+            if found[-1].why_not(self.budget) is None:
+                return True
+            if self.is_late():
                 best = max(found, key=_closeness)
                 raise Refused(f"the time was up, and the best so far has {best}", best)
-            found.append(self.accuracy(open_route(path, route, files.device)))
-            return found[-1].why_not(self.budget) is None
+            return False
 
         made = None
         for each in map(Recipe, KINDS[format]) if recipe is None else [recipe]:

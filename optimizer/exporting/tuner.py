@@ -63,6 +63,8 @@ class Tuner:
         # timing.
         self._ready: list[tuple[Opened, float]] = []
         self._first: Opened | None = None
+        # The route whose file was made and judged last: timing it takes least of all, so it's never too late for that.
+        self._judged: Route | None = None
         self._in_python: list[Opened] = []
         self._notes: list[str] = []
         self._tried = 0
@@ -149,7 +151,8 @@ class Tuner:
             return
         self.entries[format] = entry
         files.entries = [*files.entries, entry]
-        yield files.candidate(Route(format, "onnxruntime"))
+        self._judged = Route(format, "onnxruntime")
+        yield files.candidate(self._judged)
         yield from self._in_openvino(format)
 
     def _with_settings(self, route: Route | None) -> Iterator[Candidate]:
@@ -225,7 +228,7 @@ class Tuner:
             return []
         self._bench.job.progress("tune", self._tried, self._tried + 1, candidate.name)
         self._tried += 1
-        if self._is_late() and self._ready:
+        if self._is_late() and self._ready and (candidate.route is None or candidate.route != self._judged):
             self._drop(candidate, "not tried: the time was up")
             return []
         ready, dropped = opened_all([candidate], prove)
