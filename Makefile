@@ -22,7 +22,9 @@ TIMM := $(VENV)/timm
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 # Two processes with one thread each are faster than one with two, because most of the time is spent in Python.
 WORKERS ?= 2
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# Compiled modules are kept, as they are for users: some shells turn that off, and then each of the hundreds of processes
+# that tests start compiles this project anew.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 N ?= 1000
 RUNS ?= 2000
 SEED := $(or $(SEED),$(shell date +%s))

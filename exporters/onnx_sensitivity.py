@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -15,7 +15,7 @@ from exporters.errors import CalibrationError
 from exporters.onnx_quantization import Calibration, Kind, QuantizedFile, check_calibration, name_nodes, prepared
 from exporters.onnx_runtime import ort
 
-# Each call takes two runs of the file per node.
+# Each call takes a run of the file per node, so one row of two calls must do.
 _CALLS = 2
 _SWITCHES = "quantization_switches"
 # The part of the nodes from which a quantized file is no longer worth its while.
@@ -87,6 +87,7 @@ def sensitivities(float_file: Path, quantized_file: QuantizedFile, calibration: 
     if not calibration:
         raise CalibrationError("Measuring the errors of nodes needs calibration calls: pass some typical inputs.")
     check_calibration(exact, calibration, required=True)
+    calls = [_first_row(exact, call) for call in calibration[:_CALLS]]
     _add_switches(exact, rounded, quantized_file.quantized)
     options = ort.SessionOptions()
     options.log_severity_level = 4
@@ -95,13 +96,20 @@ def sensitivities(float_file: Path, quantized_file: QuantizedFile, calibration: 
         ir.save(exact, path, external_data="switches.onnx.data")
         session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     errors = np.zeros(len(quantized_file.quantized))
-    for call in calibration[:_CALLS]:
+    for call in calls:
         reference = session.run(None, {**call, _SWITCHES: np.zeros(len(errors), bool)})
         for index in range(len(errors)):
             outputs = session.run(None, {**call, _SWITCHES: np.arange(len(errors)) == index})
             errors[index] += sum(map(_relative_power, outputs, reference))
     pairs = zip(quantized_file.quantized, errors.tolist(), strict=True)
     return sorted(pairs, key=lambda pair: -pair[1])
+
+
+def _first_row(model: ir.Model, call: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    """The first row of a call if all inputs have the same open batch, otherwise the whole call."""
+    firsts = {None if not value.shape else str(value.shape[0]) for value in model.graph.inputs}
+    is_open = all(value.shape and not isinstance(value.shape[0], int) for value in model.graph.inputs)
+    return {name: value[:1] for name, value in call.items()} if is_open and len(firsts) == 1 else call
 
 
 def _relative_power(output: np.ndarray, reference: np.ndarray) -> float:

@@ -338,7 +338,7 @@ def test_the_most_sensitive_node_is_the_one_that_harms_the_outputs_most_by_itsel
     for name in record.quantized:
         others = [other for other in record.quantized if other != name]
         assert quantized(mlp, target, kind, calibration, keep=others).quantized == (name,)
-        alone[name] = sum(relative_error(mlp, target, row) ** 2 for row in calibration[:2])
+        alone[name] = sum(relative_error(mlp, target, {"x": row["x"][:1]}) ** 2 for row in calibration[:2])
     assert [name for name, _ in found] == sorted(alone, key=lambda name: -alone[name])
     for name, error in found:
         assert error == pytest.approx(alone[name], rel=0.02)
@@ -350,7 +350,9 @@ def test_a_convolution_is_measured_with_its_relu_and_its_rounding(network, tmp_p
     only = quantized(network, tmp_path / "small.onnx", "int8-static", row, keep=["Conv_first"])
     ((name, error),) = sensitivities(network, only, row)
     assert name == "Conv_y"
-    pairs = zip(run(network, row[0]), run(only.files[0], row[0]), strict=True)
+    # One row is enough, where the batch is open.
+    first = {"x": row[0]["x"][:1]}
+    pairs = zip(run(network, first), run(only.files[0], first), strict=True)
     assert error == pytest.approx(sum(np.sum((y - q) ** 2) / np.sum(y**2) for y, q in pairs), rel=1e-2)
     both = quantized(network, tmp_path / "small.onnx", "int8-static", row)
     assert {name for name, _ in sensitivities(network, both, row)} == {"Conv_first", "Conv_y"}

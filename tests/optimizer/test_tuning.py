@@ -24,11 +24,12 @@ from fake_tuning import (
 from tiny_models import enliven
 from torch import nn
 
-from exporters.onnx_quantization import KINDS
+from exporters.onnx_quantization import KINDS, Recipe
 from exporters.registry import QUANTIZED
 from optimizer import optimize
 from optimizer.errors import DeviceError, UsageError
 from optimizer.exporting import choose
+from optimizer.exporting.lossy import Lossy
 from optimizer.exporting.optional_passes import with_other_passes
 from optimizer.exporting.tuner import Tuner
 from optimizer.pipeline import provenance_of
@@ -291,6 +292,30 @@ def test_candidates_after_the_time_is_up_are_not_tried(
     found = choosing(tune=True, tune_seconds=10)
     assert found.route == ONNX
     assert "not tried: the time was up" in found.dropped.values()
+
+
+@pytest.mark.parametrize("levels", [100, 2])
+def test_a_quantized_file_that_was_made_in_time_is_judged_and_timed(
+    levels: int, choosing: Choose, speeds: Speeds, rounding: Rounding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speeds.seconds = {"eager": 1.0, "int8": 0.1, "": 0.5}
+    rounding.levels = {"int8-dynamic": levels, "uint8-dynamic": 100, "int8-static": 100}
+    now = [0.0]
+    monkeypatch.setattr("optimizer.exporting.tuner.time.monotonic", lambda: now[0])
+    make = Lossy.made
+
+    def late(self: Lossy, format: str, files: Files, recipe: Recipe | None = None) -> dict[str, Any]:
+        now[0] = 1000.0
+        return make(self, format, files, recipe)
+
+    monkeypatch.setattr(Lossy, "made", late)
+    found = choosing(tune=True, accuracy="0.999", calibration=[images(4, seed) for seed in range(4)])
+    assert found.dropped["onnx-int8"] == "not tried: the time was up"
+    if levels == 100:
+        assert found.route == "onnx-int8-dynamic in onnxruntime"
+    else:
+        assert found.dropped["onnx-int8-dynamic"].startswith("the time was up, and the best so far has cosine 0.9")
+        assert found.route == ONNX
 
 
 def test_nothing_lossy_is_tried_without_a_budget(choosing: Choose, speeds: Speeds, rounding: Rounding) -> None:
