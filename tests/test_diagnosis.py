@@ -348,9 +348,10 @@ def test_the_result_is_plain_data_sorted_by_level():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-def test_a_scripted_module_has_no_findings_and_hides_none_of_others():
+def test_a_scripted_model_is_refused_and_a_scripted_child_hides_no_finding_of_others():
     scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
-    assert diagnose(scripted, (torch.randn(2, 8),)).findings == ()
+    with pytest.raises(UsageError, match=r"The model is TorchScript.*diagnose the module it was made from"):
+        diagnose(scripted, (torch.randn(2, 8),))
     assert list(found(lambda self, x: self.hidden[0](self.layer(x)), layer=scripted, hidden=[nn.Linear(8, 8)])) == [
         "unregistered"
     ]

@@ -13,6 +13,7 @@ from torch import nn
 from optimizer.diagnosis.findings import LEVELS, Diagnosis
 from optimizer.diagnosis.rules import RULES
 from optimizer.diagnosis.runs import evidence_of, recorded, watched_step
+from optimizer.errors import UsageError
 from optimizer.model import (
     ExampleInputs,
     Runs,
@@ -20,6 +21,7 @@ from optimizer.model import (
     eager_only,
     errors_of_model,
     in_turn,
+    is_script,
     on_device,
     one_call,
     outside_inference_mode,
@@ -50,13 +52,17 @@ def diagnose(
         device: where to run; by default the module's device. For another device, the weights are copied.
 
     Raises:
-        UsageError: an argument is invalid, or a profiler is running.
+        UsageError: an argument is invalid, the model is TorchScript, or a profiler is running.
         DeviceError: the device is a GPU, and torch finds none.
         LoadError: the model can't be copied, or raises on the example inputs; or the training step raises.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     check_model(model, runs=True)
+    if is_script(model):
+        raise UsageError(
+            "The model is TorchScript, whose operations have no lines: diagnose the module it was made from."
+        )
     call, target = one_call("diagnose", model, example_inputs, example_kwargs, device)
     step = None if training_step is None else watched_step(model, training_step)
     with outside_inference_mode(), random_state(0), unsynchronised(), torch.no_grad(), eager_only():
