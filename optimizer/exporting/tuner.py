@@ -19,6 +19,7 @@ from optimizer.tuning import (
     Opened,
     Ratio,
     Refused,
+    attempted,
     dropped_figure,
     frozen,
     interleaved,
@@ -62,6 +63,8 @@ class Tuner:
         # The proven files in the order of their trials, each with its speed relative to the first one, from its first
         # timing.
         self._ready: list[tuple[Opened, float]] = []
+        # Files that were slower than the best in their first timing, and aren't proven yet.
+        self._slower: list[tuple[Opened, float]] = []
         self._first: Opened | None = None
         # The route whose file was made and judged last: timing it takes least of all, so it's never too late for that.
         self._judged: Route | None = None
@@ -108,7 +111,9 @@ class Tuner:
         else:
             # Settings last, because those that are best for a quantized file may differ.
             yield from self._lossy_files(slow)
+            self._prove_slower()
             yield from self._settings_of_best()
+            self._prove_slower()
 
     def _lossy_files(self, formats: Iterable[str]) -> Iterator[Candidate]:
         device = self._bench.files.device
@@ -178,23 +183,50 @@ class Tuner:
         return [*found, {"spinning": False}] if runtime == "onnxruntime" else found
 
     def _try(self, candidate: Candidate) -> None:
-        """Time a file next to the first one, and prove it unless it is far slower than the best.
+        """Time a file next to the first one, and prove it. If it is slower than the best, the proof waits.
 
-        On a GPU, each is proven: the time of the launches hides how fast a file is in a CUDA graph.
+        On a GPU, none waits: the time of the launches hides how fast a file is in a CUDA graph.
         """
         gains: list[float] = []
         on_cpu = self._bench.files.device == "cpu"
 
-        def timed_and_proven(opened: Opened) -> Opened:
+        def timed(opened: Opened) -> Opened:
             gains.append(self._gain(opened))
-            best = max((gain for _, gain in self._ready), default=0.0)
-            if on_cpu and gains[0] * _FAR_BEHIND < best:
-                raise Refused(_far_behind(best, gains[0]))
-            return self._proven(opened)
+            if on_cpu:
+                self._refuse_far_behind(gains[0])
+            return opened
 
-        for opened in self._opened(candidate, timed_and_proven):
-            self._ready.append((opened, gains[0]))
-            self._close_others()
+        for opened in self._opened(candidate, timed):
+            if on_cpu and gains[0] < self._best_gain() and candidate.route not in self._own:
+                self._slower.append((opened, gains[0]))
+            else:
+                self._prove(opened, gains[0])
+
+    def _prove(self, opened: Opened, gain: float) -> None:
+        ready, dropped = attempted(opened.candidate, lambda: self._proven(opened))
+        self._ready += [(each, gain) for each in ready]
+        self._dropped += dropped
+        self._close_others()
+
+    def _prove_slower(self) -> None:
+        """Prove the files that were slower than the best, the fastest first: with other settings, one may be the best."""
+        for opened, gain in sorted(self._slower, key=lambda each: -each[1]):
+            try:
+                self._refuse_far_behind(gain)
+                if self._is_late():
+                    raise Refused(f"{_behind(self._best_gain(), gain)}, and the time was up before its proof")
+            except Refused as refused:
+                self._drop(opened.candidate, str(refused))
+            else:
+                self._prove(opened, gain)
+        self._slower.clear()
+
+    def _refuse_far_behind(self, gain: float) -> None:
+        if gain * _FAR_BEHIND < self._best_gain():
+            raise Refused(_behind(self._best_gain(), gain))
+
+    def _best_gain(self) -> float:
+        return max((gain for _, gain in self._ready), default=0.0)
 
     def _try_in_python(self, eager: Opened) -> None:
         """Time what isn't a file, to show what other passes and torch.compile would gain."""
@@ -275,17 +307,17 @@ class Tuner:
     def _finalists(self) -> list[Opened]:
         """The files of the last timing; those far slower than the best are dropped."""
         kept: list[Opened] = []
-        best = max((gain for _, gain in self._ready), default=0.0)
+        best = self._best_gain()
         for opened, gain in self._ready:
             if gain * _FAR_BEHIND >= best:
                 kept.append(opened)
             else:
-                self._drop(opened.candidate, _far_behind(best, gain))
+                self._drop(opened.candidate, _behind(best, gain))
         return kept
 
     def _drop(self, candidate: Candidate, reason: str) -> None:
         self._dropped.append(dropped_figure(candidate, reason, candidate.accuracy))
 
 
-def _far_behind(best: float, gain: float) -> str:
+def _behind(best: float, gain: float) -> str:
     return f"the best is {best / gain:.2f} times as fast"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from optimizer.parity import Accuracy
@@ -186,14 +187,25 @@ def opened_all(
     ready: list[Opened] = []
     dropped: list[Figure] = []
     for candidate in candidates:
-        try:
-            ready.append(prove(opened(candidate)))
-        except Refused as refused:
-            dropped.append(dropped_figure(candidate, str(refused), refused.accuracy))
-        # Any exception of a runtime that can't load or run a file is a reason not to choose it, and is reported as one.
-        except Exception as error:  # noqa: BLE001
-            dropped.append(dropped_figure(candidate, f"it can't run: {quote(error)}"))
+        found, refused = attempted(candidate, partial(_opened_and_proven, candidate, prove))
+        ready += found
+        dropped += refused
     return ready, dropped
+
+
+def _opened_and_proven(candidate: Candidate, prove: Callable[[Opened], Opened]) -> Opened:
+    return prove(opened(candidate))
+
+
+def attempted(candidate: Candidate, make: Callable[[], Opened]) -> tuple[list[Opened], list[Figure]]:
+    """What `make` returns; or the dropped candidate with the reason, if it raises."""
+    try:
+        return [make()], []
+    except Refused as refused:
+        return [], [dropped_figure(candidate, str(refused), refused.accuracy)]
+    # Any exception of a runtime that can't load or run a file is a reason not to choose it, and is reported as one.
+    except Exception as error:  # noqa: BLE001
+        return [], [dropped_figure(candidate, f"it can't run: {quote(error)}")]
 
 
 def dropped_figure(candidate: Candidate, reason: str, accuracy: Accuracy | None = None) -> Figure:

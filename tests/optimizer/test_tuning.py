@@ -29,6 +29,7 @@ from exporters.registry import QUANTIZED
 from optimizer import optimize
 from optimizer.errors import DeviceError, UsageError
 from optimizer.exporting import choose
+from optimizer.exporting.bench import Bench
 from optimizer.exporting.lossy import Lossy
 from optimizer.exporting.optional_passes import with_other_passes
 from optimizer.exporting.tuner import Tuner
@@ -271,6 +272,40 @@ def test_optional_passes_are_tried_in_addition_and_in_front_of_a_compiler(monkey
         "the module with pad-channels",
         "the module with jit-fusion",
     ]
+
+
+@pytest.mark.usefixtures("openvino")
+@pytest.mark.parametrize("late", [False, True])
+def test_the_proof_of_a_slower_file_waits(
+    late: bool, choosing: Choose, speeds: Speeds, rounding: Rounding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speeds.seconds = {"eager": 1.0, "int8-dynamic": 0.4, "openvino": 0.52, "model.torchscript.pt": 2.0, "": 0.5}
+    rounding.levels = {"int8-dynamic": 100}
+    now, proven = [0.0], []
+    monkeypatch.setattr("optimizer.exporting.tuner.time.monotonic", lambda: now[0])
+    prove, make = Bench.prove, Lossy.made
+
+    def counted(self: Bench, route: Route) -> None:
+        proven.append(str(route))
+        prove(self, route)
+
+    def judged(self: Lossy, format: str, *rest: Any) -> dict[str, Any]:
+        proven.append(format)
+        try:
+            return make(self, format, *rest)
+        finally:
+            now[0] = 1000.0 if late and format == "onnx-int4" else 0.0
+
+    monkeypatch.setattr(Bench, "prove", counted)
+    monkeypatch.setattr(Lossy, "made", judged)
+    found = choosing(tune=True, accuracy="0.999", calibration=[images(4, seed) for seed in range(4)])
+    if late:
+        reason = "the best is 1.30 times as fast, and the time was up before its proof"
+        assert found.dropped["model.onnx in openvino"] == reason
+        assert "onnx in openvino" not in proven
+    else:
+        assert proven.index("onnx-int4") < proven.index("onnx in openvino")
+    assert found.route == "onnx-int8-dynamic in onnxruntime"
 
 
 @pytest.mark.usefixtures("openvino")
