@@ -140,7 +140,7 @@ def test_training_in_half_of_the_memory(tmp_path):
     assert_trains_alike(done, "resnet", 2)
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 def test_training_in_two_processes(tmp_path):
     launched = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLES / "train.py"))
     options = ("--model", "gpt2", "--precision", "fp16", "--steps", "2", "--batch", "4")
