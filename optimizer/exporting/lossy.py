@@ -62,6 +62,10 @@ class Lossy:
             raise Refused(f"outside the budget: {reason}", accuracy)
         return replace(candidate, accuracy=accuracy)
 
+    def is_judged(self, candidate: Candidate) -> bool:
+        """Whether the accuracy is known, because the file was judged when it was made."""
+        return str(candidate.route) in self._accuracies
+
     def accuracy(self, runner: Runner) -> Accuracy:
         """The worst figures of a runner over all calls, or over those held out if they are outside the budget already."""
         names = self._measured.adapter.output_names
@@ -109,15 +113,16 @@ class Lossy:
                 raise Refused(f"the time was up, and the best so far has {best}", best)
             return False
 
+        last = KINDS[format][-1]
+        # In float16, the errors of single nodes can't be measured, because the types of inputs differ.
+        can_keep_nodes = recipe is None and last != "float16"
         made = None
         for each in map(Recipe, KINDS[format]) if recipe is None else [recipe]:
-            # Nodes stay in float only with the last recipe. In float16, the errors of single nodes can't be measured,
-            # because the types of inputs differ.
-            if recipe is not None or each.kind != KINDS[format][-1] or each.kind == "float16":
+            if can_keep_nodes and each.kind == last:
+                made = within_budget(source, target, last, self._rows, accept).accepted
+            else:
                 file = quantized(source, target, each.kind, self._rows, keep=each.kept)
                 made = file if accept(target) else None
-            else:
-                made = within_budget(source, target, each.kind, self._rows, accept).accepted
             if made is not None:
                 break
         else:

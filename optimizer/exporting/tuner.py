@@ -66,8 +66,6 @@ class Tuner:
         # Files that were slower than the best in their first timing, and aren't proven yet.
         self._slower: list[tuple[Opened, float]] = []
         self._first: Opened | None = None
-        # The route whose file was made and judged last: timing it takes least of all, so it's never too late for that.
-        self._judged: Route | None = None
         self._in_python: list[Opened] = []
         self._notes: list[str] = []
         self._tried = 0
@@ -133,7 +131,7 @@ class Tuner:
             yield self._bench.files.candidate(replace(route, settings={**route.settings, "cuda_graph": True}))
 
     def _settings_of_best(self) -> Iterator[Candidate]:
-        for opened, _ in self._best()[:_WITH_SETTINGS]:
+        for opened, _ in _by_speed(self._ready)[:_WITH_SETTINGS]:
             yield from self._with_settings(opened.candidate.route)
 
     def _in_openvino(self, format: str) -> Iterator[Candidate]:
@@ -156,8 +154,7 @@ class Tuner:
             return
         self.entries[format] = entry
         files.entries = [*files.entries, entry]
-        self._judged = Route(format, "onnxruntime")
-        yield files.candidate(self._judged)
+        yield files.candidate(Route(format, "onnxruntime"))
         yield from self._in_openvino(format)
 
     def _with_settings(self, route: Route | None) -> Iterator[Candidate]:
@@ -192,38 +189,40 @@ class Tuner:
 
         def timed(opened: Opened) -> Opened:
             gains.append(self._gain(opened))
-            if on_cpu:
-                self._refuse_far_behind(gains[0])
+            if on_cpu and self._is_far_behind(gains[0]):
+                raise Refused(self._behind(gains[0]))
             return opened
 
         for opened in self._opened(candidate, timed):
             if on_cpu and gains[0] < self._best_gain() and candidate.route not in self._own:
                 self._slower.append((opened, gains[0]))
+                self._close_others()
             else:
                 self._prove(opened, gains[0])
 
     def _prove(self, opened: Opened, gain: float) -> None:
-        ready, dropped = attempted(opened.candidate, lambda: self._proven(opened))
+        ready, dropped = attempted(opened.candidate, lambda _: self._proven(opened))
         self._ready += [(each, gain) for each in ready]
         self._dropped += dropped
         self._close_others()
 
     def _prove_slower(self) -> None:
         """Prove the files that were slower than the best, the fastest first: with other settings, one may be the best."""
-        for opened, gain in sorted(self._slower, key=lambda each: -each[1]):
-            try:
-                self._refuse_far_behind(gain)
-                if self._is_late():
-                    raise Refused(f"{_behind(self._best_gain(), gain)}, and the time was up before its proof")
-            except Refused as refused:
-                self._drop(opened.candidate, str(refused))
+        while self._slower:
+            fastest = opened, gain = _by_speed(self._slower)[0]
+            self._slower.remove(fastest)
+            if self._is_far_behind(gain):
+                self._drop(opened.candidate, self._behind(gain))
+            elif self._is_late():
+                self._drop(opened.candidate, f"{self._behind(gain)}, and the time was up before its proof")
             else:
                 self._prove(opened, gain)
-        self._slower.clear()
 
-    def _refuse_far_behind(self, gain: float) -> None:
-        if gain * _FAR_BEHIND < self._best_gain():
-            raise Refused(_behind(self._best_gain(), gain))
+    def _is_far_behind(self, gain: float) -> bool:
+        return gain * _FAR_BEHIND < self._best_gain()
+
+    def _behind(self, gain: float) -> str:
+        return f"the best is {self._best_gain() / gain:.2f} times as fast"
 
     def _best_gain(self) -> float:
         return max((gain for _, gain in self._ready), default=0.0)
@@ -260,7 +259,9 @@ class Tuner:
             return []
         self._bench.job.progress("tune", self._tried, self._tried + 1, candidate.name)
         self._tried += 1
-        if self._is_late() and self._ready and (candidate.route is None or candidate.route != self._judged):
+        # Timing a file that was made and judged takes least of all, so it's never too late for that.
+        judged = self._lossy is not None and self._lossy.is_judged(candidate)
+        if self._is_late() and self._ready and not judged:
             self._drop(candidate, "not tried: the time was up")
             return []
         ready, dropped = opened_all([candidate], prove)
@@ -291,33 +292,30 @@ class Tuner:
         self._bench.prove(route)
         return opened
 
-    def _best(self) -> list[tuple[Opened, float]]:
-        return sorted(self._ready, key=lambda each: -each[1])
-
     def _close_others(self) -> None:
         """Drop files that are slower than the finalists: each open file keeps its weights in memory.
 
         The exported files in their own runtimes stay. They are the simplest to ship if all are equally fast.
         """
-        for opened, _ in self._best()[_FINALISTS:]:
+        for opened, _ in _by_speed([*self._ready, *self._slower])[_FINALISTS:]:
             if opened.candidate.route not in self._own:
                 self._ready = [each for each in self._ready if each[0] is not opened]
+                self._slower = [each for each in self._slower if each[0] is not opened]
                 self._drop(opened.candidate, f"{_FINALISTS} others are at least as fast")
 
     def _finalists(self) -> list[Opened]:
         """The files of the last timing; those far slower than the best are dropped."""
         kept: list[Opened] = []
-        best = self._best_gain()
         for opened, gain in self._ready:
-            if gain * _FAR_BEHIND >= best:
-                kept.append(opened)
+            if self._is_far_behind(gain):
+                self._drop(opened.candidate, self._behind(gain))
             else:
-                self._drop(opened.candidate, _behind(best, gain))
+                kept.append(opened)
         return kept
 
     def _drop(self, candidate: Candidate, reason: str) -> None:
         self._dropped.append(dropped_figure(candidate, reason, candidate.accuracy))
 
 
-def _behind(best: float, gain: float) -> str:
-    return f"the best is {best / gain:.2f} times as fast"
+def _by_speed(files: Iterable[tuple[Opened, float]]) -> list[tuple[Opened, float]]:
+    return sorted(files, key=lambda each: -each[1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from optimizer.parity import Accuracy
@@ -187,20 +186,16 @@ def opened_all(
     ready: list[Opened] = []
     dropped: list[Figure] = []
     for candidate in candidates:
-        found, refused = attempted(candidate, partial(_opened_and_proven, candidate, prove))
+        found, refused = attempted(candidate, lambda each: prove(opened(each)))
         ready += found
         dropped += refused
     return ready, dropped
 
 
-def _opened_and_proven(candidate: Candidate, prove: Callable[[Opened], Opened]) -> Opened:
-    return prove(opened(candidate))
-
-
-def attempted(candidate: Candidate, make: Callable[[], Opened]) -> tuple[list[Opened], list[Figure]]:
+def attempted(candidate: Candidate, make: Callable[[Candidate], Opened]) -> tuple[list[Opened], list[Figure]]:
     """What `make` returns; or the dropped candidate with the reason, if it raises."""
     try:
-        return [make()], []
+        return [make(candidate)], []
     except Refused as refused:
         return [], [dropped_figure(candidate, str(refused), refused.accuracy)]
     # Any exception of a runtime that can't load or run a file is a reason not to choose it, and is reported as one.
