@@ -386,11 +386,8 @@ def _quantizable(model: ir.Model, kind: Kind) -> tuple[str, ...]:
 
 
 def _is_quantizable(node: ir.Node) -> bool:
-    weight = node.inputs[1]
-    if node.domain or weight is None or not weight.is_initializer() or weight.is_graph_input():
-        return False
-    tensor = weight.const_value
-    if tensor is None or tensor.dtype != ir.DataType.FLOAT or len(tensor.shape) < 2:
+    tensor = _constant(node.inputs[1])
+    if node.domain or tensor is None or tensor.dtype != ir.DataType.FLOAT or len(tensor.shape) < 2:
         return False
     if node.op_type == "Conv":
         bias = node.inputs[2] if len(node.inputs) > 2 else None
@@ -404,21 +401,19 @@ def _is_quantizable(node: ir.Node) -> bool:
 
 
 def _transpose_weights(model: ir.Model) -> None:
-    """MatMul(x, Transpose(W)) → MatMul(x, Wᵀ), with a weight of its own: a language model's embedding is also the weight
-    of its last layer, which can have a third of all products."""
+    """MatMul(x, Transpose(W)) → MatMul(x, Wᵀ), with a weight of its own.
+
+    A language model's embedding is also the weight of its last layer, which can have a third of all products.
+    """
     graph = model.graph
     for node in list(graph):
-        weight = node.inputs[0] if node.op_type == "Transpose" else None
-        if weight is None or weight.const_value is None or not weight.is_initializer() or weight.is_graph_input():
+        if node.op_type != "Transpose" or list(node.attributes.get_ints("perm", (1, 0))) != [1, 0]:
             continue
+        tensor = _constant(weight := node.inputs[0])
         readers = [use for use in node.outputs[0].uses() if use.node.op_type == "MatMul" and use.idx == 1]
-        if (
-            len(weight.const_value.shape) != 2
-            or list(node.attributes.get_ints("perm", (1, 0))) != [1, 0]
-            or not readers
-        ):
+        if not readers or weight is None or tensor is None or len(tensor.shape) != 2:
             continue
-        transposed = _initializer(graph, f"{weight.name}_transposed", weight.const_value.numpy().T)
+        transposed = _transposed(graph, weight)
         for use in readers:
             use.node.replace_input_with(1, transposed)
         if not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
@@ -450,8 +445,7 @@ def _split_gemms(model: ir.Model, chosen: Collection[str]) -> None:
         x, weight, *bias = node.inputs
         assert weight is not None
         if node.attributes.get_int("transB", 0):
-            assert weight.const_value is not None
-            weight = _initializer(graph, f"{weight.name}_transposed", weight.const_value.numpy().T)
+            weight = _transposed(graph, weight)
         output = node.outputs[0]
         name = node.name
         node.name = f"{name}_replaced"
@@ -462,6 +456,17 @@ def _split_gemms(model: ir.Model, chosen: Collection[str]) -> None:
             new.append(ir.node("Add", [product.outputs[0], bias[0]], name=f"{name}_bias"))
         result = new[-1].outputs[0]
         ir.convenience.replace_nodes_and_values(graph, node, [node], new, [output], [result])
+
+
+def _constant(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """The tensor of an initializer that a caller can't replace."""
+    return None if value is None or not value.is_initializer() or value.is_graph_input() else value.const_value
+
+
+def _transposed(graph: ir.Graph, weight: ir.Value) -> ir.Value:
+    """A new initializer with the transposed tensor of a constant of shape (rows, columns)."""
+    assert weight.const_value is not None
+    return _initializer(graph, f"{weight.name}_transposed", weight.const_value.numpy().T)
 
 
 def _initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:

@@ -107,9 +107,9 @@ def sensitivities(float_file: Path, quantized_file: QuantizedFile, calibration: 
 
 def _first_row(model: ir.Model, call: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
     """The first row of a call if all inputs have the same open batch, otherwise the whole call."""
-    firsts = {None if not value.shape else str(value.shape[0]) for value in model.graph.inputs}
-    is_open = all(value.shape and not isinstance(value.shape[0], int) for value in model.graph.inputs)
-    return {name: value[:1] for name, value in call.items()} if is_open and len(firsts) == 1 else call
+    firsts = {value.shape[0] if value.shape else None for value in model.graph.inputs}
+    is_open = len(firsts) == 1 and isinstance(next(iter(firsts)), ir.SymbolicDim)
+    return {name: value[:1] for name, value in call.items()} if is_open else call
 
 
 def _relative_power(output: np.ndarray, reference: np.ndarray) -> float:

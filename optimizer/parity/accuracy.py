@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from optimizer.options import AccuracyBudget
+from optimizer.parity.pools import Pool
 from optimizer.parity.results import Measurement
 from optimizer.parity.statistics import cosine, has_classes, top1_agreement
-from optimizer.parity.tensors import all_finite, distance, special, wide
+from optimizer.parity.tensors import all_finite, special
 from optimizer.wording import dtype_name
 
 
@@ -135,9 +136,10 @@ def _of_output(name: str, value: torch.Tensor, target: torch.Tensor) -> Accuracy
     value, target = value.reshape(-1), target.reshape(-1)
     if not target.numel():
         return Accuracy(top1=top1)
-    errors = distance(value, target)
-    norms = [float(torch.linalg.vector_norm(wide(tensor))) for tensor in (target, errors)]
-    return Accuracy(cosine(value, target), top1, max_error=float(errors.max()), snr=_decibels(*norms))
+    errors, sizes = Pool(), Pool()
+    errors.add_distance(target, value)
+    sizes.add_sizes(target)
+    return Accuracy(cosine(value, target), top1, max_error=errors.largest, snr=_decibels(sizes.rms, errors.rms))
 
 
 def _decibels(signal: float, error: float) -> float | None:

@@ -17,29 +17,25 @@ from types import EllipsisType
 
 import torch
 
-from optimizer.parity.tensors import distance, least_noise, unit, where_finite, wide
+from optimizer.parity.tensors import PIECE, distance, least_noise, unit, where_finite, wide
 
 # The key of the bands of magnitude among the dims: numbers below 2**8, from 2**8 to 2**16, and so on; the last band has
 # no upper end.
 _BANDS = -1
 _BITS_PER_BAND = 8
 _BAND_COUNT = 16
-# Number of elements in a piece of an output. Float64 copies of larger pieces leave the cache, and the memory for each is
-# mapped anew: on a language model's logits, most operations take ten times as long.
-_PIECE = 1 << 18
-
 Place = EllipsisType | tuple[slice, ...]
 """An index of a piece: the whole tensor, or a part of dim 0, or a part of dim 1 of a part of dim 0."""
 
 
 def pieces_of(tensor: torch.Tensor) -> Iterator[Place]:
     """Indices that cut a tensor into pieces along dim 0, and along dim 1 where an element of dim 0 is large."""
-    if tensor.numel() <= _PIECE or not tensor.dim():
+    if tensor.numel() <= PIECE or not tensor.dim():
         yield ...
         return
     row = tensor.numel() // tensor.shape[0]
     for rows in _cuts(tensor.shape[0], row):
-        if row <= _PIECE or tensor.dim() == 1:
+        if row <= PIECE or tensor.dim() == 1:
             yield (rows,)
         else:
             yield from ((rows, columns) for columns in _cuts(tensor.shape[1], row // tensor.shape[1]))
@@ -47,7 +43,7 @@ def pieces_of(tensor: torch.Tensor) -> Iterator[Place]:
 
 def _cuts(length: int, each: int) -> Iterator[slice]:
     """Cut a dim of this length, each element of which has `each` numbers."""
-    step = max(1, _PIECE // each)
+    step = max(1, PIECE // each)
     yield from (slice(start, min(start + step, length)) for start in range(0, length, step))
 
 

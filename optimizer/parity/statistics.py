@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 
-from optimizer.parity.tensors import largest, wide
+from optimizer.parity.tensors import PIECE, wide
 
-# Number of elements that are copied to float64 at once, few enough for the cache.
-_PIECE = 1 << 18
 # Number of elements in the sample that estimates the percentile.
 _SAMPLE = 1 << 16
 # One in this many elements may exceed the 99.9th percentile.
@@ -61,17 +59,22 @@ def _largest_but(values: torch.Tensor, count: int) -> float:
 
 def cosine(value: torch.Tensor, target: torch.Tensor) -> float:
     """The cosine of the angle between two tensors of shape (elements,), in float64; 1 if both are zero, 0 if one is."""
-    scales = [max(largest(piece) for piece in tensor.split(_PIECE)) for tensor in (value, target)]
+    scales = [max(_largest(piece) for piece in tensor.split(PIECE)) for tensor in (value, target)]
     if 0.0 in scales:
         return 1.0 if scales == [0.0, 0.0] else 0.0
     both = own = other = 0.0
-    for pieces in zip(value.split(_PIECE), target.split(_PIECE), strict=True):
+    for pieces in zip(value.split(PIECE), target.split(PIECE), strict=True):
         # Without the scales, the squares of large numbers overflow and those of small numbers underflow.
         a, b = (wide(piece) / scale for piece, scale in zip(pieces, scales, strict=True))
         both += float(torch.vdot(a, b).real)
         own += float(torch.vdot(a, a).real)
         other += float(torch.vdot(b, b).real)
     return max(-1.0, min(1.0, both / math.sqrt(own * other)))
+
+
+def _largest(piece: torch.Tensor) -> float:
+    # Magnitudes of real numbers are exact in any dtype.
+    return float((wide(piece) if piece.is_complex() else piece).abs().max())
 
 
 def integer_agreement(value: torch.Tensor, own: torch.Tensor, ties: torch.Tensor) -> tuple[float | None, int]:
@@ -108,7 +111,7 @@ def top1_agreement(value: torch.Tensor, target: torch.Tensor, noise: float) -> t
     """
     classes = target.shape[-1]
     rows, decided, agreeing = target.numel() // classes, 0, 0
-    step = max(1, _PIECE // classes)
+    step = max(1, PIECE // classes)
     for start in range(0, rows, step):
         mine, theirs = (wide(tensor.reshape(rows, classes)[start : start + step]) for tensor in (value, target))
         top = theirs.topk(2)

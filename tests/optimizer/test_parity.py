@@ -1162,7 +1162,7 @@ def test_pieces_pool_to_the_same_as_a_whole(shape, spoilt, monkeypatch):
         calls[0][0].view(-1)[::3] = math.nan
     whole = pooled()
     for size in (1, 2, 3, 6, 10):
-        monkeypatch.setattr("optimizer.parity.pools._PIECE", size)
+        monkeypatch.setattr("optimizer.parity.pools.PIECE", size)
         covered = torch.zeros(shape)
         for at in pieces_of(covered):
             covered[at] += 1
