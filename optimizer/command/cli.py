@@ -272,6 +272,21 @@ def _help(context: click.Context, _: click.Parameter, wanted: bool) -> None:
         context.exit(context.obj.tell(text, {"help": text}))
 
 
+class _Flag(click.Option):
+    """A flag that a config may set: `--no-NAME`, which the help leaves out, switches it off."""
+
+    def __init__(self, names: Sequence[str], **settings: Any) -> None:
+        super().__init__(names, is_flag=True, **settings)
+        self.secondary_opts = [f"--no-{self.opts[-1].removeprefix('--')}"]
+
+    def get_help_record(self, context: click.Context) -> tuple[str, str] | None:
+        off, self.secondary_opts = self.secondary_opts, []
+        try:
+            return super().get_help_record(context)
+        finally:
+            self.secondary_opts = off
+
+
 def _installed(distribution: str) -> str:
     try:
         return metadata.version(distribution)
@@ -323,13 +338,13 @@ def _installed(distribution: str) -> str:
     type=click.Choice(["cpu", "cuda"]),
     help="Device of the original that the files are compared with.  [default: the device of the files]",
 )
-@click.option("--require-gpu", is_flag=True, help="Fail if there is no GPU, instead of checking on the CPU.")
+@click.option("--require-gpu", cls=_Flag, help="Fail if there is no GPU, instead of checking on the CPU.")
 @click.option(
     "--batch-sizes",
     metavar="LIST",
     help="Batch sizes to check.  [default: 1,2,3,5,8; for large inputs 1,2,3]",
 )
-@click.option("--static-batch", is_flag=True, help="Fix the batch size to that of the example inputs.")
+@click.option("--static-batch", cls=_Flag, help="Fix the batch size to that of the example inputs.")
 @click.option(
     "--dynamic",
     metavar="NAME:DIMS",
@@ -356,29 +371,29 @@ def _installed(distribution: str) -> str:
 )
 @click.option(
     "--row-independence",
-    is_flag=True,
+    cls=_Flag,
     help="Also check that each row of the outputs is independent of the other rows of its batch.",
 )
 @click.option(
     "--quick",
-    is_flag=True,
+    cls=_Flag,
     help="Prove with fewer runs: files at two batch sizes, rounding noise at one. The manifest says so.",
 )
 @click.option(
     "--thorough",
-    is_flag=True,
+    cls=_Flag,
     help="Prove with more runs: three samples of the inputs at each batch size, rounding noise at all of them.",
 )
 @click.option(
     "--strict",
-    is_flag=True,
+    cls=_Flag,
     help="Fail if a pass fails or is rolled back; publish nothing if a format is missing.",
 )
 @click.option("--seed", metavar="N", default="0", show_default=True, help="Seed for all random values.")
-@click.option("--force", is_flag=True, help="Replace the bundle that is at --output.")
+@click.option("--force", cls=_Flag, help="Replace the bundle that is at --output.")
 @click.option(
     "--if-changed",
-    is_flag=True,
+    cls=_Flag,
     help="Build only if the model, its files, options or versions changed since the bundle at --output was built.",
 )
 @click.option(
@@ -401,7 +416,7 @@ def _installed(distribution: str) -> str:
 @click.option("--no-run", is_flag=True, help="With --verify: check hashes and golden data, and load no model file.")
 @click.option(
     "--tune",
-    is_flag=True,
+    cls=_Flag,
     help="Try every installed runtime with its settings, and lossy precisions within --accuracy; recommend the best.",
 )
 @click.option("--tune-seconds", metavar="N", default="120", show_default=True, help="About how long --tune may take.")
@@ -563,14 +578,18 @@ def _given_again(context: click.Context) -> Iterator[str]:
         if option.name not in names:
             continue
         value = context.params[option.name]
-        long = option.opts[-1]
-        yield from [long] if value is True else [f"{long}={text}" for text in (value if option.multiple else [value])]
+        long = (option.secondary_opts if value is False else option.opts)[-1]
+        yield from (
+            [long]
+            if isinstance(value, bool)
+            else [f"{long}={text}" for text in (value if option.multiple else [value])]
+        )
 
 
 def _refuse_swallowed(context: click.Context, values: Mapping[str, Any]) -> None:
     """Refuse an option name as the value of another option: `--verify --json` names no bundle."""
     options = [parameter for parameter in context.command.params if isinstance(parameter, click.Option)]
-    names = {name for option in options for name in option.opts}
+    names = {name for option in options for name in (*option.opts, *option.secondary_opts)}
     for option in options:
         value = values.get(option.name or "")
         given = value if isinstance(value, tuple) else (value,)

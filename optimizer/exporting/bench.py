@@ -29,7 +29,6 @@ from optimizer.tuning import (
     Run,
     available_memory,
     calling,
-    chosen,
     opened_all,
     recommendation,
     timed,
@@ -148,19 +147,18 @@ class Bench:
         Raises:
             Refused: one of them fails.
         """
-        latencies, figures = timed(ready, seconds, self.finished)
         candidates = [each.candidate for each in ready if each.candidate.route is not None]
         # Exact files before lossy ones; the sort is stable.
         files = [each.name for each in sorted(candidates, key=lambda each: each.accuracy is not None)]
-        name = chosen(latencies, files) if files else None
+        found = timed(ready, files, seconds, self.finished)
         return Benchmark(
             batch_sizes=self.batch_sizes,
             threads=torch.get_num_threads(),
-            rounds=len(latencies[EAGER].rounds),
-            figures=(*figures, *dropped),
-            recommended=next((figure.route for figure in figures if figure.name == name), None),
-            reason=recommendation(figures, name),
-            notes=tuple(self._notes()),
+            rounds=found.rounds,
+            figures=(*found.figures, *dropped),
+            recommended=next((figure.route for figure in found.figures if figure.name == found.chosen), None),
+            reason=recommendation(found.figures, found.chosen),
+            notes=(*found.notes, *self._notes()),
         )
 
     def _notes(self) -> list[str]:

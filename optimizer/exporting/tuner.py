@@ -244,7 +244,7 @@ class Tuner:
         except Refused as refused:
             self._drop(opened.candidate, str(refused))
             return
-        told = f"{gain.median:.2f} ({gain.low:.2f} to {gain.high:.2f}) times as fast as {base.candidate.name}"
+        told = f"{gain} as {base.candidate.name}"
         if not gain.pays:
             self._drop(opened.candidate, f"no clear gain: {told}")
             return

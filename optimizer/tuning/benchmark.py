@@ -13,6 +13,8 @@ from optimizer.tuning.timing import Latency, Ratio, interleaved, ratio
 from optimizer.wording import quote
 
 EAGER = "eager"
+# The share of the time for all candidates; the rest is for two of them, if the choice is in doubt.
+_FOR_ALL = 0.7
 
 Run = Callable[[], object]
 
@@ -207,15 +209,50 @@ def dropped_figure(candidate: Candidate, reason: str, accuracy: Accuracy | None 
     return Figure(candidate.name, candidate.route, candidate.bytes, accuracy=accuracy, dropped=reason)
 
 
-def timed(candidates: Sequence[Opened], seconds: float, finished: Run) -> tuple[dict[str, Latency], tuple[Figure, ...]]:
-    """Time candidates side by side; the first one is the base of the speed-ups.
+@dataclass(frozen=True)
+class Timed:
+    """What `timed` measured.
+
+    Attributes:
+        figures: of all candidates.
+        chosen: the name of the candidate to ship; None if there is none to choose from.
+        notes: sentences about the choice.
+    """
+
+    rounds: int
+    figures: tuple[Figure, ...]
+    chosen: str | None
+    notes: tuple[str, ...] = ()
+
+
+def timed(candidates: Sequence[Opened], preferred: Sequence[str], seconds: float, finished: Run) -> Timed:
+    """Time candidates side by side, and choose one; the first one is the base of the speed-ups.
+
+    If the choice is in doubt, because another candidate has a better median and isn't surely faster, these two are timed
+    again alone. With only two of them, there are more rounds in the same time.
+
+    Args:
+        preferred: the names to choose from, simplest first.
+        seconds: for everything.
 
     Raises:
         Refused: one of them fails.
     """
-    latencies = interleaved({each.candidate.name: each.run for each in candidates}, seconds, finished)
+    runs = {each.candidate.name: each.run for each in candidates}
+    latencies = interleaved(runs, _FOR_ALL * seconds, finished)
     base = latencies[candidates[0].candidate.name]
-    return latencies, tuple(_figure(each, latencies[each.candidate.name], base) for each in candidates)
+    figures = tuple(_figure(each, latencies[each.candidate.name], base) for each in candidates)
+    best = chosen(latencies, preferred) if preferred else None
+    notes: tuple[str, ...] = ()
+    if best is not None:
+        gains = {name: ratio(latencies[best], latencies[name]) for name in preferred}
+        fastest = max(preferred, key=lambda name: gains[name].median)
+        if gains[fastest].may_pay:
+            again = interleaved({name: runs[name] for name in (best, fastest)}, (1 - _FOR_ALL) * seconds, finished)
+            gain = ratio(again[best], again[fastest])
+            notes = (f"timed again, only these two: {fastest} is {gain} as {best}",)
+            best = fastest if gain.pays else best
+    return Timed(len(base.rounds), figures, best, notes)
 
 
 def _figure(opened: Opened, latency: Latency, base: Latency) -> Figure:

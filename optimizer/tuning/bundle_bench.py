@@ -13,7 +13,7 @@ from optimizer.errors import BundleError
 from optimizer.manifest import damage_of
 from optimizer.parity import Accuracy
 from optimizer.runtime import Route, is_installed
-from optimizer.tuning.benchmark import Benchmark, Refused, chosen, opened_all, timed
+from optimizer.tuning.benchmark import Benchmark, Refused, opened_all, timed
 from optimizer.tuning.files import Files, frozen
 
 
@@ -44,14 +44,12 @@ def bench_bundle(path: str | Path, *, device: str = "cpu", seconds: float = 5.0)
         return Benchmark(sizes, threads, 0, tuple(dropped), None, "no file runs here")
     finished = torch.cuda.synchronize if device == "cuda" else lambda: None
     try:
-        latencies, figures = timed(ready, seconds, finished)
+        found = timed(ready, [each.candidate.name for each in ready], seconds, finished)
     except Refused as refused:
         return Benchmark(sizes, threads, 0, tuple(dropped), None, f"not measured: {refused}")
-    names = [each.candidate.name for each in ready]
-    best = chosen(latencies, names)
-    route = next(figure.route for figure in figures if figure.name == best)
-    reason = f"run {best}: no simpler file is as fast here, and no other is surely faster"
-    return Benchmark(sizes, threads, len(latencies[best].rounds), (*figures, *dropped), route, reason)
+    route = next(figure.route for figure in found.figures if figure.name == found.chosen)
+    reason = f"run {found.chosen}: no simpler file is as fast here, and no other is surely faster"
+    return Benchmark(sizes, threads, found.rounds, (*found.figures, *dropped), route, reason, found.notes)
 
 
 def _routes(files: Files, manifest: Mapping[str, Any]) -> list[Route]:

@@ -52,10 +52,18 @@ class Ratio:
     high: float
     rounds: int
 
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f}) times as fast"
+
+    @property
+    def may_pay(self) -> bool:
+        """Whether the gain is large enough to matter, if it is more than noise."""
+        return self.median >= _LEAST_GAIN
+
     @property
     def pays(self) -> bool:
         """Whether the gain is more than noise and large enough to matter."""
-        return self.low > (_CLEAR_GAIN if self.rounds < _FEW_ROUNDS else 1) and self.median >= _LEAST_GAIN
+        return self.low > (_CLEAR_GAIN if self.rounds < _FEW_ROUNDS else 1) and self.may_pay
 
 
 def interleaved(calls: Mapping[str, Call], seconds: float, finished: Call = lambda: None) -> dict[str, Latency]:

@@ -100,6 +100,24 @@ def test_the_command_line_takes_precedence():
 
 
 @pytest.mark.parametrize(
+    "flag",
+    ["require-gpu", "static-batch", "row-independence", "quick", "thorough", "strict", "force", "if-changed", "tune"],
+)
+def test_a_flag_of_the_config_is_switched_off(flag):
+    config(f'[tool.optimize-export]\n{flag} = true\n[tool.optimize-export.models.net]\nmodel = "net.py"')
+    config(f'[models.net]\nmodel = "net.py"\n{flag} = false', "off.toml")
+    plain = parsed("net", "--config", "off.toml")
+    assert parsed("net") != plain
+    assert parsed("net", f"--no-{flag}") == plain
+    assert parsed("net", f"--no-{flag}", f"--{flag}") == parsed("net")
+    [arguments] = parsed("--all", f"--no-{flag}").commands.values()
+    assert arguments == ["net", "--config=pyproject.toml", "--json", f"--no-{flag}"]
+    assert f"--no-{flag}" not in cli.command.get_help(
+        cli.command.make_context(cli.PROGRAM, ["x"], resilient_parsing=True)
+    )
+
+
+@pytest.mark.parametrize(
     "text", [CONFIG, CONFIG.replace("[tool.optimize-export.models.", "[models.").replace("[tool.optimize-export]", "")]
 )
 def test_another_file_has_the_table_or_is_the_table(text):

@@ -10,7 +10,18 @@ from fractions import Fraction
 import pytest
 
 from exporters.gpu_settings import GpuSettings
-from optimizer.tuning import Latency, Ratio, calling, chosen, interleaved, ratio, timing
+from optimizer.tuning import (
+    Candidate,
+    Latency,
+    Opened,
+    Ratio,
+    calling,
+    chosen,
+    interleaved,
+    ratio,
+    timed,
+    timing,
+)
 
 
 class Clock:
@@ -172,6 +183,42 @@ def test_a_file_that_is_surely_slower_than_another_is_not_chosen_because_the_fas
     assert not ratio(found["simple"], found["noisy"]).pays
     assert chosen(found, ["simple", "faster", "noisy"]) == "faster"
     assert chosen(found, ["simple", "noisy"]) == "simple"
+
+
+def opened_at(clock: Clock, name: str, seconds: list[float], then: float) -> Opened:
+    """A file whose first calls take the given seconds, and all others `then`."""
+    left = list(reversed(seconds))
+    run = clock.taking(name, lambda: left.pop() if left else then)
+    return Opened(Candidate(name, lambda: run), run, None)
+
+
+def test_a_doubt_about_two_files_is_settled_by_a_second_timing(clock: Clock) -> None:
+    # Two rounds of the first timing are disturbed, which the sign test allows for in many rounds, not in 9.
+    fast = opened_at(clock, "fast", [0.4] * 3 + [1.5] * 2, 0.4)
+    files = [opened_at(clock, name, [], seconds) for name, seconds in (("eager", 0.6), ("simple", 0.5))]
+    found = timed([*files, fast], ["simple", "fast"], 20.0, lambda: None)
+    assert found.rounds == 9
+    assert found.chosen == "fast"
+    assert found.notes == ("timed again, only these two: fast is 1.25 (1.25 to 1.25) times as fast as simple",)
+    assert "eager" not in clock.calls[-12:]
+    # The first calls and the disturbance come on top of the 20 s.
+    assert clock.now < 27
+
+
+def test_a_second_timing_may_show_that_the_simpler_file_is_as_fast(clock: Clock) -> None:
+    lucky = opened_at(clock, "lucky", [0.3] * 10 + [0.9], 0.5)
+    simple = opened_at(clock, "simple", [], 0.5)
+    found = timed([simple, lucky], ["simple", "lucky"], 12.0, lambda: None)
+    assert found.chosen == "simple"
+    assert found.notes == ("timed again, only these two: lucky is 1.00 (1.00 to 1.00) times as fast as simple",)
+
+
+def test_without_a_doubt_nothing_is_timed_again(clock: Clock) -> None:
+    simple, fast = opened_at(clock, "simple", [], 0.5), opened_at(clock, "fast", [], 0.4)
+    found = timed([simple, fast], ["simple", "fast"], 10.0, lambda: None)
+    assert (found.chosen, found.notes) == ("fast", ())
+    assert timed([simple, fast], ["fast", "simple"], 10.0, lambda: None).chosen == "fast"
+    assert timed([simple], [], 10.0, lambda: None).chosen is None
 
 
 def test_the_original_runs_under_the_settings_of_the_user() -> None:
