@@ -279,12 +279,8 @@ class _Flag(click.Option):
         super().__init__(names, is_flag=True, **settings)
         self.secondary_opts = [f"--no-{self.opts[-1].removeprefix('--')}"]
 
-    def get_help_record(self, context: click.Context) -> tuple[str, str] | None:
-        off, self.secondary_opts = self.secondary_opts, []
-        try:
-            return super().get_help_record(context)
-        finally:
-            self.secondary_opts = off
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+        return self.opts[-1], self.help or ""
 
 
 def _installed(distribution: str) -> str:
@@ -579,11 +575,10 @@ def _given_again(context: click.Context) -> Iterator[str]:
             continue
         value = context.params[option.name]
         long = (option.secondary_opts if value is False else option.opts)[-1]
-        yield from (
-            [long]
-            if isinstance(value, bool)
-            else [f"{long}={text}" for text in (value if option.multiple else [value])]
-        )
+        if isinstance(value, bool):
+            yield long
+        else:
+            yield from (f"{long}={text}" for text in (value if option.multiple else [value]))
 
 
 def _refuse_swallowed(context: click.Context, values: Mapping[str, Any]) -> None:

@@ -228,9 +228,6 @@ class Timed:
 def timed(candidates: Sequence[Opened], preferred: Sequence[str], seconds: float, finished: Run) -> Timed:
     """Time candidates side by side, and choose one; the first one is the base of the speed-ups.
 
-    If the choice is in doubt, because another candidate has a better median and isn't surely faster, these two are timed
-    again alone. With only two of them, there are more rounds in the same time.
-
     Args:
         preferred: the names to choose from, simplest first.
         seconds: for everything.
@@ -242,17 +239,19 @@ def timed(candidates: Sequence[Opened], preferred: Sequence[str], seconds: float
     latencies = interleaved(runs, _FOR_ALL * seconds, finished)
     base = latencies[candidates[0].candidate.name]
     figures = tuple(_figure(each, latencies[each.candidate.name], base) for each in candidates)
-    best = chosen(latencies, preferred) if preferred else None
-    notes: tuple[str, ...] = ()
-    if best is not None:
-        gains = {name: ratio(latencies[best], latencies[name]) for name in preferred}
-        fastest = max(preferred, key=lambda name: gains[name].median)
-        if gains[fastest].may_pay:
-            again = interleaved({name: runs[name] for name in (best, fastest)}, (1 - _FOR_ALL) * seconds, finished)
-            gain = ratio(again[best], again[fastest])
-            notes = (f"timed again, only these two: {fastest} is {gain} as {best}",)
-            best = fastest if gain.pays else best
-    return Timed(len(base.rounds), figures, best, notes)
+    if not preferred:
+        return Timed(len(base.rounds), figures, None)
+    # If another candidate has a better median and isn't surely faster, these two are timed again alone: with only two,
+    # there are more rounds in the same time.
+    best = chosen(latencies, preferred)
+    gains = {name: ratio(latencies[best], latencies[name]) for name in preferred}
+    fastest = max(preferred, key=lambda name: gains[name].median)
+    if not gains[fastest].may_pay:
+        return Timed(len(base.rounds), figures, best)
+    again = interleaved({name: runs[name] for name in (best, fastest)}, (1 - _FOR_ALL) * seconds, finished)
+    gain = ratio(again[best], again[fastest])
+    note = f"timed again, only these two: {fastest} is {gain} as {best}"
+    return Timed(len(base.rounds), figures, fastest if gain.pays else best, (note,))
 
 
 def _figure(opened: Opened, latency: Latency, base: Latency) -> Figure:
