@@ -26,6 +26,8 @@ _FILLS = frozenset(
         "empty_like", "empty_strided", "new_empty", "new_empty_strided",
     }
 )  # fmt: skip
+# The layouts that torch can multiply with a dense tensor of signs.
+_MULTIPLIED = frozenset({torch.strided, torch.sparse_coo, torch.sparse_csr})
 # In units of epsilon: a number that changes by this share of itself rounds to its neighbor, never to the one after it.
 _TO_A_NEIGHBOR = 0.51
 
@@ -73,7 +75,9 @@ class PerturbedMode(TorchFunctionMode):
         return func(*mapped(args, perturb), **mapped(kwargs, perturb))
 
     def _is_perturbed(self, value: Any) -> bool:
-        return isinstance(value, nn.Parameter) and id(value) not in self._written
+        if not isinstance(value, nn.Parameter) or id(value) in self._written:
+            return False
+        return value.layout in _MULTIPLIED and not value.is_nested
 
     def _start_of(self, parameter: torch.Tensor) -> int:
         known = self._starts.get(id(parameter))

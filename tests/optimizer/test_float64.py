@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from allocations import LargestResult
+from laid_out import LAYOUTS, laid_out, numbers_in
 from tiny_models import enliven
 from torch import nn
 
@@ -387,6 +388,19 @@ def test_perturbed_weights_are_off_by_about_one_unit_each_time_alike():
     assert (first != model.weight).float().mean() > 0.9
     assert model.weight._version == version
     assert (first > model.weight).float().mean().sub(0.5).abs() < 0.3
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_with_a_weight_in_another_layout_runs_perturbed(layout):
+    held = laid_out(layout, torch.eye(4) * 2 + torch.eye(4).roll(1, 0))
+    model = enliven(nn.Linear(4, 4))
+    model.held = nn.Parameter(held, requires_grad=False)
+    x = torch.randn(3, 4)
+    with torch.no_grad(), PerturbedMode(0):
+        products = model.held @ model(x).T if held.layout is torch.sparse_coo else numbers_in(model.held)
+        perturbed = model(x)
+    assert products.isfinite().all()
+    assert not torch.equal(perturbed, model(x))
 
 
 def test_what_each_operator_computes_is_rounded():
