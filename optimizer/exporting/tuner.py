@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -29,6 +30,8 @@ from optimizer.tuning import (
 
 # Seconds of the first timing of each candidate, next to the first file: eager would take several times as long.
 _FIRST_TIMING = 0.6
+# Its longest time as a share of the whole: calls that take seconds are timed in one round instead of three.
+_LONGEST_FIRST_TIMING = 0.02
 # A candidate that is this much slower than the best in its first timing isn't timed again.
 _FAR_BEHIND = 1.5
 # The number of routes whose settings are tried, and of files that stay open for the last timing.
@@ -277,11 +280,11 @@ class Tuner:
         if self._first is None:
             self._first = opened
             return 1.0
-        return self._compared(opened, self._first).median
+        return self._compared(opened, self._first, _LONGEST_FIRST_TIMING * self._seconds).median
 
-    def _compared(self, opened: Opened, base: Opened) -> Ratio:
+    def _compared(self, opened: Opened, base: Opened, longest: float = math.inf) -> Ratio:
         first, other = base.candidate.name, opened.candidate.name
-        found = interleaved({first: base.run, other: opened.run}, _FIRST_TIMING, self._bench.finished)
+        found = interleaved({first: base.run, other: opened.run}, _FIRST_TIMING, self._bench.finished, longest)
         return ratio(found[first], found[other])
 
     def _proven(self, opened: Opened) -> Opened:

@@ -66,18 +66,22 @@ class Ratio:
         return self.low > (_CLEAR_GAIN if self.rounds < _FEW_ROUNDS else 1) and self.may_pay
 
 
-def interleaved(calls: Mapping[str, Call], seconds: float, finished: Call = lambda: None) -> dict[str, Latency]:
+def interleaved(
+    calls: Mapping[str, Call], seconds: float, finished: Call = lambda: None, most_seconds: float = math.inf
+) -> dict[str, Latency]:
     """Time all calls in rounds, each in every round and in random order, because a slow moment slows all.
 
     Args:
         calls: by name; each is called before, since many runtimes optimize in their first calls.
         seconds: the time for all rounds. There are at least 3 rounds, at most 41.
         finished: waits until the device has finished its work.
+        most_seconds: if 3 rounds take longer, there are fewer, but at least one.
     """
     alone = {name: _warm(call, finished) for name, call in calls.items()}
     repeats = {name: max(1, math.ceil(_ROUND_SECONDS / each)) for name, each in alone.items()}
     one_round = sum(repeats[name] * alone[name] + _PAUSE_SECONDS for name in calls)
-    rounds = min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, int(seconds / one_round)))
+    fewest = max(1, int(min(_FEWEST_ROUNDS, most_seconds / one_round)))
+    rounds = min(_MOST_ROUNDS, max(fewest, int(seconds / one_round)))
     single: dict[str, list[float]] = {name: [] for name in calls}
     medians: dict[str, list[float]] = {name: [] for name in calls}
     order = list(calls)

@@ -136,6 +136,12 @@ def test_there_are_at_least_3_rounds_and_at_most_41(clock: Clock, seconds: float
     assert len(found["a"].rounds) == rounds
 
 
+@pytest.mark.parametrize(("most_seconds", "rounds"), [(1.0, 3), (0.25, 2), (0.0, 1)])
+def test_there_are_fewer_rounds_if_three_take_too_long(clock: Clock, most_seconds: float, rounds: int) -> None:
+    found = interleaved({"a": clock.taking("a", lambda: 0.1)}, 0.001, lambda: None, most_seconds)
+    assert len(found["a"].rounds) == rounds
+
+
 def test_a_call_waits_until_the_threads_of_the_one_before_are_idle(clock: Clock) -> None:
     clock.busy = [0.01] * 5
     interleaved({"a": clock.taking("a", lambda: 0.1)}, 0.1)
