@@ -241,7 +241,11 @@ class Quantizer:
         for call in self._calibration:
             # `collect_data` keeps all values until it has merged their ranges, so one call at a time takes least memory.
             calibrator.collect_data(_Calls([call]))
-        return calibrator.compute_data()
+        found = calibrator.compute_data()
+        for name, data in found.items():
+            if not (np.isfinite(data.lowest).all() and np.isfinite(data.highest).all()):
+                raise QuantizationError(f"`{name}` is NaN or infinite in a calibration call.")
+        return found
 
     def _dynamic(self, chosen: tuple[str, ...]) -> onnx.ModelProto:
         package, _ = quantization()

@@ -554,14 +554,17 @@ def _all_options(context: click.Context, values: Mapping[str, Any]) -> AllOption
             f"{config.path} has no models for --all: add a table such as [tool.{PROGRAM}.models.net], or name another "
             "file with --config."
         )
-    outputs: dict[str, str] = {}
+    outputs: dict[Path, str] = {}
     for name in config.models:
-        output = os.path.realpath(_configured(context, values, config, name).output)
-        if output in outputs:
-            raise UsageError(
-                f"{config.path}: the models {outputs[output]} and {name} have the same output, {os.path.relpath(output)}: "
-                "give one of them another."
-            )
+        output = _configured(context, values, config, name).output.resolve()
+        for other, its_name in outputs.items():
+            if output == other or output in other.parents or other in output.parents:
+                where = (
+                    f"the same output, {os.path.relpath(output)}" if output == other else "outputs inside each other"
+                )
+                raise UsageError(
+                    f"{config.path}: the models {its_name} and {name} have {where}: give one of them another."
+                )
         outputs[output] = name
     given = [f"--config={config.path}", "--json", *_given_again(context)]
     return AllOptions({name: [name, *given] for name in [*config.models][number - 1 :: count]}, jobs)

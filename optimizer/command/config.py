@@ -144,6 +144,8 @@ def _converted(option: click.Option | None, value: Any) -> Any:
         if not isinstance(value, bool):
             raise TypeError("true or false")
         return value
+    if option is None and not isinstance(value, str):
+        raise TypeError("a text")
     listed = option is not None and (option.multiple or option.metavar == "LIST")
     parts = value if listed and isinstance(value, list) else [value]
     if any(isinstance(part, bool) or not isinstance(part, str | int | float) for part in parts):

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import BadZipFile, is_zipfile
 
 import numpy
 import torch
@@ -51,6 +51,8 @@ def _tensors_in(path: Path, preprocessing: Preprocessing | None) -> dict[str, to
     if (content := kind_of(path)) is not None:
         return preprocessed(path, content, preprocessing)
     kind = "npz" if path.suffix.lower() == ".npz" else "safetensors"
+    if kind == "npz" and path.is_file() and not is_zipfile(path):
+        raise LoadError(f"The inputs {path.name} aren't a .npz file: write it with numpy.savez.")
     try:
         if kind == "npz":
             with numpy.load(path, allow_pickle=False) as arrays:
@@ -82,7 +84,7 @@ def _call(file: str, tensors: Mapping[str, torch.Tensor], model: nn.Module, cons
     parameters = _parameters(model)
     if parameters is None:
         kwargs = {**constants, **{name: tensor for name, tensor in tensors.items() if name not in numbers}}
-        return Call(args, kwargs)
+        return Call(args, kwargs, file)
     order = [parameter.name for parameter in parameters]
     by_number = {p.name for p in parameters[:count] if p.kind is p.POSITIONAL_OR_KEYWORD}
     given = {name: value for name, value in constants.items() if name not in by_number}
@@ -90,7 +92,7 @@ def _call(file: str, tensors: Mapping[str, torch.Tensor], model: nn.Module, cons
     # The first tensor with rows determines the batch size, and a file may not keep the order of forward's arguments.
     names = sorted(given, key=lambda name: (order.index(name) if name in order else len(order), name))
     _refuse_misfit(file, model, parameters, args, names)
-    return Call(args, {name: given[name] for name in names})
+    return Call(args, {name: given[name] for name in names}, file)
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter] | None:

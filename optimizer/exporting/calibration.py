@@ -49,7 +49,8 @@ def calibration_of(
     """Take the user's calibration calls, or draw random ones. Every fourth call is held out.
 
     Raises:
-        UsageError: a call doesn't have the structure, the dtypes or the fixed sizes of the example inputs.
+        UsageError: a call doesn't have the structure, the dtypes or the fixed sizes of the example inputs, has no rows, or
+            has NaN or infinity where the example inputs have none.
     """
     if given is None:
         calls = [samples.at(samples.batch_size, _FIRST_DRAW + number) for number in range(_RANDOM)]
@@ -58,8 +59,13 @@ def calibration_of(
         example = adapter.flatten_inputs(samples.given.args, samples.given.kwargs)
         flat = []
         for number, call in enumerate(given):
-            parts = _split(_flat(call, number, adapter), example, open_batch=request.dynamic_batch)
-            _refuse_misfit(parts[0], number, example, adapter, request)
+            named = call.file if isinstance(call, Call) and call.file else f"Calibration call {number}"
+            whole = _flat(call, named, adapter)
+            parts = _split(whole, example, open_batch=request.dynamic_batch)
+            if _rows(whole) == 0 and _rows(example):
+                raise UsageError(f"{named} has a batch of no rows: use at least one row.")
+            for name, tensor, part, other in zip(adapter.input_names, whole, parts[0], example, strict=True):
+                _refuse_misfit(f"{named}: `{name}`", tensor, part, other, _free_dims(name, other, example, request))
             flat += parts
     if not flat:
         raise UsageError("calibration is empty: pass at least one call.")
@@ -69,42 +75,46 @@ def calibration_of(
     return Calibration(tuple(used), tuple(apart), given is None)
 
 
-def _flat(call: CalibrationCall, number: int, adapter: Adapter) -> tuple[torch.Tensor, ...]:
+def _flat(call: CalibrationCall, named: str, adapter: Adapter) -> tuple[torch.Tensor, ...]:
     if not isinstance(call, Call):
-        call = Call((), dict(call)) if isinstance(call, Mapping) else Call(_positional(call, number))
+        call = Call((), dict(call)) if isinstance(call, Mapping) else Call(_positional(call, named))
     try:
         return adapter.flatten_inputs(call.args, call.kwargs)
     except StructureError as error:
-        raise UsageError(f"Calibration call {number} doesn't fit the model: {error}") from error
+        raise UsageError(f"{named} doesn't fit the model: {error}") from error
+
+
+def _free_dims(
+    name: str, tensor: torch.Tensor, example: Sequence[torch.Tensor], request: ExportRequest
+) -> frozenset[int]:
+    """The dims of an example input that may have any size."""
+    has_batch = request.dynamic_batch and tensor.dim() and tensor.shape[0] == _rows(example)
+    return frozenset({*request.open_dims.get(name, ()), *([0] if has_batch else [])})
 
 
 def _refuse_misfit(
-    call: Sequence[torch.Tensor], number: int, example: Sequence[torch.Tensor], adapter: Adapter, request: ExportRequest
+    named: str, whole: torch.Tensor, part: torch.Tensor, other: torch.Tensor, free: frozenset[int]
 ) -> None:
-    rows = _rows(example)
-    for name, tensor, other in zip(adapter.input_names, call, example, strict=True):
-        free = set(request.open_dims.get(name, ()))
-        if request.dynamic_batch and other.dim() and other.shape[0] == rows:
-            free.add(0)
-        sizes = zip(tensor.shape, other.shape, strict=False)
-        fits = tensor.dim() == other.dim() and all(a == b or dim in free for dim, (a, b) in enumerate(sizes))
-        if tensor.dtype != other.dtype or not fits:
-            raise UsageError(
-                f"Calibration call {number}: `{name}` is {_described(tensor)}, but the example input is "
-                f"{_described(other)}."
-            )
+    """Compare the first part of a calibration input with the example input."""
+    sizes = zip(part.shape, other.shape, strict=False)
+    fits = part.dim() == other.dim() and all(a == b or dim in free for dim, (a, b) in enumerate(sizes))
+    if part.dtype != other.dtype or not fits:
+        raise UsageError(f"{named} is {_described(whole)}, but the example input is {_described(other)}.")
+    # A mask may contain infinity.
+    if bool(other.isfinite().all()) and not bool(whole.isfinite().all()):
+        raise UsageError(f"{named} contains NaN or infinity: leave out this call.")
 
 
 def _described(tensor: torch.Tensor) -> str:
     return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
 
 
-def _positional(call: object, number: int) -> tuple[Any, ...]:
+def _positional(call: object, named: str) -> tuple[Any, ...]:
     if isinstance(call, torch.Tensor):
         return (call,)
     if not isinstance(call, tuple | list):
         raise UsageError(
-            f"Calibration call {number} is of type {type(call).__name__}: pass a tensor, a tuple of arguments or a dict "
+            f"{named} is of type {type(call).__name__}: pass a tensor, a tuple of arguments or a dict "
             "of keyword arguments."
         )
     return tuple(call)

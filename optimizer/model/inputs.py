@@ -47,10 +47,15 @@ _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr)
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a model."""
+    """One call of a model.
+
+    Attributes:
+        file: the name of the file that it was read from, for messages; "" if there is none.
+    """
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    file: str = field(default="", compare=False, repr=False)
 
 
 class Samples:

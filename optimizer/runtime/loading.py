@@ -65,7 +65,10 @@ def open_route(path: Path, route: Route, device: str = "cpu") -> Runner:
         runner: Runner = getattr(importlib.import_module(module), name)(path, route, device)
     except OptimizeExportError:
         raise
-    # Each runtime has its own errors, and some derive from Exception alone. Another one is that a library is missing.
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        raise DeviceError(f"{route.runtime} can't load {path.name} without {package}: pip install {package}") from error
+    # Each runtime has its own errors, and some derive from Exception alone. Another one is that a library of the system is missing.
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise DeviceError(f"{route.runtime} can't load {path.name}: {reason}") from error
@@ -138,6 +141,9 @@ class LoadedModel:
             tensor = tensors[index]
             if torch is not None and isinstance(tensor, torch.Tensor):
                 home = tensor.device if home is None else home
+                if tensor.is_meta or tensor.layout is not torch.strided:
+                    what = "has no values (meta)" if tensor.is_meta else f"has the layout {tensor.layout}"
+                    raise UsageError(f"`{name}` {what}: pass a dense tensor on the CPU or a GPU.")
             elif isinstance(tensor, numpy.generic):
                 tensor = tensors[index] = numpy.asarray(tensor)
             elif not isinstance(tensor, numpy.ndarray):

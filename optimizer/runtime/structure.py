@@ -80,7 +80,9 @@ class Arguments:
             return list(args)
         given = dict(zip(self._positional, args, strict=False))
         if len(args) > len(self._positional):
-            raise UsageError(f"The model takes {len(self._positional)} positional arguments, not {len(args)}.")
+            raise UsageError(
+                f"{len(args)} positional arguments are given, and the model takes {len(self._positional)}."
+            )
         if kwargs:
             if twice := given.keys() & kwargs.keys():
                 raise UsageError(f"The argument `{min(twice)}` is given twice, by position and by name.")

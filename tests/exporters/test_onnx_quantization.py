@@ -65,6 +65,15 @@ def mlp(tmp_path):
     return written(tmp_path / "mlp.onnx", nodes, weights, {"x": ["batch", 64]}, {"y": ["batch", 8]})
 
 
+def test_an_activation_that_is_not_finite_is_refused(tmp_path):
+    nodes = [node("Log", ["x"], "logs"), node("MatMul", ["logs", "a"], "y")]
+    path = written(tmp_path / "log.onnx", nodes, {"a": weight(64, 64)}, {"x": ["batch", 64]}, {"y": ["batch", 64]})
+    zeros = [{"x": np.zeros((2, 64), np.float32)}]
+    with pytest.raises(QuantizationError, match=r"^`(logs|y)` is NaN or infinite in a calibration call"):
+        quantized(path, tmp_path / "small.onnx", "int8-static", zeros)
+    assert not (tmp_path / "small.onnx").exists()
+
+
 @pytest.fixture
 def network(tmp_path):
     """A convolution with a Relu, a depthwise convolution, one with an output of its own, and a product of two maps."""

@@ -191,6 +191,10 @@ WRONG = [
         "pyproject.toml: 'a b' is not a name for a model; use letters",
     ),
     (
+        "[tool.optimize-export.models.resnet]\nmodel = 3",
+        "pyproject.toml: model in [tool.optimize-export.models.resnet] is 3; it must be a text.",
+    ),
+    (
         "[tool.optimize-export.models.resnet]\nseed = 1",
         'pyproject.toml: [tool.optimize-export.models.resnet] has no model; add one, such as model = "net.py:build".',
     ),
@@ -264,6 +268,9 @@ def test_all_without_models_is_refused(capfd, text):
 def test_two_models_with_the_same_output_are_refused(capfd):
     config(CONFIG.replace('"out/bert"', '"./dist/../dist/resnet"'))
     assert "the models resnet and bert-tiny have the same output, dist/resnet" in refused(capfd, "--all")
+    for inside in ("dist", "dist/resnet/bert"):
+        config(CONFIG.replace('"out/bert"', f'"{inside}"'))
+        assert "the models resnet and bert-tiny have outputs inside each other" in refused(capfd, "--all")
     assert parsed("resnet").output == Path("dist/resnet")
 
 

@@ -239,7 +239,7 @@ REFUSED: list[tuple[str, Callable[[LoadedModel, Any, Any], Any]]] = [
     ("`extra` is missing: the exported call has `x`", lambda run, x, k: run(x, k["pair"])),
     ("no argument `mask`; it has `x`, `flag`", lambda run, x, k: run(x, mask=x, **k)),
     ("`x` is given twice, by position and by name", lambda run, x, k: run(x, x=x, **k)),
-    ("takes 6 positional arguments, not 7", lambda run, x, k: run(x, *range(6))),
+    ("7 positional arguments are given, and the model takes 6", lambda run, x, k: run(x, *range(6))),
     ("`scale` is fixed in the file at 2.0, but is 3.0 here", lambda run, x, k: run(x, **{**k, "scale": 3.0})),
     ("`scale` is fixed in the file at 2.0, but is 2 here", lambda run, x, k: run(x, **{**k, "scale": 2})),
     ("`cap` is fixed in the file at inf, but is 1.0 here", lambda run, x, k: run(x, **{**k, "cap": 1.0})),
@@ -249,6 +249,8 @@ REFUSED: list[tuple[str, Callable[[LoadedModel, Any, Any], Any]]] = [
     (r"`extra`\['shift'\]\[1\] was a tensor .* is 1.0 here", lambda run, x, k: run(x, k["pair"], {"shift": [x, 1.0]})),
     ("`extra` lacks 'shift'", lambda run, x, k: run(x, k["pair"], {"moved": [x, x]})),
     ("`x` is float64, but the file takes float32: convert it", lambda run, x, k: run(x.double(), **k)),
+    (r"`x` has no values \(meta\): pass a dense tensor", lambda run, x, k: run(x.to("meta"), **k)),
+    (r"`x` has the layout torch.sparse_coo: pass a dense tensor", lambda run, x, k: run(x.to_sparse(), **k)),
     ("`x` is int64, but", lambda run, x, k: run(x.numpy().astype(int), **k)),
     (r"`x` is >f4, but", lambda run, x, k: run(x.numpy().astype(">f4"), **k)),
     (r"`x` has the shape \[2, 5\], but the file takes \[batch, 4\]", lambda run, x, k: run(torch.ones(2, 5), **k)),
@@ -613,6 +615,15 @@ def test_a_file_that_a_runtime_cannot_load_is_one_sentence(tmp_path: Path) -> No
         assert "\n" not in str(caught.value)
     with pytest.raises(DeviceError, match="There is no format 'gguf'"):
         open_route(path, Route("gguf", "torch"))
+
+
+def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "optimizer.runtime.torch_runner", raising=False)
+    monkeypatch.setitem(sys.modules, "exporters.registry", None)
+    with pytest.raises(DeviceError, match=r"^torch can't load model without exporters: pip install exporters$"):
+        open_route(tmp_path / "model", Route("torchscript", "torch"))
 
 
 # ------------------------------------------------------------------------------------------------------- without torch

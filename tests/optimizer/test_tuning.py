@@ -33,6 +33,7 @@ from optimizer.exporting.bench import Bench
 from optimizer.exporting.lossy import Lossy
 from optimizer.exporting.optional_passes import with_other_passes
 from optimizer.exporting.tuner import Tuner
+from optimizer.model import Call
 from optimizer.pipeline import provenance_of
 from optimizer.runtime import Route
 from optimizer.tuning import Candidate, Files
@@ -495,7 +496,11 @@ def test_calls_with_more_rows_are_split_and_every_fourth_is_kept_apart(
         ([], "calibration is empty: pass at least one call"),
         ([images(), images().double()], r"Calibration call 1: `image` is float64\[2, 3, 8, 8\], but the example"),
         ([images()[:, :1]], r"Calibration call 0: `image` is float32\[2, 1, 8, 8\], but the example input is float32"),
-        ([images()[0]], "Calibration call 0: `image` is"),
+        ([images()[0]], r"Calibration call 0: `image` is float32\[3, 8, 8\], but the example input is float32"),
+        ([images(0)], "Calibration call 0 has a batch of no rows: use at least one row"),
+        ([images(), images() / 0], "Calibration call 1: `image` contains NaN or infinity: leave out this call"),
+        ([images(7) * torch.nan], "Calibration call 0: `image` contains NaN or infinity"),
+        ([Call((images() / 0,), file="a.npz")], "^a.npz: `image` contains NaN or infinity"),
         ([(images(), images())], "Calibration call 0 doesn't fit the model: "),
         ([{"picture": images()}], "Calibration call 0 doesn't fit the model: "),
         ([7], "Calibration call 0 is of type int: pass a tensor, a tuple of arguments or a dict"),

@@ -108,6 +108,7 @@ def test_each_file_of_a_folder_is_a_call(write: UserFolder, tmp_path: Path) -> N
     loaded = load(str(write("")), calibration=folder)
     assert loaded.calibration is not None
     assert [(call.args, call.kwargs["x"].shape[0]) for call in loaded.calibration] == [((), 2), ((), 3)]
+    assert [call.file for call in loaded.calibration] == ["a.safetensors", "b.npz"]
     (alone,) = load(str(write("")), calibration=folder / "b.npz").calibration or ()
     assert alone.kwargs["x"].tolist() == torch.ones(3, 4).tolist()
 
@@ -121,7 +122,8 @@ def test_calibration_files_that_are_no_calls_are_refused(write: UserFolder, tmp_
         path, calibration=tmp_path / "names.npz"
     )
     (tmp_path / "broken.npz").write_bytes(b"PK")
-    assert "broken.npz couldn't be read as npz" in refused(path, calibration=tmp_path / "broken.npz")
+    message = refused(path, calibration=tmp_path / "broken.npz")
+    assert "The inputs broken.npz aren't a .npz file: write it with numpy.savez." in message
     (tmp_path / "empty").mkdir()
     message = refused(path, calibration=tmp_path / "empty")
     assert message == f"{tmp_path / 'empty'} contains no .safetensors or .npz file."
