@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from contenders import sentence_of
 from measure import (
-    PeakMemory,
     Spread,
     Stopwatch,
     caption,
@@ -44,6 +43,7 @@ from torch.utils.checkpoint import checkpoint
 
 from optimizer.model.working_copy import working_copy
 from optimizer.runtime import usable_cpus
+from optimizer.tuning import PeakMemory
 from passes import InsertCheckpoints
 from passes.base import Context
 from passes.checkpointing.fake import faked

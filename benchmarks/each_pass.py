@@ -25,13 +25,14 @@ from typing import Any
 import torch
 from contenders import Run, calling, error_against, sentence_of
 from latency import time_cells
-from measure import PeakMemory, Spread, caption, latencies_of, numbers, positive, prepared, ratios, refuse_unknown
+from measure import Spread, caption, latencies_of, numbers, positive, prepared, ratios, refuse_unknown
 from models import PASS_SUBJECTS, Plain, Subject, subject
 from table import Table, mebibytes, write
 from torch import nn
 
 from optimizer import optimize, report_of
 from optimizer.runtime import usable_cpus
+from optimizer.tuning import PeakMemory
 
 # The ways without this project; they have no passes.
 EAGER, COMPILE = "eager", "torch.compile"

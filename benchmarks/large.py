@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import PeakMemory, caption, environment, positive
+from measure import caption, environment, positive
 from table import Table, publish
 from torch import nn
 from torch.nn import functional
@@ -33,6 +33,7 @@ from exporters import ExportRequest, exporter_named
 from optimizer import export
 from optimizer.model.inputs import Samples
 from optimizer.parity import measure_reference
+from optimizer.tuning import PeakMemory
 
 # The goal for the peak beyond the model, as a multiple of the weights.
 GOAL = 1.3

@@ -12,12 +12,12 @@ import json
 from collections.abc import Callable
 
 import torch
-from measure import PeakMemory
 from synthetic import Weights
 from torch import nn
 
 from optimizer import optimize
 from optimizer.model.working_copy import working_copy
+from optimizer.tuning import PeakMemory
 
 
 def _forward(model: Weights) -> nn.Module:

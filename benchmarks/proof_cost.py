@@ -25,7 +25,7 @@ from typing import Any
 
 import onnxruntime as ort
 import torch
-from measure import PeakMemory, caption, positive, prepared, refuse_unknown
+from measure import caption, positive, prepared, refuse_unknown
 from models import PROOF_SUBJECTS, Plain, Subject, subject
 from table import Table, publish
 
@@ -33,6 +33,7 @@ from exporters import proof
 from optimizer import export, optimize, report_of
 from optimizer.exporting.artifact_parity import ArtifactParity
 from optimizer.pipeline import attempts
+from optimizer.tuning import PeakMemory
 
 # Goals: the maximum number of forwards of the example inputs, and the maximum ratio of memory to a plain export's.
 GOALS = {"optimize": 12, "optimize, nothing changed": 3, "export": 25, "further format": 10, "memory": 1.5}
