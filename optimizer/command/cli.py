@@ -558,7 +558,7 @@ def _all_options(context: click.Context, values: Mapping[str, Any]) -> AllOption
     for name in config.models:
         output = _configured(context, values, config, name).output.resolve()
         for other, its_name in outputs.items():
-            if output == other or output in other.parents or other in output.parents:
+            if output.is_relative_to(other) or other.is_relative_to(output):
                 where = (
                     f"the same output, {os.path.relpath(output)}" if output == other else "outputs inside each other"
                 )

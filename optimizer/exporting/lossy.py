@@ -96,7 +96,8 @@ class Lossy:
             remove(set(files.folder.iterdir()) - before)
             if isinstance(error, Refused):
                 raise
-            raise Refused(f"it can't be made: {error}") from error
+            # The reason is a clause, the error a sentence.
+            raise Refused(f"it can't be made: {str(error).rstrip('.')}") from error
 
     def _made(self, format: str, files: Files, recipe: Recipe | None) -> dict[str, Any]:
         source = files.folder / files.entry("onnx")["path"]

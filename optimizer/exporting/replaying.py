@@ -23,9 +23,8 @@ def replayed(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choices: 
     try:
         prove_again(bench, lossy, written, choices)
     except Refused as refused:
-        reason = str(refused).rstrip(".")
         raise ParityError(
-            f"{choices.route}, which {choices.path} chooses, can't be used: {reason}. If it was chosen for another "
+            f"{choices.route}, which {choices.path} chooses, can't be used: {refused}. If it was chosen for another "
             "model, tune this one."
         ) from refused
     found = replace(bench.unmeasured(f"ship {choices.route}, as chosen earlier"), recommended=choices.route)

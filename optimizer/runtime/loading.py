@@ -68,7 +68,8 @@ def open_route(path: Path, route: Route, device: str = "cpu") -> Runner:
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
         raise DeviceError(f"{route.runtime} can't load {path.name} without {package}: pip install {package}") from error
-    # Each runtime has its own errors, and some derive from Exception alone. Another one is that a library of the system is missing.
+    # Each runtime has its own errors, and some derive from Exception alone. Another one is that a library of the system
+    # is missing.
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise DeviceError(f"{route.runtime} can't load {path.name}: {reason}") from error
