@@ -211,6 +211,28 @@ def test_weights_that_something_else_reads_need_attention_by_hand():
     assert "hand-written-attention" not in found(returned, TOKENS)
 
 
+@pytest.mark.parametrize("scaled", ["queries", "scores"])
+def test_attention_is_found_where_one_call_makes_queries_keys_and_values(monkeypatch, scaled):
+    def of_one_layer(self, x):
+        q, k, v = torch.cat([x, 2 * x, 3 * x], -1).unflatten(-1, (3, -1)).movedim(-2, 0).unbind(0)
+        scores = q / 8 @ k.mT if scaled == "queries" else q @ k.mT / 8
+        return scores.softmax(dim=-1) @ v
+
+    monkeypatch.undo()
+    times = attention_rule._times
+    # The clock doesn't decide, but both ways are run.
+    monkeypatch.setattr(attention_rule, "_times", lambda *given: [2.0, 1.0] if all(times(*given)) else [])
+    assert "hand-written-attention" in found(of_one_layer, TOKENS)
+
+
+def test_attention_is_not_found_where_the_parts_of_a_call_differ_in_size():
+    def split(self, x):
+        v, keys, _ = x.split((32, 24, x.shape[-1] - 56), -1)
+        return (keys @ keys.mT).softmax(-1) @ v
+
+    assert "hand-written-attention" not in found(split, TOKENS)
+
+
 def test_attention_is_left_alone_where_the_function_is_slower(monkeypatch):
     monkeypatch.setattr(attention_rule, "_times", lambda evidence, found: [1.0, 2.0])
     assert "hand-written-attention" not in found(attention, TOKENS)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from optimizer.diagnosis.evidence import Evidence, Seen, inputs_of, replayed
 from optimizer.diagnosis.rule import rule
 from optimizer.showing import seconds_text
-from passes.program.recording import Node, is_returned, operation_name, shape_of, users_of
+from passes.program.recording import Node, is_returned, operation_name, shape_of, shape_of_each, users_of
 
 # Products of two tensors over the last dim of the first.
 _PRODUCTS = frozenset({"matmul", "bmm", "rmatmul"})
@@ -148,7 +148,7 @@ def _is_over_last(node: Node) -> bool:
 def _fits(scores: Node, weights: Node, result: Node) -> bool:
     """Whether the sizes are those of attention: the weights, (…, L, S), are multiplied by values, (…, S, D)."""
     others = [each for each in result.all_input_nodes if each is not weights]
-    shapes = [shape_of(each) for each in (scores, weights, *scores.all_input_nodes, *others)]
+    shapes = [shape_of_each(each) for each in (scores, weights, *scores.all_input_nodes, *others)]
     if len(shapes) != 5 or any(shape is None or len(shape.sizes) < 3 for shape in shapes):
         return False
     made, last, _, _, values = (shape.sizes for shape in shapes if shape is not None)

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from exporters.places import is_users
 from passes.memory_format.watch import Loss
 from passes.program.model_tree import ModelTree
-from passes.program.recording import Node, Recorder, Recording, call_of, operation_name, shape_of
+from passes.program.recording import Node, Recorder, Recording, call_of, operation_name, shape_of_each
 
 _TORCH = Path(torch.__file__).parent
 # Functions of torch that a call may be inside of, by the names that rules use.
@@ -247,8 +247,8 @@ class Evidence:
         return [min(each) for each in zip(*times, strict=True)]
 
     def drawn(self, node: Node) -> torch.Tensor:
-        """Random numbers in the shape and dtype of a recorded tensor."""
-        shape = shape_of(node)
+        """Random numbers in the shape and dtype of a recorded tensor, or of each tensor that a call returned."""
+        shape = shape_of_each(node)
         assert shape is not None
         return torch.randn(shape.sizes, device=self.device).to(shape.dtype)
 

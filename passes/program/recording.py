@@ -103,6 +103,11 @@ def shape_of(node: Node) -> Shape | None:
     return node.meta.get("shape")
 
 
+def shape_of_each(node: Node) -> Shape | None:
+    """The shape that all tensors in a recorded node's value have, as those of `unbind`; None if they differ."""
+    return node.meta.get("shape_of_each", shape_of(node))
+
+
 def escapes(node: Node) -> bool:
     """Whether the value is still alive after the run, for example because the root returned it."""
     return bool(node.meta.get("escapes"))
@@ -251,6 +256,8 @@ class Recorder(TorchFunctionMode):
         node.meta.update(call=self._calls, asks=asks, autocast=autocast_dtype(leaf.device.type for leaf in leaves))
         if len(made) == 1:
             node.meta["shape"] = _shape(made[0])
+        elif len(shapes := set(map(_shape, made))) == 1:
+            node.meta["shape_of_each"] = shapes.pop()
         for leaf in made:
             if id(leaf) not in self._places:
                 self._remember(_unsealed(leaf), node)
