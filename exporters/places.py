@@ -105,12 +105,21 @@ def _module(path: str) -> str:
 
 def place_of_error(error: BaseException, model: object) -> str:
     """The innermost line of the model's own source in an error's traceback; empty if there is none."""
-    frames = [
-        (frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if is_users(frame.f_code.co_filename)
-    ]
+    frames = _users_frames(error)
     if not frames or not isinstance(model, nn.Module):
         return ""
     return place_of(*frames[-1], paths_of(model))
+
+
+def line_of_error(error: BaseException) -> str:
+    """File name and line of the innermost frame of an error outside torch and this program; "" if there is none."""
+    frames = _users_frames(error)
+    return source_line(frames[-1][0].f_code.co_filename, frames[-1][1]) if frames else ""
+
+
+def _users_frames(error: BaseException) -> list[tuple[FrameType, int]]:
+    frames = traceback.walk_tb(error.__traceback__)
+    return [(frame, line) for frame, line in frames if is_users(frame.f_code.co_filename)]
 
 
 def line_of(stack_trace: str) -> str:

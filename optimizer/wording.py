@@ -90,5 +90,11 @@ def type_name(value: object) -> str:
     return "None" if value is None else type(value).__name__
 
 
+def a_type(value: object) -> str:
+    """The type with its article: "an int", "a list", "None"."""
+    name = type_name(value)
+    return name if value is None else f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

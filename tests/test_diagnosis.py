@@ -104,6 +104,12 @@ CASES = {
         None,
         {},
     ),
+    "unregistered-tensor": (
+        lambda self, x: x * self.plain,
+        lambda self, x: x * self.one * self.buffer,
+        None,
+        {"plain": torch.ones(8), "one": torch.tensor(2.0), "buffer": nn.Buffer(torch.ones(8))},
+    ),
     "float64-leak": (
         lambda self, x: (x * torch.from_numpy(scale())).float(),
         lambda self, x: (x.double() * torch.ones(8, dtype=torch.float64)).float(),
@@ -209,6 +215,41 @@ def test_weights_that_something_else_reads_need_attention_by_hand():
         return weights @ x, weights
 
     assert "hand-written-attention" not in found(returned, TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("rule", "forward"),
+    [
+        ("value-read", lambda self, x: x * len(str(x.sum()))),
+        ("value-read", lambda self, x: x * len(f"{x.sum()}")),
+        ("value-read", lambda self, x: x.sum().to("cpu") + 1),
+        ("tensor-from-array", lambda self, x: x + torch.from_numpy(scale()).float()),
+        ("tensor-from-array", lambda self, x: x + torch.Tensor(scale().astype("float32"))),
+        ("tensor-from-array", lambda self, x: x + x.new_tensor(scale())),
+        ("moved-from-host", lambda self, x: x + torch.arange(8).type_as(x)),
+    ],
+)
+def test_other_ways_to_write_it_are_found(rule, forward):
+    assert set(found(forward)) == {rule}
+
+
+def test_a_plain_tensor_that_forward_moves_is_one_that_is_not_registered():
+    finding = found(lambda self, x: x + self.held["shift"].to(x.device), held={"shift": torch.ones(8)})
+    assert set(finding) == {"unregistered-tensor"}
+    assert finding["unregistered-tensor"].reason.startswith("`held` is a tensor")
+    assert "copies it again" in finding["unregistered-tensor"].effect
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: self.norm(self.conv(x)).sum() + self.conv(x[:, :, 1:]).sum(),
+        lambda self, x: self.norm(self.conv(x).mT.reshape(2, 16, -1, 12)),
+    ],
+    ids=["the layer also runs without it", "it normalizes other channels"],
+)
+def test_a_bias_that_the_norm_does_not_subtract_is_left_alone(forward):
+    assert "bias-before-norm" not in found(forward, torch.randn(2, 3, 14, 8), conv=CONV, norm=NORM)
 
 
 @pytest.mark.parametrize("scaled", ["queries", "scores"])
@@ -323,8 +364,17 @@ def test_a_training_step_without_waste_has_no_findings():
     assert diagnose(model, (torch.randn(2, 8),), training_step=step).findings == ()
 
 
+@pytest.mark.parametrize(("rows", "told"), [(13, True), (16, False)])
+def test_a_training_step_with_an_odd_batch_is_told(rows, told):
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 8))
+    x = torch.randn(rows, 256)
+    findings = diagnose(model, (x,), training_step=lambda: model(x).sum().backward()).findings
+    assert [each.rule for each in findings] == ["rows-not-multiple-of-8"] * told
+    assert all((each.modules, "13 rows" in each.reason) == (("0",), True) for each in findings)
+
+
 def test_a_training_step_that_raises_is_told():
-    with pytest.raises(LoadError, match="The training step raises: ValueError: no data"):
+    with pytest.raises(LoadError, match=r"The training step raises at test_diagnosis.py:\d+: ValueError: no data"):
         diagnose(nn.Linear(8, 8), (torch.randn(2, 8),), training_step=_raise)
 
 

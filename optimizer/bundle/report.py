@@ -227,7 +227,7 @@ def fragment_of(manifest: Manifest) -> str:
 
 def _facts(manifest: Manifest, report: BundleReport) -> dict[str, Any]:
     figures = (manifest.get("benchmark") or {}).get("figures", ())
-    timed = [each for each in figures if each["seconds"] is not None]
+    timed = sorted((each for each in figures if each["seconds"] is not None), key=lambda each: each["seconds"])
     passes = manifest.get("passes", ())
     return {
         "program": PROGRAM,

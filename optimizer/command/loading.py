@@ -47,7 +47,7 @@ from optimizer.model import (
     refuse_unmade_module,
 )
 from optimizer.options import LIBRARIES, refuse_missing_weights
-from optimizer.wording import listed, type_name
+from optimizer.wording import a_type, listed
 
 FACTORY_NAMES = ("get_model", "build_model", "create_model")
 ExampleInputs = tuple[Any, ...] | Callable[[int, torch.Generator], Call]
@@ -284,7 +284,7 @@ class _Finder:
         calls = self._call(value, name) if callable(value) and not isinstance(value, torch.Tensor) else value
         if isinstance(calls, torch.Tensor | str) or not isinstance(calls, Iterable):
             raise LoadError(
-                f"{self.target.label}: {name} is a {type_name(calls)}; it must be a list of calls: tensors, tuples of "
+                f"{self.target.label}: {name} is {a_type(calls)}; it must be a list of calls: tensors, tuples of "
                 "arguments or dicts of keyword arguments."
             )
         return list(calls)
@@ -371,7 +371,7 @@ class _Finder:
         if isinstance(value, type) and not issubclass(value, nn.Module):
             raise LoadError(f"{name} in {self.target.label} is the class {value.__name__}, which isn't an nn.Module.")
         if not callable(value):
-            raise LoadError(f"{name} in {self.target.label} is a {type_name(value)}, not an nn.Module.")
+            raise LoadError(f"{name} in {self.target.label} is {a_type(value)}, not an nn.Module.")
         required = required_arguments(value)
         if required:
             kind = f"the class {value.__name__}" if isinstance(value, type) else "a function"
@@ -383,7 +383,7 @@ class _Finder:
         if isinstance(built, nn.Module):
             return built
         hint = "; return the model only" if isinstance(built, tuple) else ""
-        raise LoadError(f"{name}() in {self.target.label} returned a {type_name(built)}, not an nn.Module{hint}.")
+        raise LoadError(f"{name}() in {self.target.label} returned {a_type(built)}, not an nn.Module{hint}.")
 
     def _call(self, function: Callable[[], Any], name: str) -> Any:
         with errors_of_user_code(f"{name}() in {self.target.label} failed", self.target.folder):
@@ -403,7 +403,7 @@ class _Finder:
         if callable(value) and not isinstance(value, Mapping):
             value = self._call(value, "example_kwargs")
         if not isinstance(value, Mapping):
-            raise LoadError(f"example_kwargs in {self.target.label} is a {type_name(value)}, not a dict.")
+            raise LoadError(f"example_kwargs in {self.target.label} is {a_type(value)}, not a dict.")
         return self._keywords(value, "example_kwargs")
 
     def _keywords(self, value: Mapping[Any, Any], name: str) -> dict[str, Any]:
@@ -429,7 +429,7 @@ class _Finder:
             return tuple(value)
         hint = "; torch.from_numpy converts it to a tensor" if isinstance(value, numpy.ndarray) else ""
         raise LoadError(
-            f"{name} in {self.target.label} is a {type_name(value)}; it must be a tensor, a tuple or a list of "
+            f"{name} in {self.target.label} is {a_type(value)}; it must be a tensor, a tuple or a list of "
             f"arguments, or a dict of keyword arguments{hint}."
         )
 

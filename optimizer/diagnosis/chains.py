@@ -88,8 +88,7 @@ def in_place_in_chain(evidence: Evidence) -> Iterator[Seen]:
             yield evidence.seen(
                 line,
                 group,
-                f"{' and '.join(f'`{name}`' for name in names)} writes to its input inside a chain of pointwise "
-                "operations",
+                f"a chain of pointwise operations is in place at {' and '.join(f'`{name}`' for name in names)}",
                 f"jit-fusion doesn't fuse the chain, which takes {percent_text(share)} of the time",
                 "write it out of place before jit-fusion; torch-compile fuses it as it is",
             )

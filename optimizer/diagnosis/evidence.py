@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy
@@ -55,7 +55,23 @@ class LineRecorder(Recorder):
     - "answer": the type of a result without tensors; None for other results.
     - "pageable": whether it copies much memory that isn't pinned to the GPU.
     - "loose": whether the call reads a parameter that no module registers.
+
+    The node of a tensor that no recorded call made has "attribute", its path if it is a plain attribute of a module,
+    else None, and "of_array": whether it is another one whose memory torch didn't allocate, as that of a NumPy array.
+
+    Args:
+        module, modules: as for `Recorder`.
+        attributes: the path of each such tensor by its `id`.
     """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        modules: Callable[[], Iterable[nn.Module]],
+        attributes: Mapping[int, tuple[str, torch.Tensor]] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(module, modules)
+        self._attributes = attributes
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -86,6 +102,31 @@ class LineRecorder(Recorder):
             for leaf in pytree.tree_leaves((args, kwargs))
         )
         return node
+
+    def _argument(self, leaf: Any) -> Any:
+        node = super()._argument(leaf)
+        if isinstance(node, Node) and node.op == "placeholder":
+            path, _ = self._attributes.get(id(leaf), (None, None))
+            # torch.from_numpy and torch.Tensor(array) are no recorded calls.
+            is_plain = path is None and type(leaf) is torch.Tensor and leaf.layout is torch.strided
+            node.meta.update(attribute=path, of_array=is_plain and not leaf.untyped_storage().resizable())
+        return node
+
+
+def plain_tensors(model: nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
+    """The tensors that are plain attributes of modules, or in plain lists or dicts there, with their paths, by `id`.
+
+    The model doesn't register them. Parameters are left out.
+    """
+    return {
+        id(tensor): (f"{path}.{name}" if path else name, tensor)
+        for path, module in model.named_modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+        for name, value in vars(module).items()
+        if name not in ("_parameters", "_buffers", "_modules")
+        for tensor in pytree.tree_leaves(value)
+        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter)
+    }
 
 
 def _seconds_of(run: Callable[[], object]) -> float:
@@ -218,8 +259,10 @@ class Evidence:
                 is_there = node.meta["device"] is not None and node.meta["device"].type == "cpu"
             else:
                 sources = node.all_input_nodes
-                is_there = operation_name(node) in ("cpu", "numpy") or (
-                    all(source in found for source in sources) and not names_device(node)
+                is_there = (
+                    operation_name(node) == "numpy"
+                    or is_moved_to_host(node)
+                    or (all(source in found for source in sources) and not names_device(node))
                 )
             if is_there:
                 found.add(node)
@@ -270,9 +313,17 @@ def replayed(nodes: Sequence[Node], inputs: Mapping[Node, Any]) -> torch.Tensor:
     return result
 
 
+def is_moved_to_host(node: Node) -> bool:
+    """Whether a call moves a tensor to the CPU, wherever the model is: `.cpu()` or `.to("cpu")`."""
+    return operation_name(node) == "cpu" or (
+        operation_name(node) == "to" and "cpu" in (*node.args[1:], node.kwargs.get("device"))
+    )
+
+
 def names_device(node: Node) -> bool:
     """Whether the arguments of a call name a device, or have a tensor that is on one."""
-    leaves = pytree.tree_leaves((node.args[1:] if operation_name(node) in ("to", "cuda") else (), node.kwargs))
+    moves = operation_name(node) in ("to", "cuda", "type_as")
+    leaves = pytree.tree_leaves((node.args[1:] if moves else (), node.kwargs))
     return operation_name(node) == "cuda" or any(
         isinstance(leaf, torch.device | Node) or (isinstance(leaf, str) and _is_device(leaf)) for leaf in leaves
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from math import prod
 
@@ -15,8 +15,8 @@ from optimizer.showing import percent_text, seconds_text
 from optimizer.wording import listed
 from passes.memory_format.watch import Loss
 from passes.pad_channels import BALANCE, IMAGE_CHANNELS
-from passes.program.matching import BatchNorm, Convolution, convolution_at, pairs_behind
-from passes.program.recording import Node, operation_name, shape_of, users_of
+from passes.program.matching import BatchNorm, Convolution, Pair, channels_at_end, convolution_at, pairs_behind
+from passes.program.recording import Node, call_of, operation_name, shape_of, users_of
 
 # Tensor cores are fastest with multiples of this number of channels, which are 16 bytes in half precision (NVIDIA,
 # Matrix Multiplication Background User's Guide, "Tensor Core Requirements").
@@ -32,11 +32,16 @@ _HALVES = (torch.float16, torch.bfloat16)
 @rule("warning")
 def bias_before_norm(evidence: Evidence) -> Iterator[Seen]:
     """A convolution or linear layer has a bias that the following BatchNorm subtracts again."""
-    found: dict[Node, Convolution] = {}
-    for pair in pairs_behind(evidence.recording):
-        is_alone = all(len(users_of(node)) == 1 for node in pair.way[:-1])
-        if isinstance(pair.affine, BatchNorm) and pair.conv.bias_value is not None and is_alone:
-            found[pair.conv.node] = pair.conv
+    pairs = [pair for pair in pairs_behind(evidence.recording) if isinstance(pair.affine, BatchNorm)]
+    followed = {pair.conv.node for pair in pairs if _takes_channels_alone(pair)}
+    found = {
+        pair.conv.node: pair.conv
+        for pair in pairs
+        # The layer may also run without a BatchNorm.
+        if pair.conv.bias_value is not None
+        and pair.conv.bias is not None
+        and followed.issuperset(evidence.recording.uses(pair.conv.bias))
+    }
     for line, group in evidence.by_line(found):
         count = sum(found[node].channels for node in group)
         yield evidence.seen(
@@ -55,10 +60,8 @@ def channels_not_multiple_of_8(evidence: Evidence) -> Iterator[Seen]:
     Grouped convolutions, those on pooled maps, the channels of images, and layers so small that memory limits their
     speed are left out.
     """
-    layers = {node: layer for node in evidence.calls if (layer := convolution_at(node)) is not None}
-    work = {node: _multiplications(layer) for node, layer in layers.items()}
-    total = sum(work.values()) + sum(map(_multiplications_of_product, evidence.calls))
-    uneven = {node: sizes for node in layers if work[node] >= _LEAST_WORK * total and (sizes := _uneven(layers[node]))}
+    layers, work, total = _working_layers(evidence.calls)
+    uneven = {node: sizes for node in layers if (sizes := _uneven(layers[node]))}
     for line, group in evidence.by_line(uneven):
         sizes = sorted({size for node in group for size in uneven[node]})
         yield evidence.seen(
@@ -68,6 +71,29 @@ def channels_not_multiple_of_8(evidence: Evidence) -> Iterator[Seen]:
             f"{_gain(evidence, layers[max(group, key=work.__getitem__)])}; they have "
             f"{percent_text(sum(work[node] for node in group) / total)} of the model's multiplications",
             "choose multiples in the model, or use the pass pad-channels",
+        )
+
+
+@rule("note")
+def rows_not_multiple_of_8(evidence: Evidence) -> Iterator[Seen]:
+    """The training step calls a linear layer with at least 1 % of its multiplications on rows that aren't a multiple of 8.
+
+    The number of rows is the batch size, times the length of sequences.
+    """
+    layers, work, total = _working_layers(evidence.step.calls if evidence.step else [])
+    large = {node: layer for node, layer in layers.items() if _is_large(layer)}
+    uneven = {node: rows for node, layer in large.items() if (rows := _rows(layer)) % _MULTIPLE}
+    if uneven:
+        node = max(uneven, key=work.__getitem__)
+        # The step runs the model itself, and not the copy.
+        paths = {module: path for path, module in evidence.model.named_modules()}
+        yield Seen(
+            tuple(dict.fromkeys(paths[call_of(each).module] for each in uneven if call_of(each).module in paths)),
+            node.meta["line"],
+            f"linear layers of the training step multiply {uneven[node]:,} rows, not a multiple of {_MULTIPLE}",
+            "tensor cores in half precision are slower with them; they have "
+            f"{percent_text(sum(work[each] for each in uneven) / total)} of the step's multiplications",
+            f"choose a batch size that is a multiple of {_MULTIPLE}",
         )
 
 
@@ -89,6 +115,27 @@ def layout_flip(evidence: Evidence) -> Iterator[Seen]:
         )
 
 
+def _takes_channels_alone(pair: Pair) -> bool:
+    """Whether nothing but the BatchNorm reads the layer's output, and its channels are those of the layer."""
+    channels = channels_at_end(pair)
+    is_alone = all(len(users_of(node)) == 1 for node in pair.way[:-1])
+    return is_alone and channels is not None and channels.dim == 1 and channels.count == pair.conv.channels
+
+
+def _working_layers(calls: Sequence[Node]) -> tuple[dict[Node, Convolution], dict[Node, int], int]:
+    """The layers with a share of the multiplications that matters, the multiplications of each, and those of all calls."""
+    layers = {node: layer for node in calls if (layer := convolution_at(node)) is not None}
+    work = {node: _multiplications(layer) for node, layer in layers.items()}
+    total = sum(work.values()) + sum(map(_multiplications_of_product, calls))
+    return {node: layer for node, layer in layers.items() if work[node] >= _LEAST_WORK * total}, work, total
+
+
+def _rows(layer: Convolution) -> int:
+    """The number of rows that a linear layer multiplies; 0 for a convolution, and for a number that isn't known."""
+    source = shape_of(layer.input)
+    return 0 if layer.dims or source is None else prod(source.sizes[:-1])
+
+
 def _multiplications(layer: Convolution) -> int:
     made, weight = shape_of(layer.input if layer.transposed else layer.node), layer.weight.value
     assert weight is not None
@@ -105,6 +152,13 @@ def _multiplications_of_product(node: Node) -> int:
     return 0 if first is None or not first.sizes else prod(made.sizes) * first.sizes[-1]
 
 
+def _is_large(layer: Convolution) -> bool:
+    """Whether multiplications limit the speed of a layer, and not memory."""
+    weight, given, made = layer.weight.value, layer.input_channels, layer.channels
+    assert weight is not None
+    return weight[0, 0].numel() * given * made >= BALANCE * (given + made)
+
+
 def _uneven(layer: Convolution) -> list[int]:
     """The numbers of input and output channels that aren't multiples."""
     weight, shape = layer.weight.value, shape_of(layer.node)
@@ -114,7 +168,7 @@ def _uneven(layer: Convolution) -> list[int]:
     if layer.dims and prod(shape.sizes[-layer.dims :]) == 1:
         # A gate on pooled maps reads more numbers than it multiplies.
         return []
-    if layer.groups > 1 or weight[0, 0].numel() * given * made < BALANCE * (given + made):
+    if layer.groups > 1 or not _is_large(layer):
         return []
     is_image = layer.dims > 0 and given <= IMAGE_CHANNELS
     return [size for size in (made, *(() if is_image else (given,))) if size % _MULTIPLE]

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from optimizer.diagnosis.attention import hand_written_attention
 from optimizer.diagnosis.chains import activation_by_hand, in_place_in_chain, unfused_chain
-from optimizer.diagnosis.kernels import bias_before_norm, channels_not_multiple_of_8, layout_flip
+from optimizer.diagnosis.kernels import (
+    bias_before_norm,
+    channels_not_multiple_of_8,
+    layout_flip,
+    rows_not_multiple_of_8,
+)
 from optimizer.diagnosis.layers import batch_norm_per_process, data_parallel, not_in_eval, training_mode, unregistered
 from optimizer.diagnosis.rule import Rule
 from optimizer.diagnosis.settings import cudnn_benchmark, deterministic, tf32_off
@@ -15,6 +20,7 @@ from optimizer.diagnosis.values import (
     float64_leak,
     moved_from_host,
     tensor_from_array,
+    unregistered_tensor,
     value_read,
 )
 
@@ -25,6 +31,7 @@ RULES: tuple[Rule, ...] = (
     data_dependent_branch,
     tensor_from_array,
     moved_from_host,
+    unregistered_tensor,
     fixed_device,
     float64_leak,
     hand_written_attention,
@@ -40,6 +47,7 @@ RULES: tuple[Rule, ...] = (
     gradients_zeroed,
     in_place_in_chain,
     channels_not_multiple_of_8,
+    rows_not_multiple_of_8,
     not_in_eval,
     cudnn_benchmark,
     tf32_off,

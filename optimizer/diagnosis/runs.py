@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity
 
-from optimizer.diagnosis.evidence import Evidence, LineRecorder, Step
+from exporters.places import line_of_error
+from optimizer.diagnosis.evidence import Evidence, LineRecorder, Step, plain_tensors
 from optimizer.errors import LoadError, UsageError
 from optimizer.model import Call, clone, eager_only, outside_inference_mode, unregistered_modules
 from optimizer.torch_private import is_profiling
@@ -35,7 +36,7 @@ def _called(module: Callable[..., Any], call: Call) -> Any:
 def recorded(module: Any, call: Call) -> tuple[ModelTree, Recording]:
     """Run a module once, and record its calls with their lines."""
     tree = ModelTree(module, unregistered_modules(module))
-    with LineRecorder(module, tree.modules) as recorder:
+    with LineRecorder(module, tree.modules, plain_tensors(module)) as recorder:
         _called(module, call)
     return tree, recorder.recording
 
@@ -85,6 +86,7 @@ def watched_step(model: nn.Module, step: Callable[[], object]) -> Step:
                 step()
                 seconds = time.perf_counter() - started
     except Exception as error:  # the step is foreign code
-        raise LoadError(f"The training step raises: {error_summary(error)}.") from error
+        at = f" at {line}" if (line := line_of_error(error)) else ""
+        raise LoadError(f"The training step raises{at}: {error_summary(error)}.") from error
     waited = sum(event.cpu_time_total for event in profiler.key_averages() if event.key.startswith(_LOADER))
     return Step(recorder.recording, waited / 1e6 / seconds)

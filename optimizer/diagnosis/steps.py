@@ -23,7 +23,7 @@ def reentrant_checkpoint(evidence: Evidence) -> Iterator[Seen]:
             modules,
             line,
             "a checkpoint is reentrant",
-            "it ignores keyword arguments and nested outputs, fails under torch.autograd.grad, and recomputes all of "
+            "it takes no keyword arguments, ignores nested outputs, fails under torch.autograd.grad, and recomputes all of "
             "its part",
             "call checkpoint(…, use_reentrant=False), or use the pass insert-checkpoints",
         )

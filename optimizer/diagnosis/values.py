@@ -4,30 +4,35 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from math import prod
 
 import numpy
 import torch
 
-from optimizer.diagnosis.evidence import Evidence, Seen, has_array, names_device
+from optimizer.diagnosis.evidence import Evidence, Seen, has_array, is_moved_to_host, names_device
 from optimizer.diagnosis.rule import rule
 from optimizer.showing import percent_text
-from passes.program.recording import Node, operation_name, shape_of
+from optimizer.wording import listed
+from passes.program.recording import Node, operation_name, shape_of, users_of
 
 _WAITS = "on a GPU the CPU waits here until all kernels before it have ended, and torch.compile breaks its graph if it comes here"
 _FROM_HOST = "on a GPU every call copies it again, and waits for the copy"
 # Types of answers that hold values of a tensor; a bool decides something.
 _NUMBERS = (int, float, complex, list, str, numpy.ndarray)
+# These write the values of a tensor, but on meta tensors, which have none, they work too.
+_TEXTS = ("repr", "format")
+_MOVES = ("to", "cuda", "type_as")
 
 
 @rule("warning")
 def value_read(evidence: Evidence) -> Iterator[Seen]:
-    """Forward moves values to the CPU: `.item()`, `.tolist()`, `.numpy()`, `.cpu()`, `int(tensor)`, or a tensor in a text."""
+    """Forward moves values to the CPU: `.item()`, `.tolist()`, `.numpy()`, `.cpu()`, `.to("cpu")`, `int(tensor)`, or a tensor in a text."""
     nodes = [node for node in evidence.calls if _reads(evidence, node)]
     for line, group in evidence.by_line(nodes):
         yield evidence.seen(
             line,
             group,
-            f"{_names(group)} moves values of the device to Python or to the CPU",
+            f"values of the device move to Python or to the CPU, by {_names(group)}",
             _WAITS,
             "keep it a tensor, or compute it outside of forward",
         )
@@ -56,20 +61,22 @@ def fixed_device(evidence: Evidence) -> Iterator[Seen]:
         yield evidence.seen(
             line,
             group,
-            "`.cuda()` moves a tensor to the first GPU",
-            "the model runs on no CPU and on no other GPU, and each call copies",
+            "`.cuda()` moves a tensor to the current GPU",
+            "the model doesn't run on a CPU, nor on another GPU than the current one, and each call copies",
             "move the inputs before the call, make constants with register_buffer, or pass device=x.device",
         )
 
 
 @rule("warning")
 def tensor_from_array(evidence: Evidence) -> Iterator[Seen]:
-    """Forward makes a tensor of a NumPy array: `torch.tensor(array)`, `torch.from_numpy(array)`."""
-    for line, group in evidence.by_line(filter(_is_of_array, evidence.calls)):
+    """Forward makes a tensor of a NumPy array: `torch.tensor(array)`, `torch.from_numpy(array)`, `x.new_tensor(array)`."""
+    unseen = {user for node in evidence.recording.nodes() if node.meta.get("of_array") for user in node.users}
+    found = [node for node in evidence.calls if node in unseen or _is_of_array(node)]
+    for line, group in evidence.by_line(found):
         yield evidence.seen(
             line,
             group,
-            f"{_names(group)} makes a tensor of a NumPy array in forward",
+            "forward makes a tensor of a NumPy array",
             _FROM_HOST,
             "make it once in __init__ with register_buffer",
         )
@@ -82,9 +89,7 @@ def moved_from_host(evidence: Evidence) -> Iterator[Seen]:
     nodes = [
         node
         for node in evidence.calls
-        if operation_name(node) in ("to", "cuda")
-        and names_device(node)
-        and node not in evidence.on_host
+        if _is_moved(evidence, node)
         and isinstance(source := node.args[0], Node)
         and source in evidence.on_host
         and not arrays & _sources_of(source)
@@ -100,6 +105,26 @@ def moved_from_host(evidence: Evidence) -> Iterator[Seen]:
 
 
 @rule("warning")
+def unregistered_tensor(evidence: Evidence) -> Iterator[Seen]:
+    """Forward uses a tensor that is a plain attribute of a module, or in a plain list or dict of it.
+
+    Those of one number are left out: they work on every device.
+    """
+    places = [node for node in evidence.recording.nodes() if node.meta.get("attribute")]
+    used = {user: place for place in places for user in users_of(place) if _numbers(place) > 1}
+    for line, group in evidence.by_line(node for node in evidence.calls if node in used):
+        paths = dict.fromkeys(used[node].meta["attribute"] for node in group)
+        moved = all(_is_moved(evidence, node) for node in group)
+        yield evidence.seen(
+            line,
+            group,
+            f"{listed([f'`{path}`' for path in paths])} is a tensor that the model doesn't register",
+            _FROM_HOST if moved else "`.to()` doesn't move it, so forward raises if the model is on another device",
+            "make it with register_buffer(name, tensor, persistent=False)",
+        )
+
+
+@rule("warning")
 def float64_leak(evidence: Evidence) -> Iterator[Seen]:
     """A float64 tensor meets one of a lower precision, and the result is float64, which nobody asked for by a cast."""
     doubles = [node for node in evidence.calls if (shape := shape_of(node)) and shape.dtype is torch.float64]
@@ -108,7 +133,7 @@ def float64_leak(evidence: Evidence) -> Iterator[Seen]:
         yield evidence.seen(
             line,
             group,
-            f"{_names(group)} joins a float64 tensor with one of a lower precision, so the result is float64",
+            f"a float64 tensor meets one of a lower precision in {_names(group)}, so the result is float64",
             f"float64 takes twice the memory, and on most GPUs many times as long; here float64 takes "
             f"{percent_text(share)} of the time",
             "make the float64 tensor with dtype=x.dtype",
@@ -116,7 +141,7 @@ def float64_leak(evidence: Evidence) -> Iterator[Seen]:
 
 
 def _reads(evidence: Evidence, node: Node) -> bool:
-    if operation_name(node) == "cpu":
+    if is_moved_to_host(node):
         return _is_of_device(evidence, node)
     answer = node.meta["answer"]
     is_number = isinstance(answer, type) and issubclass(answer, _NUMBERS) and answer is not bool
@@ -128,11 +153,23 @@ def _reads(evidence: Evidence, node: Node) -> bool:
 def _is_of_device(evidence: Evidence, node: Node) -> bool:
     """Whether a call without a tensor as its result needs values of the device."""
     sources = node.all_input_nodes
-    return not node.meta["asks"] and any(source not in evidence.on_host for source in sources)
+    asks = node.meta["asks"] and operation_name(node) not in _TEXTS
+    return not asks and any(source not in evidence.on_host for source in sources)
+
+
+def _is_moved(evidence: Evidence, node: Node) -> bool:
+    """Whether a call moves a tensor to the device of the model."""
+    return operation_name(node) in _MOVES and names_device(node) and node not in evidence.on_host
+
+
+def _numbers(node: Node) -> int:
+    shape = shape_of(node)
+    return 0 if shape is None else prod(shape.sizes)
 
 
 def _is_of_array(node: Node) -> bool:
-    return shape_of(node) is not None and not node.all_input_nodes and has_array(node)
+    is_made = not node.all_input_nodes or operation_name(node) == "new_tensor"
+    return shape_of(node) is not None and is_made and has_array(node)
 
 
 def _sources_of(node: Node) -> set[Node]:

@@ -300,21 +300,27 @@ class Tuner:
 
         The exported files in their own runtimes stay. They are the simplest to ship if all are equally fast.
         """
+        exact = self._fastest_exact()
         for opened, _ in _by_speed([*self._ready, *self._slower])[_FINALISTS:]:
-            if opened.candidate.route not in self._own:
+            if opened.candidate.route not in self._own and opened is not exact:
                 self._ready = [each for each in self._ready if each[0] is not opened]
                 self._slower = [each for each in self._slower if each[0] is not opened]
                 self._drop(opened.candidate, f"{_FINALISTS} others are at least as fast")
 
     def _finalists(self) -> list[Opened]:
-        """The files of the last timing; those far slower than the best are dropped."""
-        kept: list[Opened] = []
+        """The files of the last timing; those far slower than the best are dropped, except for the fastest exact one."""
+        kept, exact = list[Opened](), self._fastest_exact()
         for opened, gain in self._ready:
-            if self._is_far_behind(gain):
+            if self._is_far_behind(gain) and opened is not exact:
                 self._drop(opened.candidate, self._behind(gain))
             else:
                 kept.append(opened)
         return kept
+
+    def _fastest_exact(self) -> Opened | None:
+        """The proven file without a loss of accuracy that was the fastest in its first timing."""
+        files = (opened for opened, _ in _by_speed(self._ready) if opened.candidate.accuracy is None)
+        return next(files, None)
 
     def _drop(self, candidate: Candidate, reason: str) -> None:
         self._dropped.append(dropped_figure(candidate, reason, candidate.accuracy))

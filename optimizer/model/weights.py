@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from optimizer.errors import LoadError
 from optimizer.options import refuse_missing_weights
-from optimizer.wording import listed, quote, type_name
+from optimizer.wording import a_type, listed, quote
 
 WRAPPER_KEYS = ("state_dict", "model_state_dict", "model")
 WRAPPER_PREFIXES = ("module.", "_orig_mod.")
@@ -119,7 +119,7 @@ def _unwrapped(value: Any, path: Path, notes: list[str]) -> dict[str, torch.Tens
             notes.append(f"The weights were taken from the key {key!r} of {path.name}.")
             value = value[key]
     if not isinstance(value, Mapping):
-        raise LoadError(f"The weights {path.name} contain a {type_name(value)}, not a state dict.")
+        raise LoadError(f"The weights {path.name} contain {a_type(value)}, not a state dict.")
     if unnamed := [key for key in value if not isinstance(key, str)]:
         raise LoadError(
             f"The weights {path.name} contain no state dict: the key {unnamed[0]!r} isn't the name of a "

@@ -25,7 +25,7 @@ from optimizer.errors import LoadError
 from optimizer.model.held_modules import functions_over_modules
 from optimizer.model.module_tree import REGISTRIES, is_script, reachable_modules, unregistered_modules
 from optimizer.torch_private import copied_script
-from optimizer.wording import lack_of_memory, listed, quote, type_name
+from optimizer.wording import a_type, lack_of_memory, listed, quote, type_name
 from passes.program.forwards import unbound_forward
 from passes.program.weights import FoldedParameter, bare, over_values, sealed_like
 
@@ -359,7 +359,7 @@ def _copied(module: nn.Module, name: str, value: Any, memo: dict[int, Any]) -> A
     if type(copied) is not type(value) and not hasattr(copied, "__next__") and not hasattr(type(value), "__deepcopy__"):
         # An object whose `__getattr__` returns something for every name.
         raise LoadError(
-            f"{where} can't be copied: copy.deepcopy returned {_a(type_name(copied))}, but every run needs a copy; "
+            f"{where} can't be copied: copy.deepcopy returned {a_type(copied)}, but every run needs a copy; "
             f"define __deepcopy__ on {type_name(value)}."
         )
     return copied
@@ -390,7 +390,7 @@ def _copy_by_itself(module: nn.Module, memo: dict[int, Any]) -> None:
         ) from error
     if not isinstance(copied, nn.Module):
         raise LoadError(
-            f"copy.deepcopy of the model's {kind} returned a {type_name(copied)}. Passes and exporters work on a "
+            f"copy.deepcopy of the model's {kind} returned {a_type(copied)}. Passes and exporters work on a "
             "copy: fix its __deepcopy__."
         )
     memo[id(module)] = copied
@@ -448,7 +448,3 @@ def _storage_of(tensor: torch.Tensor) -> int:
     except (RuntimeError, NotImplementedError):
         # A subclass that wraps other tensors.
         return 0
-
-
-def _a(name: str) -> str:
-    return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"

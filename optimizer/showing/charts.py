@@ -81,9 +81,10 @@ def accuracy_plot(timed: Sequence[Mapping[str, Any]]) -> Plot | None:
     }
     if not lossy:
         return None
-    axis = logarithmic("1 - cosine", list(lossy.values()), _power, least=_LEAST_LOSS)
     exact = {number: 0.0 for number, each in enumerate(timed) if not each["accuracy"]}
-    return _trade_off("loss of accuracy", timed, axis, {**exact, **lossy})
+    costs = {**exact, **lossy}
+    axis = logarithmic("1 - cosine", list(costs.values()), _power, least=_LEAST_LOSS)
+    return _trade_off("loss of accuracy", timed, axis, costs)
 
 
 def _power(value: float) -> str:

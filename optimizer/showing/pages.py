@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from optimizer.showing import texts
 
+_CODE = re.compile("`([^`]+)`")
 _FOLDER = Path(__file__).parent / "templates"
 
 
@@ -28,8 +30,16 @@ def _environment() -> Any:
         percent=texts.percent_text,
         count=texts.count_text,
         counts=texts.counts_text,
+        marked=_marked,
     )
     return made
+
+
+def _marked(text: str) -> Any:
+    """The text with `code` between backticks marked as code."""
+    from markupsafe import Markup, escape
+
+    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(text))))
 
 
 def page(template: str, **facts: Any) -> str:

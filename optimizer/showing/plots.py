@@ -70,21 +70,24 @@ def linear(title: str, values: Iterable[float], text: Callable[[float], str]) ->
 
 
 def logarithmic(title: str, values: Sequence[float], text: Callable[[float], str], *, least: float) -> Axis:
-    """An axis of whole powers of ten; values below the first one, such as 0, are placed there, and NaN at the last one.
+    """An axis of whole powers of ten; NaN is placed at the last one.
 
     Args:
-        least: values below this don't extend the axis.
+        least: values below this, such as 0, are placed at a tick "≈ 0" before the first power.
     """
     finite = [value for value in values if math.isfinite(value)]
-    low = math.floor(math.log10(max(least, min((value for value in finite if value > 0), default=least))))
-    high = max(low + 1, math.ceil(math.log10(max(finite, default=0.0) or least)))
-    every = math.ceil((high - low) / (_TICKS + 1))
-    ticks = tuple(((power - low) / (high - low), text(10.0**power)) for power in range(low, high + 1, every))
+    shown = [value for value in finite if value >= least] or [least]
+    first = math.floor(math.log10(min(shown)))
+    high = max(first + 1, math.ceil(math.log10(max(shown))))
+    low = first if len(shown) >= len(finite) else first - 1
+    powers = range(first, high + 1, math.ceil((high - first) / (_TICKS + 1)))
+    ticks = tuple(((power - low) / (high - low), text(10.0**power)) for power in powers)
+    ticks = ticks if low == first else ((0.0, "≈ 0"), *ticks)
 
     def place(value: float) -> float:
         if math.isnan(value):
             return 1.0
-        return (min(high, max(low, math.log10(value))) - low) / (high - low) if value > 0 else 0.0
+        return (min(high, math.log10(value)) - low) / (high - low) if value >= least else 0.0
 
     return Axis(title, ticks, place)
 

@@ -347,7 +347,7 @@ def test_the_whole_way_and_back(run, folder):
         ),
         (
             "class Lost(Net):\n    def __deepcopy__(self, memo): return None\nmodel = Lost()",
-            "copy.deepcopy of the model's Lost returned a None. Passes and exporters work on a copy: fix its "
+            "copy.deepcopy of the model's Lost returned None. Passes and exporters work on a copy: fix its "
             "__deepcopy__.",
         ),
         (

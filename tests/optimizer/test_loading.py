@@ -103,8 +103,8 @@ def test_an_importable_module_of_the_current_folder(write, monkeypatch, tmp_path
             "class A(nn.Module):\n  def __init__(self, width, depth): ...\n  def forward(self): ...",
             "A needs width, depth",
         ),
-        ("model = 3", "model in model.py is a int, not an nn.Module"),
-        ("model = None", "is a None, not an nn.Module"),
+        ("model = 3", "model in model.py is an int, not an nn.Module"),
+        ("model = None", "is None, not an nn.Module"),
         ("def build_model(width): ...", "build_model in model.py is a function that needs arguments (width)"),
         (
             "class A(nn.Module):\n  def __init__(self, width): ...\nmodel = A",
@@ -298,7 +298,7 @@ def test_a_function_of_inputs_is_asked_for_any_batch_size(write):
             "has no example_inputs and no get_example_inputs(); add one of them to the file or pass each input "
             "with --input",
         ),
-        ("example_inputs = 3", "example_inputs in model.py is a int; it must be a tensor, a tuple or a list"),
+        ("example_inputs = 3", "example_inputs in model.py is an int; it must be a tensor, a tuple or a list"),
         ("import numpy\nexample_inputs = numpy.ones(3)", "torch.from_numpy converts it to a tensor"),
         (
             "import numpy\nexample_inputs = (numpy.ones(3),)",
@@ -307,9 +307,9 @@ def test_a_function_of_inputs_is_asked_for_any_batch_size(write):
         ("example_inputs = (1, 2)", "contain no tensor"),
         ("example_inputs = {3: torch.ones(2)}", "has the key 3, which isn't the name of an argument"),
         ("example_inputs = {'x': torch.ones(2)}\nexample_kwargs = {'x': 3}", "x is in both example_inputs and"),
-        ("example_kwargs = 3", "example_kwargs in model.py is a int, not a dict"),
+        ("example_kwargs = 3", "example_kwargs in model.py is an int, not a dict"),
         ("def get_example_inputs():\n    return 1 / 0", "get_example_inputs() in model.py failed: ZeroDivisionError"),
-        ("def example_inputs(n, generator): return None", "is a None; it must be"),
+        ("def example_inputs(n, generator): return None", "is None; it must be"),
     ],
 )
 def test_inputs_that_cant_be_had(write, text, part):

@@ -364,6 +364,18 @@ def test_a_quantized_file_that_was_made_in_time_is_judged_and_timed(
         assert found.route == ONNX
 
 
+def test_the_fastest_exact_file_is_timed_beside_a_far_faster_lossy_one(
+    choosing: Choose, speeds: Speeds, rounding: Rounding
+) -> None:
+    """Who reads the figures wants to know what the loss of accuracy buys."""
+    rounding.levels = dict.fromkeys(itertools.chain(*KINDS.values()), 1000)
+    speeds.seconds = {"eager": 1.0, "int8": 0.1, "onnx in": 0.5, "": 0.9}
+    found = choosing(tune=True, accuracy="0.999", calibration=[images(4, seed) for seed in range(4)])
+    assert "int8" in str(found.route)
+    assert "model.onnx in onnxruntime" in found.timed
+    assert found.dropped["model.torchscript.pt in torch"] == "the best is 1.80 times as fast"
+
+
 def test_nothing_lossy_is_tried_without_a_budget(choosing: Choose, speeds: Speeds, rounding: Rounding) -> None:
     rounding.levels = dict.fromkeys(itertools.chain(*KINDS.values()), 1000)
     speeds.seconds = {"int8": 0.1, "": 0.5}
