@@ -368,7 +368,7 @@ def case_table(results: Sequence[dict[str, Any]], names: Sequence[str]) -> Table
         cells = [_cell(result["contenders"][name], result["folds"]) for name in names]
         table.add(result["case"], result["hard"], *cells, str(result["norms"]), str(result["folds"]))
     table.caption.append(
-        f"Right: at batch 2, 1 and 5 and on unseen inputs no output is off from the model in float64 by more than"
+        f"Right: at batch 2, 1 and 5 and on unseen inputs no output differs from the model in float64 by more than"
         f" {TIMES_EAGER:g} times eager's own error and {ULPS:g} units in the last place of the largest value, and the"
         " model itself is as it was. Refused: nothing is folded and the outputs are right, or an error says that this is"
         " not taken. In brackets: how many BatchNorms were folded, of those that fold exactly."

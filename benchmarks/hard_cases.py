@@ -256,7 +256,7 @@ for _dtype, _word in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
 # Something besides the BatchNorm uses the same value.
 
 
-@hard_case("conv used besides", "its output is used without the BatchNorm too", folds=0)
+@hard_case("conv used elsewhere", "its output is used without the BatchNorm too", folds=0)
 class UsedBesides(Pair):
     def forward(self, x: Tensor) -> Any:
         y = self.conv(x)
@@ -547,7 +547,7 @@ def before_linear() -> nn.Module:
     return nn.Sequential(batch_norm(5, 1), nn.Linear(5, 4), nn.ReLU())
 
 
-@hard_case("two BatchNorms", "one behind the other", folds=2)
+@hard_case("two BatchNorms", "one after the other", folds=2)
 def two_norms() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), batch_norm(), batch_norm(), nn.ReLU())
 

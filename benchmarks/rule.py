@@ -558,11 +558,11 @@ def tables_of(data: dict[str, Any]) -> list[Table]:
         if unit["error"]
     ]
     tables[-1].caption += [
-        f"Of {total['runs']} right artifacts and results {total['failed']} don't pass. Of {total['faults']} faults"
-        f" {total['missed']} do that move an output by more than the {FACTOR:g} times its noise that are allowed, and"
-        f" {total['allowed']} that stay within. The goal is none that don't pass of 2,000, and no fault that does, which is"
-        f" {'met' if is_met(total) else 'missed'}. {total['same']} more faults change nothing, and {total['below']} no more"
-        " than rounding does.",
+        f"Of {total['runs']} correct files and results, {total['failed']} fail. Of {total['faults']} faults,"
+        f" {total['missed']} pass although they move an output by more than the allowed {FACTOR:g} times its noise, and"
+        f" {total['allowed']} pass because they move it by less. The goal, no failure in 2,000 and no larger fault that"
+        f" passes, is {'met' if is_met(total) else 'missed'}. {total['same']} more faults change nothing, and"
+        f" {total['below']} no more than rounding does.",
         caption(data["environment"]),
     ]
     return tables
