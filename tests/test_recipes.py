@@ -1,5 +1,6 @@
 """The recipes for the build step: `make`, the check before a deployment, and the program in C++."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -44,7 +45,7 @@ def test_make_builds_verifies_and_writes_the_repository(recipes: Path) -> None:
     assert "not checked" not in config
     again = run("make", "build", cwd=recipes)
     assert again.returncode == 0, again.stderr
-    assert "up to date" in again.stdout
+    assert json.loads((recipes / "build.json").read_text(encoding="utf-8"))["models"]["net"]["up_to_date"]
 
 
 def test_a_bundle_that_changed_is_not_deployed(recipes: Path, tmp_path: Path) -> None:
@@ -52,6 +53,20 @@ def test_a_bundle_that_changed_is_not_deployed(recipes: Path, tmp_path: Path) ->
     with (folder / "dist/net/README.md").open("a", encoding="utf-8") as file:
         file.write("changed\n")
     assert run("sh", "predeploy.sh", "sums.txt", cwd=folder).returncode == 8
+    # Nor is it if the list's last line has no end.
+    (folder / "sums.txt").write_text((folder / "sums.txt").read_text(encoding="utf-8").rstrip(), encoding="utf-8")
+    assert run("sh", "predeploy.sh", "sums.txt", cwd=folder).returncode == 8
+
+
+def test_what_the_builder_does_not_list_is_not_deployed(recipes: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(recipes, tmp_path / "recipes")
+    assert run("sh", "predeploy.sh", "sums.txt", cwd=folder).returncode == 0
+    (folder / "dist" / "other").mkdir()
+    done = run("sh", "predeploy.sh", "sums.txt", cwd=folder)
+    assert (done.returncode, "dist/other/ isn't in sums.txt" in done.stderr) == (1, True)
+    (folder / "sums.txt").write_text("", encoding="utf-8")
+    done = run("sh", "predeploy.sh", "sums.txt", cwd=folder)
+    assert (done.returncode, "lists no bundle" in done.stderr) == (1, True)
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None or shutil.which("c++") is None, reason="needs cmake and a compiler")

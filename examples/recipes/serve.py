@@ -16,6 +16,8 @@ import numpy
 
 from optimizer import load
 
+SHAPE = (3, 32, 32)
+
 
 class BundleAPI(litserve.LitAPI):
     """One row per request. Its input is named "image", as in net.py."""
@@ -28,24 +30,32 @@ class BundleAPI(litserve.LitAPI):
         """Load the bundle; each worker does so once. This checks the hashes and warms up."""
         self.run = load(self.bundle, device=device)
 
-    def decode_request(self, request: dict[str, Any]) -> numpy.ndarray:
-        """Read one row, float32 of the shape [3, 32, 32]."""
-        return numpy.asarray(request["image"], numpy.float32)
+    def decode_request(self, request: dict[str, Any]) -> numpy.ndarray | None:
+        """Read one row; None if it isn't one, since an exception would fail all requests of the batch."""
+        try:
+            row = numpy.asarray(request["image"], numpy.float32)
+        except (KeyError, TypeError, ValueError):
+            return None
+        return row if row.shape == SHAPE else None
 
-    def batch(self, inputs: list[numpy.ndarray]) -> numpy.ndarray:
-        """Join the rows of the waiting requests."""
-        return numpy.stack(inputs)
+    def batch(self, inputs: list[numpy.ndarray | None]) -> tuple[list[bool], numpy.ndarray]:
+        """Join the rows of the waiting requests, with zeros for those that have none."""
+        rows = [numpy.zeros(SHAPE, numpy.float32) if row is None else row for row in inputs]
+        return [row is not None for row in inputs], numpy.stack(rows)
 
-    def predict(self, batch: numpy.ndarray) -> numpy.ndarray:
+    def predict(self, batch: tuple[list[bool], numpy.ndarray]) -> tuple[list[bool], numpy.ndarray]:
         """Run the model on a batch."""
-        return self.run(batch)
+        known, rows = batch
+        return known, self.run(rows)
 
-    def unbatch(self, output: numpy.ndarray) -> list[numpy.ndarray]:
+    def unbatch(self, output: tuple[list[bool], numpy.ndarray]) -> list[numpy.ndarray | None]:
         """Split the output into rows."""
-        return list(output)
+        return [row if is_known else None for is_known, row in zip(*output, strict=True)]
 
-    def encode_response(self, output: numpy.ndarray) -> dict[str, Any]:
+    def encode_response(self, output: numpy.ndarray | None) -> dict[str, Any]:
         """Write one row."""
+        if output is None:
+            return {"error": f'send {{"image": …}} with numbers in the shape {list(SHAPE)}'}
         return {"output": output.tolist()}
 
 

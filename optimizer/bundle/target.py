@@ -54,7 +54,9 @@ def check_standing(folder: Path, target: Path, *, force: bool) -> None:
     try:
         manifest = read_manifest(folder)
     except BundleError as error:
-        raise BundleError(f"{target} is not replaced, because it can't be recognised as a bundle ({error})") from error
+        raise BundleError(
+            f"{target} is not replaced, because it can't be recognised as a bundle ({error}) Delete the folder, or choose another one."
+        ) from error
     if not force:
         raise BundleError(
             f"{target} is already a bundle: replace it with --force (force=True in Python), or choose another folder."

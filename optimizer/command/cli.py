@@ -92,6 +92,8 @@ _NOT_IN_CONFIG = {
 }
 # The options that don't shape the bundle, or name files, which are compared by their content.
 _FILES = {"output", "debug_dir", "profile_dir", "weights", "input_files", "calibration", "choices"}
+# With --all, each model has its own folder inside of these.
+_FOLDERS = {"debug_dir", "profile_dir"}
 _NOT_RECORDED = {*_COMMON, *_ALL, *_FILES, "details", "name", "force", "if_changed"}
 _ALLOWED = {
     "verify": _COMMON | {"verify", "device", "require_gpu", "details", "expect", "no_run"},
@@ -566,12 +568,13 @@ def _all_options(context: click.Context, values: Mapping[str, Any]) -> AllOption
                     f"{config.path}: the models {its_name} and {name} have {where}: give one of them another."
                 )
         outputs[output] = name
-    given = [f"--config={config.path}", "--json", *_given_again(context)]
-    return AllOptions({name: [name, *given] for name in [*config.models][number - 1 :: count]}, jobs)
+    given = [f"--config={config.path}", "--json"]
+    chosen = [*config.models][number - 1 :: count]
+    return AllOptions({name: [name, *given, *_given_again(context, name)] for name in chosen}, jobs)
 
 
-def _given_again(context: click.Context) -> Iterator[str]:
-    """The options on the command line that the command of each model gets too."""
+def _given_again(context: click.Context, model: str) -> Iterator[str]:
+    """The options on the command line that the command of each model gets too; a folder of files is one for each."""
     names = set(_on_command_line(context)) - {*_ALL, "as_json", "details"}
     for option in context.command.params:
         if option.name not in names:
@@ -581,7 +584,8 @@ def _given_again(context: click.Context) -> Iterator[str]:
         if isinstance(value, bool):
             yield long
         else:
-            yield from (f"{long}={text}" for text in (value if option.multiple else [value]))
+            texts = value if option.multiple else [value]
+            yield from (f"{long}={Path(text, model) if option.name in _FOLDERS else text}" for text in texts)
 
 
 def _refuse_swallowed(context: click.Context, values: Mapping[str, Any]) -> None:

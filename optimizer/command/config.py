@@ -25,7 +25,7 @@ import click
 from optimizer.command.up_to_date import find_package
 from optimizer.errors import UsageError
 
-_TOOL, _NAME = "optimize-export", re.compile(r"[A-Za-z0-9_-]+")
+_TOOL, _NAME = "optimize-export", re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 _DEFAULT = Path("pyproject.toml")
 
 
@@ -93,22 +93,45 @@ def read_config(path: Path | None, options: Mapping[str, click.Option]) -> Confi
         raise UsageError(f"The config {path} can't be read: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"The config {path} is not valid TOML: {error}.") from error
-    where = ""
-    if "tool" in table or path.name == _DEFAULT.name:
-        table, where = _table(path, "tool", table.get("tool", {})).get(_TOOL, {}), f"tool.{_TOOL}"
+    where, table = _own_part(path, table)
     table = _table(path, where, table)
     models = _table(path, f"{where}.models".lstrip("."), table.get("models", {}))
-    defaults = _values(path, options, where, {key: value for key, value in table.items() if key != "models"})
-    found = {}
+    mistakes: list[str] = []
+    own_keys = {key: value for key, value in table.items() if key != "models"}
+    defaults, found = _values(path, options, where, own_keys, mistakes), {}
     for name, own in models.items():
         inside = f"{where}.models.{name}".lstrip(".")
         if not _NAME.fullmatch(name):
-            raise UsageError(f"{path}: {name!r} is not a name for a model; use letters, digits, - and _.")
-        values = {"output": f"dist/{name}", **defaults, **_values(path, options, inside, _table(path, inside, own))}
-        if "model" not in values:
-            raise UsageError(f'{path}: [{inside}] has no model; add one, such as model = "net.py:build".')
-        found[name] = values
+            mistakes.append(
+                f"{path}: {name!r} is not a name for a model; use letters, digits, - and _, and start without -."
+            )
+        found[name] = {
+            "output": f"dist/{name}",
+            **defaults,
+            **_values(path, options, inside, _table(path, inside, own), mistakes),
+        }
+        if "model" not in found[name]:
+            mistakes.append(f'{path}: [{inside}] has no model; add one, such as model = "net.py:build".')
+    if mistakes:
+        raise UsageError(" ".join(mistakes))
     return Config(path, found)
+
+
+def _own_part(path: Path, document: dict[str, Any]) -> tuple[str, Any]:
+    """The name of the table with this program's options in a TOML file, and that table: `tool.optimize-export` or all."""
+    tools = _table(path, "tool", document.get("tool", {}))
+    if _TOOL not in tools and (near := difflib.get_close_matches(_TOOL, tools, 1, 0.8)):
+        raise UsageError(f"{path}: [tool.{near[0]}] is not a table of {_TOOL}; did you mean [tool.{_TOOL}]?")
+    if path.name != _DEFAULT.name:
+        others = [key for key in document if key != "tool"]
+        if _TOOL in tools and others:
+            raise UsageError(
+                f"{path}: {', '.join(others)} is outside of [tool.{_TOOL}]; move it inside, or leave tool.{_TOOL} out of "
+                "all names."
+            )
+        if _TOOL not in tools:
+            return "", {key: document[key] for key in others}
+    return f"tool.{_TOOL}", tools.get(_TOOL, {})
 
 
 def _table(path: Path, where: str, value: Any) -> dict[str, Any]:
@@ -117,8 +140,10 @@ def _table(path: Path, where: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def _values(path: Path, options: Mapping[str, click.Option], where: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a table by the names of the command's parameters."""
+def _values(
+    path: Path, options: Mapping[str, click.Option], where: str, table: Mapping[str, Any], mistakes: list[str]
+) -> dict[str, Any]:
+    """The values of a table by the names of the command's parameters; adds a sentence for each mistake."""
     place, known = f"in [{where}]" if where else "at the top level", ["model", *options]
     found: dict[str, Any] = {}
     for key, value in table.items():
@@ -126,15 +151,16 @@ def _values(path: Path, options: Mapping[str, click.Option], where: str, table: 
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]}?" if near else "the keys are model and the command's options for a MODEL."
-            raise UsageError(f"{path}: there is no option {key} (= {_shown(value)}) {place}; {hint}")
+            mistakes.append(f"{path}: there is no option {key} (= {_shown(value)}) {place}; {hint}")
+            continue
         option = options.get(name)
         parameter = "model" if option is None else option.name or ""
         if parameter in found:
-            raise UsageError(f"{path}: {key} is {place} twice, with - and with _.")
+            mistakes.append(f"{path}: {key} is {place} twice, with - and with _.")
         try:
             found[parameter] = _converted(option, value)
         except TypeError as error:
-            raise UsageError(f"{path}: {key} {place} is {_shown(value)}; it must be {error}.") from error
+            mistakes.append(f"{path}: {key} {place} is {_shown(value)}; it must be {error}.")
     return found
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from optimizer.command.input_syntax import parts_of_input
 from optimizer.errors import LoadError, UsageError
 from optimizer.options import (
     ExportOptions,
@@ -66,9 +67,11 @@ def check_early(options: ExportOptions) -> None:
 
 
 def check_names(options: ExportOptions) -> None:
-    """Raise `UsageError` if a pass or format is unknown."""
+    """Raise `UsageError` if a pass or format is unknown, or an input can't be read."""
     _refuse_unknown_passes(options.passes or "")
     _refuse_unknown_formats(options.formats)
+    for text in options.inputs:
+        parts_of_input(text)
 
 
 def _refuse_unknown_passes(text: str) -> None:

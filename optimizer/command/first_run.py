@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from optimizer.command.loading import Loaded, load
+from optimizer.command.opened_files import opened_files
 from optimizer.command.up_to_date import inputs_of
 from optimizer.command.user_errors import errors_of_user_code
 from optimizer.errors import LoadError
@@ -32,19 +33,20 @@ def load_and_run(options: ExportOptions, progress: ProgressFunction) -> Loaded:
     """
     progress(Progress(LOAD_STAGE, 0, 2, options.model))
     inputs, before, started = inputs_of(options), dict(sys.modules), time.time()
-    loaded = load(
-        options.model,
-        name=options.name,
-        inputs=options.inputs,
-        input_files=options.input_files,
-        weights=options.weights,
-        calibration=options.calibration,
-        calibrates=not parse_accuracy(options.accuracy).is_exact,
-        seed=options.seed,
-    )
-    progress(Progress(LOAD_STAGE, 1, 2, f"{loaded.source} runs on its inputs"))
-    check_runs(loaded, seed=options.seed)
-    loaded.build = inputs.record(before, started)
+    with opened_files() as opened:
+        loaded = load(
+            options.model,
+            name=options.name,
+            inputs=options.inputs,
+            input_files=options.input_files,
+            weights=options.weights,
+            calibration=options.calibration,
+            calibrates=not parse_accuracy(options.accuracy).is_exact,
+            seed=options.seed,
+        )
+        progress(Progress(LOAD_STAGE, 1, 2, f"{loaded.source} runs on its inputs"))
+        check_runs(loaded, seed=options.seed)
+    loaded.build = inputs.record(before, opened.data(), started)
     progress(Progress(LOAD_STAGE, 2, 2, loaded.source))
     return loaded
 

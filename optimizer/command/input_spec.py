@@ -6,14 +6,12 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 
+from optimizer.command.input_syntax import parts_of_input, refuse_input
 from optimizer.errors import LoadError, UsageError
 from optimizer.wording import dtype_name, quote
-
-INPUT_EXAMPLE = "2x3x224x224, float32[2,3,224,224], mask=bool[2,128] or ids=int64[2,128]:0..30000"
 
 _SHORT_DTYPES = {
     "f16": "float16",
@@ -34,12 +32,8 @@ _SHORT_DTYPES = {
     "c64": "complex64",
     "c128": "complex128",
 }
-_SIZES = re.compile(r"[0-9]+(x[0-9]+)*")
-_TYPED = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[^\]]*)\]")
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
 _RANGE = re.compile(rf"(?P<low>{_NUMBER})\.\.(?P<high>{_NUMBER})", re.IGNORECASE)
-_MOST_ELEMENTS = 2**40
-_MOST_DIGITS = 100
 
 
 @dataclass(frozen=True)
@@ -90,24 +84,12 @@ class InputSpec:
 
 def parse_input(text: str) -> InputSpec:
     """Parse one `--input`; raise a `UsageError` that quotes it and shows a valid example."""
-    head, equals, rest = text.strip().partition("=")
-    name, body = (head.strip(), rest.strip()) if equals else (None, head)
-    if name is not None and not name.isidentifier():
-        _refuse_input(text, f"{name!r} is not the name of an argument")
-    body, colon, range_text = body.partition(":")
-    dtype_name, shape_text = _split_body(text, body)
+    name, dtype_name, shape, range_text = parts_of_input(text)
     dtype = _dtype_named(dtype_name)
     if dtype is None:
         near = difflib.get_close_matches(dtype_name, [*_SHORT_DTYPES, *_SHORT_DTYPES.values(), "bool"], 1)
-        _refuse_input(text, f"{dtype_name!r} is not a dtype" + (f" (did you mean {near[0]}?)" if near else ""))
-    if any(len(size) > _MOST_DIGITS for size in shape_text):
-        _refuse_input(text, "one of its sizes is too large")
-    shape = tuple(int(size) for size in shape_text)
-    if 0 in shape:
-        _refuse_input(text, "every size must be 1 or more")
-    if math.prod(shape) > _MOST_ELEMENTS:
-        _refuse_input(text, f"{math.prod(shape)} elements are too many")
-    if not colon:
+        refuse_input(text, f"{dtype_name!r} is not a dtype" + (f" (did you mean {near[0]}?)" if near else ""))
+    if range_text is None:
         return InputSpec(name, dtype, shape)
     return InputSpec(name, dtype, shape, *_parse_range(text, range_text, dtype))
 
@@ -129,19 +111,6 @@ def draw_inputs(specs: Sequence[InputSpec], seed: int) -> tuple[tuple[torch.Tens
     return positional, {name: tensor for name, tensor in drawn if name is not None}
 
 
-def _split_body(text: str, body: str) -> tuple[str, list[str]]:
-    if _SIZES.fullmatch(body):
-        return "float32", body.split("x")
-    typed = _TYPED.fullmatch(body)
-    if typed is None:
-        _refuse_input(text, "the syntax is invalid")
-    sizes = [size.strip() for size in typed["shape"].split(",")] if typed["shape"].strip() else []
-    wrong = [size for size in sizes if not re.fullmatch("[0-9]+", size)]
-    if wrong:
-        _refuse_input(text, f"{wrong[0]!r} is not a size; every size must be 1 or more")
-    return typed["dtype"], sizes
-
-
 def _dtype_named(name: str) -> torch.dtype | None:
     found = getattr(torch, _SHORT_DTYPES.get(name, name), None)
     quantized = isinstance(found, torch.dtype) and dtype_name(found).startswith(("q", "bits"))
@@ -151,26 +120,22 @@ def _dtype_named(name: str) -> torch.dtype | None:
 def _parse_range(text: str, range_text: str, dtype: torch.dtype) -> tuple[float, float]:
     found = _RANGE.fullmatch(range_text.strip())
     if found is None:
-        _refuse_input(text, f"{range_text!r} is not a range LOW..HIGH")
+        refuse_input(text, f"{range_text!r} is not a range LOW..HIGH")
     low, high = float(found["low"]), float(found["high"])
     if not low < high:
-        _refuse_input(text, "the range is empty (its upper end is excluded)")
+        refuse_input(text, "the range is empty (its upper end is excluded)")
     if dtype.is_complex:
-        _refuse_input(text, "complex numbers can't have a range")
+        refuse_input(text, "complex numbers can't have a range")
     if dtype.is_floating_point:
         if max(-low, high) > torch.finfo(dtype).max:
-            _refuse_input(text, f"the range doesn't fit {dtype_name(dtype)}")
+            refuse_input(text, f"the range doesn't fit {dtype_name(dtype)}")
         return low, high
     if not (low.is_integer() and high.is_integer()):
-        _refuse_input(text, "a range of integers needs integer ends")
+        refuse_input(text, "a range of integers needs integer ends")
     least, most = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     if low < least or high - 1 > min(most, 2**53):
-        _refuse_input(text, f"the range doesn't fit {dtype_name(dtype)}")
+        refuse_input(text, f"the range doesn't fit {dtype_name(dtype)}")
     return low, high
-
-
-def _refuse_input(text: str, reason: str) -> NoReturn:
-    raise UsageError(f"--input {text!r}: {reason}; a valid one looks like {INPUT_EXAMPLE}.")
 
 
 def _physical_memory() -> float:

@@ -8,7 +8,7 @@ import os
 import stat
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.machinery import ModuleSpec, PathFinder
@@ -50,19 +50,22 @@ class BuildInputs:
 
     Attributes:
         folder: the folder of the model's file, or that from which the module is imported.
+        root: the current folder.
         files: the model's own files by their names, and other files by their options, such as "--weights".
         options: the options that shape the bundle, by their long names, as the manifest records them.
     """
 
     folder: Path
+    root: Path
     files: dict[str, Path]
     options: dict[str, Any]
 
-    def record(self, before: Mapping[str, object], started: float) -> Document:
+    def record(self, before: Mapping[str, object], opened: Iterable[Path], started: float) -> Document:
         """The manifest's `build`, once the model has been loaded and has run.
 
         Args:
             before: `sys.modules` before the model was loaded.
+            opened: the files that were read since then.
             started: the Unix time at that moment. A file that changed since then may have been read before or after the
                 change, so its digest is null.
         """
@@ -77,6 +80,8 @@ class BuildInputs:
                 packages.add(name.partition(".")[0])
             elif not file.startswith((*_OURS, *_STANDARD)):
                 files[_MODULE + name if inside is None else inside.as_posix()] = path
+        recorded = {path.resolve() for path in files.values()}
+        files |= {self._name(path): path for path in opened if path.resolve() not in recorded and self._is_own(path)}
         known = describe_environment()["libraries"]
         # It reads the files of all installed distributions.
         found = metadata.packages_distributions() if packages else {}
@@ -88,7 +93,19 @@ class BuildInputs:
             "options": self.options,
             "files": {name: _digest(path, started) for name, path in sorted(files.items())},
             "versions": {name: version_of(name) or "unknown" for name in sorted(distributions - known.keys())},
+            "program": _program_digest(),
         }
+
+    def _is_own(self, path: Path) -> bool:
+        """Whether a file is in the user's folders, and not in a hidden one or in that of a virtual environment."""
+        inside = next((path.relative_to(each) for each in (self.folder, self.root) if path.is_relative_to(each)), None)
+        if inside is None or str(path).startswith((*_OURS, *_STANDARD)):
+            return False
+        parts = inside.parts[:-1]
+        return "site-packages" not in parts and not any(part.startswith(".") for part in parts)
+
+    def _name(self, path: Path) -> str:
+        return Path(os.path.relpath(path, self.folder)).as_posix()
 
     def path(self, name: str) -> Path | None:
         """The current path of a recorded file; None if these inputs lack it, or Python finds no such module."""
@@ -116,7 +133,7 @@ def inputs_of(options: ExportOptions) -> BuildInputs:
         files["--choices"] = options.choices / MANIFEST if options.choices.is_dir() else options.choices
     given = {"model": model, **options.given}
     # The manifest has no local paths, so options that contain some are compared without them.
-    return BuildInputs(folder, files, without_local_paths(given, local_roots()))
+    return BuildInputs(folder, Path.cwd(), files, without_local_paths(given, local_roots()))
 
 
 def _model_of(options: ExportOptions) -> tuple[str, Path, dict[str, Path]]:
@@ -156,6 +173,7 @@ def changes(options: ExportOptions) -> list[str]:
         *_changed_options(manifest["build"]["options"], inputs.options),
         *_changed_files(manifest["build"]["files"], inputs),
         *_changed_versions(manifest),
+        *_changed_program(manifest),
         *(f"the bundle lacks the format {name}" for name in manifest.get("missing", {})),
         *(problem.rstrip(".") for problem in damage_of(options.output, manifest, hashed=False).values()),
     ]
@@ -226,6 +244,19 @@ def _changed_options(then: Document, now: Document) -> Iterator[str]:
         old, new = (_shown(options.get(name)) for options in (then, now))
         if old != new:
             yield f"{'MODEL' if name == 'model' else f'--{name}'} changed from {old} to {new}"
+
+
+def _changed_program(manifest: Document) -> Iterator[str]:
+    # Between two releases, the version stays the same.
+    same_version = manifest["program"]["version"] == describe_program()["version"]
+    if same_version and manifest["build"].get("program") != _program_digest():
+        yield f"the code of {PROGRAM} changed"
+
+
+def _program_digest() -> str:
+    """The SHA-256 of the program's own sources."""
+    sources = sorted(path for name in OWN_PACKAGES for path in (ROOT / name).rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 
 def _shown(value: Any) -> str:

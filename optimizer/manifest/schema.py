@@ -332,7 +332,11 @@ _benchmark = _record(
         "notes": _texts,
     },
 )
-_build = _record({"options": _object, "files": _digests_by_key, "versions": _texts_by_key})
+_build = _record(
+    {"options": _object, "files": _digests_by_key, "versions": _texts_by_key},
+    # Bundles of earlier versions lack it.
+    {"program": _digest},
+)
 _manifest = _record(
     {
         "schema": _record({"name": _text, "version": _count}),

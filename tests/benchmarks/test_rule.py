@@ -47,7 +47,9 @@ def test_judges_all_that_is_right_and_all_faults(done):
         assert len(kinds) == 8, kinds
     assert "| ONNX file | 2 | 2 | 4 | 0 |" in markdown
     assert "| torchscript | 2 | 2 | 100 % | trace 2 |" in markdown
-    assert "Of 16 correct files and results, 0 fail. Of 16 faults, 0 pass although they move an output by more" in markdown
+    assert (
+        "Of 16 correct files and results, 0 fail. Of 16 faults, 0 pass although they move an output by more" in markdown
+    )
 
 
 def test_goes_on_where_it_was_stopped_with_other_weights(done):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from optimizer.command import all_models, cli
+from optimizer.errors import UsageError
 from optimizer.options import AllOptions, ExportOptions
 
 ROOT = Path(cli.__file__).parent.parent.parent
@@ -126,6 +127,23 @@ def test_another_file_has_the_table_or_is_the_table(text):
     assert parsed("resnet", "--config", "ci.toml").formats == ("onnx", "pt2")
 
 
+def test_another_file_has_all_options_in_the_table_or_none():
+    config(CONFIG + "\n[models.b]\nmodel = 'b.py'", "ci.toml")
+    with pytest.raises(
+        UsageError, match=r"ci.toml: models is outside of \[tool.optimize-export\]; move it inside, or "
+    ):
+        parsed("--all", "--config", "ci.toml")
+    config("[tool.other]\nx = 1\n[models.b]\nmodel = 'b.py'", "ci.toml")
+    assert list(parsed("--all", "--config", "ci.toml").commands) == ["b"]
+
+
+def test_each_model_has_its_own_folders_of_profiles_and_differences():
+    config(CONFIG)
+    commands = parsed("--all", "--profile", "p", "--debug-dir", "d/e").commands
+    assert {"--profile=p/resnet", "--debug-dir=d/e/resnet"} <= set(commands["resnet"])
+    assert {"--profile=p/bert-tiny", "--debug-dir=d/e/bert-tiny"} <= set(commands["bert-tiny"])
+
+
 def test_a_file_isnt_a_name_and_reads_no_config():
     config("not toml")
     assert parsed("resnet.py").model == "resnet.py"
@@ -182,6 +200,23 @@ WRONG = [
     (
         CONFIG.replace("strict = true", "batch_sizes = 1"),
         "batch_sizes is in [tool.optimize-export.models.resnet] twice, with - and with _.",
+    ),
+    (
+        CONFIG.replace("strict", "strickt").replace('["1, 2"]', "true").replace("seed = 7", 'device = "tpu"'),
+        'device in [tool.optimize-export] is "tpu"; it must be one of auto, cpu, cuda. pyproject.toml: there is no option '
+        "strickt (= true) in [tool.optimize-export.models.resnet]; did you mean strict?",
+    ),
+    (
+        CONFIG.replace("2x3x224x224", "2x3xq"),
+        "pyproject.toml, model resnet: --input '2x3xq': the syntax is invalid; a valid one looks like 2x3x224x224",
+    ),
+    (
+        CONFIG.replace("optimize-export", "optimize-exprt"),
+        "pyproject.toml: [tool.optimize-exprt] is not a table of optimize-export; did you mean [tool.optimize-export]?",
+    ),
+    (
+        "[tool.optimize-export.models.--version]\nmodel = 'x'",
+        "pyproject.toml: '--version' is not a name for a model; use letters, digits, - and _, and start without -.",
     ),
     (CONFIG.replace("seed = 7", "models = 1"), "not valid TOML"),
     ("[tool.optimize-export]\nmodels = 1", "tool.optimize-export.models is 1; it must be a table"),

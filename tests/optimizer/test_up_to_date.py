@@ -229,6 +229,57 @@ def test_calibration_inputs_and_input_files_count(here):
     assert list(inputs_of(given).files) == names
 
 
+READER = """
+import json
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+import torch
+
+here = Path(__file__).parent
+spec = spec_from_file_location("by_path", here / "by_path.py")
+by_path = module_from_spec(spec)
+spec.loader.exec_module(by_path)
+with open(here / "text.py") as text:
+    exec(text.read())
+Path("cache.txt").write_text("written in each build")
+Path("cache.txt").read_text()
+model = torch.nn.Linear(json.loads((here / ".." / "sizes.json").read_text()), 3).eval()
+model.load_state_dict(torch.load(here / "w.pt"))
+example_inputs = (torch.randn(2, 4),)
+"""
+
+
+def test_the_code_of_the_program_counts(here, monkeypatch):
+    monkeypatch.setattr(up_to_date, "_program_digest", lambda: "0" * 64)
+    assert changes(options()) == ["the code of optimize-export changed"]
+
+
+def test_files_that_the_code_reads_count(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "net.py").write_text(READER)
+    (tmp_path / "src" / "by_path.py").write_text("a = 1\n")
+    (tmp_path / "src" / "text.py").write_text("b = 1\n")
+    (tmp_path / "sizes.json").write_text("4")
+    torch.save(torch.nn.Linear(4, 3).state_dict(), "src/w.pt")
+    command = ["src/net.py", "--formats", "torchscript", "--output", "out", "--if-changed", "--quick", "--no-bench"]
+    for _ in range(2):  # the second time, Python reads the compiled by_path
+        assert cli.main([*command[:-3], "--force", *command[-2:]]) == 0
+    files = read_manifest(tmp_path / "out")["build"]["files"]
+    assert sorted(files) == ["../sizes.json", "by_path.py", "net.py", "text.py", "w.pt"]
+    assert cli.main(command) == 0
+    assert "up to date" in capsys.readouterr().out
+    for name in ("sizes.json", "src/by_path.py", "src/text.py", "src/w.pt"):
+        path = tmp_path / name
+        before = path.read_bytes()
+        path.write_bytes(before + b" ")
+        options = cli.command.main(command, standalone_mode=False)
+        (told,) = changes(options)
+        assert told == f"{os.path.relpath(path, tmp_path / 'src')} changed"
+        path.write_bytes(before)
+
+
 def test_an_installed_or_importable_module_is_found_without_its_import(here, monkeypatch):
     monkeypatch.chdir("src")
     module = cli.command.main(["layers.sizes:f"], standalone_mode=False)
@@ -252,16 +303,16 @@ def test_installed_packages_count_by_their_versions(here, monkeypatch):
     monkeypatch.setattr(up_to_date.metadata, "entry_points", lambda group: [Point])
     monkeypatch.setattr(up_to_date, "version_of", lambda name: f"{name} 1")
     before = {name: module for name, module in sys.modules.items() if name not in ("click", "json", "torch")}
-    record = inputs_of(options()).record(before, started=time.time() + 1)
+    record = inputs_of(options()).record(before, (), started=time.time() + 1)
     assert record["versions"] == {"click": "click 1", "plugin": "plugin 1"}
     assert list(record["files"]) == ["--weights", "net.py"]
 
 
 def test_a_file_that_changes_during_the_build_has_no_digest(here):
     inputs = inputs_of(options())
-    record = inputs.record(dict(sys.modules), started=time.time() - 3600)
+    record = inputs.record(dict(sys.modules), (), started=time.time() - 3600)
     assert set(record["files"].values()) == {None}
-    assert inputs.record(dict(sys.modules), started=time.time() + 1)["files"]["net.py"] is not None
+    assert inputs.record(dict(sys.modules), (), started=time.time() + 1)["files"]["net.py"] is not None
     edit_manifest(lambda manifest: manifest.update(build=record))
     assert "net.py changed during the build" in changes(options())
 
