@@ -159,9 +159,7 @@ class Ways:
 
     def _segments(self) -> nn.Module:
         if not self._step.is_chain:
-            raise ValueError(
-                "its blocks pass on more than one tensor, so several can't be checkpointed as one by hand"
-            )
+            raise ValueError("its blocks pass on more than one tensor, so several can't be checkpointed as one by hand")
         # About √n segments over all rows together.
         return self._in_runs(self._copy(), lambda blocks, count: max(1, round(blocks / count**0.5)))
 
