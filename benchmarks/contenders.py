@@ -72,7 +72,7 @@ LABELS = {
     BUDGET: "optimize-export, tuned, accuracy 0.999",
 }
 
-# On a GPU, these round the factors of float32 products to 10 bits of mantissa; the others don't, except as this project
+# On a GPU, these round the factors of float32 products to 11 significant bits; the others don't, except as this project
 # chose.
 _IN_TF32 = (EAGER_TF32, COMPILE_TF32, ONNX_TF32)
 _IEEE = GpuSettings(matmul=False, cudnn=False, benchmark=False)

@@ -104,7 +104,7 @@ class Evidence:
         """The growing sizes as a phrase for a message."""
         if self.steps:
             sizes = dict.fromkeys(str(self.input_specs[index].shape[dim]) for index, dim in self.open_dims)
-            return _listed(list(sizes))
+            return joined(list(sizes))
         return f"the {self.size}" if self.size == BATCH else f"`{self.size}`"
 
     def at(self, batch: int) -> str:
@@ -113,7 +113,7 @@ class Evidence:
             return f"batch size {batch}" if self.size == BATCH else f"{self.size} = {batch}"
         shapes = self.shapes_at(batch)
         sizes = {self.input_specs[index].shape[dim]: shapes[index][dim] for index, dim in self.open_dims}
-        return _listed([f"{name} = {size}" for name, size in sizes.items()])
+        return joined([f"{name} = {size}" for name, size in sizes.items()])
 
     def way_out(self, size: str) -> str:
         """Advice for a size that can't be open, given by name; empty if no input has a dim with that name."""
@@ -125,7 +125,7 @@ class Evidence:
         ]
         if not dims or not self.declared.issuperset(dims):
             return " Fix the batch size with --static-batch (static_batch=True)." if dims else ""
-        named = _listed([f"dim {dim} of `{self.input_specs[index].name}`" for index, dim in dims])
+        named = joined([f"dim {dim} of `{self.input_specs[index].name}`" for index, dim in dims])
         return f" Leave {named} out of --dynamic (dynamic=…)."
 
     @property
@@ -293,5 +293,6 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _listed(words: Sequence[str]) -> str:
+def joined(words: Sequence[str]) -> str:
+    """The words with commas, and "and" before the last one."""
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))

@@ -30,7 +30,7 @@ def providers(
 
     Args:
         index: the number of the GPU.
-        tf32: whether float32 products may round their factors to 10 bits of mantissa. Without it they don't, whatever
+        tf32: whether float32 products may round their factors to 11 significant bits. Without it they don't, whatever
             onnxruntime's default is, since results must match the model's.
         cuda_graph: whether runs may be recorded; see `without_graph`.
         nhwc: whether convolutions run in channels-last.

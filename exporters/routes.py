@@ -13,7 +13,7 @@ import torch
 
 from exporters.base import Artifact, Exporter, ExportRequest
 from exporters.errors import ExportError, RouteRefused, WrongFile
-from exporters.evidence import Evidence
+from exporters.evidence import Evidence, joined
 from exporters.lists import lists_as_long_as_a_size
 
 # Maximum bytes of a wrong file to keep until its first wrong operation is located. The other routes may need the disk
@@ -90,9 +90,7 @@ def _reasons(refused: Sequence[tuple[str, RouteRefused]], clauses: Iterable[str]
         routes_by_reason.setdefault(str(refusal), []).append(tried)
     for clause in clauses:
         routes_by_reason.setdefault(clause, [])
-    return "; ".join(
-        f"{' and '.join(tried)}: {reason}" if tried else reason for reason, tried in routes_by_reason.items()
-    )
+    return "; ".join(f"{joined(tried)}: {reason}" if tried else reason for reason, tried in routes_by_reason.items())
 
 
 def _place(request: ExportRequest, artifact: Artifact, refusal: WrongFile) -> str:

@@ -108,7 +108,8 @@ def optimize(
             batch size of all comparisons. In inference mode the result also runs at the others, and at 1, to check that
             no call there separates folded layers.
         seed: the seed of the drawn inputs.
-        progress: is called with each step.
+        progress: a function `f(step) -> None`, which is called at each step of the work. `step` has the texts `stage`,
+            `text` and `name` (of the pass or format; may be ""), and the numbers `done` and `total` of the stage's steps.
 
     Raises:
         UsageError: an argument is invalid.
@@ -220,7 +221,7 @@ def export(
         bench: whether to time the files next to the original, and to recommend one. None means yes, unless the
             environment variable OPTIMIZE_EXPORT_NO_BENCH is set.
         tune: try every installed runtime, settings, and lossy precisions within `accuracy`, and recommend the best.
-        tune_seconds: about how long.
+        tune_seconds: about how long tuning may take, in seconds.
         accuracy: "exact" allows only rounding. A number such as 0.999 is the least cosine of any output at any call;
             "top1=0.99" is the least share of rows with the same largest score. Nothing lossy is made without it.
         calibration: calls for static quantization: tensors, tuples or dicts of keyword arguments. Every fourth is kept
@@ -233,7 +234,8 @@ def export(
             gets a self-contained reproduction: the file, inputs, expected outputs and a program that compares them.
         profile_dir: a folder that doesn't exist yet, for the profiles of the original, the model and the ONNX file; the
             report shows them too.
-        progress: is called with each step.
+        progress: a function `f(step) -> None`, which is called at each step of the work. `step` has the texts `stage`,
+            `text` and `name` (of the pass or format; may be ""), and the numbers `done` and `total` of the stage's steps.
 
     Raises:
         UsageError, LoadError: as for `optimize`.

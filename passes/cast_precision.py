@@ -97,11 +97,14 @@ class CastPrecision(ModulePass):
     Raises RequirementNotMet for quantized models and parameters in float64; for `weights` in training or without
     example inputs; for a path in `keep` that matches no module; and for bfloat16 on GPUs before compute capability 8.0.
 
-    Does not handle: outputs inside objects that `torch.utils._pytree` doesn't open, such as the caches of language
-    models: they stay in the dtype, so the pass is rolled back; operations outside of layers, whose precision loss is
-    measured only in the outputs of the model; overflows that the example inputs don't cause; layers and methods of a
-    result that are called directly, which accept float32 and may return the dtype; `.bfloat16()` of a result with
-    bfloat16 weights, which still returns float32: cast the original instead.
+    Does not handle:
+
+    - outputs inside objects that `torch.utils._pytree` doesn't open, such as the caches of language models: they stay in
+      the dtype, so the pass is rolled back
+    - operations outside of layers, whose precision loss is measured only in the outputs of the model
+    - overflows that the example inputs don't cause
+    - layers and methods of a result that are called directly, which accept float32 and may return the dtype
+    - `.bfloat16()` of a result with bfloat16 weights, which still returns float32: cast the original instead
 
     Attributes:
         dtype: "bfloat16", or "float16", which has more digits, and numbers up to 65504.

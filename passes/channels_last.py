@@ -63,10 +63,10 @@ class ChannelsLast(ModulePass):
 
     In inference, the weights are converted. A convolution with such a weight returns its output in channels_last, and
     pointwise operations, BatchNorm and pooling keep the format. So everything from the first convolution on runs in it.
-    The outputs of the root get the order of dims in memory that they have in the original.
+    The outputs of the whole model get the order of dims in memory that they have in the original.
 
     Inputs of 4 and 5 dims are converted by the first convolution. If several convolutions would convert the same input,
-    or something larger that is made from it, the input is converted once, at the root. A run decides which is better,
+    or something larger that is made from it, the input is converted once, when the model is called. A run decides which is better,
     by the number of elements that are moved only to change the format. The caller's tensor stays as it is: an input
     that the forward writes to or returns isn't converted.
 
@@ -86,12 +86,17 @@ class ChannelsLast(ModulePass):
     (dropout) are drawn as for contiguous maps. Each convolution makes a temporary copy of its weight and of the
     weight's gradient, so on a CPU those with large weights on small maps stay in contiguous format.
 
-    Does not handle: parametrized weights; in inference, shared weights, weights that other code reads, and convolutions
-    with hooks; in training, convolutions with a forward of their own, and inputs without a batch dim; inputs in tuples,
-    lists and dicts, which the convolutions convert; operations that lose the format, which are named and left as they
-    are; outputs with gaps in memory, such as a slice of every second channel, whose strides may differ from the
-    original's. Without example inputs it changes nothing: a `view` in the forward may depend on the old format, which
-    only a run shows.
+    Does not handle:
+
+    - parametrized weights
+    - in inference, shared weights, weights that other code reads, and convolutions with hooks
+    - in training, convolutions with a forward of their own, and inputs without a batch dim
+    - inputs in tuples, lists and dicts, which the convolutions convert
+    - operations that lose the format, which are named and left as they are
+    - outputs with gaps in memory, such as a slice of every second channel, whose strides may differ from the original's
+
+    Without example inputs it changes nothing: a `view` in the forward may depend on the old format, which only a run
+    shows.
     """
 
     name: ClassVar[str] = "channels-last"

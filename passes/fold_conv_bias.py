@@ -34,11 +34,14 @@ class FoldConvBias(TensorPass):
     after 20 steps of AdamW in float32, the original's outputs in eval mode had an error of 3e-3. The result has no such
     bias and doesn't drift.
 
-    Does not handle: in inference, a BatchNorm that uses batch statistics but keeps running ones; in training, a
-    BatchNorm in eval mode, unless the bias is frozen too (otherwise the bias gets a real gradient), a bias or mean that
-    shares its memory with another tensor, a bias with hooks, layers in plain containers or registered under two
-    paths, and convolutions that are called as functions; an output with other users; modules with hooks or
-    parametrizations; tensors that other code reads; a mean or scale that isn't finite.
+    Does not handle:
+
+    - In inference: a BatchNorm that uses batch statistics but keeps running ones.
+    - In training: a BatchNorm in eval mode, unless the bias is frozen too (otherwise the bias gets a real gradient); a
+      bias or mean that shares its memory with another tensor; a bias with hooks; layers in plain containers or
+      registered under two paths; convolutions that are called as functions.
+    - In both: an output with other users; modules with hooks or parametrizations; tensors that other code reads; a mean
+      or scale that isn't finite.
     """
 
     name: ClassVar[str] = "fold-conv-bias"

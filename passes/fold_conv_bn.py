@@ -44,11 +44,16 @@ class FoldConvBn(TensorPass):
     The second equation is exact only if the convolution pads no zeros, because the padding would have to be -t / s.
     Operations between the two that only move values (transpose, permute, flatten, view, dropout in eval) stay in place.
 
-    Does not handle: a BatchNorm that uses batch statistics; a BatchNorm before a convolution that pads zeros or is
-    transposed; a linear layer on inputs of more than two dims, unless an operation between the two moves its features
-    to or from dim 1; an output with other users; modules with hooks or parametrizations; tensors that other code reads;
-    folded weights that aren't finite, or that lose too much to rounding in float16 and bfloat16; calls under autocast,
-    except that of `cast-precision` around the whole model.
+    Does not handle:
+
+    - a BatchNorm that uses batch statistics
+    - a BatchNorm before a convolution that pads zeros or is transposed
+    - a linear layer on inputs of more than two dims, unless an operation between the two moves its features to or from
+      dim 1
+    - an output with other users
+    - modules with hooks or parametrizations, and tensors that other code reads
+    - folded weights that aren't finite, or that lose too much to rounding in float16 and bfloat16
+    - calls under autocast, except that of `cast-precision` around the whole model
     """
 
     name: ClassVar[str] = "fold-conv-bn"

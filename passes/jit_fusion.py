@@ -33,7 +33,7 @@ class JitFusion(GraphPass):
     group is left alone if one of its values or inputs may be written to. In float16 and bfloat16, intermediate values
     stay in registers and aren't rounded. Otherwise results are the same up to rounding error.
 
-    If a forward is traced, exported, or compiled as a whole, its units run as the operations that they were made of. So
+    If a forward is traced, exported, or compiled as a whole, its fused groups run as the operations that they were made of. So
     a fused model exports as before, and the pass can be anywhere in the order before torch-compile and
     insert-checkpoints. On a CPU, calls whose inputs all have fewer than 2^18 elements run the operations too. No tensor
     of the module is changed. Each kernel is compared once with its operations, at any size, and in training with its

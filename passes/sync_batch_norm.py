@@ -49,11 +49,17 @@ class SyncBatchNorm(ModulePass):
     The statistics cover all processes of `torch.distributed`. For another group, set `process_group` of the layers, as
     `convert_sync_batchnorm` does. torch synchronizes on GPUs: with a process group, a training step on a CPU raises.
 
-    Does not handle: subclasses with a forward or methods of their own, parametrized layers, lazy layers that never ran,
-    TorchScript, calls of `F.batch_norm`, layers without `num_batches_tracked`, InstanceNorm, which has no batch
-    statistics; code that checks the class of a layer, which isn't nn.BatchNorm2d any more; inputs with other numbers of
-    dims, which the BatchNorm refused and the SyncBatchNorm accepts; a process group that is created after the first
-    call of compiled code, for which torch.compile assumes that there is none. A model without any BatchNorm raises.
+    Does not handle:
+
+    - subclasses with a forward or methods of their own, parametrized layers, and lazy layers that never ran
+    - TorchScript, calls of `F.batch_norm`, and layers without `num_batches_tracked`
+    - InstanceNorm, which has no batch statistics
+    - code that checks the class of a layer, which isn't nn.BatchNorm2d any more
+    - inputs with other numbers of dims, which the BatchNorm refused and the SyncBatchNorm accepts
+    - a process group that is created after the first call of compiled code, for which torch.compile assumes that there is
+      none
+
+    A model without any BatchNorm raises.
     """
 
     name: ClassVar[str] = "sync-batch-norm"

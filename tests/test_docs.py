@@ -6,10 +6,12 @@ import inspect
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed, nn
 
 from optimizer import check_parity, diagnose, errors, export, optimize, profile, rejudge_bundle, verify_bundle
 from optimizer.diagnosis import RULES
@@ -157,3 +159,107 @@ def test_a_sentence_that_the_program_no_longer_says_is_found():
     assert texts == ["… is a folder; use a file in it."]
     assert _is_said("… is a folder; use …", texts)
     assert not _is_said("… is a folder: use …", texts)
+
+
+def _how_to_blocks() -> list:
+    """Each Python block of a how-to page, without its indentation."""
+    pattern = re.compile(r"^( *)```python\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+    return [
+        pytest.param(page.name, textwrap.dedent(block), id=f"{page.stem}-{number}")
+        for page in sorted((ROOT / "docs" / "how-to").glob("*.md"))
+        for number, (_, block) in enumerate(pattern.findall(page.read_text(encoding="utf-8")), 1)
+    ]
+
+
+class Tagger(nn.Module):
+    """Tokens and their mask, as a BERT takes them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(30, 8)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, input_ids, attention_mask):
+        return self.head(self.embedding(input_ids) * attention_mask[..., None])
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.fixture(scope="module")
+def with_bundle(tmp_path_factory) -> tuple[Path, nn.Module, torch.Tensor]:
+    """A folder that has dist/net, its model, and an input."""
+    folder, x = tmp_path_factory.mktemp("how_to"), torch.randn(2, 3, 8, 8)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
+    export(
+        model, example_inputs=(x,), output=folder / "dist/net", formats=("torchscript",), effort="quick", bench=False
+    )
+    return folder, model, x
+
+
+@pytest.mark.parametrize(("page", "block"), _how_to_blocks())
+def test_the_blocks_of_the_how_to_pages_run(page, block, with_bundle, monkeypatch):
+    """With the names that the page says are the reader's own. Without a GPU, a block for one runs on the CPU."""
+    folder, model, x = with_bundle
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("OPTIMIZE_EXPORT_NO_BENCH", "1")
+    names = {"x": x, "model": model}
+    if page == "dynamic-shapes.md":
+        tokens = torch.randint(0, 30, (2, 6))
+        names = {"inputs": {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}}
+        names["fast"] = optimize(Tagger().eval(), example_kwargs=names["inputs"])
+    if page == "gpu.md" and not torch.cuda.is_available():
+        # Compiling on a CPU takes long, and has tests of its own.
+        block = block.replace(".cuda()", "").replace('"cuda"', '"cpu"').replace('    "torch-compile",\n', "")
+    if page == "fsdp2.md":
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        mesh = distributed.init_device_mesh("cpu", (1,))
+        names = {"build": Blocks, "x": torch.randn(4, 8), "device": torch.device("cpu"), "mesh": mesh}
+    try:
+        exec(compile(block, page, "exec"), names)
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+    if "load" in names:
+        torch.testing.assert_close(names["y"], model(x), atol=1e-4, rtol=1e-4)
+    elif page == "dynamic-shapes.md":
+        assert (folder / "dist/bert/manifest.json").is_file()
+    elif page == "gpu.md":
+        statuses = {record.name: record.status for record in names["fast"].report.passes}
+        assert statuses["cast-precision"] == "applied"
+    else:
+        assert all(isinstance(layer, distributed.fsdp.FSDPModule) for layer in names["fast"].layers)
+
+
+def _bodies(source: str) -> dict[str, str]:
+    """The statements of each method, by its name, without the docstring."""
+    methods = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    return {
+        method.name: "\n".join(ast.unparse(node) for node in method.body if node is not _docstring_of(method))
+        for method in methods
+    }
+
+
+def _docstring_of(method: ast.FunctionDef) -> ast.stmt | None:
+    return method.body[0] if ast.get_docstring(method) is not None else None
+
+
+def test_the_snippets_of_the_build_page_are_those_of_the_recipes():
+    page = (ROOT / "docs" / "build.md").read_text(encoding="utf-8")
+    (workflow,), (service,) = (re.findall(rf"```{name}\n(.*?)```", page, re.DOTALL) for name in ("yaml", "python"))
+    recipes = ROOT / "examples" / "recipes"
+    steps = re.findall(r"(?:uses|run): .+", workflow)
+    assert len(steps) == 5
+    assert [step for step in steps if step not in (recipes / "github-actions.yml").read_text(encoding="utf-8")] == []
+    bodies, wanted = _bodies(service), _bodies((recipes / "serve.py").read_text(encoding="utf-8"))
+    # The recipe takes the folder as an argument.
+    assert bodies.pop("setup") == wanted.pop("setup").replace("self.bundle", "'dist/net'")
+    assert bodies == {name: body for name, body in wanted.items() if name != "__init__"}

@@ -74,10 +74,12 @@ class Bundle:
 
     @property
     def artifacts(self) -> tuple[Artifact, ...]:
+        """The artifacts, in the order of the manifest: path, format, signature and notes of each."""
         return tuple(_artifact(self.path, entry) for entry in self.manifest["artifacts"])
 
     @property
     def parity(self) -> BundleParity:
+        """The verdict over all artifacts (`ok`, `verdict`, `reason`), and the judgement of each by format."""
         overall = self.manifest["parity"]
         figures = {entry["format"]: entry["parity"] for entry in self.manifest["artifacts"]}
         return BundleParity(overall["ok"], overall["verdict"], overall["reason"], figures)
@@ -100,7 +102,11 @@ class Bundle:
         return f"{lacking}, and {published}: {' '.join(self.missing.values())}"
 
     def load(self, format: str, device: str = "cpu") -> LoadedArtifact:
-        """Load the artifact of a format; the result is called with flat tensors.
+        """Load the artifact of a format, to call it with flat tensors.
+
+        The result takes one torch tensor for each input of the file, and returns a tuple with one for each output, in
+        the file's order. Shapes and dtypes are those of `inputs` and `outputs` of the artifact, in `artifacts`. Inputs
+        may be on any device; outputs are on `device`.
 
         The file is a program, and its hash isn't checked here. Verify a bundle from somebody else first.
 
@@ -115,6 +121,9 @@ class Bundle:
 
     def golden(self) -> tuple[GoldenCall, ...]:
         """Read the golden inputs and reference outputs.
+
+        The tensors of a call are on the CPU, by name. Their dtypes are those of the files; their shapes are those of the
+        files, with `batch_size` and `sizes` for the dynamic dims.
 
         Raises:
             BundleError: the golden data can't be read.
@@ -193,9 +202,7 @@ def open_bundle(path: str | Path) -> Bundle:
         folder = folder.parent
     with speaking(folder, "opened"):
         exchange.recover(folder)
-    if not os.path.lexists(folder):
-        raise BundleError(f"There is no bundle at {folder}: no such folder.")
-    if not folder.is_dir():
+    if os.path.lexists(folder) and not folder.is_dir():
         raise BundleError(f"{folder} is not a bundle: it is a file, and a bundle is a folder with a {MANIFEST}.")
     manifest = read_manifest(folder)
     return Bundle(folder, manifest, manifest.get("missing", {}), benchmark=manifest.get("benchmark"))

@@ -141,7 +141,7 @@ Exit codes:
   7    a pass failed or was rolled back under --strict, or a requested pass isn't available
   8    the bundle couldn't be written, read or verified
   9    the model's outputs carry no signal, so nothing could be proven
-  10   --diagnose has findings of the level of --fail-on
+  10   --diagnose has findings of the level of --fail-on, or of a higher one
   130  interrupted (Ctrl-C); 143 if terminated
 """
 
@@ -308,11 +308,11 @@ def _installed(distribution: str) -> str:
     "input_files",
     metavar="FILE",
     multiple=True,
-    help="A call of the model: a .safetensors file whose tensors are named after forward's arguments, or by "
+    help="A call of the model: a .safetensors or .npz file whose tensors are named after forward's arguments, or by "
     "position (0, 1, ...); or, for a library model, an image or a .txt file. The first file has the example inputs; "
     "further files are checked as they are.",
 )
-@click.option("--weights", metavar="FILE", help="Weights: .safetensors, or a state dict (.pt, .pth, .bin).")
+@click.option("--weights", metavar="FILE", help="Weights: .safetensors, or a state dict (.pt, .pth, .bin, .ckpt).")
 @click.option(
     "--passes", metavar="LIST", help="Passes in order, such as fold-conv-bn,channels-last; none disables all passes."
 )
@@ -448,7 +448,9 @@ def _installed(distribution: str) -> str:
     help="Judge the stored measurements of a bundle again with --atol, --rtol or --factor; nothing is run.",
 )
 @click.option(
-    "--factor", metavar="K", help="Allowed error of an output in multiples of its noise; with --rejudge.  [default: 4]"
+    "--factor",
+    metavar="K",
+    help="Allowed error of an output in multiples of its noise; with --rejudge.  [default: 4, or 16 if the original ran on another kind of device]",
 )
 @click.option(
     "--layout",

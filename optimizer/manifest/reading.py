@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(read_text_bytes(path).decode("utf-8"), parse_constant=_refuse_constant)
     except FileNotFoundError:
+        if not os.path.lexists(folder):
+            raise BundleError(f"There is no bundle at {folder}: no such folder.") from None
         raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST}.") from None
     except OSError as error:
         raise BundleError(f"{path} can't be read: {error.strerror or error}.") from error

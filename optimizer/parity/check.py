@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from optimizer.errors import UsageError
-from optimizer.model import ExampleInputs, FurtherInputs, Mode, Samples, in_turn, refuse_unrunnable
+from optimizer.model import ExampleInputs, FurtherInputs, Mode, Samples, in_turn, refuse_unrunnable, resolved_device
 from optimizer.options import check_numbers
 from optimizer.parity.outputs import measure_reference
 from optimizer.parity.results import ParityReport
@@ -39,18 +39,33 @@ def check_parity(
 ) -> ParityReport:
     """Compare two callables: does `candidate` compute what `reference` computes?
 
-    Modules run in eval mode unless mode="training", and neither is changed. With `device`, the inputs are moved there,
-    and a module on another device is copied there.
+    Neither is changed.
 
     Args:
+        reference, candidate: modules, or functions of the same arguments.
+        example_inputs: the positional arguments of one call of `reference`: a tuple, a tensor, or a function
+            `f(batch_size, generator) -> tuple`.
+        example_kwargs: the keyword arguments of that call.
         further_inputs: more calls, each a pair (args, kwargs), which are run unchanged.
+        batch_sizes: the batch sizes to compare at. The default is 1, 2, 3, 5, 8 and that of the example inputs; in training,
+            that and the next.
+        draws: the number of samples of the inputs at each batch size.
+        seed: the seed of the drawn inputs.
+        mode: "inference" runs modules in eval mode, "training" in training mode, and then compares gradients and
+            buffers too.
+        device: the inputs are moved there, and a module on another device is copied there; by default everything stays
+            where it is.
         atol, rtol: tolerances instead of the measured noise; a number, or a dict by output name.
         precision: the precision of `candidate` if it is lower than that of `reference`. The error of `reference` at
             that precision then counts as its noise.
         row_independence: also check that no row of the outputs depends on the other rows of its batch, by running rows
             alone, at other positions and among other rows.
 
+    Returns:
+        The verdict, with the judgement of each output. It doesn't raise if `candidate` is wrong: see `ParityReport.ok`.
+
     Raises:
+        DeviceError: the device is a GPU, and torch finds none.
         ParityError: with `row_independence`, rows of the reference itself depend on each other.
         LoadError: the reference raises on the example inputs, or a module can't run because it has no weights yet.
         UsageError: the example inputs aren't a tuple, tensor or function, or an option is invalid.
@@ -58,6 +73,8 @@ def check_parity(
     if mode not in ("inference", "training"):
         raise UsageError(f"mode must be 'inference' or 'training', not {mode!r}.")
     check_numbers(seed, batch_sizes)
+    if device is not None:
+        device = resolved_device(str(device), require_gpu=False)
     for module in (reference, candidate):
         if isinstance(module, nn.Module):
             refuse_unrunnable(module)

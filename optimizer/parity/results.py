@@ -209,6 +209,10 @@ class OutputParity:
     """The judgement of one output.
 
     Attributes:
+        name, kind: of the output, as in `OutputNoise`.
+        ok: whether the output is correct.
+        tied, signal: as in `OutputNoise`.
+        rms_error, noise_rms: the root mean square of the errors, and that which rounding alone causes.
         max_error, noise, tolerance: the candidate's largest error, the error that rounding alone causes, and the
             allowed error.
         ratio: the larger of max_error / noise and rms_error / noise_rms; at most `factor` for a correct output. Where
@@ -273,9 +277,18 @@ class RowReport:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """The verdict: "ok", "failed", or "vacuous" where the outputs prove nothing. Only "ok" is `.ok`.
+    """The result of a comparison.
 
     Attributes:
+        verdict: "ok", "failed", or "vacuous" where the outputs prove nothing.
+        reason: the reason for the verdict, one sentence.
+        outputs: the judgement of each output.
+        notes: sentences about what wasn't compared, and why.
+        reference: "float64", or "own dtype" where the original can't run in float64.
+        mode: "inference" or "training".
+        batch_sizes, draws: the compared batch sizes, and the number of samples at each.
+        factor: the allowed error, in multiples of an output's noise.
+        settings: the settings that were pinned on both sides.
         precision: "bfloat16" or "float16" where the candidate was compared with the original's own error in that dtype;
             "" where it was compared with the original's rounding noise.
         rows: the judgement of rows that ran alone and among others; None where nobody asked for it.
@@ -299,6 +312,7 @@ class ParityReport:
 
     @property
     def ok(self) -> bool:
+        """Whether the verdict is "ok"; False for "failed" and for "vacuous"."""
         return self.verdict == "ok"
 
     @property

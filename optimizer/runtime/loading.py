@@ -115,6 +115,15 @@ class LoadedModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model.
 
+        Args:
+            args, kwargs: the arguments of the exported call: numpy arrays or torch tensors, in the same structure. Their
+                dtypes are those of the example inputs, and so are their shapes, except that dynamic dims may have other
+                sizes.
+
+        Returns:
+            The outputs in the structure of the original's, with the shapes and dtypes that the original returns. They
+            are numpy arrays if no argument is a torch tensor.
+
         Raises:
             UsageError: the arguments differ from the exported call in structure, dtype, a fixed size or a constant.
                 Other conditions on sizes are the file's own, and its runtime raises its own errors.

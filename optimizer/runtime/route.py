@@ -17,7 +17,7 @@ Setting = bool | int | str
 #   spinning         whether idle threads wait busily for the next operation
 #   freeze           run torch.jit.optimize_for_inference after loading
 #   cuda_graph       record the kernels of each input shape once and replay them
-#   tf32             round the factors of float32 products to 10 bits of mantissa
+#   tf32             round the factors of float32 products to 11 significant bits
 #   cudnn_benchmark  time cuDNN's algorithms for each new input shape
 #   nhwc             run convolutions in channels-last
 SETTINGS: Mapping[str, Mapping[str, type]] = {

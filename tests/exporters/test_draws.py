@@ -77,7 +77,7 @@ def test_no_onnx_file_is_made_of_a_model_that_draws_and_the_line_is_told(tmp_pat
     with pytest.raises(ExportError) as raised:
         exporter_named("onnx").export(ExportRequest(enliven(cls()).eval(), calls, dynamic_batch=True), tmp_path)
     message = str(raised.value)
-    assert "dynamo and dynamo-unoptimized and torchscript: the model draws random numbers at" in message
+    assert "dynamo, dynamo-unoptimized and torchscript: the model draws random numbers at" in message
     assert line in message
     assert "test_draws.py" in message
     assert "export to torchscript or pt2" in message

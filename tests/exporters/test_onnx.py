@@ -76,7 +76,7 @@ def test_a_branch_on_data_is_refused_by_every_route(tmp_path, capfd):
     with pytest.raises(ExportError) as caught:
         export(enliven(Branch()), calls, tmp_path)
     sentence = "the model branches on the values of its inputs at `if bool(x.sum() > 0):`"
-    assert f"(dynamo and dynamo-unoptimized and torchscript: {sentence}" in str(caught.value)
+    assert f"(dynamo, dynamo-unoptimized and torchscript: {sentence}" in str(caught.value)
     assert not list(tmp_path.iterdir())
     assert capfd.readouterr() == ("", "")
 

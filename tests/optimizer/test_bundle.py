@@ -653,8 +653,8 @@ def test_what_is_no_bundle_is_not_opened(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder").mkdir()
     for name, message in (
-        ("missing", "There is no bundle at .*missing"),
-        ("missing/manifest.json", "There is no bundle at .*missing"),
+        ("missing", "There is no bundle at .*missing: no such folder"),
+        ("missing/manifest.json", "There is no bundle at .*missing: no such folder"),
         ("file", "it is a file"),
         ("folder", r"it has no manifest\.json"),
     ):

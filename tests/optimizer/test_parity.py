@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from optimizer import optimize
-from optimizer.errors import LoadError, UsageError
+from optimizer.errors import DeviceError, LoadError, UsageError
 from optimizer.model.inputs import Samples
 from optimizer.parity import (
     SLICE_FACTOR,
@@ -1487,3 +1487,12 @@ def test_a_small_channel_of_a_region_is_judged_by_itself():
     )
     assert not algebra.ok
     assert "index 2 of dim 1" in algebra.reason
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="There is a GPU here.")
+def test_a_device_that_is_missing_is_refused_as_by_optimize():
+    model = nn.Linear(4, 3)
+    with pytest.raises(DeviceError, match="A GPU is required, but torch finds none here"):
+        check_parity(model, model, (torch.randn(2, 4),), device="cuda")
+    with pytest.raises(UsageError, match="There is no device 'tpu'"):
+        check_parity(model, model, (torch.randn(2, 4),), device="tpu")

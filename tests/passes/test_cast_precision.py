@@ -1093,7 +1093,7 @@ def test_what_a_format_cannot_hold_is_told_in_a_sentence(
     )
     with pytest.raises(
         ExportError,
-        match=re.escape(f"(dynamo and dynamo-unoptimized and torchscript: there is no Conv in {dtype}).{hint}"),
+        match=re.escape(f"(dynamo, dynamo-unoptimized and torchscript: there is no Conv in {dtype}).{hint}"),
     ):
         export(
             optimize(linear(6, 3), [CastPrecision(dtype=dtype)], example_inputs=(x,)),
