@@ -47,7 +47,7 @@ def tf32_off(evidence: Evidence) -> Iterator[Seen]:
         torch.backends.cuda.matmul,
         "allow_tf32",
         "float32 products don't use TF32",
-        'call torch.set_float32_matmul_precision("high"), if 10 bits of mantissa are enough',
+        'call torch.set_float32_matmul_precision("high"), if 11 significant bits are enough',
     )
 
 
