@@ -233,6 +233,30 @@ def test_other_ways_to_write_it_are_found(rule, forward):
     assert set(found(forward)) == {rule}
 
 
+GLOBAL = torch.from_numpy(numpy.ones(8, "float32"))
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: torch.vmap(lambda row: row * 2)(x),
+        lambda self, x: torch.func.grad(lambda row: (row**2).sum())(x),
+        lambda self, x: x + GLOBAL,
+        lambda self, x: x + torch.arange(8).type_as(torch.zeros(1)).sum().item(),
+    ],
+    ids=["vmap", "grad", "an array outside of forward", "a cast on the host"],
+)
+def test_what_is_not_made_in_forward_has_no_finding(forward):
+    assert found(forward) == {}
+    assert found(lambda self, x: x * 2, torch.from_numpy(numpy.ones((2, 8)))) == {}
+
+
+def test_a_list_that_contains_itself_is_no_tensor():
+    held = []
+    held.append(held)
+    assert found(lambda self, x: x * 2, held=held) == {}
+
+
 def test_a_plain_tensor_that_forward_moves_is_one_that_is_not_registered():
     finding = found(lambda self, x: x + self.held["shift"].to(x.device), held={"shift": torch.ones(8)})
     assert set(finding) == {"unregistered-tensor"}

@@ -34,7 +34,7 @@ class BundleAPI(litserve.LitAPI):
         """Read one row; None if it isn't one, since an exception would fail all requests of the batch."""
         try:
             row = numpy.asarray(request["image"], numpy.float32)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, OverflowError, TypeError, ValueError):
             return None
         return row if row.shape == SHAPE else None
 

@@ -24,7 +24,7 @@ import click
 from click.core import ParameterSource
 
 from optimizer.command.all_models import builds, joined, parse_jobs, parse_shard, summary
-from optimizer.command.config import Config, is_named, may_be_named, read_config
+from optimizer.command.config import FOLDERS, Config, is_named, may_be_named, read_config
 from optimizer.command.early_checks import check_early, check_names
 from optimizer.command.up_to_date import changes, up_to_date_document
 from optimizer.command.user_code import import_own_packages
@@ -92,8 +92,6 @@ _NOT_IN_CONFIG = {
 }
 # The options that don't shape the bundle, or name files, which are compared by their content.
 _FILES = {"output", "debug_dir", "profile_dir", "weights", "input_files", "calibration", "choices"}
-# With --all, each model has its own folder inside of these.
-_FOLDERS = {"debug_dir", "profile_dir"}
 _NOT_RECORDED = {*_COMMON, *_ALL, *_FILES, "details", "name", "force", "if_changed"}
 _ALLOWED = {
     "verify": _COMMON | {"verify", "device", "require_gpu", "details", "expect", "no_run"},
@@ -587,7 +585,7 @@ def _given_again(context: click.Context, model: str) -> Iterator[str]:
             yield long
         else:
             texts = value if option.multiple else [value]
-            yield from (f"{long}={Path(text, model) if option.name in _FOLDERS else text}" for text in texts)
+            yield from (f"{long}={Path(text, model) if option.name in FOLDERS else text}" for text in texts)
 
 
 def _refuse_swallowed(context: click.Context, values: Mapping[str, Any]) -> None:

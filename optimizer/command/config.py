@@ -27,6 +27,8 @@ from optimizer.errors import UsageError
 
 _TOOL, _NAME = "optimize-export", re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 _DEFAULT = Path("pyproject.toml")
+# If these are given for all models, each model has its own folder inside of them.
+FOLDERS = {"debug_dir", "profile_dir"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def read_config(path: Path | None, options: Mapping[str, click.Option]) -> Confi
         raise UsageError(f"The config {path} can't be read: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"The config {path} is not valid TOML: {error}.") from error
-    where, table = _own_part(path, table)
+    where, table = _own_part(path, table, options)
     table = _table(path, where, table)
     models = _table(path, f"{where}.models".lstrip("."), table.get("models", {}))
     mistakes: list[str] = []
@@ -107,7 +109,7 @@ def read_config(path: Path | None, options: Mapping[str, click.Option]) -> Confi
             )
         found[name] = {
             "output": f"dist/{name}",
-            **defaults,
+            **{key: f"{value}/{name}" if key in FOLDERS else value for key, value in defaults.items()},
             **_values(path, options, inside, _table(path, inside, own), mistakes),
         }
         if "model" not in found[name]:
@@ -117,16 +119,16 @@ def read_config(path: Path | None, options: Mapping[str, click.Option]) -> Confi
     return Config(path, found)
 
 
-def _own_part(path: Path, document: dict[str, Any]) -> tuple[str, Any]:
-    """The name of the table with this program's options in a TOML file, and that table: `tool.optimize-export` or all."""
+def _own_part(path: Path, document: dict[str, Any], options: Mapping[str, click.Option]) -> tuple[str, Any]:
+    """The table with this program's options, and its name: `tool.optimize-export`, or "" for the whole document."""
     tools = _table(path, "tool", document.get("tool", {}))
     if _TOOL not in tools and (near := difflib.get_close_matches(_TOOL, tools, 1, 0.8)):
         raise UsageError(f"{path}: [tool.{near[0]}] is not a table of {_TOOL}; did you mean [tool.{_TOOL}]?")
     if path.name != _DEFAULT.name:
         others = [key for key in document if key != "tool"]
-        if _TOOL in tools and others:
+        if _TOOL in tools and (outside := [key for key in others if key in ("models", *options)]):
             raise UsageError(
-                f"{path}: {', '.join(others)} is outside of [tool.{_TOOL}]; move it inside, or leave tool.{_TOOL} out of "
+                f"{path}: {', '.join(outside)} is outside of [tool.{_TOOL}]; move it inside, or leave tool.{_TOOL} out of "
                 "all names."
             )
         if _TOOL not in tools:

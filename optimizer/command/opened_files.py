@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import source_from_cache
@@ -17,7 +17,7 @@ class OpenedFiles:
 
     Attributes:
         read: opened for reading alone.
-        written: opened for writing.
+        written: opened for writing, or replaced by another file.
     """
 
     read: set[str] = field(default_factory=set)
@@ -25,7 +25,9 @@ class OpenedFiles:
 
     def data(self) -> set[Path]:
         """The regular files that were read and not written; of compiled sources, the sources."""
-        return {source for path in self.read - self.written if (source := _source(path)).is_file()}
+        sources = map(_source, self.read - self.written)
+        # Opening some of them failed.
+        return {Path(path) for path in sources if os.path.isfile(path)}
 
 
 _watching: list[OpenedFiles] = []
@@ -49,21 +51,23 @@ def _add_hook() -> None:
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    if event != "open" or not _watching:
+    if event not in ("open", "os.rename") or not _watching:
         return
-    path, _, flags = arguments
-    if isinstance(path, int):
-        # The descriptor of a file that is open already.
-        return
-    full = os.path.abspath(os.fsdecode(path))
-    for each in _watching:
-        (each.written if (flags or 0) & (os.O_WRONLY | os.O_RDWR) else each.read).add(full)
+    if event == "open":
+        path, _, flags = arguments
+        is_written = bool((flags or 0) & (os.O_WRONLY | os.O_RDWR))
+    else:
+        # Another file is moved to the place.
+        path, is_written = arguments[1], True
+    # Other paths are descriptors of files that are open already.
+    if isinstance(path, str | bytes | os.PathLike):
+        full = os.path.abspath(os.fsdecode(path))
+        for each in _watching:
+            (each.written if is_written else each.read).add(full)
 
 
-def _source(path: str) -> Path:
+def _source(path: str) -> str:
     if path.endswith(".pyc"):
-        try:
-            return Path(source_from_cache(path))
-        except ValueError:
-            pass
-    return Path(path)
+        with suppress(ValueError):
+            return source_from_cache(path)
+    return path

@@ -38,8 +38,11 @@ Document = dict[str, Any]
 
 _OURS = tuple(str(ROOT / name) + os.sep for name in OWN_PACKAGES)
 _MODULE = "module "
+_HERE = "current folder: "
+_PACKAGES = {"site-packages", "dist-packages"}
 _PLUGINS = ("optimize_export.passes", "optimize_export.exporters")
 _STANDARD = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
+_ENVIRONMENT = (sys.prefix + os.sep,) if sys.prefix != sys.base_prefix else ()
 # The fields of an export's JSON document that the manifest has too.
 _SHARED = ("model", "device", "passes", "coverage", "missing", "parity", "benchmark", "notes")
 
@@ -76,7 +79,7 @@ class BuildInputs:
                 continue
             path = Path(file)
             inside = path.relative_to(self.folder) if path.is_relative_to(self.folder) else None
-            if {"site-packages", "dist-packages"} & set((inside or path).parts):
+            if _PACKAGES & set((inside or path).parts):
                 packages.add(name.partition(".")[0])
             elif not file.startswith((*_OURS, *_STANDARD)):
                 files[_MODULE + name if inside is None else inside.as_posix()] = path
@@ -97,15 +100,19 @@ class BuildInputs:
         }
 
     def _is_own(self, path: Path) -> bool:
-        """Whether a file is in the user's folders, and not in a hidden one or in that of a virtual environment."""
-        inside = next((path.relative_to(each) for each in (self.folder, self.root) if path.is_relative_to(each)), None)
-        if inside is None or str(path).startswith((*_OURS, *_STANDARD)):
+        """Whether a file is in the user's folders, and not in a hidden folder or that of a virtual environment."""
+        # In a container, the current folder may be /.
+        folders = [each for each in (self.folder, self.root) if each.parent != each]
+        inside = next((path.relative_to(each) for each in folders if path.is_relative_to(each)), None)
+        if inside is None or str(path).startswith((*_OURS, *_STANDARD, *_ENVIRONMENT)) or _PACKAGES & set(path.parts):
             return False
-        parts = inside.parts[:-1]
-        return "site-packages" not in parts and not any(part.startswith(".") for part in parts)
+        return not any(part.startswith(".") for part in inside.parts[:-1])
 
     def _name(self, path: Path) -> str:
-        return Path(os.path.relpath(path, self.folder)).as_posix()
+        # A path from a folder to one that isn't above it would have the names of this machine's folders.
+        if path.is_relative_to(self.folder) or self.folder.is_relative_to(self.root):
+            return Path(os.path.relpath(path, self.folder)).as_posix()
+        return _HERE + path.relative_to(self.root).as_posix()
 
     def path(self, name: str) -> Path | None:
         """The current path of a recorded file; None if these inputs lack it, or Python finds no such module."""
@@ -113,6 +120,8 @@ class BuildInputs:
             return self.files.get(name)
         if name.startswith(_MODULE):
             return _module_file(name.removeprefix(_MODULE), self.folder)
+        if name.startswith(_HERE):
+            return self.root / name.removeprefix(_HERE)
         return self.folder / name
 
 

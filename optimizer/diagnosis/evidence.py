@@ -108,8 +108,7 @@ class LineRecorder(Recorder):
         if isinstance(node, Node) and node.op == "placeholder":
             path, _ = self._attributes.get(id(leaf), (None, None))
             # torch.from_numpy and torch.Tensor(array) are no recorded calls.
-            is_plain = path is None and type(leaf) is torch.Tensor and leaf.layout is torch.strided
-            node.meta.update(attribute=path, of_array=is_plain and not leaf.untyped_storage().resizable())
+            node.meta.update(attribute=path, of_array=path is None and _is_over_other_memory(leaf))
         return node
 
 
@@ -124,9 +123,27 @@ def plain_tensors(model: nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
         if not isinstance(module, torch.jit.ScriptModule)
         for name, value in vars(module).items()
         if name not in ("_parameters", "_buffers", "_modules")
-        for tensor in pytree.tree_leaves(value)
+        for tensor in _leaves_of(value)
         if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter)
     }
+
+
+def _leaves_of(value: object) -> list[Any]:
+    try:
+        return pytree.tree_leaves(value)
+    except RecursionError:
+        # A list that contains itself.
+        return []
+
+
+def _is_over_other_memory(tensor: torch.Tensor) -> bool:
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        return False
+    try:
+        return not tensor.untyped_storage().resizable()
+    except (RuntimeError, NotImplementedError):
+        # Inside of torch.vmap, a tensor has no storage.
+        return False
 
 
 def _seconds_of(run: Callable[[], object]) -> float:
@@ -321,11 +338,10 @@ def is_moved_to_host(node: Node) -> bool:
 
 
 def names_device(node: Node) -> bool:
-    """Whether the arguments of a call name a device, or have a tensor that is on one."""
-    moves = operation_name(node) in ("to", "cuda", "type_as")
-    leaves = pytree.tree_leaves((node.args[1:] if moves else (), node.kwargs))
+    """Whether the arguments of a call name a device. A tensor as an argument doesn't count."""
+    leaves = pytree.tree_leaves((node.args[1:] if operation_name(node) in ("to", "cuda") else (), node.kwargs))
     return operation_name(node) == "cuda" or any(
-        isinstance(leaf, torch.device | Node) or (isinstance(leaf, str) and _is_device(leaf)) for leaf in leaves
+        isinstance(leaf, torch.device) or (isinstance(leaf, str) and _is_device(leaf)) for leaf in leaves
     )
 
 

@@ -13,7 +13,7 @@ from optimizer.diagnosis.evidence import Evidence, Seen, has_array, is_moved_to_
 from optimizer.diagnosis.rule import rule
 from optimizer.showing import percent_text
 from optimizer.wording import listed
-from passes.program.recording import Node, operation_name, shape_of, users_of
+from passes.program.recording import Node, escapes, operation_name, shape_of, users_of
 
 _WAITS = "on a GPU the CPU waits here until all kernels before it have ended, and torch.compile breaks its graph if it comes here"
 _FROM_HOST = "on a GPU every call copies it again, and waits for the copy"
@@ -70,7 +70,9 @@ def fixed_device(evidence: Evidence) -> Iterator[Seen]:
 @rule("warning")
 def tensor_from_array(evidence: Evidence) -> Iterator[Seen]:
     """Forward makes a tensor of a NumPy array: `torch.tensor(array)`, `torch.from_numpy(array)`, `x.new_tensor(array)`."""
-    unseen = {user for node in evidence.recording.nodes() if node.meta.get("of_array") for user in node.users}
+    # What is still alive after the run wasn't made for it, such as an input.
+    made = [node for node in evidence.recording.nodes() if node.meta.get("of_array") and not escapes(node)]
+    unseen = {user for node in made for user in node.users}
     found = [node for node in evidence.calls if node in unseen or _is_of_array(node)]
     for line, group in evidence.by_line(found):
         yield evidence.seen(
@@ -119,7 +121,9 @@ def unregistered_tensor(evidence: Evidence) -> Iterator[Seen]:
             line,
             group,
             f"{listed([f'`{path}`' for path in paths])} is a tensor that the model doesn't register",
-            _FROM_HOST if moved else "`.to()` doesn't move it, so forward raises if the model is on another device",
+            _FROM_HOST
+            if moved
+            else "`.to()` doesn't move it, so on another device forward raises, unless it makes the tensor again",
             "make it with register_buffer(name, tensor, persistent=False)",
         )
 
@@ -159,7 +163,9 @@ def _is_of_device(evidence: Evidence, node: Node) -> bool:
 
 def _is_moved(evidence: Evidence, node: Node) -> bool:
     """Whether a call moves a tensor to the device of the model."""
-    return operation_name(node) in _MOVES and names_device(node) and node not in evidence.on_host
+    like = (source for source in node.all_input_nodes[1:] if source not in evidence.on_host)
+    is_named = names_device(node) or any(like)
+    return operation_name(node) in _MOVES and is_named and node not in evidence.on_host
 
 
 def _numbers(node: Node) -> int:

@@ -212,7 +212,7 @@ class OutputParity:
         name, kind: of the output, as in `OutputNoise`.
         ok: whether the output is correct.
         tied, signal: as in `OutputNoise`.
-        rms_error, noise_rms: the root mean square of the errors, and that which rounding alone causes.
+        rms_error, noise_rms: the root mean square of the errors, and of those that rounding alone causes.
         max_error, noise, tolerance: the candidate's largest error, the error that rounding alone causes, and the
             allowed error.
         ratio: the larger of max_error / noise and rms_error / noise_rms; at most `factor` for a correct output. Where

@@ -79,7 +79,7 @@ def logarithmic(title: str, values: Sequence[float], text: Callable[[float], str
     shown = [value for value in finite if value >= least] or [least]
     first = math.floor(math.log10(min(shown)))
     high = max(first + 1, math.ceil(math.log10(max(shown))))
-    low = first if len(shown) >= len(finite) else first - 1
+    low = first - 1 if any(value < least for value in finite) else first
     powers = range(first, high + 1, math.ceil((high - first) / (_TICKS + 1)))
     ticks = tuple(((power - low) / (high - low), text(10.0**power)) for power in powers)
     ticks = ticks if low == first else ((0.0, "≈ 0"), *ticks)

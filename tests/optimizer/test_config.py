@@ -133,6 +133,8 @@ def test_another_file_has_all_options_in_the_table_or_none():
         UsageError, match=r"ci.toml: models is outside of \[tool.optimize-export\]; move it inside, or "
     ):
         parsed("--all", "--config", "ci.toml")
+    config(CONFIG + "\n[project]\nname = 'x'", "pyproject-prod.toml")
+    assert "resnet" in parsed("--all", "--config", "pyproject-prod.toml").commands
     config("[tool.other]\nx = 1\n[models.b]\nmodel = 'b.py'", "ci.toml")
     assert list(parsed("--all", "--config", "ci.toml").commands) == ["b"]
 
@@ -142,6 +144,8 @@ def test_each_model_has_its_own_folders_of_profiles_and_differences():
     commands = parsed("--all", "--profile", "p", "--debug-dir", "d/e").commands
     assert {"--profile=p/resnet", "--debug-dir=d/e/resnet"} <= set(commands["resnet"])
     assert {"--profile=p/bert-tiny", "--debug-dir=d/e/bert-tiny"} <= set(commands["bert-tiny"])
+    config(CONFIG.replace("seed = 7", 'profile = "p"'))
+    assert parsed("resnet").profile_dir == Path("p/resnet")
 
 
 def test_a_file_isnt_a_name_and_reads_no_config():

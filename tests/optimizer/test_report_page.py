@@ -218,6 +218,7 @@ def test_a_logarithmic_axis_places_zero_and_infinity_at_its_ends() -> None:
     assert (axis.place(0.0), axis.place(1e-5), axis.place(math.inf)) == (0.0, 0.0, 1.0)
     assert axis.place(0.01) == axis.ticks[1][0] == 0.25
     assert logarithmic("", [0.02, 3.0], str, least=1e-4).ticks[0] == (0.0, "0.01")
+    assert logarithmic("", [0.0], str, least=1e-4).ticks[0] == (0.0, "≈ 0")
 
 
 def test_reports_show_themselves_in_notebooks(fast: nn.Module, bundle: Bundle) -> None:

@@ -243,6 +243,14 @@ with open(here / "text.py") as text:
     exec(text.read())
 Path("cache.txt").write_text("written in each build")
 Path("cache.txt").read_text()
+Path("cache.tmp").write_text("written in each build")
+Path("cache.tmp").replace("moved.txt")
+Path("moved.txt").read_text()
+for missing in ("a" * 300, "none"):
+    try:
+        open(missing)
+    except OSError:
+        pass
 model = torch.nn.Linear(json.loads((here / ".." / "sizes.json").read_text()), 3).eval()
 model.load_state_dict(torch.load(here / "w.pt"))
 example_inputs = (torch.randn(2, 4),)
@@ -278,6 +286,33 @@ def test_files_that_the_code_reads_count(tmp_path, monkeypatch, capsys):
         (told,) = changes(options)
         assert told == f"{os.path.relpath(path, tmp_path / 'src')} changed"
         path.write_bytes(before)
+
+
+@pytest.mark.parametrize(
+    ("folder", "root", "read", "name"),
+    [
+        ("a/src", "a", "a/sizes.json", "../sizes.json"),
+        ("a", "a/b", "a/b/sizes.json", "b/sizes.json"),
+        ("a", "b", "b/sizes.json", "current folder: sizes.json"),
+        ("a", "b", "c/sizes.json", None),
+        ("a", "a", "a/.cache/sizes.json", None),
+        ("a/env/lib/site-packages", "a", "a/env/lib/site-packages/x/sizes.json", None),
+    ],
+)
+def test_the_name_of_a_file_has_no_folder_of_this_machine(tmp_path, folder, root, read, name):
+    path = tmp_path / read
+    path.parent.mkdir(parents=True)
+    path.write_text("4")
+    inputs = up_to_date.BuildInputs(tmp_path / folder, tmp_path / root, {}, {})
+    files = inputs.record(dict(sys.modules), [path], time.time() + 1)["files"]
+    assert list(files) == ([] if name is None else [name])
+    if name is not None:
+        assert inputs.path(name).resolve() == path
+
+
+def test_a_container_has_its_root_as_the_current_folder(tmp_path):
+    inputs = up_to_date.BuildInputs(tmp_path, Path("/"), {}, {})
+    assert inputs.record(dict(sys.modules), [Path("/proc/meminfo")], time.time() + 1)["files"] == {}
 
 
 def test_an_installed_or_importable_module_is_found_without_its_import(here, monkeypatch):
