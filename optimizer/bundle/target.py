@@ -55,7 +55,8 @@ def check_standing(folder: Path, target: Path, *, force: bool) -> None:
         manifest = read_manifest(folder)
     except BundleError as error:
         raise BundleError(
-            f"{target} is not replaced, because it can't be recognised as a bundle ({error}) Delete the folder, or choose another one."
+            f"{target} is not replaced, because it can't be recognised as a bundle ({error}) Delete the folder, or choose "
+            "another one."
         ) from error
     if not force:
         raise BundleError(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from math import prod
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from optimizer.diagnosis.evidence import Evidence, Seen, inputs_of, replayed
+from optimizer.diagnosis.evidence import Evidence, Seen, elements_of, inputs_of, replayed
 from optimizer.diagnosis.rule import rule
 from optimizer.showing import seconds_text
 from passes.program.recording import Node, is_returned, operation_name, shape_of, shape_of_each, users_of
@@ -58,7 +57,7 @@ def hand_written_attention(evidence: Evidence) -> Iterator[Seen]:
     """
     found = {each.nodes[-1]: each for node in evidence.calls if (each := _attention_at(evidence, node)) is not None}
     for line, group in evidence.by_line(found):
-        largest = max((found[node] for node in group), key=lambda each: _size(each.softmax))
+        largest = max((found[node] for node in group), key=lambda each: elements_of(each.softmax))
         try:
             before, after = _times(evidence, largest)
         except (RuntimeError, ValueError, TypeError):
@@ -66,7 +65,7 @@ def hand_written_attention(evidence: Evidence) -> Iterator[Seen]:
             continue
         if after > _TOO_SLOW * before:
             continue
-        numbers = sum(_size(found[node].softmax) for node in group)
+        numbers = sum(elements_of(found[node].softmax) for node in group)
         yield evidence.seen(
             line,
             group,
@@ -105,19 +104,14 @@ def _plain(node: Node) -> str:
 
 def _source_of(node: Node, name: str) -> Node | None:
     """The value that an operation between the scores and softmax changes; None for other operations."""
-    size = _size(node)
-    sources = [each for each in node.all_input_nodes if _size(each) == size]
+    size = elements_of(node)
+    sources = [each for each in node.all_input_nodes if elements_of(each) == size]
     if len(sources) > 1:
         # A mask may be as large as the scores.
         sources = [each for each in sources if _leads_to_product(each)]
     if len(sources) != 1 or not (name in _MASKS or (name in _SCALES and _are_scales(node, sources[0]))):
         return None
     return sources[0]
-
-
-def _size(node: Node) -> int:
-    shape = shape_of(node)
-    return 0 if shape is None else prod(shape.sizes)
 
 
 def _leads_to_product(node: Node) -> bool:

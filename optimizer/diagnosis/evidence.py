@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from math import prod
 from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from torch.utils import _pytree as pytree
 from exporters.places import is_users
 from passes.memory_format.watch import Loss
 from passes.program.model_tree import ModelTree
-from passes.program.recording import Node, Recorder, Recording, call_of, operation_name, shape_of_each
+from passes.program.recording import Node, Recorder, Recording, call_of, operation_name, shape_of, shape_of_each
 
 _TORCH = Path(torch.__file__).parent
 # Functions of torch that a call may be inside of, by the names that rules use.
@@ -115,7 +116,8 @@ class LineRecorder(Recorder):
 def plain_tensors(model: nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
     """The tensors that are plain attributes of modules, or in plain lists or dicts there, with their paths, by `id`.
 
-    The model doesn't register them. Parameters are left out.
+    The model doesn't register them. Parameters are left out. A tensor in the result keeps its `id`, even if forward
+    replaces the attribute.
     """
     return {
         id(tensor): (f"{path}.{name}" if path else name, tensor)
@@ -311,6 +313,12 @@ class Evidence:
         shape = shape_of_each(node)
         assert shape is not None
         return torch.randn(shape.sizes, device=self.device).to(shape.dtype)
+
+
+def elements_of(node: Node) -> int:
+    """The number of elements of a recorded tensor; 0 if the value isn't one tensor."""
+    shape = shape_of(node)
+    return 0 if shape is None else prod(shape.sizes)
 
 
 def inputs_of(nodes: Sequence[Node]) -> list[Node]:

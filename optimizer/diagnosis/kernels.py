@@ -9,6 +9,7 @@ from math import prod
 import torch
 import torch.nn.functional as F
 
+from exporters.places import paths_of
 from optimizer.diagnosis.evidence import Evidence, Line, Seen
 from optimizer.diagnosis.rule import rule
 from optimizer.showing import percent_text, seconds_text
@@ -81,14 +82,14 @@ def rows_not_multiple_of_8(evidence: Evidence) -> Iterator[Seen]:
     The number of rows is the batch size, times the length of sequences.
     """
     layers, work, total = _working_layers(evidence.step.calls if evidence.step else [])
-    large = {node: layer for node, layer in layers.items() if _is_large(layer)}
-    uneven = {node: rows for node, layer in large.items() if (rows := _rows(layer)) % _MULTIPLE}
+    uneven = {node: rows for node, layer in layers.items() if _is_large(layer) and (rows := _rows(layer)) % _MULTIPLE}
     if uneven:
         node = max(uneven, key=work.__getitem__)
         # The step runs the model itself, and not the copy.
-        paths = {module: path for path, module in evidence.model.named_modules()}
+        paths = paths_of(evidence.model)
+        owners = (id(call_of(each).module) for each in uneven)
         yield Seen(
-            tuple(dict.fromkeys(paths[call_of(each).module] for each in uneven if call_of(each).module in paths)),
+            tuple(dict.fromkeys(paths[owner] for owner in owners if owner in paths)),
             node.meta["line"],
             f"linear layers of the training step multiply {uneven[node]:,} rows, not a multiple of {_MULTIPLE}",
             "tensor cores in half precision are slower with them; they have "

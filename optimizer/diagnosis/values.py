@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from math import prod
 
 import numpy
 import torch
 
-from optimizer.diagnosis.evidence import Evidence, Seen, has_array, is_moved_to_host, names_device
+from optimizer.diagnosis.evidence import Evidence, Seen, elements_of, has_array, is_moved_to_host, names_device
 from optimizer.diagnosis.rule import rule
 from optimizer.showing import percent_text
 from optimizer.wording import listed
@@ -113,7 +112,7 @@ def unregistered_tensor(evidence: Evidence) -> Iterator[Seen]:
     Those of one number are left out: they work on every device.
     """
     places = [node for node in evidence.recording.nodes() if node.meta.get("attribute")]
-    used = {user: place for place in places for user in users_of(place) if _numbers(place) > 1}
+    used = {user: place for place in places for user in users_of(place) if elements_of(place) > 1}
     for line, group in evidence.by_line(node for node in evidence.calls if node in used):
         paths = dict.fromkeys(used[node].meta["attribute"] for node in group)
         moved = all(_is_moved(evidence, node) for node in group)
@@ -166,11 +165,6 @@ def _is_moved(evidence: Evidence, node: Node) -> bool:
     like = (source for source in node.all_input_nodes[1:] if source not in evidence.on_host)
     is_named = names_device(node) or any(like)
     return operation_name(node) in _MOVES and is_named and node not in evidence.on_host
-
-
-def _numbers(node: Node) -> int:
-    shape = shape_of(node)
-    return 0 if shape is None else prod(shape.sizes)
 
 
 def _is_of_array(node: Node) -> bool:
