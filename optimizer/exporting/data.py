@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from optimizer.bundle import (
     write_golden,
     write_report,
 )
+from optimizer.errors import BundleError
 from optimizer.exporting.job import ExportJob
 from optimizer.exporting.measuring import MeasuredExport
 from optimizer.exporting.writing import WrittenFiles, all_notes
+from optimizer.manifest import check_benchmark, plain
 from optimizer.parity import ParityReport, golden_entries
 from optimizer.profiling import profile_export
 from optimizer.report import Report
@@ -72,9 +75,20 @@ def write_data(
 
 
 def _kept(benchmark: Benchmark | None) -> dict[str, Any]:
-    """The manifest's `benchmark`; none if the bundle must be reproducible byte for byte, as times vary."""
+    """The manifest's `benchmark`; none if the bundle must be reproducible byte for byte, as times vary.
+
+    Times that the manifest's readers would refuse are left out: proven files are published all the same.
+    """
     is_measured = benchmark is not None and (benchmark.rounds > 0 or benchmark.recommended is None)
-    return {} if benchmark is None or (is_measured and is_to_be_repeated()) else {"benchmark": benchmark.to_json()}
+    if benchmark is None or (is_measured and is_to_be_repeated()):
+        return {}
+    kept = plain(benchmark.to_json())
+    try:
+        check_benchmark(kept)
+    except BundleError as error:
+        unknown = replace(benchmark, figures=(), rounds=0, notes=(*benchmark.notes, f"no times are kept: {error}"))
+        return {"benchmark": unknown.to_json()}
+    return {"benchmark": kept}
 
 
 def _overall(reports: Mapping[str, ParityReport], measured: MeasuredExport) -> dict[str, Any]:

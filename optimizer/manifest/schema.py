@@ -96,6 +96,19 @@ def _tolerance(value: object, where: str) -> None:
         raise _wrong(where, "a finite number", value)
 
 
+def _positive(value: object, where: str) -> None:
+    """A measured time, or a quotient of two."""
+    _number(value, where)
+    if isinstance(value, str) or not (isinstance(value, int | float) and value > 0):
+        raise _wrong(where, "a finite number above 0", value)
+
+
+def _finite(value: object, where: str) -> None:
+    _number(value, where)
+    if isinstance(value, str):
+        raise _wrong(where, "a finite number", value)
+
+
 def _count(value: object, where: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise _wrong(where, "a whole number", value)
@@ -244,14 +257,13 @@ _measurement = _record(
     },
     {"precision": _text, "rows": _or_null(_rows), "reference_device": _text},
 )
-_accuracy = _record(
-    {
-        "budget": _record({"cosine": _or_null(_number), "top1": _or_null(_number)}),
-        **dict.fromkeys(("cosine", "top1", "equal", "max_error", "snr"), _or_null(_number)),
-        "calls": _count,
-        "problem": _or_null(_text),
-    }
-)
+_accuracy_figures: dict[str, Check] = {
+    **dict.fromkeys(("cosine", "top1", "equal", "snr"), _or_null(_finite)),
+    "max_error": _or_null(_size),
+    "calls": _count,
+    "problem": _or_null(_text),
+}
+_accuracy = _record({"budget": _record({"cosine": _or_null(_finite), "top1": _or_null(_finite)}), **_accuracy_figures})
 _artifact = _record(
     {
         "format": _text,
@@ -305,7 +317,7 @@ _golden = _record(
     {"precision": _text},
 )
 _route = _record({"format": _text, "runtime": _text, "settings": _object})
-_ratio = _record({**dict.fromkeys(("median", "low", "high"), _number), "rounds": _count})
+_ratio = _record({**dict.fromkeys(("median", "low", "high"), _positive), "rounds": _count})
 _benchmark = _record(
     {},
     {
@@ -319,10 +331,10 @@ _benchmark = _record(
                     "route": _or_null(_route),
                     "bytes": _or_null(_count),
                     "memory": _or_null(_count),
-                    "seconds": _or_null(_number),
-                    "p95": _or_null(_number),
+                    "seconds": _or_null(_positive),
+                    "p95": _or_null(_positive),
                     "speed_up": _or_null(_ratio),
-                    "accuracy": _or_null(_object),
+                    "accuracy": _or_null(_record(_accuracy_figures)),
                     "dropped": _or_null(_text),
                 }
             )

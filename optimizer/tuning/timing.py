@@ -16,6 +16,9 @@ _ROUND_SECONDS = 0.02
 _PAUSE_SECONDS = 0.01
 _IDLE_SHARE = 0.2
 _LONGEST_PAUSE = 0.3
+# No call of a runtime takes less. A clock that stands still for a moment, or goes back, can show less, even a time that
+# nothing can be divided by.
+_LEAST_SECONDS = 1e-6
 _MOST_ROUNDS = 41
 _FEWEST_ROUNDS = 3
 # With fewer rounds, the sign test can't exclude chance, so a gain must be larger.
@@ -107,13 +110,13 @@ def ratio(of: Latency, to: Latency) -> Ratio:
 
 
 def settle() -> None:
-    """Wait until no thread of this process is busy, at most 0.3 s."""
-    end = time.perf_counter() + _LONGEST_PAUSE
-    busy = True
-    while busy and time.perf_counter() < end:
+    """Wait until no thread of this process is busy, for about 0.3 s at most."""
+    # Pauses are counted, because a clock that stands still would never reach an end.
+    for _ in range(round(_LONGEST_PAUSE / _PAUSE_SECONDS)):
         started, used = time.perf_counter(), time.process_time()
         time.sleep(_PAUSE_SECONDS)
-        busy = time.process_time() - used >= _IDLE_SHARE * (time.perf_counter() - started)
+        if time.process_time() - used < _IDLE_SHARE * (time.perf_counter() - started):
+            return
 
 
 def _cut(count: int) -> int:
@@ -127,14 +130,14 @@ def _cut(count: int) -> int:
 
 def _warm(call: Call, finished: Call) -> float:
     first = _time(call, finished)
-    return first if first > _LONG_SECONDS else max(min(_time(call, finished), _time(call, finished)), 1e-7)
+    return first if first > _LONG_SECONDS else min(_time(call, finished), _time(call, finished))
 
 
 def _time(call: Call, finished: Call) -> float:
     started = time.perf_counter()
     call()
     finished()
-    return time.perf_counter() - started
+    return max(time.perf_counter() - started, _LEAST_SECONDS)
 
 
 def _p95(values: Sequence[float]) -> float:

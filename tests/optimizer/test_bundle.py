@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -50,6 +51,7 @@ from optimizer.bundle.writing import _seal
 from optimizer.errors import BundleError, DeviceError, UsageError
 from optimizer.manifest import (
     MANIFEST,
+    check_benchmark,
     check_manifest,
     file_digest,
     number,
@@ -721,6 +723,40 @@ BROKEN = [
     (put({"onnx": 1}, "missing"), r"`missing\.onnx` must be a text"),
     (put({"affine": "No."}, "missing"), "contradicts itself: affine is in `artifacts` and in `missing`"),
 ]
+
+
+FIGURE = {
+    **dict.fromkeys(("route", "bytes", "memory", "seconds", "p95", "speed_up", "accuracy", "dropped")),
+    "name": "eager",
+}
+ACCURACY = {
+    "cosine": 0.9,
+    "top1": None,
+    "equal": None,
+    "max_error": "Infinity",
+    "snr": 3.0,
+    "calls": 1,
+    "problem": None,
+}
+RATIO = {"median": 1.0, "low": 1.0, "high": 1.0, "rounds": 1}
+
+
+@pytest.mark.parametrize(
+    ("figure", "message"),
+    [
+        ({"memory": -28672}, "memory` must be a whole number, not -28672"),
+        ({"seconds": 0}, "seconds` must be a finite number above 0, not 0"),
+        ({"p95": "NaN"}, 'p95` must be a finite number above 0, not "NaN"'),
+        ({"speed_up": {**RATIO, "high": "Infinity"}}, "speed_up.high` must be a finite number above 0"),
+        ({"accuracy": {**ACCURACY, "cosine": "NaN"}}, "accuracy.cosine` must be a finite number"),
+        ({"accuracy": {**ACCURACY, "max_error": -1}}, "accuracy.max_error` must be a number of 0 or more"),
+        ({"accuracy": {}}, "the field `benchmark.figures[0].accuracy.cosine` is missing"),
+    ],
+)
+def test_measured_numbers_have_their_ranges(figure: dict[str, Any], message: str) -> None:
+    check_benchmark({"figures": [{**FIGURE, "accuracy": ACCURACY, "speed_up": RATIO, "memory": 0, "seconds": 1e-6}]})
+    with pytest.raises(BundleError, match=re.escape(message)):
+        check_benchmark({"figures": [{**FIGURE, **figure}]})
 
 
 @pytest.mark.parametrize(("change", "message"), BROKEN, ids=[message for _, message in BROKEN])

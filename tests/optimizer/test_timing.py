@@ -1,5 +1,6 @@
 """Which differences in time are more than noise: bounds of the median, gains, and the order of the calls."""
 
+import itertools
 import math
 import random
 import statistics
@@ -167,6 +168,18 @@ def test_the_latency_is_the_median_over_calls_and_waits_for_the_device(clock: Cl
     assert found.median == pytest.approx(0.11)
     assert found.p95 == pytest.approx(0.11)
     assert max(found.rounds) == pytest.approx(0.51)
+
+
+@pytest.mark.parametrize("step", [0.0, -1.0, 1e-9], ids=["stands still", "goes back", "too coarse"])
+def test_a_clock_that_fails_gives_finite_times_and_ends(monkeypatch: pytest.MonkeyPatch, step: float) -> None:
+    ticks = itertools.count()
+    for name in ("perf_counter", "process_time"):
+        monkeypatch.setattr(timing.time, name, lambda: step * next(ticks))
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(timing, "_ROUND_SECONDS", 1e-4)
+    found = interleaved({"a": lambda: None, "b": lambda: None}, 0.1)
+    gain = ratio(found["a"], found["b"])
+    assert all(0 < number < math.inf for number in (found["a"].median, found["a"].p95, gain.low, gain.high))
 
 
 def test_the_simplest_of_equals_is_chosen() -> None:

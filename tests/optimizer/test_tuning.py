@@ -26,7 +26,8 @@ from torch import nn
 
 from exporters.onnx_quantization import KINDS, Recipe
 from exporters.registry import QUANTIZED
-from optimizer import optimize
+from optimizer import export, optimize
+from optimizer.bundle import open_bundle
 from optimizer.errors import DeviceError, UsageError
 from optimizer.exporting import choose
 from optimizer.exporting.bench import Bench
@@ -36,7 +37,7 @@ from optimizer.exporting.tuner import Tuner
 from optimizer.model import Call
 from optimizer.pipeline import provenance_of
 from optimizer.runtime import Route
-from optimizer.tuning import Candidate, Files
+from optimizer.tuning import Candidate, Files, PeakMemory
 
 
 @pytest.fixture(scope="module")
@@ -572,3 +573,12 @@ def test_settings_and_float16_come_before_slow_quantization_on_a_gpu(
 def test_settings_are_tried_alone_and_together_on_a_gpu(route: str, lossy: Any, expected: list[str]) -> None:
     tuner = Tuner(SimpleNamespace(files=Files(Path(), [], "cuda", [])), lossy, 1.0)  # type: ignore[arg-type]
     assert [" ".join(setting) for setting in tuner._settings(Route(*route.split(" in ")))] == expected
+
+
+def test_times_that_no_reader_takes_stop_no_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PeakMemory, "__exit__", lambda self, *_: setattr(self, "bytes", -28672))
+    fast = optimize(enliven(ConvNet()).eval(), example_inputs=(images(),))
+    bundle = export(fast, example_inputs=(images(),), output=tmp_path / "b", formats=["torchscript"], bench=True)
+    kept = open_bundle(bundle.path).manifest["benchmark"]
+    assert kept["figures"] == []
+    assert kept["notes"][-1].startswith("no times are kept: ")
