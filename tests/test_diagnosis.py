@@ -13,9 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from optimizer import diagnose
-from optimizer.diagnosis import LEVELS, RULES, Diagnosis, evidence, settings
+from optimizer.diagnosis import LEVELS, RULES, Diagnosis, evidence, kernels, settings
 from optimizer.diagnosis import attention as attention_rule
 from optimizer.errors import LoadError, UsageError
+from passes.program.matching import convolution_at
 
 
 class Net(nn.Module):
@@ -148,8 +149,9 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def _function_is_faster(monkeypatch):
-    """A busy machine must not decide whether attention is found."""
+    """A busy machine must not decide whether attention and activations are found."""
     monkeypatch.setattr(attention_rule, "_times", lambda evidence, found: [2.0, 1.0])
+    monkeypatch.setattr(evidence.Evidence, "fastest", lambda self, *runs: [2.0, 1.0])
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
@@ -264,6 +266,77 @@ def test_a_plain_tensor_that_forward_moves_is_one_that_is_not_registered():
     assert "copies it again" in finding["unregistered-tensor"].effect
 
 
+class Held(nn.Module):
+    """Holds a tensor that it doesn't register, and doesn't move."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.held, self.made = {"shift": torch.arange(8.0)}, None
+
+    def forward(self, x):
+        return self.layer(x) + self.held["shift"]
+
+
+class MovesIt(Held):
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self.held = {key: fn(value) for key, value in self.held.items()}
+        return self
+
+
+class MovesItInTo(Held):
+    def to(self, *args, **kwargs):
+        self.held = {key: value.to(*args, **kwargs) for key, value in self.held.items()}
+        return super().to(*args, **kwargs)
+
+
+class MovesItThenRaises(MovesIt):
+    def _apply(self, fn, recurse=True):
+        self.largest = super()._apply(fn, recurse).held["shift"].max().item()
+        return self
+
+
+class MovesItOnceInForward(Held):
+    def forward(self, x):
+        if self.held["shift"].device != x.device:
+            self.held["shift"] = self.held["shift"].to(x.device)
+        return super().forward(x)
+
+
+class MakesItOnce(Held):
+    def forward(self, x):
+        if self.made is None or self.made.device != x.device:
+            self.made = torch.arange(8).to(x.device)
+        return self.layer(x) + self.made
+
+
+class ReadsItWhereItIs(Held):
+    def forward(self, x):
+        return super().forward(x) if x.sum() != 0 else x
+
+
+@pytest.mark.parametrize("is_called_before", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "rules"),
+    [
+        (MovesIt, set()),
+        (MovesItInTo, set()),
+        (MovesItThenRaises, set()),
+        (MovesItOnceInForward, set()),
+        (MakesItOnce, set()),
+        (Held, {"unregistered-tensor"}),
+        (ReadsItWhereItIs, {"unregistered-tensor", "data-dependent-branch"}),
+    ],
+)
+def test_tensors_that_the_model_moves_itself_or_keeps_are_no_finding(kind, rules, is_called_before):
+    model = kind().eval()
+    if is_called_before:
+        model(torch.randn(2, 8))
+    assert {each.rule for each in diagnose(model, (torch.randn(2, 8),)).findings} == rules
+    assert {one.device.type for one in (*model.parameters(), model.held["shift"])} == {"cpu"}
+
+
 @pytest.mark.parametrize(
     "forward",
     [
@@ -298,9 +371,17 @@ def test_attention_is_not_found_where_the_parts_of_a_call_differ_in_size():
     assert "hand-written-attention" not in found(split, TOKENS)
 
 
-def test_attention_is_left_alone_where_the_function_is_slower(monkeypatch):
-    monkeypatch.setattr(attention_rule, "_times", lambda evidence, found: [1.0, 2.0])
+@pytest.mark.parametrize("after", [1.0, 1.2])
+def test_a_function_that_is_not_faster_here_is_no_finding(monkeypatch, after):
+    monkeypatch.setattr(attention_rule, "_times", lambda evidence, found: [1.0, after])
+    monkeypatch.setattr(evidence.Evidence, "fastest", lambda self, *runs: [1.0, after])
     assert "hand-written-attention" not in found(attention, TOKENS)
+    assert "activation-by-hand" not in found(gelu_by_hand, LARGE)
+    layer = nn.Linear(512, 1001).half()
+    with evidence.LineRecorder(layer, layer.modules) as recorder:
+        layer(torch.ones(2, 512).half())
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), fastest=lambda *runs: [1.0, after])
+    assert kernels._gain(on_gpu, convolution_at(recorder.recording.nodes()[-1])) is None
 
 
 def test_attention_is_timed_next_to_the_function(monkeypatch):

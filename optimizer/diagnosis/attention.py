@@ -25,8 +25,6 @@ _SCALES = frozenset({"mul", "imul", "rmul", "div", "idiv", "truediv", "itruediv"
 # Between softmax and the product with the values.
 _AFTER = frozenset({"dropout", "to", "type", "type_as", "float", "half", "view", "reshape", "contiguous"})
 _FARTHEST = 12
-# A slower kernel than the written-out products is no gain: its time, as a multiple of theirs.
-_TOO_SLOW = 1.5
 
 
 class Attention(NamedTuple):
@@ -52,8 +50,7 @@ class Attention(NamedTuple):
 def hand_written_attention(evidence: Evidence) -> Iterator[Seen]:
     """Attention is written as product, softmax and product, where `scaled_dot_product_attention` computes the same.
 
-    It isn't reported if something else reads the weights, or if the function takes more than 1.5 times as long at these
-    sizes.
+    It isn't reported if something else reads the weights, or if the function isn't faster at these sizes.
     """
     found = {each.nodes[-1]: each for node in evidence.calls if (each := _attention_at(evidence, node)) is not None}
     for line, group in evidence.by_line(found):
@@ -63,7 +60,7 @@ def hand_written_attention(evidence: Evidence) -> Iterator[Seen]:
         except (RuntimeError, ValueError, TypeError):
             # The sizes aren't those that the function takes.
             continue
-        if after > _TOO_SLOW * before:
+        if after >= before:
             continue
         numbers = sum(elements_of(found[node].softmax) for node in group)
         yield evidence.seen(

@@ -12,7 +12,7 @@ from torch import nn
 
 from optimizer.diagnosis.findings import LEVELS, Diagnosis
 from optimizer.diagnosis.rules import RULES
-from optimizer.diagnosis.runs import evidence_of, recorded, watched_step
+from optimizer.diagnosis.runs import evidence_of, recorded, unmoved_tensors, watched_step
 from optimizer.errors import UsageError
 from optimizer.model import (
     ExampleInputs,
@@ -69,11 +69,12 @@ def diagnose(
         runs = Runs(on_device(model, target), in_eval=True)
         with errors_of_model():
             # This run finds the parameters that forward writes to, and warms up.
-            runs.first(partial(recorded, call=call))
+            runs.first(partial(recorded, call=call, attributes={}))
         with runs.fresh() as copied:
             assert isinstance(copied, nn.Module)
             with errors_of_model():
-                evidence = replace(evidence_of(model, copied, call, target), step=step)
+                evidence = evidence_of(model, copied, call, target)
+            evidence = replace(evidence, step=step, unmoved=unmoved_tensors(runs, call))
             findings = [finding for rule in RULES for finding in rule.findings(evidence)]
     findings.sort(key=lambda each: LEVELS.index(each.level))
     return Diagnosis(type(model).__name__, target.type, tuple(findings))

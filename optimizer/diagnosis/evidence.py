@@ -38,6 +38,9 @@ _LONG, _RUNS = 0.1, 7
 # Bytes of a copy to the GPU for which pinned memory matters.
 _LARGE = 2**16
 
+PlainTensors = Mapping[int, tuple[str, torch.Tensor]]
+"""By `id`: tensors that a model holds and doesn't register, each with its path."""
+
 
 class Line(NamedTuple):
     """A line of source; "" and 0 if it is unknown."""
@@ -69,7 +72,7 @@ class LineRecorder(Recorder):
         self,
         module: nn.Module,
         modules: Callable[[], Iterable[nn.Module]],
-        attributes: Mapping[int, tuple[str, torch.Tensor]] = MappingProxyType({}),
+        attributes: PlainTensors = MappingProxyType({}),
     ) -> None:
         super().__init__(module, modules)
         self._attributes = attributes
@@ -113,7 +116,7 @@ class LineRecorder(Recorder):
         return node
 
 
-def plain_tensors(model: nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
+def plain_tensors(model: nn.Module) -> PlainTensors:
     """The tensors that are plain attributes of modules, or in plain lists or dicts there, with their paths, by `id`.
 
     The model doesn't register them. Parameters are left out. A tensor in the result keeps its `id`, even if forward
@@ -226,6 +229,7 @@ class Evidence:
         device: the device of the run.
         losses: where feature maps lose the channels_last format; empty if the model has no such convolutions.
         step: a training step; None without one.
+        unmoved: the paths of tensors that the model doesn't register, and that stay behind when it moves.
         forward: runs the copy once more, to time other settings.
     """
 
@@ -235,6 +239,7 @@ class Evidence:
     device: torch.device
     losses: Sequence[Loss] = ()
     step: Step | None = None
+    unmoved: frozenset[str] = frozenset()
     forward: Callable[[], object] = field(default=lambda: None)
 
     @cached_property

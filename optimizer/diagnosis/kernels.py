@@ -59,17 +59,20 @@ def channels_not_multiple_of_8(evidence: Evidence) -> Iterator[Seen]:
     """A layer with at least 1 % of the model's multiplications has channels that aren't a multiple of 8.
 
     Grouped convolutions, those on pooled maps, the channels of images, and layers so small that memory limits their
-    speed are left out.
+    speed are left out. So are linear layers in half precision on a GPU that aren't faster with multiples.
     """
     layers, work, total = _working_layers(evidence.calls)
     uneven = {node: sizes for node in layers if (sizes := _uneven(layers[node]))}
     for line, group in evidence.by_line(uneven):
         sizes = sorted({size for node in group for size in uneven[node]})
+        gain = _gain(evidence, layers[max(group, key=work.__getitem__)])
+        if gain is None:
+            continue
         yield evidence.seen(
             line,
             group,
             f"layers have {listed([str(size) for size in sizes])} channels, not a multiple of {_MULTIPLE}",
-            f"{_gain(evidence, layers[max(group, key=work.__getitem__)])}; they have "
+            f"{gain}; they have "
             f"{percent_text(sum(work[node] for node in group) / total)} of the model's multiplications",
             "choose multiples in the model, or use the pass pad-channels",
         )
@@ -175,8 +178,8 @@ def _uneven(layer: Convolution) -> list[int]:
     return [size for size in (made, *(() if is_image else (given,))) if size % _MULTIPLE]
 
 
-def _gain(evidence: Evidence, layer: Convolution) -> str:
-    """The time of a linear layer with its own sizes and with multiples, measured on a GPU."""
+def _gain(evidence: Evidence, layer: Convolution) -> str | None:
+    """The time of a linear layer with its own sizes and with multiples, measured on a GPU; None without a gain."""
     weight, source = layer.weight.value, shape_of(layer.input)
     assert weight is not None
     if evidence.device.type != "cuda" or layer.dims or weight.dtype not in _HALVES or source is None:
@@ -187,6 +190,8 @@ def _gain(evidence: Evidence, layer: Convolution) -> str:
         for out, given in (tuple(weight.shape), padded)
     ]
     seconds = evidence.fastest(*runs)
+    if seconds[1] >= seconds[0]:
+        return None
     return (
         f"here the largest takes {seconds_text(seconds[0])}, with {padded[1]} input and {padded[0]} output channels "
         f"{seconds_text(seconds[1])}"

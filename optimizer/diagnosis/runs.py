@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity
+from torch.utils import _pytree as pytree
 
 from exporters.places import line_of_error
-from optimizer.diagnosis.evidence import Evidence, LineRecorder, Step, plain_tensors
+from optimizer.diagnosis.evidence import Evidence, LineRecorder, PlainTensors, Step, plain_tensors
 from optimizer.errors import LoadError, UsageError
-from optimizer.model import Call, clone, eager_only, outside_inference_mode, unregistered_modules
+from optimizer.model import Call, Runs, clone, eager_only, errors_of_model, outside_inference_mode, unregistered_modules
 from optimizer.torch_private import is_profiling
 from optimizer.wording import error_summary
 from passes.memory_format.watch import LayoutWatch, Loss
@@ -33,19 +36,23 @@ def _called(module: Callable[..., Any], call: Call) -> Any:
     return module(*args, **kwargs)
 
 
-def recorded(module: Any, call: Call) -> tuple[ModelTree, Recording]:
+def recorded(module: Any, call: Call, attributes: PlainTensors) -> tuple[ModelTree, Recording]:
     """Run a module once, and record its calls with their lines."""
     tree = ModelTree(module, unregistered_modules(module))
-    with LineRecorder(module, tree.modules, plain_tensors(module)) as recorder:
+    with LineRecorder(module, tree.modules, attributes) as recorder:
         _called(module, call)
     return tree, recorder.recording
 
 
 def evidence_of(model: nn.Module, copied: nn.Module, call: Call, device: torch.device) -> Evidence:
-    """Run a copy of the model twice, and once more if it has convolutions in channels_last."""
-    tree, recording = recorded(copied, call)
-    _, again = recorded(copied, call)
-    calls, others = recording.nodes(), again.nodes()
+    """Run a copy of the model twice, and once more if it has convolutions in channels_last.
+
+    The second run is the evidence: what the first one made and kept costs nothing at later calls.
+    """
+    attributes = plain_tensors(copied)
+    _, first = recorded(copied, call, attributes)
+    tree, recording = recorded(copied, call, attributes)
+    calls, others = recording.nodes(), first.nodes()
     if len(calls) == len(others):
         # The shorter of two times contains less of the machine's other work.
         for node, other in zip(calls, others, strict=True):
@@ -56,6 +63,40 @@ def evidence_of(model: nn.Module, copied: nn.Module, call: Call, device: torch.d
             _called(copied, call)
         losses = watch.layouts.losses
     return Evidence(model, tree, recording, device, losses, forward=partial(_called, copied, call))
+
+
+def unmoved_tensors(runs: Runs, call: Call) -> frozenset[str]:
+    """The paths of the plain tensors that are on the old device still when the model is called after `.to()`.
+
+    A model may move them in its own `_apply`, or where forward first needs them. So a copy moves to the meta device,
+    where it takes neither memory nor time, and is called twice. If it can't run without values, these are all plain
+    tensors that `.to()` leaves behind.
+    """
+    assert isinstance(runs.target, nn.Module)
+    if runs.is_run_itself:
+        return _paths(plain_tensors(runs.target))
+    with runs.fresh() as copied:
+        assert isinstance(copied, nn.Module)
+        with suppress(LoadError), errors_of_model():
+            copied.to("meta")
+            if not (left := _left_behind(copied)):
+                return frozenset()
+            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda one: one.to("meta"), (call.args, call.kwargs))
+            there = replace(call, args=args, kwargs=kwargs)
+            _called(copied, there)
+            _, recording = recorded(copied, there, left)
+            return frozenset(filter(None, (node.meta.get("attribute") for node in recording.nodes())))
+        # Foreign code, such as an `_apply` of the model, may need values.
+        return _paths(_left_behind(copied))
+
+
+def _left_behind(moved: nn.Module) -> PlainTensors:
+    held = plain_tensors(moved)
+    return {key: (path, one) for key, (path, one) in held.items() if one.device.type != "meta" and one.numel() > 1}
+
+
+def _paths(attributes: PlainTensors) -> frozenset[str]:
+    return frozenset(path for path, _ in attributes.values())
 
 
 def _is_in_channels_last(module: nn.Module) -> bool:

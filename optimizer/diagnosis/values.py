@@ -109,9 +109,10 @@ def moved_from_host(evidence: Evidence) -> Iterator[Seen]:
 def unregistered_tensor(evidence: Evidence) -> Iterator[Seen]:
     """Forward uses a tensor that is a plain attribute of a module, or in a plain list or dict of it.
 
-    Those of one number are left out: they work on every device.
+    Those of one number are left out: they work on every device. So are those that the model moves itself, in its own
+    `_apply` or once in forward; a copy is moved to find out.
     """
-    places = [node for node in evidence.recording.nodes() if node.meta.get("attribute")]
+    places = [node for node in evidence.recording.nodes() if node.meta.get("attribute") in evidence.unmoved]
     used = {user: place for place in places for user in users_of(place) if elements_of(place) > 1}
     for line, group in evidence.by_line(node for node in evidence.calls if node in used):
         paths = dict.fromkeys(used[node].meta["attribute"] for node in group)
