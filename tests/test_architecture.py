@@ -226,6 +226,8 @@ def test_private_names_of_torch_stand_in_one_file_of_each_package(path: Path) ->
 def test_the_readers_of_tricks_find_them() -> None:
     tree = ast.parse("import dis\nimport gc, sys\ngc.get_objects()\nsys._getframe()\nnn.Module.__call__ = 1\n")
     assert list(tricks_in(tree)) == ["reads bytecode", "changes what isn't ours", "sweeps the heap", "looks at frames"]
+    tree = ast.parse("f(*args); f(**kwargs); func(*args, **kwargs); self.model(*call.args, **call.kwargs)")
+    assert list(calls_of_models(tree)) == ["func", "self.model"]
     tree = ast.parse("import torch._C\nfrom torch.utils import _pytree\ntorch._C.f()\ntorch.ops.aten._f\n")
     assert set(private_names(tree)) == {"torch._C", "torch._C.f"}
 
@@ -243,6 +245,42 @@ def test_the_readers_find_what_they_look_for() -> None:
     }
     with pytest.raises(AssertionError, match="relative"):
         list(imports_in(ast.parse("from . import base")))
+
+
+# What calls a model with the arguments of a user's call. `called` and `observe` call the module that `Runs` yields: a
+# copy in the right mode, whose run leaves no trace. Everything else goes through these two, or calls such a module.
+CALLERS = {
+    "optimizer/model/runs.py": {"module"},
+    "optimizer/parity/observe.py": {"target"},
+    # Inside a call by `observe`.
+    "optimizer/parity/recorded_runs.py": {"module"},
+    "optimizer/faults/locating_modules.py": {"self.model"},
+    # The module that `Runs` yields, timed without the copies of its inputs.
+    "optimizer/profiling/module_runs.py": {"module"},
+    # A torch call of a recording, once more.
+    "optimizer/diagnosis/evidence.py": {"target"},
+    # The working copy.
+    "optimizer/pipeline/copy_runs.py": {"self.root"},
+}
+# An intercepted function, which somebody is calling already, and what isn't called at all.
+INTERCEPTED = {"func", "function", "forward", "call", "composed", "signature.bind"}
+
+
+def calls_of_models(tree: ast.AST) -> Iterator[str]:
+    """Yield what is called with both positional and keyword arguments of unknown number, as a user's model is."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            positional = any(isinstance(argument, ast.Starred) for argument in node.args)
+            if positional and any(keyword.arg is None for keyword in node.keywords):
+                yield dotted(node.func)
+
+
+@pytest.mark.parametrize("path", INSIDE, ids=name_of)
+def test_the_model_is_called_in_one_place(path: Path) -> None:
+    found = set(calls_of_models(ast.parse(path.read_text(encoding="utf-8")))) - INTERCEPTED
+    assert found <= CALLERS.get(name_of(path), set()), (
+        f"{name_of(path)} calls a model: use called() of optimizer.model, or Reference.run()"
+    )
 
 
 # Modules in `passes` that aren't passes.

@@ -16,7 +16,7 @@ from optimizer.command.opened_files import opened_files
 from optimizer.command.up_to_date import inputs_of
 from optimizer.command.user_errors import errors_of_user_code
 from optimizer.errors import LoadError
-from optimizer.model import Call, Runs, eager_only, leaves_of, random_state
+from optimizer.model import Call, Runs, called, eager_only, leaves_of, random_state
 from optimizer.options import LOAD_STAGE, ExportOptions, parse_accuracy
 from optimizer.report import Progress, ProgressFunction
 from optimizer.wording import dtype_name, listed, type_name
@@ -97,7 +97,7 @@ def _run(loaded: Loaded, model: Callable[..., Any], call: Call) -> Any:
     shapes = listed([f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for _, tensor in tensors])
     try:
         with torch.no_grad(), errors_of_user_code(f"{loaded.source} failed on its inputs ({shapes})", loaded.folder):
-            return model(*args, **kwargs)
+            return called(model, call)
     except LoadError as error:
         if not isinstance(error.__cause__, TypeError):
             raise

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from exporters.places import line_of_error
 from optimizer.diagnosis.evidence import Evidence, LineRecorder, PlainTensors, Step, plain_tensors
 from optimizer.errors import LoadError, UsageError
-from optimizer.model import Call, Runs, clone, eager_only, errors_of_model, outside_inference_mode, unregistered_modules
+from optimizer.model import Call, Runs, called, eager_only, errors_of_model, outside_inference_mode, unregistered_modules
 from optimizer.torch_private import is_profiling
 from optimizer.wording import error_summary
 from passes.memory_format.watch import LayoutWatch, Loss
@@ -30,17 +30,11 @@ from passes.program.recording import Recording
 _LOADER = "enumerate(DataLoader)"
 
 
-def _called(module: Callable[..., Any], call: Call) -> Any:
-    # Copies of the inputs, because forward may write to them.
-    args, kwargs = clone((call.args, call.kwargs))
-    return module(*args, **kwargs)
-
-
 def recorded(module: Any, call: Call, attributes: PlainTensors) -> tuple[ModelTree, Recording]:
     """Run a module once, and record its calls with their lines."""
     tree = ModelTree(module, unregistered_modules(module))
     with LineRecorder(module, tree.modules, attributes) as recorder:
-        _called(module, call)
+        called(module, call)
     return tree, recorder.recording
 
 
@@ -60,9 +54,9 @@ def evidence_of(model: nn.Module, copied: nn.Module, call: Call, device: torch.d
     losses: Sequence[Loss] = ()
     if any(map(_is_in_channels_last, tree.modules())):
         with LayoutWatch(copied) as watch:
-            _called(copied, call)
+            called(copied, call)
         losses = watch.layouts.losses
-    return Evidence(model, tree, recording, device, losses, forward=partial(_called, copied, call))
+    return Evidence(model, tree, recording, device, losses, forward=partial(called, copied, call))
 
 
 def unmoved_tensors(runs: Runs, call: Call) -> frozenset[str]:
@@ -83,7 +77,7 @@ def unmoved_tensors(runs: Runs, call: Call) -> frozenset[str]:
                 return frozenset()
             args, kwargs = pytree.tree_map_only(torch.Tensor, lambda one: one.to("meta"), (call.args, call.kwargs))
             there = replace(call, args=args, kwargs=kwargs)
-            _called(copied, there)
+            called(copied, there)
             _, recording = recorded(copied, there, left)
             return frozenset(filter(None, (node.meta.get("attribute") for node in recording.nodes())))
         # Foreign code, such as an `_apply` of the model, may need values.

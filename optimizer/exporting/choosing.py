@@ -13,7 +13,7 @@ from optimizer.exporting.measuring import MeasuredExport
 from optimizer.exporting.replaying import replayed
 from optimizer.exporting.tuned import tuned
 from optimizer.exporting.writing import WrittenFiles
-from optimizer.model import release_memory
+from optimizer.model import random_state, release_memory
 from optimizer.tuning import Benchmark, Opened, Refused, frozen, opened_all
 
 # Seconds for all rounds of the timing that every export ends with.
@@ -39,11 +39,13 @@ def choose(
     bench = Bench.of(job, measured, written, folder)
     lossy = None if calibration is None else Lossy(measured, job.accuracy, calibration)
     try:
-        if job.choices is not None:
-            return replayed(bench, lossy, written, job.choices)
-        if (reason := bench.too_large) is not None:
-            return bench.unmeasured(reason)
-        return tuned(bench, lossy, written) if job.tune else _timed(bench)
+        # The timed model may draw random numbers.
+        with random_state():
+            if job.choices is not None:
+                return replayed(bench, lossy, written, job.choices)
+            if (reason := bench.too_large) is not None:
+                return bench.unmeasured(reason)
+            return tuned(bench, lossy, written) if job.tune else _timed(bench)
     finally:
         if bench.settings is not None:
             bench.settings.put_in_force()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from optimizer.errors import DeviceError
 from optimizer.exporting.calibration import Calibration
 from optimizer.exporting.graph_files import remove
 from optimizer.exporting.measuring import MeasuredExport
-from optimizer.model import pinned_settings
+from optimizer.model import Call, errors_of_model
 from optimizer.options import AccuracyBudget
 from optimizer.parity import Accuracy, accuracy_between, accuracy_of
 from optimizer.runtime import Route, Runner, open_route
@@ -164,13 +163,12 @@ class Lossy:
     @cached_property
     def _originals(self) -> list[tuple[torch.Tensor, ...]]:
         """The original's outputs at the calls held out of the calibration."""
-        adapter, found = self._measured.adapter, []
-        model = self._measured.original
-        device = next((tensor.device for tensor in chain(model.parameters(), model.buffers())), torch.device("cpu"))
+        reference, found = self._measured.reference, []
         for call in self.calibration.apart:
-            args, kwargs = adapter.call_arguments([tensor.to(device, copy=True) for tensor in call])
-            with pinned_settings(), torch.no_grad():
-                found.append(adapter.flatten_outputs(model(*args, **kwargs)))
+            tensors = [tensor.to(reference.original.device) for tensor in call]
+            with errors_of_model("a calibration call"):
+                seen = reference.run(Call(*self._measured.adapter.call_arguments(tensors)))
+            found.append(tuple(seen.values[name] for name in seen.of_kind("output")))
         return found
 
 

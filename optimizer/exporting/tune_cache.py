@@ -61,6 +61,8 @@ def cache_file(bench: Bench, lossy: Lossy | None) -> Path:
         "device": describe_device(bench.job.target),
         "threads": torch.get_num_threads(),
         "versions": {name: version_of(name) for name in _DISTRIBUTIONS},
+        # In which lossy candidates are judged.
+        "mode": bench.measured.reference.blank.mode,
         "budget": str(bench.job.accuracy),
         "calibration": None if lossy is None else _digest((*lossy.calibration.used, *lossy.calibration.apart)),
     }

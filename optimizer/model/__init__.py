@@ -6,7 +6,7 @@ from optimizer.model.inputs import Call, ExampleInputs, FurtherInputs, Samples, 
 from optimizer.model.module_tree import REGISTRIES, is_script, modules_of, reachable_modules, unregistered_modules
 from optimizer.model.preparation import check_model, on_device, one_call, resolved_device, samples_of, trained_as
 from optimizer.model.reentrant import gradients_by_backward, is_reentrant
-from optimizer.model.runs import AsItIs, Runs, RunsOfCopy, errors_of_model
+from optimizer.model.runs import AsItIs, Runs, RunsOfCopy, called, errors_of_model
 from optimizer.model.settings import (
     eager_only,
     in_turn,
@@ -47,6 +47,7 @@ __all__ = [
     "Source",
     "Taken",
     "WorkingCopy",
+    "called",
     "check_model",
     "clone",
     "eager_only",

@@ -12,7 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from optimizer.errors import LoadError, OptimizeExportError
 from optimizer.model.held_modules import functions_over_modules
+from optimizer.model.inputs import Call
 from optimizer.model.module_tree import reachable_modules
+from optimizer.model.structure import clone
 from optimizer.model.working_copy import is_plain, private_state, working_copy
 from optimizer.model.written_parameters import WriteGuard, WritesToWeights, layouts_of, named_tensors
 from optimizer.wording import error_summary, listed
@@ -171,6 +173,12 @@ class AsItIs(Runs):
             yield self.target
 
 
+def called(module: Callable[..., Any], call: Call) -> Any:
+    """Call a module that runs provide, with copies of the inputs, because forward may write to them."""
+    args, kwargs = clone((call.args, call.kwargs))
+    return module(*args, **kwargs)
+
+
 def _is_compiled(module: nn.Module) -> bool:
     return is_compiled(module) or getattr(module, "__dict__", {}).get("_compiled_call_impl") is not None
 
@@ -202,11 +210,15 @@ def _refuse_writes(before: dict[str, int], module: nn.Module) -> None:
 
 
 @contextmanager
-def errors_of_model() -> Iterator[None]:
-    """Turn an error of the user's model into a `LoadError`; this program's own errors pass through."""
+def errors_of_model(on: str = "the example inputs") -> Iterator[None]:
+    """Turn an error of the user's model into a `LoadError`; this program's own errors pass through.
+
+    Args:
+        on: the call, for the message.
+    """
     try:
         yield
     except OptimizeExportError:
         raise
     except Exception as error:  # the module is foreign code
-        raise LoadError(f"The model raises on the example inputs: {error_summary(error)}.") from error
+        raise LoadError(f"The model raises on {on}: {error_summary(error)}.") from error

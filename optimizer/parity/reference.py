@@ -15,8 +15,8 @@ from optimizer.parity.close_look import closer_noises, hold_to_algebra, rows_may
 from optimizer.parity.comparison import Comparison
 from optimizer.parity.moved_biases import find_moved_biases, noises_with
 from optimizer.parity.noise import RoundingNoise
-from optimizer.parity.observe import Flatten
-from optimizer.parity.original import Original, OriginalCall
+from optimizer.parity.observe import Flatten, Observation, observe
+from optimizer.parity.original import Original, OriginalCall, without_warnings
 from optimizer.parity.results import Measurement, OutputNoise
 from optimizer.parity.row_runs import measure_rows
 from optimizer.parity.rows import Rows
@@ -199,6 +199,11 @@ class Reference:
     def runs_of(self, target: Callable[..., Any]) -> Runs:
         """Runs of another target, in the same way as those of the original."""
         return Runs(target, in_eval=self.original.runs.in_eval, written=self.written)
+
+    def run(self, call: Call) -> Observation:
+        """The original's outputs at a further call, in the mode and under the settings of the compared calls."""
+        with one_at_a_time, pinned_settings(), without_warnings(), self.original.runs.fresh() as module:
+            return observe(module, call, seed=self.blank.seed)
 
     def outputs_at(self, asked: Sequence[tuple[int | None, Sizes]]) -> tuple[tuple[torch.Tensor, ...], ...] | None:
         """The original's outputs at draw 0 of these batch sizes and sizes, in the order of the output's tree.

@@ -19,6 +19,7 @@ from optimizer.model import (
     ExampleInputs,
     Mode,
     Runs,
+    called,
     check_model,
     clone,
     eager_only,
@@ -110,7 +111,7 @@ def profile_module(
         try:
             # This run finds the parameters that forward writes to.
             with eager_only():
-                runs.first(lambda module: _forward(module, _copies(call)))
+                runs.first(partial(called, call=call))
             memory = _memory(runs, call) if training else None
             with runs.fresh() as module:
                 assert isinstance(module, nn.Module)
@@ -127,11 +128,6 @@ def _copies(call: Call) -> Arguments:
     """Copies of the inputs, because forward may write to them."""
     args, kwargs = clone((call.args, call.kwargs))
     return args, kwargs
-
-
-def _forward(module: Callable[..., Any], arguments: Arguments) -> Any:
-    args, kwargs = arguments
-    return module(*args, **kwargs)
 
 
 def _memory(runs: Runs, call: Call) -> PeakMemory:

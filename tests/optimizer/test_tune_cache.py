@@ -175,9 +175,10 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         folder=tmp_path, entries=[{"format": "onnx", "files": ["model.onnx"]}], inputs=[torch.zeros(2, 3)]
     )
     job = SimpleNamespace(target=torch.device("cpu"), accuracy=AccuracyBudget(cosine=0.9))
+    measured = SimpleNamespace(reference=SimpleNamespace(blank=SimpleNamespace(mode="inference")))
     calibration = SimpleNamespace(used=((torch.zeros(2, 3),),), apart=())
     return SimpleNamespace(
-        bench=SimpleNamespace(files=files, job=job, batch_sizes=(2,)),
+        bench=SimpleNamespace(files=files, job=job, batch_sizes=(2,), measured=measured),
         lossy=SimpleNamespace(calibration=calibration),
         folder=tmp_path,
         patch=monkeypatch,
@@ -206,6 +207,10 @@ def change_batch(parts: Any) -> None:
 
 def change_budget(parts: Any) -> None:
     parts.bench.job.accuracy = AccuracyBudget(top1=0.9)
+
+
+def change_mode(parts: Any) -> None:
+    parts.bench.measured.reference.blank.mode = "training"
 
 
 def change_calibration(parts: Any) -> None:
@@ -237,6 +242,7 @@ def change_version(parts: Any) -> None:
         change_dtype,
         change_batch,
         change_budget,
+        change_mode,
         change_calibration,
         lose_lossy,
         change_device,

@@ -28,7 +28,7 @@ from exporters.onnx_quantization import KINDS, Recipe
 from exporters.registry import QUANTIZED
 from optimizer import export, optimize
 from optimizer.bundle import open_bundle
-from optimizer.errors import DeviceError, UsageError
+from optimizer.errors import DeviceError, LoadError, UsageError
 from optimizer.exporting import choose
 from optimizer.exporting.bench import Bench
 from optimizer.exporting.lossy import Lossy
@@ -404,6 +404,50 @@ def test_a_quantized_file_within_the_budget_is_recommended(
     figure = next(each for each in found.benchmark.figures if each.route == found.benchmark.recommended)
     assert figure.accuracy is not None
     assert found.benchmark.notes == ("int8 was calibrated with random inputs: pass --calibration with real ones",)
+
+
+class Noisy(ConvNet):
+    """In training mode, its outputs are random, and its BatchNorm changes with each call."""
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return super().forward(nn.functional.dropout(image + 3, 0.5, self.norm.training)) + 0 * torch.rand(1)
+
+
+@pytest.mark.parametrize("training", [["", "norm"], ["norm"], []], ids=["all", "a part", "none"])
+def test_lossy_files_are_judged_in_eval_mode_and_the_model_stays_as_it_was(
+    training: list[str], speeds: Speeds, rounding: Rounding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = enliven(Noisy()).eval()
+    for path in training:
+        model.get_submodule(path).training = True
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    choosing = chooser(prepare(tmp_path / "prepared", ("onnx",), model), tmp_path, monkeypatch)
+    drawn = torch.get_rng_state()
+    rounding.levels = {"int8-static": 1000}
+    speeds.seconds = {"eager": 1.0, "int8": 0.1, "": 0.5}
+    found = choosing(tune=True, accuracy="0.999")
+    assert found.route == "onnx-int8 in onnxruntime"
+    assert found.entries["onnx-int8"]["accuracy"]["cosine"] > 0.9999
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_a_calibration_call_on_which_the_model_raises_is_one_sentence(
+    choosing: Choose, speeds: Speeds, rounding: Rounding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = ConvNet.forward
+
+    def refusing(self: ConvNet, image: torch.Tensor) -> torch.Tensor:
+        if image.max() > 1000:
+            raise IndexError("index out of range in self")
+        return forward(self, image)
+
+    rounding.levels = {"int8-static": 1000}
+    monkeypatch.setattr(ConvNet, "forward", refusing)
+    with pytest.raises(LoadError, match=r"The model raises on a calibration call: IndexError: index out of range"):
+        choosing(tune=True, accuracy="0.999", calibration=[1e4 * images()] * 4)
 
 
 def test_sensitive_nodes_stay_in_float(choosing: Choose, speeds: Speeds, rounding: Rounding) -> None:

@@ -156,8 +156,8 @@ def images(rows: int = 2, seed: int = 0) -> torch.Tensor:
 Prepared = tuple[Any, Any, Any, Path]
 
 
-def prepare(folder: Path, formats: Sequence[str]) -> Prepared:
-    """Export a `ConvNet`, and return the arguments of `choose`: the job, the measured export, the files, their folder."""
+def prepare(folder: Path, formats: Sequence[str], model: nn.Module | None = None) -> Prepared:
+    """Export a model, by default a `ConvNet`, and return the arguments of `choose`: the job, the measured export, the files, their folder."""
     found: list[Any] = []
 
     def keep(job: Any, measured: Any, calibration: Any, written: Any, staging: Path) -> None:
@@ -165,7 +165,7 @@ def prepare(folder: Path, formats: Sequence[str]) -> Prepared:
         found.extend((job, measured, written))
 
     torch.manual_seed(0)
-    fast = optimize(enliven(ConvNet()).eval(), example_inputs=(images(),))
+    fast = optimize(model or enliven(ConvNet()).eval(), example_inputs=(images(),))
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(optimizer.api, "choose", keep)
         export(fast, example_inputs=(images(),), output=folder / "bundle", formats=formats)
