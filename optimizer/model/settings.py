@@ -14,11 +14,16 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from optimizer.model.module_tree import reachable_modules
 from passes.torch_private import AnyBatchNorm
 
 # Numeric settings, random state and the patches of a recorded run belong to the process, so threads that measure or
 # optimize take turns.
 one_at_a_time = threading.RLock()
+# torch's layers with a fused implementation for inference.
+_WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+# Values of `fp32_precision` with which a CPU rounds float32.
+_LOWERED = ("tf32", "bf16")
 # Seconds that a fork waits for the turn of another thread to end.
 _LONGEST_WAIT = 600.0
 
@@ -170,6 +175,25 @@ def pinned_settings() -> Iterator[dict[str, str]]:
         # Of compiled code whose outputs are constants or views; the comparison shows whether they are right.
         warnings.filterwarnings("ignore", "The CUDA Graph is empty", UserWarning)
         yield {"float32_precision": "ieee", "torch_tf32": _tf32(), "mha_fastpath": "off", **apart}
+
+
+def pinned_by(target: object, device: str) -> Iterator[tuple[str, str]]:
+    """The settings in force that `pinned_settings` changes and that a model may notice.
+
+    Args:
+        target: the model, or another callable.
+        device: where it runs.
+
+    Yields:
+        Each setting in words, and the statement that pins it.
+    """
+    modules = reachable_modules(target) if isinstance(target, nn.Module) else []
+    if torch.backends.mha.get_fastpath_enabled() and any(isinstance(each, _WITH_FAST_PATH) for each in modules):
+        yield "torch's fast path for attention", "torch.backends.mha.set_fastpath_enabled(False)"
+    if device.startswith("cuda") and _tf32() == "on":
+        yield "TF32", "torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False"
+    if device == "cpu" and any(node.fp32_precision in _LOWERED for node in _float32_nodes()[-3:]):
+        yield "products in lower precision", 'torch.set_float32_matmul_precision("highest")'
 
 
 def _tf32() -> str:

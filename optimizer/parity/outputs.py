@@ -8,6 +8,7 @@ from typing import Any
 
 from optimizer.errors import UsageError
 from optimizer.model import Mode, Samples, Taken, one_at_a_time, pinned_settings
+from optimizer.parity.eager import eager_runs, notes_on_eager
 from optimizer.parity.noise import RoundingNoise
 from optimizer.parity.original import CallKey, Original, same_inputs
 from optimizer.parity.other_sizes import run_other_sizes
@@ -121,9 +122,14 @@ class OriginalOutputs:
     def reference(self) -> Reference:
         """The reference for candidates: these outputs with their truth and noise, measured once."""
         if self._reference is None:
-            with one_at_a_time, pinned_settings():
-                self._reference = Reference(self._original, self._rounding, self._settings, self._draws)
-            self._reference.taken = self._taken
+            with one_at_a_time:
+                eager = eager_runs(self._original)
+                with pinned_settings():
+                    reference = Reference(self._original, self._rounding, self._settings, self._draws)
+                notes = notes_on_eager(self._original, eager, reference.noises)
+            reference.blank = replace(reference.blank, notes=(*reference.blank.notes, *notes))
+            reference.taken = self._taken
+            self._reference = reference
         return self._reference
 
     @property
