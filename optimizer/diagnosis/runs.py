@@ -17,7 +17,15 @@ from torch.utils import _pytree as pytree
 from exporters.places import line_of_error
 from optimizer.diagnosis.evidence import Evidence, LineRecorder, PlainTensors, Step, plain_tensors
 from optimizer.errors import LoadError, UsageError
-from optimizer.model import Call, Runs, called, eager_only, errors_of_model, outside_inference_mode, unregistered_modules
+from optimizer.model import (
+    Call,
+    Runs,
+    called,
+    eager_only,
+    errors_of_model,
+    outside_inference_mode,
+    unregistered_modules,
+)
 from optimizer.torch_private import is_profiling
 from optimizer.wording import error_summary
 from passes.memory_format.watch import LayoutWatch, Loss

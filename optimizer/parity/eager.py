@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from optimizer.errors import LoadError
-from optimizer.model import is_script, modules_of, pinned_by
+from optimizer.model import pinned_by
 from optimizer.parity.observe import Observation
 from optimizer.parity.original import Original, OriginalCall, without_warnings
 from optimizer.parity.results import OutputNoise
