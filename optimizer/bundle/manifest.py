@@ -18,6 +18,7 @@ import torch
 from optimizer.errors import BundleError, printable
 from optimizer.manifest import PROGRAM, SUMS, plain
 from optimizer.runtime import processor
+from optimizer.showing import number_text
 from optimizer.wording import dtype_name
 from passes.program.weights import bare
 
@@ -136,7 +137,8 @@ def usage_text(manifest: Mapping[str, Any]) -> str:
         lines += [*(f"- {printable(' '.join(note.split()))}" for note in notes), ""]
     for artifact in manifest["artifacts"]:
         sized = {**artifact, "example_sizes": manifest.get("example_sizes", {})}
-        lines += [f"## {artifact['path']} ({artifact['format']})", "", *_table(artifact), "", *_example(sized), ""]
+        lines += [f"## {artifact['path']} ({artifact['format']})", "", *_accuracy(artifact), *_table(artifact), ""]
+        lines += [*_example(sized), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -154,6 +156,19 @@ def _table(artifact: Mapping[str, Any]) -> list[str]:
     for side in ("inputs", "outputs"):
         rows += [f"| {side[:-1]} | `{_cell(t['name'])}` | {t['dtype']} | `{_shape(t)}` |" for t in artifact[side]]
     return rows
+
+
+def _accuracy(artifact: Mapping[str, Any]) -> list[str]:
+    """What a lossy file may differ by, and how far each output differs; nothing for an exact file."""
+    if not artifact.get("accuracy"):
+        return []
+    parity = artifact["parity"]
+    rows = ["| output | largest error | cosine | same top-1 or equal |", "|---|---|---|---|"]
+    for output in parity["outputs"]:
+        cosine, share = ("-" if value is None else f"{value:.6f}" for value in (output["cosine"], output["agreement"]))
+        rows.append(f"| `{_cell(output['name'])}` | {number_text(output['max_error'])} | {cosine} | {share} |")
+    said = f"Within the accuracy budget, with other outputs than the original's: {printable(parity['reason'])}."
+    return [said, "The worst figures over all calls:", "", *rows, ""]
 
 
 def _cell(name: str) -> str:

@@ -22,7 +22,7 @@ class FileSummary:
 
     Attributes:
         bytes: the size of all its files.
-        verdict: "ok", "failed" or "vacuous".
+        verdict: "ok", "within budget", "failed" or "vacuous".
         share: the largest error as a share of the allowed error; None for a lossy file, and with your tolerances.
         accuracy: the worst figures of a lossy file; None where only rounding is allowed.
     """
@@ -55,6 +55,7 @@ class Summary:
         reason: a sentence about the recommendation.
         seconds, speed_up: of a call of the recommended file; the latter as in the manifest. None without times.
         eager_seconds: of a call of the original.
+        accuracy: the figures of the recommended way to run if it is lossy; "" otherwise.
     """
 
     model: str
@@ -68,6 +69,7 @@ class Summary:
     seconds: float | None
     speed_up: Mapping[str, Any] | None
     eager_seconds: float | None
+    accuracy: str = ""
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ def summary_of(manifest: Manifest) -> Summary:
         seconds=chosen["seconds"] if chosen else None,
         speed_up=chosen["speed_up"] if chosen else None,
         eager_seconds=eager.get("seconds"),
+        accuracy=accuracy_text(chosen["accuracy"]) if chosen and chosen["accuracy"] else "",
     )
 
 
@@ -227,7 +230,9 @@ def fragment_of(manifest: Manifest) -> str:
 
 def _facts(manifest: Manifest, report: BundleReport) -> dict[str, Any]:
     figures = (manifest.get("benchmark") or {}).get("figures", ())
-    timed = sorted((each for each in figures if each["seconds"] is not None), key=lambda each: each["seconds"])
+    known = sorted((each for each in figures if each["seconds"] is not None), key=lambda each: each["seconds"])
+    timed = [each for each in known if not each["dropped"]]
+    refused = [each for each in known if each["dropped"]]
     passes = manifest.get("passes", ())
     return {
         "program": PROGRAM,
@@ -236,8 +241,9 @@ def _facts(manifest: Manifest, report: BundleReport) -> dict[str, Any]:
         "summary": report.summary,
         "candidates": [_candidate(each) for each in timed],
         "longest": max((each["seconds"] for each in timed), default=1.0),
+        "refused": refused,
         "dropped": [each for each in figures if each["dropped"]],
-        "plots": [plot for plot in (memory_plot(timed), accuracy_plot(timed)) if plot is not None],
+        "plots": [plot for draw in (memory_plot, accuracy_plot) if (plot := draw(timed, refused)) is not None],
         "passes": [{**each, "said": reason_shown(each)} for each in passes],
         "files": [(each, parity_plot(each.get("parity") or {})) for each in (*manifest["artifacts"], *report.unproven)],
         "curves": [

@@ -18,6 +18,7 @@ from optimizer.bundle.disk import absolute
 from optimizer.bundle.writing import new_folder
 from optimizer.errors import BundleError, UsageError
 from optimizer.manifest import MANIFEST, file_problem, sums_problem
+from optimizer.parity import WITHIN_BUDGET, accuracy_text
 from optimizer.runtime import own_routes
 
 _VERSION = "1"
@@ -90,6 +91,8 @@ def _config(name: str, manifest: Mapping[str, Any], artifact: Mapping[str, Any])
     yield f"name: {_quoted(name)}"
     yield 'backend: "onnxruntime"' if onnx else 'backend: "pytorch"\nplatform: "pytorch_libtorch"'
     yield f"default_model_filename: {_quoted(artifact['path'])}"
+    if artifact.get("accuracy"):
+        yield f"# {WITHIN_BUDGET}, which allows more than rounding: {accuracy_text(artifact['accuracy'])}"
     if batched:
         # Raising it needs no new file, but larger batches weren't compared.
         yield f"# the largest batch that was compared with the original\nmax_batch_size: {_largest_batch(manifest)}"

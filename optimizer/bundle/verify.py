@@ -1,7 +1,7 @@
 """Verify a bundle without the original model: its files by their hashes, its artifacts by the golden data."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +14,17 @@ from optimizer.errors import BundleError, printable
 from optimizer.manifest import SUMS, damage_of, plain, unexpected
 from optimizer.model import Call, in_turn, pinned_settings, random_state
 from optimizer.options import AccuracyBudget
-from optimizer.parity import FACTOR, Accuracy, GoldenEntry, ParityReport, accuracy_between, compare_golden
+from optimizer.parity import (
+    FACTOR,
+    WITHIN_BUDGET,
+    Accuracy,
+    CallErrors,
+    GoldenEntry,
+    ParityReport,
+    accuracy_between,
+    compare_golden,
+)
+from optimizer.showing import number_text
 from optimizer.wording import listed
 
 # The noise was measured on one device. Another device sums in a different order and fuses different instructions, so
@@ -51,6 +61,7 @@ class ArtifactFigures:
     Attributes:
         parity: None if the artifact couldn't be loaded or run; `error` says why. Also None for a lossy artifact.
         accuracy, budget: of a lossy artifact: its figures at the golden calls, and what its user allowed.
+        outputs: of a lossy artifact: the figures of each output at each call, as in its `parity` in the manifest.
         placement: the number of nodes that ran on each provider.
     """
 
@@ -63,11 +74,17 @@ class ArtifactFigures:
     error: str | None = None
     accuracy: Accuracy | None = None
     budget: AccuracyBudget = field(default_factory=AccuracyBudget)
+    outputs: Sequence[Mapping[str, Any]] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
         return self.problem is None
+
+    @property
+    def verdict(self) -> str:
+        """ "ok", "failed", or "within budget" for a file that may differ by more than rounding."""
+        return "failed" if not self.ok else "ok" if self.accuracy is None else WITHIN_BUDGET
 
     @property
     def problem(self) -> str | None:
@@ -88,10 +105,12 @@ class ArtifactFigures:
             "path": self.path,
             "device": self.device,
             "ok": self.ok,
+            "verdict": self.verdict,
             "calls": self.calls,
             "parity": None if self.parity is None else self.parity.to_json(),
             "placement": None if self.placement is None else dict(self.placement),
-            "accuracy": None if self.accuracy is None else self.accuracy.to_json(),
+            "accuracy": None if self.accuracy is None else {**self.accuracy.to_json(), "budget": asdict(self.budget)},
+            "outputs": list(self.outputs),
             "metadata": dict(self.metadata),
             "problem": self.problem,
         }
@@ -144,9 +163,14 @@ class VerifyReport:
         said = "intact; nothing was run" if self.device is None else f"{self.said} on {self.device}"
         lines = [f"{self.path}: {'' if self.ok else 'NOT '}{said}"]
         for artifact in self.artifacts:
-            lines.append(
-                f"  {artifact.path} ({artifact.format}): {'ok' if artifact.ok else 'failed'}, {artifact.calls} calls"
-            )
+            lines.append(f"  {artifact.path} ({artifact.format}): {artifact.verdict}, {artifact.calls} calls")
+            if artifact.accuracy is not None:
+                lines.append(f"    {artifact.accuracy} (budget: {artifact.budget})")
+                lines += [
+                    f"    {output['name']}: largest error {number_text(output['max_error'])}, cosine "
+                    f"{number_text(output['cosine'], 6)}"
+                    for output in artifact.outputs
+                ]
             if artifact.parity is not None:
                 lines += [
                     f"    {output.name}: largest error {output.max_error:.2e}, allowed {output.tolerance:.2e}"
@@ -245,8 +269,10 @@ def _run_artifact(
     if (allowed := artifact.get("accuracy")) is not None:
         originals = [list(call.outputs.values()) for call in calls]
         names = [output["name"] for output in golden["outputs"]]
-        accuracy = accuracy_between(names, zip(answers, originals, strict=True))
-        return replace(figures, accuracy=accuracy, budget=AccuracyBudget(**allowed["budget"]))
+        places = [CallErrors(call.batch_size, call.draw, sizes=call.sizes) for call in calls]
+        accuracy = accuracy_between(names, zip(answers, originals, strict=True), places)
+        outputs = [output.to_json() for output in accuracy.outputs]
+        return replace(figures, accuracy=accuracy, budget=AccuracyBudget(**allowed["budget"]), outputs=outputs)
     return replace(figures, parity=_judged(golden, calls, answers, factor, device, settings))
 
 

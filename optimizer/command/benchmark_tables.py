@@ -14,7 +14,7 @@ Document = Mapping[str, Any]
 
 def benchmark_lines(benchmark: Document, width: int) -> Iterable[Text | str]:
     """A table of all candidates, the recommendation, and the candidates that were dropped."""
-    timed = [figure for figure in benchmark["figures"] if figure["seconds"] is not None]
+    timed = [figure for figure in benchmark["figures"] if figure["seconds"] is not None and not figure["dropped"]]
     with_accuracy = any(figure["accuracy"] for figure in timed)
     if timed:
         columns = ["latency of", "median", "p95", "speed-up", "memory", "size", *["accuracy"] * with_accuracy]

@@ -16,7 +16,7 @@ from exporters.registry import exporter_named
 from optimizer.command.benchmark_tables import benchmark_lines
 from optimizer.command.text_tables import INDENT, STYLES, folded, padded, table
 from optimizer.diagnosis import diagnosis_lines
-from optimizer.parity import accuracy_text, allowed_share
+from optimizer.parity import WITHIN_BUDGET, accuracy_text, allowed_share
 from optimizer.profiling import profile_lines
 from optimizer.report import reason_shown, remark_lines
 from optimizer.showing import number_text, percent_text, size_text
@@ -164,7 +164,7 @@ def _verdict(artifact: Document) -> tuple[str, str]:
     """The verdict on a file: one word, and the text after it."""
     parity = artifact.get("parity")
     if parity is None and artifact.get("accuracy"):
-        return ("failed" if artifact.get("problem") else "ok"), f": {accuracy_text(artifact['accuracy'])}"
+        return ("failed" if artifact.get("problem") else WITHIN_BUDGET), f": {accuracy_text(artifact['accuracy'])}"
     if parity is None:
         return ("failed", "") if artifact.get("problem") else ("not checked", "")
     verdict = parity["verdict"]
@@ -294,7 +294,8 @@ def _every_call(outputs: Sequence[tuple[Document, Document]], width: int) -> Ite
             rows = "-" if call["batch_size"] is None else str(call["batch_size"])
             size = ", ".join([rows, *(f"{name} {size}" for name, size in call.get("sizes", {}).items())])
             error, figures = number_text(call["max_error"]), _figures(call)
-            lines.append((artifact["format"], str(output["name"]), size, str(call["draw"]), error, *figures))
+            draw = f"{call['draw']} of the calibration, held out" if call.get("held_out") else str(call["draw"])
+            lines.append((artifact["format"], str(output["name"]), size, draw, error, *figures))
     yield from table(columns, lines, width)
 
 

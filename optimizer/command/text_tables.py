@@ -14,6 +14,7 @@ STYLES = {
     "ok": "green",
     "rolled-back": "yellow",
     "vacuous": "yellow",
+    "within budget": "yellow",
     "failed": "red",
     "missing": "red",
 }

@@ -33,8 +33,7 @@ class Choices:
 
 def is_lossy(route: Route) -> bool:
     """Whether a route loses more than rounding."""
-    lowered = route.settings.get("precision", "float32") != "float32" or route.settings.get("tf32", False)
-    return route.format in QUANTIZED or bool(lowered)
+    return route.format in QUANTIZED or route.is_lowered
 
 
 def read_choices(path: str | Path, formats: Collection[str], budget: AccuracyBudget) -> Choices:

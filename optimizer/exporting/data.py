@@ -24,7 +24,7 @@ from optimizer.exporting.job import ExportJob
 from optimizer.exporting.measuring import MeasuredExport
 from optimizer.exporting.writing import WrittenFiles, all_notes
 from optimizer.manifest import check_benchmark, plain
-from optimizer.parity import ParityReport, golden_entries
+from optimizer.parity import WITHIN_BUDGET, ParityReport, golden_entries
 from optimizer.profiling import profile_export
 from optimizer.report import Report
 from optimizer.tuning import Benchmark
@@ -62,7 +62,7 @@ def write_data(
         "artifacts": written.entries,
         "missing": {name: str(error) for name, error in written.missing.items()},
         "parity": {
-            **_overall(written.reports, measured),
+            **_overall(written, measured, benchmark),
             "effort": job.effort,
             "reference_device": describe_device(job.home),
         },
@@ -91,12 +91,12 @@ def _kept(benchmark: Benchmark | None) -> dict[str, Any]:
     return {"benchmark": kept}
 
 
-def _overall(reports: Mapping[str, ParityReport], measured: MeasuredExport) -> dict[str, Any]:
+def _overall(written: WrittenFiles, measured: MeasuredExport, benchmark: Benchmark | None) -> dict[str, Any]:
+    reports = written.reports
     worst = max(reports.values(), key=lambda report: report.ratio)
     return {
         "ok": all(report.ok for report in reports.values()),
-        "verdict": worst.verdict,
-        "reason": worst.reason,
+        **_verdict(worst, written, benchmark),
         "reference": worst.reference,
         "precision": worst.precision,
         "batch_sizes": list(measured.reference.batch_sizes),
@@ -104,6 +104,23 @@ def _overall(reports: Mapping[str, ParityReport], measured: MeasuredExport) -> d
         "factor": worst.factor,
         "settings": dict(item for report in reports.values() for item in report.settings.items()),
     }
+
+
+def _verdict(worst: ParityReport, written: WrittenFiles, benchmark: Benchmark | None) -> dict[str, str]:
+    """The verdict on all files and on the recommended way to run one."""
+    lossy = {entry["path"]: entry["parity"]["reason"] for entry in written.entries if entry.get("accuracy")}
+    chosen = None if benchmark is None else benchmark.recommended
+    for figure in () if benchmark is None else benchmark.figures:
+        is_chosen = chosen is not None and figure.route == chosen
+        if is_chosen and figure.accuracy is not None and not lossy:
+            lossy[figure.name] = str(figure.accuracy)
+    if not lossy:
+        return {"verdict": worst.verdict, "reason": worst.reason}
+    told = ", and ".join(
+        f"{name} differs from the original within the accuracy budget: {said}" for name, said in lossy.items()
+    )
+    rest = f"In the exact files, {worst.reason[:1].lower()}{worst.reason[1:]}"
+    return {"verdict": WITHIN_BUDGET, "reason": f"{told}. {rest}"}
 
 
 def profiled(job: ExportJob, measured: MeasuredExport, bundle: Bundle, directory: Path) -> dict[str, Any]:

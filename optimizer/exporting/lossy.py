@@ -19,7 +19,7 @@ from optimizer.exporting.graph_files import remove
 from optimizer.exporting.measuring import MeasuredExport
 from optimizer.model import Call, errors_of_model
 from optimizer.options import AccuracyBudget
-from optimizer.parity import Accuracy, accuracy_between, accuracy_of
+from optimizer.parity import WITHIN_BUDGET, Accuracy, accuracy_between, accuracy_of
 from optimizer.runtime import Route, Runner, open_route
 from optimizer.tuning import Candidate, Files, Refused
 
@@ -37,6 +37,7 @@ class Lossy:
     Attributes:
         notes: sentences for the user.
         is_late: whether the time is up, so that no further file is made.
+        seconds_of: times a call of a file outside the budget, given its format.
     """
 
     def __init__(self, measured: MeasuredExport, budget: AccuracyBudget, calibration: Calibration) -> None:
@@ -44,6 +45,7 @@ class Lossy:
         self.calibration = calibration
         self.notes: tuple[str, ...] = ()
         self.is_late: Callable[[], bool] = lambda: False
+        self.seconds_of: Callable[[str, Runner], float | None] = lambda format, runner: None
         self._measured = measured
         # By route, the accuracies of quantized files in onnxruntime, which are judged when they are made.
         self._accuracies: dict[str, Accuracy] = {}
@@ -74,7 +76,7 @@ class Lossy:
         if held_out.is_below(self.budget):
             return held_out
         measurement, _ = self._measured.parity.measured_of(runner, None)
-        return accuracy_of(measurement).and_worse(held_out)
+        return accuracy_of(measurement, names).and_worse(held_out)
 
     def made(self, format: str, files: Files, recipe: Recipe | None = None) -> dict[str, Any]:
         """Make a quantized file within the budget next to the ONNX file, and return its entry for the manifest.
@@ -103,14 +105,19 @@ class Lossy:
         target = source.with_suffix(format.removeprefix("onnx").replace("-", ".", 1) + source.suffix)
         route = Route(format, "onnxruntime")
         found: list[Accuracy] = []
+        # The best file outside the budget, with the time of a call.
+        best, seconds = Accuracy(problem="it wasn't judged"), None
 
         def accept(path: Path) -> bool:
-            found.append(self.accuracy(open_route(path, route, files.device)))
+            nonlocal best, seconds
+            runner = open_route(path, route, files.device)
+            found.append(self.accuracy(runner))
             if found[-1].why_not(self.budget) is None:
                 return True
+            if _closeness(found[-1]) >= _closeness(best):
+                best, seconds = found[-1], self.seconds_of(format, runner)
             if self.is_late():
-                best = max(found, key=_closeness)
-                raise Refused(f"the time was up, and the best so far has {best}", best)
+                raise Refused(f"the time was up, and the best so far has {best}", best, seconds)
             return False
 
         last = KINDS[format][-1]
@@ -126,13 +133,17 @@ class Lossy:
             if made is not None:
                 break
         else:
-            best = max(found, key=_closeness)
-            raise Refused(f"outside the budget: the best has {best}", best)
+            raise Refused(f"outside the budget: the best has {best}", best, seconds)
         self._accuracies[str(route)] = found[-1]
         return self._entry(format, files, made, found[-1])
 
     def _entry(self, format: str, files: Files, made: QuantizedFile, accuracy: Accuracy) -> dict[str, Any]:
-        told = {"ok": True, "verdict": "within budget", "reason": f"{accuracy} (budget: {self.budget})", "outputs": []}
+        told = {
+            "ok": True,
+            "verdict": WITHIN_BUDGET,
+            "reason": f"{accuracy} (budget: {self.budget})",
+            "outputs": [output.to_json() for output in accuracy.outputs],
+        }
         return {
             **files.entry("onnx"),
             "format": format,

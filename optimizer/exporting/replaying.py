@@ -11,7 +11,8 @@ from optimizer.exporting.choices import Choices, is_lossy
 from optimizer.exporting.graph_files import remove
 from optimizer.exporting.lossy import Lossy
 from optimizer.exporting.writing import WrittenFiles
-from optimizer.tuning import Benchmark, Refused
+from optimizer.parity import Accuracy
+from optimizer.tuning import Benchmark, Figure, Refused, budget_text
 
 
 def with_notes(found: Benchmark, lossy: Lossy | None) -> Benchmark:
@@ -21,18 +22,23 @@ def with_notes(found: Benchmark, lossy: Lossy | None) -> Benchmark:
 def replayed(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choices: Choices) -> Benchmark:
     """Take the route that was chosen earlier, and prove it again; nothing is timed."""
     try:
-        prove_again(bench, lossy, written, choices)
+        accuracy = prove_again(bench, lossy, written, choices)
     except Refused as refused:
         raise ParityError(
             f"{choices.route}, which {choices.path} chooses, can't be used: {refused}. If it was chosen for another "
             "model, tune this one."
         ) from refused
-    found = replace(bench.unmeasured(f"ship {choices.route}, as chosen earlier"), recommended=choices.route)
+    found = bench.unmeasured(f"ship {choices.route}, as chosen earlier{budget_text(accuracy)}")
+    figures = () if accuracy is None else (Figure(str(choices.route), choices.route, accuracy=accuracy),)
+    found = replace(found, recommended=choices.route, figures=figures)
     return with_notes(found, lossy)
 
 
-def prove_again(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choices: Choices) -> None:
+def prove_again(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choices: Choices) -> Accuracy | None:
     """Prove a route. If its file is a quantized one, it is made before, and added to those written afterwards.
+
+    Returns:
+        The accuracy of a lossy route; None for an exact one.
 
     Raises:
         Refused: it isn't proven, or is outside the budget. No file is left then.
@@ -46,16 +52,16 @@ def prove_again(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choice
         )
     if not is_lossy(route):
         bench.prove(route)
-        return
+        return None
     assert lossy is not None
     if route.format not in QUANTIZED:
-        lossy.proven(bench.files.candidate(route), bench.files)
-        return
+        return lossy.proven(bench.files.candidate(route), bench.files).accuracy
     entry = lossy.made(route.format, bench.files, choices.recipe)
     files = replace(bench.files, entries=[*bench.files.entries, entry])
     try:
-        lossy.proven(files.candidate(route), files)
+        accuracy = lossy.proven(files.candidate(route), files).accuracy
     except Refused:
         remove(files.folder / name for name in entry["files"])
         raise
     written.entries.append(entry)
+    return accuracy

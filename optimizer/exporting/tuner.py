@@ -12,11 +12,12 @@ from exporters.registry import QUANTIZED
 from optimizer.exporting.bench import Bench
 from optimizer.exporting.choices import is_lossy
 from optimizer.exporting.lossy import Lossy
-from optimizer.runtime import Route, Setting, is_installed, openvino_precisions, usable_cpus
+from optimizer.runtime import Route, Runner, Setting, is_installed, openvino_precisions, usable_cpus
 from optimizer.tuning import (
     Benchmark,
     Candidate,
     Figure,
+    Latency,
     Opened,
     Ratio,
     Refused,
@@ -72,8 +73,11 @@ class Tuner:
         self._in_python: list[Opened] = []
         self._notes: list[str] = []
         self._tried = 0
+        # By candidate, from its first timing.
+        self._latencies: dict[str, Latency] = {}
         if lossy is not None:
             lossy.is_late = self._is_late
+            lossy.seconds_of = self._seconds_of
 
     def run(self) -> Benchmark:
         """Try all candidates, and time the best of them side by side.
@@ -153,7 +157,8 @@ class Tuner:
                 raise Refused("not tried: the time was up")
             entry = lossy.made(format, files)
         except Refused as refused:
-            self._dropped.append(Figure(format, None, accuracy=refused.accuracy, dropped=str(refused)))
+            figure = Figure(format, None, accuracy=refused.accuracy, seconds=refused.seconds, dropped=str(refused))
+            self._dropped.append(figure)
             return
         self.entries[format] = entry
         files.entries = [*files.entries, entry]
@@ -206,6 +211,9 @@ class Tuner:
     def _prove(self, opened: Opened, gain: float) -> None:
         ready, dropped = attempted(opened.candidate, lambda _: self._proven(opened))
         self._ready += [(each, gain) for each in ready]
+        # Those outside the budget are drawn with the time that they would take.
+        if dropped and dropped[0].accuracy is not None and (latency := self._latencies.get(opened.candidate.name)):
+            dropped = [replace(dropped[0], seconds=latency.median, p95=latency.p95, memory=opened.memory)]
         self._dropped += dropped
         self._close_others()
 
@@ -285,7 +293,17 @@ class Tuner:
     def _compared(self, opened: Opened, base: Opened, longest: float = math.inf) -> Ratio:
         first, other = base.candidate.name, opened.candidate.name
         found = interleaved({first: base.run, other: opened.run}, _FIRST_TIMING, self._bench.finished, longest)
+        self._latencies[other] = found[other]
         return ratio(found[first], found[other])
+
+    def _seconds_of(self, name: str, runner: Runner) -> float | None:
+        """The time of one call of a file that is outside the budget; None if the time is up."""
+        if self._is_late():
+            return None
+        inputs = self._bench.files.inputs
+        longest = _LONGEST_FIRST_TIMING * self._seconds
+        found = interleaved({name: lambda: runner(*inputs)}, _FIRST_TIMING / 2, self._bench.finished, longest)
+        return found[name].median
 
     def _proven(self, opened: Opened) -> Opened:
         route = opened.candidate.route

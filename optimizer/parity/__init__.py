@@ -11,7 +11,7 @@ rule.
     report = judge(measurement)                               # runs nothing
 """
 
-from optimizer.parity.accuracy import Accuracy, accuracy_between, accuracy_of, accuracy_text
+from optimizer.parity.accuracy import WITHIN_BUDGET, Accuracy, accuracy_between, accuracy_of, accuracy_text
 from optimizer.parity.check import check_parity
 from optimizer.parity.float64 import raised
 from optimizer.parity.golden import GoldenEntry, compare_golden, golden_entries, golden_entry
@@ -21,7 +21,7 @@ from optimizer.parity.recorded_runs import RecordedRuns
 from optimizer.parity.reference import Reference
 from optimizer.parity.regions import RegionParity, RegionReference, check_change, check_region
 from optimizer.parity.reruns import judged_values, reference_at, rerun
-from optimizer.parity.results import Measurement, OutputNoise, OutputParity, ParityReport
+from optimizer.parity.results import CallErrors, Measurement, OutputNoise, OutputParity, ParityReport
 from optimizer.parity.rounding import off_by_one_ulp, random_signs
 from optimizer.parity.row_runs import independent_rows, runs_on
 from optimizer.parity.rows import Rows
@@ -34,7 +34,9 @@ __all__ = [
     "BATCH_SIZES",
     "FACTOR",
     "SLICE_FACTOR",
+    "WITHIN_BUDGET",
     "Accuracy",
+    "CallErrors",
     "Flatten",
     "GoldenEntry",
     "Measurement",

@@ -4,17 +4,53 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
 from optimizer.options import AccuracyBudget
+from optimizer.parity.json_data import to_json
 from optimizer.parity.pools import Pool
-from optimizer.parity.results import Measurement
-from optimizer.parity.statistics import cosine, has_classes, top1_agreement
-from optimizer.parity.tensors import all_finite, special
+from optimizer.parity.results import CallErrors, Measurement
+from optimizer.parity.statistics import error_statistics, has_classes, top1_agreement
+from optimizer.parity.tensors import all_finite, distance, special
 from optimizer.wording import dtype_name
+
+WITHIN_BUDGET = "within budget"
+"""The verdict on a file that differs from the original by more than rounding, and that the user's budget allows."""
+
+_LARGEST = ("max_error", "mean_error", "p999_error")
+_SMALLEST = ("cosine", "agreement")
+
+
+@dataclass(frozen=True)
+class OutputAccuracy:
+    """One output of a lossy candidate.
+
+    Attributes:
+        calls: its errors at each call of the export.
+        held_out: its errors at each call that was held out of the calibration; `draw` is the number of the call.
+    """
+
+    name: str
+    calls: tuple[CallErrors, ...] = ()
+    held_out: tuple[CallErrors, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As an `OutputParity` with the worst figures and without an allowed error."""
+        every = (*self.calls, *self.held_out)
+        return {
+            "name": self.name,
+            "judged": True,
+            "problem": None,
+            "tolerance": None,
+            "by_user": False,
+            **{name: _worst_of(max, (getattr(call, name) for call in every)) for name in _LARGEST},
+            **{name: _worst_of(min, (getattr(call, name) for call in every)) for name in _SMALLEST},
+            "undecided": sum(call.undecided for call in every),
+            "calls": [*map(to_json, self.calls), *({**to_json(call), "held_out": True} for call in self.held_out)],
+        }
 
 
 @dataclass(frozen=True)
@@ -29,6 +65,7 @@ class Accuracy:
         snr: signal-to-noise ratio, 20 log10(rms of the original / rms of the error), in dB.
         calls: the number of calls.
         problem: a difference that no budget allows, such as another shape; None where there is none.
+        outputs: the figures of each output at each call; not part of the JSON.
     """
 
     cosine: float | None = None
@@ -38,6 +75,7 @@ class Accuracy:
     snr: float | None = None
     calls: int = 0
     problem: str | None = None
+    outputs: tuple[OutputAccuracy, ...] = field(default=(), repr=False, compare=False)
 
     def and_worse(self, other: Accuracy) -> Accuracy:
         """The worse of both figures each."""
@@ -49,6 +87,7 @@ class Accuracy:
             _worst(min, self.snr, other.snr),
             self.calls + other.calls,
             self.problem or other.problem,
+            _joined(self.outputs, other.outputs),
         )
 
     def why_not(self, budget: AccuracyBudget) -> str | None:
@@ -75,7 +114,7 @@ class Accuracy:
                 yield f"{name} {_digits(figure)} is below {least}"
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "outputs"}
 
     def __str__(self) -> str:
         shown = [] if self.cosine is None else [f"cosine {_digits(self.cosine)}"]
@@ -86,12 +125,23 @@ class Accuracy:
 
 
 def accuracy_text(accuracy: Mapping[str, Any]) -> str:
-    """The figures of an `Accuracy` as JSON, which may have the manifest's `budget` too, for people."""
-    return str(Accuracy(**{name: value for name, value in accuracy.items() if name != "budget"}))
+    """The figures of an `Accuracy` as JSON for people, with the budget if the manifest has it there."""
+    said = str(Accuracy(**{name: value for name, value in accuracy.items() if name != "budget"}))
+    budget = accuracy.get("budget")
+    return said if budget is None else f"{said} (budget: {AccuracyBudget(**budget)})"
 
 
-def accuracy_of(measurement: Measurement) -> Accuracy:
-    """The accuracy of a candidate that was compared with the original at the calls of the export."""
+def accuracy_of(measurement: Measurement, names: Sequence[str]) -> Accuracy:
+    """The accuracy of a candidate that was compared with the original at the calls of the export.
+
+    Args:
+        names: of the outputs, in the files.
+    """
+    outputs = zip(names, measurement.outputs, strict=False)
+    return replace(_pooled(measurement), outputs=tuple(OutputAccuracy(name, each.calls) for name, each in outputs))
+
+
+def _pooled(measurement: Measurement) -> Accuracy:
     found = Accuracy(calls=max((len(output.calls) for output in measurement.outputs), default=0))
     problems = [*measurement.problems, *(problem for output in measurement.outputs for problem in output.problems)]
     for output in measurement.outputs:
@@ -104,42 +154,58 @@ def accuracy_of(measurement: Measurement) -> Accuracy:
 
 
 def accuracy_between(
-    names: Sequence[str], pairs: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
+    names: Sequence[str],
+    pairs: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
+    calls: Iterable[CallErrors] | None = None,
 ) -> Accuracy:
-    """The accuracy over calls, each a pair (outputs of the candidate, outputs of the original)."""
+    """The accuracy over calls, each a pair (outputs of the candidate, outputs of the original).
+
+    Args:
+        calls: identifies each call of the export; None if the calls were held out of the calibration.
+    """
     found = Accuracy()
-    for outputs, originals in pairs:
+    known = None if calls is None else iter(calls)
+    for number, (outputs, originals) in enumerate(pairs):
         found = found.and_worse(Accuracy(calls=1))
         if len(outputs) != len(originals):
             found = found.and_worse(Accuracy(problem=f"{len(outputs)} outputs instead of {len(originals)}"))
             continue
+        call = CallErrors(_rows(originals), number) if known is None else next(known)
         for name, value, target in zip(names, outputs, originals, strict=True):
-            found = found.and_worse(_of_output(name, value.cpu(), target.cpu()))
+            figures, errors = _of_output(name, value.cpu(), target.cpu(), call)
+            both = ((errors,), ()) if known is not None else ((), (errors,))
+            found = found.and_worse(replace(figures, outputs=(OutputAccuracy(name, *both),)))
     return found
 
 
-def _of_output(name: str, value: torch.Tensor, target: torch.Tensor) -> Accuracy:
+def _rows(tensors: Sequence[torch.Tensor]) -> int | None:
+    return next((tensor.shape[0] for tensor in tensors if tensor.dim()), None)
+
+
+def _of_output(name: str, value: torch.Tensor, target: torch.Tensor, call: CallErrors) -> tuple[Accuracy, CallErrors]:
     if value.shape != target.shape:
-        return Accuracy(problem=f"{name} has the shape {list(value.shape)} instead of {list(target.shape)}")
+        return Accuracy(problem=f"{name} has the shape {list(value.shape)} instead of {list(target.shape)}"), call
     if value.dtype != target.dtype:
         told, wanted = (dtype_name(tensor.dtype) for tensor in (value, target))
-        return Accuracy(problem=f"{name} is {told} instead of {wanted}")
+        return Accuracy(problem=f"{name} is {told} instead of {wanted}"), call
     if not (target.is_floating_point() or target.is_complex()):
         share = float((value == target).double().mean()) if target.numel() else 1.0
-        return Accuracy(equal=share)
-    top1 = top1_agreement(value, target, 0.0)[0] if has_classes(name, target) else None
+        return Accuracy(equal=share), replace(call, agreement=share)
+    top1, undecided = top1_agreement(value, target, 0.0) if has_classes(name, target) else (None, 0)
     if not all_finite(value, target):
         if bool((special(value) != special(target)).any()):
-            return Accuracy(problem=f"{name} has NaN or infinity at other elements")
+            return Accuracy(problem=f"{name} has NaN or infinity at other elements"), call
         finite = target.isfinite()
         value, target = value[finite], target[finite]
     value, target = value.reshape(-1), target.reshape(-1)
+    call = replace(call, agreement=top1, undecided=undecided)
     if not target.numel():
-        return Accuracy(top1=top1)
+        return Accuracy(top1=top1), call
+    call = replace(call, **error_statistics(distance(target, value), value, target))
     errors, sizes = Pool(), Pool()
     errors.add_distance(target, value)
     sizes.add_sizes(target)
-    return Accuracy(cosine(value, target), top1, max_error=errors.largest, snr=_decibels(sizes.rms, errors.rms))
+    return Accuracy(call.cosine, top1, max_error=errors.largest, snr=_decibels(sizes.rms, errors.rms)), call
 
 
 def _decibels(signal: float, error: float) -> float | None:
@@ -148,9 +214,24 @@ def _decibels(signal: float, error: float) -> float | None:
     return 20 * math.log10(signal / error)
 
 
+def _joined(first: tuple[OutputAccuracy, ...], second: tuple[OutputAccuracy, ...]) -> tuple[OutputAccuracy, ...]:
+    """The calls of both, by output."""
+    found = {output.name: output for output in first}
+    for output in second:
+        known = found.get(output.name, OutputAccuracy(output.name))
+        found[output.name] = OutputAccuracy(
+            output.name, (*known.calls, *output.calls), (*known.held_out, *output.held_out)
+        )
+    return tuple(found.values())
+
+
+def _worst_of(which: Any, values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return which(known) if known else None
+
+
 def _worst(which: Any, first: float | None, second: float | None) -> float | None:
-    both = [each for each in (first, second) if each is not None]
-    return which(both) if both else None
+    return _worst_of(which, (first, second))
 
 
 def _digits(cosine: float) -> str:

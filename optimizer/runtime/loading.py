@@ -86,6 +86,8 @@ class LoadedModel:
         route: the artifact, the runtime and its settings.
         device: "cpu" or "cuda".
         batch_sizes: those at which the route was chosen; others work where the artifact's batch is open.
+        accuracy: how far the outputs may differ from the original's, if by more than rounding: "within budget: cosine
+            0.9997 (budget: cosine 0.999)"; "" otherwise.
         notes: sentences about a choice other than the recommended one, and about another machine.
     """
 
@@ -110,6 +112,7 @@ class LoadedModel:
         self.route = route
         self.device = runner.device
         self.batch_sizes: tuple[int, ...] = ()
+        self.accuracy = _accuracy(manifest, artifact, route)
         self.notes: tuple[str, ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +139,8 @@ class LoadedModel:
         return self._outputs.rebuild(outputs)
 
     def __repr__(self) -> str:
-        return f"LoadedModel({str(self.path)!r}, {self.route}, device={self.device!r})"
+        told = f", {self.accuracy}" if self.accuracy else ""
+        return f"LoadedModel({str(self.path)!r}, {self.route}, device={self.device!r}{told})"
 
     def _check(self, tensors: list[Any]) -> Any:
         """Refuse tensors that don't fit the file, and convert numpy's scalars to arrays, in the list.
@@ -297,6 +301,12 @@ def _devices(device: str, manifest: Mapping[str, Any], route: Route) -> tuple[st
     if device != "auto":
         return (device,)
     return ("cuda", "cpu") if manifest["device"]["type"] == "cuda" and route.runtime != "openvino" else ("cpu",)
+
+
+def _accuracy(manifest: Mapping[str, Any], artifact: Mapping[str, Any], route: Route) -> str:
+    if artifact.get("accuracy"):
+        return f"within budget: {(artifact['parity'] or {}).get('reason', '')}"
+    return str(manifest["parity"]["reason"]) if route.is_lowered else ""
 
 
 def _notes(manifest: Mapping[str, Any], model: LoadedModel) -> list[str]:

@@ -51,6 +51,11 @@ class Route:
     def __str__(self) -> str:
         return ", ".join([f"{self.format} in {self.runtime}", *map(_said, self.settings.items())])
 
+    @property
+    def is_lowered(self) -> bool:
+        """Whether it computes at a lower precision than the file."""
+        return self.settings.get("precision", "float32") != "float32" or self.settings.get("tf32", False) is True
+
     def to_json(self) -> dict[str, Any]:
         return {"format": self.format, "runtime": self.runtime, "settings": dict(self.settings)}
 

@@ -20,7 +20,9 @@ def parity_plot(parity: Mapping[str, Any]) -> Plot | None:
         parity: of an artifact in the manifest.
     """
     # A tolerance of the user limits another difference: that from the original's own output.
-    judged = [each for each in parity.get("outputs", ()) if each.get("judged", True) and not each.get("by_user")]
+    # A lossy file is limited by a budget.
+    outputs = (each for each in parity.get("outputs", ()) if each.get("judged", True) and not each.get("by_user"))
+    judged = [each for each in outputs if each["tolerance"] is not None]
     found = [
         (call, output["name"], number(call["max_error"]), number(output["tolerance"]))
         for output in judged
@@ -56,27 +58,35 @@ def _percent(share: float) -> str:
     return f"{100 * share:g} %"
 
 
-def memory_plot(timed: Sequence[Mapping[str, Any]]) -> Plot | None:
+Figures = Sequence[Mapping[str, Any]]
+"""Those of the manifest that have times."""
+
+
+def memory_plot(timed: Figures, refused: Figures = ()) -> Plot | None:
     """Latency and memory of the candidates; None if fewer than two have both.
 
     Args:
-        timed: the manifest's figures with times, as rows of a table that is numbered from 1.
+        timed: the rows of a table that is numbered from 1.
+        refused: those outside the budget.
     """
     if not any(each["memory"] for each in timed):
         return None
-    largest = max(each["memory"] or 0 for each in timed)
+    every = (*timed, *refused)
+    largest = max(each["memory"] or 0 for each in every)
     unit = next(size for size in (2**30, 2**20, 2**10, 1) if largest >= size)
     axis = linear(
-        "peak memory", [(each["memory"] or 0) / unit for each in timed], lambda size: size_text(int(size * unit))
+        "peak memory", [(each["memory"] or 0) / unit for each in every], lambda size: size_text(int(size * unit))
     )
-    return _trade_off("memory", timed, axis, {n: e["memory"] / unit for n, e in enumerate(timed) if e["memory"]})
+    costs = {n: e["memory"] / unit for n, e in enumerate(every) if e["memory"]}
+    return _trade_off("memory", every, len(timed), axis, costs)
 
 
-def accuracy_plot(timed: Sequence[Mapping[str, Any]]) -> Plot | None:
-    """Latency and loss of accuracy of the candidates; None if none is lossy."""
+def accuracy_plot(timed: Figures, refused: Figures = ()) -> Plot | None:
+    """Latency and loss of accuracy of the candidates; None if none is lossy. Arguments as for `memory_plot`."""
+    every = (*timed, *refused)
     lossy = {
         number: 1 - each["accuracy"]["cosine"]
-        for number, each in enumerate(timed)
+        for number, each in enumerate(every)
         if each["accuracy"] and each["accuracy"]["cosine"] is not None
     }
     if not lossy:
@@ -84,26 +94,31 @@ def accuracy_plot(timed: Sequence[Mapping[str, Any]]) -> Plot | None:
     exact = {number: 0.0 for number, each in enumerate(timed) if not each["accuracy"]}
     costs = {**exact, **lossy}
     axis = logarithmic("1 - cosine", list(costs.values()), _power, least=_LEAST_LOSS)
-    return _trade_off("loss of accuracy", timed, axis, costs)
+    return _trade_off("loss of accuracy", every, len(timed), axis, costs)
 
 
 def _power(value: float) -> str:
     return f"{value:g}".replace("e-0", "e-")
 
 
-def _trade_off(what: str, timed: Sequence[Mapping[str, Any]], y: Axis, costs: Mapping[int, float]) -> Plot | None:
+def _trade_off(what: str, every: Figures, usable: int, y: Axis, costs: Mapping[int, float]) -> Plot | None:
+    """The plot of all figures; those from the number `usable` on are refused."""
     if len(costs) < 2:
         return None
-    seconds = {row: timed[row]["seconds"] for row in costs}
+    seconds = {row: every[row]["seconds"] for row in costs}
     x = linear("latency of a call", seconds.values(), seconds_text)
-    best = [row for row in costs if not any(_beats((seconds[o], costs[o]), (seconds[row], costs[row])) for o in costs)]
+    choices = [row for row in costs if row < usable]
+    best = [
+        row for row in choices if not any(_beats((seconds[o], costs[o]), (seconds[row], costs[row])) for o in choices)
+    ]
     points = tuple(
         Point(
             x.place(seconds[row]),
             y.place(cost),
-            "best" if row in best else "other",
-            f"{timed[row]['name']}: {seconds_text(seconds[row])}",
-            str(row + 1),
+            "best" if row in best else "other" if row < usable else "refused",
+            f"{every[row]['name']}: {seconds_text(seconds[row])}"
+            + (f", not used: {every[row]['dropped']}" if row >= usable else ""),
+            str(row + 1) if row < usable else "",
         )
         # The best ones are drawn last, over the others.
         for row, cost in sorted(costs.items(), key=lambda each: each[0] in best)

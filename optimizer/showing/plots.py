@@ -30,7 +30,7 @@ class Point:
 
     Attributes:
         x, y: its places on the axes, from 0 to 1.
-        kind: a class of the style sheet, which gives its colour: "good", "bad", "other" or "best".
+        kind: a class of the style sheet, which gives its colour: "good", "bad", "other", "best" or "refused".
         hint: a sentence that shows when the mouse is over it.
         label: a short text in the mark, such as the number of a row; "" for a plain dot.
     """

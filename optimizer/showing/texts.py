@@ -23,11 +23,11 @@ def seconds_text(seconds: float) -> str:
     raise AssertionError
 
 
-def number_text(value: float | str | None) -> str:
-    """A number with two digits, "-" for None. JSON has infinity and NaN as texts, which stay as they are."""
+def number_text(value: float | str | None, digits: int = 2) -> str:
+    """A number with at most `digits` digits, "-" for None. JSON has infinity and NaN as texts, which stay as they are."""
     if value is None:
         return "-"
-    return value if isinstance(value, str) else f"{value:.2g}"
+    return value if isinstance(value, str) else f"{value:.{digits}g}"
 
 
 def percent_text(share: float) -> str:

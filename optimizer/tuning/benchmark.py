@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from optimizer.parity import Accuracy
+from optimizer.parity import WITHIN_BUDGET, Accuracy
 from optimizer.runtime import Route
 from optimizer.tuning.memory import PeakMemory
 from optimizer.tuning.timing import Latency, Ratio, interleaved, ratio
@@ -46,7 +46,8 @@ class Figure:
     """The figures of one candidate.
 
     Attributes:
-        seconds, p95: of one call: the median and the 95th percentile. None if it wasn't timed.
+        seconds, p95: of one call: the median and the 95th percentile. None if it wasn't timed. A dropped candidate has
+            those of a short timing.
         speed_up: over eager.
         memory: how far loading the artifact and one call raise the memory of the process at most, in bytes; None on a
             GPU.
@@ -170,11 +171,13 @@ class Refused(Exception):
 
     Attributes:
         accuracy: of a lossy candidate that is outside the budget.
+        seconds: of one of its calls; None if it wasn't timed.
     """
 
-    def __init__(self, reason: str, accuracy: Accuracy | None = None) -> None:
+    def __init__(self, reason: str, accuracy: Accuracy | None = None, seconds: float | None = None) -> None:
         super().__init__(reason)
         self.accuracy = accuracy
+        self.seconds = seconds
 
 
 def opened_all(
@@ -295,4 +298,11 @@ def recommendation(figures: Sequence[Figure], name: str | None) -> str:
             f"ship {figure.name}, but expect no gain: it is {figure.speed_up.median:.2f} times as fast as eager, which "
             f"is within the noise or slower{aside}"
         )
-    return f"ship {figure.name}: {figure.speed_up.median:.2f} times as fast as eager{aside}"
+    return (
+        f"ship {figure.name}: {figure.speed_up.median:.2f} times as fast as eager{budget_text(figure.accuracy)}{aside}"
+    )
+
+
+def budget_text(accuracy: Accuracy | None) -> str:
+    """The figures of a lossy candidate after a sentence on it; "" for an exact one."""
+    return "" if accuracy is None else f", {WITHIN_BUDGET}: {accuracy}"

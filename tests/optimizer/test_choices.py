@@ -1,6 +1,7 @@
 """Bundles with a tuned, lossy choice: what verifies and loads them, and exports that repeat the choice."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 from exporters.errors import ExportError
 from exporters.torchscript import TorchScriptExporter
 from optimizer import Bundle, export, load, open_bundle, rejudge_bundle, verify_bundle
+from optimizer.bundle import write_triton_model
 from optimizer.errors import DeviceError, ExportFailed, ParityError, UsageError
 from optimizer.manifest import MANIFEST, SUMS, file_digest, sums_text
 
@@ -100,6 +102,49 @@ def test_a_lossy_bundle_is_verified_by_its_budget(lossy: Bundle) -> None:
     assert (exact.accuracy, rounded.parity) == (None, None)
     assert rounded.accuracy is not None
     assert 0.999 < rounded.accuracy.cosine < 1
+
+
+WITHIN = re.compile(r"[Ww]ithin (the accuracy )?budget")
+
+
+def test_a_lossy_bundle_is_never_called_proven(lossy: Bundle, tmp_path: Path) -> None:
+    parity = lossy.manifest["parity"]
+    assert (parity["ok"], parity["verdict"]) == (True, "within budget")
+    assert parity["reason"].startswith(
+        "model.int8.onnx differs from the original within the accuracy budget: cosine 0.99"
+    )
+    assert "(budget: cosine 0.999). In the exact files, all outputs agree" in parity["reason"]
+    assert "within budget: cosine 0.99" in lossy.manifest["benchmark"]["reason"]
+    config = write_triton_model(lossy.path, tmp_path) / "config.pbtxt"
+    texts = {
+        "page": (lossy.path / "report.html").read_text(encoding="utf-8"),
+        "notebook": lossy._repr_html_(),
+        "README": (lossy.path / "README.md").read_text(encoding="utf-8"),
+        "bundle": repr(lossy),
+        "loaded": repr(load(lossy)),
+        "verified": str(verify_bundle(lossy)),
+        "judged": str(rejudge_bundle(lossy)),
+        "triton": config.read_text(encoding="utf-8"),
+    }
+    for name, text in texts.items():
+        assert WITHIN.search(text), name
+        assert "proven" not in text, name
+    for name in ("page", "notebook"):
+        assert '<b class="warn">within budget</b>' in texts[name]
+
+
+def test_a_lossy_file_has_the_figures_of_each_output_at_each_call(lossy: Bundle) -> None:
+    entry = lossy.manifest["artifacts"][1]
+    (output,) = entry["parity"]["outputs"]
+    assert output["name"] == entry["outputs"][0]["name"]
+    calls = output["calls"]
+    assert {call.get("held_out", False) for call in calls} == {True, False}
+    assert all(0 < call["max_error"] <= output["max_error"] and call["cosine"] >= output["cosine"] for call in calls)
+    assert 0.999 < output["cosine"] < 1
+    (verified,) = verify_bundle(lossy).to_json()["artifacts"][1]["outputs"]
+    assert len(verified["calls"]) == len(lossy.manifest["golden"]["calls"])
+    assert str(load(lossy).accuracy).startswith("within budget: cosine 0.99")
+    assert load(lossy, format="onnx").accuracy == ""
 
 
 def test_a_file_below_its_budget_fails_with_one_sentence(lossy: Bundle, tmp_path: Path) -> None:

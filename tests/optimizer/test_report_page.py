@@ -55,6 +55,7 @@ FIGURES = [
     figure("fast", 0.1),
     figure("lossy", 0.05, accuracy=LOSSY, memory=2**21),
     figure("slow", None, dropped="others are faster"),
+    figure("int4", 0.01, accuracy={**LOSSY, "cosine": 0.5}, dropped="outside the budget"),
 ]
 
 
@@ -191,6 +192,16 @@ def test_only_unbeaten_candidates_are_on_the_line() -> None:
     lossy = accuracy_plot(FIGURES[:3])
     assert lossy is not None
     assert {point.label: point.y == 0.0 for point in lossy.points} == {"1": True, "2": True, "3": False}
+
+
+def test_candidates_outside_the_budget_are_hollow_and_beat_none() -> None:
+    refused = figure("int4", 0.01, accuracy={**LOSSY, "cosine": 0.5}, memory=2**18, dropped="outside the budget: …")
+    for draw in (memory_plot, accuracy_plot):
+        plot = draw(FIGURES[:3], [refused])
+        assert plot is not None
+        (hollow,) = (point for point in plot.points if point.kind == "refused")
+        assert (hollow.label, hollow.hint) == ("", "int4: 10 ms, not used: outside the budget: …")
+        assert sum(point.kind == "best" for point in plot.points) == len(plot.line) == 2
 
 
 def test_a_checkpoint_curve_has_all_plans_and_no_other_pass_has_one() -> None:

@@ -288,6 +288,6 @@ def test_a_verified_lossy_file_is_shown_with_its_accuracy() -> None:
         "problem": None,
     }
     (line,) = as_text({"artifacts": [artifact]}, terminal=False).splitlines()
-    assert line == "model.int8.onnx  ok: cosine 0.99800"
+    assert line == "model.int8.onnx  within budget: cosine 0.99800"
     (line,) = as_text({"artifacts": [{**artifact, "problem": "x"}]}, terminal=False).splitlines()
     assert line == "model.int8.onnx  failed: cosine 0.99800"

@@ -195,7 +195,7 @@ class Chosen:
 
     @property
     def timed(self) -> list[str]:
-        return [figure.name for figure in self.benchmark.figures if figure.seconds is not None]
+        return [figure.name for figure in self.benchmark.figures if figure.seconds is not None and not figure.dropped]
 
 
 Choose = Callable[..., Chosen]
