@@ -50,6 +50,7 @@ class FoldConvBn(TensorPass):
     - a BatchNorm before a convolution that pads zeros or is transposed
     - a linear layer on inputs of more than two dims, unless an operation between the two moves its features to or from
       dim 1
+    - products and sums with numbers that each call computes from parameters and buffers, as FrozenBatchNorm does
     - an output with other users
     - modules with hooks or parametrizations, and tensors that other code reads
     - folded weights that aren't finite, or that lose too much to rounding in float16 and bfloat16

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -64,6 +65,11 @@ def checkpointed(use_reentrant):
 
 def scale():
     return numpy.full(8, 2.0)
+
+
+def standardized(self, x):
+    weight = self.free.weight
+    return F.conv2d(x, weight / weight.std((1, 2, 3), keepdim=True))
 
 
 LARGE = torch.randn(64, 4096)
@@ -143,6 +149,18 @@ CASES = {
             "gate": nn.Conv2d(512, 1001, 1),
         },
     ),
+    "scale-computed": (
+        lambda self, x: self.free(x) * (self.norm.running_var + 1e-5).rsqrt()[:, None, None],
+        lambda self, x: self.free(x) * self.norm.running_var[:, None, None],
+        IMAGE,
+        {"free": FREE_OF_BIAS, "norm": NORM},
+    ),
+    "weight-computed": (
+        standardized,
+        lambda self, x: F.conv2d(x, self.free.weight[:1].float()) * x.mean(),
+        IMAGE,
+        {"free": FREE_OF_BIAS},
+    ),
     "reentrant-checkpoint": (checkpointed(True), checkpointed(False), None, {}),
 }
 
@@ -181,6 +199,18 @@ def test_scripted_layers_and_integer_inputs_are_diagnosed():
     assert diagnose(scripted, (torch.randn(2, 8),)).findings == ()
     silu_of_integers = found(lambda self, x: x.float() * torch.sigmoid(x.float()), torch.ones(2, 8, dtype=torch.int64))
     assert "activation-by-hand" not in silu_of_integers
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "norm", [weight_norm, spectral_norm, parametrizations.weight_norm, parametrizations.spectral_norm]
+)
+def test_norms_of_weights_are_computed_at_each_call(norm):
+    model = nn.Sequential(norm(nn.Conv2d(3, 16, 3, bias=False)))
+    step = lambda: model(IMAGE).sum().backward()  # noqa: E731
+    step()
+    assert {each.rule for each in diagnose(model.eval(), (IMAGE,)).findings} == {"weight-computed"}
+    assert diagnose(model, (IMAGE,), training_step=step).findings == ()
 
 
 def test_findings_of_one_line_are_one_finding():

@@ -16,8 +16,19 @@ from optimizer.showing import percent_text, seconds_text
 from optimizer.wording import listed
 from passes.memory_format.watch import Loss
 from passes.pad_channels import BALANCE, IMAGE_CHANNELS
-from passes.program.matching import BatchNorm, Convolution, Pair, channels_at_end, convolution_at, pairs_behind
+from passes.program.matching import (
+    BatchNorm,
+    Convolution,
+    Pair,
+    channels_at_end,
+    computed_from,
+    computed_scale_at,
+    convolution_arguments,
+    convolution_at,
+    pairs_behind,
+)
 from passes.program.recording import Node, call_of, operation_name, shape_of, users_of
+from passes.program.weights import kind_of_operator
 
 # Tensor cores are fastest with multiples of this number of channels, which are 16 bytes in half precision (NVIDIA,
 # Matrix Multiplication Background User's Guide, "Tensor Core Requirements").
@@ -51,6 +62,51 @@ def bias_before_norm(evidence: Evidence) -> Iterator[Seen]:
             "a layer before a BatchNorm has a bias, which the mean of the BatchNorm absorbs",
             f"it has {count:,} useless parameters, and their gradients in training",
             "make the layer with bias=False, or use the pass fold-conv-bias",
+        )
+
+
+@rule("warning")
+def scale_computed(evidence: Evidence) -> Iterator[Seen]:
+    """A layer's channels are scaled by numbers that forward computes from parameters and buffers, as in FrozenBatchNorm."""
+    found = {
+        node: scale
+        for node in evidence.calls
+        if (scale := computed_scale_at(node)) is not None and any(map(_computes, scale.numbers))
+    }
+    for line, group in evidence.by_line(found):
+        nodes = {each for node in group for each in (node, *found[node].numbers)}
+        yield evidence.seen(
+            line,
+            group,
+            "a layer's output is scaled by channel with numbers that each call computes from parameters and buffers",
+            f"the product and the numbers take {percent_text(evidence.share(nodes))} of the time, and fold-conv-bn can't "
+            "fold them into the layer",
+            "use nn.BatchNorm2d in eval mode with the same numbers, or compute them once and keep them in a buffer; "
+            "fold-conv-bn folds both",
+        )
+
+
+@rule("note")
+def weight_computed(evidence: Evidence) -> Iterator[Seen]:
+    """Forward computes the weight of a layer from parameters, as weight_norm and spectral_norm do.
+
+    Not reported with a training step, which needs it.
+    """
+    found: dict[Node, tuple[Node, ...]] = {}
+    for node in evidence.calls if evidence.step is None else ():
+        weight = (convolution_arguments(node) or {}).get("weight")
+        calls = computed_from(weight)[0] if isinstance(weight, Node) and weight.op == "call_function" else ()
+        if any(map(_computes, calls)):
+            found[node] = calls
+    for line, group in evidence.by_line(found):
+        nodes = {each for node in group for each in found[node]}
+        yield evidence.seen(
+            line,
+            group,
+            "each call computes the weight of a layer from parameters",
+            f"that takes {percent_text(evidence.share(nodes))} of the time",
+            "for inference, compute it once, for weight_norm and the like by torch.nn.utils.parametrize.remove_parametrizations or "
+            "remove_weight_norm; exported files hold the weights that these compute",
         )
 
 
@@ -124,6 +180,11 @@ def _takes_channels_alone(pair: Pair) -> bool:
     channels = channels_at_end(pair)
     is_alone = all(len(users_of(node)) == 1 for node in pair.way[:-1])
     return is_alone and channels is not None and channels.dim == 1 and channels.count == pair.conv.channels
+
+
+def _computes(node: Node) -> bool:
+    """Whether a call computes a tensor, and doesn't only return a view or a cast."""
+    return kind_of_operator(operation_name(node)) == "computes"
 
 
 def _working_layers(calls: Sequence[Node]) -> tuple[dict[Node, Convolution], dict[Node, int], int]:

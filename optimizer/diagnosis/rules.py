@@ -9,6 +9,8 @@ from optimizer.diagnosis.kernels import (
     channels_not_multiple_of_8,
     layout_flip,
     rows_not_multiple_of_8,
+    scale_computed,
+    weight_computed,
 )
 from optimizer.diagnosis.layers import batch_norm_per_process, data_parallel, not_in_eval, training_mode, unregistered
 from optimizer.diagnosis.rule import Rule
@@ -38,6 +40,7 @@ RULES: tuple[Rule, ...] = (
     activation_by_hand,
     unfused_chain,
     bias_before_norm,
+    scale_computed,
     layout_flip,
     data_parallel,
     batch_norm_per_process,
@@ -48,6 +51,7 @@ RULES: tuple[Rule, ...] = (
     in_place_in_chain,
     channels_not_multiple_of_8,
     rows_not_multiple_of_8,
+    weight_computed,
     not_in_eval,
     cudnn_benchmark,
     tf32_off,

@@ -75,9 +75,15 @@ def measure(job: ExportJob) -> MeasuredExport:
     if reference is not rounding or job.home.type != job.target.type:
         # A less precise result, or one on another device, doesn't have the original's outputs.
         request = replace(request, outputs=None)
-    fresh = partial(exportable, job.model, job.target, reference.written)
-    # The adapter runs the model once.
-    adapter = Adapter(fresh(), *smallest_call(request), input_names=job.input_names, output_names=job.output_names)
+    fresh = partial(exportable, job.model, job.target, reference.written, fixed=True)
+    call = smallest_call(request)
+    try:
+        # The adapter runs the model once.
+        adapter = Adapter(fresh(), *call, input_names=job.input_names, output_names=job.output_names)
+    except AttributeError:
+        # Forward reads the tensors that a weight is computed from, such as `weight_g`.
+        fresh = partial(exportable, job.model, job.target, reference.written)
+        adapter = Adapter(fresh(), *call, input_names=job.input_names, output_names=job.output_names)
     notes = _notes(job, original, at_home, reference, adapter, open_batch=request.dynamic_batch)
     flatten, device = adapter.flatten_inputs, job.target.type
     place_of = partial(place_in_refused, reference=reference, exported=exported, flatten=flatten, device=device)

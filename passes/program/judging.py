@@ -23,6 +23,7 @@ from passes.program.matching import (
     Pair,
     arguments_of,
     channels_at_end,
+    computed_scale_at,
     layer_arguments,
 )
 from passes.program.model_tree import ModelTree
@@ -92,10 +93,10 @@ class Judge:
         return next(filter(None, reasons), None)
 
     def why_alone(self, node: Node) -> str | None:
-        """The reason why a BatchNorm after a layer makes no pair with it, as a clause; None for other calls."""
+        """The reason why an affine operation after a layer makes no pair with it, as a clause; None for other calls."""
         names = BATCH_NORMS.get(node.target) if node.op == "call_function" else None
         if names is None:
-            return None
+            return self._why_computed(node)
         given = arguments_of(node, names)
         source = given.get("input")
         if not isinstance(source, Node) or source.target not in CONVOLUTIONS:
@@ -112,6 +113,17 @@ class Judge:
             f"the {name} of {where} is computed or set by other code, and is not a parameter or buffer"
             if name
             else None
+        )
+
+    def _why_computed(self, node: Node) -> str | None:
+        """The reason for a product or sum with what a call computes from tensors of the model, as in FrozenBatchNorm."""
+        found = computed_scale_at(node)
+        if found is None:
+            return None
+        names = ", ".join(map(self.tree.path_of, found.tensors))
+        return (
+            f"it scales or shifts the output of {self.where(found.layer)} by numbers that each call computes from {names}: "
+            "a fold needs an nn.BatchNorm, or the finished numbers as a parameter or buffer"
         )
 
     def _why_not_value(self, pair: Pair) -> str | None:

@@ -171,6 +171,21 @@ class ChannelScale:
         return self.tensor
 
 
+@dataclass(frozen=True)
+class ComputedScale:
+    """A product or sum of a layer's output, by channel, with numbers that each call computes from tensors of the model.
+
+    Attributes:
+        layer: the call of the layer.
+        numbers: the calls that compute the numbers; the first one returns them.
+        tensors: the parameters and buffers that they are computed from.
+    """
+
+    layer: Node
+    numbers: tuple[Node, ...]
+    tensors: tuple[TensorRef, ...]
+
+
 Affine = BatchNorm | ChannelScale
 """An operation that scales and shifts each channel; a layer before or after it may do this by its weights."""
 
@@ -302,6 +317,43 @@ def channel_scale_at(node: Node) -> ChannelScale | None:
     if second is None:
         operation = {"mul": "mul", "add": "add", "sub": "rsub", "rsub": "sub"}.get(str(operation))
     return ChannelScale(node, value, operation, tensor) if operation else None
+
+
+def computed_scale_at(node: Node) -> ComputedScale | None:
+    """The product or sum with computed numbers that the node computes; None for other nodes."""
+    if scale_named(node.target) is None or len(node.args) != 2 or node.kwargs:
+        return None
+    for layer, numbers in (node.args, reversed(node.args)):
+        conv = convolution_at(layer) if isinstance(layer, fx.Node) else None
+        if conv is None or not isinstance(numbers, fx.Node) or numbers.op != "call_function":
+            continue
+        calls, tensors = computed_from(numbers)
+        if tensors and _is_by_channel(conv, numbers):
+            return ComputedScale(conv.node, calls, tensors)
+    return None
+
+
+def computed_from(node: Node) -> tuple[tuple[Node, ...], tuple[TensorRef, ...]]:
+    """The calls that compute a value, last first, and the parameters and buffers they start from; none if it has others."""
+    calls, tensors, waiting = dict[Node, None](), dict[TensorRef, None](), [node]
+    while waiting:
+        each = waiting.pop()
+        if (tensor := tensor_of(each)) is not None:
+            tensors[tensor] = None
+        elif not each.all_input_nodes:
+            return (), ()
+        elif each not in calls:
+            calls[each] = None
+            waiting += each.all_input_nodes
+    return tuple(calls), tuple(tensors)
+
+
+def _is_by_channel(conv: Convolution, numbers: Node) -> bool:
+    made, shape = shape_of(conv.node), shape_of(numbers)
+    if made is None or shape is None or len(shape.sizes) > len(made.sizes):
+        return False
+    sizes = (1,) * (len(made.sizes) - len(shape.sizes)) + shape.sizes
+    return sizes == tuple(conv.channels if dim == len(sizes) - conv.dims - 1 else 1 for dim in range(len(sizes)))
 
 
 def scale_named(function: Any) -> str | None:

@@ -100,7 +100,7 @@ class TensorRewriter(SealedEdits[TensorChange]):
         return self._judge.where(place.node)
 
     def skip_the_rest(self) -> None:
-        """Skip, with the reason, the BatchNorms after a layer that make no pair with it."""
+        """Skip, with the reason, the affine operations after a layer that make no pair with it."""
         for recording in self.recordings:
             for node in recording.nodes():
                 if reason := self._judge.why_alone(node):

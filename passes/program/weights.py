@@ -423,11 +423,12 @@ def _kind(func: Any) -> str:
         return "aliases"
     if name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__")):
         return "writes"
-    return "aliases" if name in _COPIES or name in _FREE else _kind_of_operator(name)
+    return "aliases" if name in _COPIES or name in _FREE else kind_of_operator(name)
 
 
 @functools.cache
-def _kind_of_operator(name: str) -> str:
+def kind_of_operator(name: str) -> str:
+    """Classify an operator of ATen by its schemas, as `_kind` does; "answers" for other names."""
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
     if packet is None:
         return "answers"

@@ -1,9 +1,16 @@
-"""Results of passes, exported to the formats that use torch.export."""
+"""Results of passes, exported to the formats that use torch.export; weights that are computed at each call."""
+
+import copy
 
 import pytest
+import torch
 from real_models import REAL_MODELS
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_norm
 
+from exporters.torchscript_deprecation import torchscript_allowed
 from optimizer import export, optimize, verify_bundle
+from optimizer.exporting.copies import exportable
 
 PASSES = {
     "resnet": [
@@ -47,3 +54,66 @@ def test_results_of_passes_are_programs_of_torch_export(name, passes, tmp_path):
 )
 def test_results_of_passes_are_compiled_ahead_of_time(name, passes, tmp_path):
     check(name, passes, "aoti", tmp_path)
+
+
+class AddedNoise(nn.Module):
+    def forward(self, weight):
+        return weight + 1e-3 * torch.rand_like(weight)
+
+
+class ReadsItsSource(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = parametrizations.weight_norm(nn.Linear(6, 6))
+
+    def forward(self, x):
+        return self.layer(x) * self.layer.parametrizations.weight.original0.T
+
+
+def with_two():
+    layer = nn.Linear(6, 6)
+    parametrize.register_parametrization(layer, "weight", nn.Softplus())
+    parametrize.register_parametrization(layer, "bias", nn.Tanh())
+    return layer
+
+
+def of_lstm():
+    return weight_norm(nn.LSTM(6, 4), "weight_hh_l0")
+
+
+# The module, and whether its files hold the weights that it computes.
+COMPUTED = {
+    "weight_norm by hooks": (lambda: weight_norm(nn.Linear(6, 6)), True),
+    "weight_norm of an LSTM": (of_lstm, True),
+    "weight_norm by parametrization": (lambda: parametrizations.weight_norm(nn.Linear(6, 6)), True),
+    "spectral_norm by hooks": (lambda: spectral_norm(nn.Linear(6, 6)), True),
+    "spectral_norm by parametrization": (lambda: parametrizations.spectral_norm(nn.Linear(6, 6)), True),
+    "two parametrizations": (with_two, True),
+    "one that forward reads": (ReadsItsSource, False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_files_hold_the_weights_that_the_model_computes_at_each_call(kind, tmp_path):
+    make, is_fixed = COMPUTED[kind]
+    model, x = nn.Sequential(make()), torch.randn(3, 6)
+    # The first call in training changes the vectors of spectral_norm.
+    model(x)
+    expected, state = model.eval()(x), copy.deepcopy(model.state_dict())
+    bundle = export(model, example_inputs=(x,), output=tmp_path / "bundle", formats=("torchscript", "pt2"))
+    assert bundle.parity.ok
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)
+    assert all(map(torch.equal, model.state_dict().values(), state.values()))
+    with torchscript_allowed():
+        script = torch.jit.load(tmp_path / "bundle" / "model.torchscript.pt")
+    program = torch.export.load(tmp_path / "bundle" / "model.pt2")
+    for names in (script.state_dict(), program.state_dict):
+        assert any(name.endswith((".weight", ".weight_hh_l0")) for name in names) is is_fixed
+
+
+def test_a_weight_that_differs_at_each_call_stays_computed():
+    layer = nn.Linear(6, 6)
+    parametrize.register_parametrization(layer, "weight", AddedNoise())
+    assert parametrize.is_parametrized(exportable(layer, torch.device("cpu"), fixed=True))

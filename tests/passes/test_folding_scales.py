@@ -276,7 +276,7 @@ class ByZero(Scaled):
 
 
 REFUSED: dict[type[Scaled], str | None] = {
-    ByPosition: None, Square: None, Spread: None, Whole: None, Wider: None, Computed: None, InPlace: None, DividedBy: None,
+    ByPosition: None, Square: None, Spread: None, Whole: None, Wider: None, Computed: "by numbers that each call computes from gamma", InPlace: None, DividedBy: None,
     WithAlpha: None, WithAlphaByPosition: None, OfTwo: None, Rounded: None,
     OtherDtype: "gamma64 has a different dtype than its weight",
     Shared: "gamma is also used by another call of the root (mul)",
@@ -402,3 +402,48 @@ def test_a_scale_whose_product_is_float32_under_autocast_is_left_alone() -> None
     assert record.status == "unchanged"
     assert "converts its bfloat16 input to float32" in record.skips[0].text
     assert fast(LINE).dtype == torch.float32
+
+
+class Frozen(nn.Module):
+    """FrozenBatchNorm2d as torchvision, DETR and detectron2 (where gradients are needed) write it."""
+
+    def __init__(self, norm: nn.BatchNorm2d) -> None:
+        super().__init__()
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            self.register_buffer(name, getattr(norm, name).detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias, mean, var = (each.reshape(1, -1, 1, 1) for each in self.buffers())
+        scale = weight * (var + 1e-5).rsqrt()
+        return x * scale + (bias - mean * scale)
+
+
+class Viewed(Frozen):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight[:, None, None] * x
+
+
+class Grouped(Frozen):
+    """The numbers aren't those of channels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.weight * 2).reshape(1, 1, -1, 1) + x.mean((2, 3), keepdim=True) * (x * 0 + 1)
+
+
+@pytest.mark.parametrize(("kind", "names"), [(Frozen, "1.running_var, 1.weight"), (Viewed, "1.weight"), (Grouped, "")])
+def test_a_scale_that_each_call_computes_is_named(kind: type[Frozen], names: str) -> None:
+    norm = enliven(nn.BatchNorm2d(4)).eval()
+    layer, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 6, 6)
+    frozen = nn.Sequential(layer, kind(norm)).eval()
+    (record,) = optimize(frozen, [FoldConvBn()], example_inputs=(x,)).report.passes
+    found = [
+        f"it scales or shifts the output of 0 by numbers that each call computes from {names}" in each.text
+        for each in record.skips
+    ]
+    assert found == ([True] if names else [])
+    if kind is Frozen:
+        # The skip advises an nn.BatchNorm.
+        replaced = nn.Sequential(layer, norm).eval()
+        torch.testing.assert_close(replaced(x), frozen(x))
+        fast = optimize(replaced, [FoldConvBn()], example_inputs=(x,))
+        assert [each.status for each in fast.report.passes] == ["applied"]
