@@ -316,6 +316,7 @@ class Artifact:
         refused: (route, reason) of the routes that were tried before.
         inputs, outputs: the file's signature.
         notes: sentences about checks that weren't possible, and about the machine that the file was made for.
+        crashes: a clause for each route that was refused because the runtime crashed on its file.
         loader: the exporter's `load`.
         opset: version of the ONNX operator set of the file; None for other formats.
         metadata: the metadata in the file.
@@ -333,6 +334,7 @@ class Artifact:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     notes: tuple[str, ...] = ()
+    crashes: tuple[str, ...] = field(default=(), kw_only=True)
     loader: Callable[[Path, str], LoadedArtifact] = field(kw_only=True, repr=False, compare=False)
     opset: int | None = field(default=None, kw_only=True)
     metadata: Mapping[str, str] = field(default_factory=dict, kw_only=True)

@@ -6,7 +6,8 @@
     ├── MetadataError        a file can't hold a metadata key or text, or its metadata can't be read
     ├── StructureError       the structure of a call's arguments or outputs differs from the exported one
     ├── RouteRefused         one route to a format failed to produce a right file; the exporter tries the next one
-    │   └── WrongFile        the file of one route computes something else than the model, or raises where it doesn't
+    │   ├── WrongFile        the file of one route computes something else than the model, or raises where it doesn't
+    │   └── RuntimeCrashed   the runtime crashes, hangs or is killed on the file of one route
     ├── ExportError          every route to a format failed; the message names each route with its reason
     ├── QuantizationError    a file can't be quantized as requested
     │   ├── NothingToQuantize  the file has no nodes, or too few weights, that this kind of quantization applies to
@@ -73,6 +74,10 @@ class WrongFile(RouteRefused):
         super().__init__(message, size=size)
         self.inputs = inputs
         self.output = output
+
+
+class RuntimeCrashed(RouteRefused):
+    """The runtime crashes, hangs or is killed on a file; this happened in a child process."""
 
 
 class ExportError(ExporterError):

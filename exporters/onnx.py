@@ -25,7 +25,7 @@ from exporters.isolation import silent
 from exporters.onnx_captures import Captured, by_dynamo, by_torchscript
 from exporters.onnx_files import save
 from exporters.onnx_pads import keep_pads
-from exporters.onnx_session import LoadedOnnx, session_for_proof
+from exporters.onnx_session import LoadedOnnx, on_cpu, session_for_proof
 from exporters.onnx_values import OnnxValues
 from exporters.proof import prove_file
 from exporters.routes import Route, first_right
@@ -78,6 +78,8 @@ class OnnxExporter(Exporter):
     @staticmethod
     def load_unoptimized(path: Path, device: str) -> LoadedArtifact:
         """Load the file with onnxruntime's graph optimizations off."""
+        if device == "cpu":
+            return on_cpu(path, optimize=False)
         return LoadedOnnx(path, torch.device(device), optimize=False)
 
     @staticmethod

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,14 @@ import onnx
 import torch
 
 from exporters.base import LoadedArtifact
+from exporters.child_process import InChild, can_start
 from exporters.errors import ProviderFallback, refusing
 from exporters.onnx_binding import BoundSession
+from exporters.onnx_plain import AssignedNode, PlainSession, assigned_nodes, placement_of
 from exporters.onnx_runtime import CUDA, NO_CUDA, ort, providers
 
 # Nodes that compute nothing. A runtime on the GPU places them on the CPU by design.
 _NO_COMPUTATION = frozenset({"Shape", "Size", "Constant", "MemcpyToHost", "MemcpyFromHost"})
-
-AssignedNode = tuple[str, str, str]
-"""Execution provider, node name, operator type."""
 
 
 def session_for_proof(path: Path) -> LoadedArtifact:
@@ -28,12 +28,19 @@ def session_for_proof(path: Path) -> LoadedArtifact:
     """
     with refusing("onnxruntime can't load the file"):
         try:
-            # Failures raise exceptions; onnxruntime's own lines on stderr would only repeat them.
-            return LoadedOnnx(path, torch.device("cpu"), log_severity=4, arena=False)
+            return on_cpu(path)
         except ort.capi.onnxruntime_pybind11_state.NotImplemented:
             if not torch.cuda.is_available():
                 raise
             return LoadedOnnx(path, torch.device("cuda"), log_severity=4)
+
+
+def on_cpu(path: Path, *, optimize: bool = True) -> LoadedArtifact:
+    """The file on the CPU in the child process, or in this one where no child can be started."""
+    if can_start():
+        return InChild(path, partial(PlainSession, str(path), optimize), f"onnxruntime {ort.__version__}")
+    # Failures raise exceptions; onnxruntime's own lines on stderr would only repeat them.
+    return LoadedOnnx(path, torch.device("cpu"), log_severity=4, optimize=optimize, arena=False)
 
 
 class LoadedOnnx:
@@ -60,8 +67,8 @@ class LoadedOnnx:
             # onnxruntime appends the time.
             options.profile_file_prefix = str(profile)
         self._session = ort.InferenceSession(str(path), options, providers=providers_for(self._target))
-        assigned = _assigned_nodes(self._session)
-        self.placement = None if assigned is None else _count(assigned)
+        assigned = assigned_nodes(self._session)
+        self.placement = None if assigned is None else placement_of(assigned)
         self.settings = {"onnxruntime_tf32": _tf32(self._session)}
         self._run = BoundSession(self._session, self._target)
         if device.type != "cpu":
@@ -86,24 +93,6 @@ def providers_for(device: torch.device) -> list[Any]:
     if device.type == "cuda" and CUDA not in ort.get_available_providers():
         raise ProviderFallback(NO_CUDA)
     return providers(device.type, device.index or 0)
-
-
-def _assigned_nodes(session: ort.InferenceSession) -> list[AssignedNode] | None:
-    """The execution provider of each node of the optimized graph; None if this onnxruntime can't report it."""
-    if not hasattr(session, "get_provider_graph_assignment_info"):
-        return None
-    return [
-        (subgraph.ep_name, node.name, node.op_type)
-        for subgraph in session.get_provider_graph_assignment_info()
-        for node in subgraph.get_nodes()
-    ]
-
-
-def _count(nodes: Iterable[AssignedNode]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for provider, _, _ in nodes:
-        counts[provider] = counts.get(provider, 0) + 1
-    return counts
 
 
 def _tf32(session: ort.InferenceSession) -> str:

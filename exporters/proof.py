@@ -15,7 +15,7 @@ import torch
 
 from exporters.base import Adapter, LoadedArtifact, clones
 from exporters.conditions import Condition, breaks
-from exporters.errors import RouteRefused, StructureError, WrongFile, refusing
+from exporters.errors import RouteRefused, RuntimeCrashed, StructureError, WrongFile, refusing
 from exporters.evidence import Evidence, Shapes, TooLarge, dtype_name
 from exporters.exported_program import guards_in_force, guards_refuse
 from exporters.isolation import silent, undisturbed
@@ -239,6 +239,8 @@ def _proven_where_it_breaks(
                 f"at {evidence.at(batch)} the model takes a different path than the captured one, because of "
                 f"{condition.what}: {refusal}"
             )
+            if isinstance(refusal, RuntimeCrashed):
+                raise
             if isinstance(refusal, WrongFile):
                 raise WrongFile(reason, refusal.inputs, refusal.output, size=evidence.size) from refusal
             refused = RouteRefused(reason, size=evidence.size)
@@ -294,6 +296,9 @@ def _compare(
     try:
         with refusing(f"the file fails on inputs of {sizes}"):
             outputs = loaded(*clones(inputs))
+    except RuntimeCrashed:
+        # Not a WrongFile, whose first wrong operation is located in this process.
+        raise
     except RouteRefused as refusal:
         raise WrongFile(str(refusal), inputs) from refusal
     if len(outputs) != len(expected):

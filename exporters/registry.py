@@ -10,6 +10,7 @@ from exporters.aoti import AotiExporter
 from exporters.base import Exporter, LoadedArtifact
 from exporters.errors import ExporterError, UnknownFormat
 from exporters.onnx import OnnxExporter
+from exporters.onnx_session import on_cpu
 from exporters.pt2 import Pt2Exporter
 from exporters.torchscript import TorchScriptExporter
 
@@ -60,6 +61,17 @@ def load_artifact(format: str, path: Path, device: str = "cpu") -> LoadedArtifac
         ProviderFallback: the file would run on another device than the requested one.
     """
     return exporter_named(exported_format(format)).load(path, device)
+
+
+def load_for_proof(format: str, path: Path, device: str = "cpu") -> LoadedArtifact:
+    """Load the file as `load_artifact` does, in a child process if it is an ONNX file on the CPU.
+
+    Raises:
+        RuntimeCrashed: the runtime crashes on the file, hangs or is killed; each call of the result may raise it too.
+    """
+    if exported_format(format) == OnnxExporter.name and device == "cpu":
+        return on_cpu(path)
+    return load_artifact(format, path, device)
 
 
 def _from_others() -> dict[str, EntryPoint]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from exporters.base import Artifact, Exporter, ExportRequest
-from exporters.errors import ExportError, RouteRefused, WrongFile
+from exporters.errors import ExportError, RouteRefused, RuntimeCrashed, WrongFile
 from exporters.evidence import Evidence, joined
 from exporters.lists import lists_as_long_as_a_size
 
@@ -57,7 +57,19 @@ def first_right(
         reasons = tuple((name, str(refusal)) for name, refusal in refused)
         specs = (evidence.input_specs, evidence.output_specs)
         artifact = Artifact(
-            exporter.name, files[0], tuple(files), route.name, reasons, *specs, evidence.notes, loader=exporter.load
+            exporter.name,
+            files[0],
+            tuple(files),
+            route.name,
+            reasons,
+            *specs,
+            evidence.notes,
+            loader=exporter.load,
+            crashes=tuple(
+                f"the {exporter.name} file of the route {name!r} isn't used: {refusal}"
+                for name, refusal in refused
+                if isinstance(refusal, RuntimeCrashed)
+            ),
         )
         return known(artifact)
 

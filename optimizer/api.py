@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from exporters.child_process import one_child
 from optimizer.bundle import Bundle, write_bundle
 from optimizer.errors import UsageError
 from optimizer.exporting import (
@@ -137,6 +138,7 @@ def optimize(
 
 
 @in_turn
+@one_child()
 def export(
     model: nn.Module,
     *,

@@ -5,9 +5,12 @@ import logging
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+from exporters.child_process import one_child
 
 # A shell that starts the tests in the background makes them and their child processes ignore Ctrl-C. The tests of
 # interrupts need Ctrl-C.
@@ -29,6 +32,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if waiting:
         items[:] = [item for item in items if item not in waiting]
         config.hook.pytest_deselected(items=waiting)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_child() -> Iterator[None]:
+    """Keep one child process for the files of all tests: its start takes half a second."""
+    with one_child():
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from exporters.base import Artifact, LoadedArtifact, TensorSpec
-from exporters.registry import load_artifact
+from exporters.child_process import one_child
+from exporters.registry import load_artifact, load_for_proof
 from optimizer.bundle import exchange
 from optimizer.bundle.disk import absolute, speaking
 from optimizer.bundle.golden import GoldenCall, read_golden
@@ -208,6 +209,7 @@ def open_bundle(path: str | Path) -> Bundle:
     return Bundle(folder, manifest, manifest.get("missing", {}), benchmark=manifest.get("benchmark"))
 
 
+@one_child()
 def verify_bundle(
     path: str | Path,
     *,
@@ -221,6 +223,8 @@ def verify_bundle(
     A model file is a program with all the rights of the user who loads it. Verify a bundle only if you trust its
     builder, and pass the hash from the builder as `expect`. The report names each missing, changed or unknown file, and
     each output whose error is too large. If any file is missing, changed or unknown, no artifact is loaded.
+
+    On the CPU, ONNX files run in a child process, so that a crash of onnxruntime is a problem in the report.
 
     Args:
         device: "cpu", "cuda" or "auto" (cuda if there is one).
@@ -239,7 +243,7 @@ def verify_bundle(
     expected = None if expect is None else parse_digest("expect", expect)
     bundle = open_bundle(path)
     where = _device(device, require_gpu) if run else None
-    return verify_contents(bundle.path, bundle.manifest, where, load_artifact, expect=expected)
+    return verify_contents(bundle.path, bundle.manifest, where, load_for_proof, expect=expected)
 
 
 def _device(device: str, require_gpu: bool) -> str:

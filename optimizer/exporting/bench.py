@@ -70,12 +70,14 @@ class Bench:
         args, kwargs = measured.adapter.call_arguments(inputs)
         original = exportable(measured.original, job.target, measured.reference.written)
         on_gpu = job.target.type == "cuda"
+        files = Files(folder, entries, job.target.type, inputs)
+        files.proven = files.own_routes
         settings = GpuSettings.now() if on_gpu else None
         return cls(
             job,
             measured,
             Candidate(EAGER, lambda: calling(original, args, kwargs, settings)),
-            Files(folder, entries, job.target.type, inputs),
+            files,
             torch.cuda.synchronize if on_gpu else lambda: None,
             settings,
         )
@@ -88,7 +90,7 @@ class Bench:
         """
         if route in self.files.own_routes:
             return
-        measurement, _ = self.measured.parity.measured_of(self.files.opened(route), self.measured.rows)
+        measurement, _ = self.measured.parity.measured_of(self.files.opened_for_proof(route), self.measured.rows)
         parity = self.measured.parity.judged(measurement)
         if not parity.ok:
             raise Refused(f"it isn't proven: {parity.reason}")

@@ -21,7 +21,7 @@ from optimizer.model import Call, errors_of_model
 from optimizer.options import AccuracyBudget
 from optimizer.parity import WITHIN_BUDGET, Accuracy, accuracy_between, accuracy_of
 from optimizer.runtime import Route, Runner, open_route
-from optimizer.tuning import Candidate, Files, Refused
+from optimizer.tuning import Candidate, Files, Refused, open_in_child
 
 
 class Lossy:
@@ -58,7 +58,7 @@ class Lossy:
         """
         assert candidate.route is not None
         known = self._accuracies.get(str(candidate.route))
-        accuracy = self.accuracy(files.opened(candidate.route)) if known is None else known
+        accuracy = self.accuracy(files.opened_for_proof(candidate.route)) if known is None else known
         if (reason := accuracy.why_not(self.budget)) is not None:
             raise Refused(f"outside the budget: {reason}", accuracy)
         return replace(candidate, accuracy=accuracy)
@@ -110,12 +110,11 @@ class Lossy:
 
         def accept(path: Path) -> bool:
             nonlocal best, seconds
-            runner = open_route(path, route, files.device)
-            found.append(self.accuracy(runner))
+            found.append(self.accuracy(open_in_child(path, route, files.device, files.inputs)))
             if found[-1].why_not(self.budget) is None:
                 return True
             if _closeness(found[-1]) >= _closeness(best):
-                best, seconds = found[-1], self.seconds_of(format, runner)
+                best, seconds = found[-1], self.seconds_of(format, open_route(path, route, files.device))
             if self.is_late():
                 raise Refused(f"the time was up, and the best so far has {best}", best, seconds)
             return False

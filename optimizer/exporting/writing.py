@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from exporters.base import Artifact, Exporter
+from exporters.child_process import start_early
 from exporters.errors import ExporterError, ExportError, MetadataError, StructureError
 from optimizer.bundle import (
     artifact_entry,
@@ -64,6 +65,8 @@ def write_files(job: ExportJob, measured: MeasuredExport, folder: Path) -> Writt
         StructureError, MetadataError: no format can hold the structure of the calls, or the metadata.
     """
     written = WrittenFiles()
+    if any(exporter.name == "onnx" for exporter in job.exporters):
+        start_early()
     for number, exporter in enumerate(job.exporters):
         release_memory()
         job.progress("export", number, len(job.exporters), exporter.name, exporter.name)
@@ -93,6 +96,7 @@ def _write(
         # A third-party exporter may leave an incomplete file.
         remove(set(folder.iterdir()) - before)
         return
+    written.notes.extend(artifact.crashes)
     artifact = replace(artifact, metadata=exporter.read_metadata(artifact.path))
     job.progress("parity", number + 1, len(job.exporters) + 1, exporter.name)
     try:

@@ -17,7 +17,7 @@ from optimizer.tuning.benchmark import (
     timed,
 )
 from optimizer.tuning.bundle_bench import bench_bundle
-from optimizer.tuning.files import Files, calling, frozen
+from optimizer.tuning.files import Files, calling, frozen, open_in_child
 from optimizer.tuning.memory import PeakMemory, available_memory
 from optimizer.tuning.timing import Latency, Ratio, interleaved, ratio, settle
 
@@ -42,6 +42,7 @@ __all__ = [
     "dropped_figure",
     "frozen",
     "interleaved",
+    "open_in_child",
     "opened_all",
     "ratio",
     "recommendation",

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from exporters.child_process import one_child
 from optimizer.bundle import open_bundle
 from optimizer.errors import BundleError
 from optimizer.manifest import damage_of
@@ -17,6 +18,7 @@ from optimizer.tuning.benchmark import Benchmark, Refused, opened_all, timed
 from optimizer.tuning.files import Files, frozen
 
 
+@one_child()
 def bench_bundle(path: str | Path, *, device: str = "cpu", seconds: float = 5.0) -> Benchmark:
     """Time the files of a bundle side by side, in every runtime that is installed, on the first golden call.
 

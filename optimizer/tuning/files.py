@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from exporters.child_process import InChild, can_start
 from exporters.gpu_settings import GpuSettings
 from optimizer.parity import Accuracy
 from optimizer.runtime import Route, Runner, open_route, own_routes
@@ -24,12 +26,16 @@ class Files:
         entries: the manifest's `artifacts`, each with its size in `bytes`.
         device: "cpu" or "cuda".
         inputs: the flat inputs of the call, on the device.
+        proven: the routes whose files have run: they are opened without a child process.
     """
 
     folder: Path
     entries: Sequence[Mapping[str, Any]]
     device: str
     inputs: Sequence[torch.Tensor]
+    proven: Sequence[Route] = ()
+    # The last route that was opened in the child, and its runner there: a proof mostly follows.
+    _in_child: tuple[Route, Runner] | None = field(default=None, init=False, repr=False)
 
     @property
     def own_routes(self) -> list[Route]:
@@ -47,13 +53,45 @@ class Files:
         """
         return open_route(self.folder / self.entry(route.format)["path"], route, self.device)
 
+    def opened_for_proof(self, route: Route) -> Runner:
+        """Open the file of a route in a child process, where a crash does no harm, as far as `open_in_child` can."""
+        if self._in_child is None or self._in_child[0] != route:
+            # One at a time, since each holds the weights.
+            self._in_child = None
+            path = self.folder / self.entry(route.format)["path"]
+            self._in_child = route, open_in_child(path, route, self.device, self.inputs)
+        return self._in_child[1]
+
     def candidate(self, route: Route, accuracy: Accuracy | None = None) -> Candidate:
         entry = self.entry(route.format)
         return Candidate(_name(entry, route), lambda: self._run(route), route, entry["bytes"], accuracy, self.device)
 
     def _run(self, route: Route) -> Run:
-        runner, inputs = self.opened(route), tuple(self.inputs)
+        inputs = tuple(self.inputs)
+        if route not in self.proven and _crashes_alone(route, self.device, inputs):
+            self.opened_for_proof(route)(*inputs)
+        runner = self.opened(route)
         return lambda: runner(*inputs)
+
+
+def open_in_child(path: Path, route: Route, device: str, inputs: Sequence[torch.Tensor]) -> Runner:
+    """Open a file in a child process, or in this one where that can't be: on a GPU, in torch, or in bfloat16.
+
+    On a GPU a child would take a second context with its memory. torch runs the operators that the original ran.
+
+    Raises:
+        DeviceError: as `open_route`.
+        RuntimeCrashed: the runtime crashes on the file, hangs or is killed.
+    """
+    if not _crashes_alone(route, device, inputs):
+        return open_route(path, route, device)
+    return InChild(path, partial(open_route, path, route, device), route.runtime)
+
+
+def _crashes_alone(route: Route, device: str, inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether a child process can run a route, so that a crash ends only the child."""
+    plain = all(tensor.dtype != torch.bfloat16 for tensor in inputs)
+    return route.runtime != "torch" and device == "cpu" and plain and can_start()
 
 
 def frozen(route: Route | None) -> Route | None:

@@ -2,13 +2,14 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
+from crashing_runtimes import SessionCrashesAtThreeRows
 from exportable_models import Branch, Mlp, exportable, floats, mlp_calls
 from onnxruntime.quantization import quant_pre_process, quantize_dynamic
 from tiny_models import enliven
 from torch import nn
 
 import exporters.onnx_files
-from exporters import ExportError, ExportRequest, OnnxExporter, ProviderFallback, silent
+from exporters import ExportError, ExportRequest, OnnxExporter, ProviderFallback, onnx_session, silent
 from exporters.onnx_session import added_for_shapes, judge_placement, shape_only_nodes
 
 
@@ -346,3 +347,35 @@ def test_a_gather_that_onnxruntime_adds_permutes_a_shape():
     assert added_for_shapes(assigned, graph) == {"added"}
     with pytest.raises(ProviderFallback, match=r"`own` \(Gather\), `copy` \(Add\) on the CPU"):
         judge_placement(assigned, added_for_shapes(assigned, graph))
+
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(50, 16, mode="mean")
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, ids):
+        return self.head(self.bag(ids))
+
+
+def test_a_file_on_which_onnxruntime_crashes_is_refused_and_the_crash_is_named(tmp_path):
+    # With ids of 2 dims, onnxruntime 1.31 dies of SIGSEGV when it loads the file of the second route.
+    calls = tuple(((torch.randint(50, (rows, 7)),), {}) for rows in (3, 2))
+    artifact = export(enliven(Bag()).eval(), calls, tmp_path)
+    assert artifact.route == "torchscript"
+    crashes = [reason for _, reason in artifact.refused if "crashes" in reason]
+    assert [clause.partition(" isn't used: ")[2] for clause in artifact.crashes] == crashes
+    if ort.__version__.startswith("1.31."):
+        assert crashes == [f"onnxruntime {ort.__version__} crashes (SIGSEGV) while it loads the file"]
+
+
+def test_a_crash_at_another_batch_size_than_the_first_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx_session, "PlainSession", SessionCrashesAtThreeRows)
+    model = enliven(Mlp()).eval()
+    assert export(model, mlp_calls(4, 2), tmp_path).crashes == ()
+    with pytest.raises(ExportError) as error:
+        export(model, mlp_calls(4, 3), tmp_path)
+    sizes = list(mlp_calls(3)[0][0][0].shape)
+    sentence = f"onnxruntime {ort.__version__} crashes (SIGABRT) while it runs the file on inputs of {sizes}"
+    assert error.value.reasons == f"dynamo, dynamo-unoptimized and torchscript: {sentence}"

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+import crashing_runtimes
 import pytest
 import torch
 from safetensors import safe_open
@@ -24,9 +25,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import enliven
 from torch import nn
 
+from exporters import onnx_session
 from exporters.base import Adapter, Artifact, ExportRequest, TensorSpec
 from exporters.errors import ExporterError
-from exporters.registry import exporter_named, load_artifact
+from exporters.registry import exporter_named, load_artifact, load_for_proof
 from exporters.torchscript import TorchScriptExporter
 from optimizer import export
 from optimizer.bundle import (
@@ -86,7 +88,8 @@ class Affine:
 @pytest.fixture(autouse=True)
 def affine_format(monkeypatch: pytest.MonkeyPatch) -> None:
     Affine.loaded = []
-    monkeypatch.setattr(bundles, "load_artifact", lambda format, path, device: Affine(path))
+    for name in ("load_artifact", "load_for_proof"):
+        monkeypatch.setattr(bundles, name, lambda format, path, device: Affine(path))
 
 
 @functools.cache
@@ -865,7 +868,7 @@ def published(tmp_path: Path, run: Callable[[torch.Tensor], Any], monkeypatch: p
         def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return run(x)
 
-    monkeypatch.setattr(bundles, "load_artifact", lambda format, path, device: Other(path))
+    monkeypatch.setattr(bundles, "load_for_proof", lambda format, path, device: Other(path))
     return verify_bundle(bundle.path)
 
 
@@ -922,7 +925,7 @@ def test_tolerances_of_the_user_are_used_instead_of_the_noise(tmp_path: Path, mo
     for shift, ok in ((0.4, True), (0.6, False)):
         monkeypatch.setattr(
             bundles,
-            "load_artifact",
+            "load_for_proof",
             lambda format, path, device, shift=shift: type(
                 "Shifted", (Affine,), {"__call__": lambda self, x: (exact(x) + shift, exact(x) > 0)}
             )(path),
@@ -942,7 +945,7 @@ def test_nan_and_infinity_where_the_reference_has_them_pass(tmp_path: Path, monk
     bundle = write_bundle(tmp_path / "net", with_special)
     for output, ok in ((special, True), (-special, False), (special.nan_to_num(nan=0.0), False)):
         other = type("Other", (Affine,), {"__call__": lambda self, x, output=output: (output, special > 0)})
-        monkeypatch.setattr(bundles, "load_artifact", lambda format, path, device, other=other: other(path))
+        monkeypatch.setattr(bundles, "load_for_proof", lambda format, path, device, other=other: other(path))
         assert verify_bundle(bundle.path).ok is ok
 
 
@@ -1395,6 +1398,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 @pytest.fixture
 def real_copy(real: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(bundles, "load_artifact", load_artifact)
+    monkeypatch.setattr(bundles, "load_for_proof", load_for_proof)
     return Path(shutil.copytree(real.path, tmp_path / "moved"))
 
 
@@ -1415,6 +1419,14 @@ def test_the_readme_of_real_artifacts_runs_without_this_program(real_copy: Path)
     )
     for snippet in snippets:
         subprocess.run([sys.executable, "-I", "-c", snippet + end], cwd=real_copy, check=True, capture_output=True)
+
+
+def test_a_crash_of_onnxruntime_is_a_problem_in_the_report(real_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_session, "PlainSession", crashing_runtimes.CrashesAtLoad)
+    report = verify_bundle(real_copy)
+    (problem,) = report.problems
+    assert problem.startswith("model.onnx: it can't be loaded or run: RuntimeCrashed: onnxruntime ")
+    assert problem.endswith(" crashes (SIGSEGV) while it loads the file")
 
 
 def test_a_flipped_bit_in_the_onnx_leaves_no_other_artifact_to_be_run(real_copy: Path) -> None:

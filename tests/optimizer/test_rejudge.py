@@ -55,6 +55,7 @@ def bundle(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bu
     (copy / "model.torchscript.pt").unlink()
     (copy / "golden.safetensors").unlink()
     monkeypatch.setattr("optimizer.bundle.bundle.load_artifact", None)
+    monkeypatch.setattr("optimizer.bundle.bundle.load_for_proof", None)
     return open_bundle(copy)
 
 

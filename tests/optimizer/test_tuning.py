@@ -507,7 +507,7 @@ def test_a_quantized_file_that_cannot_be_loaded_is_dropped(
 
     rounding.levels = {"int8-static": 100}
     speeds.seconds = {"eager": 1.0, "": 0.5}
-    monkeypatch.setattr("optimizer.exporting.lossy.open_route", refuse)
+    monkeypatch.setattr("optimizer.exporting.lossy.open_in_child", refuse)
     found = choosing(tune=True, accuracy="0.999")
     assert found.route == ONNX
     assert found.dropped["onnx-int8"] == "it can't be made: onnxruntime can't load model.int8.onnx: no kernel"

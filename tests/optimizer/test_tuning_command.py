@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import crashing_runtimes
 import numpy
 import pytest
 import torch
@@ -226,6 +227,7 @@ def test_bench_says_that_no_file_runs(
     def fail(*_: Any) -> None:
         raise RuntimeError("no such instruction")
 
+    monkeypatch.setattr("optimizer.tuning.files.can_start", lambda: False)
     monkeypatch.setattr("optimizer.tuning.files.open_route", fail)
     assert cli.main(["--bench", str(bundle.path), "--device", "cpu"]) == 0
     out = capsys.readouterr().out
@@ -291,3 +293,12 @@ def test_a_verified_lossy_file_is_shown_with_its_accuracy() -> None:
     assert line == "model.int8.onnx  within budget: cosine 0.99800"
     (line,) = as_text({"artifacts": [{**artifact, "problem": "x"}]}, terminal=False).splitlines()
     assert line == "model.int8.onnx  failed: cosine 0.99800"
+
+
+def test_bench_says_which_runtime_crashes(
+    bundle: Bundle, speeds: Speeds, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optimizer.tuning.files.open_route", crashing_runtimes.crash_unless_torch)
+    assert cli.main(["--bench", str(bundle.path), "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "model.onnx in onnxruntime: it can't run: onnxruntime crashes (SIGSEGV) while it loads the file" in out

@@ -121,6 +121,8 @@ def fake_quantization(monkeypatch: pytest.MonkeyPatch) -> Rounding:
 
 def opening(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, Any], Any]) -> None:
     """Let `change(runner, route)` replace each runner that a choice opens."""
+    # A child process doesn't see the change.
+    monkeypatch.setattr(files, "can_start", lambda: False)
     real = files.open_route
     monkeypatch.setattr(files, "open_route", lambda path, route, device: change(real(path, route, device), route))
 
