@@ -370,6 +370,10 @@ def optimize_to_export(
         sizes = sizes_of(samples, batch_sizes, static_batch, effort)
         measured_reference(on_device(model, home), samples, sizes, effort)
 
+    def with_open_batch(samples: Samples) -> Samples:
+        declared, dims = opened(model, samples, dynamic, input_names, static_batch)
+        return declared.with_open_batch_only() if dims.places(dims.batch) else samples
+
     return optimized(
         model,
         passes,
@@ -383,6 +387,7 @@ def optimize_to_export(
         seed=seed,
         progress=progress,
         check_reference=refuse,
+        with_open_batch=with_open_batch,
     )
 
 

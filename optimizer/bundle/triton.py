@@ -132,11 +132,18 @@ def _tensor(
 
 
 def _is_batched(manifest: Mapping[str, Any], artifact: Mapping[str, Any]) -> bool:
-    """Whether dim 0 of every input and output is the batch."""
-    first = {
-        str(tensor["shape"][0]) if tensor["shape"] else "" for tensor in (*artifact["inputs"], *artifact["outputs"])
-    }
-    return len(first) == 1 and first.isdisjoint(manifest.get("example_sizes", {})) and min(first).isidentifier()
+    """Whether dim 0 of every input and output is the batch, and no other dim is.
+
+    Rows of an adjacency matrix, whose dims are both the number of nodes, can't be joined with those of another.
+    """
+    shapes = [list(map(str, tensor["shape"])) or [""] for tensor in (*artifact["inputs"], *artifact["outputs"])]
+    first = {shape[0] for shape in shapes}
+    return (
+        len(first) == 1
+        and first.isdisjoint(manifest.get("example_sizes", {}))
+        and min(first).isidentifier()
+        and not any(first & set(shape[1:]) for shape in shapes)
+    )
 
 
 def _largest_batch(manifest: Mapping[str, Any]) -> int:

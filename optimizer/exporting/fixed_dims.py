@@ -1,17 +1,32 @@
-"""Find sequence lengths that the files fix although the model accepts others: dims of tokens and of masks."""
+"""Find the `dynamic` under which the original runs, where the default or the given one fixes dims or doesn't fit it.
+
+There are three cases: lengths of tokens and masks that are fixed although the model takes others; dims that must be
+equal; and a batch that isn't dim 0. Each suggestion was tried: the original ran at another size of the dims.
+"""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from optimizer.errors import UsageError
-from optimizer.model import BATCH, Samples, keeps_values, open_dims
-from optimizer.parity import Reference, runs_on
+from optimizer.model import BATCH, Call, OpenDims, Samples, keeps_values, open_dims, rebuild
+from optimizer.parity import Reference, outputs_on, runs_on
 
-_NAME = "time"
+_TIME = "time"
+
+# Maximum number of dims that are tried together with those that are open.
+_MOST_TRIED = 6
+
+# A slice whose values change less than this, relative to the largest of the output, doesn't depend on the changed one.
+_INDEPENDENT = 1e-4
+
+Names = dict[str, dict[int, str]]
+"""The open dims of inputs with the names of their sizes, as in `OpenDims.of`."""
 
 
 def note_on_fixed_dims(
@@ -35,13 +50,13 @@ def note_on_fixed_dims(
     taken = [size for size in sizes if _takes_others(_only(found, [size]), inputs, samples, reference, rows)]
     if not taken:
         return []
-    names = {size: f"{_NAME}_{number}" if number > 1 else _NAME for number, size in enumerate(taken, 1)}
+    names = {size: f"{_TIME}_{number}" if number > 1 else _TIME for number, size in enumerate(taken, 1)}
     found = _only(found, taken)
     declared = {name: {dim: names[size] for dim, size in dims.items()} for name, dims in found.items()}
     declared = _with_batch(declared, inputs, rows)
     fixed = [f"dim {dim} of {name} ({size})" for name, dims in found.items() for dim, size in dims.items()]
     return [
-        f"fixed in the files, although the model takes other sizes: {', '.join(fixed)}; `{_option(declared)}` makes "
+        f"fixed in the files, although the model takes other sizes: {', '.join(fixed)}; `{option_text(declared)}` makes "
         f"{'them' if len(fixed) > 1 else 'it'} dynamic (dynamic= in Python)"
     ]
 
@@ -86,18 +101,161 @@ def _takes_others(
     Args:
         rows: the batch size of the example inputs if the batch is open. Then one row is run if the model accepts one.
     """
-    declared = _with_batch({name: dict.fromkeys(each, _NAME) for name, each in dims.items()}, inputs, rows)
+    declared = _with_batch({name: dict.fromkeys(each, _TIME) for name, each in dims.items()}, inputs, rows)
     opened_dims = open_dims(declared, inputs, first=samples.first, static_batch=rows is None)
     opened = samples.opened(opened_dims, inputs)
-    given = opened_dims.given[_NAME]
+    given = opened_dims.given[_TIME]
     rows = 1 if rows is not None and 1 in reference.batch_sizes else opened.batch_size
     try:
-        return any(runs_on(reference, opened.at(rows, 0, ((_NAME, size),))) for size in (given // 2, given + 1))
+        return any(runs_on(reference, opened.at(rows, 0, ((_TIME, size),))) for size in (given // 2, given + 1))
     except UsageError:
         # The user's function for the example inputs doesn't always return the same length.
         return False
 
 
-def _option(declared: Mapping[str, Mapping[int, str]]) -> str:
+def option_text(declared: Mapping[str, Mapping[int, str]]) -> str:
+    """The dims as options of the command."""
     texts = (f"{name}:{','.join(f'{dim}={size}' for dim, size in dims.items())}" for name, dims in declared.items())
     return " ".join(f"--dynamic {shlex.quote(text)}" for text in texts)
+
+
+@dataclass(frozen=True)
+class Suggestions:
+    """Tries other open dims on the original.
+
+    Attributes:
+        inputs: the tensors of the example inputs, by their names in the files.
+        samples: the example inputs, opened with `dims`.
+        reference: runs the original.
+    """
+
+    inputs: Mapping[str, torch.Tensor]
+    samples: Samples
+    dims: OpenDims
+    reference: Reference
+
+    def with_equal_dims(self, size: str) -> str:
+        """A sentence with the option that gives further dims the name of a size; "" if the original doesn't run so.
+
+        They have its size in the example inputs, like the second dim of an adjacency matrix, or dim 1 of the state of
+        an LSTM. The sentence starts with a space.
+        """
+        given = self.samples.batch_size if size == self.dims.batch else self.samples.sizes[size]
+        own = {name: dict(dims) for name, dims in self.dims.of.items()}
+        for name, tensor in self.inputs.items():
+            if name not in own and tensor.shape[:1] == (self.samples.batch_size,):
+                own[name] = {0: self.dims.batch}
+        others = [
+            (name, dim)
+            for name, tensor in self.inputs.items()
+            for dim, length in enumerate(tensor.shape)
+            if length == given and length > 1 and dim not in own.get(name, {})
+        ]
+        for added in _groups(others) if len(others) <= _MOST_TRIED else ():
+            named = {name: dict(dims) for name, dims in own.items()}
+            for name, dim in added:
+                named.setdefault(name, {})[dim] = size
+            if self._runs(named, [size]):
+                return f" With dims of equal size it runs: `{option_text(named)}` (dynamic= in Python)."
+        return ""
+
+    def notes_on_broadcast(self) -> list[str]:
+        """Notes on sizes that the original accepts only as they are or as 1, because another dim must be equal."""
+        taken = {**self.reference.taken.alone, self.dims.batch: self.reference.batch_sizes}
+        found = []
+        for size, others in taken.items():
+            given = self.samples.batch_size if size == self.dims.batch else self.samples.sizes[size]
+            if set(others) - {given} == {1} and (option := self.with_equal_dims(size)):
+                found.append(f"the model takes other sizes of {size} than 1 and {given} only with others.{option[:-1]}")
+        return found
+
+    def batch_elsewhere(self, model: nn.Module) -> str:
+        """A note where dim 0 of the first input isn't the batch and dim 1 is; "" otherwise.
+
+        Recurrent and attention layers of torch expect that by default. To be the batch, slices must not influence each
+        other.
+        """
+        first = self.samples.first
+        if not any(getattr(module, "batch_first", True) is False for module in model.modules()):
+            return ""
+        name = next((name for name, tensor in self.inputs.items() if tensor is first), None)
+        if name is None or first is None or first.dim() < 2 or min(first.shape[:2]) < 2 or self.samples.further:
+            return ""
+        if self._is_independent(first, 0) is not False or not self._is_independent(first, 1):
+            return ""
+        time, rows = first.shape[:2]
+        sizes = {rows: BATCH} if time == rows else {rows: BATCH, time: _TIME}
+        full: Names = {
+            other: {dim: sizes[size] for dim, size in enumerate(tensor.shape[:2]) if size in sizes}
+            for other, tensor in self.inputs.items()
+            if other != name
+        }
+        full = {name: {0: _TIME, 1: BATCH}, **{other: dims for other, dims in full.items() if dims}}
+        only_batch = {other: {dim: size for dim, size in dims.items() if size == BATCH} for other, dims in full.items()}
+        alone: Names = {name: {1: BATCH}}
+        for named in (full, only_batch, {name: full[name]}, alone):
+            named = {other: dims for other, dims in named.items() if dims}
+            if self._runs(named, [BATCH, *([_TIME] if _TIME in named[name].values() else [])]):
+                return (
+                    f"dim 0 of {name} isn't the batch: its slices influence each other, and those of dim 1 don't; "
+                    f"`{option_text(named)}` makes dim 1 the batch (dynamic= in Python)"
+                )
+        return ""
+
+    def _runs(self, named: Names, sizes: Sequence[str]) -> bool:
+        """Whether the original runs at another value of each of these sizes, one by one."""
+        try:
+            dims = open_dims(named, self.inputs, first=self.samples.first)
+            samples = self.samples.opened(dims, self.inputs)
+            return all(any(runs_on(self.reference, call) for call in _others(samples, dims, size)) for size in sizes)
+        except UsageError:
+            # The names contradict each other, or the user's function doesn't make such inputs.
+            return False
+
+    def _is_independent(self, tensor: torch.Tensor, dim: int) -> bool | None:
+        """Whether slices of the outputs depend on the slice with the same index of an input alone; None if unknown."""
+        changed = tensor.detach().clone()
+        changed.select(dim, 0).copy_(tensor.detach().select(dim, 1))
+        given = self.samples.given
+        other = Call(*rebuild((given.args, given.kwargs), lambda each: changed if each is tensor else each))
+        before, after = outputs_on(self.reference, given), outputs_on(self.reference, other)
+        if before is None or after is None or before.keys() != after.keys():
+            return None
+        moved = [_moved(before[name], after[name]) for name in before]
+        if not any(bool(each.any()) for each in moved):
+            return None
+        return all(_only_first(each, tensor.shape[dim]) for each in moved)
+
+
+def _groups(others: Sequence[tuple[str, int]]) -> Iterator[Sequence[tuple[str, int]]]:
+    """All of them, each alone, and all but one."""
+    if others:
+        yield others
+    if len(others) > 1:
+        yield from ([other] for other in others)
+    if len(others) > 2:
+        yield from ([other for other in others if other != left_out] for left_out in others)
+
+
+def _others(samples: Samples, dims: OpenDims, size: str) -> Iterator[Call]:
+    """Calls at other values of a size."""
+    given = samples.batch_size if size == dims.batch else samples.sizes[size]
+    for other in (given + 1, 2 * given) if given else ():
+        yield samples.at(other) if size == dims.batch else samples.at(samples.batch_size, 0, ((size, other),))
+
+
+def _moved(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Where two outputs differ, as a bool tensor."""
+    if before.shape != after.shape:
+        return torch.ones_like(before, dtype=torch.bool)
+    if not before.is_floating_point():
+        return before != after
+    largest = before.abs().nan_to_num(posinf=0.0).amax() if before.numel() else 0.0
+    return (before - after).abs() > _INDEPENDENT * largest
+
+
+def _only_first(moved: torch.Tensor, size: int) -> bool:
+    """Whether only the first slice along a dim of this size has moved."""
+    return any(
+        moved.shape[dim] == size and not bool(moved.narrow(dim, 1, size - 1).any()) for dim in range(moved.dim())
+    )

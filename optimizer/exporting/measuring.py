@@ -12,7 +12,7 @@ from exporters.base import Adapter, Captures, ExportRequest, named_inputs
 from optimizer.exporting.artifact_parity import ArtifactParity, Failures, factor_between_devices
 from optimizer.exporting.blame import blamed
 from optimizer.exporting.copies import exportable
-from optimizer.exporting.fixed_dims import note_on_fixed_dims
+from optimizer.exporting.fixed_dims import Suggestions, note_on_fixed_dims
 from optimizer.exporting.graph_files import GraphFiles
 from optimizer.exporting.job import ExportJob
 from optimizer.exporting.references import lowered_reference, measured_reference, sizes_of
@@ -40,6 +40,7 @@ class MeasuredExport:
         rows: the rows for the check of row independence; None without that check.
         exact: whether rounding is the only difference that files may have from the original.
         notes: for the manifest.
+        batch_elsewhere: the note on a batch that isn't dim 0; "" if there is none.
     """
 
     original: nn.Module
@@ -55,6 +56,7 @@ class MeasuredExport:
     rows: Rows | None
     exact: bool
     notes: tuple[str, ...]
+    batch_elsewhere: str = ""
 
 
 def measure(job: ExportJob) -> MeasuredExport:
@@ -70,7 +72,9 @@ def measure(job: ExportJob) -> MeasuredExport:
     at_home = job.samples if job.home.type == job.target.type else job.samples.to(job.home)
     original, rounding = _measured(job, exported, at_home)
     reference = lowered_reference(rounding, job.provenance)
-    refuse_sizes_not_taken(job, reference)
+    inputs = named_inputs(original, at_home.given.args, at_home.given.kwargs, input_names=job.input_names)
+    suggestions = Suggestions(inputs, at_home, job.dims, reference)
+    refuse_sizes_not_taken(job, reference, suggestions)
     request = request_for(job, exported, reference)
     if reference is not rounding or job.home.type != job.target.type:
         # A less precise result, or one on another device, doesn't have the original's outputs.
@@ -84,7 +88,8 @@ def measure(job: ExportJob) -> MeasuredExport:
         # Forward reads the tensors that a weight is computed from, such as `weight_g`.
         fresh = partial(exportable, job.model, job.target, reference.written)
         adapter = Adapter(fresh(), *call, input_names=job.input_names, output_names=job.output_names)
-    notes = _notes(job, original, at_home, reference, adapter, open_batch=request.dynamic_batch)
+    elsewhere = "" if job.dynamic or job.static_batch else suggestions.batch_elsewhere(original)
+    notes = [*_notes(job, suggestions, adapter, open_batch=request.dynamic_batch), *filter(None, [elsewhere])]
     flatten, device = adapter.flatten_inputs, job.target.type
     place_of = partial(place_in_refused, reference=reference, exported=exported, flatten=flatten, device=device)
     request = replace(request, place_of=place_of, output_structure=adapter.outputs, captures=Captures(adapter))
@@ -121,6 +126,7 @@ def measure(job: ExportJob) -> MeasuredExport:
         # Tolerances beyond rounding would also hide an exporter's errors.
         exact=request.outputs is not None and job.atol is None and job.rtol is None,
         notes=(*notes, *factor_notes),
+        batch_elsewhere=elsewhere,
     )
 
 
@@ -131,20 +137,19 @@ def _measured(job: ExportJob, exported: nn.Module, at_home: Samples) -> tuple[nn
     job.progress("parity", 0, len(job.exporters) + 1, "running the original")
     sizes = sizes_of(job.samples, job.batch_sizes, job.static_batch, job.effort)
     outputs = None if job.provenance is None else job.provenance.outputs
-    rounding = measured_reference(original, at_home, sizes, job.effort, outputs)
+    rounding = measured_reference(original, at_home, sizes, job.effort, outputs, or_larger=job.batch_sizes is None)
     refuse_carried_state(original, rounding)
     return original, rounding
 
 
-def _notes(
-    job: ExportJob, original: nn.Module, at_home: Samples, reference: Reference, adapter: Adapter, *, open_batch: bool
-) -> list[str]:
+def _notes(job: ExportJob, suggestions: Suggestions, adapter: Adapter, *, open_batch: bool) -> list[str]:
     """The notes for the manifest that don't depend on the files."""
     itself = job.provenance is None or job.provenance.original is None
+    reference = suggestions.reference
     notes = ["the artifacts are compared with the exported module itself"] if itself else []
-    notes += note_on_fixed_batch(job, reference)
+    notes += note_on_fixed_batch(job, reference, suggestions)
+    notes += suggestions.notes_on_broadcast()
     notes += note_on_numbers(adapter)
     if job.dynamic is None:
-        inputs = named_inputs(original, at_home.given.args, at_home.given.kwargs, input_names=job.input_names)
-        notes += note_on_fixed_dims(inputs, at_home, reference, open_batch=open_batch)
+        notes += note_on_fixed_dims(suggestions.inputs, suggestions.samples, reference, open_batch=open_batch)
     return notes

@@ -28,6 +28,8 @@ def measured_reference(
     batch_sizes: Sequence[int] | None,
     effort: Effort,
     known: OriginalOutputs | None = None,
+    *,
+    or_larger: bool = False,
 ) -> Reference:
     """Measure the reference for all files.
 
@@ -37,6 +39,7 @@ def measured_reference(
         batch_sizes: from `sizes_of`.
         effort: determines the number of draws and of measured batch sizes.
         known: outputs of the original from `optimize`, which need not be computed again.
+        or_larger: as for `measure_reference`.
 
     Raises:
         VacuousError: the outputs prove nothing.
@@ -48,6 +51,7 @@ def measured_reference(
         draws=3 if effort == "thorough" else None,
         measured_sizes=_MEASURED_SIZES[effort],
         known=known,
+        or_larger=or_larger,
     )
     refuse_vacuous(reference)
     return reference

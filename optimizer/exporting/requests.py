@@ -9,6 +9,7 @@ from torch import nn
 
 from exporters.base import Adapter, ExportRequest
 from optimizer.errors import ExportFailed, UsageError
+from optimizer.exporting.fixed_dims import Suggestions
 from optimizer.exporting.job import ExportJob
 from optimizer.parity import Reference
 from optimizer.wording import listed
@@ -70,7 +71,7 @@ def names_in_files(reference: Reference, adapter: Adapter) -> dict[str, str]:
     return dict(zip(own, shown, strict=True))
 
 
-def refuse_sizes_not_taken(job: ExportJob, reference: Reference) -> None:
+def refuse_sizes_not_taken(job: ExportJob, reference: Reference, suggestions: Suggestions) -> None:
     """Refuse an open dim for which the original itself accepts only one size.
 
     Raises:
@@ -88,17 +89,21 @@ def refuse_sizes_not_taken(job: ExportJob, reference: Reference) -> None:
             raise UsageError(
                 f"dynamic opens {where}, but batch_sizes has only the size of the example inputs: add another size."
             )
-        raise ExportFailed(
-            f"dynamic opens {where}, but the model raises at every other size that was tried ({why}): leave {where} "
-            "out, or change that line."
-        )
+        what = f"dynamic opens {where}, but the model raises at every other size that was tried ({why})"
+        if option := suggestions.with_equal_dims(name):
+            raise ExportFailed(f"{what}.{option}")
+        raise ExportFailed(f"{what}: leave {where} out, or change that line.")
 
 
-def note_on_fixed_batch(job: ExportJob, reference: Reference) -> list[str]:
+def note_on_fixed_batch(job: ExportJob, reference: Reference, suggestions: Suggestions) -> list[str]:
     """A note if the files accept only one batch size although the user didn't ask for that."""
     if job.static_batch or not job.samples.dynamic or len(reference.batch_sizes) > 1:
         return []
     why = reference.why_not(None)
-    raised = why and f"the model raises at every other size that was tried ({why})"
-    alone = "batch_sizes has only the size of the example inputs"
-    return [f"the batch size is fixed, as with static_batch: {raised or alone}"]
+    if why is None:
+        return ["the batch size is fixed, as with static_batch: batch_sizes has only the size of the example inputs"]
+    option = suggestions.with_equal_dims(job.dims.batch)
+    raised = f"the model raises at every other size that was tried ({why})"
+    return [
+        f"the batch size is fixed, as with static_batch: {raised}{f'.{option}' if option else ''}".removesuffix(".")
+    ]

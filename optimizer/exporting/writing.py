@@ -41,8 +41,11 @@ class WrittenFiles:
     unproven: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def raise_missing(self) -> None:
+    def raise_missing(self, hint: str = "") -> None:
         """Raise the error of the missing formats; a wrong file takes precedence over one that couldn't be made.
+
+        Args:
+            hint: a clause for the message of files that couldn't be made.
 
         Raises:
             ParityError: a file isn't proven. It has the entries of all files.
@@ -52,9 +55,10 @@ class WrittenFiles:
         errors = list(self.missing.values())
         if wrong := next((error for error in errors if isinstance(error, ParityError)), None):
             raise ParityError(str(wrong), {"artifacts": figures, **wrong.figures})
-        if len(errors) == 1:
+        if len(errors) == 1 and not hint:
             raise errors[0]
-        raise ExportError(" ".join(map(str, errors))) from errors[0]
+        hints = [f"{hint[0].upper()}{hint[1:]}."] if hint else []
+        raise ExportError(" ".join([*map(str, errors), *hints])) from errors[0]
 
 
 def write_files(job: ExportJob, measured: MeasuredExport, folder: Path) -> WrittenFiles:
@@ -74,7 +78,7 @@ def write_files(job: ExportJob, measured: MeasuredExport, folder: Path) -> Writt
     job.progress("export", len(job.exporters), len(job.exporters), "")
     written.notes.extend(measured.graph.notes(written.missing))
     if written.missing and (job.strict or not written.entries):
-        written.raise_missing()
+        written.raise_missing(measured.batch_elsewhere)
     return written
 
 

@@ -1,5 +1,7 @@
 """The open dims of the inputs in the files: `dynamic` and `--dynamic`, checked against the example inputs."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,12 +23,14 @@ class OpenDims:
 
     Attributes:
         of: by the name of an input in the files, its open dims, each with the name of its size.
-        batch: the name of the batch size, which is dim 0 of the first tensor.
-        given: the size of each name in the example inputs, except the batch.
+        batch: the name of the batch size: "batch" if a dim has that name, otherwise that of dim 0 of the first tensor.
+        rows: the batch size in the example inputs; None if no tensor has dims.
+        given: the size of each other name in the example inputs.
     """
 
     of: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     batch: str = BATCH
+    rows: int | None = None
     given: Mapping[str, int] = field(default_factory=dict)
 
     def places(self, size: str) -> str:
@@ -45,13 +49,14 @@ def open_dims(
 
     Args:
         inputs: the tensors of the example inputs by their names in the files.
-        first: the first tensor with dims; its dim 0 is the batch.
+        first: the first tensor with dims; its dim 0 is the batch, unless another dim has the name "batch".
         static_batch: whether the batch size is fixed; then no declared dim may be the batch.
 
     Raises:
         UsageError: the declaration is malformed, an input or dim doesn't exist, a dim is repeated or empty, or dims
             with the same name have different sizes.
     """
+    default = None if first is None else first.shape[0]
     if dynamic is None:
         return OpenDims()
     declared = {name: _named_dims(name, dims) for name, dims in _mapping(dynamic).items()}
@@ -60,13 +65,17 @@ def open_dims(
     _refuse_one_tensor_for_two(declared, inputs)
     for name, dims in declared.items():
         _refuse_absent(name, dims, inputs[name])
-    batch_size = None if first is None else first.shape[0]
-    batch = next((dims.get(0) for name, dims in declared.items() if inputs[name] is first), None) or BATCH
+    batch, rows, place = BATCH, default, f"the {BATCH}"
+    if (called := _dim_called(BATCH, declared)) is not None:
+        rows, place = inputs[called[0]].shape[called[1]], f"dim {called[1]} of {called[0]}"
+    else:
+        batch = next((dims.get(0) for name, dims in declared.items() if inputs[name] is first), None) or BATCH
     named: dict[str, dict[int, str]] = {}
     for name, dims in declared.items():
-        own = batch if inputs[name].shape[:1] == (batch_size,) else f"{name}_dim_0"
+        is_batch = inputs[name].shape[:1] == (rows,) and batch not in dims.values()
+        own = batch if is_batch else f"{name}_dim_0"
         named[name] = {dim: symbol or (f"{name}_dim_{dim}" if dim else own) for dim, symbol in dims.items()}
-    sizes: dict[str, tuple[int, str]] = {} if batch_size is None else {batch: (batch_size, f"the {BATCH}")}
+    sizes: dict[str, tuple[int, str]] = {} if rows is None else {batch: (rows, place)}
     for name, named_dims in named.items():
         for dim, size_name in named_dims.items():
             size, place = inputs[name].shape[dim], f"dim {dim} of {name}"
@@ -80,7 +89,12 @@ def open_dims(
                     f"dynamic gives {place} and {elsewhere} the same name, {size_name}, but their sizes in the example inputs are"
                     f" {size} and {known}: use two names, or inputs of equal size."
                 )
-    return OpenDims(named, batch, {symbol: size for symbol, (size, _) in sizes.items() if symbol != batch})
+    return OpenDims(named, batch, rows, {symbol: size for symbol, (size, _) in sizes.items() if symbol != batch})
+
+
+def _dim_called(size: str, declared: Mapping[str, Mapping[int, str | None]]) -> tuple[str, int] | None:
+    """The first input and dim that are declared with this name of a size."""
+    return next(((name, dim) for name, dims in declared.items() for dim in dims if dims[dim] == size), None)
 
 
 def _mapping(dynamic: Dynamic) -> Dynamic:

@@ -3,7 +3,8 @@
 A check on one input alone proves little. A loop over the batch that a trace unrolled, or a branch on a value, only
 shows at another batch size or on other data. From the user's one call, this module makes more:
 
-- Each tensor whose dim 0 equals that of the first tensor gets the new batch size there.
+- Each tensor whose dim 0 equals that of the first tensor gets the new batch size there. Where open dims are declared,
+  each dim with the name of the batch gets it.
 - Floats are drawn from the distribution of the observed values, so mean, spread, sign and range stay.
 - Integers, booleans and float masks (infinite or huge values, or at most two different ones) keep the observed rows,
   permuted and repeated. One permutation applies to the whole call, so rows that belong together stay together.
@@ -17,6 +18,7 @@ Everything follows from (seed, batch size, draw, sizes). The global random state
 """
 
 import copy
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,9 +72,9 @@ class Samples:
 
     Attributes:
         given: the user's own call; for a function, its call at batch size 2, draw 0.
-        batch_size: the size of dim 0 of the first tensor with dims; None if there is none.
+        batch_size: the size of dim 0 of the first tensor with dims, or of the dims that are declared as the batch; None
+            if there is none.
         dynamic: False if no other batch size can be made.
-        further: the batch size and draw of each further call.
         sizes: the given size of each open dim except the batch, by name; empty before `opened`.
 
     Raises:
@@ -84,7 +86,6 @@ class Samples:
     given: Call
     batch_size: int | None
     dynamic: bool
-    further: tuple[tuple[int | None, int], ...]
 
     def __init__(
         self,
@@ -101,6 +102,9 @@ class Samples:
             )
         self.seed = seed
         self.device = None if device is None else torch.device(device)
+        self.sizes: dict[str, int] = {}
+        self._open: dict[int, Mapping[int, str]] = {}
+        self._batch = ""
         self._kwargs = dict(example_kwargs or {})
         self._function: Callable[[int, torch.Generator], Any] | None = None
         if callable(example_inputs) and not isinstance(example_inputs, torch.Tensor | tuple):
@@ -112,14 +116,21 @@ class Samples:
         if self.batch_size == 0:
             raise UsageError("The example inputs have a batch of no rows: use at least one row.")
         self.dynamic = self._function is not None or bool(self.batch_size)
-        self.sizes: dict[str, int] = {}
-        self._open: dict[int, Mapping[int, str]] = {}
-        self._batch = ""
         self._further_inputs = tuple(further_inputs)
-        self._own: dict[tuple[int | None, int], Call] = {}
-        for number, item in enumerate(self._further_inputs, 1):
-            self._add_further(number, item)
-        self.further = tuple(self._own)
+
+    @property
+    def further(self) -> tuple[tuple[int | None, int], ...]:
+        """The batch size and draw of each further call.
+
+        Raises:
+            UsageError: a further call differs from the first in more than its rows.
+        """
+        return tuple(self._own)
+
+    @property
+    def row_dims(self) -> tuple[tuple[int, ...], ...]:
+        """For each tensor of a call, the dims that have the batch size."""
+        return tuple(itertools.starmap(self._row_dims, enumerate(_tensors(self.given))))
 
     @property
     def first(self) -> torch.Tensor | None:
@@ -135,12 +146,23 @@ class Samples:
         tensors = _tensors(self.given)
         places = {id(tensor): number for number, tensor in enumerate(tensors)}
         opened = copy.copy(self)
+        # Which further calls fit depends on the open dims.
+        opened.__dict__.pop("_own", None)
         opened.sizes = dict(dims.given)
-        opened._batch = dims.batch
+        opened.batch_size, opened._batch = dims.rows, dims.batch
         opened._open = {places[id(inputs[name])]: declared for name, declared in dims.of.items()}
-        has_rows = [opened._has_open_rows(number, tensor) for number, tensor in enumerate(tensors)]
-        opened.dynamic = self.dynamic and any(has_rows)
+        opened.dynamic = self.dynamic and any(opened.row_dims)
         return opened
+
+    def with_open_batch_only(self) -> "Samples":
+        """The same samples without open dims other than the batch."""
+        batch = copy.copy(self)
+        batch.sizes = {}
+        batch._open = {
+            number: {dim: name for dim, name in dims.items() if name == self._batch}
+            for number, dims in self._open.items()
+        }
+        return batch
 
     def at(self, batch_size: int | None = None, draw: int = 0, sizes: Sizes = ()) -> Call:
         """The call of this batch size and draw; draw 0 at the given batch size is the user's own data.
@@ -158,8 +180,10 @@ class Samples:
     def _at(self, batch_size: int | None, draw: int) -> Call:
         if batch_size is None:
             batch_size = _FUNCTION_BATCH if self._function is not None else self.batch_size
-        if (own := self._own.get((batch_size, draw))) is not None:
-            return own
+        return self._own.get((batch_size, draw)) or self._made(batch_size, draw)
+
+    def _made(self, batch_size: int | None, draw: int) -> Call:
+        """The call of this batch size and draw, if no further call takes its place."""
         if batch_size is not None and batch_size < 1 and batch_size != self.batch_size:
             raise UsageError(f"A batch size must be at least 1, not {batch_size}.")
         if self._function is not None:
@@ -176,31 +200,21 @@ class Samples:
     @property
     def elements_of_a_row(self) -> int:
         """The number of elements in one row of the largest input with rows."""
-        with_rows = (
-            tensor for number, tensor in enumerate(_tensors(self.given)) if self._has_open_rows(number, tensor)
-        )
-        return max((tensor.numel() // max(1, len(tensor)) for tensor in with_rows), default=0)
+        pairs = zip(_tensors(self.given), self.row_dims, strict=True)
+        return max((tensor.numel() // max(1, self.batch_size or 0) for tensor, dims in pairs if dims), default=0)
 
     def rows_alone(self) -> Iterator[Call]:
         """Yield the first rows of the user's own call, each alone.
 
         There are none unless a tensor with rows carries more information than random numbers, as a mask does.
         """
-        own = [tensor for number, tensor in enumerate(_tensors(self.given)) if self._has_open_rows(number, tensor)]
-        if self._function is not None or not self.batch_size or not any(map(keeps_values, own)):
+        pairs = zip(_tensors(self.given), self.row_dims, strict=True)
+        own = {id(tensor): (tensor, dims) for tensor, dims in pairs if dims}
+        if self._function is not None or not self.batch_size or not any(keeps_values(each) for each, _ in own.values()):
             return
         for row in range(min(self.batch_size, _ROWS_ALONE)):
-            yield self._row_alone(row, set(map(id, own)))
-
-    def _row_alone(self, row: int, own: set[int]) -> Call:
-        taken = {0: torch.tensor([row])}
-
-        def cut(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in own:
-                return tensor
-            return _selected(tensor.detach(), taken).requires_grad_(tensor.requires_grad)
-
-        return Call(*rebuild((self.given.args, self.given.kwargs), cut))
+            taken = torch.tensor([row])
+            yield _selected_call(self.given, {tensor: dict.fromkeys(dims, taken) for tensor, (_, dims) in own.items()})
 
     def to(self, device: torch.device | str) -> "Samples":
         """The same samples on another device, with equal values."""
@@ -212,45 +226,66 @@ class Samples:
             device=device,
         )
         there.sizes, there.dynamic, there._open, there._batch = self.sizes, self.dynamic, self._open, self._batch
+        there.batch_size = self.batch_size
         return there
 
-    def _add_further(self, number: int, item: Any) -> None:
+    @functools.cached_property
+    def _own(self) -> dict[tuple[int | None, int], Call]:
+        """The further calls by the batch size and draw in whose place they are."""
+        own: dict[tuple[int | None, int], Call] = {}
+        for number, item in enumerate(self._further_inputs, 1):
+            size, call = self._further_call(number, item)
+            # The example inputs are draw 0 of their batch size.
+            taken = {(self.batch_size, 0), *own}
+            own[size, next(draw for draw in itertools.count() if (size, draw) not in taken)] = call
+        return own
+
+    def _further_call(self, number: int, item: Any) -> tuple[int | None, Call]:
         which = f"The further inputs {number}"
         pair = isinstance(item, tuple) and len(item) == 2
         if not pair or not isinstance(item[0], tuple) or not isinstance(item[1], dict):
             raise UsageError(f"{which} must be a pair of a tuple and a dict, such as ((x,), {{}}), not {_kind(item)}.")
         call = self._placed(Call(*item))
-        size = _batch_size(call)
+        size = self._size_of(call)
         if size == 0:
             raise UsageError(f"{which} have a batch of no rows: use at least one row.")
         if size != self.batch_size and (size is None or self.batch_size is None):
             raise UsageError(f"{which} have {_rows_of(size)}, but the example inputs {_rows_of(self.batch_size)}.")
-        if misfit := _other_than_rows(self.at(size), call):
+        if misfit := _other_than_rows(self._made(size, 0), call):
             raise UsageError(f"{which} differ from the example inputs in more than the number of rows: {misfit}.")
-        # The example inputs are draw 0 of their batch size.
-        taken = {(self.batch_size, 0), *self._own}
-        self._own[size, next(draw for draw in itertools.count() if (size, draw) not in taken)] = call
+        return size, call
+
+    def _size_of(self, call: Call) -> int | None:
+        """The batch size of a call with the structure of the first."""
+        for number, tensor in enumerate(_tensors(call)):
+            for dim, name in self._open.get(number, {}).items():
+                if name == self._batch and dim < tensor.dim():
+                    return tensor.shape[dim]
+        return _batch_size(call)
 
     def _from_function(self, batch_size: int, draw: int) -> Call:
         assert self._function is not None
         generator = self._generator(batch_size, draw)
         # A function that ignores its generator draws from the global ones, so these are seeded meanwhile.
         with random_state(generator.initial_seed()):
-            made = self._ask(self._function, batch_size, generator)
+            made = _ask(self._function, batch_size, generator)
         if isinstance(made, Call):
             return self._placed(Call(made.args, {**self._kwargs, **made.kwargs}))
         args = _positional(made, "the function given as example_inputs")
-        return self._placed(Call(args, self._resized_kwargs(args, batch_size, draw)))
+        call = self._placed(Call(args, self._resized_kwargs(args, batch_size, draw)))
+        return self._with_rows(call, batch_size, generator)
 
-    def _ask(self, function: Callable[[int, torch.Generator], Any], batch_size: int, generator: torch.Generator) -> Any:
-        try:
-            return function(batch_size, generator)
-        except LoadError:
-            raise
-        except Exception as error:
-            raise LoadError(
-                f"The function given as example_inputs raises at batch size {batch_size}: {quote(error, with_type=True)}."
-            ) from error
+    def _with_rows(self, call: Call, batch_size: int, generator: torch.Generator) -> Call:
+        """The call with the batch size in each dim that is declared as the batch, where a function made another one."""
+        taken_of = {
+            id(tensor): {
+                dim: _rows(tensor.shape[dim], batch_size, generator)
+                for dim in self._row_dims(number, tensor, batch_size)
+                if tensor.shape[dim] != batch_size
+            }
+            for number, tensor in enumerate(_tensors(call))
+        }
+        return _redrawn_call(call, taken_of, generator)
 
     def _resized_kwargs(self, args: tuple[Any, ...], batch_size: int, draw: int) -> dict[str, Any]:
         kwargs_rows = _batch_size(Call((), self._kwargs))
@@ -275,63 +310,67 @@ class Samples:
         """
         generator = self._generator(batch_size, draw)
         rows = _rows(observed, batch_size, generator)
-        # A dim 0 that isn't open keeps its size.
-        closed = {
-            id(tensor): _rows(observed, observed, generator)
-            for number, tensor in enumerate(_tensors(call), before)
-            if number in self._open and not self._has_open_rows(number, tensor)
-        }
+        taken_of: dict[int, dict[int, torch.Tensor]] = {}
+        for number, tensor in enumerate(_tensors(call), before):
+            taken = dict.fromkeys(self._row_dims(number, tensor, observed), rows)
+            if number in self._open and 0 not in taken:
+                # A dim 0 that isn't open keeps its size.
+                kept = _rows(observed, observed, generator)
+                if tensor.shape[:1] == (observed,):
+                    taken[0] = kept
+            taken_of[id(tensor)] = taken
+        return _redrawn_call(call, taken_of, generator)
 
-        def redraw(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dim() == 0 or tensor.shape[0] != observed:
-                return tensor
-            taken = {0: closed.get(id(tensor), rows)}
-            return _redrawn(tensor, taken, generator).requires_grad_(tensor.requires_grad)
+    def _row_dims(self, number: int, tensor: torch.Tensor, observed: int | None = None) -> tuple[int, ...]:
+        """The dims of a tensor that have the batch size.
 
-        args, kwargs = rebuild((call.args, call.kwargs), redraw)
-        return Call(args, kwargs)
-
-    def _has_open_rows(self, number: int, tensor: torch.Tensor) -> bool:
+        Args:
+            observed: the batch size of its call; the given one by default.
+        """
         if number in self._open:
-            return self._open[number].get(0) == self._batch
-        return tensor.dim() > 0 and tensor.shape[0] == self.batch_size
+            return tuple(dim for dim, name in self._open[number].items() if name == self._batch)
+        return (0,) if tensor.shape[:1] == (observed or self.batch_size,) else ()
 
     def _resized(self, call: Call, sizes: Mapping[str, int], generator: torch.Generator) -> Call:
         """The call with other sizes of its open dims."""
         slices = {name: _rows(self.sizes[name], size, generator) for name, size in sizes.items()}
-        dims_of = {id(tensor): self._open.get(number, {}) for number, tensor in enumerate(_tensors(call))}
-
-        def resize(tensor: torch.Tensor) -> torch.Tensor:
-            dims = {dim: name for dim, name in dims_of[id(tensor)].items() if name in sizes}
+        taken_of: dict[int, dict[int, torch.Tensor]] = {}
+        for number, tensor in enumerate(_tensors(call)):
+            dims = {dim: name for dim, name in self._open.get(number, {}).items() if name in sizes}
             for dim, name in dims.items():
                 if tensor.shape[dim] != self.sizes[name]:
                     raise UsageError(
                         f"The function given as example_inputs returns {name} with size {tensor.shape[dim]} at one "
                         f"batch size and {self.sizes[name]} at another: only the number of rows may change."
                     )
-            if not dims:
-                return tensor
-            taken = {dim: slices[name] for dim, name in dims.items()}
-            return _redrawn(tensor, taken, generator).requires_grad_(tensor.requires_grad)
-
-        args, kwargs = rebuild((call.args, call.kwargs), resize)
-        return Call(args, kwargs)
+            taken_of[id(tensor)] = {dim: slices[name] for dim, name in dims.items()}
+        return _redrawn_call(call, taken_of, generator)
 
     def _placed(self, call: Call) -> Call:
         _refuse_unusable(call)
         if self.device is None:
             return call
         device = self.device
-        args, kwargs = rebuild(
-            (call.args, call.kwargs),
-            lambda tensor: tensor.detach().to(device).requires_grad_(tensor.requires_grad),
+        there = rebuild(
+            (call.args, call.kwargs), lambda tensor: tensor.detach().to(device).requires_grad_(tensor.requires_grad)
         )
-        return Call(args, kwargs)
+        return Call(*there)
 
     def _generator(self, batch_size: int | None, draw: int, sizes: Mapping[str, int] | None = None) -> torch.Generator:
         others = "".join(f"/{name}={size}" for name, size in (sizes or {}).items())
         digest = hashlib.sha256(f"{self.seed}/{batch_size}/{draw}{others}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def _ask(function: Callable[[int, torch.Generator], Any], batch_size: int, generator: torch.Generator) -> Any:
+    try:
+        return function(batch_size, generator)
+    except LoadError:
+        raise
+    except Exception as error:
+        raise LoadError(
+            f"The function given as example_inputs raises at batch size {batch_size}: {quote(error, with_type=True)}."
+        ) from error
 
 
 def _rows_of(batch_size: int | None) -> str:
@@ -412,6 +451,27 @@ def _rows(observed: int, batch_size: int, generator: torch.Generator) -> torch.T
     """The observed row for each row of the new batch; each one is used once before any is repeated."""
     rounds = -(-batch_size // observed)
     return torch.cat([torch.randperm(observed, generator=generator) for _ in range(rounds)])[:batch_size]
+
+
+def _redrawn_call(call: Call, taken_of: Mapping[int, Mapping[int, torch.Tensor]], generator: torch.Generator) -> Call:
+    """The call with other tensors of the same kind; `taken_of` has the slices for `_redrawn` by the tensor's id."""
+
+    def redraw(tensor: torch.Tensor) -> torch.Tensor:
+        taken = taken_of[id(tensor)]
+        return _redrawn(tensor, taken, generator).requires_grad_(tensor.requires_grad) if taken else tensor
+
+    return Call(*rebuild((call.args, call.kwargs), redraw))
+
+
+def _selected_call(call: Call, taken_of: Mapping[int, Mapping[int, torch.Tensor]]) -> Call:
+    """The call with these slices of its own tensors."""
+
+    def select(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in taken_of:
+            return tensor
+        return _selected(tensor.detach(), taken_of[id(tensor)]).requires_grad_(tensor.requires_grad)
+
+    return Call(*rebuild((call.args, call.kwargs), select))
 
 
 def _redrawn(tensor: torch.Tensor, slices: Mapping[int, torch.Tensor], generator: torch.Generator) -> torch.Tensor:

@@ -23,7 +23,7 @@ from optimizer.parity.regions import RegionParity, RegionReference, check_change
 from optimizer.parity.reruns import judged_values, reference_at, rerun
 from optimizer.parity.results import CallErrors, Measurement, OutputNoise, OutputParity, ParityReport
 from optimizer.parity.rounding import off_by_one_ulp, random_signs
-from optimizer.parity.row_runs import independent_rows, runs_on
+from optimizer.parity.row_runs import independent_rows, outputs_on, runs_on
 from optimizer.parity.rows import Rows
 from optimizer.parity.sequences import after_all_calls, measure_in_sequence
 from optimizer.parity.shares import allowed_share
@@ -74,6 +74,7 @@ __all__ = [
     "measure_in_sequence",
     "measure_reference",
     "off_by_one_ulp",
+    "outputs_on",
     "raised",
     "random_signs",
     "reference_at",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from optimizer.errors import UsageError
-from optimizer.model import Mode, Samples, Taken, one_at_a_time, pinned_settings
+from optimizer.model import Mode, Samples, Taken, ladder, one_at_a_time, pinned_settings
 from optimizer.parity.eager import eager_runs, notes_on_eager
 from optimizer.parity.noise import RoundingNoise
 from optimizer.parity.original import CallKey, Original, same_inputs
@@ -19,6 +19,8 @@ from optimizer.parity.signal import gives_the_same, why_vacuous
 from optimizer.parity.verdict import report_without_outputs
 
 BATCH_SIZES = (1, 2, 3, 5, 8)
+# Number of larger batch sizes to find where the original accepts no other size.
+_LARGER = 2
 
 
 def measure_reference(
@@ -30,6 +32,7 @@ def measure_reference(
     mode: Mode = "inference",
     measured_sizes: int | None = 2,
     known: OriginalOutputs | None = None,
+    or_larger: bool = False,
 ) -> Reference:
     """Run the original at each batch size and draw, and at `measured_sizes` of them also in float64 and perturbed.
 
@@ -42,13 +45,22 @@ def measure_reference(
             at all calls.
         measured_sizes: number of batch sizes at which rounding noise is measured, 1 or 2; None for all.
         known: earlier runs of the same original, which are reused if they are still valid.
+        or_larger: if the original accepts no other of these batch sizes, try some that are larger than the given one:
+            rows that the inputs refer to by number must exist.
 
     Raises:
         LoadError: the original raises at every batch size.
         UsageError: `batch_sizes` is empty, or `draws` isn't a number of 1 or more.
     """
     return OriginalOutputs.run(
-        target, samples, batch_sizes=batch_sizes, draws=draws, mode=mode, measured_sizes=measured_sizes, known=known
+        target,
+        samples,
+        batch_sizes=batch_sizes,
+        draws=draws,
+        mode=mode,
+        measured_sizes=measured_sizes,
+        known=known,
+        or_larger=or_larger,
     ).reference()
 
 
@@ -83,11 +95,12 @@ class OriginalOutputs:
         measured_sizes: int | None = 2,
         known: OriginalOutputs | None = None,
         recorded: RecordedRuns | None = None,
+        or_larger: bool = False,
     ) -> OriginalOutputs:
         """Run the original at each batch size and draw.
 
         Args:
-            batch_sizes, draws, measured_sizes, known: as for `measure_reference`.
+            batch_sizes, draws, measured_sizes, known, or_larger: as for `measure_reference`.
             recorded: records the first run of each call.
 
         Raises:
@@ -110,6 +123,8 @@ class OriginalOutputs:
             original.notes.append("The batch size of these inputs can't be changed: only the given inputs were run.")
         with one_at_a_time, pinned_settings() as settings:
             original.run_at(keys)
+            if or_larger and len(sizes) > 1 and original.batch_sizes == (samples.batch_size,):
+                sizes += _larger_sizes(original, count)
             if draws is None and gives_the_same(original):
                 # With few rows, labels may be equal by chance.
                 count = 2
@@ -169,6 +184,9 @@ class OriginalOutputs:
             return False
         if (samples.seed, samples.further) != (self.samples.seed, self.samples.further):
             return False
+        if samples.row_dims != self.samples.row_dims:
+            # Then other inputs are made for a batch size at which the original raised.
+            return False
         if not original.has_run_only(keys):
             return False
         calls = original.calls
@@ -179,6 +197,18 @@ class OriginalOutputs:
             return False
         with one_at_a_time, pinned_settings():
             return original.confirm(calls[0])
+
+
+def _larger_sizes(original: Original, draws: int) -> list[int | None]:
+    """Run the original at batch sizes larger than the given one until it accepted two; return these."""
+    assert original.samples is not None
+    given = original.samples.batch_size
+    found: list[int | None] = []
+    for size in ladder(given) if given else ():
+        if size > (given or 0) and len(found) < _LARGER:
+            original.run_at([*(one.key for one in original.calls), *((size, draw) for draw in range(draws))])
+            found += [size] if size in original.batch_sizes else []
+    return found
 
 
 def _sizes_of(samples: Samples, batch_sizes: Sequence[int] | None, mode: str) -> list[int | None]:

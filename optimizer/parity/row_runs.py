@@ -50,12 +50,17 @@ def independent_rows(reference: Reference, *, atol: Mapping[str, float], rtol: M
 
 def runs_on(reference: Reference, call: Call) -> bool:
     """Whether the original runs on a call without an error."""
+    return outputs_on(reference, call) is not None
+
+
+def outputs_on(reference: Reference, call: Call) -> dict[str, torch.Tensor] | None:
+    """The outputs of the original on a call, by name; None if it raises."""
     try:
-        reference.run(call)
+        seen = reference.run(call)
     except Exception as error:  # noqa: BLE001 - the original is foreign code: it may need more than one row
         logger.debug("the original raises at another size: %s", error)
-        return False
-    return True
+        return None
+    return {name: seen.values[name] for name in seen.of_kind("output")}
 
 
 def measure_rows(reference: Reference, runs: Runs, rows: Rows, flatten: Flatten | None) -> RowMeasurement:

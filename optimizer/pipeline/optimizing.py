@@ -15,6 +15,7 @@ from optimizer.model import (
     ExampleInputs,
     FurtherInputs,
     Mode,
+    Samples,
     Source,
     WorkingCopy,
     check_model,
@@ -59,10 +60,12 @@ def optimized(
     seed: int,
     progress: ProgressFunction,
     check_reference: Callable[[Reference], None] | None = None,
+    with_open_batch: Callable[[Samples], Samples] | None = None,
 ) -> nn.Module:
     """As `optimizer.optimize`.
 
     Args:
+        with_open_batch: makes the samples whose batch size varies in the declared dims.
         check_reference: called with the reference before any pass runs; it may raise.
     """
     with one_at_a_time, rare_collection(), outside_inference_mode():
@@ -74,6 +77,8 @@ def optimized(
         chosen = make_passes(passes, mode)
         target = device_of(model) if device is None else resolved_device(str(device), require_gpu=False)
         samples = samples_of(example_inputs, example_kwargs, further_inputs, seed, target)
+        if samples is not None and with_open_batch is not None:
+            samples = with_open_batch(samples)
         calls = () if samples is None else ((samples.given.args, samples.given.kwargs),)
         for item in chosen:
             item.check(Context(mode, target, calls))

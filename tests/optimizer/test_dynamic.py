@@ -1,5 +1,6 @@
 """`dynamic`: accepted values, the inputs that are drawn for it, and bundles with several open dims."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,7 @@ def test_equal_sizes_share_no_name_unless_they_are_given_one():
         ),
         (
             {"x": {0: "batch", 1: "batch"}},
-            "dynamic gives dim 1 of x and the batch the same name, batch, but their sizes in the example inputs are 5 and 2: use two names, or inputs of equal size.",
+            "dynamic gives dim 1 of x and dim 0 of x the same name, batch, but their sizes in the example inputs are 5 and 2: use two names, or inputs of equal size.",
         ),
     ],
 )
@@ -579,3 +580,177 @@ def test_the_command_tells_before_any_work(arguments, sentence, tmp_path, capsys
     said = capsys.readouterr().err
     assert said.endswith(f"optimize-export: error: {sentence}\n")
     assert "optimize-export: optimize" not in said
+
+
+# --------------------------------------------------------------------------------------------- dims with the same name
+
+
+class Graph(nn.Module):
+    """A graph convolution: the adjacency matrix has the number of nodes in both dims."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x, adj):
+        return adj @ self.inner(x)
+
+
+class WithState(nn.Module):
+    """A recurrent layer whose state has the batch in dim 1."""
+
+    def __init__(self, batch_first=True):
+        super().__init__()
+        self.inner = nn.LSTM(4, 6, batch_first=batch_first)
+
+    def forward(self, x, state, cell):
+        return self.inner(x, (state, cell))[0]
+
+
+class Messages(nn.Module):
+    """Adds rows of `x` that `edges` names by their numbers, so `x` can't be smaller."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x, edges):
+        sent = self.inner(x)[edges[0]]
+        return torch.zeros(x.shape[0], 3).index_add(0, edges[1], sent)
+
+
+class TimeMajor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.LSTM(4, 6)
+
+    def forward(self, x, scale):
+        return self.inner(x)[0] * scale[:, None]
+
+
+def graph():
+    return enliven(Graph()).eval(), (torch.randn(9, 4), torch.rand(9, 9))
+
+
+def state():
+    return enliven(WithState()).eval(), (torch.randn(3, 5, 4), torch.randn(1, 3, 6), torch.randn(1, 3, 6))
+
+
+def messages():
+    edges = torch.tensor([[0, 8, 3, 5, 7, 8], [1, 2, 8, 4, 6, 0]])
+    return enliven(Messages()).eval(), (torch.randn(9, 4), edges)
+
+
+def time_major():
+    return enliven(TimeMajor()).eval(), (torch.randn(5, 3, 4), torch.rand(3) + 1)
+
+
+NODES = {"x": {0: "nodes"}, "adj": {0: "nodes", 1: "nodes"}}
+STATE = {"x": {0: "batch"}, "state": {1: "batch"}, "cell": {1: "batch"}}
+TIME_MAJOR = {"x": {0: "time", 1: "batch"}, "scale": {0: "batch"}}
+
+
+@pytest.mark.parametrize(
+    ("made", "dynamic", "shapes"),
+    [
+        (graph, NODES, [("nodes", 4), ("nodes", "nodes"), ("nodes", 3)]),
+        (state, STATE, [("batch", 5, 4), (1, "batch", 6), (1, "batch", 6), ("batch", 5, 6)]),
+        (messages, {"x": {0: "nodes"}, "edges": {1: "edges"}}, [("nodes", 4), (2, "edges"), ("nodes", 3)]),
+        (messages, None, [("batch", 4), (2, 6), ("batch", 3)]),
+        (time_major, TIME_MAJOR, [("time", "batch", 4), ("batch",), ("time", "batch", 6)]),
+        # An input that isn't named keeps its batch, which is dim 1 of `x` here.
+        (time_major, {"x": {1: "batch"}}, [(5, "batch", 4), ("batch",), (5, "batch", 6)]),
+    ],
+)
+def test_dims_of_one_name_are_drawn_with_equal_sizes(made, dynamic, shapes, tmp_path):
+    model, inputs = made()
+    bundle = export(
+        model, example_inputs=inputs, output=tmp_path / "net", formats=("torchscript",), dynamic=dynamic, bench=False
+    )
+    (artifact,) = bundle.artifacts
+    assert [spec.shape for spec in (*artifact.inputs, *artifact.outputs)] == shapes
+    assert len(bundle.manifest["parity"]["batch_sizes"]) > 1
+
+
+def test_the_batch_is_the_dim_with_that_name():
+    x, scale = time_major()[1]
+    inputs = {"x": x, "scale": scale}
+    dims = open_dims({"x": {0: "time", 1: "batch"}}, inputs, first=x)
+    assert (dims.batch, dims.rows, dims.given) == ("batch", 3, {"time": 5})
+    samples = Samples((x, scale)).opened(dims, inputs)
+    assert shapes(samples.at(8)) == [(5, 8, 4), (8,)]
+    assert shapes(samples.at(8, sizes=(("time", 2),))) == [(2, 8, 4), (8,)]
+    assert shapes(samples.to("cpu").at(2)) == [(5, 2, 4), (2,)]
+
+
+def test_a_function_and_further_inputs_have_equal_sizes_too():
+    def made(size, generator):
+        return torch.randn(size, 4, generator=generator), torch.rand(size, 9, generator=generator)
+
+    samples = Samples(made)
+    inputs = dict(zip(("x", "adj"), samples.given.args, strict=True))
+    unequal = open_dims({"x": {0: "nodes"}, "adj": {0: "nodes"}}, inputs, first=samples.first)
+    assert shapes(samples.opened(unequal, inputs).at(6)) == [(6, 4), (6, 9)]
+    x, adj = graph()[1]
+    larger = ((torch.randn(11, 4), torch.rand(11, 11)), {})
+    further = Samples((x, adj), further_inputs=[larger])
+    inputs = {"x": x, "adj": adj}
+    opened = further.opened(open_dims(NODES, inputs, first=x), inputs)
+    assert opened.further == ((11, 0),)
+    assert opened.at(11).args[1] is larger[0][1]
+    with pytest.raises(UsageError, match="differ from the example inputs in more than the number of rows"):
+        _ = further.further
+
+
+@pytest.mark.parametrize(
+    ("made", "dynamic", "option"),
+    [
+        (graph, {"x": {0: "nodes"}}, "--dynamic x:0=nodes --dynamic adj:0=nodes,1=nodes"),
+        (state, {"x": {0: "b"}}, "--dynamic x:0=b --dynamic state:1=b --dynamic cell:1=b"),
+    ],
+)
+def test_where_the_model_takes_no_unequal_sizes_the_option_for_equal_ones_is_given(made, dynamic, option, tmp_path):
+    model, inputs = made()
+
+    def build(dynamic, name):
+        return export(
+            model, example_inputs=inputs, output=tmp_path / name, formats=("torchscript",), dynamic=dynamic, bench=False
+        )
+
+    with pytest.raises(ExportFailed, match="raises at every other size") as caught:
+        build(dynamic, "refused")
+    sentence = f"With dims of equal size it runs: `{option}` (dynamic= in Python)"
+    assert str(caught.value).endswith(f" {sentence}.")
+    built = build(None, "fixed")
+    assert any(note.endswith(re.sub(r"=\w+", "=batch", sentence)) for note in built.manifest["notes"])
+    assert build(parse_dynamic(option.split()[1::2]), "open").parity.ok
+
+
+def notes_on_batch(model, inputs, folder, **options):
+    bundle = export(model, example_inputs=inputs, output=folder, formats=("torchscript",), bench=False, **options)
+    return [note for note in bundle.manifest["notes"] if "isn't the batch" in note]
+
+
+def test_a_batch_that_is_not_dim_0_is_found_with_its_option(tmp_path):
+    (note,) = notes_on_batch(*time_major(), tmp_path / "net")
+    assert note == (
+        "dim 0 of x isn't the batch: its slices influence each other, and those of dim 1 don't; "
+        "`--dynamic x:0=time,1=batch --dynamic scale:0=batch` makes dim 1 the batch (dynamic= in Python)"
+    )
+    assert notes_on_batch(*time_major(), tmp_path / "open", dynamic=TIME_MAJOR) == []
+
+
+class Turned(nn.Module):
+    """Time-major inside, with the batch in dim 0 outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.LSTM(4, 6)
+
+    def forward(self, x):
+        return self.inner(x.transpose(0, 1))[0].transpose(0, 1)
+
+
+def test_a_batch_in_dim_0_gets_no_note(tmp_path):
+    assert notes_on_batch(enliven(Turned()).eval(), (torch.randn(3, 5, 4),), tmp_path / "net") == []
+    assert notes_on_batch(*state(), tmp_path / "state") == []
