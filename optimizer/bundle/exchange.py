@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from optimizer.manifest import read_text_bytes
+from optimizer.manifest import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def _has_ended(owner: dict[str, object]) -> bool:
     mine = _identity()
     pid = owner.get("pid")
     # Signal 0 checks whether a process exists. On Windows it would interrupt the process.
-    if os.name != "posix" or not isinstance(pid, int) or pid <= 0 or owner.get("host") != mine["host"]:
+    if os.name != "posix" or not isinstance(pid, int) or not 0 < pid < 2**31 or owner.get("host") != mine["host"]:
         return False
     if owner.get("boot") != mine["boot"]:
         return True
@@ -253,8 +253,8 @@ def _clear(place: Path) -> None:
 def _owner_of(place: Path) -> dict[str, object] | None:
     """The content of a staging place's marker; None if there is no marker from this program."""
     try:
-        owner = json.loads(read_text_bytes(place / MARKER))
-    except (OSError, ValueError, RecursionError):
+        owner = read_json(place / MARKER)
+    except (OSError, ValueError):
         return None
     return owner if isinstance(owner, dict) and owner.get("tool") == _TOOL else None
 

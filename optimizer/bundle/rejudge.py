@@ -92,7 +92,7 @@ def _can_be_judged(artifact: Mapping[str, Any]) -> bool:
 
 def _lossy(artifact: Mapping[str, Any], stored: Mapping[str, Any], device: str) -> ArtifactFigures:
     """The figures of a lossy artifact, which its user's budget judges."""
-    accuracy = Accuracy(**{name: value for name, value in stored.items() if name != "budget"})
+    accuracy = Accuracy.from_json(stored)
     budget = AccuracyBudget(**stored["budget"])
     figures = ArtifactFigures(artifact["format"], artifact["path"], device, accuracy.calls, None)
     outputs = (artifact.get("parity") or {}).get("outputs", ())

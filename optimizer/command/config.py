@@ -24,6 +24,7 @@ import click
 
 from optimizer.command.up_to_date import find_package
 from optimizer.errors import UsageError
+from optimizer.manifest import read_text_bytes
 
 _TOOL, _NAME = "optimize-export", re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 _DEFAULT = Path("pyproject.toml")
@@ -90,7 +91,7 @@ def read_config(path: Path | None, options: Mapping[str, click.Option]) -> Confi
     """
     path = _DEFAULT if path is None else path
     try:
-        table: Any = tomllib.loads(path.read_text(encoding="utf-8"))
+        table: Any = tomllib.loads(read_text_bytes(path, follow=True).decode("utf-8"))
     except OSError as error:
         raise UsageError(f"The config {path} can't be read: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:
@@ -179,6 +180,8 @@ def _converted(option: click.Option | None, value: Any) -> Any:
     if any(isinstance(part, bool) or not isinstance(part, str | int | float) for part in parts):
         raise TypeError("a text, a number or a list of them" if listed else "a text or a number")
     texts = tuple(map(str, parts))
+    if any("\0" in text for text in texts):
+        raise TypeError("a text without null characters")
     if option is not None and isinstance(option.type, click.Choice) and texts[0] not in option.type.choices:
         raise TypeError(f"one of {', '.join(option.type.choices)}")
     return texts if option is not None and option.multiple else ",".join(texts)

@@ -106,10 +106,16 @@ def files_of(path: Path, further: Sequence[str] = ()) -> list[Path]:
     if path.is_file():
         return [path]
     suffixes = (".safetensors", ".npz", *further)
-    found = sorted(each for each in path.glob("*") if each.suffix.lower() in suffixes)
+    found = sorted(each for each in path.glob("*") if each.suffix.lower() in suffixes and each.is_file())
     if not found:
         *first, last = suffixes[:3]
-        what = f"contains no {', '.join(first)} or {last} file" if path.is_dir() else "doesn't exist"
+        what = (
+            f"contains no {', '.join(first)} or {last} file"
+            if path.is_dir()
+            else "is neither a file nor a folder"
+            if path.exists()
+            else "doesn't exist"
+        )
         raise LoadError(f"{path} {what}.")
     return found
 
@@ -218,5 +224,5 @@ def _refuse_other_files(path: Path) -> None:
             f"{path} contains weights; MODEL must be the Python file that builds the model. Pass the weights with "
             "--weights."
         )
-    if path.suffix != ".py":
+    if path.suffix != ".py" or not path.is_file():
         raise LoadError(f"{path} is not a Python file (.py).")

@@ -5,7 +5,6 @@ The comparison needs no torch and runs none of the user's code, so it finds modu
 
 import hashlib
 import os
-import stat
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +26,7 @@ from optimizer.manifest import (
     describe_environment,
     describe_program,
     local_roots,
+    open_regular,
     read_manifest,
     sums_digest,
     version_of,
@@ -235,10 +235,9 @@ def _module_file(name: str, folder: Path) -> Path | None:
 def _digest(path: Path, unchanged_since: float | None = None) -> str | None:
     """The SHA-256 of a file; None if it isn't a regular file, can't be read, or changed after that Unix time."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path, follow=True) as file:
             status = os.fstat(file.fileno())
-            late = unchanged_since is not None and max(status.st_mtime, status.st_ctime) > unchanged_since
-            if late or not stat.S_ISREG(status.st_mode):
+            if unchanged_since is not None and max(status.st_mtime, status.st_ctime) > unchanged_since:
                 return None
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from exporters.onnx_quantization import Recipe
 from exporters.registry import QUANTIZED, exported_format
 from optimizer.errors import BundleError, UsageError
-from optimizer.manifest import MANIFEST
+from optimizer.manifest import MANIFEST, read_json
 from optimizer.options import AccuracyBudget
 from optimizer.runtime import Route
 from optimizer.wording import quote
@@ -48,7 +47,7 @@ def read_choices(path: str | Path, formats: Collection[str], budget: AccuracyBud
     """
     file = Path(path, MANIFEST) if Path(path).is_dir() else Path(path)
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        manifest = read_json(file, follow=True)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else quote(error)
         raise UsageError(f"The choices {file} can't be read: {reason}.") from error

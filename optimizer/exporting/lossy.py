@@ -102,7 +102,7 @@ class Lossy:
 
     def _made(self, format: str, files: Files, recipe: Recipe | None) -> dict[str, Any]:
         source = files.folder / files.entry("onnx")["path"]
-        target = source.with_suffix(format.removeprefix("onnx").replace("-", ".", 1) + source.suffix)
+        target = quantized_path(source, format)
         route = Route(format, "onnxruntime")
         found: list[Accuracy] = []
         # The best file outside the budget, with the time of a call.
@@ -180,6 +180,11 @@ class Lossy:
                 seen = reference.run(Call(*self._measured.adapter.call_arguments(tensors)))
             found.append(tuple(seen.values[name] for name in seen.of_kind("output")))
         return found
+
+
+def quantized_path(source: Path, format: str) -> Path:
+    """The path of a quantized copy: `model.int8.onnx` of `model.onnx`."""
+    return source.with_suffix(format.removeprefix("onnx").replace("-", ".", 1) + source.suffix)
 
 
 def _closeness(accuracy: Accuracy) -> tuple[bool, float]:

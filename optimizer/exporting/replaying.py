@@ -60,7 +60,7 @@ def prove_again(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choice
     files = replace(bench.files, entries=[*bench.files.entries, entry])
     try:
         accuracy = lossy.proven(files.candidate(route), files).accuracy
-    except Refused:
+    except BaseException:
         remove(files.folder / name for name in entry["files"])
         raise
     written.entries.append(entry)

@@ -6,8 +6,10 @@ import contextlib
 import hashlib
 import json
 import os
+import re
+import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,17 @@ from typing import Any
 import torch
 
 from exporters.onnx_quantization import Recipe
+from exporters.registry import QUANTIZED, exported_format
 from optimizer.bundle import describe_device, weights_hash
 from optimizer.errors import BundleError
 from optimizer.exporting.bench import Bench
-from optimizer.exporting.lossy import Lossy
-from optimizer.manifest import check_benchmark, file_digest, plain, to_json_text, version_of
-from optimizer.tuning import Benchmark
+from optimizer.exporting.choices import is_lossy
+from optimizer.exporting.lossy import Lossy, quantized_path
+from optimizer.manifest import check_benchmark, file_digest, plain, read_json, to_json_text, version_of
+from optimizer.runtime import Route
+from optimizer.tuning import Benchmark, Figure, candidate_name, recommendation
 
+_DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d UTC"
 # What the choice depends on, besides the files and the machine.
 _DISTRIBUTIONS = ("optimize-export", "torch", "onnxruntime", "onnxruntime-gpu", "openvino")
 
@@ -75,18 +81,48 @@ def _digest(calls: Iterable[tuple[torch.Tensor, ...]]) -> str:
     return weights_hash(named)
 
 
-def read_kept(path: Path, seconds: float) -> Kept | None:
-    """The result that a file keeps; None if there is none, it is broken, or its tuning took less time than `seconds`."""
+def read_kept(path: Path, bench: Bench, lossy: Lossy | None) -> Kept | None:
+    """The result that a file keeps.
+
+    Anyone who can write to the cache may have changed it, so a choice that this export couldn't have made counts as none.
+
+    Returns:
+        None if there is no such file, it is broken, it isn't about these files, or its tuning took less time than this
+        one may take.
+    """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path, follow=True)
         check_benchmark(data["benchmark"])
-        found, recipe = Benchmark.from_json(data["benchmark"]), data["quantization"]
-        if data["seconds"] < seconds or found.recommended is None:
+        found, recipe, date = Benchmark.from_json(data["benchmark"]), data["quantization"], data["date"]
+        if data["seconds"] < bench.job.tune_seconds or not re.fullmatch(_DATE, date):
             return None
-        made = None if recipe is None else Recipe.from_json(recipe, found.recommended.format)
-        return Kept(path, str(data["date"]), found, made)
+        recommended = _recommended(found, bench, lossy)
+        if recommended is None or recommended.route is None:
+            return None
+        format = recommended.route.format
+        made = Recipe.from_json(recipe, format) if format in QUANTIZED else None
+        return Kept(path, date, replace(found, reason=recommendation(found.figures, recommended.name)), made)
     except (OSError, ValueError, KeyError, TypeError, BundleError):
         return None
+
+
+def _recommended(found: Benchmark, bench: Bench, lossy: Lossy | None) -> Figure | None:
+    """The figure of the recommended route; None if this export couldn't have measured it or another figure."""
+    routes = [figure.route for figure in found.figures if figure.route is not None]
+    formats = {entry["format"] for entry in bench.files.entries}
+    if any(exported_format(route.format) not in formats or (is_lossy(route) and lossy is None) for route in routes):
+        return None
+    if any(figure.route and figure.name != _name(bench, figure.route) for figure in found.figures):
+        return None
+    if (found.batch_sizes, found.threads) != (bench.batch_sizes, torch.get_num_threads()):
+        return None
+    timed = (figure for figure in found.figures if figure.seconds is not None and figure.dropped is None)
+    return next((figure for figure in timed if figure.route == found.recommended), None)
+
+
+def _name(bench: Bench, route: Route) -> str:
+    path = Path(bench.files.entry(exported_format(route.format))["path"])
+    return candidate_name(quantized_path(path, route.format) if route.format in QUANTIZED else path, route)
 
 
 def keep(path: Path, found: Benchmark, recipe: Mapping[str, Any] | None, seconds: float) -> str | None:
@@ -102,10 +138,11 @@ def keep(path: Path, found: Benchmark, recipe: Mapping[str, Any] | None, seconds
         "quantization": recipe,
         "benchmark": found.to_json(),
     }
-    new = path.with_name(f".{path.name}-{os.getpid()}")
+    new = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(to_json_text(data), encoding="utf-8")
+        with new.open("x", encoding="utf-8") as file:
+            file.write(to_json_text(data))
         os.replace(new, path)
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -14,30 +14,31 @@ from optimizer.exporting.replaying import prove_again, with_notes
 from optimizer.exporting.tune_cache import Kept, cache_file, keep, read_kept
 from optimizer.exporting.tuner import Tuner
 from optimizer.exporting.writing import WrittenFiles
-from optimizer.tuning import Benchmark, Refused
+from optimizer.tuning import Benchmark, Candidate, Refused, opened_all
 
 
 def tuned(bench: Bench, lossy: Lossy | None, written: WrittenFiles) -> Benchmark:
     """Recommend one of the files. A recommended quantized file is added to those written."""
-    seconds = bench.job.tune_seconds
     path = cache_file(bench, lossy)
-    kept = read_kept(path, seconds)
+    kept = read_kept(path, bench, lossy)
     if kept is not None and _is_still_proven(kept, bench, lossy, written):
         return replace(kept.found, notes=(*kept.found.notes, kept.note))
     found, entry = _newly_tuned(bench, lossy, written)
     if found.recommended is None:
         return found
-    note = keep(path, found, None if entry is None else entry["quantization"], seconds)
+    note = keep(path, found, None if entry is None else entry["quantization"], bench.job.tune_seconds)
     return found if note is None else replace(found, notes=(*found.notes, note))
 
 
 def _is_still_proven(kept: Kept, bench: Bench, lossy: Lossy | None, written: WrittenFiles) -> bool:
-    assert kept.found.recommended is not None
-    try:
-        prove_again(bench, lossy, written, Choices(kept.path, kept.found.recommended, kept.recipe))
-    except Refused:
-        return False
-    return True
+    route = kept.found.recommended
+    assert route is not None
+
+    choices = Choices(kept.path, route, kept.recipe)
+    # A runtime's own errors count too: the file of the cache may ask for a setting that the runtime lacks.
+    proof = Candidate(str(route), lambda: lambda: prove_again(bench, lossy, written, choices))
+    proven, _ = opened_all([proof])
+    return bool(proven)
 
 
 def _newly_tuned(

@@ -20,11 +20,12 @@ from optimizer.manifest.files import (
     unexpected,
     unlisted,
 )
-from optimizer.manifest.reading import number, plain, read_manifest, to_json_text
+from optimizer.manifest.reading import number, parse_json, plain, read_json, read_manifest, to_json_text
 from optimizer.manifest.regular_files import LARGEST_TEXT, open_regular, read_text_bytes
 from optimizer.manifest.schema import (
     GOLDEN,
     MANIFEST,
+    MOST_THREADS,
     README,
     REPORT,
     REPORT_PAGE,
@@ -40,6 +41,7 @@ __all__ = [
     "GOLDEN",
     "LARGEST_TEXT",
     "MANIFEST",
+    "MOST_THREADS",
     "PROGRAM",
     "README",
     "REPORT",
@@ -60,7 +62,9 @@ __all__ = [
     "local_roots",
     "number",
     "open_regular",
+    "parse_json",
     "plain",
+    "read_json",
     "read_manifest",
     "read_text_bytes",
     "sums_digest",

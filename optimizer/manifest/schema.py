@@ -22,6 +22,9 @@ REPORT_PAGE = "report.html"
 SCHEMA_NAME = "optimize-export-bundle"
 SCHEMA_VERSION = 1
 
+# More than any machine has: a runtime starts each of them.
+MOST_THREADS = 4096
+
 NOT_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 Check = Callable[[object, str], None]
@@ -110,18 +113,25 @@ def _finite(value: object, where: str) -> None:
 
 
 def _count(value: object, where: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
         raise _wrong(where, "a whole number", value)
 
 
-def _seed(value: object, where: str) -> None:
+def _threads(value: object, where: str) -> None:
     _count(value, where)
-    if isinstance(value, int) and value >= 2**64:
-        raise _wrong(where, "a seed below 2**64", value)
+    if isinstance(value, int) and not 1 <= value <= MOST_THREADS:
+        raise _wrong(where, f"a number of threads from 1 to {MOST_THREADS}", value)
+
+
+def _seed(value: object, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**64:
+        raise _wrong(where, "a whole number below 2**64", value)
 
 
 def _dimension(value: object, where: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | str):
+    if isinstance(value, str) and value:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
         raise _wrong(where, "a whole number or the name of a dimension", value)
 
 
@@ -160,12 +170,13 @@ def _digests_by_key(value: object, where: str) -> None:
     _object(value, where)
     assert isinstance(value, dict)
     for key, digest in value.items():
+        if "\0" in key:
+            raise _wrong(where, "digests by the names of files", key)
         _or_null(_digest)(digest, f"{where}.{key}")
 
 
 _tensor = _record({"name": _text, "dtype": _text, "shape": _each(_dimension)})
 _file = _record({"path": _path, "sha256": _digest, "bytes": _count})
-_parity = _record({"ok": _flag, "verdict": _text, "reason": _text}, {"effort": _text})
 
 
 def _counts(value: object, where: str) -> None:
@@ -173,6 +184,14 @@ def _counts(value: object, where: str) -> None:
     assert isinstance(value, dict)
     for name, count in value.items():
         _count(count, f"{where}.{name}")
+
+
+def _versions(value: object, where: str) -> None:
+    _texts_by_key(value, where)
+    assert isinstance(value, dict)
+    for name, version in value.items():
+        if not name.strip() or not version.strip():
+            raise _wrong(where, "versions by the names of packages", value)
 
 
 def _texts_by_key(value: object, where: str) -> None:
@@ -205,6 +224,23 @@ _call = _record(
         **dict.fromkeys(("max_error", "mean_error", "p999_error", "cosine", "agreement"), _or_null(_number)),
         "undecided": _count,
         "sizes": _counts,
+    },
+)
+_parity = _record(
+    {"ok": _flag, "verdict": _text, "reason": _text},
+    {
+        "effort": _text,
+        "factor": _positive,
+        "outputs": _each(
+            _record(
+                {"name": _text, "tolerance": _or_null(_size)},
+                {
+                    **dict.fromkeys(("ratio", "slice_ratio"), _or_null(_number)),
+                    **dict.fromkeys(("judged", "by_user"), _flag),
+                    "calls": _each(_call),
+                },
+            )
+        ),
     },
 )
 _difference = _record(
@@ -322,7 +358,7 @@ _benchmark = _record(
     {},
     {
         "batch_sizes": _each(_count),
-        "threads": _count,
+        "threads": _threads,
         "rounds": _count,
         "figures": _each(
             _record(
@@ -345,7 +381,7 @@ _benchmark = _record(
     },
 )
 _build = _record(
-    {"options": _object, "files": _digests_by_key, "versions": _texts_by_key},
+    {"options": _object, "files": _digests_by_key, "versions": _versions},
     # Bundles of earlier versions lack it.
     {"program": _digest},
 )
@@ -354,7 +390,7 @@ _manifest = _record(
         "schema": _record({"name": _text, "version": _count}),
         "created": _text,
         "program": _record({"name": _text, "version": _text}),
-        "environment": _record({"python": _text, "platform": _text, "libraries": _object}),
+        "environment": _record({"python": _text, "platform": _text, "libraries": _versions}),
         "device": _record({"type": _text, "name": _text}),
         "mode": _text,
         "seed": _seed,

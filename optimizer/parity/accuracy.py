@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from optimizer.options import AccuracyBudget
-from optimizer.parity.json_data import to_json
+from optimizer.parity.json_data import from_json, to_json
 from optimizer.parity.pools import Pool
 from optimizer.parity.results import CallErrors, Measurement
 from optimizer.parity.statistics import error_statistics, has_classes, top1_agreement
@@ -116,6 +116,11 @@ class Accuracy:
     def to_json(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "outputs"}
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Accuracy:
+        """Read what `to_json` wrote; other fields are ignored."""
+        return from_json(cls, {name: value for name, value in data.items() if name != "outputs"})
+
     def __str__(self) -> str:
         shown = [] if self.cosine is None else [f"cosine {_digits(self.cosine)}"]
         shown += [] if self.top1 is None else [f"top-1 {100 * self.top1:.4g} %"]
@@ -126,7 +131,7 @@ class Accuracy:
 
 def accuracy_text(accuracy: Mapping[str, Any]) -> str:
     """The figures of an `Accuracy` as JSON for people, with the budget if the manifest has it there."""
-    said = str(Accuracy(**{name: value for name, value in accuracy.items() if name != "budget"}))
+    said = str(Accuracy.from_json(accuracy))
     budget = accuracy.get("budget")
     return said if budget is None else f"{said} (budget: {AccuracyBudget(**budget)})"
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy
 
 from optimizer.errors import BundleError, DeviceError, OptimizeExportError, UsageError
-from optimizer.manifest import file_problem, read_manifest, sums_problem, unexpected
+from optimizer.manifest import MOST_THREADS, file_problem, read_manifest, sums_problem, unexpected
 from optimizer.options import parse_digest
 from optimizer.runtime.dtypes import NUMPY_DTYPES
 from optimizer.runtime.golden_inputs import first_inputs
@@ -218,8 +218,8 @@ def load(
     """
     if device not in ("auto", "cpu", "cuda"):
         raise UsageError(f"device must be 'auto', 'cpu' or 'cuda', not {device!r}.")
-    if threads is not None and (type(threads) is not int or threads < 1):
-        raise UsageError(f"threads must be a whole number of 1 or more, not {threads!r}.")
+    if threads is not None and (type(threads) is not int or not 1 <= threads <= MOST_THREADS):
+        raise UsageError(f"threads must be a whole number from 1 to {MOST_THREADS}, not {threads!r}.")
     if runtime is not None and runtime not in SETTINGS:
         raise UsageError(f"There is no runtime {runtime!r}; the runtimes are {', '.join(SETTINGS)}.")
     folder = Path(bundle)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from optimizer.errors import BundleError, DeviceError
+from optimizer.manifest import MOST_THREADS
 
 Setting = bool | int | str
 
@@ -76,7 +77,9 @@ class Route:
         for name, value in settings.items():
             if type(value) is not SETTINGS[runtime].get(name):
                 raise BundleError(f"{name}={value!r} is not a setting of {runtime}.")
-        if settings.get("threads", 1) < 1 or settings.get("precision", "float32") not in PRECISIONS:
+        if not 1 <= settings.get("threads", 1) <= MOST_THREADS:
+            raise BundleError(f"threads={settings['threads']} is not a number from 1 to {MOST_THREADS}.")
+        if settings.get("precision", "float32") not in PRECISIONS:
             raise BundleError(f"The settings {dict(settings)} of {runtime} are invalid.")
         return cls(format, runtime, dict(settings))
 

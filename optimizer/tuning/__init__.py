@@ -17,7 +17,7 @@ from optimizer.tuning.benchmark import (
     timed,
 )
 from optimizer.tuning.bundle_bench import bench_bundle
-from optimizer.tuning.files import Files, calling, frozen, open_in_child
+from optimizer.tuning.files import Files, calling, candidate_name, frozen, open_in_child
 from optimizer.tuning.memory import PeakMemory, available_memory
 from optimizer.tuning.timing import Latency, Ratio, interleaved, ratio, settle
 
@@ -38,6 +38,7 @@ __all__ = [
     "bench_bundle",
     "budget_text",
     "calling",
+    "candidate_name",
     "chosen",
     "dropped_figure",
     "frozen",

@@ -84,7 +84,7 @@ class Figure:
         kinds: Mapping[str, Callable[[Any], Any]] = {
             "route": Route.from_json,
             "speed_up": lambda ratio: Ratio(**ratio),
-            "accuracy": lambda accuracy: Accuracy(**accuracy),
+            "accuracy": Accuracy.from_json,
         }
         read = {key: value if value is None or key not in kinds else kinds[key](value) for key, value in data.items()}
         return cls(**read)

@@ -69,4 +69,4 @@ def _accuracy_of(manifest: Mapping[str, Any], route: Route) -> Accuracy | None:
     figures = (manifest.get("benchmark") or {}).get("figures", ())
     found = [figure["accuracy"] for figure in figures if figure["route"] == route.to_json()]
     accuracy = next(filter(None, [*found, artifact.get("accuracy")]), None)
-    return None if accuracy is None else Accuracy(**{key: accuracy[key] for key in Accuracy.__dataclass_fields__})
+    return None if accuracy is None else Accuracy.from_json(accuracy)

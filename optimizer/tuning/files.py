@@ -64,7 +64,9 @@ class Files:
 
     def candidate(self, route: Route, accuracy: Accuracy | None = None) -> Candidate:
         entry = self.entry(route.format)
-        return Candidate(_name(entry, route), lambda: self._run(route), route, entry["bytes"], accuracy, self.device)
+        return Candidate(
+            candidate_name(entry["path"], route), lambda: self._run(route), route, entry["bytes"], accuracy, self.device
+        )
 
     def _run(self, route: Route) -> Run:
         inputs = tuple(self.inputs)
@@ -101,9 +103,9 @@ def frozen(route: Route | None) -> Route | None:
     return Route(route.format, route.runtime, {**route.settings, "freeze": True})
 
 
-def _name(entry: Mapping[str, Any], route: Route) -> str:
-    said = str(route).removeprefix(f"{route.format} ")
-    return f"{entry['path']} {said}"
+def candidate_name(path: str | Path, route: Route) -> str:
+    """The name of a file's candidate in tables, such as "model.onnx in openvino"."""
+    return f"{path} {str(route).removeprefix(f'{route.format} ')}"
 
 
 def calling(

@@ -667,7 +667,10 @@ def test_what_is_no_bundle_is_not_opened(tmp_path: Path) -> None:
             open_bundle(tmp_path / name)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1, 2", '{"a": NaN}', "\udcff", "[" * 100000])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[1, 2", '{"a": NaN}', "\udcff", "[" * 100000, '{"seed": 1e999}', '{"a": 1, "a": 1}', '["\\ud800"]'],
+)
 def test_a_manifest_that_is_no_json_is_named(bundle: Bundle, text: str) -> None:
     (bundle.path / "manifest.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(BundleError, match=r"manifest\.json is broken: it is not valid JSON"):
@@ -701,17 +704,24 @@ BROKEN = [
     (put("1", "schema", "version"), "has schema version '1'"),
     (drop("model", "weights_sha256"), r"the field `model\.weights_sha256` is missing"),
     (put("abc", "model", "weights_sha256"), r"`model\.weights_sha256` must be a SHA-256"),
-    (put(True, "seed"), "`seed` must be a whole number, not true"),
+    (put(True, "seed"), "`seed` must be a whole number below .*, not true"),
     (put(-1, "files", 0, "bytes"), r"`files\[0\]\.bytes` must be a whole number"),
     (put({}, "passes"), "`passes` must be a list"),
     (put([], "artifacts"), "`artifacts` must be a list of at least 1"),
     (put("yes", "parity", "ok"), r"`parity\.ok` must be true or false"),
     (put([1.5], "artifacts", 0, "inputs", 0, "shape"), r"shape\[0\]` must be a whole number or the name"),
-    (put(2**64, "golden", "calls", 0, "seed"), r"seed` must be a seed below 2\*\*64, not 18446744073709551616"),
+    (put(2**64, "golden", "calls", 0, "seed"), r"seed` must be a whole number below 2\*\*64, not 18446744073709551616"),
     (put("much", "golden", "outputs", 0, "noise"), r"noise` must be a number"),
     (put("NaN", "golden", "outputs", 0, "noise"), r"noise` must be a number of 0 or more, not \"NaN\""),
     (put(-1, "golden", "outputs", 0, "noise_rms"), r"noise_rms` must be a number of 0 or more, not -1"),
-    (put(10**400, "golden", "outputs", 0, "scale"), r"scale` must be a number, not 1000"),
+    (put(10**300, "model", "parameters"), r"parameters` must be a whole number, not 1000"),
+    (put(-1, "artifacts", 0, "inputs", 0, "shape", 0), r"shape\[0\]` must be a whole number or the name"),
+    (put("", "artifacts", 0, "inputs", 0, "shape", 0), r"shape\[0\]` must be a whole number or the name"),
+    (put({"": "1"}, "environment", "libraries"), "libraries` must be versions by the names of packages"),
+    (put({"x": " "}, "environment", "libraries"), "libraries` must be versions by the names of packages"),
+    (put({"threads": 1000000}, "benchmark"), r"threads` must be a number of threads from 1 to 4096, not 1000000"),
+    (put({"threads": 0}, "benchmark"), r"threads` must be a number of threads from 1 to 4096, not 0"),
+    (put({"figures": [{}]}, "benchmark"), r"the field `benchmark\.figures\[0\]\.name` is missing"),
     (put("Infinity", "golden", "outputs", 0, "atol"), r"atol` must be a finite number, not \"Infinity\""),
     (put(-1.0, "golden", "outputs", 0, "rtol"), r"rtol` must be a number of 0 or more, not -1"),
     (drop("golden", "calls", 1, "inputs"), r"`golden\.calls\[1\]\.inputs` is missing"),
@@ -770,14 +780,6 @@ def test_a_broken_manifest_names_the_field(bundle: Bundle, change: Callable[[Any
             use(bundle.path)
         assert "\n" not in str(caught.value)
     assert Affine.loaded == []
-
-
-def test_a_number_that_overflows_is_named(bundle: Bundle) -> None:
-    edit_manifest(bundle, put("1e999", "golden", "outputs", 0, "noise"))
-    path = bundle.path / "manifest.json"
-    path.write_text(path.read_text().replace('"1e999"', "1e999"))
-    with pytest.raises(BundleError, match=r"outputs\[0\]\.noise` must be a number, not Infinity"):
-        open_bundle(bundle.path)
 
 
 def test_a_field_of_a_later_program_is_no_error(bundle: Bundle) -> None:

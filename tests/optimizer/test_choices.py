@@ -1,6 +1,7 @@
 """Bundles with a tuned, lossy choice: what verifies and loads them, and exports that repeat the choice."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -280,6 +281,12 @@ def test_a_choice_that_is_wrong_now_is_refused(
             "recommends a route that can't be used: The runtime 'tensorrt' is unknown",
         ),
         (
+            '{"benchmark": {"recommended": {"format": "torchscript", "runtime": "torch", '
+            '"settings": {"threads": 1000000}}}}',
+            "recommends a route that can't be used: threads=1000000 is not a number from 1 to 4096",
+        ),
+        ('{"a": ' * 400, "can't be read: it is nested more than 300 levels deep"),
+        (
             '{"benchmark": {"recommended": {"format": "onnx", "runtime": "onnxruntime", "settings": {}}}}',
             "chooses onnx in onnxruntime, which needs the format onnx: add it to the formats",
         ),
@@ -298,6 +305,16 @@ def test_choices_that_say_nothing_are_refused_before_anything_runs(
     model = nn.Module()  # it has no forward
     with pytest.raises(UsageError, match=sentence):
         export(model, example_inputs=(rows(),), output=tmp_path / "net", formats=("torchscript",), choices=path)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(os.name != "posix", reason="files of POSIX")
+def test_choices_that_are_no_file_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "choices.json")
+    (tmp_path / "link.json").symlink_to("/dev/zero")
+    for name in ("choices.json", "link.json"):
+        with pytest.raises(UsageError, match="can't be read: it is not a regular file"):
+            made(tmp_path, formats=("torchscript",), choices=tmp_path / name)
 
 
 def test_a_lossy_choice_needs_a_budget_and_its_nodes(lossy: Bundle, tmp_path: Path) -> None:

@@ -60,6 +60,16 @@ def refused(capfd, *arguments: str, code: int = 2) -> str:
     return err.removeprefix("optimize-export: error: ").strip()
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(os.name != "posix", reason="files of POSIX")
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: Path(path).symlink_to("/dev/zero")])
+def test_a_config_that_is_no_file_is_refused(capfd, make):
+    make("models.toml")
+    assert refused(capfd, "--config", "models.toml", "net") == (
+        "The config models.toml can't be read: it is not a regular file."
+    )
+
+
 def test_a_model_has_its_own_options_and_the_defaults():
     config(CONFIG)
     resnet = parsed("resnet")
@@ -249,6 +259,10 @@ WRONG = [
         CONFIG.replace("seed = 7", "passes = 'fold-conv-nb'"),
         "pyproject.toml, model resnet: There is no pass 'fold-conv-nb': did you mean 'fold-conv-bn'?",
     ),
+    (
+        CONFIG.replace('"out/bert"', '"out\\u0000bert"'),
+        'output in [tool.optimize-export.models.bert-tiny] is "out\\u0000bert"; it must be a text without null characters.',
+    ),
     (CONFIG.replace("seed = 7", "require-gpu = true\ndevice = 'cpu'"), "--require-gpu and --device cpu contradict"),
 ]
 
@@ -270,7 +284,7 @@ def test_a_mistake_is_named_with_its_place(capfd, text, sentence, arguments):
             "MODEL is missing: name a model of pyproject.toml (resnet, bert-tiny), or pass --all.",
         ),
         (["resnet", "--config", "no.toml"], "The config no.toml can't be read: No such file or directory."),
-        (["resnet", "--config", "."], "The config . can't be read: Is a directory."),
+        (["resnet", "--config", "."], "The config . can't be read: it is not a regular file."),
         (["resnet", "-j", "2"], "--jobs goes with --all only."),
         (["resnet", "--shard", "1/2"], "--shard goes with --all only."),
         (["resnet", "--all"], "--all builds all models of the config: leave out resnet, or --all."),

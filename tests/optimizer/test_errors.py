@@ -629,6 +629,29 @@ def test_an_output_of_nan_isnt_called_good(refused):
     assert "NaN or infinite in every element" in refused(9, "model.py", "--formats", "torchscript")
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(os.name != "posix", reason="files of POSIX")
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["fifo.py"], "fifo.py is not a Python file (.py)."),
+        (["model.py", "--weights", "fifo.pt"], "The weights file fifo.pt is not a file."),
+        (["model.py", "--inputs", "fifo.npz"], "The inputs file fifo.npz is not a file."),
+        (["model.py", "--calibration", "fifo.npz", "--tune", "--accuracy", "0.9"], "is neither a file nor a folder."),
+        (
+            ["model.py", "--calibration", "calls", "--tune", "--accuracy", "0.9"],
+            "contains no .safetensors or .npz file.",
+        ),
+    ],
+)
+def test_a_fifo_is_named_at_once(refused, arguments, sentence):
+    write("model = Net()")
+    Path("calls").mkdir()
+    for name in ("fifo.py", "fifo.pt", "fifo.npz", "calls/1.npz"):
+        os.mkfifo(name)
+    assert sentence in refused(3, *arguments)
+
+
 def test_bundles_that_are_none(refused):
     Path("empty").mkdir()
     Path("broken").mkdir()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from optimizer.bundle.exchange import MARKER, SUFFIX, recover
-from optimizer.manifest import LARGEST_TEXT, open_regular, read_text_bytes
+from optimizer.manifest import LARGEST_TEXT, open_regular, parse_json, read_json, read_text_bytes
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(os.name != "posix", reason="files of POSIX")]
 
@@ -49,6 +49,45 @@ def test_a_text_is_read_whole_and_not_beyond_the_limit(tmp_path: Path) -> None:
     os.truncate(tmp_path / "f", LARGEST_TEXT + 1)
     with pytest.raises(OSError, match="it has more than 64 MiB"):
         read_text_bytes(tmp_path / "f")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, as_socket, lambda path: path.symlink_to("/dev/zero")])
+def test_a_link_is_judged_by_what_it_points_to(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    (tmp_path / "text").write_text("[1]")
+    (tmp_path / "link").symlink_to("text")
+    assert read_json(tmp_path / "link", follow=True) == [1]
+    make(tmp_path / "f")
+    (tmp_path / "to-f").symlink_to("f")
+    with pytest.raises(OSError, match="it is not a regular file"):
+        read_json(tmp_path / "to-f", follow=True)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"[" * 1000000, "nested more than 300 levels"),
+        (b'{"a":' * 400 + b"1" + b"}" * 400, "nested more than 300 levels"),
+        (b'{"a": 1, "b": 2, "a": 3}', "the key 'a' occurs twice"),
+        (b"NaN", "NaN is not JSON"),
+        (b"[-Infinity]", "-Infinity is not JSON"),
+        (b"1e999", "the number 1e999 is too large"),
+        (b"1" + b"0" * 400, "is too large"),
+        (b"-" + b"9" * 309, "is too large"),
+        (b'["\\ud800"]', "half a surrogate pair"),
+        (b'{"\\uDC00": 1}', "half a surrogate pair"),
+        (b"\xed\xa0\x80", "utf-8"),
+        (b'"a\0b"', "control character"),
+        (b'"' + b'\\"' * 1000000, "Unterminated"),
+    ],
+)
+def test_json_that_other_programs_cannot_read_is_refused(data: bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        parse_json(data)
+
+
+def test_brackets_in_texts_are_no_nesting() -> None:
+    text = '["' + "[" * 1000 + '\\"{{", "\\ud83d\\ude00"]'
+    assert parse_json(text.encode()) == ["[" * 1000 + '"{{', "\U0001f600"]
 
 
 def test_a_marker_that_is_a_fifo_is_none(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Results of tuning that are kept by content, and proven again instead of timed."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +115,79 @@ def test_a_kept_choice_that_is_wrong_now_is_tuned_again(
     speeds.seconds = {"eager": 1.0, "1 thread": 0.2, "": 0.5}
     assert tune().route == "onnx in onnxruntime, 1 thread"
     opening(monkeypatch, lambda runner, route: Wrong(runner) if route.settings.get("threads") == 1 else runner)
+    assert tune().route == "onnx in onnxruntime"
+    assert speeds.timed
+
+
+def put(value: Any, *keys: Any) -> Callable[[dict[str, Any]], None]:
+    def change(data: dict[str, Any]) -> None:
+        for key in keys[:-1]:
+            data = data[key]
+        data[keys[-1]] = value
+
+    return change
+
+
+ONNX = {"format": "onnx", "runtime": "onnxruntime", "settings": {}}
+POISON = {
+    "an unknown format": put({**ONNX, "format": "pickle"}, "benchmark", "recommended"),
+    "a format of no file": put({**ONNX, "format": "torchscript", "runtime": "torch"}, "benchmark", "recommended"),
+    "a lossy route without a budget": put({**ONNX, "format": "onnx-int8"}, "benchmark", "recommended"),
+    "a lossy setting": put({**ONNX, "settings": {"tf32": True}}, "benchmark", "recommended"),
+    "a route that wasn't timed": put({**ONNX, "settings": {"threads": 3}}, "benchmark", "recommended"),
+    "many threads": put({"threads": 1000000}, "benchmark", "recommended", "settings"),
+    "another runtime under the same name": put({**ONNX, "runtime": "openvino"}, "benchmark", "figures", 1, "route"),
+    "another name": put("other.onnx in onnxruntime", "benchmark", "figures", 1, "name"),
+    "another batch size": put([7], "benchmark", "batch_sizes"),
+    "a huge number": put(10**300, "benchmark", "figures", 1, "bytes"),
+    "a text for seconds": put("NaN", "benchmark", "figures", 1, "seconds"),
+    "a deep nesting": lambda data: data.update(x=nested(500)),
+    "half a surrogate pair": put("\ud800", "benchmark", "notes", 0),
+    "a date": put("\x1b[31myesterday", "date"),
+    "a number for the date": put(7, "date"),
+}
+
+
+def nested(depth: int) -> list[Any]:
+    return [nested(depth - 1)] if depth else []
+
+
+@pytest.mark.parametrize("poison", POISON.values(), ids=POISON)
+def test_a_choice_that_this_export_could_not_have_made_is_none(
+    tune: Choose, speeds: Speeds, kept: Path, poison: Callable[[dict[str, Any]], None]
+) -> None:
+    first = tune()
+    (file,) = kept.iterdir()
+    data = read(file)
+    data["benchmark"]["notes"].append("")
+    poison(data)
+    file.write_text(json.dumps(data), encoding="utf-8")
+    again = tune()
+    assert speeds.timed
+    assert again.benchmark.recommended == first.benchmark.recommended
+    assert not any(note.startswith("these are times of") for note in again.benchmark.notes)
+
+
+def test_the_sentence_about_a_kept_choice_is_about_its_route(tune: Choose, speeds: Speeds, kept: Path) -> None:
+    first = tune()
+    (file,) = kept.iterdir()
+    data = read(file)
+    data["benchmark"]["reason"] = "ship model.onnx in openvino: 99 times as fast as eager"
+    file.write_text(json.dumps(data), encoding="utf-8")
+    assert tune().benchmark.reason == first.benchmark.reason
+    assert speeds.timed == []
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(os.name != "posix", reason="files of POSIX")
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_no_kept_choice(
+    tune: Choose, speeds: Speeds, kept: Path, make: Callable[[Path], None]
+) -> None:
+    tune()
+    (file,) = kept.iterdir()
+    file.unlink()
+    make(file)
     assert tune().route == "onnx in onnxruntime"
     assert speeds.timed
 
