@@ -50,6 +50,7 @@ def write_data(
     )
     report = None if job.provenance is None else job.provenance.report
     told = None if report is None else _told(report)
+    before = [] if report is None else report.notes
     return {
         "device": describe_device(job.target),
         "mode": "inference",
@@ -70,7 +71,7 @@ def write_data(
         **_kept(benchmark),
         "coverage": None if report is None else report.coverage.to_json(),
         "passes": [] if told is None else told["passes"],
-        "notes": all_notes([*measured.notes, *written.notes], written.reports),
+        "notes": all_notes([*before, *measured.notes, *written.notes], written.reports),
     }
 
 

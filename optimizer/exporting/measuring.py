@@ -20,6 +20,7 @@ from optimizer.exporting.requests import (
     names_in_files,
     note_on_fixed_batch,
     note_on_numbers,
+    notes_on_training_mode,
     refuse_sizes_not_taken,
     request_for,
     smallest_call,
@@ -147,6 +148,7 @@ def _notes(job: ExportJob, suggestions: Suggestions, adapter: Adapter, *, open_b
     itself = job.provenance is None or job.provenance.original is None
     reference = suggestions.reference
     notes = ["the artifacts are compared with the exported module itself"] if itself else []
+    notes += notes_on_training_mode(job, adapter)
     notes += note_on_fixed_batch(job, reference, suggestions)
     notes += suggestions.notes_on_broadcast()
     notes += note_on_numbers(adapter)

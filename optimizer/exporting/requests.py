@@ -12,12 +12,19 @@ from optimizer.errors import ExportFailed, UsageError
 from optimizer.exporting.fixed_dims import Suggestions
 from optimizer.exporting.job import ExportJob
 from optimizer.parity import Reference
+from optimizer.pipeline import notes_on_modes
 from optimizer.wording import listed
 from passes.base import fewest_rows
 from passes.program.forwards import dtype_inside
 
 # The maximum number of fixed numbers that a note names.
 _NUMBERS_TOLD = 4
+
+
+def notes_on_training_mode(job: ExportJob, adapter: Adapter) -> list[str]:
+    """Notes on modules of the model that are in training mode; those of the files are in eval mode."""
+    warnings, notes = notes_on_modes(job.model, adapter.model, "the files are in eval mode and were")
+    return [*warnings, *notes]
 
 
 def note_on_numbers(adapter: Adapter) -> list[str]:

@@ -165,22 +165,35 @@ def _copy_of(model: nn.Module, mode: Mode) -> WorkingCopy:
 
 
 def _note_modes(report: Report, model: nn.Module, result: nn.Module, mode: Mode) -> None:
-    """Add a note on modules that are in training mode in the model and in eval mode in the result."""
+    if mode != "inference":
+        return
+    warnings, notes = notes_on_modes(model, result, "the result is in eval mode and was")
+    report.warnings += warnings
+    report.notes += [*report.warnings, *notes]
+
+
+def notes_on_modes(model: nn.Module, result: nn.Module, made: str) -> tuple[list[str], list[str]]:
+    """Warnings and notes on modules that are in training mode in the model and in eval mode in the result.
+
+    Args:
+        made: the start of the sentence on the result, which ends with "compared with the model in eval mode".
+    """
     now = {path: module.training for path, module in result.named_modules()}
     left = [path for path, module in model.named_modules() if module.training and not now.get(path, True)]
-    if mode == "inference" and not model.training:
+    norms = []
+    if not model.training:
         norms = [path for path in left if _takes_batch_statistics(model.get_submodule(path))]
         left = [path for path in left if path not in norms]
-        report.warnings += _warning_on_norms(norms)
-        report.notes += report.warnings
-    if left and mode == "inference":
+    notes = []
+    if left:
         more = f" and {len(left) - 1} more are" if left[1:] else " is"
         named = (
             "the model is in training mode"
             if left[0] == ""
             else f"{left[0]}{more} in training mode inside a model in eval mode"
         )
-        report.notes.append(f"{named}; the result is in eval mode and was compared with the model in eval mode")
+        notes.append(f"{named}; {made} compared with the model in eval mode")
+    return _warning_on_norms(norms), notes
 
 
 def _notes_on_verification(result: nn.Module, mode: Mode, parity: ParityReport | None) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 from optimizer.model import Mode
 from optimizer.profiling.operations import Operation, one_path, without_numbers
 from optimizer.profiling.peak_memory import PeakMemory
+from optimizer.showing import profile_rows
 
 # The table has the most expensive ones; the data has all.
 _SHOWN = 10
@@ -61,16 +62,9 @@ def profile_lines(profile: Mapping[str, Any], title: str, unit: str = "module") 
     if kinds := _by_name(operations):
         yield f"mostly {', '.join(f'{name} {_percent(share)}' for name, share in kinds.most_common(_MOST_NAMED))}"
     rows = [
-        (_percent(each["share"]), _milliseconds(each["seconds"]), str(each["calls"]), each["name"], each["where"])
-        for each in operations[:_SHOWN]
+        (_percent(row["share"]), _milliseconds(row["seconds"]), str(row["calls"]), row["name"], row["where"])
+        for row in profile_rows(profile)
     ]
-    if others := operations[_SHOWN:]:
-        share, seconds = (sum(each[key] for each in others) for key in ("share", "seconds"))
-        calls = sum(each["calls"] for each in others)
-        rows.append((_percent(share), _milliseconds(seconds), str(calls), "others", ""))
-    rest = max(0.0, profile["seconds"] - sum(each["seconds"] for each in operations))
-    if profile["seconds"] and rest / profile["seconds"] >= 0.001:
-        rows.append((_percent(rest / profile["seconds"]), _milliseconds(rest), "", "between operations", ""))
     yield from _aligned(("share", "time", "calls", "operation", unit), rows, right=3)
     if (memory := profile["peak_memory"]) is not None:
         yield ""

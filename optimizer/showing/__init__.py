@@ -3,7 +3,7 @@
 from optimizer.showing.charts import accuracy_plot, checkpoint_plot, memory_plot, parity_plot
 from optimizer.showing.pages import fragment, page
 from optimizer.showing.plots import Plot
-from optimizer.showing.texts import number_text, percent_text, seconds_text, size_text
+from optimizer.showing.texts import number_text, percent_text, profile_rows, seconds_text, size_text
 
 __all__ = [
     "Plot",
@@ -15,6 +15,7 @@ __all__ = [
     "page",
     "parity_plot",
     "percent_text",
+    "profile_rows",
     "seconds_text",
     "size_text",
 ]

@@ -30,6 +30,7 @@ def _environment() -> Any:
         percent=texts.percent_text,
         count=texts.count_text,
         counts=texts.counts_text,
+        profile_rows=texts.profile_rows,
         marked=_marked,
     )
     return made

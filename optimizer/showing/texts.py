@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+# The operations of a profile that a table names one by one; the data has all.
+_OPERATIONS = 10
 
 
 def size_text(count: int) -> str:
@@ -43,3 +47,23 @@ def count_text(count: int, noun: str) -> str:
 def counts_text(counts: Mapping[str, int]) -> str:
     """Names with their counts: "conv2d, relu ×2"."""
     return ", ".join(name if count == 1 else f"{name} ×{count}" for name, count in counts.items())
+
+
+def profile_rows(profile: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rows of a profile's table: the most expensive operations, all others in one row, and the time between them.
+
+    Args:
+        profile: in its JSON form.
+
+    Returns:
+        `share`, `seconds`, `calls` ("" for the last row), `name` and `where` of each row; they add up to the whole run.
+    """
+    seconds, operations = profile["seconds"], profile["operations"]
+    rows = list(operations[:_OPERATIONS])
+    if others := operations[_OPERATIONS:]:
+        sums = {key: sum(each[key] for each in others) for key in ("share", "seconds", "calls")}
+        rows.append({**sums, "name": "others", "where": ""})
+    rest = max(0.0, seconds - sum(each["seconds"] for each in operations))
+    if seconds and rest / seconds >= 0.001:
+        rows.append({"share": rest / seconds, "seconds": rest, "calls": "", "name": "between operations", "where": ""})
+    return rows

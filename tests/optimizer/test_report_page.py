@@ -14,6 +14,7 @@ from torch import nn
 from optimizer import Bundle, check_parity, export, optimize, report_of, verify_bundle
 from optimizer.bundle.report import BundleReport, ModuleOperations, graph_of, page_of, summary_of, tree_of
 from optimizer.manifest import plain
+from optimizer.profiling import profile_lines
 from optimizer.showing import accuracy_plot, checkpoint_plot, memory_plot, parity_plot
 from optimizer.showing.plots import linear, logarithmic
 
@@ -164,6 +165,57 @@ def test_a_tree_has_all_modules_on_the_way() -> None:
     (leaf,) = root.children[0].children
     assert (leaf.own.before, leaf.passes) == ({"relu": 2}, ("fold",))
     assert tree_of((), [applied]) is None
+
+
+def test_calls_and_operators_are_not_told_as_a_loss(bundle: Bundle) -> None:
+    graph = graph_of({}, [("", "attention")] * 76, [("", "matmul")] * 123 + [("a", "relu")])
+    text = page(bundle.manifest, graph=graph)
+    assert "76 calls, 124 operators" in text
+    assert "76 → 124" not in text
+    assert "more operators than calls isn't more work" in text.replace("&#39;", "'")
+
+
+def test_a_profile_has_the_rows_of_the_terminal(bundle: Bundle) -> None:
+    operation = {"name": "relu", "where": "a", "modules": ["a"], "calls": 1, "seconds": 0.05, "share": 0.05}
+    profile = {
+        "seconds": 1.0,
+        "device": "cpu",
+        "mode": "inference",
+        "operations": [operation] * 12,
+        "peak_memory": None,
+    }
+    text = page(bundle.manifest, profile={"original": profile})
+    shown = text.partition("<h2>Profile</h2>")[2].partition("<h2>")[0]
+    _, _, _, *rows = profile_lines(profile, "")
+    assert shown.count("<tr>") - 1 == len(rows) == 12
+    for name, share in (("others", "10 %"), ("between operations", "40 %")):
+        assert f"<td>{name}</td>" in shown
+        assert f'<td class="n">{share}</td>' in shown
+
+
+def test_no_table_is_cut_on_paper(bundle: Bundle) -> None:
+    printed = page(bundle.manifest).partition("@media print")[2].partition("</style>")[0]
+    assert ".oe .plots > .wide { flex: 1 1 100% }" in printed
+    assert ".oe td:not(.n) { overflow-wrap: anywhere }" in printed
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["optimized", "as it is"])
+def test_the_training_mode_is_told_in_every_paper_of_the_bundle(before: bool, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).train()
+    x = torch.randn(2, 4)
+    made = export(
+        optimize(model, example_inputs=(x,)) if before else model,
+        example_inputs=(x,),
+        output=tmp_path / "net",
+        formats=("torchscript",),
+        effort="quick",
+    )
+    made_is = "the result is in eval mode and was" if before else "the files are in eval mode and were"
+    told = f"the model is in training mode; {made_is} compared with the model in eval mode"
+    assert told in made.manifest["notes"]
+    for name in ("report.html", "README.md"):
+        assert told in (made.path / name).read_text(encoding="utf-8"), name
+    assert model.training
 
 
 def test_errors_beyond_the_allowance_are_marked() -> None:
