@@ -3,6 +3,8 @@
 # make test-all  run the tests that are marked slow (25 minutes)
 # make coverage  run the fast tests and measure their line coverage (at least 90 %)
 # make check     format, lint, type-check, run the fast and the slow tests
+# make matrix    run the fast tests with another Python and torch, in a virtual environment of their own below .venv:
+#                make matrix PYTHON=python3.13 TORCH=2.14.1; TESTS=tests/exporters runs some of them
 # make fuzz      test N=20000 random modules, different ones in each run; SEED=… repeats a run
 # make zoo       30 architectures through optimize, export and verify, and through every pair of passes; all others with
 #                a BatchNorm and 30 of timm through optimize; all but timm's through torch.export; other long tests (an hour and a half)
@@ -25,11 +27,14 @@ WORKERS ?= 2
 # Compiled modules are kept, as they are for users: some shells turn that off, and then each of the hundreds of processes
 # that tests start compiles this project anew.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+TORCH ?= 2.14.1
+TESTS ?= tests
+MATRIX = $(VENV)/matrix/$(notdir $(PYTHON))-torch-$(TORCH)
 N ?= 1000
 RUNS ?= 2000
 SEED := $(or $(SEED),$(shell date +%s))
 
-.PHONY: demo test test-all test-bench coverage fuzz zoo rule mutants crash check format lint bench docs dist clean
+.PHONY: demo test test-all test-bench coverage matrix fuzz zoo rule mutants crash check format lint bench docs dist clean
 
 demo: $(VENV)/examples
 	$(BIN)/optimize-export examples/resnet.py --output dist/resnet --force
@@ -43,6 +48,19 @@ test-all: $(VENV)/test $(TIMM)
 coverage: $(VENV)/dev $(TIMM)
 	$(PYTEST) -m "not slow and not zoo and not bench" \
 		--cov=optimizer --cov=passes --cov=exporters --cov-report=term:skip-covered --cov-fail-under=90
+
+# The pins but torch's, and torchvision's minor version, which is 15 above torch's. The variable replaces constraints that
+# a machine sets for every installation.
+matrix:
+	test -x $(MATRIX)/bin/python || $(PYTHON) -m venv $(MATRIX)
+	grep -vE '^torch(vision)?==' constraints.txt > $(MATRIX)/constraints.txt
+	echo 'torch==$(TORCH)' >> $(MATRIX)/constraints.txt
+	PIP_CONSTRAINT=$(MATRIX)/constraints.txt $(MATRIX)/bin/python -m pip --disable-pip-version-check install --quiet -e '.[test]'
+	test -d $(MATRIX)/timm || PIP_CONSTRAINT=$(MATRIX)/constraints.txt $(MATRIX)/bin/python -m pip \
+		--disable-pip-version-check install --quiet --no-deps --target $(MATRIX)/timm timm \
+		'torchvision==0.$(shell expr $(word 2,$(subst ., ,$(TORCH))) + 15).*'
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(MATRIX)/bin/python -m pytest -n $(WORKERS) --dist worksteal \
+		-m "not slow and not zoo and not bench" $(TESTS)
 
 fuzz: $(VENV)/test
 	@echo "make fuzz N=$(N) SEED=$(SEED)"

@@ -1,6 +1,6 @@
 """Silence the deprecation warnings of TorchScript; no other module does so.
 
-TorchScript is deprecated (a DeprecationWarning, from torch 2.15 on a FutureWarning), and so is the ONNX exporter based
+TorchScript is deprecated (a DeprecationWarning, from torch 2.14 on a FutureWarning), and so is the ONNX exporter based
 on it. Both are still needed: users ask for files that `torch.jit.load` and libtorch read, and the old ONNX exporter
 supports models that the new one doesn't. The warnings ask the author of the code to migrate; users of the exporters
 can't act on them.

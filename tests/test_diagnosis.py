@@ -193,7 +193,7 @@ def test_a_model_that_does_it_right_has_no_findings():
     assert "No findings" in diagnosis._repr_html_()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 def test_scripted_layers_and_integer_inputs_are_diagnosed():
     scripted = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8))).eval()
     assert diagnose(scripted, (torch.randn(2, 8),)).findings == ()
@@ -554,7 +554,7 @@ def test_the_result_is_plain_data_sorted_by_level():
     assert isinstance(diagnosis, Diagnosis)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_a_scripted_model_is_refused_and_a_scripted_child_hides_no_finding_of_others():
     scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
     with pytest.raises(UsageError, match=r"The model is TorchScript.*diagnose the module it was made from"):

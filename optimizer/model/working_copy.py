@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import enum
 import types
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -219,9 +220,16 @@ class _CopiedTensors(TorchFunctionMode):
         return copy.deepcopy(bare(tensor), memo)
 
 
-def copying_tensors(shared: frozenset[int] = frozenset()) -> _CopiedTensors:
-    """Make `copy.deepcopy` copy tensors of any kind, except the memory of shared storages."""
-    return _CopiedTensors(shared)
+@contextmanager
+def copying_tensors(shared: frozenset[int] = frozenset()) -> Iterator[None]:
+    """Make `copy.deepcopy` copy tensors of any kind, except the memory of shared storages.
+
+    Python 3.12 and 3.13 warn that they are the last to copy the iterators of itertools. Where warnings are errors, a
+    model that holds one couldn't be copied. Its author can't avoid the copy, so the warning is dropped.
+    """
+    with warnings.catch_warnings(), _CopiedTensors(shared):
+        warnings.filterwarnings("ignore", ".*support will be removed from itertools", DeprecationWarning)
+        yield
 
 
 def _notes_on_functions(owners: Sequence[nn.Module], modules: Sequence[nn.Module], mode: Mode) -> list[str]:

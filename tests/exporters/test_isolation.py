@@ -92,7 +92,8 @@ def test_silence(capfd):
             print("hello", file=sys.stderr)
         assert capfd.readouterr() == ("", "")
         logger.error("after")
-        assert capfd.readouterr().err == "after\n"
+        # From torch 2.14 on, the logger has a handler of its own too.
+        assert "after" in capfd.readouterr().err.splitlines()
     finally:
         logger.removeHandler(stream)
     with pytest.warns(UserWarning, match="after"):

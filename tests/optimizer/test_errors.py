@@ -404,7 +404,7 @@ def test_paths_that_are_no_text(refused):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.load` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.load` is deprecated")
 @pytest.mark.parametrize("name", ["class", 'say "x"', "model", "é😀`|"])
 def test_the_code_of_the_readme_works_for_every_name_of_an_input(run, folder, monkeypatch, name):
     done = run(write(), "--quiet", "--input-names", name)

@@ -151,7 +151,7 @@ def clip() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
 
 
 def scripted(bundle: Any) -> Any:
-    with pytest.warns(DeprecationWarning, match="torch.jit.load"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.load"):
         return torch.jit.load(str(bundle.path / "model.torchscript.pt"))
 
 

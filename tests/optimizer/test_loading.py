@@ -160,9 +160,9 @@ def test_a_name_of_a_package_that_isnt_at_its_top_level(monkeypatch, tmp_path):
 
 def test_wrapped_models_pass(write):
     path = write("compiled = torch.compile(Net())\nscripted = torch.jit.script(Net())")
-    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.script"):
         assert isinstance(load(f"{path}:scripted").model, torch.jit.ScriptModule)
-    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.script"):
         loaded = load(f"{path}:compiled")
     assert type(loaded.model).__name__ == "Net"
     assert loaded.notes == ("compiled was made by torch.compile(module); the module inside it is used.",)

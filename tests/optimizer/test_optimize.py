@@ -634,7 +634,7 @@ ODD = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 @pytest.mark.parametrize("inputs", [None, (X,)])
 @pytest.mark.parametrize("name", ODD)
 def test_odd_modules_go_through(name, inputs):

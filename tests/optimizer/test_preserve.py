@@ -3,6 +3,7 @@ import copy
 import itertools
 import random
 import tempfile
+import warnings
 from collections import Counter, deque
 from types import SimpleNamespace
 
@@ -76,6 +77,17 @@ class Drawing(nn.Module):
         return self.bn(self.conv(x))
 
 
+class WarningCountdown(Countdown):
+    """Warns when it is copied, as the iterators of itertools do in Python 3.12 and 3.13."""
+
+    def __deepcopy__(self, memo):
+        message = "Pickle, copy, and deepcopy support will be removed from itertools in Python 3.14."
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        twin = WarningCountdown(self.left)
+        twin.inner = copy.deepcopy(self.inner)
+        return twin
+
+
 ITERATORS = {
     "list": lambda: iter([1, 2, 3, 4]),
     "list, reversed": lambda: reversed([1, 2, 3, 4]),
@@ -90,6 +102,7 @@ ITERATORS = {
     "chain": lambda: itertools.chain([1, 2], [3, 4]),
     "islice": lambda: itertools.islice([1, 2, 3, 4, 5], 4),
     "in Python": lambda: Countdown(8),
+    "with the warning of Python 3.12": lambda: WarningCountdown(8),
 }
 
 
@@ -108,6 +121,8 @@ def test_an_iterator_stays_where_it_is(name, drawn):
     assert copied == following[:2]
 
 
+# The test copies the model itself.
+@pytest.mark.filterwarnings("ignore:.*support will be removed from itertools:DeprecationWarning")
 @pytest.mark.parametrize("name", ["list", "cycle", "count", "in Python"])
 def test_measuring_and_optimizing_move_neither_iterators_nor_counters(name):
     model, twin = enliven(Drawing(itertools.chain(ITERATORS[name](), itertools.count()))).eval(), ITERATORS[name]()
@@ -214,7 +229,7 @@ class _Steps(nn.Module):
         return x + self.steps
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 @pytest.mark.parametrize("mode", ["inference", "training"])
 @pytest.mark.parametrize("inner", [lambda: nn.BatchNorm2d(4), _Steps])
 def test_the_callers_scripted_parts_keep_their_buffers(mode, inner):

@@ -309,7 +309,7 @@ def test_graph_modules_and_compiled_modules():
         assert torch.equal(clone(X), model(X))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 def test_scripted_modules_inside():
     model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.ReLU())
     clone = working_copy(model).root

@@ -326,7 +326,7 @@ def test_tracers_exporters_and_compilers(pair: Any) -> None:
     same(model, torch.compile(fast, backend="eager"), x)
     if name == "island":
         return
-    with pytest.warns(DeprecationWarning, match="torch.jit.trace"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.trace"):
         traced = torch.jit.trace(fast, (x,), check_trace=False)
     same(model, traced, data(name, 5))
     batch = torch.export.Dim("batch", min=2, max=64)

@@ -290,7 +290,7 @@ def test_a_guarded_module_runs_in_two_threads(guarded: Any) -> None:
     assert len(raised) == 50
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit")
 def test_a_guarded_module_is_traced_by_jit(guarded: Any) -> None:
     fast = guarded(models.Island)
     traced = torch.jit.trace(fast, (image(),))
@@ -472,7 +472,7 @@ def test_a_cache_that_only_the_first_run_fills_stands_in_no_way() -> None:
     assert [(record.status, len(record.changes)) for record in fast.report.passes] == [("applied", 1)]
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit")
 def test_a_sealed_value_is_reshaped_in_a_trace_by_sizes_of_another() -> None:
     """As in PatchTSMixer: in a trace, sizes are tensors."""
 

@@ -180,7 +180,7 @@ def _after_two_runs(model: nn.Module) -> Tensor:
         return model.eval()(image())
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 @pytest.mark.parametrize("kind", IN_TRAINING)
 def test_in_training_a_bias_stays_that_lies_in_the_memory_of_another_tensor(kind: str) -> None:
     make, reasons = IN_TRAINING[kind]

@@ -976,7 +976,7 @@ def test_an_autocast_that_ends_between_two_layers() -> None:
         torch.testing.assert_close(fast(image_of()), model(image_of()), rtol=0.02, atol=0.02)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_transforms_of_functions() -> None:
     model = Gated().eval()
     fast = merged(model, torch.randn(3, 6))

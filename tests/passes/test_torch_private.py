@@ -110,7 +110,7 @@ def test_what_looks_at_operations_is_seen():
 
     model, x = Looking(), torch.randn(2)
     model(x)
-    with pytest.warns(DeprecationWarning, match="torch.jit.trace"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.trace"):
         torch.jit.trace(model, (x,), check_trace=False)
     torch.vmap(model)(x[None])
     with torch.device("cpu"):

@@ -608,7 +608,7 @@ def test_a_model_that_has_checkpoints_of_its_own_switched_on_trains_alike(when):
     assert_equal(*(steps(one, **words) for one in (model, result)))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.*. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.*. is deprecated")
 def test_a_scripted_child_trains_alike():
     def make():
         part = torch.jit.script(nn.Sequential(linear(), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.GELU()))

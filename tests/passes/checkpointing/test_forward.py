@@ -63,7 +63,7 @@ def test_what_is_around_the_forward_alone_is_left_alone(reason, caplog):
 
 
 # torch's own forward-mode formulas use `torch.jit.script`.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_in_forward_mode_everything_is_kept(caplog):
     def tangents(model, x):
         with forward_ad.dual_level():

@@ -186,7 +186,7 @@ def test_a_run_that_raises_leaves_no_hooks():
     assert not hooks._global_forward_pre_hooks
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 def test_a_scripted_module_uses_what_it_is_given():
     class Scripted(nn.Module):
         def __init__(self):

@@ -111,7 +111,7 @@ def test_no_operator_computes_on_it(name: str) -> None:
         OPERATORS[name](seal_of(value, PAIR))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")
 @pytest.mark.parametrize("use", USES)
 def test_its_values_are_not_to_be_had(use: str) -> None:
@@ -119,7 +119,7 @@ def test_its_values_are_not_to_be_had(use: str) -> None:
         USES[use](sealed())
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_code_in_c_finds_no_numbers() -> None:
     """Code that bypasses `__torch_function__` gets an empty tensor, of a dtype that no operation accepts."""
     with pytest.raises((RuntimeError, NotImplementedError)):

@@ -255,7 +255,7 @@ def test_a_strict_export_is_refused_where_it_isnt_compared(functional):
     assert not FORWARDS.compared
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 @pytest.mark.parametrize("value", ["buffer", None])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_running_mean_in_the_place_of_a_moved_one_is_refused(way, value):
@@ -315,7 +315,7 @@ def test_an_exported_result_is_the_plain_computation(functional, strict):
 
 
 @BOTH
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 def test_a_traced_result_is_the_plain_computation(functional):
     model, result = folded(functional)
     traced = torch.jit.trace(result, (X,))
@@ -450,7 +450,7 @@ def test_detached_in_a_forward_it_stays_folded_and_outside_it_gives_the_values()
     assert type(result.conv.weight.detach()) is torch.Tensor
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 @BOTH
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("name", "value"), [*itertools.product(["weight", "bias"], ["parameter", "buffer", None])])

@@ -87,7 +87,7 @@ def test_a_module_holds_tensors_by_registering_them_as_attributes_and_in_contain
     assert shared.path == "plain"
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 def test_a_scripted_module_shares_the_memory_of_its_tensors() -> None:
     layer = nn.BatchNorm1d(2)
     scripted = torch.jit.script(layer)
