@@ -29,7 +29,7 @@ from exporters.autograd_functions import traced_by_their_forwards
 from exporters.base import Adapter, clones
 from exporters.errors import RouteRefused, refusing
 from exporters.isolation import silent, undisturbed
-from exporters.places import paths_of, place_of, user_frame
+from exporters.places import called_in_torch, paths_of, place_of, place_of_error, user_frame
 from exporters.torch_private import is_tracing
 from exporters.torchscript_deprecation import torchscript_allowed
 
@@ -56,6 +56,9 @@ _BY_A_NUMBER = frozenset({"arange", "linspace", "zeros", "ones", "full", "empty"
 # Functions that read a size; `__get__` does so for attributes with one of these names.
 _SIZES = frozenset({"size", "numel", "nelement", "__len__", "shape", "sym_size", "stride"})
 
+
+# Part of torch's message when compiled code is traced; in each eager call, `torch.cond` compiles itself.
+_NO_COMPILED_CODE = "torch.jit.trace a dynamo-optimized function"
 
 _LEVELS: tuple[Dependence | None, ...] = (None, "size", "value", "length")
 
@@ -144,12 +147,23 @@ class Watch(TorchFunctionMode):
 
 @contextmanager
 def watching(adapter: Adapter, fixed: Sequence[Sequence[bool]] = ()) -> Iterator[Watch]:
-    """Record where Python reads traced values in traces of `adapter` made inside; `fixed` is as for `Watch`."""
+    """Record where Python reads traced values in traces of `adapter` made inside; `fixed` is as for `Watch`.
+
+    Raises:
+        RouteRefused: the model calls a function of torch that compiles itself, such as `torch.cond`.
+    """
     watch = Watch(adapter, fixed)
     hook = adapter.register_forward_pre_hook(watch.start)
     try:
         with watch:
             yield watch
+    except RuntimeError as error:
+        if _NO_COMPILED_CODE not in str(error) or not (place := place_of_error(error, adapter.model)):
+            raise
+        raise RouteRefused(
+            f"TorchScript's tracer can't record torch's `{called_in_torch(error)}`, which the model calls at {place}: "
+            "export to pt2, which can hold it"
+        ) from error
     finally:
         hook.remove()
 
@@ -193,7 +207,7 @@ def refuse_values(watch: Watch, where: str = "") -> None:
     if watch.values:
         raise RouteRefused(
             f"{where}the model branches on the values of its inputs at {watch.values[0]}, and a trace records only "
-            "one branch for all inputs (torch.where and torch.cond keep both)"
+            "one branch for all inputs (torch.where keeps both, and so does torch.cond, except in torchscript)"
         )
 
 

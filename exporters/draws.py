@@ -10,6 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from exporters.base import Adapter
+from exporters.isolation import eager_only
 from exporters.places import paths_of, place_of, user_frame
 
 
@@ -34,7 +35,7 @@ class _Draws(TorchFunctionMode):
 
 def place_of_draws(adapter: Adapter, tensors: tuple[torch.Tensor, ...]) -> str:
     """The line that first draws a random number from torch's generators, with its module; "" if there is none."""
-    with _Draws(paths_of(adapter.model)) as seen:
+    with eager_only(), _Draws(paths_of(adapter.model)) as seen:
         adapter.run(tensors)
     return seen.place
 

@@ -131,7 +131,7 @@ def refusing(what: str | None = None) -> Iterator[None]:
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """The first line of the root cause's message, without paths of this machine."""
+    """The first line of the root cause's message, without paths of this machine and addresses."""
     while error.__cause__ is not None and not isinstance(error, ExporterError):
         error = error.__cause__
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
@@ -142,5 +142,6 @@ def one_line(error: BaseException, limit: int = 200) -> str:
         line = f"{line} {lines[1]}"
     elif " " not in line:  # the message of a KeyError is only the key
         line = f"{type(error).__name__}: {line}"
+    line = re.sub(r"<([\w.]+) object at 0x\w+>", r"\1", line)
     line = re.sub(r"(?:[A-Za-z]:)?(?:[\\/][\w.\-+@]+){2,}[\\/]([\w.\-+@]+)", r"\1", line).rstrip(".:; ")
     return line if len(line) <= limit else f"{line[: limit - 1].rstrip()}…"

@@ -9,6 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, TextIO, cast
 
 import numpy as np
@@ -67,6 +68,14 @@ def silent() -> Iterator[None]:
             yield
         finally:
             logging.disable(disabled)
+
+
+def eager_only() -> AbstractContextManager[Any]:
+    """Run compiled functions eagerly inside the block: function modes don't reach into compiled code.
+
+    `torch.cond` and its kind compile themselves, together with the code of an active mode.
+    """
+    return torch.compiler.set_stance("force_eager")
 
 
 class _Muted:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from exporters.isolation import silent, undisturbed
+from exporters.isolation import eager_only, silent, undisturbed
 from exporters.places import paths_of, place_of, user_frame
 
 if TYPE_CHECKING:
@@ -57,6 +57,6 @@ def lists_as_long_as_a_size(evidence: Evidence) -> Iterator[tuple[str, str]]:
 
 
 def _seen(evidence: Evidence, call: int) -> Sequence[tuple[str, int]]:
-    with undisturbed(evidence.adapter), silent(), _Lists(paths_of(evidence.adapter.model)) as lists:
+    with undisturbed(evidence.adapter), silent(), eager_only(), _Lists(paths_of(evidence.adapter.model)) as lists:
         evidence.adapter.run(evidence.inputs[call])
     return lists.seen

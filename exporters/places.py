@@ -117,6 +117,18 @@ def line_of_error(error: BaseException) -> str:
     return source_line(frames[-1][0].f_code.co_filename, frames[-1][1]) if frames else ""
 
 
+def called_in_torch(error: BaseException) -> str:
+    """The name of torch's function that the innermost line of the user calls in an error's traceback, such as "cond"."""
+    name = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        own = frame.f_code.co_name
+        if is_users(frame.f_code.co_filename):
+            name = ""
+        elif not (name or own.startswith("_")):
+            name = own
+    return name
+
+
 def _users_frames(error: BaseException) -> list[tuple[FrameType, int]]:
     frames = traceback.walk_tb(error.__traceback__)
     return [(frame, line) for frame, line in frames if is_users(frame.f_code.co_filename)]

@@ -296,9 +296,11 @@ def _forward_apart(self: nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def eager_only() -> Iterator[None]:
-    """Run compiled functions eagerly inside the block, because function modes don't reach into compiled code."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
+    """Run compiled functions eagerly inside the block, because modes don't reach into compiled code.
+
+    This includes functions that are compiled for the first time inside the block: `torch.cond` compiles itself. While a
+    dispatch mode is active, torch would skip these functions and continue to skip them afterwards, so that every later
+    call of `torch.cond` fails.
+    """
     with torch.compiler.set_stance("force_eager"):
         yield

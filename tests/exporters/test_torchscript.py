@@ -10,6 +10,7 @@ import torch
 from exportable_models import Branch, Mlp, Replacement, floats, mlp_calls
 from tiny_models import enliven
 from torch import nn
+from torch._higher_order_ops import while_loop
 
 import exporters.writing
 from exporters import ExportError, ExportRequest, TorchScriptExporter
@@ -41,6 +42,32 @@ def test_a_branch_on_data_is_scripted(tmp_path):
     assert "the model branches on the values of its inputs at `if bool(x.sum() > 0):` in the model's forward" in reason
     for (x,), _ in branch_calls():
         assert torch.allclose(artifact.load()(x)[0], model(x)["hidden"])
+
+
+class Conditional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda rows: self.linear(rows), lambda rows: rows - 1, (x,))
+
+
+class Repeated(nn.Module):
+    def forward(self, x):
+        steps = torch.tensor(0)
+        return while_loop(lambda i, _: i < 3, lambda i, rows: (i + 1, rows.sin()), (steps, x))[1]
+
+
+@pytest.mark.parametrize(("model", "function"), [(Conditional(), "cond"), (Repeated(), "while_loop")])
+def test_control_flow_of_torch_is_refused_with_its_line(model, function, tmp_path):
+    calls = branch_calls()
+    before = model(calls[0][0][0])
+    with pytest.raises(
+        ExportError, match=f"TorchScript's tracer can't record torch's `{function}`, .* in the model's f"
+    ):
+        export(model, calls, tmp_path)
+    assert torch.equal(model(calls[0][0][0]), before)
 
 
 def test_a_scripted_model_keeps_its_branches(tmp_path):

@@ -1,4 +1,6 @@
 import copy
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -34,6 +36,24 @@ class Bag(nn.Module):
 
     def forward(self, ids):
         return self.table(ids)
+
+
+@pytest.mark.slow
+def test_a_model_that_compiles_itself_is_usable_after_its_first_run():
+    # In a new process, where the compiler isn't loaded before that run.
+    program = """
+import torch
+from optimizer import optimize
+
+class Conditional(torch.nn.Module):
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+model, x = Conditional(), torch.ones(2, 3)
+fast = optimize(model, [], example_inputs=(x,))
+assert torch.equal(fast(x), x.sin()) and torch.equal(model(-x), x.cos())
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 class Writing(nn.Module):
