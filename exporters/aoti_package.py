@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from exporters.base import TensorSpec, parameter_names
+from exporters.base import TensorSpec, captured_names
 from exporters.errors import OtherMachine
 from exporters.evidence import Evidence
 from exporters.guards import guard_holds
@@ -40,7 +40,7 @@ def write_package(files: Sequence[Path], evidence: Evidence, guards: Sequence[st
     """
     ours = {
         "inputs": [asdict(spec) for spec in evidence.input_specs],
-        "parameters": parameter_names(evidence.adapter.input_names),
+        "parameters": captured_names(evidence.adapter.input_names),
         "guards": list(guards),
         "needs": _needs(),
         "device": _device_name(evidence.device),

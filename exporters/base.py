@@ -411,13 +411,13 @@ def _given(side: str, names: Sequence[str], own: tuple[str, ...]) -> tuple[str, 
 
 
 def _with_signature(names: tuple[str, ...]) -> type[Adapter]:
-    """A subclass of Adapter whose forward has named parameters: exporters and tracers use these names in the file."""
+    """A subclass of Adapter whose forward has named parameters: exporters and tracers use these names."""
 
     def forward(self: Adapter, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         return Adapter.forward(self, *tensors)
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(name, kind) for name in ("self", *parameter_names(names))]
+    parameters = [inspect.Parameter(name, kind) for name in ("self", *captured_names(names))]
     forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return type("Adapter", (Adapter,), {"forward": forward, "__module__": __name__})
 
@@ -430,6 +430,14 @@ def parameter_names(names: Sequence[str]) -> list[str]:
             name = f"{name}_"
         parameters.append(name)
     return parameters
+
+
+def captured_names(names: Sequence[str]) -> list[str]:
+    """The names of the inputs in programs captured by torch.export, and in their guards.
+
+    torch names the inputs of a program after the parameters in lower case, but not those in guards.
+    """
+    return parameter_names([identifier(name).lower() for name in names])
 
 
 def _strays(model: nn.Module) -> Iterator[nn.Module | nn.Parameter]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from exporters.base import Captures, TensorSpec, clones, parameter_names
+from exporters.base import Captures, TensorSpec, captured_names, clones
 from exporters.conditions import Condition, Line, batches_near
 from exporters.decisions import refuse_values, traced
 from exporters.errors import RouteRefused, refusing
@@ -97,11 +97,24 @@ def _captured(evidence: Evidence, *, strict: bool) -> torch.export.ExportedProgr
                 adapter, inputs, dynamic_shapes=shapes if any(shapes) else None, strict=strict
             )
     except RouteRefused as refusal:
-        # A trace shows the line where Python reads an input value.
-        refuse_values(traced(adapter, evidence.inputs[0])[1])
+        _name_the_line_that_reads_a_value(evidence)
         raise _naming_the_fixed_dim(refusal, evidence, strict=strict) from refusal
     _plain_parameters(program)
     return program
+
+
+def _name_the_line_that_reads_a_value(evidence: Evidence) -> None:
+    """Raise if Python reads a value of the inputs: a trace shows the line.
+
+    Raises:
+        RouteRefused: names the line.
+    """
+    adapter = evidence.captures.adapter
+    try:
+        _, watch = traced(adapter, evidence.inputs[0])
+    except RouteRefused:  # it can't be traced either, for reasons of its own
+        return
+    refuse_values(watch)
 
 
 def _plain_parameters(program: torch.export.ExportedProgram) -> None:
@@ -116,7 +129,7 @@ def _plain_parameters(program: torch.export.ExportedProgram) -> None:
 def _naming_the_fixed_dim(refusal: RouteRefused, evidence: Evidence, *, strict: bool) -> RouteRefused:
     """The refusal in terms of the open dim that the capture specialized, with the location; unchanged if none was."""
     reason = str(refusal.__cause__)
-    names = parameter_names(evidence.adapter.input_names)
+    names = captured_names(evidence.adapter.input_names)
     found = next(filter(None, (pattern.search(_by_input(reason, names)) for pattern in _FIXED)), None)
     if found is None or found["name"] not in names:
         return refusal
@@ -243,7 +256,7 @@ def guards_in_force(guards: Sequence[str], evidence: Evidence, agreed: Iterable[
     Raises:
         RouteRefused: a guard can't be evaluated.
     """
-    names = parameter_names(evidence.adapter.input_names)
+    names = captured_names(evidence.adapter.input_names)
     sizes = [dict(zip(names, each, strict=True)) for each in agreed]
     return tuple(guard for guard in guards if all(_holds(guard, each) for each in sizes))
 
@@ -254,7 +267,7 @@ def guards_refuse(guards: Sequence[str], evidence: Evidence, shapes: Shapes) -> 
     Raises:
         RouteRefused: a guard can't be evaluated.
     """
-    sizes = dict(zip(parameter_names(evidence.adapter.input_names), shapes, strict=True))
+    sizes = dict(zip(captured_names(evidence.adapter.input_names), shapes, strict=True))
     return not all(_holds(guard, sizes) for guard in guards)
 
 

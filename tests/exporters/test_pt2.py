@@ -93,6 +93,24 @@ def test_inputs_of_one_batch_must_agree(tmp_path):
             module(floats(4, 3), floats(5, 3))
 
 
+class Named(nn.Module):
+    def forward(self, **inputs):
+        first, second = inputs.values()
+        return first * 2 + second
+
+
+@pytest.mark.parametrize(
+    "names", [("Image", "image"), ("lambda", "Lambda"), ("L", "I")]
+)
+def test_inputs_may_have_any_name(names, tmp_path):
+    calls = tuple(((), {name: floats(size, 3) for name in names}) for size in (2, 3))
+    artifact = export(Named(), calls, tmp_path)
+    assert artifact.route == "export"
+    assert torch.equal(artifact.load()(floats(5, 3), floats(5, 3))[0], floats(5, 3) * 3)
+    with pytest.raises((ValueError, AssertionError)):
+        artifact.load()(floats(4, 3), floats(5, 3))
+
+
 def test_sizes_that_the_file_was_not_made_for_are_refused(tmp_path):
     artifact = export(Mlp(), mlp_calls(2, 3), tmp_path)
     loaded = artifact.load()
