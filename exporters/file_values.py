@@ -144,15 +144,14 @@ class Program:
 
     @classmethod
     def of(
-        cls, exported: torch.export.ExportedProgram, model: nn.Module, output_names: Sequence[str] | None = None
+        cls, exported: torch.export.ExportedProgram, model: nn.Module, in_file: Mapping[str, str] | None = None
     ) -> Program:
         """The exported program of an adapter around `model`, with the places that its nodes name now.
 
         Args:
-            output_names: names of the outputs in the file; None if they are those in the program.
+            in_file: as for the attribute.
         """
-        outputs = [str(name) for name in exported.graph_signature.user_outputs]
-        in_file = {} if output_names is None else dict(zip(outputs, output_names, strict=True))
+        in_file = in_file or {}
         # All but sizes: tensors, and operations with several results.
         nodes = {
             in_file.get(node.name, node.name): node

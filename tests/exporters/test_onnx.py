@@ -379,3 +379,30 @@ def test_a_crash_at_another_batch_size_than_the_first_is_found(tmp_path, monkeyp
     sizes = list(mlp_calls(3)[0][0][0].shape)
     sentence = f"onnxruntime {ort.__version__} crashes (SIGABRT) while it runs the file on inputs of {sizes}"
     assert error.value.reasons == f"dynamo, dynamo-unoptimized and torchscript: {sentence}"
+
+
+class OwnWords(nn.Module):
+    """Names its outputs as torch names the values of the graph; returns a value twice, an input, and a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        y = self.linear(x)
+        chosen = torch.cond(y.sum() > 0, lambda rows: rows.relu().mean(1), lambda rows: rows.sum(1), (y,))
+        outputs = {"relu": y.relu() * 2, "mean": chosen, "linear": y, "again": y, "same": x}
+        return {**outputs, "model_linear_weight": self.linear.weight, "val_0": y.mean(1)}
+
+
+def test_outputs_may_have_any_name(tmp_path):
+    model = enliven(OwnWords()).eval()
+    artifact = export(model, mlp_calls(2, 3), tmp_path)
+    assert (artifact.route, artifact.refused) == ("dynamo", ())
+    x = floats(5, 3)
+    for given in (x, -x):
+        expected = model(given)
+        assert [spec.name for spec in artifact.outputs] == list(expected)
+        assert all(map(torch.allclose, artifact.load()(given), expected.values()))
+    # A value of the program is found under its name in the file.
+    assert artifact.program.places["relu"].operation == "mul"
