@@ -139,8 +139,10 @@ class Watch(TorchFunctionMode):
                 self._dependent[each] = max(self._dependent.get(each), depends, key=_LEVELS.index)
 
     def _note(self, depends: Dependence) -> None:
-        frame = user_frame(sys._getframe(2))
-        if not _only_raises(frame):
+        innermost = sys._getframe(2)
+        frame = user_frame(innermost)
+        # Checks of torch's own layers count as little as those of the user.
+        if not any(map(_only_raises, _frames_up_to(innermost, frame))):
             place = place_of(frame, frame.f_lineno if frame else 0, self._paths)
             (self.sizes if depends == "size" else self.values).append(place)
 
@@ -272,10 +274,20 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from _tensors_in((value.start, value.stop, value.step))
 
 
-def _only_raises(frame: FrameType | None) -> bool:
-    """Whether the frame is running the test of an `assert`, or of an `if` with a branch that raises."""
-    if frame is None:
-        return False
+def _frames_up_to(innermost: FrameType, outermost: FrameType | None) -> Iterator[FrameType]:
+    frame: FrameType | None = innermost
+    while frame is not None:
+        yield frame
+        frame = None if frame is outermost else frame.f_back
+
+
+def _only_raises(frame: FrameType) -> bool:
+    """Whether the frame is running the test of an `assert`, or of an `if` with a branch that raises.
+
+    Or one of torch's methods that only check arguments: `GRU.check_forward_args`.
+    """
+    if frame.f_code.co_name.startswith("check_") and user_frame(frame) is not frame:
+        return True
     positions = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
     line, end_line, column, end_column = positions
     if line is None or end_line is None or column is None or end_column is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,12 @@ class _Sized:
         return self.shape
 
 
+class _Torch:
+    """The functions of torch in guards, as they are for numbers: `int(n / 4)` is `trunc(sym_float(n) / 4)`."""
+
+    sym_float, sym_int, sym_max, sym_min = float, int, max, min
+
+
 def guard_holds(guard: str, sizes: Mapping[str, Sequence[int]]) -> bool:
     """Whether a guard holds for inputs of these sizes, by parameter name.
 
@@ -29,7 +36,10 @@ def guard_holds(guard: str, sizes: Mapping[str, Sequence[int]]) -> bool:
         UnreadableGuard: it reads something other than sizes.
         ArithmeticError: it is undefined at these sizes (a division by zero).
     """
-    names = {"L": {name: _Sized(shape) for name, shape in sizes.items()}, "len": len, "max": max, "min": min}
+    names = {
+        "L": {name: _Sized(shape) for name, shape in sizes.items()},
+        **{"len": len, "max": max, "min": min, "math": math, "torch": _Torch},
+    }
     try:
         return bool(eval(guard, {"__builtins__": {}, **names}))
     except ArithmeticError:

@@ -16,6 +16,10 @@ from exporters.evidence import Evidence
 from exporters.exported_program import conditions_of_program, shared_program
 from exporters.traced_graphs import follow_inputs, follow_settings
 
+# How much larger a size is than in the calls when it is tried whether Python reads it; the strides of a model multiply to
+# less, so that a size that they divide differs, too.
+_FAR = (256, 128, 64)
+
 
 def traced_with_conditions(evidence: Evidence) -> tuple[torch.jit.ScriptModule, tuple[Condition, ...], str]:
     """Trace the first call.
@@ -57,14 +61,40 @@ def conditions_of_trace(evidence: Evidence, watch: Watch) -> tuple[Condition, ..
     try:
         return conditions_of_program(shared_program(evidence), evidence)
     except RouteRefused as refusal:
-        # A size computed from a declared dim may be equal in all calls by chance, because strided windows round down.
-        if not evidence.declared and not reads_an_open_size(evidence.adapter, evidence.inputs):
+        if not _reads_an_open_size(evidence):
             return ()
         raise RouteRefused(
             f"the model reads a size in Python at {watch.sizes[0]}, which the trace freezes, and torch.export can't "
             f"determine at which sizes the trace is valid: {refusal}",
             size=refusal.size,
         ) from refusal
+
+
+def _reads_an_open_size(evidence: Evidence) -> bool:
+    """Whether Python reads a size in the trace that isn't the same at all sizes; also if that can't be determined."""
+    calls = list(evidence.inputs)
+    try:
+        if evidence.declared:
+            calls += [_far_from_the_calls(view) for view in evidence.along if not view.steps]
+        return reads_an_open_size(evidence.adapter, calls)
+    except RouteRefused:
+        return True
+
+
+def _far_from_the_calls(view: Evidence) -> tuple[torch.Tensor, ...]:
+    """Inputs of a size so large that sizes computed from it differ from those in the calls, though windows round down.
+
+    Raises:
+        RouteRefused: the model takes none of the sizes tried.
+    """
+    for more in _FAR:
+        inputs = view.inputs_at(max(view.batches) + more)
+        try:
+            traced(view.adapter, inputs)
+        except RouteRefused:
+            continue
+        return inputs
+    raise RouteRefused(f"the model takes no large {view.size}", size=view.size)
 
 
 def conditions_at(evidence: Evidence, batch: int) -> tuple[Condition, ...]:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from tiny_models import enliven
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from exporters import ExportError, ExportRequest, OnnxExporter, TorchScriptExporter
 from exporters.base import Adapter
@@ -433,3 +434,69 @@ def test_a_declared_size_needs_a_capture_even_if_what_is_read_is_the_same_in_all
     calls = [((torch.randn(2, size, 4),), {}) for size in (4, 5, 6)]
     with pytest.raises(ExportError, match=r"torch.export can't determine at which sizes the trace is valid"):
         export(TorchScriptExporter, of_windows, tmp_path, calls, open_dims={"x": {1: "length"}})
+
+
+def test_a_declared_size_that_python_does_not_read_needs_no_capture(tmp_path):
+    calls = [((torch.randn(size, 4),), {}) for size in (4, 5, 6)]
+    artifact = export(TorchScriptExporter, of_a_fixed_size, tmp_path, calls, open_dims={"x": {0: "rows"}})
+    assert artifact.route == "trace"
+
+
+# --------------------------------------------------------------------------------------------------- recurrent layers
+
+
+class Recurrent(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer(4, 6, batch_first=True)
+
+    def forward(self, x, lengths=None):
+        if lengths is None:
+            return self.layer(x)[0]
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.layer(packed)[0], batch_first=True, total_length=x.shape[1])[0]
+
+
+class DoubledIfLong(Recurrent):
+    def forward(self, x):
+        return super().forward(x) * (2 if x.shape[1] > 300 else 1)
+
+
+def sequences(rows, steps, *, packed):
+    lengths = (torch.arange(rows) * 3 + steps - 1) % steps + 1
+    return floats(rows, steps, 4), *((lengths,) if packed else ())
+
+
+RECURRENT = [(nn.GRU, False), (nn.RNN, False), (nn.GRU, True), (nn.LSTM, True)]
+
+
+@pytest.mark.parametrize(("layer", "packed"), RECURRENT)
+def test_checks_of_torchs_own_layers_decide_nothing(layer, packed):
+    inputs = sequences(3, 7, packed=packed)
+    watch = traced(Adapter(Recurrent(layer).eval(), inputs), inputs)[1]
+    assert (watch.values, watch.sizes) == ([], [])
+
+
+SIZES = [(3, 7), (2, 7), (5, 7), (3, 5), (3, 11), (5, 9), (7, 11)]
+STEPS = {"x": {0: "batch", 1: "steps"}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layer", "packed"), RECURRENT[1:])
+def test_recurrent_layers_of_any_length_are_taken_from_the_older_exporter(layer, packed, tmp_path):
+    model = enliven(Recurrent(layer)).eval()
+    calls = tuple((sequences(*size, packed=packed), {}) for size in SIZES)
+    dims = {**STEPS, **({"lengths": {0: "batch"}} if packed else {})}
+    artifact = OnnxExporter().export(ExportRequest(model, calls, open_dims=dims), tmp_path)
+    assert artifact.route == "torchscript"
+    for size in [(1, 1), (4, 1), (1, 13), (6, 40)]:
+        inputs = sequences(*size, packed=packed)
+        assert torch.allclose(artifact.load()(*inputs)[0], model(*inputs), atol=1e-5), size
+
+
+@pytest.mark.slow
+def test_a_recurrent_layer_of_any_length_with_a_decision_on_it_is_refused(tmp_path):
+    calls = tuple((sequences(*size, packed=False), {}) for size in SIZES)
+    request = ExportRequest(enliven(DoubledIfLong(nn.GRU)).eval(), calls, open_dims=STEPS)
+    with pytest.raises(ExportError, match=r"the model reads a size in Python at `.* > 300 .*determine at which sizes"):
+        OnnxExporter().export(request, tmp_path)

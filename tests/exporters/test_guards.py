@@ -15,6 +15,7 @@ from exporters.guards import UnreadableGuard, guard_holds
         ("L['x'].size()[0] ** 2 - 4 > 20", [5, 6, 16, 17, 18]),
         ("len(L['y'].size()) == 2 and L['x'].size()[0] / 2 == 8", [16]),
         ("len(L['y'].size()) == 3", []),
+        ("math.trunc(torch.sym_float(4*L['x'].size()[0]) / 16) == 4", [16, 17, 18]),
     ],
 )
 def test_a_guard_is_read_as_python_does(guard, holding):

@@ -93,15 +93,29 @@ def test_inputs_of_one_batch_must_agree(tmp_path):
             module(floats(4, 3), floats(5, 3))
 
 
+@pytest.mark.slow
+def test_a_batch_computed_by_a_division_is_taken_by_the_strict_route(tmp_path):
+    class Windows(nn.Module):
+        def forward(self, x):
+            windows = x.view(-1, 2, 4, 3).sin()
+            rows = int(windows.shape[0] / (x.shape[1] / 8))
+            return windows.view(rows, -1, 3)
+
+    calls = tuple(((floats(size, 16, 3),), {}) for size in (2, 3, 5))
+    artifact = export(Windows(), calls, tmp_path)
+    assert artifact.route == "export-strict"
+    for size in (1, 8, 70):
+        x = floats(size, 16, 3)
+        assert torch.equal(artifact.load()(x)[0], Windows()(x))
+
+
 class Named(nn.Module):
     def forward(self, **inputs):
         first, second = inputs.values()
         return first * 2 + second
 
 
-@pytest.mark.parametrize(
-    "names", [("Image", "image"), ("lambda", "Lambda"), ("L", "I")]
-)
+@pytest.mark.parametrize("names", [("Image", "image"), ("lambda", "Lambda"), ("L", "I")])
 def test_inputs_may_have_any_name(names, tmp_path):
     calls = tuple(((), {name: floats(size, 3) for name in names}) for size in (2, 3))
     artifact = export(Named(), calls, tmp_path)
