@@ -28,7 +28,7 @@ from optimizer.bundle.golden import GoldenCall, read_golden
 from optimizer.bundle.report import fragment_of
 from optimizer.bundle.verify import VerifyReport, verify_contents
 from optimizer.errors import BundleError, DeviceError, UsageError
-from optimizer.manifest import MANIFEST, read_manifest, sums_digest
+from optimizer.manifest import MANIFEST, file_problem, read_manifest, sums_digest, sums_problem
 from optimizer.options import parse_digest
 from optimizer.wording import listed
 
@@ -45,7 +45,7 @@ class BundleParity:
 
 @dataclass(frozen=True, repr=False)
 class Bundle:
-    """A bundle on disk. Files are read on demand; only `verify_bundle` verifies them.
+    """A bundle on disk. Files are read on demand, each after a check of its hash.
 
     Attributes:
         missing: the requested formats that the bundle lacks, each with the reason as a sentence.
@@ -76,7 +76,7 @@ class Bundle:
     @property
     def artifacts(self) -> tuple[Artifact, ...]:
         """The artifacts, in the order of the manifest: path, format, signature and notes of each."""
-        return tuple(_artifact(self.path, entry) for entry in self.manifest["artifacts"])
+        return tuple(_artifact(self.path, self.manifest, entry) for entry in self.manifest["artifacts"])
 
     @property
     def parity(self) -> BundleParity:
@@ -109,14 +109,15 @@ class Bundle:
         the file's order. Shapes and dtypes are those of `inputs` and `outputs` of the artifact, in `artifacts`. Inputs
         may be on any device; outputs are on `device`.
 
-        The file is a program, and its hash isn't checked here. Verify a bundle from somebody else first.
+        The file is a program. Its hash is checked before it is loaded, but only `verify_bundle(expect=…)` shows whose it
+        is. Verify a bundle from somebody else first.
 
         Raises:
-            BundleError: the bundle has no artifact of the format.
+            BundleError: the bundle has no artifact of the format, or the manifest or a file of the artifact was changed.
         """
         for entry in self.manifest["artifacts"]:
             if entry["format"] == format:
-                return load_artifact(format, self.path / entry["path"], device)
+                return _loaded(self.path, self.manifest, entry, self.path / entry["path"], device)
         formats = ", ".join(entry["format"] for entry in self.manifest["artifacts"])
         raise BundleError(f"{self.path} has no {format!r} artifact; it has {formats}.")
 
@@ -127,12 +128,24 @@ class Bundle:
         files, with `batch_size` and `sizes` for the dynamic dims.
 
         Raises:
-            BundleError: the golden data can't be read.
+            BundleError: the manifest or the golden data were changed, or can't be read.
         """
-        return read_golden(self.path, self.manifest["golden"])
+        if problem := sums_problem(self.path, self.manifest):
+            raise BundleError(f"{self.path} is damaged: {problem}")
+        return read_golden(self.path, self.manifest)
 
 
-def _artifact(folder: Path, entry: Mapping[str, Any]) -> Artifact:
+def _loaded(
+    folder: Path, manifest: Mapping[str, Any], entry: Mapping[str, Any], path: Path, device: str
+) -> LoadedArtifact:
+    """Load an artifact after its files were checked by their hashes."""
+    own = (file_problem(folder, file) for file in manifest["files"] if file["path"] in entry["files"])
+    if problem := sums_problem(folder, manifest) or next(filter(None, own), None):
+        raise BundleError(f"{folder} is damaged: {problem}")
+    return load_artifact(entry["format"], path, device)
+
+
+def _artifact(folder: Path, manifest: Mapping[str, Any], entry: Mapping[str, Any]) -> Artifact:
     def specs(tensors: Sequence[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
         return tuple(TensorSpec(tensor["name"], tensor["dtype"], tuple(tensor["shape"])) for tensor in tensors)
 
@@ -145,7 +158,7 @@ def _artifact(folder: Path, entry: Mapping[str, Any]) -> Artifact:
         inputs=specs(entry["inputs"]),
         outputs=specs(entry["outputs"]),
         notes=tuple(entry["notes"]),
-        loader=partial(load_artifact, entry["format"]),
+        loader=partial(_loaded, folder, manifest, entry),
         opset=entry.get("opset"),
         metadata=entry.get("metadata", {}),
     )

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 
 from optimizer.bundle.manifest import describe_device
 from optimizer.errors import BundleError
-from optimizer.manifest import GOLDEN, SCHEMA_NAME, number, open_regular
+from optimizer.manifest import GOLDEN, SCHEMA_NAME, number, parse_json, read_checked
 from optimizer.parity import GoldenEntry, OutputNoise, Tolerance
 from optimizer.wording import dtype_name
 
@@ -151,37 +152,36 @@ def _storable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def read_golden(
-    folder: Path, golden: Mapping[str, Any], artifacts: Sequence[Mapping[str, Any]] = ()
-) -> tuple[GoldenCall, ...]:
+def read_golden(folder: Path, manifest: Mapping[str, Any]) -> tuple[GoldenCall, ...]:
     """Read the golden calls of a bundle, on the CPU.
 
     Args:
         folder: the bundle.
-        golden, artifacts: these two fields of its manifest. The artifacts give the dtypes of the inputs; without them
-            the input dtypes aren't checked.
+        manifest: `files` has the size and the hash of the file, `artifacts` the dtypes of the inputs.
 
     Raises:
-        BundleError: the calls can't be read, lack a tensor, or differ from the manifest in a dtype.
+        BundleError: the file was changed, or the calls can't be read, lack a tensor, or differ from the manifest in a
+            dtype.
     """
+    golden = manifest["golden"]
     path = folder / golden["path"]
+    data = read_checked(folder, manifest, golden["path"])
     try:
-        # safe_open would block on a FIFO.
-        open_regular(path).close()
-        with safe_open(path, framework="pt", device="cpu") as file:
-            written = (file.metadata() or {}).get(SCHEMA_NAME)
-            if written is None:
-                raise ValueError(f"its metadata lack {SCHEMA_NAME}, which this program writes")
-            complex_names = frozenset(json.loads(written)["complex"])
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is not a mapping
-    except (OSError, SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise BundleError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}.") from error
+        # It checks that all tensors lie inside the file.
+        tensors = load_tensors(data)
+        header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        written = header.get("__metadata__", {}).get(SCHEMA_NAME)
+        if written is None:
+            raise ValueError(f"its metadata lack {SCHEMA_NAME}, which this program writes")
+        complex_names = frozenset(parse_json(written.encode("utf-8"))["complex"])
+    except (SafetensorError, ValueError, TypeError, KeyError) as error:
+        raise BundleError(f"{path} can't be read: {error}.") from error
     for key in complex_names & tensors.keys():
         try:
             tensors[key] = torch.view_as_complex(tensors[key])
         except RuntimeError as error:
             raise BundleError(f"{path} can't be read: {key} isn't made of pairs of real numbers.") from error
-    taken = {each["name"]: each["dtype"] for artifact in artifacts for each in artifact["inputs"]}
+    taken = {each["name"]: each["dtype"] for artifact in manifest["artifacts"] for each in artifact["inputs"]}
     dtypes = {
         "input": taken,
         "output": {each["name"]: each["dtype"] for each in golden["outputs"]},

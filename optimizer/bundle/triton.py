@@ -19,7 +19,7 @@ from optimizer.bundle.writing import new_folder
 from optimizer.errors import BundleError, UsageError
 from optimizer.manifest import MANIFEST, file_problem, sums_problem
 from optimizer.parity import WITHIN_BUDGET, accuracy_text
-from optimizer.runtime import own_routes
+from optimizer.runtime import Route, own_routes
 
 _VERSION = "1"
 # The types that both backends take, and those of onnxruntime_backend alone.
@@ -61,6 +61,9 @@ def write_triton_model(bundle: str | Path, repository: str | Path, format: str |
             copy = staging / _VERSION / file["path"]
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / file["path"], copy)
+            # Another process may have changed the file since it was checked.
+            if problem := file_problem(staging / _VERSION, file):
+                raise BundleError(f"{folder} is damaged: {problem}")
     return target
 
 
@@ -107,10 +110,11 @@ def _config(name: str, manifest: Mapping[str, Any], artifact: Mapping[str, Any])
             own = tensor["name"] if onnx else f"{kind.upper()}__{index}"
             yield from _tensor(kind, own, tensor, batched=batched, types=_TYPES | (_ONNX_TYPES if onnx else {}))
     yield f"instance_group [ {{ count: 1 kind: {'KIND_GPU' if manifest['device']['type'] == 'cuda' else 'KIND_CPU'} }} ]"
-    recommended = (manifest.get("benchmark") or {}).get("recommended") or {}
+    recommended = (manifest.get("benchmark") or {}).get("recommended")
+    route = None if recommended is None else Route.from_json(recommended)
     # Threads that were measured in OpenVINO say nothing about onnxruntime.
-    is_measured = recommended.get("format") == artifact["format"] and recommended["runtime"] != "openvino"
-    if is_measured and (threads := recommended["settings"].get("threads")):
+    is_measured = route is not None and route.format == artifact["format"] and route.runtime != "openvino"
+    if route is not None and is_measured and (threads := route.settings.get("threads")):
         key = "intra_op_thread_count" if onnx else "INTRA_OP_THREAD_COUNT"
         yield f'parameters {{ key: "{key}" value {{ string_value: "{threads}" }} }}'
 

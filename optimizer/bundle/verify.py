@@ -11,7 +11,7 @@ from exporters.base import LoadedArtifact
 from optimizer.bundle.golden import GoldenCall, read_golden, stored_noises, stored_tolerances
 from optimizer.bundle.manifest import describe_device, lacks
 from optimizer.errors import BundleError, printable
-from optimizer.manifest import SUMS, damage_of, plain, unexpected
+from optimizer.manifest import SUMS, damage_of, plain
 from optimizer.model import Call, in_turn, pinned_settings, random_state
 from optimizer.options import AccuracyBudget
 from optimizer.parity import (
@@ -198,15 +198,12 @@ def verify_contents(
         load: loads an artifact, given its format, path and device.
         expect: the SHA-256 that SHA256SUMS must have.
     """
-    damage = damage_of(folder, manifest)
-    if expect is not None and (problem := unexpected(folder, expect)):
-        damage = {SUMS: problem, **damage}
-    if damage:
+    if damage := damage_of(folder, manifest, expect=expect):
         note = f"no artifact was loaded, because some files are wrong: {listed([*damage])}"
         return VerifyReport(folder, device, tuple(damage.values()), (), (note,))
     golden = manifest["golden"]
     try:
-        calls = read_golden(folder, golden, manifest["artifacts"])
+        calls = read_golden(folder, manifest)
     except BundleError as error:
         return VerifyReport(folder, device, (str(error),), ())
     if device is None:

@@ -29,6 +29,7 @@ from optimizer.manifest import (
     open_regular,
     read_manifest,
     sums_digest,
+    sums_problem,
     version_of,
     without_local_paths,
 )
@@ -175,6 +176,8 @@ def changes(options: ExportOptions) -> list[str]:
         manifest = read_manifest(options.output)
     except BundleError as error:
         return [str(error).rstrip(".")]
+    if problem := sums_problem(options.output, manifest):
+        return [problem.rstrip(".")]
     if "build" not in manifest:
         return ["the bundle doesn't say what it was built from"]
     inputs = inputs_of(options)

@@ -10,7 +10,7 @@ from typing import Any
 from exporters.onnx_quantization import Recipe
 from exporters.registry import QUANTIZED, exported_format
 from optimizer.errors import BundleError, UsageError
-from optimizer.manifest import MANIFEST, read_json
+from optimizer.manifest import MANIFEST, read_json, read_manifest, sums_problem
 from optimizer.options import AccuracyBudget
 from optimizer.runtime import Route
 from optimizer.wording import quote
@@ -44,13 +44,16 @@ def read_choices(path: str | Path, formats: Collection[str], budget: AccuracyBud
 
     Raises:
         UsageError: there is no recommended route, or this export can't have it.
+        BundleError: the bundle is damaged.
     """
     file = Path(path, MANIFEST) if Path(path).is_dir() else Path(path)
     try:
-        manifest = read_json(file, follow=True)
+        manifest = read_manifest(Path(path)) if Path(path).is_dir() else read_json(file, follow=True)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else quote(error)
         raise UsageError(f"The choices {file} can't be read: {reason}.") from error
+    if Path(path).is_dir() and (problem := sums_problem(Path(path), manifest)):
+        raise BundleError(f"{path} is damaged: {problem}")
     benchmark = manifest.get("benchmark") if isinstance(manifest, dict) else None
     recommended = benchmark.get("recommended") if isinstance(benchmark, dict) else None
     if not isinstance(recommended, dict):

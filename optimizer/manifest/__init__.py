@@ -14,10 +14,10 @@ from optimizer.manifest.files import (
     entries_below,
     file_digest,
     file_problem,
+    read_checked,
     sums_digest,
     sums_problem,
     sums_text,
-    unexpected,
     unlisted,
 )
 from optimizer.manifest.reading import number, parse_json, plain, read_json, read_manifest, to_json_text
@@ -64,6 +64,7 @@ __all__ = [
     "open_regular",
     "parse_json",
     "plain",
+    "read_checked",
     "read_json",
     "read_manifest",
     "read_text_bytes",
@@ -71,7 +72,6 @@ __all__ = [
     "sums_problem",
     "sums_text",
     "to_json_text",
-    "unexpected",
     "unlisted",
     "version_of",
     "without_local_paths",

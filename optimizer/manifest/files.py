@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from optimizer.errors import BundleError
+from optimizer.manifest.reading import parse_json
 from optimizer.manifest.regular_files import open_regular, read_text_bytes
 from optimizer.manifest.schema import MANIFEST, SUMS
 
@@ -73,19 +75,53 @@ def file_problem(folder: Path, file: Mapping[str, Any], *, hashed: bool = True) 
     return None
 
 
-def sums_problem(folder: Path, manifest: Mapping[str, Any]) -> str | None:
-    """A sentence if SHA256SUMS doesn't match the manifest and its file hashes; None if it does."""
+def read_checked(folder: Path, manifest: Mapping[str, Any], path: str) -> bytes:
+    """Read a file of a bundle whole, and return its bytes only if they have the size and the hash in the manifest.
+
+    The bytes that are hashed are those that are returned, so another process can't change the file in between.
+
+    Raises:
+        BundleError: the file is missing, was changed or can't be read.
+    """
+    file = next(each for each in manifest["files"] if each["path"] == path)
+    # The size first: a file of another size isn't read.
+    if problem := file_problem(folder, file, hashed=False):
+        raise BundleError(f"{folder} is damaged: {problem}")
+    try:
+        with open_regular(folder / path) as opened:
+            data = opened.read(file["bytes"] + 1)
+    except OSError as error:
+        raise BundleError(f"{folder} is damaged: {path} can't be read: {error.strerror or error}.") from error
+    if hashlib.sha256(data).hexdigest() != file["sha256"]:
+        raise BundleError(f"{folder} is damaged: {path} was changed: its SHA-256 is not the one in {MANIFEST}.")
+    return data
+
+
+def sums_problem(folder: Path, manifest: Mapping[str, Any], expect: str | None = None) -> str | None:
+    """A sentence if SHA256SUMS doesn't match the manifest and its file hashes; None if it does.
+
+    Each file is read once, and the manifest is compared with the one on disk: both may change while this runs.
+
+    Args:
+        expect: the SHA-256 that SHA256SUMS must have.
+    """
     digests = {file["path"]: file["sha256"] for file in manifest["files"]}
     try:
-        digests[MANIFEST] = file_digest(folder / MANIFEST)
         written = read_text_bytes(folder / SUMS)
+        data = read_text_bytes(folder / MANIFEST)
     except FileNotFoundError:
         return f"{SUMS} is missing."
     except OSError as error:
         return f"{Path(error.filename or folder).name} can't be read: {error.strerror or error}."
-    if written != sums_text(digests).encode("utf-8"):
-        return f"{MANIFEST} or {SUMS} was changed: they don't agree."
-    return None
+    found = hashlib.sha256(written).hexdigest()
+    if expect not in (None, found):
+        return f"This is not the expected bundle: the SHA-256 of its {SUMS} is {found}, not {expect}."
+    digests[MANIFEST] = hashlib.sha256(data).hexdigest()
+    try:
+        agree = written == sums_text(digests).encode("utf-8") and parse_json(data) == manifest
+    except ValueError:
+        agree = False
+    return None if agree else f"{MANIFEST} or {SUMS} was changed: they don't agree."
 
 
 def sums_digest(folder: Path) -> str:
@@ -97,17 +133,6 @@ def sums_digest(folder: Path) -> str:
     return hashlib.sha256(read_text_bytes(folder / SUMS)).hexdigest()
 
 
-def unexpected(folder: Path, expect: str) -> str | None:
-    """A sentence if SHA256SUMS doesn't have the expected hash; None if it does."""
-    try:
-        found = sums_digest(folder)
-    except OSError as error:
-        return f"{SUMS} can't be read: {error.strerror or error}."
-    if found != expect:
-        return f"This is not the expected bundle: the SHA-256 of its {SUMS} is {found}, not {expect}."
-    return None
-
-
 def changed_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
     """The files of a bundle that were changed after the bundle was written. Missing files aren't included."""
     there = [file for file in manifest["files"] if os.path.lexists(folder / file["path"])]
@@ -115,17 +140,19 @@ def changed_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
     return [*changed, f"{MANIFEST} or {SUMS}"] if sums_problem(folder, manifest) else changed
 
 
-def damage_of(folder: Path, manifest: Mapping[str, Any], *, hashed: bool = True) -> dict[str, str]:
+def damage_of(
+    folder: Path, manifest: Mapping[str, Any], *, hashed: bool = True, expect: str | None = None
+) -> dict[str, str]:
     """A sentence for each file of a bundle that is missing, changed or not listed, by its path.
 
     Args:
         hashed: compare the listed files by their hashes, which reads them; otherwise only by their sizes. The manifest
             is compared by its hash in any case.
+        expect: the SHA-256 that SHA256SUMS must have.
     """
+    problems = {SUMS: problem} if (problem := sums_problem(folder, manifest, expect)) else {}
     found = {file["path"]: file_problem(folder, file, hashed=hashed) for file in manifest["files"]}
-    problems = {path: problem for path, problem in found.items() if problem}
-    if problem := sums_problem(folder, manifest):
-        problems[SUMS] = problem
+    problems |= {path: problem for path, problem in found.items() if problem}
     try:
         extra = unlisted(folder, manifest)
     except OSError as error:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy
 
 from optimizer.errors import BundleError, DeviceError, OptimizeExportError, UsageError
-from optimizer.manifest import MOST_THREADS, file_problem, read_manifest, sums_problem, unexpected
+from optimizer.manifest import MOST_THREADS, file_problem, read_manifest, sums_problem
 from optimizer.options import parse_digest
 from optimizer.runtime.dtypes import NUMPY_DTYPES
 from optimizer.runtime.golden_inputs import first_inputs
@@ -224,7 +224,8 @@ def load(
         raise UsageError(f"There is no runtime {runtime!r}; the runtimes are {', '.join(SETTINGS)}.")
     folder = Path(bundle)
     manifest = read_manifest(folder)
-    _check_sums(folder, manifest, expect)
+    if problem := sums_problem(folder, manifest, None if expect is None else parse_digest("expect", expect)):
+        raise BundleError(f"{folder} can't be used: {problem}")
     model, refused = _first_that_runs(folder, manifest, _routes(manifest, format, runtime, threads), device)
     model.notes = (*refused, *_notes(manifest, model))
     for note in model.notes:
@@ -232,16 +233,28 @@ def load(
     benchmark = manifest.get("benchmark") or {}
     model.batch_sizes = tuple(benchmark.get("batch_sizes", ()))
     if warm_up and model._not_in_numpy is None and (inputs := first_inputs(folder, manifest)) is not None:
-        model._runner(*inputs)
+        _warm_up(model, inputs)
     return model
 
 
-def _check_sums(folder: Path, manifest: Mapping[str, Any], expect: str | None) -> None:
-    """Check that the manifest is the one that the bundle's sums list, and that these are the expected ones."""
-    if expect is not None and (problem := unexpected(folder, parse_digest("expect", expect))):
-        raise BundleError(problem)
-    if problem := sums_problem(folder, manifest):
-        raise BundleError(f"{folder} is damaged: {problem}")
+def _warm_up(model: LoadedModel, inputs: list[Any]) -> None:
+    """Run the golden inputs once.
+
+    Raises:
+        BundleError: they don't fit the file, or it fails on them.
+    """
+    try:
+        model._check(inputs)
+        model._runner(*inputs)
+    except UsageError as error:
+        raise BundleError(f"{model.path} is damaged: its golden inputs don't fit its file. {error}") from error
+    # Each runtime has its own errors, and some derive from Exception alone.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise BundleError(
+            f"{model.path}: {model.route} fails on the golden inputs: {reason.rstrip('.')}. Pass warm_up=False to do "
+            "without them."
+        ) from error
 
 
 def _routes(manifest: Mapping[str, Any], format: str | None, runtime: str | None, threads: int | None) -> list[Route]:

@@ -58,6 +58,7 @@ from optimizer.manifest import (
     file_digest,
     number,
     plain,
+    sums_problem,
     sums_text,
     to_json_text,
     without_local_paths,
@@ -1195,7 +1196,7 @@ def test_golden_data_come_back_as_they_were(tmp_path: Path) -> None:
         tmp_path, entries, noises, flatten=flat, input_names=list(inputs), output_names=names, rtol={"hidden.0": 1e-3}
     )
     section = json.loads(to_json_text(section))
-    for entry, found in zip(entries, read_golden(tmp_path, section), strict=True):
+    for entry, found in zip(entries, read_golden(tmp_path, around(tmp_path, section)), strict=True):
         assert (entry.batch_size, entry.draw) == (found.batch_size, found.draw)
         assert list(found.inputs) == list(inputs)
         assert list(found.outputs) == names
@@ -1210,6 +1211,13 @@ def test_golden_data_come_back_as_they_were(tmp_path: Path) -> None:
     assert stored_tolerances(section) == {"rtol": {"hidden_0": 1e-3}}
 
 
+def around(folder: Path, section: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a manifest that reading golden data needs."""
+    path = folder / "golden.safetensors"
+    file = {"path": path.name, "bytes": path.stat().st_size, "sha256": file_digest(path)}
+    return {"golden": section, "artifacts": [], "files": [file]}
+
+
 def test_golden_data_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="needs at least one call"):
         write_golden(tmp_path, [], {}, flatten=flat, input_names=[], output_names=[])
@@ -1219,10 +1227,37 @@ def test_golden_data_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     section = golden(tmp_path)
     section["calls"][0]["inputs"] = ["z"]
     with pytest.raises(BundleError, match="lacks the tensor 'call0/input/z'"):
-        read_golden(tmp_path, section)
+        read_golden(tmp_path, around(tmp_path, section))
+    manifest = around(tmp_path, section)
     (tmp_path / "golden.safetensors").write_bytes(b"nonsense")
     with pytest.raises(BundleError, match="can't be read"):
-        read_golden(tmp_path, section)
+        read_golden(tmp_path, around(tmp_path, section))
+    with pytest.raises(BundleError, match=r"golden\.safetensors was changed: it has 8 bytes"):
+        read_golden(tmp_path, manifest)
+
+
+def test_nothing_of_a_bundle_is_used_before_its_hash(bundle: Bundle) -> None:
+    for name, uses in {
+        "golden.safetensors": (bundle.golden,),
+        "model.affine": (lambda: bundle.load("affine"), lambda: bundle.artifacts[0].load()),
+        "manifest.json": (bundle.golden, lambda: bundle.load("affine"), lambda: bundle.artifacts[0].load()),
+    }.items():
+        path = bundle.path / name
+        written = path.read_bytes()
+        path.write_bytes(written[:-1] + bytes([written[-1] ^ 1]))
+        for use in uses:
+            with pytest.raises(BundleError, match=f"{name}.* was changed"):
+                use()
+        path.write_bytes(written)
+    assert Affine.loaded == []
+    bundle.load("affine")
+    assert Affine.loaded
+
+
+def test_a_manifest_that_was_exchanged_after_it_was_read_is_found(bundle: Bundle) -> None:
+    manifest = {**bundle.manifest, "seed": 77}
+    assert "they don't agree" in str(sums_problem(bundle.path, manifest))
+    assert sums_problem(bundle.path, dict(bundle.manifest)) is None
 
 
 @pytest.mark.parametrize("kind", ["input", "output", "tied", "shape of tied", "complex"])

@@ -18,7 +18,7 @@ from exporters.errors import ExportError
 from exporters.torchscript import TorchScriptExporter
 from optimizer import Bundle, export, load, open_bundle, rejudge_bundle, verify_bundle
 from optimizer.bundle import write_triton_model
-from optimizer.errors import DeviceError, ExportFailed, ParityError, UsageError
+from optimizer.errors import BundleError, DeviceError, ExportFailed, ParityError, UsageError
 from optimizer.manifest import MANIFEST, SUMS, file_digest, sums_text
 
 LEVELS = {"int8-static": 100}
@@ -315,6 +315,14 @@ def test_choices_that_are_no_file_are_refused(tmp_path: Path) -> None:
     for name in ("choices.json", "link.json"):
         with pytest.raises(UsageError, match="can't be read: it is not a regular file"):
             made(tmp_path, formats=("torchscript",), choices=tmp_path / name)
+
+
+def test_choices_of_a_damaged_bundle_are_refused(exact: Bundle, tmp_path: Path) -> None:
+    copy = shutil.copytree(exact.path, tmp_path / "copy")
+    text = (copy / MANIFEST).read_text(encoding="utf-8")
+    (copy / MANIFEST).write_text(text.replace('"freeze": true', '"freeze": false'), encoding="utf-8")
+    with pytest.raises(BundleError, match="or SHA256SUMS was changed"):
+        made(tmp_path, formats=("torchscript",), choices=copy)
 
 
 def test_a_lossy_choice_needs_a_budget_and_its_nodes(lossy: Bundle, tmp_path: Path) -> None:

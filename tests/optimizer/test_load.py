@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import hashlib
 import json
 import logging
 import math
@@ -590,21 +591,83 @@ def test_what_is_no_bundle_is_refused(flat: Bundle, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        (None, "No such file"),
         (b"", "JSONDecodeError"),
-        (b"\xff" * 16, "ValueError its header is too long"),
+        (b"\xff" * 16, "UnicodeDecodeError"),
         ((2).to_bytes(8, "little") + b"{}", "KeyError"),
         ((2).to_bytes(8, "little") + b"[]", "TypeError"),
     ],
 )
 def test_golden_data_that_cannot_be_read_can_be_done_without(
-    flat: Bundle, tmp_path: Path, data: bytes | None, sentence: str
+    flat: Bundle, tmp_path: Path, data: bytes, sentence: str
 ) -> None:
+    copy = with_golden(flat, tmp_path, data)
+    with pytest.raises(BundleError, match=rf"golden.safetensors can't be read: {sentence}.*warm_up=False"):
+        load(copy)
+    assert_same(load(copy, warm_up=False)(*images(1)), net()(*images(1)))
+
+
+def with_golden(bundle: Bundle, folder: Path, data: bytes) -> Path:
+    """A copy of a bundle with other golden data and fitting hashes, as an attacker would make it."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        entry = next(file for file in manifest["files"] if file["path"] == "golden.safetensors")
+        entry.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+    copy = edited(bundle, folder, change)
+    (copy / "golden.safetensors").write_bytes(data)
+    return copy
+
+
+def with_entry(bundle: Bundle, **change: Any) -> bytes:
+    """The golden data of a bundle with another entry of the first input in the header."""
+    data = (bundle.path / "golden.safetensors").read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    header["call0/input/image"] |= change
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data[end:]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"shape": [200000000, 8]}, "golden.safetensors can't be read: ValueError a tensor of shape"),
+        ({"shape": [200000000, 8], "data_offsets": [0, 6400000000]}, "ValueError a tensor of shape"),
+        ({"shape": [-2, -192]}, "ValueError a tensor of shape"),
+        ({"data_offsets": [-1536, 0]}, "ValueError a tensor of shape"),
+        ({"shape": "x"}, "golden.safetensors can't be read: TypeError"),
+        ({"shape": [384]}, r"its golden inputs don't fit its file. `image` has the shape \[384\]"),
+        ({"dtype": "I32"}, "its golden inputs don't fit its file. `image` is int32"),
+    ],
+)
+def test_golden_data_are_bounded_by_their_file(
+    flat: Bundle, tmp_path: Path, change: dict[str, Any], sentence: str
+) -> None:
+    data = with_entry(flat, **change)
+    with pytest.raises(BundleError, match=sentence):
+        load(with_golden(flat, tmp_path, data))
+    damaged = Path(shutil.copytree(flat.path, tmp_path / "damaged"))
+    (damaged / "golden.safetensors").write_bytes(data)
+    with pytest.raises(BundleError, match=r"golden\.safetensors was changed.*warm_up=False"):
+        load(damaged, expect=flat.sha256sums)
+
+
+def test_a_file_that_fails_on_its_golden_inputs_is_one_sentence(flat: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        device, placement, settings = "cpu", None, {}
+
+        def __call__(self, *tensors: Any) -> tuple[Any, ...]:
+            raise RuntimeError("indices element\nout of bounds.")
+
+    monkeypatch.setattr(loading, "open_route", lambda *args: Failing())
+    with pytest.raises(BundleError, match=r"fails on the golden inputs: indices element out of bounds\. Pass warm_up"):
+        load(flat)
+
+
+def test_golden_data_that_are_missing_can_be_done_without(flat: Bundle, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(flat.path, tmp_path / "copy"))
     (copy / "golden.safetensors").unlink()
-    if data is not None:
-        (copy / "golden.safetensors").write_bytes(data)
-    with pytest.raises(BundleError, match=rf"golden.safetensors can't be read: {sentence}.*warm_up=False"):
+    with pytest.raises(BundleError, match=r"golden.safetensors is missing\. Pass warm_up=False"):
         load(copy)
     assert_same(load(copy, warm_up=False)(*images(1)), net()(*images(1)))
 

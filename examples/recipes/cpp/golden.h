@@ -27,10 +27,12 @@ struct Call {
 };
 
 inline std::map<std::string, Call> read_golden(const std::string& bundle) {
-    std::ifstream file(bundle + "/golden.safetensors", std::ios::binary);
+    std::ifstream file(bundle + "/golden.safetensors", std::ios::binary | std::ios::ate);
+    const uint64_t size = file ? uint64_t(file.tellg()) : 0;
     uint64_t length = 0;
+    file.seekg(0);
     file.read(reinterpret_cast<char*>(&length), sizeof length);
-    if (!file || length > (64 << 20)) throw std::runtime_error(bundle + " has no readable golden.safetensors");
+    if (!file || length > (64 << 20) || 8 + length > size) throw std::runtime_error(bundle + " has no readable golden.safetensors");
     std::string header(length, ' ');
     file.read(header.data(), length);
     static const std::regex entry(R"re("([^"/]+)/(input|output)/([^"]+)":\{"dtype":"(\w+)","shape":\[([\d,]*)\],)re"
@@ -45,6 +47,7 @@ inline std::map<std::string, Call> read_golden(const std::string& bundle) {
         for (std::sregex_iterator size(sizes.begin(), sizes.end(), number); size != end; ++size)
             tensor.shape.push_back(std::stoll(size->str()));
         const uint64_t first = std::stoull((*found)[6]), last = std::stoull((*found)[7]);
+        if (first > last || last > size - 8 - length) throw std::runtime_error(bundle + "/golden.safetensors is damaged");
         tensor.bytes.resize(last - first);
         file.seekg(8 + length + first);
         file.read(tensor.bytes.data(), last - first);
