@@ -50,8 +50,8 @@ from optimizer.options import (
     Effort,
     check_effort,
     check_numbers,
-    check_tuning,
     is_to_be_timed,
+    is_to_be_tuned,
     parse_accuracy,
 )
 from optimizer.parity import Reference, Tolerance
@@ -141,8 +141,8 @@ def optimize(
 @one_child()
 def export(
     model: nn.Module,
-    *,
     example_inputs: ExampleInputs | None = None,
+    *,
     example_kwargs: dict[str, Any] | None = None,
     further_inputs: FurtherInputs = (),
     output: str | Path,
@@ -164,7 +164,7 @@ def export(
     row_independence: bool = False,
     effort: Effort = "normal",
     bench: bool | None = None,
-    tune: bool = False,
+    tune: bool | None = None,
     tune_seconds: float = 120.0,
     accuracy: str | float = "exact",
     calibration: Iterable[CalibrationCall] | None = None,
@@ -223,6 +223,7 @@ def export(
         bench: whether to time the files next to the original, and to recommend one. None means yes, unless the
             environment variable OPTIMIZE_EXPORT_NO_BENCH is set.
         tune: try every installed runtime, settings, and lossy precisions within `accuracy`, and recommend the best.
+            None means yes if `accuracy` allows a loss and there are no `choices`.
         tune_seconds: about how long tuning may take, in seconds.
         accuracy: "exact" allows only rounding. A number such as 0.999 is the least cosine of any output at any call;
             "top1=0.99" is the least share of rows with the same largest score. Nothing lossy is made without it.
@@ -254,7 +255,7 @@ def export(
     check_model(model, runs=True)
     check_numbers(seed, batch_sizes)
     check_effort(effort)
-    check_tuning(bench, tune, tune_seconds, accuracy, calibration, choices)
+    tunes = is_to_be_tuned(bench, tune, tune_seconds, accuracy, calibration, choices)
     budget = parse_accuracy(accuracy)
     # Before any of the user's code runs, because it may change the current folder.
     output, debug_dir, profile_dir = check_folders(output, debug_dir, profile_dir, force=force)
@@ -297,7 +298,7 @@ def export(
         seed=seed,
         source=source,
         bench=is_to_be_timed(bench),
-        tune=tune,
+        tune=tunes,
         tune_seconds=tune_seconds,
         accuracy=budget,
         calibration=calibration,

@@ -86,7 +86,7 @@ class ExportOptions:
     row_independence: bool = False
     effort: Effort = "normal"
     bench: bool = True
-    tune: bool = False
+    tune: bool | None = None
     tune_seconds: float = 120.0
     accuracy: str = "exact"
     calibration: Path | None = None
@@ -384,27 +384,35 @@ def is_to_be_timed(bench: object) -> bool:
     return bench
 
 
-def check_tuning(
+def is_to_be_tuned(
     bench: object, tune: object, seconds: object, accuracy: object, calibration: object, choices: object
-) -> None:
-    """Check the arguments of `export` that choose what to ship.
+) -> bool:
+    """Check the arguments of `export` that choose what to ship, and return whether to tune.
+
+    An accuracy budget implies tuning, unless earlier choices are taken.
 
     Raises:
         UsageError: the time isn't a number above 0, two arguments contradict each other, or one has no effect without
             another.
     """
-    if not isinstance(tune, bool):
-        raise UsageError(f"tune must be True or False, not {tune!r}.")
-    if tune and bench is False:
-        raise UsageError("Tuning times the files: leave out --no-bench (bench=False).")
+    if tune is not None and not isinstance(tune, bool):
+        raise UsageError(f"tune must be True, False or None, not {tune!r}.")
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
         raise UsageError(f"The time for tuning must be a number of seconds above 0, not {seconds!r}.")
     if tune and choices is not None:
         raise UsageError("Tuning and choices contradict each other: choices are taken without timing.")
-    if not parse_accuracy(accuracy).is_exact and not tune and choices is None:
-        raise UsageError("An accuracy budget has an effect only with tuning or choices: add --tune (tune=True).")
-    if calibration is not None and parse_accuracy(accuracy).is_exact:
-        raise UsageError("Calibration data have an effect only with an accuracy budget, such as --accuracy 0.999.")
+    is_exact = parse_accuracy(accuracy).is_exact
+    if calibration is not None and is_exact:
+        raise UsageError(
+            "Calibration data have an effect only with an accuracy budget: add one, such as `accuracy=0.999`."
+        )
+    tuned = bool(tune) or (not is_exact and choices is None)
+    if tuned and tune is False:
+        raise UsageError("An accuracy budget has an effect only with tuning or choices: leave out `tune=False`.")
+    if tuned and bench is False:
+        why = "Tuning times" if tune else "An accuracy budget tunes, which times"
+        raise UsageError(f"{why} the files: leave out `bench=False`.")
+    return tuned
 
 
 def check_effort(effort: object) -> None:

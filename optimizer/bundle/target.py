@@ -59,9 +59,7 @@ def check_standing(folder: Path, target: Path, *, force: bool) -> None:
             "another one."
         ) from error
     if not force:
-        raise BundleError(
-            f"{target} is already a bundle: replace it with --force (force=True in Python), or choose another folder."
-        )
+        raise BundleError(f"{target} is already a bundle: replace it with `force=True`, or choose another folder.")
     if extra := unlisted(folder, manifest):
         raise BundleError(
             f"{target} contains files that this program didn't write ({listed(extra)}): move them elsewhere first."

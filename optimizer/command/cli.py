@@ -26,6 +26,7 @@ from click.core import ParameterSource
 from optimizer.command.all_models import builds, joined, parse_jobs, parse_shard, summary
 from optimizer.command.config import FOLDERS, Config, is_named, may_be_named, read_config
 from optimizer.command.early_checks import check_early, check_names
+from optimizer.command.option_names import all_with_options, suggestion, with_options
 from optimizer.command.up_to_date import changes, up_to_date_document
 from optimizer.command.user_code import import_own_packages
 from optimizer.errors import (
@@ -49,8 +50,8 @@ from optimizer.options import (
     Options,
     RejudgeOptions,
     VerifyOptions,
-    check_tuning,
     default_output,
+    is_to_be_tuned,
     parse_batch_sizes,
     parse_digest,
     parse_dynamic,
@@ -161,10 +162,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = voice.fail(EXIT_INTERRUPTED, "Interrupted", "interrupted", interrupt)
         except Terminated as termination:
             code = voice.fail(EXIT_TERMINATED, "Terminated", "terminated", termination)
+        except click.NoSuchOption as error:
+            hint = suggestion(error.option_name, _option_names()) or f"{PROGRAM} --help lists all."
+            told = f"There is no option {error.option_name}: {hint}"
+            code = voice.fail(EXIT_USAGE, "UsageError", told, error)
         except click.ClickException as error:
             code = voice.fail(EXIT_USAGE, "UsageError", " ".join(error.format_message().split()), error)
         except OptimizeExportError as error:
-            code = voice.fail(error.exit_code, type(error).__name__, str(error), error)
+            told = with_options(str(error), _option_names())
+            code = voice.fail(error.exit_code, type(error).__name__, told, error)
         except BaseException as error:  # noqa: BLE001 - the last resort: a defect is also reported in one sentence
             code = voice.fail(EXIT_DEFECT, "Defect", _defect(error), error)
     if argv is None:
@@ -181,6 +187,8 @@ def _run(arguments: list[str], voice: "_Voice") -> int:
         return int(options)  # --help and --version have already printed
     with _stdout_goes_to_stderr():
         document = _work(options, voice)
+    told = {key: document[key] for key in ("error", "missing", "notes", "problems", "unproven") if key in document}
+    document |= all_with_options(told, _option_names())
     code = int(document.get("exit_code", 0))
     return code if voice.show(document) else code or BundleError.exit_code
 
@@ -413,6 +421,7 @@ def _installed(distribution: str) -> str:
 @click.option(
     "--tune",
     cls=_Flag,
+    default=None,
     help="Try every installed runtime with its settings, and lossy precisions within --accuracy; recommend the best.",
 )
 @click.option("--tune-seconds", metavar="N", default="120", show_default=True, help="About how long --tune may take.")
@@ -421,7 +430,8 @@ def _installed(distribution: str) -> str:
     metavar="BUDGET",
     default="exact",
     show_default=True,
-    help="What a lossy route may cost: exact, the least cosine of any output such as 0.999, or top1=0.99. With --tune.",
+    help="What a lossy route may cost: exact, the least cosine of any output such as 0.999, or top1=0.99. "
+    "Implies --tune.",
 )
 @click.option(
     "--calibration",
@@ -525,6 +535,11 @@ def command(context: click.Context, /, **values: Any) -> Options:
     return _export_options(context, values)
 
 
+def _option_names() -> set[str]:
+    options = [each for each in command.params if isinstance(each, click.Option)]
+    return {name for option in options for name in (*option.opts, *option.secondary_opts)}
+
+
 def _read_config(context: click.Context, values: Mapping[str, Any]) -> Config:
     options = [each for each in context.command.params if isinstance(each, click.Option)]
     allowed = {each.opts[-1].lstrip("-"): each for each in options if each.name not in _NOT_IN_CONFIG}
@@ -591,7 +606,7 @@ def _given_again(context: click.Context, model: str) -> Iterator[str]:
 def _refuse_swallowed(context: click.Context, values: Mapping[str, Any]) -> None:
     """Refuse an option name as the value of another option: `--verify --json` names no bundle."""
     options = [parameter for parameter in context.command.params if isinstance(parameter, click.Option)]
-    names = {name for option in options for name in (*option.opts, *option.secondary_opts)}
+    names = _option_names()
     for option in options:
         value = values.get(option.name or "")
         given = value if isinstance(value, tuple) else (value,)
@@ -724,7 +739,7 @@ def _check_tuning(values: Mapping[str, Any]) -> None:
     for option, what in (("calibration", "file"), ("choices", "bundle")):
         if values[option] is not None and not values[option].strip():
             raise UsageError(f"--{option} names no {what}: add one, or leave out the option.")
-    check_tuning(
+    is_to_be_tuned(
         False if values["no_bench"] else None,
         values["tune"],
         parse_seconds(values["tune_seconds"]),

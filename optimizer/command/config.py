@@ -22,6 +22,7 @@ from typing import Any
 
 import click
 
+from optimizer.command.option_names import suggestion
 from optimizer.command.up_to_date import find_package
 from optimizer.errors import UsageError
 from optimizer.manifest import read_text_bytes
@@ -152,8 +153,8 @@ def _values(
     for key, value in table.items():
         name = key.replace("_", "-")
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]}?" if near else "the keys are model and the command's options for a MODEL."
+            hint = suggestion(name, {f"--{each}" for each in known}).replace("--", "")
+            hint = hint or "the keys are model and the command's options for a MODEL."
             mistakes.append(f"{path}: there is no option {key} (= {_shown(value)}) {place}; {hint}")
             continue
         option = options.get(name)

@@ -66,7 +66,7 @@ def read_choices(path: str | Path, formats: Collection[str], budget: AccuracyBud
     if needed not in formats:
         raise UsageError(f"{file} chooses {route}, which needs the format {needed}: add it to the formats.")
     if is_lossy(route) and budget.is_exact:
-        raise UsageError(f"{file} chooses {route}, which is lossy: add a budget, such as --accuracy 0.999.")
+        raise UsageError(f"{file} chooses {route}, which is lossy: add a budget, such as `accuracy=0.999`.")
     return Choices(file, route, _recipe(manifest, route.format, file))
 
 

@@ -89,7 +89,7 @@ class Lossy:
                 No file is left then.
         """
         if format == "onnx-int8" and self.calibration.random:
-            self.notes = ("int8 was calibrated with random inputs: pass --calibration with real ones",)
+            self.notes = ("int8 was calibrated with random inputs: pass real ones as the calibration",)
         before = set(files.folder.iterdir())
         try:
             return self._made(format, files, recipe)

@@ -25,7 +25,7 @@ def refuse_vacuous(reference: Reference) -> None:
         advice = "make the model return the same outputs for the same inputs"
     else:
         ways = "leave out cast-precision, " if reference.precision else ""
-        advice = f"{ways}load trained weights (--weights FILE on the command line), or use other example inputs"
+        advice = f"{ways}load trained weights, or use other example inputs"
     raise VacuousError(f"{told[0].upper()}{told[1:]}: {advice}.")
 
 

@@ -209,7 +209,7 @@ def refuse_empty_tensors(model: nn.Module) -> None:
     if empty:
         raise LoadError(
             f"{listed(empty)} of the model {'has' if len(empty) == 1 else 'have'} no values (device meta): load weights "
-            f"into it first (--weights on the command line), or build the model on the CPU."
+            "into it first, or build the model on the CPU."
         )
 
 

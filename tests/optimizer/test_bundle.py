@@ -343,7 +343,7 @@ def test_an_artifact_that_was_not_written_is_refused(tmp_path: Path) -> None:
 
 def test_force_replaces_a_bundle_and_without_it_nothing(bundle: Bundle) -> None:
     before = content(bundle.path)
-    with pytest.raises(BundleError, match="is already a bundle: replace it with --force"):
+    with pytest.raises(BundleError, match="is already a bundle: replace it with `force=True`, or"):
         write_bundle(bundle.path, must_not_fill)
     assert content(bundle.path) == before
     write_bundle(bundle.path, lambda folder: fill(folder, seed=7), force=True)

@@ -292,7 +292,7 @@ def test_a_choice_that_is_wrong_now_is_refused(
         ),
         (
             '{"benchmark": {"recommended": {"format": "torchscript", "runtime": "torch", "settings": {"tf32": true}}}}',
-            "chooses torchscript in torch, tf32, which is lossy: add a budget, such as --accuracy 0.999",
+            "chooses torchscript in torch, tf32, which is lossy: add a budget, such as `accuracy=0.999`",
         ),
     ],
 )

@@ -247,7 +247,15 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
     ("arguments", "part"),
     [
         ([], "MODEL is missing: pass a Python file such as model.py"),
-        (["m.py", "--no-such"], "No such option '--no-such'"),
+        (["m.py", "--no-such"], "There is no option --no-such: optimize-export --help lists all."),
+        (["m.py", "--wieghts", "x"], "There is no option --wieghts: did you mean --weights?"),
+        (["m.py", "--batch_sizes", "1"], "There is no option --batch_sizes: did you mean --batch-sizes?"),
+        (["m.py", "-o", "out"], "There is no option -o: use --output."),
+        (["m.py", "--INT8"], "There is no option --INT8: use --accuracy 0.999 with --calibration, which tries int8"),
+        (
+            ["m.py", "--batch", "4"],
+            "There is no option --batch: use --batch-sizes, or --static-batch for one fixed size.",
+        ),
         (["m.py", "n.py"], "Got unexpected extra argument (n.py)"),
         (["m.py", "--device", "tpu"], "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
         (["m.py", "--reference-device", "auto"], "'auto' is not one of 'cpu', 'cuda'"),

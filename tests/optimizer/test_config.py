@@ -178,6 +178,10 @@ WRONG = [
         "pyproject.toml: there is no option strickt (= true) in [tool.optimize-export.models.resnet]; did you mean strict?",
     ),
     (
+        CONFIG.replace("seed = 7", "int8 = true"),
+        "pyproject.toml: there is no option int8 (= true) in [tool.optimize-export]; use accuracy 0.999 with calibration",
+    ),
+    (
         CONFIG.replace("seed = 7", 'zzz = "x"'),
         'pyproject.toml: there is no option zzz (= "x") in [tool.optimize-export]; the keys are model and the command\'s '
         "options for a MODEL.",

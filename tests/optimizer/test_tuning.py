@@ -403,7 +403,7 @@ def test_a_quantized_file_within_the_budget_is_recommended(
     assert found.files == EXPORTED | {"model.int8.onnx"}
     figure = next(each for each in found.benchmark.figures if each.route == found.benchmark.recommended)
     assert figure.accuracy is not None
-    assert found.benchmark.notes == ("int8 was calibrated with random inputs: pass --calibration with real ones",)
+    assert found.benchmark.notes == ("int8 was calibrated with random inputs: pass real ones as the calibration",)
 
 
 class Noisy(ConvNet):

@@ -50,10 +50,11 @@ def write(tmp_path: Path) -> UserFolder:
         (["--tune-seconds", "inf"], "--tune-seconds: 'inf' is not a number above 0"),
         (["--tune", "--no-bench"], "Tuning times the files: leave out --no-bench"),
         (["--tune", "--choices", "x"], "Tuning and choices contradict each other"),
-        (["--accuracy", "0.9"], "An accuracy budget has an effect only with tuning or choices: add --tune"),
+        (["--accuracy", "0.9", "--no-bench"], "An accuracy budget tunes, which times the files: leave out --no-bench."),
+        (["--accuracy", "0.9", "--no-tune"], "only with tuning or choices: leave out --no-tune."),
         (["--tune", "--accuracy", "1"], "accuracy '1' isn't a budget"),
         (["--tune", "--accuracy", "top1=2"], "accuracy 'top1=2' isn't a budget"),
-        (["--tune", "--calibration", "x"], "Calibration data have an effect only with an accuracy budget"),
+        (["--tune", "--calibration", "x"], "only with an accuracy budget: add one, such as --accuracy 0.999."),
         (["--tune", "--accuracy", "0.9", "--calibration", " "], "--calibration names no file"),
         (["--choices", " "], "--choices names no bundle"),
     ],
@@ -64,6 +65,31 @@ def test_options_that_make_no_sense_are_refused(
     assert cli.main(["model.py", *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert sentence in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tunes"),
+    [
+        ({}, False),
+        ({"accuracy": 0.9}, True),
+        ({"accuracy": "top1=0.99"}, True),
+        ({"accuracy": 0.9, "tune": True}, True),
+        ({"accuracy": 0.9, "choices": True}, False),
+        ({"tune": True}, True),
+        ({"tune": False}, False),
+    ],
+    ids=str,
+)
+def test_an_accuracy_budget_implies_tuning(
+    arguments: dict[str, Any], tunes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = []
+    monkeypatch.setattr("optimizer.api.choose", lambda job, *rest: jobs.append(job))
+    monkeypatch.setattr("optimizer.api.read_choices", lambda *given: "read")
+    model = enliven(nn.Linear(4, 3)).eval()
+    inputs = (torch.randn(2, 4),)
+    export(model, example_inputs=inputs, output=tmp_path / "net", formats=("torchscript",), **arguments)
+    assert [job.tune for job in jobs] == [tunes]
 
 
 @pytest.mark.parametrize(
