@@ -16,6 +16,7 @@ from exporters.errors import RouteRefused, StructureError
 from exporters.isolation import silent, undisturbed
 from exporters.metadata import metadata_of
 from exporters.open_dims import BATCH, Direction, directions_of, open_inputs
+from exporters.ranks import dims_that_change
 
 # Maximum bytes of one input that is built only to try a batch outside the calls.
 LARGEST_TRIAL = 64 * 2**20
@@ -124,9 +125,9 @@ class Evidence:
             if name == size
         ]
         if not dims or not self.declared.issuperset(dims):
-            return " Fix the batch size with --static-batch (static_batch=True)." if dims else ""
+            return " Fix the batch size with `static_batch=True`." if dims else ""
         named = joined([f"dim {dim} of `{self.input_specs[index].name}`" for index, dim in dims])
-        return f" Leave {named} out of --dynamic (dynamic=…)."
+        return f" Leave {named} out of `dynamic=…`."
 
     @property
     def half(self) -> torch.dtype | None:
@@ -245,7 +246,7 @@ def gather(request: ExportRequest) -> Evidence:
             )
             for index, (name, tensor) in enumerate(zip(adapter.input_names, inputs[0], strict=True))
         ),
-        _output_specs(adapter.output_names, outputs, symbols),
+        _output_specs(adapter, inputs, outputs, symbols),
         request.computes_in,
         metadata_of(request.model, adapter.input_names, adapter.output_names, request.metadata),
         frozenset((index, dim) for index, dim in open_dims if adapter.input_names[index] in request.open_dims),
@@ -273,19 +274,45 @@ def _run_at_each(
 
 
 def _output_specs(
-    names: tuple[str, ...], outputs: tuple[tuple[torch.Tensor, ...], ...], symbols: dict[tuple[int, ...], str]
+    adapter: Adapter,
+    inputs: tuple[tuple[torch.Tensor, ...], ...],
+    outputs: tuple[tuple[torch.Tensor, ...], ...],
+    symbols: dict[tuple[int, ...], str],
 ) -> tuple[TensorSpec, ...]:
     specs = []
-    for index, name in enumerate(names):
+    for index, name in enumerate(adapter.output_names):
         tensors = [flat[index] for flat in outputs]
         if len({tensor.dim() for tensor in tensors}) > 1:
-            raise StructureError(f"Output `{name}` changes its number of dims between the calls.")
+            raise StructureError(_change_of_dims(adapter, inputs, [tuple(tensor.shape) for tensor in tensors], name))
         shape: list[int | str] = []
         for dim, sizes in enumerate(zip(*(tensor.shape for tensor in tensors), strict=True)):
             constant = len(set(sizes)) == 1
             shape.append(sizes[0] if constant else symbols.get(sizes, f"{name}_dim_{dim}"))
         specs.append(TensorSpec(name, dtype_name(tensors[0]), tuple(shape)))
     return tuple(specs)
+
+
+def _change_of_dims(
+    adapter: Adapter, inputs: Sequence[tuple[torch.Tensor, ...]], shapes: Sequence[tuple[int, ...]], name: str
+) -> str:
+    """The message on an output whose number of dims isn't the same in all calls: where it changes, and the remedies."""
+    odd = next(call for call, shape in enumerate(shapes) if len(shape) != len(shapes[0]))
+    # The call in which a dim is missing is the odd one.
+    odd, usual = (odd, 0) if len(shapes[odd]) < len(shapes[0]) else (0, odd)
+    index = next(i for i, (a, b) in enumerate(zip(inputs[odd], inputs[usual], strict=True)) if a.shape != b.shape)
+    given = [tuple(inputs[call][index].shape) for call in (odd, usual)]
+    function, place = dims_that_change(adapter, inputs[odd], inputs[usual])
+    told = (
+        f"Output `{name}` has shape {shapes[odd]} where `{adapter.input_names[index]}` has {given[0]}, and "
+        f"{shapes[usual]} where that has {given[1]}"
+    )
+    if function == "squeeze":
+        told += f": {place} also removes the dim that changes. Name the dims to remove, as in `squeeze(-1)`, or use `flatten(1)`"
+    else:
+        told += f"{': ' * bool(place)}{place}. Return the same number of dims at all sizes"
+    if given[0][0] == 1 != given[1][0]:
+        told += ", or leave batch size 1 out, as in `batch_sizes=(2, 3, 5)`"
+    return f"{told}."
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -156,8 +156,11 @@ def make_passes(passes: Sequence[Pass | str] | Pass | str | None, mode: str) -> 
     """
     if isinstance(passes, str):
         passes = parse_passes(passes)
-    if isinstance(passes, Pass):
+    if isinstance(passes, Pass) or (isinstance(passes, type) and issubclass(passes, Pass)):
         passes = [passes]
+    # A tensor is iterable too, unless it has no dims.
+    if not isinstance(passes, Iterable | None) or isinstance(passes, Mapping) or hasattr(passes, "shape"):
+        raise _no_pass(passes)
     made = [_made(item) for item in (PRESETS[mode] if passes is None else passes)]
     check_order(made)
     return made
@@ -170,7 +173,14 @@ def _made(item: object) -> Pass:
         return item.made_with({})
     if isinstance(item, Pass):
         return item
-    raise UnknownPass(f"{item!r} is neither the name of a pass nor an instance of Pass.")
+    raise _no_pass(item)
+
+
+def _no_pass(item: object) -> UnknownPass:
+    return UnknownPass(
+        f"passes must hold names or instances of passes, such as ['fold-conv-bn'], not {type(item).__name__}: the inputs "
+        "of a call go into `example_inputs=(x,)`, and keyword arguments into `example_kwargs={'x': x}`."
+    )
 
 
 def check_order(passes: Sequence[Pass]) -> None:

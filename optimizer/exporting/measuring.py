@@ -21,6 +21,7 @@ from optimizer.exporting.requests import (
     note_on_fixed_batch,
     note_on_numbers,
     notes_on_training_mode,
+    note_on_one_row,
     refuse_sizes_not_taken,
     request_for,
     smallest_call,
@@ -151,6 +152,7 @@ def _notes(job: ExportJob, suggestions: Suggestions, adapter: Adapter, *, open_b
     notes += notes_on_training_mode(job, adapter)
     notes += note_on_fixed_batch(job, reference, suggestions)
     notes += suggestions.notes_on_broadcast()
+    notes += note_on_one_row(job, reference)
     notes += note_on_numbers(adapter)
     if job.dynamic is None:
         notes += note_on_fixed_dims(suggestions.inputs, suggestions.samples, reference, open_batch=open_batch)

@@ -11,6 +11,7 @@ from exporters.base import Adapter, ExportRequest
 from optimizer.errors import ExportFailed, UsageError
 from optimizer.exporting.fixed_dims import Suggestions
 from optimizer.exporting.job import ExportJob
+from optimizer.exporting.references import sizes_of
 from optimizer.parity import Reference
 from optimizer.pipeline import notes_on_modes
 from optimizer.wording import listed
@@ -113,4 +114,16 @@ def note_on_fixed_batch(job: ExportJob, reference: Reference, suggestions: Sugge
     raised = f"the model raises at every other size that was tried ({why})"
     return [
         f"the batch size is fixed, as with static_batch: {raised}{f'.{option}' if option else ''}".removesuffix(".")
+    ]
+
+
+def note_on_one_row(job: ExportJob, reference: Reference) -> list[str]:
+    """A note if the files accept one row, but aren't compared there, because the user chose other batch sizes."""
+    if job.static_batch or len(reference.batch_sizes) < 2:
+        return []
+    if 1 in (sizes_of(job.samples, job.batch_sizes, job.static_batch, job.effort) or ()):
+        return []
+    chosen = "the quick effort" if job.batch_sizes is None else "batch_sizes"
+    return [
+        f"nothing is proven for batch size 1, which {chosen} leaves out: models that squeeze behave differently there"
     ]

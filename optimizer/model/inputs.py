@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 
 from optimizer.errors import LoadError, UsageError
@@ -406,8 +407,9 @@ def _positional(inputs: Any, what: str) -> tuple[Any, ...]:
         return inputs
     if isinstance(inputs, dict):
         raise UsageError(f"{what} must be a tuple of positional arguments; use example_kwargs for a dict.")
+    hint = ", which torch.from_numpy converts" if isinstance(inputs, numpy.ndarray) else ""
     raise UsageError(
-        f"{what} must be a tuple with one item per positional argument, such as (x,), not {_kind(inputs)}."
+        f"{what} must be a tuple with one item per positional argument, such as (x,), not {_kind(inputs)}{hint}."
     )
 
 

@@ -16,6 +16,7 @@ from optimizer.parity.outputs import measure_reference
 from optimizer.parity.results import ParityReport
 from optimizer.parity.row_runs import independent_rows
 from optimizer.parity.verdict import Tolerance, by_output, judge
+from optimizer.wording import a_type
 from passes.base import Precision
 
 
@@ -73,6 +74,11 @@ def check_parity(
     if mode not in ("inference", "training"):
         raise UsageError(f"mode must be 'inference' or 'training', not {mode!r}.")
     check_numbers(seed, batch_sizes)
+    for name, given in (("reference", reference), ("candidate", candidate)):
+        if not callable(given):
+            raise UsageError(
+                f"{name} must be a module or a function, not {a_type(given)}: call check_parity(reference, candidate, (x,))."
+            )
     if device is not None:
         device = resolved_device(str(device), require_gpu=False)
     for module in (reference, candidate):

@@ -5,6 +5,7 @@ from importlib.metadata import EntryPoint
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from passes import (
     ChannelsLast,
@@ -99,9 +100,24 @@ def test_bad_text_is_one_sentence(text: str, error: type[PassesError], message: 
     assert str(caught.value)[-1] in ".?"
 
 
-def test_what_is_no_pass() -> None:
-    with pytest.raises(UnknownPass, match="5 is neither the name of a pass nor an instance of Pass"):
-        make_passes([5], "inference")  # type: ignore[list-item]
+X = torch.zeros(100)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [5, [5], [None], X, X[0], (X,), [X], X.numpy(), {"x": X}, {X}, lambda batch, generator: (X,), [torch.nn.ReLU()]],
+    ids=lambda given: type(given).__name__,
+)
+def test_inputs_in_the_place_of_passes_are_refused_in_a_short_sentence(given: Any) -> None:
+    with pytest.raises(UnknownPass) as caught:
+        make_passes(given, "inference")
+    assert "go into `example_inputs=(x,)`, and keyword arguments into" in str(caught.value)
+    assert len(str(caught.value)) < 250
+
+
+def test_a_pass_alone_is_a_list_of_one() -> None:
+    for given in ("fold-conv-bn", FoldConvBn, FoldConvBn(), (name for name in ["fold-conv-bn"])):
+        assert [each.name for each in make_passes(given, "inference")] == ["fold-conv-bn"]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
