@@ -55,7 +55,7 @@ def suggestion(name: str, known: Set[str]) -> str:
     """What to use for an option that doesn't exist, as the end of a sentence; empty if nothing is close."""
     plain = name.lstrip("-").replace("_", "-")
     advice = next((_BY_NAME[each] for each in (plain, plain.lower()) if each in _BY_NAME), None)
-    if advice is not None and known.issuperset(_OPTION.findall(advice)):
+    if advice is not None and set(_OPTION.findall(advice)) <= known:
         return f"use {advice}."
     near = difflib.get_close_matches(f"--{plain}", sorted(known), 1, 0.8)
     return f"did you mean {near[0]}?" if near else ""
