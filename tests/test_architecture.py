@@ -166,6 +166,7 @@ NAMING_LINES = {
     "optimizer/faults/module_calls.py",
     "optimizer/diagnosis/evidence.py",
     "exporters/draws.py",
+    "exporters/ranks.py",
     "exporters/lists.py",
     "exporters/decisions.py",
 }
