@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from optimizer.errors import LoadError, UsageError
+from optimizer.saved_files import split_weights
 
 DEFAULT_FORMATS = ("torchscript", "onnx")
 # The command's own stage, which comes before the stages of the library.
@@ -460,7 +461,8 @@ def _different(option: str, values: Sequence[_Value]) -> tuple[_Value, ...]:
 
 
 def refuse_missing_weights(path: Path) -> None:
-    """Raise `LoadError` if the path isn't a file."""
+    """Raise `LoadError` if the path, without the key after a colon, isn't a file."""
+    path, _ = split_weights(path)
     if not path.is_file():
         kind = (
             "is a folder; use the file in it"

@@ -34,6 +34,7 @@ from optimizer.manifest import (
     without_local_paths,
 )
 from optimizer.options import ExportOptions, library_of
+from optimizer.saved_files import split_weights
 
 Document = dict[str, Any]
 
@@ -134,7 +135,7 @@ def inputs_of(options: ExportOptions) -> BuildInputs:
     """
     model, folder, files = _model_of(options)
     if options.weights is not None:
-        files["--weights"] = options.weights
+        files["--weights"], _ = split_weights(options.weights)
     files |= {f"--inputs {number}": each for number, each in enumerate(options.input_files, 1)}
     if options.calibration is not None:
         further = () if library_of(options.model) is None else tuple(chain.from_iterable(SUFFIXES.values()))
@@ -142,6 +143,8 @@ def inputs_of(options: ExportOptions) -> BuildInputs:
     if options.choices is not None:
         files["--choices"] = options.choices / MANIFEST if options.choices.is_dir() else options.choices
     given = {"model": model, **options.given}
+    if options.weights is not None and (key := split_weights(options.weights)[1]):
+        given["weights"] = key
     # The manifest has no local paths, so options that contain some are compared without them.
     return BuildInputs(folder, Path.cwd(), files, without_local_paths(given, local_roots()))
 

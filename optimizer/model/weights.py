@@ -4,7 +4,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,15 @@ from torch.nn.parameter import is_lazy
 
 from optimizer.errors import LoadError
 from optimizer.options import refuse_missing_weights
+from optimizer.saved_files import program_in, split_weights
 from optimizer.wording import a_type, listed, quote
 
-WRAPPER_KEYS = ("state_dict", "model_state_dict", "model")
-WRAPPER_PREFIXES = ("module.", "_orig_mod.")
+# These come first where several state dicts of a file fit the model.
+_FIRST_KEYS = ("state_dict", "model_state_dict", "model")
+# Parts of names that DistributedDataParallel and torch.compile add.
+_WRAPPERS = ("module", "_orig_mod")
+# The number of keys on the way to a state dict.
+_DEEPEST = 3
 _STATE_DICT = "; use a file written by torch.save(model.state_dict(), ...), or safetensors."
 
 
@@ -33,8 +38,8 @@ def load_weights(model: nn.Module, path: Path) -> list[str]:
         LoadError: the file can't be read without running code from it, or its tensors don't fit.
     """
     notes: list[str] = []
-    state = _read_weights(path, notes)
-    state = _without_prefix(model, state, path, notes)
+    path, key = split_weights(path)
+    state = _fitting(model, _read_weights(path), key, path, notes)
     own = model.state_dict()
     misshapen = [
         f"{name} (file {list(state[name].shape)}, model {list(tensor.shape)})"
@@ -69,7 +74,7 @@ def load_weights(model: nn.Module, path: Path) -> list[str]:
     return notes
 
 
-def _read_weights(path: Path, notes: list[str]) -> dict[str, torch.Tensor]:
+def _read_weights(path: Path) -> Any:
     refuse_missing_weights(path)
     if path.suffix == ".safetensors":
         try:
@@ -78,7 +83,7 @@ def _read_weights(path: Path, notes: list[str]) -> dict[str, torch.Tensor]:
             raise LoadError(f"The weights {path.name} couldn't be read as safetensors: {quote(error)}.") from error
     if path.suffix not in (".pt", ".pth", ".bin", ".ckpt"):
         raise LoadError(f"The weights {path.name} are neither a .safetensors file nor a state dict (.pt, .pth, .bin).")
-    return _unwrapped(_unpickled(path), path, notes)
+    return _unpickled(path)
 
 
 def _unpickled(path: Path) -> Any:
@@ -93,14 +98,15 @@ def _unpickled(path: Path) -> Any:
     except pickle.UnpicklingError as error:
         if not re.search("Unsupported (global|class)", str(error)) and (zipped or path.read_bytes()[:1] != b"\x80"):
             raise LoadError(f"The weights {path.name} are damaged or not a state dict{_STATE_DICT}") from error
+        whole = program_in(path) or f"more than tensors{_classes(str(error))}"
         raise LoadError(
-            f"The weights {path.name} contain more than tensors and aren't loaded, because unpickling them could "
-            "run arbitrary code; save only the state dict: torch.save(model.state_dict(), ...)."
+            f"The weights {path.name} contain {whole} and aren't loaded, because unpickling them could run arbitrary "
+            "code; save only the state dict: torch.save(model.state_dict(), ...)."
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         if "TorchScript" in str(error):
             raise LoadError(
-                f"The weights {path.name} are a TorchScript program; save a state dict: torch.save(model.state_dict(), ...)."
+                f"The weights {path.name} are a TorchScript program, which has code too; save a state dict: torch.save(model.state_dict(), ...)."
             ) from error
         if "legacy .tar" in str(error):
             raise LoadError(
@@ -109,43 +115,133 @@ def _unpickled(path: Path) -> Any:
             ) from error
         # Quote only an OSError: other messages are about opcodes of the pickle or records of the archive.
         why = f": {quote(error)}." if isinstance(error, OSError) else _STATE_DICT
+        if whole := program_in(path):
+            raise LoadError(f"The weights {path.name} contain {whole}{_STATE_DICT}") from error
         raise LoadError(f"The weights {path.name} are damaged or not a state dict{why}") from error
 
 
-def _unwrapped(value: Any, path: Path, notes: list[str]) -> dict[str, torch.Tensor]:
-    if isinstance(value, Mapping) and not any(isinstance(each, torch.Tensor) for each in value.values()):
-        key = next((key for key in WRAPPER_KEYS if isinstance(value.get(key), Mapping)), None)
-        if key is not None:
-            notes.append(f"The weights were taken from the key {key!r} of {path.name}.")
-            value = value[key]
+def _classes(message: str) -> str:
+    """The class that torch's safe reader names, in parentheses."""
+    found = re.search(r"GLOBAL ([\w.]+) ", message)
+    return f" ({found[1]})" if found else ""
+
+
+def _fitting(model: nn.Module, value: Any, key: str, path: Path, notes: list[str]) -> dict[str, torch.Tensor]:
+    """The state dict in a file that fits the model: that of the key, or the only one that fits.
+
+    Where none fits, the one that comes first, so that the user learns what doesn't fit.
+
+    Raises:
+        LoadError: the file has no state dict, none under the key, or several that fit equally well.
+    """
     if not isinstance(value, Mapping):
         raise LoadError(f"The weights {path.name} contain {a_type(value)}, not a state dict.")
-    if unnamed := [key for key in value if not isinstance(key, str)]:
+    found = dict(_state_dicts(value))
+    if key:
+        found = _under(key, found)
+        if not found:
+            known = listed([each for each in _state_keys(value) if each]) or "none"
+            raise LoadError(f"The weights {path.name} have no state dict under {key}; its keys are: {known}.")
+    if not found:
+        raise LoadError(f"The weights {path.name} contain no state dict: {_instead(value)}{_STATE_DICT}")
+    ranked = sorted(found, key=lambda each: _FIRST_KEYS.index(each) if each in _FIRST_KEYS else len(_FIRST_KEYS))
+    fitted = {each: names for each in ranked if (names := _named_as(model, found[each], path)) is not None}
+    if not fitted:
+        # A file of one state dict may have more beside it, such as the number of the epoch.
+        return found[max(ranked, key=lambda each: len(set(found[each]) & set(model.state_dict())))]
+    first = next(iter(fitted))
+    if len(fitted) > 1 and first not in (*_FIRST_KEYS, ""):
         raise LoadError(
-            f"The weights {path.name} contain no state dict: the key {unnamed[0]!r} isn't the name of a "
-            f"parameter{_STATE_DICT}"
+            f"The weights {path.name} have several state dicts that fit the model: {listed(list(fitted))}. Choose one, "
+            f"as in {path.name}:{first}."
         )
-    others = [str(key) for key, each in value.items() if not isinstance(each, torch.Tensor)]
-    others = [key for key in others if not key.endswith("_extra_state")]
-    if others or not value:
-        what = f"no tensor under {listed(others)}" if others else "nothing"
-        raise LoadError(f"The weights {path.name} contain no state dict: there is {what}.")
-    return dict(value)
-
-
-def _without_prefix(
-    model: nn.Module, state: dict[str, torch.Tensor], path: Path, notes: list[str]
-) -> dict[str, torch.Tensor]:
-    """Strip a wrapper's prefix from all names, only if all names then fit."""
-    own = set(model.state_dict())
-    for prefix in WRAPPER_PREFIXES:
-        if own == set(state) or not all(name.startswith(prefix) for name in state):
-            continue
-        stripped = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-        if set(stripped) <= own and not _untied(model, own - set(stripped), stripped):
-            notes.append(f"The prefix {prefix!r} of all names in {path.name} was removed.")
-            return stripped
+    others = f"; {listed([each for each in fitted if each != first])} would fit too" if len(fitted) > 1 else ""
+    if first:
+        notes.append(f"The weights were taken from the key {first!r} of {path.name}{others}.")
+    state, told = fitted[first]
+    notes += told
     return state
+
+
+def _state_dicts(value: Mapping[Any, Any], key: str = "", depth: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The tensors of each mapping in a value that has some, by the mapping's keys with dots between them."""
+    state = {name: each for name, each in value.items() if isinstance(name, str)}
+    tensors = {n: each for n, each in state.items() if isinstance(each, torch.Tensor) or n.endswith("_extra_state")}
+    if any(isinstance(each, torch.Tensor) for each in tensors.values()):
+        yield key, tensors
+    for name, each in state.items() if depth < _DEEPEST else ():
+        if isinstance(each, Mapping):
+            yield from _state_dicts(each, f"{key}.{name}".lstrip("."), depth + 1)
+
+
+def _under(key: str, found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The state dicts under a key, or the tensors whose names begin with it."""
+    if inside := {each: state for each, state in found.items() if f"{each}.".startswith(f"{key}.")}:
+        return inside
+    parts = (
+        {n.removeprefix(f"{key}."): each for n, each in state.items() if n.startswith(f"{key}.")}
+        for state in found.values()
+    )
+    return next(({key: part} for part in parts if part), {})
+
+
+def _state_keys(value: Mapping[Any, Any]) -> list[str]:
+    """The keys that a user may choose from: those of state dicts, and the first parts of names."""
+    found = dict(_state_dicts(value))
+    parts = [name.partition(".")[0] for state in found.values() for name in state if "." in name]
+    return list(dict.fromkeys([*found, *parts]))
+
+
+def _instead(value: Mapping[Any, Any]) -> str:
+    if unnamed := [key for key in value if not isinstance(key, str)]:
+        return f"the key {unnamed[0]!r} isn't the name of a parameter"
+    return f"there is no tensor under {listed(list(value))}" if value else "there is nothing"
+
+
+def _named_as(
+    model: nn.Module, state: Mapping[str, torch.Tensor], path: Path
+) -> tuple[dict[str, torch.Tensor], list[str]] | None:
+    """A state dict with the names of the model, and notes on changed ones; None if its names don't fit.
+
+    Wrappers add `module.` or `_orig_mod.` anywhere, and trainers a prefix such as `model.` to all names, next to those
+    of the loss.
+    """
+    own = set(model.state_dict())
+
+    def fits(names: Mapping[str, torch.Tensor]) -> bool:
+        return set(names) <= own and not _untied(model, own - set(names), names)
+
+    if fits(state):
+        return dict(state), []
+    bare = {".".join(part for part in name.split(".") if part not in _WRAPPERS): name for name in state}
+    some = min(own, default="")
+    for names in ({name: name for name in state}, bare if len(bare) == len(state) else {}):
+        found = {}
+        for prefix in [name.removesuffix(some) for name in names if name == some or name.endswith(f".{some}")]:
+            taken = {n.removeprefix(prefix): state[old] for n, old in names.items() if n.startswith(prefix)}
+            if fits(taken):
+                found[prefix] = taken
+        if len(found) > 1:
+            ways = [prefix.rstrip(".") for prefix in found]
+            raise LoadError(
+                f"The weights {path.name} fit the model under several prefixes: {listed(ways)}. Choose one, as in "
+                f"{path.name}:{ways[0]}."
+            )
+        if found:
+            ((prefix, taken),) = found.items()
+            return taken, _notes_on_names(names, prefix, path)
+    return None
+
+
+def _notes_on_names(names: Mapping[str, str], prefix: str, path: Path) -> list[str]:
+    notes = []
+    if any(name != old for name, old in names.items()):
+        notes.append(f"The parts module. and _orig_mod. of names in {path.name} were removed.")
+    if prefix:
+        notes.append(f"The prefix {prefix!r} of names in {path.name} was removed.")
+    if left := [old for name, old in names.items() if not name.startswith(prefix)]:
+        notes.append(f"Left out of {path.name}, because the model has no such tensors: {listed(left)}.")
+    return notes
 
 
 def _tied(model: nn.Module, missing: Sequence[str], state: Mapping[str, Any]) -> set[str]:

@@ -73,12 +73,97 @@ def test_weights_in_the_old_tar_format_are_told_so(write, tmp_path):
     assert message.startswith("The weights w.pt are in torch's old .tar format")
 
 
-@pytest.mark.parametrize("key", ["state_dict", "model", "model_state_dict"])
+OTHERS = {"linear.weight": torch.ones(3, 4), "linear.bias": torch.ones(3)}
+OPTIMIZER = {"state": {0: {"step": torch.ones(()), "exp_avg": torch.ones(3, 4)}}, "param_groups": [{"lr": 0.1}]}
+KEYS = ["state_dict", "model", "model_state_dict", "net", "ema", "module", "params", "generator"]
+
+
+@pytest.mark.parametrize("key", KEYS)
 def test_nested_weights(write, tmp_path, state, key):
-    torch.save({key: state, "epoch": 3}, tmp_path / "w.pt")
+    torch.save({"epoch": torch.tensor(3), "optimizer": OPTIMIZER, key: state, "best": 0.5}, tmp_path / "w.pt")
     loaded = load(str(write("")), weights=tmp_path / "w.pt")
     assert_filled(loaded, state)
     assert loaded.notes == (f"The weights were taken from the key '{key}' of w.pt.",)
+
+
+def prefixed(prefix, state):
+    return {prefix + name: tensor for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("made", "key", "note"),
+    [
+        (lambda state: {"a": {"b": {"c": state}}}, "", "The weights were taken from the key 'a.b.c' of w.pt."),
+        (
+            lambda state: {"gen": state, "dis": {"x": torch.ones(2)}},
+            "",
+            "The weights were taken from the key 'gen' of w.pt.",
+        ),
+        (lambda state: {"ema": OTHERS, "model": state}, "", "from the key 'model' of w.pt; ema would fit too."),
+        (lambda state: {"ema": OTHERS, "model": state}, "model", "from the key 'model' of w.pt."),
+        (lambda state: {"g": {"now": state}, "h": {"now": OTHERS}}, "g", "from the key 'g.now' of w.pt."),
+        (lambda state: prefixed("g.", state) | prefixed("h.", OTHERS), "g", "from the key 'g' of w.pt."),
+        (lambda state: prefixed("model.", state), "", "The prefix 'model.' of names in w.pt was removed."),
+        (lambda state: prefixed("module._orig_mod.", state), "", "The prefix 'module._orig_mod.' of names in w.pt was"),
+        (
+            lambda state: {"state_dict": prefixed("model._orig_mod.", state)},
+            "",
+            "The prefix 'model._orig_mod.' of names",
+        ),
+        (
+            lambda state: {name.replace(".", ".module."): each for name, each in state.items()},
+            "",
+            "The parts module. and _orig_mod. of names in w.pt were removed.",
+        ),
+        (
+            lambda state: prefixed("model.", state) | {"loss.weight": torch.ones(2)},
+            "",
+            "Left out of w.pt, because the model has no such tensors: loss.weight.",
+        ),
+    ],
+)
+def test_weights_of_trainers(write, tmp_path, state, made, key, note):
+    torch.save(made(state), tmp_path / "w.pt")
+    loaded = load(str(write("")), weights=tmp_path / (f"w.pt:{key}" if key else "w.pt"))
+    assert_filled(loaded, state)
+    assert any(note in each for each in loaded.notes)
+
+
+@pytest.mark.parametrize(
+    ("made", "key", "said"),
+    [
+        (
+            lambda state: {"g": state, "ema": OTHERS},
+            "",
+            "several state dicts that fit the model: g, ema. Choose one, as in w.pt:g.",
+        ),
+        (
+            lambda state: prefixed("g.", state) | prefixed("h.", OTHERS),
+            "",
+            "several prefixes: g, h. Choose one, as in w.pt:g.",
+        ),
+        (lambda state: {"g": state}, "x", "have no state dict under x; its keys are: g, linear."),
+        (lambda state: {"net": state | {"x": torch.ones(1)}, "epoch": 3}, "", "don't fit the model: unexpected x."),
+        (lambda state: OPTIMIZER, "", "there is no tensor under state, param_groups"),
+    ],
+)
+def test_weights_of_trainers_that_are_refused(write, tmp_path, state, made, key, said):
+    torch.save(made(state), tmp_path / "w.pt")
+    assert said in refused(str(write("")), weights=tmp_path / (f"w.pt:{key}" if key else "w.pt"))
+
+
+def test_a_program_isnt_called_weights(write, tmp_path):
+    model, weights = nn.Linear(4, 3).eval(), tmp_path / "w.pt"
+    torch.save(model, weights)
+    said = refused(str(write("")), weights=weights)
+    assert "a whole object of the class torch.nn.modules.linear.Linear, as torch.save(model) writes it" in said
+    assert "is a whole object of the class" in refused(str(weights))
+    with pytest.warns(DeprecationWarning, match="torch.jit"):
+        torch.jit.save(torch.jit.trace(model, torch.ones(2, 4)), str(weights))
+    assert "are a TorchScript program, which has code too" in refused(str(write("")), weights=weights)
+    assert "is a TorchScript program; MODEL must be the Python file that builds the module" in refused(str(weights))
+    torch.save({"net": model.state_dict(), "args": Path("x")}, weights)
+    assert "contain more than tensors (pathlib." in refused(str(write("")), weights=weights)
 
 
 def test_a_wrappers_prefix_goes_only_where_all_names_fit_then(write, tmp_path, state):
@@ -86,7 +171,7 @@ def test_a_wrappers_prefix_goes_only_where_all_names_fit_then(write, tmp_path, s
     torch.save(prefixed, tmp_path / "w.pt")
     loaded = load(str(write("")), weights=tmp_path / "w.pt")
     assert_filled(loaded, state)
-    assert loaded.notes == ("The prefix 'module.' of all names in w.pt was removed.",)
+    assert loaded.notes == ("The prefix 'module.' of names in w.pt was removed.",)
     torch.save(prefixed | {"module.more": torch.ones(1)}, tmp_path / "w.pt")
     message = refused(str(write("")), weights=tmp_path / "w.pt")
     assert (
@@ -151,8 +236,6 @@ def test_weights_that_cant_be_read(write, tmp_path, state):
     assert "doesn't exist" in refused(path, weights=weights)
     assert "is a folder" in refused(path, weights=tmp_path)
     assert "/dev/null is not a file" in refused(path, weights=Path("/dev/null"))
-    torch.save(nn.Linear(3, 3), weights)
-    assert "contain more than tensors and aren't loaded" in refused(path, weights=weights)
     weights.write_bytes(pickle.dumps({"x": Path}))
     assert "contain more than tensors and aren't loaded" in refused(path, weights=weights)
     for text in (b"weights, honestly", b"hello world", b"", b"0\n", b"(lp0\n", b"PK\x03\x04"):
