@@ -59,7 +59,7 @@ _SIZES = frozenset({"size", "numel", "nelement", "__len__", "shape", "sym_size",
 
 # Part of torch's message when compiled code is traced; in each eager call, `torch.cond` compiles itself.
 _NO_COMPILED_CODE = "torch.jit.trace a dynamo-optimized function"
-
+_TO_NUMPY = frozenset({"numpy", "__array__", "__dlpack__"})
 _LEVELS: tuple[Dependence | None, ...] = (None, "size", "value", "length")
 
 
@@ -72,6 +72,7 @@ class Watch(TorchFunctionMode):
         values: places where Python reads a value that depends on the inputs' values.
         sizes: places where Python reads a size of a tensor that is computed from the inputs.
         asked: the sizes that the model's code read, one tuple per call that asks for sizes.
+        in_numpy: those of the places at which a tensor becomes a numpy array.
     """
 
     def __init__(self, adapter: Adapter, fixed: Sequence[Sequence[bool]] = ()) -> None:
@@ -84,6 +85,7 @@ class Watch(TorchFunctionMode):
         self.values: list[str] = []
         self.sizes: list[str] = []
         self.asked: list[tuple[int, ...]] = []
+        self.in_numpy: set[str] = set()
         self._fixed = fixed
         self._paths = paths_of(adapter.model)
         self._dependent: Any = WeakTensorKeyDictionary()
@@ -119,7 +121,7 @@ class Watch(TorchFunctionMode):
         for tensor in (*given, *_written_tensors(func, args, kwargs or {})):
             self._mark(tensor, depends)
         if not given and not _tells_no_value(func, result):
-            self._note(depends)
+            self._note(depends, func)
         return result
 
     def _open_sizes(self, result: Any) -> list[Any]:
@@ -138,12 +140,14 @@ class Watch(TorchFunctionMode):
             if each is not None:
                 self._dependent[each] = max(self._dependent.get(each), depends, key=_LEVELS.index)
 
-    def _note(self, depends: Dependence) -> None:
+    def _note(self, depends: Dependence, func: Any) -> None:
         innermost = sys._getframe(2)
         frame = user_frame(innermost)
         # Checks of torch's own layers count as little as those of the user.
         if not any(map(_only_raises, _frames_up_to(innermost, frame))):
             place = place_of(frame, frame.f_lineno if frame else 0, self._paths)
+            if getattr(func, "__name__", "") in _TO_NUMPY:
+                self.in_numpy.add(place)
             (self.sizes if depends == "size" else self.values).append(place)
 
 
@@ -200,12 +204,41 @@ def reads_an_open_size(adapter: Adapter, calls: Sequence[Sequence[torch.Tensor]]
     return bool(traced(adapter, calls[0], fixed)[1].sizes)
 
 
+class _Reads(TorchFunctionMode):
+    """Find the first call in which Python reads a value of a tensor, whether it depends on the inputs or not."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        super().__init__()
+        self.place = ""
+        self._paths = paths_of(adapter.model)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        reads = not self.place and not _asks_for_a_size(func) and not list(_tensors_in(result))
+        if reads and not _tells_no_value(func, result) and list(_tensors_in((args, kwargs))):
+            frame = user_frame(sys._getframe(1))
+            self.place = place_of(frame, frame.f_lineno if frame else 0, self._paths)
+        return result
+
+
+def first_read(adapter: Adapter, tensors: Sequence[torch.Tensor]) -> str:
+    """The first line at which Python reads a value of a tensor, such as `.item()` of a buffer; "" if there is none."""
+    with undisturbed(adapter), silent(), _Reads(adapter) as seen:
+        adapter.run(tuple(tensors))
+    return seen.place
+
+
 def refuse_values(watch: Watch, where: str = "") -> None:
     """Raise if Python read a value of the inputs.
 
     Raises:
         RouteRefused: names the line that reads the value.
     """
+    if watch.values and watch.values[0] in watch.in_numpy:
+        raise RouteRefused(
+            f"{where}the model computes in numpy at {watch.values[0]}, which a trace can't record: it would keep the result "
+            "for the example inputs (use torch's functions, or move this code out of the model)"
+        )
     if watch.values:
         raise RouteRefused(
             f"{where}the model branches on the values of its inputs at {watch.values[0]}, and a trace records only "

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from exporters.base import Artifact, Exporter, ExportRequest
+from exporters.decisions import first_read
 from exporters.errors import ExportError, RouteRefused, RuntimeCrashed, WrongFile
 from exporters.evidence import Evidence, joined
 from exporters.lists import lists_as_long_as_a_size
@@ -92,6 +93,11 @@ def first_right(
     lists = list(lists_as_long_as_a_size(evidence))
     reasons = _reasons(refused, [clause for _, clause in lists])
     hint = _hint(evidence, [*(refusal.size for _, refusal in refused), *(size for size, _ in lists)])
+    if not place and ".py:" not in reasons and (read := first_read(evidence.adapter, evidence.inputs[0])):
+        place = (
+            f" The model reads a tensor's value into Python at {read}: compute with tensors there, or, if the value is a "
+            "constant, in the constructor."
+        )
     message = f"The model can't be exported to {exporter.name} ({reasons}).{_shared(refused)}{place}{hint}"
     raise ExportError(message, reasons)
 

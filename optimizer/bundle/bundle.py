@@ -10,7 +10,6 @@ bundle/
     model.onnx, …           the artifacts, and any other files of the writer
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -216,8 +215,6 @@ def open_bundle(path: str | Path) -> Bundle:
         folder = folder.parent
     with speaking(folder, "opened"):
         exchange.recover(folder)
-    if os.path.lexists(folder) and not folder.is_dir():
-        raise BundleError(f"{folder} is not a bundle: it is a file, and a bundle is a folder with a {MANIFEST}.")
     manifest = read_manifest(folder)
     return Bundle(folder, manifest, manifest.get("missing", {}), benchmark=manifest.get("benchmark"))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from optimizer.command.input_syntax import parts_of_input
 from optimizer.errors import LoadError, UsageError
+from optimizer.manifest import MANIFEST
 from optimizer.options import (
     ExportOptions,
     check_debug_folder,
@@ -21,6 +22,7 @@ from optimizer.options import (
     library_of,
     refuse_missing_weights,
 )
+from optimizer.saved_files import program_in
 
 # The names of our own passes and formats. A test compares them with the registries, which import torch.
 PASS_NAMES = (
@@ -43,6 +45,8 @@ SUFFIXES = {
     "image": (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"),
     "text": (".txt",),
 }
+# A path with one of these isn't the name of a library's model.
+_SUFFIXES_OF_FILES = (".py", ".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".onnx", ".ipynb", ".pt2", ".txt")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -185,7 +189,8 @@ def split_target(spec: str, name: str | None = None) -> tuple[str, Path | None, 
             f"{name!r} is not the name of a model in a Python file; use a name, such as {place}:build_model."
         )
     path = Path(place)
-    if not place.endswith(".py") and not path.exists() and all(part.isidentifier() for part in place.split(".")):
+    is_a_file = path.suffix in _SUFFIXES_OF_FILES or path.exists()
+    if not is_a_file and all(part.isidentifier() for part in place.split(".")):
         return place, None, name
     _refuse_other_files(path)
     if not is_utf8(str(path.resolve())):
@@ -211,18 +216,61 @@ def _split_name(spec: str) -> tuple[str, str | None]:
 
 def _refuse_other_files(path: Path) -> None:
     if path.is_dir():
-        files = sorted(file.name for file in path.glob("*.py"))
-        which = f", such as {path / files[0]}" if files else ""
-        raise LoadError(f"{path} is a folder; use the Python file in it that contains the model{which}.")
+        raise LoadError(_folder(path))
     if not path.exists():
-        siblings = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, siblings, 1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else "."
-        raise LoadError(f"There is no file {path}{hint}")
+        raise LoadError(f"There is no file {path}{_where_else(path)}")
+    if path.suffix == ".py" and path.is_file():
+        return
+    if path.is_file() and (what := program_in(path)):
+        raise LoadError(f"{path} is {what}; MODEL must be the Python file that builds the module it was made from.")
     if path.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt"):
         raise LoadError(
             f"{path} contains weights; MODEL must be the Python file that builds the model. Pass the weights with "
             "--weights."
         )
-    if path.suffix != ".py" or not path.is_file():
-        raise LoadError(f"{path} is not a Python file (.py).")
+    if path.suffix == ".onnx":
+        ours = (
+            f" To check this bundle use --verify {path.parent}, in Python load({str(path.parent)!r})."
+            if (path.parent / MANIFEST).is_file()
+            else ""
+        )
+        raise LoadError(
+            f"{path} is an ONNX file; MODEL must be the Python file that builds the nn.Module, because ONNX files are what "
+            f"this program writes.{ours}"
+        )
+    if path.suffix == ".ipynb":
+        raise LoadError(f"{path} is a notebook; copy the cells that build the model into a Python file and use that.")
+    raise LoadError(f"{path} is not a Python file (.py).")
+
+
+def _folder(path: Path) -> str:
+    """The message on a folder: a bundle, a model of transformers, or one with Python files."""
+    if (path / MANIFEST).is_file():
+        return (
+            f"{path} is a bundle: MODEL is the Python file that it is built from. Check the bundle with --verify {path}, time "
+            f"it with --bench {path}, and run it in Python with load({str(path)!r})."
+        )
+    config = path / "config.json"
+    if config.is_file() and b'"model_type"' in config.read_bytes()[:100_000]:
+        return f"{path} is a folder that save_pretrained wrote: use transformers:{path}."
+    files = sorted(file.name for file in path.glob("*.py"))
+    which = f", such as {path / files[0]}" if files else ""
+    return f"{path} is a folder; use the Python file in it that contains the model{which}."
+
+
+def _where_else(path: Path) -> str:
+    """The end of the message on a file that doesn't exist: a file with a similar name, or a model of a library."""
+    siblings = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    if near := difflib.get_close_matches(path.name, siblings, 1):
+        return f"; did you mean {path.parent / near[0]}?"
+    in_a_folder = path.parent != Path() and path.parent.is_dir()
+    if in_a_folder or path.suffix in _SUFFIXES_OF_FILES or not _HUB_NAME.fullmatch(str(path)):
+        return "."
+    return f"; if it is the name of a model, name its library too, {library_names(str(path))}."
+
+
+def library_names(name: str) -> str:
+    """How to write the name of a library's model, as "such as transformers:NAME"."""
+    if "/" in name or "-" in name:
+        return f"as in transformers:{name}"
+    return f"as in torchvision:{name}, timm:{name} or transformers:{name}"

@@ -28,7 +28,14 @@ import numpy
 import torch
 from torch import nn
 
-from optimizer.command.early_checks import SUFFIXES, files_of, refuse_missing_inputs, split_library, split_target
+from optimizer.command.early_checks import (
+    SUFFIXES,
+    files_of,
+    library_names,
+    refuse_missing_inputs,
+    split_library,
+    split_target,
+)
 from optimizer.command.input_files import read_calls
 from optimizer.command.input_spec import draw_inputs, parse_input
 from optimizer.command.library_models import LibraryModel, library_model, open_lengths
@@ -208,7 +215,8 @@ class Target:
                 raise
             raise LoadError(
                 f"There is no module {error.name} here (MODEL is a path to a .py file, or package.module:factory with "
-                f"the package installed or in the current folder)."
+                f"the package installed or in the current folder); for a model of a library name that too, "
+                f"{library_names(error.name)}."
             ) from error
 
     def _execute(self) -> ModuleType:

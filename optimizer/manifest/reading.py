@@ -133,6 +133,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         BundleError: there is no manifest, or it can't be read, or it is broken; one sentence.
     """
     path = folder / MANIFEST
+    if folder.is_file():
+        raise BundleError(f"{folder} is a file, not a bundle: {_folder_of(folder)}.")
     try:
         manifest = read_json(path)
     except FileNotFoundError:
@@ -148,3 +150,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except BundleError as error:
         raise BundleError(f"{folder} can't be used: {error}") from error
     return dict(manifest)
+
+
+def _folder_of(file: Path) -> str:
+    if (file.parent / MANIFEST).is_file():
+        return f"use the folder of its bundle, {file.parent}"
+    return f"a bundle is a folder with a {MANIFEST}, as export wrote it"

@@ -216,8 +216,11 @@ def load(
         DeviceError: the requested device or runtime is missing.
         UsageError: an argument is invalid.
     """
+    device = str(device)  # torch's devices, too
     if device not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"device must be 'auto', 'cpu' or 'cuda', not {device!r}.")
+        number = device.removeprefix("cuda:")
+        way = f"; set CUDA_VISIBLE_DEVICES={number} before Python starts, and use 'cuda'" if number.isdigit() else ""
+        raise UsageError(f"device must be 'auto', 'cpu' or 'cuda', not {device!r}{way}.")
     if threads is not None and (type(threads) is not int or not 1 <= threads <= MOST_THREADS):
         raise UsageError(f"threads must be a whole number from 1 to {MOST_THREADS}, not {threads!r}.")
     if runtime is not None and runtime not in SETTINGS:

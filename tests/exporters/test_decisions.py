@@ -3,6 +3,7 @@
 import math
 import re
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from exporters import ExportError, ExportRequest, OnnxExporter, TorchScriptExporter
 from exporters.base import Adapter
 from exporters.decisions import Watch, traced
+from exporters.pt2 import Pt2Exporter
 
 
 def floats(*shape, seed=0):
@@ -156,6 +158,60 @@ def test_a_decision_on_values_is_refused_with_its_place(exporter, options, tmp_p
     sentence = refusal(exporter, by_truth, tmp_path, **options)
     assert "the model branches on the values of its inputs at `if x.sum() > 1000:` in the model's forward" in sentence
     assert "torch.where" in sentence
+
+
+def in_numpy(model, x):
+    return torch.from_numpy(numpy.tanh(x.numpy()))
+
+
+def by_an_array(model, x):
+    return x * float(numpy.asarray(x).max())
+
+
+@pytest.mark.parametrize("function", [in_numpy, by_an_array])
+def test_numpy_isnt_called_a_branch(function, tmp_path):
+    sentence = refusal(TorchScriptExporter, function, tmp_path)
+    assert "the model computes in numpy at `" in sentence
+    assert "use torch's functions" in sentence
+    assert "branches" not in sentence
+
+
+class Shift(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shift", torch.tensor(2.6))
+
+
+class Rounded(Shift):
+    def forward(self, x):
+        k = round(self.shift.cpu().item() * 2)
+        return x[:, :k] * k
+
+
+class Compared(Shift):
+    def forward(self, x):
+        return x * 2 if self.shift > 2 else x
+
+
+class InTheConstructor(Shift):
+    def __init__(self):
+        super().__init__()
+        self.k = round(self.shift.item() * 2)
+
+    def forward(self, x):
+        return x[:, : self.k] * self.k
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"), [(Rounded, "k = round("), (Compared, "return x * 2 if self.shift > 2 else x`")]
+)
+def test_a_value_of_a_buffer_that_python_reads_is_told_with_its_line(kind, line, tmp_path):
+    calls = tuple(((torch.randn(size, 9),), {}) for size in (2, 3))
+    with pytest.raises(ExportError) as caught:
+        Pt2Exporter().export(ExportRequest(kind().eval(), calls, dynamic_batch=True), tmp_path)
+    assert f" The model reads a tensor's value into Python at `{line}" in str(caught.value)
+    assert str(caught.value).endswith("or, if the value is a constant, in the constructor.")
+    Pt2Exporter().export(ExportRequest(InTheConstructor().eval(), calls, dynamic_batch=True), tmp_path)
 
 
 def test_the_module_is_named(tmp_path):

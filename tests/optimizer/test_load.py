@@ -490,10 +490,21 @@ def test_no_runtime_pretends_to_run_on_a_gpu(every: Bundle, monkeypatch: pytest.
         load(every, device="cuda", format="onnx")
 
 
+def test_a_file_of_a_bundle_isnt_a_bundle(flat: Bundle, tmp_path: Path) -> None:
+    for path in (flat.path / MANIFEST, next(flat.path.glob("model.*"))):
+        with pytest.raises(BundleError, match=rf"is a file, not a bundle: use the folder of its bundle, {flat.path}\."):
+            load(path)
+    (tmp_path / "model.onnx").touch()
+    with pytest.raises(BundleError, match="is a file, not a bundle: a bundle is a folder with"):
+        load(tmp_path / "model.onnx")
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         ({"device": "gpu"}, "device must be 'auto', 'cpu' or 'cuda', not 'gpu'"),
+        ({"device": "cuda:1"}, "set CUDA_VISIBLE_DEVICES=1 before Python starts, and use 'cuda'"),
+        ({"device": torch.device("cuda:2")}, "set CUDA_VISIBLE_DEVICES=2 before Python starts"),
         ({"runtime": "tensorrt"}, "There is no runtime 'tensorrt'; the runtimes are onnxruntime, openvino, torch"),
         ({"format": "onnx"}, "The bundle has no 'onnx' artifact; it has torchscript"),
         ({"runtime": "openvino"}, "torchscript doesn't run in openvino"),

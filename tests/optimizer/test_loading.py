@@ -5,6 +5,7 @@ import inspect
 import pickle
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -180,6 +181,39 @@ def test_files_that_arent_there_or_arent_python(write, tmp_path):
     (tmp_path / "net.txt").write_bytes(b"")
     assert "Pass the weights with --weights" in refused(str(tmp_path / "net.safetensors"))
     assert "is not a Python file" in refused(str(tmp_path / "net.txt"))
+
+
+@pytest.mark.parametrize(
+    ("given", "contents", "told"),
+    [
+        ("model.onnx", b"", "is an ONNX file; MODEL must be the Python file that builds the nn.Module"),
+        ("net/model.onnx", b"", "To check this bundle use --verify net, in Python load('net')."),
+        (
+            "net",
+            None,
+            "is a bundle: MODEL is the Python file that it is built from. Check the bundle with --verify net",
+        ),
+        ("net.ipynb", b"{}", "is a notebook; copy the cells that build the model into a Python file"),
+        ("bert", None, "is a folder that save_pretrained wrote: use transformers:bert."),
+        (
+            "bert-base-uncased",
+            None,
+            "There is no file bert-base-uncased; if it is the name of a model, name its library too",
+        ),
+        ("google/vit-base", None, "name its library too, as in transformers:google/vit-base."),
+        ("resnet5000", None, "as in torchvision:resnet5000, timm:resnet5000 or transformers:resnet5000."),
+        ("gone.onnx", None, "There is no file gone.onnx."),
+        ("net/gone", None, "There is no file net/gone."),
+    ],
+)
+def test_what_else_a_user_may_mean_is_told_with_the_right_call(tmp_path, monkeypatch, given, contents, told):
+    monkeypatch.chdir(tmp_path)
+    for folder, name, text in (("net", "manifest.json", "{}"), ("bert", "config.json", '{"model_type": "bert"}')):
+        Path(folder).mkdir()
+        Path(folder, name).write_text(text)
+    if contents is not None:
+        Path(given).write_bytes(contents)
+    assert told in refused(given)
 
 
 @pytest.mark.parametrize(
