@@ -20,9 +20,9 @@ from optimizer.options import (
     check_profile_folder,
     is_utf8,
     library_of,
+    program_in,
     refuse_missing_weights,
 )
-from optimizer.saved_files import program_in
 
 # The names of our own passes and formats. A test compares them with the registries, which import torch.
 PASS_NAMES = (

@@ -33,8 +33,7 @@ from optimizer.manifest import (
     version_of,
     without_local_paths,
 )
-from optimizer.options import ExportOptions, library_of
-from optimizer.saved_files import split_weights
+from optimizer.options import ExportOptions, library_of, split_weights
 
 Document = dict[str, Any]
 

@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from optimizer.errors import LoadError
-from optimizer.options import refuse_missing_weights
-from optimizer.saved_files import program_in, split_weights
+from optimizer.options import program_in, refuse_missing_weights, split_weights
 from optimizer.wording import a_type, listed, quote
 
 # These come first where several state dicts of a file fit the model.
