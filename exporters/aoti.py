@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 
 from exporters.aoti_package import MODEL, LoadedPackage, made_for, package_metadata, write_package
-from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact
+from exporters.base import Artifact, Exporter, ExportRequest, Limit, LoadedArtifact
 from exporters.errors import ExportError, RouteRefused, refusing
 from exporters.evidence import Evidence, gather
 from exporters.exported_program import captured, conditions_of_program, guards_in_force, take_guards
@@ -46,6 +46,7 @@ class AotiExporter(Exporter):
             raise ExportError(f"The model can't be exported to aoti: {lacking}.")
         evidence = replace(gather(request), in_a_row=_IN_A_ROW)
         programs: list[Program] = []
+        limits: list[Limit] = []
 
         def compiled(folder: Path, *, strict: bool) -> tuple[Path, ...]:
             if programs:
@@ -55,7 +56,7 @@ class AotiExporter(Exporter):
                 )
             program, placed = captured(evidence, strict=strict)
             programs.append(placed)
-            return self._compiled(program, evidence, folder)
+            return self._compiled(program, evidence, folder, limits)
 
         routes = (
             Route("aotinductor", partial(compiled, strict=False)),
@@ -64,7 +65,7 @@ class AotiExporter(Exporter):
 
         def known(artifact: Artifact) -> Artifact:
             notes = (*artifact.notes, f"Made for {made_for(package_metadata(artifact.path))}.")
-            return replace(artifact, notes=notes, program=programs[0])
+            return replace(artifact, notes=notes, program=programs[0], limits=tuple(limits))
 
         return first_right(self, request, evidence, routes, directory, known)
 
@@ -76,7 +77,9 @@ class AotiExporter(Exporter):
     def read_metadata(path: Path) -> Mapping[str, str]:
         return read_extra_file(path)
 
-    def _compiled(self, program: torch.export.ExportedProgram, evidence: Evidence, folder: Path) -> tuple[Path, ...]:
+    def _compiled(
+        self, program: torch.export.ExportedProgram, evidence: Evidence, folder: Path, limits: list[Limit]
+    ) -> tuple[Path, ...]:
         guards = take_guards(program)
         path = folder / self.file_name
         with _private_cache(folder):
@@ -85,7 +88,7 @@ class AotiExporter(Exporter):
             # Compiling adds further conditions.
             conditions = conditions_of_program(program, evidence)
             loaded = self._packaged(files, evidence, (), path)
-            agreed = prove_program(evidence, loaded, conditions, guards)
+            agreed = prove_program(evidence, loaded, conditions, guards, limits)
             if kept := guards_in_force(guards, evidence, agreed):
                 del loaded
                 loaded = self._packaged(files, evidence, kept, path)

@@ -304,6 +304,20 @@ class LoadedArtifact(Protocol):
 
 
 @dataclass(frozen=True)
+class Limit:
+    """A condition on sizes beyond which a file was not compared, because the inputs would be too large to build.
+
+    Attributes:
+        condition: a relation of sizes by name, such as `4096*batch <= 2147483648`.
+        size, largest: the name of a size, and its largest value where the others are as in the example inputs.
+    """
+
+    condition: str
+    size: str
+    largest: int
+
+
+@dataclass(frozen=True)
 class Artifact:
     """An exported file.
 
@@ -316,6 +330,7 @@ class Artifact:
         refused: (route, reason) of the routes that were tried before.
         inputs, outputs: the file's signature.
         notes: sentences about checks that weren't possible, and about the machine that the file was made for.
+        limits: the file is right only where all of these conditions hold.
         crashes: a clause for each route that was refused because the runtime crashed on its file.
         loader: the exporter's `load`.
         opset: version of the ONNX operator set of the file; None for other formats.
@@ -334,6 +349,7 @@ class Artifact:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     notes: tuple[str, ...] = ()
+    limits: tuple[Limit, ...] = field(default=(), kw_only=True)
     crashes: tuple[str, ...] = field(default=(), kw_only=True)
     loader: Callable[[Path, str], LoadedArtifact] = field(kw_only=True, repr=False, compare=False)
     opset: int | None = field(default=None, kw_only=True)

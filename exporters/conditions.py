@@ -23,12 +23,15 @@ class Condition:
         holds: whether it holds at a batch.
         hints: batches worth checking, such as a number that the batch is compared with.
         along: the index of the view in `Evidence.along` whose size the condition is about.
+        relation: the condition as a relation of sizes by name, such as `4096*batch <= 2147483648`; "" if a bundle can't
+            declare it.
     """
 
     what: str
     holds: Callable[[int], bool]
     hints: frozenset[int] = frozenset()
     along: int = 0
+    relation: str = ""
 
 
 @dataclass(frozen=True)

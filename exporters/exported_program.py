@@ -18,7 +18,7 @@ from exporters.decisions import refuse_values, traced
 from exporters.errors import RouteRefused, refusing
 from exporters.evidence import Evidence, Shapes
 from exporters.file_values import Program, operations_of
-from exporters.guards import UnreadableGuard, guard_holds
+from exporters.guards import UnreadableGuard, can_be_declared, guard_holds
 from exporters.isolation import silent, undisturbed
 from exporters.places import place_in_stack
 from exporters.torch_private import at_least, lstm_in_one_piece
@@ -199,7 +199,7 @@ def _conditions_along(
             yield _relation(relation, lines, names)
     for symbol, bounds in environment.var_to_range.items():
         if symbol in growing and not several:
-            yield _range(bounds, lines[symbol])
+            yield _range(bounds, lines[symbol], names[symbol])
 
 
 def _relation(relation: Any, lines: Mapping[Any, Line], names: Mapping[Any, str]) -> Condition:
@@ -214,7 +214,8 @@ def _relation(relation: Any, lines: Mapping[Any, Line], names: Mapping[Any, str]
 
     numbers = [int(number) for number in relation.atoms() if number.is_Integer]
     hints = batches_near(numbers, (lines[symbol] for symbol in symbols))
-    return Condition(f"`{_by_name(relation, names)}`", holds, hints)
+    text = _by_name(relation, names)
+    return Condition(f"`{text}`", holds, hints, relation=text if can_be_declared(text) else "")
 
 
 def _by_name(relation: Any, names: Mapping[Any, str]) -> str:
@@ -223,7 +224,7 @@ def _by_name(relation: Any, names: Mapping[Any, str]) -> str:
     return re.sub(r"\bs\d+\b", lambda found: by_text.get(found[0], found[0]), str(relation))
 
 
-def _range(bounds: Any, line: Line) -> Condition:
+def _range(bounds: Any, line: Line, name: str) -> Condition:
     lower, upper = (int(bound) if bound.is_Integer else None for bound in (bounds.lower, bounds.upper))
 
     def holds(batch: int) -> bool:
@@ -231,7 +232,9 @@ def _range(bounds: Any, line: Line) -> Condition:
         return (lower is None or lower <= size) and (upper is None or size <= upper)
 
     hints = batches_near((bound for bound in (lower, upper) if bound is not None), (line,))
-    return Condition(f"a size between {lower} and {upper}", holds, hints)
+    # Sizes at the lower bound are small enough to be tried.
+    relation = f"{name} <= {upper}" if upper is not None and name.isidentifier() else ""
+    return Condition(f"a size between {lower} and {upper}", holds, hints, relation=relation)
 
 
 def take_guards(program: torch.export.ExportedProgram) -> tuple[str, ...]:

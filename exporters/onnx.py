@@ -17,7 +17,7 @@ import onnx_ir as ir
 import torch
 from google.protobuf.message import DecodeError
 
-from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec
+from exporters.base import Artifact, Exporter, ExportRequest, Limit, LoadedArtifact, TensorSpec
 from exporters.errors import MetadataError, RouteRefused, refusing
 from exporters.evidence import Evidence, gather
 from exporters.file_values import FileValues, Program
@@ -47,6 +47,7 @@ class OnnxExporter(Exporter):
     def export(self, request: ExportRequest, directory: Path) -> Artifact:
         evidence = gather(request)
         programs: dict[str, Program | None] = {}
+        limits: list[Limit] = []
         captures: dict[str, Callable[[Path], Captured]] = {
             "dynamo": lambda _: by_dynamo(evidence, request.opset, optimize=True),
             "dynamo-unoptimized": lambda _: by_dynamo(evidence, request.opset, optimize=False),
@@ -54,7 +55,11 @@ class OnnxExporter(Exporter):
         }
 
         def route(name: str) -> Route:
-            return Route(name, lambda folder: self._proven(name, captures[name], request, evidence, folder, programs))
+            def write(folder: Path) -> tuple[Path, ...]:
+                limits.clear()
+                return self._proven(name, captures[name], request, evidence, folder, programs, limits)
+
+            return Route(name, write)
 
         def known(artifact: Artifact) -> Artifact:
             header = onnx.load(artifact.path, load_external_data=False)
@@ -65,6 +70,7 @@ class OnnxExporter(Exporter):
                 outputs=outputs,
                 opset=_opset(header),
                 program=programs[artifact.route],
+                limits=tuple(limits),
                 values=self.values,
                 unoptimized=self.load_unoptimized,
             )
@@ -103,6 +109,7 @@ class OnnxExporter(Exporter):
         evidence: Evidence,
         folder: Path,
         programs: dict[str, Program | None],
+        limits: list[Limit],
     ) -> tuple[Path, ...]:
         _refuse_what_no_runtime_gives(evidence)
         with evidence.undisturbed(), refusing(), silent():
@@ -119,7 +126,7 @@ class OnnxExporter(Exporter):
         _check_header(onnx.load(files[0], load_external_data=False), request.opset, evidence)
         with refusing("the ONNX checker rejects the file"), silent():
             onnx.checker.check_model(str(files[0]), full_check=True)
-        prove_file(evidence, session_for_proof(files[0]), files, conditions)
+        prove_file(evidence, session_for_proof(files[0]), files, conditions, limits)
         return files
 
 

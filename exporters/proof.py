@@ -7,17 +7,20 @@ not judge numerical accuracy.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from exporters.base import Adapter, LoadedArtifact, clones
+from exporters.base import Adapter, Limit, LoadedArtifact, clones
 from exporters.conditions import Condition, breaks
 from exporters.errors import RouteRefused, RuntimeCrashed, StructureError, WrongFile, refusing
 from exporters.evidence import Evidence, Shapes, TooLarge, dtype_name
 from exporters.exported_program import guards_in_force, guards_refuse
+from exporters.guards import relation_holds
 from exporters.isolation import silent, undisturbed
 from exporters.open_dims import BATCH
 from exporters.trace_conditions import conditions_at
@@ -42,20 +45,34 @@ _MOST_FURTHER = 16
 _MOST_AT_ONE = 4
 
 
+@dataclass(frozen=True)
+class _Untried:
+    """The first batch that breaks a condition and is too large to try, with the refusal if nothing excludes it."""
+
+    shapes: Shapes
+    refusal: RouteRefused
+    limit: Limit
+
+
 def prove_file(
-    evidence: Evidence, loaded: LoadedArtifact, files: Sequence[Path], conditions: Sequence[Condition]
+    evidence: Evidence,
+    loaded: LoadedArtifact,
+    files: Sequence[Path],
+    conditions: Sequence[Condition],
+    limits: list[Limit] | None = None,
 ) -> None:
     """Compare a loaded file with the model at every call, and at sizes that break a condition of its capture.
 
     Args:
         loaded: the artifact, loaded from `files`.
         conditions: on the open sizes, as `conditions_of_program` returns them.
+        limits: gets the conditions that break only at inputs too large to try; with None, these are refused.
 
     Raises:
         RouteRefused: the file fails, or its shapes, dtypes or values differ from the model's.
     """
     with evidence.undisturbed(), silent():
-        _prove_beyond(evidence, loaded, conditions, _prove_at_calls(evidence, loaded, files))
+        _prove_beyond(evidence, loaded, conditions, _prove_at_calls(evidence, loaded, files), limits=limits)
 
 
 def prove_at_calls(evidence: Evidence, loaded: LoadedArtifact, files: Sequence[Path] = ()) -> tuple[float, ...] | None:
@@ -81,7 +98,11 @@ def _prove_at_calls(evidence: Evidence, loaded: LoadedArtifact, files: Sequence[
 
 
 def prove_program(
-    evidence: Evidence, loaded: LoadedArtifact, conditions: Sequence[Condition], guards: Sequence[str]
+    evidence: Evidence,
+    loaded: LoadedArtifact,
+    conditions: Sequence[Condition],
+    guards: Sequence[str],
+    limits: list[Limit] | None = None,
 ) -> tuple[Shapes, ...]:
     """Compare a program, from which a file will be written, with the model at sizes that break its conditions.
 
@@ -91,6 +112,7 @@ def prove_program(
     Args:
         guards: the guards of the capture, of which the file keeps those that hold wherever the program is right. They
             refuse batches that are too large to try: on a GPU, torch compares the batch of each BatchNorm with 880801.
+        limits: as for `prove_file`; also gets the conditions that these guards enforce.
 
     Returns:
         The input shapes at which they agree, including those of the calls.
@@ -101,7 +123,7 @@ def prove_program(
     calls = range(len(evidence.inputs)) if evidence.proof is None else [_smallest(evidence)]
     with evidence.undisturbed(), silent():
         errors = _proven_at(evidence, loaded, calls)
-        return _prove_beyond(evidence, loaded, conditions, errors, guards)
+        return _prove_beyond(evidence, loaded, conditions, errors, guards, limits)
 
 
 def _smallest(evidence: Evidence) -> int:
@@ -130,6 +152,7 @@ def _prove_beyond(
     conditions: Sequence[Condition],
     errors: Sequence[float] | None,
     guards: Sequence[str] = (),
+    limits: list[Limit] | None = None,
 ) -> tuple[Shapes, ...]:
     """Compare file and model at batches that break each condition of the capture.
 
@@ -143,7 +166,7 @@ def _prove_beyond(
         conditions: the conditions of each view in `evidence.along`; `Condition.along` is the index of the view.
         errors: the error of each output at the calls, from which the error bound here is derived; None to run the
             smallest call for it where it is needed.
-        guards: as for `prove_program`.
+        guards, limits: as for `prove_program`.
 
     Raises:
         RouteRefused: the outputs differ, the batch is too large to try, or Python reads a value of the inputs there.
@@ -154,7 +177,7 @@ def _prove_beyond(
         return _proven_at(evidence, loaded, [_smallest(evidence)]) if errors is None else errors
 
     agreed: list[Shapes] = [[tuple(tensor.shape) for tensor in tensors] for tensors in evidence.inputs]
-    untried: list[tuple[Shapes, RouteRefused]] = []
+    untried: list[_Untried] = []
     for number, view in enumerate(evidence.along):
         own = [condition for condition in conditions if condition.along == number]
         agreed += map(view.shapes_at, _proven_along(view, loaded, own, known, untried))
@@ -162,11 +185,32 @@ def _prove_beyond(
         if _proven_on(evidence, loaded, inputs, known()):
             agreed.append([tuple(tensor.shape) for tensor in inputs])
     kept = guards_in_force(guards, evidence, agreed)
-    for shapes, refusal in untried:
+    for each in untried:
+        can_be_declared = limits is not None and _holds_at(each.limit, evidence, agreed)
         # Where the file refuses a size, it can't be wrong.
-        if not guards_refuse(kept, evidence, shapes):
-            raise refusal
+        if not (can_be_declared or guards_refuse(kept, evidence, each.shapes)):
+            raise each.refusal
+        if limits is not None and can_be_declared and not any(_implies(other, each.limit) for other in limits):
+            limits.append(each.limit)
     return tuple(agreed)
+
+
+def _implies(limit: Limit, other: Limit) -> bool:
+    """Whether a limit declares another one too: torch gives the range of a size in addition to its relations."""
+    if other.condition != f"{limit.size} <= {limit.largest}":
+        return limit == other
+    return set(re.findall(r"[^\W\d]\w*", limit.condition)) == {limit.size}
+
+
+def _holds_at(limit: Limit, evidence: Evidence, agreed: Iterable[Shapes]) -> bool:
+    """Whether the condition can be declared and holds wherever file and model agree."""
+
+    def sizes(shapes: Shapes) -> dict[str, int]:
+        named = zip(evidence.input_specs, shapes, strict=True)
+        pairs = (pair for spec, shape in named for pair in zip(spec.shape, shape, strict=True))
+        return {name: size for name, size in pairs if isinstance(name, str)}
+
+    return bool(limit.condition) and all(relation_holds(limit.condition, sizes(shapes)) for shapes in agreed)
 
 
 def _several_at_one(evidence: Evidence) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -191,7 +235,7 @@ def _proven_along(
     loaded: LoadedArtifact,
     conditions: Sequence[Condition],
     errors: Callable[[], Sequence[float]],
-    untried: list[tuple[Shapes, RouteRefused]],
+    untried: list[_Untried],
 ) -> list[int]:
     """The batches outside the calls at which file and model agree."""
     tried = set(evidence.batches)
@@ -215,7 +259,7 @@ def _proven_where_it_breaks(
     condition: Condition,
     tried: set[int],
     errors: Callable[[], Sequence[float]],
-    untried: list[tuple[Shapes, RouteRefused]],
+    untried: list[_Untried],
     known: Sequence[int],
 ) -> list[int]:
     """At most two batches that break the condition and at which file and model agree; adds all batches to `tried`.
@@ -248,7 +292,8 @@ def _proven_where_it_breaks(
                 raise refused from refusal
             broken = [each for each in (*known, *answered) if not condition.holds(each)]
             if not broken or max(broken) < 2 * min(broken):
-                untried.append((evidence.shapes_at(batch), refused))
+                limit = Limit(condition.relation, evidence.size, next(breaks(condition)) - 1)
+                untried.append(_Untried(evidence.shapes_at(batch), refused, limit))
             break
         if answers:
             answered.append(batch)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch.export.passes import move_to_device_pass
 
-from exporters.base import Artifact, Exporter, ExportRequest, LoadedArtifact, TensorSpec, moved
+from exporters.base import Artifact, Exporter, ExportRequest, Limit, LoadedArtifact, TensorSpec, moved
 from exporters.errors import refusing
 from exporters.evidence import Evidence, dtype_name, gather
 from exporters.exported_program import captured, conditions_of_program, guards_in_force, take_guards
@@ -38,18 +38,20 @@ class Pt2Exporter(Exporter):
     def export(self, request: ExportRequest, directory: Path) -> Artifact:
         evidence = gather(request)
         programs: dict[str, Program] = {}
+        limits: list[Limit] = []
 
         def route(name: str, *, strict: bool) -> Route:
             def write(folder: Path) -> tuple[Path, ...]:
                 program, programs[name] = captured(evidence, strict=strict)
-                return self._exported(program, evidence, folder)
+                limits.clear()
+                return self._exported(program, evidence, folder, limits)
 
             return Route(name, write)
 
         def known(artifact: Artifact) -> Artifact:
             # A route that was refused before it wrote its file has no file to load values from.
             values = self.values if artifact.path.exists() else None
-            return replace(artifact, program=programs[artifact.route], values=values)
+            return replace(artifact, program=programs[artifact.route], values=values, limits=tuple(limits))
 
         routes = (route("export", strict=False), route("export-strict", strict=True))
         return first_right(self, request, evidence, routes, directory, known)
@@ -69,11 +71,13 @@ class Pt2Exporter(Exporter):
         with silent():
             return ProgramValues(_read(path, device), names)
 
-    def _exported(self, program: torch.export.ExportedProgram, evidence: Evidence, folder: Path) -> tuple[Path, ...]:
+    def _exported(
+        self, program: torch.export.ExportedProgram, evidence: Evidence, folder: Path, limits: list[Limit]
+    ) -> tuple[Path, ...]:
         conditions = conditions_of_program(program, evidence)
         device = str(evidence.device)
         guards = take_guards(program)
-        agreed = prove_program(evidence, _LoadedProgram(program, device), conditions, guards)
+        agreed = prove_program(evidence, _LoadedProgram(program, device), conditions, guards, limits)
         program._guards_code = [*_of_ranks(program), *guards_in_force(guards, evidence, agreed)]
         path = folder / self.file_name
         _save(program, path, extra_files(evidence.metadata))

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from exporters.base import Adapter, Artifact, Exporter, ExportRequest, LoadedArtifact, moved
+from exporters.base import Adapter, Artifact, Exporter, ExportRequest, Limit, LoadedArtifact, moved
 from exporters.conditions import Condition
 from exporters.errors import WrongFile, refusing
 from exporters.evidence import Evidence, gather
@@ -35,11 +35,12 @@ class TorchScriptExporter(Exporter):
 
     def export(self, request: ExportRequest, directory: Path) -> Artifact:
         evidence = gather(request)
+        limits: list[Limit] = []
 
         def by_trace(folder: Path) -> tuple[Path, ...]:
             module, conditions, size_read = traced_with_conditions(evidence)
             try:
-                return self._proven(module, evidence, folder, conditions)
+                return self._proven(module, evidence, folder, conditions, limits)
             except WrongFile as refusal:
                 if not (evidence.open_dims and size_read):
                     raise
@@ -47,12 +48,15 @@ class TorchScriptExporter(Exporter):
                 raise WrongFile(f"{refusal}; {place}", refusal.inputs, refusal.output, size=evidence.size) from refusal
 
         def by_script(folder: Path) -> tuple[Path, ...]:
+            limits.clear()
             return self._proven(scripted(evidence.adapter), evidence, folder)
 
         routes = (Route("trace", by_trace), Route("script", by_script))
-        return first_right(
-            self, request, evidence, routes, directory, lambda artifact: replace(artifact, parts=self.parts)
-        )
+
+        def known(artifact: Artifact) -> Artifact:
+            return replace(artifact, parts=self.parts, limits=tuple(limits))
+
+        return first_right(self, request, evidence, routes, directory, known)
 
     @staticmethod
     def parts(path: Path, device: str) -> FileParts:
@@ -81,13 +85,18 @@ class TorchScriptExporter(Exporter):
         return read_extra_file(path)
 
     def _proven(
-        self, module: torch.jit.ScriptModule, evidence: Evidence, folder: Path, conditions: Sequence[Condition] = ()
+        self,
+        module: torch.jit.ScriptModule,
+        evidence: Evidence,
+        folder: Path,
+        conditions: Sequence[Condition] = (),
+        limits: list[Limit] | None = None,
     ) -> tuple[Path, ...]:
         path = folder / self.file_name
         save(with_input_checks(module, evidence), path, extra_files(evidence.metadata))
         with refusing("the file can't be loaded"):
             loaded = self.load(path, str(evidence.device))
-        prove_file(evidence, loaded, [path], conditions)
+        prove_file(evidence, loaded, [path], conditions, limits)
         return (path,)
 
 

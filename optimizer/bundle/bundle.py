@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from exporters.base import Artifact, LoadedArtifact, TensorSpec
+from exporters.base import Artifact, Limit, LoadedArtifact, TensorSpec
 from exporters.child_process import one_child
 from exporters.registry import load_artifact, load_for_proof
 from optimizer.bundle import exchange
@@ -157,6 +157,7 @@ def _artifact(folder: Path, manifest: Mapping[str, Any], entry: Mapping[str, Any
         inputs=specs(entry["inputs"]),
         outputs=specs(entry["outputs"]),
         notes=tuple(entry["notes"]),
+        limits=tuple(Limit(**limit) for limit in entry.get("limits", ())),
         loader=partial(_loaded, folder, manifest, entry),
         opset=entry.get("opset"),
         metadata=entry.get("metadata", {}),
@@ -182,7 +183,7 @@ def artifact_entry(
     def specs(tensors: Sequence[TensorSpec]) -> list[dict[str, Any]]:
         return [{"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)} for tensor in tensors]
 
-    return {
+    entry = {
         "format": artifact.format,
         "path": artifact.path.relative_to(folder).as_posix(),
         "files": [path.relative_to(folder).as_posix() for path in artifact.files],
@@ -197,6 +198,11 @@ def artifact_entry(
         "parity": parity,
         "measurement": measurement,
     }
+    if artifact.limits:
+        entry["limits"] = [
+            {"condition": limit.condition, "size": limit.size, "largest": limit.largest} for limit in artifact.limits
+        ]
+    return entry
 
 
 # -------------------------------------------------------------------------------------------------- opening and judging

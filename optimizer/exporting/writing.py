@@ -114,6 +114,7 @@ def _write(
     entry["without_passes"] = measured.graph.without(exporter.name, job.provenance)
     if parity.ok:
         written.notes.extend(_note_on_metadata(artifact, job.metadata))
+        written.notes.extend(_note_on_limits(artifact))
         written.reports[exporter.name] = parity
         written.entries.append(entry)
         return
@@ -132,6 +133,23 @@ def _note_on_metadata(artifact: Artifact, own: Mapping[str, str]) -> Sequence[st
     if not lacking:
         return ()
     return [f"the {artifact.format} file lacks the metadata {', '.join(lacking)}: its exporter doesn't write metadata"]
+
+
+def _note_on_limits(artifact: Artifact) -> Sequence[str]:
+    """A note on sizes beyond which the model takes another path, at inputs that are too large to compare."""
+    if not artifact.limits:
+        return ()
+    conditions = " and ".join(
+        f"`{condition}`" for condition in dict.fromkeys(each.condition for each in artifact.limits)
+    )
+    least: dict[str, int] = {}
+    for each in artifact.limits:
+        least[each.size] = min(each.largest, least.get(each.size, each.largest))
+    largest = ", ".join(f"{size} {number}" for size, number in least.items())
+    return [
+        f"{artifact.path.name} is right where {conditions} (up to {largest}, with the other sizes of the example): beyond "
+        "that the model takes another path; `load` refuses such sizes, other runtimes may not"
+    ]
 
 
 def all_notes(own: Sequence[str], reports: Mapping[str, ParityReport]) -> list[str]:

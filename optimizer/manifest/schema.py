@@ -321,6 +321,7 @@ _artifact = _record(
         "metadata": _texts_by_key,
         "accuracy": _accuracy,
         "quantization": _record({"kind": _text, "kept": _texts}),
+        "limits": _each(_record({"condition": _text, "size": _text, "largest": _count})),
         "without_passes": _each(_record({"name": _text, "reason": _text})),
     },
 )

@@ -18,6 +18,7 @@ from optimizer.manifest import MOST_THREADS, file_problem, read_manifest, sums_p
 from optimizer.options import parse_digest
 from optimizer.runtime.dtypes import NUMPY_DTYPES
 from optimizer.runtime.golden_inputs import first_inputs
+from optimizer.runtime.limits import Relation
 from optimizer.runtime.processor import processor
 from optimizer.runtime.route import SETTINGS, Route, own_routes, require_runtime
 from optimizer.runtime.structure import Arguments, Outputs
@@ -103,6 +104,7 @@ class LoadedModel:
         self._outputs = Outputs(manifest["output_structure"], [each["name"] for each in outputs])
         # Sizes are numbers, open ones are names.
         self._specs = tuple((each["name"], each["dtype"], tuple(each["shape"])) for each in inputs)
+        self._limits = tuple(map(Relation, dict.fromkeys(each["condition"] for each in artifact.get("limits", ()))))
         self._dtypes: dict[Any, str] = {}
         # A tensor that numpy has no dtype for.
         strange = (each for each in (*inputs, *outputs) if each["dtype"] not in NUMPY_DTYPES)
@@ -129,7 +131,8 @@ class LoadedModel:
 
         Raises:
             UsageError: the arguments differ from the exported call in structure, dtype, a fixed size or a constant.
-                Other conditions on sizes are the file's own, and its runtime raises its own errors.
+                Or the sizes break one of the file's limits in the manifest. Other conditions on sizes are the file's
+                own, and its runtime raises its own errors.
         """
         tensors = self._arguments.flatten(args, kwargs)
         home = self._check(tensors)
@@ -177,6 +180,10 @@ class LoadedModel:
                 known = "".join(f", where {dim} is {open_sizes[dim]}" for dim in shape if dim in open_sizes)
                 wanted = ", ".join(map(str, shape))
                 raise UsageError(f"`{name}` has the shape {list(tensor.shape)}, but the file takes [{wanted}]{known}.")
+        for limit in self._limits:
+            if not limit.holds(open_sizes):
+                sizes = ", ".join(f"{name} is {open_sizes[name]}" for name in limit.names if name in open_sizes)
+                raise UsageError(f"The file is right only where {limit}, and {sizes}: pass smaller inputs.")
         if home is None and self._not_in_numpy is not None:
             name, dtype = self._not_in_numpy["name"], self._not_in_numpy["dtype"]
             raise UsageError(f"`{name}` is {dtype}, which numpy doesn't have: pass torch tensors.")
