@@ -15,6 +15,7 @@ from passes.checkpointing.choice import Choice
 from passes.checkpointing.compiled import CompiledCheckpoint, modules_for
 from passes.checkpointing.forward import CheckpointedForward
 from passes.checkpointing.profile import NoProfile
+from passes.checkpointing.report import why_kept
 from passes.checkpointing.solve import Solver
 from passes.checkpointing.steps import PlannedStep, Steps
 from passes.checkpointing.units import keep_between
@@ -37,8 +38,8 @@ class InsertCheckpoints(Pass):
     those of a step without the pass.
 
     The module's own code runs once per step. Single calls of torch functions are recomputed, alone or in regions. Calls
-    that draw random numbers draw the same ones again, and a BatchNorm updates its statistics once. A SyncBatchNorm
-    isn't recomputed, so that its processes communicate only once; its inputs are kept.
+    that draw random numbers draw the same ones again, and a BatchNorm updates its statistics once. A SyncBatchNorm is
+    recomputed in one process only. In several it isn't, so that they communicate once: its inputs are kept.
 
     Under `torch.compile`, checkpoints of whole modules replace the plan. A BatchNorm updates its statistics once there,
     too. The compiler decides what else it keeps, so the peak isn't guaranteed.
@@ -170,10 +171,11 @@ class InsertCheckpoints(Pass):
         reached = lowest.measured.peak
         if budget is not None and reached <= budget:
             return lowest
+        why = why_kept(steps.profile)
         raise _OutOfReach(
             f"{self.name} can't meet memory_budget={self.memory_budget!r}, which is {shown(budget or 0)} of the "
             f"{shown(peak)} that a step needs: the lowest is {shown(reached)}, "
-            f'memory_budget={_rounded_up(reached / peak)} or "min".'
+            f'memory_budget={_rounded_up(reached / peak)} or "min".{why and f" {why}."}'
         )
 
     def _chosen(self, solver: Solver, budget: int | None) -> Choice | None:

@@ -69,14 +69,13 @@ class Call:
             recomputation stops there.
         args: the values that it takes.
         makes: the values that it makes and that outlive it.
-        repeatable: whether it can be recomputed: from the same arguments it gives the same results, without side
-            effects.
+        kept_because: why it can't be recomputed, as a clause; "" if it can: from the same arguments it gives the same
+            results, without side effects.
         random: whether it draws random numbers.
         writes: whether it writes to its first argument and returns it.
         spare: the bytes of the temporary tensors that replace running statistics in a recomputation.
-        synchronised: whether a SyncBatchNorm makes it. The layer may communicate with other processes instead, so the
-            call isn't recomputed, and the tensors that it saves are kept, as in the autograd function that
-            communicates.
+        synchronised: whether a SyncBatchNorm makes it. In several processes the layer communicates instead, so the call
+            isn't recomputed, and the tensors that it saves are kept, as in the autograd function that communicates.
     """
 
     name: str
@@ -88,11 +87,20 @@ class Call:
     early: int = 0
     args: tuple[int, ...] = ()
     makes: tuple[int, ...] = ()
-    repeatable: bool = True
+    kept_because: str = ""
     random: bool = False
     writes: bool = False
     spare: int = 0
     synchronised: bool = False
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether it can be recomputed."""
+        return not self.kept_because
+
+    def keep(self, why: str) -> None:
+        """Don't recompute it, for a reason; the first reason stays."""
+        self.kept_because = self.kept_because or why
 
 
 @dataclass(slots=True)
@@ -360,7 +368,8 @@ class _Remembering(_Watch):
         self._by_version: dict[tuple[int, int], int] = {}
         self._latest: dict[int, int] = {}
         self._saves: list[_Held] = []
-        self._fixed: set[int] = set()
+        # The values that a plan can't drop, each with the reason.
+        self._fixed: dict[int, str] = {}
         # Arguments whose storage isn't counted: the call, the tensor, and its version at the call.
         self._others: list[tuple[int, Tensor, int]] = []
         self._is_backward = False
@@ -375,14 +384,21 @@ class _Remembering(_Watch):
         given = tensors_in((args, kwargs))
         moved = moved_statistics(name, func, args, kwargs)
         path, module = self._calling[-1]
-        synchronised = isinstance(module, nn.SyncBatchNorm) and module.training and name == "batch_norm"
+        layer = module if isinstance(module, nn.SyncBatchNorm) and name == "batch_norm" else None
+        synchronised = layer is not None and layer.training
         call = Call(name, path, spare=sum(tensor.nbytes for tensor in moved), synchronised=synchronised)
         self.profile.calls.append(call)
         inputs = [tensor for tensor in given if not any(tensor is one for one in moved)]
         # Inside hooks that the model itself sets, the saved tensors belong to these hooks. The transforms of torch.func
         # allow no hooks.
         mine = top_saved_tensors_hooks() == self._outer and active_transforms() is None and not has_no_versions(given)
-        call.repeatable = mine and not synchronised and is_repeatable(name, args, kwargs)
+        communicates = layer is not None and layer.training and _is_in_several_processes(layer)
+        if communicates:
+            call.keep("a SyncBatchNorm communicates with other processes")
+        elif not mine:
+            call.keep("the model's own hooks on saved tensors, torch.func or inference mode are active around it")
+        elif not is_repeatable(name, args, kwargs):
+            call.keep("its results depend on more than its arguments")
         call.args = tuple(
             dict.fromkeys(value for tensor in inputs if (value := self._value(index, tensor)) is not None)
         )
@@ -390,7 +406,7 @@ class _Remembering(_Watch):
         result = self._watched(call, func, args, kwargs, mine=mine)
         written = [tensor for tensor, before in zip(given, versions, strict=True) if version_of(tensor) != before]
         self._see_written(call, index, args, written, result)
-        self._see_made(call, index, result)
+        self._see_made(call, index, result, communicates=communicates)
         return result
 
     def _watched(
@@ -408,7 +424,8 @@ class _Remembering(_Watch):
         # Every call takes a little time, even a view.
         call.flops, call.cost = live.flops - flops, live.cost - cost + 1
         call.random = live.is_random
-        call.repeatable &= not live.is_foreign
+        if live.is_foreign:
+            call.keep("it isn't an operator of torch")
         return result
 
     def _value(self, index: int, tensor: Tensor) -> int | None:
@@ -422,7 +439,7 @@ class _Remembering(_Watch):
             # No value is known for this version. The latest value of the storage must then be kept.
             value = self._latest.get(number)
             if value is not None:
-                self._fixed.add(value)
+                self._fixed.setdefault(value, "another kind of tensor shares its memory")
         return value
 
     def _see_written(
@@ -432,7 +449,8 @@ class _Remembering(_Watch):
             return
         first = args[0] if args else None
         call.writes = len(written) == 1 and written[0] is first and result is first
-        call.repeatable &= call.writes and self.bytes.number_of(written[0]) is not None
+        if not call.writes or self.bytes.number_of(written[0]) is None:
+            call.keep("it writes to other tensors than its first argument")
         for tensor in written:
             number = self.bytes.number_of(tensor)
             if number is None:
@@ -442,7 +460,7 @@ class _Remembering(_Watch):
                 self.profile.values[before].python = index - 1
             self._add(call, index, number, version_of(tensor), (0,) if call.writes else ())
 
-    def _see_made(self, call: Call, index: int, result: Any) -> None:
+    def _see_made(self, call: Call, index: int, result: Any, *, communicates: bool) -> None:
         results = tensors_in(result)
         names: dict[int, list[int]] = {}
         version: dict[int, int] = {}
@@ -465,14 +483,16 @@ class _Remembering(_Watch):
             if number not in names:
                 call.early = max(call.early, taken.get(number, 0))
             # A result that is only a part of its storage can't be found again after a recomputation.
-            call.repeatable &= number in whole or number not in names
+            if number in names and number not in whole:
+                call.keep("its result is a part of a larger tensor")
         for held in self._saves:
             if held.number is not None and (value := self._latest.get(held.number)) is not None:
                 held.value = value
                 self._save(value, index)
                 # A tensor that is saved as another kind of tensor, or by an autograd function, can't be found again
                 # either.
-                self._fixed |= set() if is_plain(held.tensor) and not call.synchronised else {value}
+                if communicates or not is_plain(held.tensor):
+                    self._fixed.setdefault(value, call.kept_because or "it is saved as another kind of tensor")
         self._saves = []
 
     def _save(self, value: int, index: int) -> None:
@@ -507,8 +527,9 @@ class _Remembering(_Watch):
         # A tensor that is saved before the first call is needed after the turn of that call.
         index, number = max(0, len(self.profile.calls) - 1), self.bytes.number_of(tensor)
         if number is not None and (value := self._latest.get(number)) is not None:
-            # A plan can't drop it.
-            self._fixed.add(value)
+            self._fixed.setdefault(
+                value, "a custom autograd function, or a checkpoint of the model itself, saves its result"
+            )
             self._save(value, index)
         # Hide this operation, which is not a call of the forward.
         with without_torch_function():
@@ -544,7 +565,7 @@ class _Remembering(_Watch):
         for index, tensor, version in self._others:
             if version_of(tensor) != version:
                 # An argument was overwritten, so the call can't be recomputed.
-                self.profile.calls[index].repeatable = False
+                self.profile.calls[index].keep("an argument is overwritten later")
         self._others.clear()
         live.restart()
 
@@ -569,8 +590,8 @@ class _Remembering(_Watch):
         for number in self._alive:
             if (value := self._latest.get(number)) is not None:
                 profile.values[value].until = len(profile.order)
-        for value in self._fixed:
-            profile.calls[profile.values[value].call].repeatable = False
+        for value, why in self._fixed.items():
+            profile.calls[profile.values[value].call].keep(why)
 
     def add_deaths(self, deaths: dict[int, int]) -> None:
         """Set for each value how long something other than autograd holds it."""
@@ -581,6 +602,11 @@ class _Remembering(_Watch):
         for item in self.profile.values:
             if not item.savers and not item.held:
                 item.until = -1
+
+
+def _is_in_several_processes(module: nn.SyncBatchNorm) -> bool:
+    is_in_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return is_in_group and torch.distributed.get_world_size(module.process_group) > 1
 
 
 def there_before(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

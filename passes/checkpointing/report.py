@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from passes.checkpointing.budget import shown
+from passes.checkpointing.profile import Profile
 from passes.checkpointing.regions import RegionRecord
 
 _WIDTH, _HEIGHT = 72, 18
+# The least share of the peak for which it is said what can't be recomputed.
+_LEAST_KEPT = 0.1
+_BETWEEN = "a custom autograd function or TorchScript makes it"
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,24 @@ class CheckpointReport:
 
     def _axes(self, points: Sequence[Point]) -> tuple[list[float], list[float]]:
         return [100 * point.peak / self.eager.peak for point in points], [self.share(point) for point in points]
+
+
+def why_kept(profile: Profile) -> str:
+    """Which saved values can't be recomputed, and why for most of them; "" if they are a small part of the peak."""
+    sizes, places = Counter[str](), dict[str, dict[str, None]]()
+    for value in profile.values:
+        call = profile.calls[value.call]
+        why = call.kept_because if call.kept_because or value.numbers else _BETWEEN
+        if value.savers and why:
+            sizes[why] += value.size
+            places.setdefault(why, {})[f"{call.name} in {call.path or 'the root'}"] = None
+    total = sum(sizes.values())
+    if total < _LEAST_KEPT * profile.peak:
+        return ""
+    why, _ = sizes.most_common(1)[0]
+    first, *others = places[why]
+    where = "" if why == _BETWEEN else f"of {first}{f' and {len(others)} more' if others else ''}, "
+    return f"{shown(total)} can't be recomputed, most of it {where}because {why}"
 
 
 def _text(table: Table) -> str:

@@ -18,7 +18,7 @@ from passes.checkpointing.fake import faked
 from passes.checkpointing.plan import Plan
 from passes.checkpointing.profile import Measured, NoProfile, Profile, measure, profile
 from passes.checkpointing.regions import regions_of
-from passes.checkpointing.report import CheckpointReport, Point
+from passes.checkpointing.report import CheckpointReport, Point, why_kept
 from passes.checkpointing.solve import Solver
 from passes.module_interface import training_flags
 
@@ -129,9 +129,10 @@ class PlannedStep:
         """The peak and the recomputation, in a few words."""
         peak, eager = self.measured.peak, self._profile.peak
         share = self._again / self._profile.flops if self._profile.flops else 0.0
+        why = why_kept(self._profile)
         return (
             f"trains in {shown(peak)} of {shown(eager)} ({100 * peak / eager:.1f} %; memory_budget={self._budget}), "
-            f"and recomputes {100 * share:.1f} % of the forward's FLOPs"
+            f"and recomputes {100 * share:.1f} % of the forward's FLOPs{why and f'; {why}'}"
         )
 
     @property

@@ -11,8 +11,8 @@ on. As a result:
 - The same functions run again on the same values, with the same autocast and random numbers, so the results are
   bit-identical.
 - A BatchNorm that runs again gets temporary running statistics; the real ones are updated once.
-- A SyncBatchNorm isn't run again, because it would communicate with the other processes once more. Where it
-  synchronises, it makes other calls than the plan has; the plan continues after them.
+- A SyncBatchNorm runs again as any BatchNorm in one process. In several it doesn't, because it would communicate once
+  more: there it makes other calls than the plan has, and the plan continues after them.
 - Any set of calls may be dropped. A matmul whose result is kept isn't run again for its dropped argument.
 
 A forward that leaves its plan keeps everything from there on, as without a plan; `Tape.missed` names the first missing

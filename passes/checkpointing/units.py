@@ -20,7 +20,7 @@ def keep_between(profile: Profile, units: set[str]) -> None:
         users[made.call].update(homes[saver] for saver in made.savers)
     for call, home, using in zip(profile.calls, homes, users, strict=True):
         if home is not None and using - {home}:
-            call.repeatable = False
+            call.keep("a unit of fully_shard takes it from another one")
 
 
 def _unit_of(path: str, units: set[str]) -> str | None:

@@ -18,6 +18,7 @@ from training_models import peak_of
 
 from optimizer import optimize, report_of
 from passes import InsertCheckpoints
+from passes.checkpointing import profile
 from passes.checkpointing.choice import Choice
 from passes.checkpointing.forward import CheckpointedForward
 from passes.checkpointing.profile import loss_of
@@ -238,6 +239,63 @@ def test_a_budget_out_of_reach_raises_and_names_the_lowest_that_isnt():
     assert peak_of(result, inputs, kwargs) <= lowest * peak_of(model, inputs, kwargs)
     with pytest.raises(RequirementNotMet):
         planned("words", memory_budget=0.9 * lowest)
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+class Activation(nn.Module):
+    def forward(self, x):
+        return Squared.apply(x)
+
+
+def row(norm, activation=nn.Tanh):
+    parts = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), norm(4), activation()) for _ in range(3)]
+    return nn.Sequential(*parts).train(), torch.randn(2, 4, 8, 8)
+
+
+@pytest.mark.slow
+def test_a_batch_norm_for_several_processes_is_recomputed_in_one():
+    torch.manual_seed(0)
+    (model, x), (plain, _) = row(nn.SyncBatchNorm), row(nn.BatchNorm2d)
+    found = [
+        optimize(each, [InsertCheckpoints("min")], example_inputs=(x,), mode="training") for each in (model, plain)
+    ]
+    texts = [report_of(each).passes[-1].changes[-1].text for each in found]
+    assert texts[0] == texts[1]
+    assert "can't be recomputed" not in texts[0]
+    twin = copy.deepcopy(model)
+    for each in (twin, found[0]):
+        each(x).square().mean().backward()
+    gradients = [[one.grad for one in each.parameters()] for each in (twin, found[0])]
+    assert all(map(torch.equal, *gradients))
+    assert all(map(torch.equal, twin.buffers(), found[0].buffers()))
+
+
+@pytest.mark.parametrize(
+    ("norm", "activation", "why"),
+    [
+        (
+            nn.BatchNorm2d,
+            Activation,
+            "batch_norm in 0.1 and 2 more, because a custom autograd function, or a checkpoint",
+        ),
+        (nn.SyncBatchNorm, nn.Tanh, "because a SyncBatchNorm communicates with other processes."),
+    ],
+)
+def test_the_error_says_what_cannot_be_recomputed(monkeypatch, norm, activation, why):
+    monkeypatch.setattr(profile, "_is_in_several_processes", lambda module: True)
+    model, x = row(norm, activation)
+    with pytest.raises(RequirementNotMet, match=re.escape(why)):
+        optimize(model, [InsertCheckpoints(0.1)], example_inputs=(x,), mode="training")
 
 
 class Larger(torch.autograd.Function):
