@@ -167,6 +167,7 @@ def export(
     tune: bool | None = None,
     tune_seconds: float = 120.0,
     accuracy: str | float = "exact",
+    finite_inputs: bool = False,
     calibration: Iterable[CalibrationCall] | None = None,
     choices: str | Path | None = None,
     seed: int = 0,
@@ -227,6 +228,8 @@ def export(
         tune_seconds: about how long tuning may take, in seconds.
         accuracy: "exact" allows only rounding. A number such as 0.999 is the least cosine of any output at any call;
             "top1=0.99" is the least share of rows with the same largest score. Nothing lossy is made without it.
+        finite_inputs: inputs never have NaN or infinity, so a route that turns them into finite numbers, or finite numbers
+            into them, may be recommended; a note says which. Without it, none is, except of files in integers.
         calibration: calls for static quantization: tensors, tuples or dicts of keyword arguments. Every fourth is kept
             apart to judge the result. None draws random ones, and a note says so.
         choices: a bundle that was tuned, or its manifest: its recommended route is proven again, and nothing is timed.
@@ -301,6 +304,7 @@ def export(
         tune=tunes,
         tune_seconds=tune_seconds,
         accuracy=budget,
+        finite_inputs=finite_inputs,
         calibration=calibration,
         choices=chosen,
         tell=progress or no_progress,

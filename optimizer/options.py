@@ -95,6 +95,7 @@ class ExportOptions:
     tune: bool | None = None
     tune_seconds: float = 120.0
     accuracy: str = "exact"
+    finite_inputs: bool = False
     calibration: Path | None = None
     choices: Path | None = None
     if_changed: bool = False

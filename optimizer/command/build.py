@@ -121,6 +121,7 @@ def _bundle(fast: nn.Module, options: ExportOptions, loaded: Loaded, shared: dic
         tune=options.tune,
         tune_seconds=options.tune_seconds,
         accuracy=options.accuracy,
+        finite_inputs=options.finite_inputs,
         calibration=loaded.calibration,
         choices=options.choices,
     )

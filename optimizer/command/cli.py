@@ -434,6 +434,11 @@ def _installed(distribution: str) -> str:
     "Implies --tune.",
 )
 @click.option(
+    "--finite-inputs",
+    cls=_Flag,
+    help="Inputs never have NaN or infinity, so a file that computes something else for them may be recommended.",
+)
+@click.option(
     "--calibration",
     metavar="PATH",
     help="Calls to calibrate int8 with: a .safetensors or .npz file, or, for a library model, an image or a .txt "
@@ -722,6 +727,7 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
         tune=values["tune"],
         tune_seconds=parse_seconds(values["tune_seconds"]),
         accuracy=values["accuracy"],
+        finite_inputs=values["finite_inputs"],
         calibration=Path(values["calibration"]) if values["calibration"] is not None else None,
         choices=Path(values["choices"]) if values["choices"] is not None else None,
         effort=_effort(quick=values["quick"], thorough=values["thorough"]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from exporters.gpu_settings import GpuSettings
 from optimizer.exporting.copies import exportable
 from optimizer.exporting.job import ExportJob
 from optimizer.exporting.measuring import MeasuredExport
+from optimizer.exporting.nonfinite import NonFinite
 from optimizer.exporting.optional_passes import with_other_passes
 from optimizer.exporting.writing import WrittenFiles
-from optimizer.runtime import Route
+from optimizer.runtime import Route, Runner
 from optimizer.tuning import (
     EAGER,
     Benchmark,
@@ -49,6 +50,8 @@ class Bench:
         files: the proven files, with the example call.
         finished: waits for the device.
         settings: the user's, which the original runs under; None on a CPU.
+        nonfinite: the original for inputs with NaN or infinity.
+        lost: by route, how it differs from the original for such inputs, where that is allowed.
     """
 
     job: ExportJob
@@ -57,6 +60,8 @@ class Bench:
     files: Files
     finished: Run
     settings: GpuSettings | None
+    nonfinite: NonFinite
+    lost: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, job: ExportJob, measured: MeasuredExport, written: WrittenFiles, folder: Path) -> Bench:
@@ -80,20 +85,37 @@ class Bench:
             files,
             torch.cuda.synchronize if on_gpu else lambda: None,
             settings,
+            NonFinite(measured, inputs),
         )
 
     def prove(self, route: Route) -> None:
         """Compare the outputs of a file with the original's; in its own runtime, it was proven when it was written.
 
         Raises:
-            Refused: its outputs aren't proven.
+            Refused: its outputs aren't proven, or it doesn't keep NaN and infinity.
         """
-        if route in self.files.own_routes:
+        is_own = route in self.files.own_routes
+        runner = self.files.opened(route) if is_own else self.files.opened_for_proof(route)
+        if not is_own:
+            measurement, _ = self.measured.parity.measured_of(runner, self.measured.rows)
+            parity = self.measured.parity.judged(measurement)
+            if not parity.ok:
+                raise Refused(f"it isn't proven: {parity.reason}")
+        self.keep_nonfinite(route, runner)
+
+    def keep_nonfinite(self, route: Route, runner: Runner) -> None:
+        """Check that a file has NaN and infinity where the original has them.
+
+        Raises:
+            Refused: it doesn't, and the user doesn't allow it. Whoever allows integers allows it, because these have
+                no NaN.
+        """
+        lost = self.nonfinite.lost_by(runner)
+        if lost is None:
             return
-        measurement, _ = self.measured.parity.measured_of(self.files.opened_for_proof(route), self.measured.rows)
-        parity = self.measured.parity.judged(measurement)
-        if not parity.ok:
-            raise Refused(f"it isn't proven: {parity.reason}")
+        if not (self.job.finite_inputs or route.format.startswith("onnx-int")):
+            raise Refused(f"{lost}; if inputs are always finite, allow it by finite_inputs (--finite-inputs)")
+        self.lost[str(route)] = lost
 
     def in_python(self) -> Candidate | None:
         """The optimized module as it is; None if no pass changed it."""
@@ -159,16 +181,21 @@ class Bench:
             rounds=found.rounds,
             figures=(*found.figures, *dropped),
             recommended=next((figure.route for figure in found.figures if figure.name == found.chosen), None),
-            reason=recommendation(found.figures, found.chosen),
-            notes=(*found.notes, *self._notes()),
+            reason=recommendation((*found.figures, *dropped), found.chosen),
+            notes=(*found.notes, *self._notes(ready)),
         )
 
-    def _notes(self) -> list[str]:
+    def _notes(self, ready: Sequence[Opened]) -> list[str]:
+        routes = ((each.candidate.name, str(each.candidate.route)) for each in ready)
+        lost = [f"{name}: {self.lost[route]}" for name, route in routes if route in self.lost]
         settings = self.settings
         if settings is None or not (settings.matmul or settings.cudnn):
-            return []
+            return lost
         where = " and ".join(["matrix products"] * settings.matmul + ["the layers of cuDNN"] * settings.cudnn)
-        return [f"eager runs under torch's settings, which allow TF32 in {where}; the files don't, unless named tf32"]
+        return [
+            *lost,
+            f"eager runs under torch's settings, which allow TF32 in {where}; the files don't, unless named tf32",
+        ]
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:

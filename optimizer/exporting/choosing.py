@@ -65,7 +65,7 @@ def _timed(bench: Bench) -> Benchmark:
     variants = [bench.files.candidate(route) for each in candidates if (route := frozen(each.route)) is not None]
     try:
         eager = bench.opened_eager()
-        ready, dropped = opened_all(candidates)
+        ready, dropped = opened_all(candidates, proven)
         more, refused = opened_all(variants, proven)
         return bench.concluded([eager, *ready, *more], [*dropped, *refused], _SECONDS)
     except Refused as reason:

@@ -72,6 +72,7 @@ class ExportJob:
     tune: bool
     tune_seconds: float
     accuracy: AccuracyBudget
+    finite_inputs: bool
     calibration: Iterable[CalibrationCall] | None
     choices: Choices | None
     tell: ProgressFunction

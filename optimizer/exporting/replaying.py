@@ -30,7 +30,8 @@ def replayed(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choices: 
         ) from refused
     found = bench.unmeasured(f"ship {choices.route}, as chosen earlier{budget_text(accuracy)}")
     figures = () if accuracy is None else (Figure(str(choices.route), choices.route, accuracy=accuracy),)
-    found = replace(found, recommended=choices.route, figures=figures)
+    notes = tuple(f"{route}: {lost}" for route, lost in bench.lost.items())
+    found = replace(found, recommended=choices.route, figures=figures, notes=notes)
     return with_notes(found, lossy)
 
 
@@ -55,11 +56,14 @@ def prove_again(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choice
         return None
     assert lossy is not None
     if route.format not in QUANTIZED:
-        return lossy.proven(bench.files.candidate(route), bench.files).accuracy
+        accuracy = lossy.proven(bench.files.candidate(route), bench.files).accuracy
+        bench.keep_nonfinite(route, bench.files.opened_for_proof(route))
+        return accuracy
     entry = lossy.made(route.format, bench.files, choices.recipe)
     files = replace(bench.files, entries=[*bench.files.entries, entry])
     try:
         accuracy = lossy.proven(files.candidate(route), files).accuracy
+        bench.keep_nonfinite(route, files.opened_for_proof(route))
     except BaseException:
         remove(files.folder / name for name in entry["files"])
         raise

@@ -70,6 +70,7 @@ def cache_file(bench: Bench, lossy: Lossy | None) -> Path:
         # In which lossy candidates are judged.
         "mode": bench.measured.reference.blank.mode,
         "budget": str(bench.job.accuracy),
+        "finite_inputs": bench.job.finite_inputs,
         "calibration": None if lossy is None else _digest((*lossy.calibration.used, *lossy.calibration.apart)),
     }
     digest = hashlib.sha256(json.dumps(plain(content), sort_keys=True).encode()).hexdigest()

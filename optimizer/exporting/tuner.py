@@ -309,7 +309,9 @@ class Tuner:
         route = opened.candidate.route
         assert route is not None
         if self._lossy is not None and is_lossy(route):
-            return replace(opened, candidate=self._lossy.proven(opened.candidate, self._bench.files))
+            candidate = self._lossy.proven(opened.candidate, self._bench.files)
+            self._bench.keep_nonfinite(route, self._bench.files.opened_for_proof(route))
+            return replace(opened, candidate=candidate)
         self._bench.prove(route)
         return opened
 

@@ -289,7 +289,8 @@ def recommendation(figures: Sequence[Figure], name: str | None) -> str:
     """A sentence about the chosen candidate, given its name; None if there is nothing to choose from."""
     figure = next((each for each in figures if each.name == name), None)
     if figure is None or figure.speed_up is None:
-        return "no file could be timed"
+        dropped = next((each for each in figures if each.route is not None and each.dropped), None)
+        return "no file could be timed" if dropped is None else f"ship no file yet: {dropped.name}: {dropped.dropped}"
     rest = [each for each in figures if each.route is None and each.name != EAGER and each.seconds is not None]
     faster = [each for each in rest if (each.seconds or 0) * 1.05 < (figure.seconds or 0)]
     aside = f"; in Python, {faster[0].name} is faster" if faster else ""

@@ -172,6 +172,7 @@ def test_every_option_arrives(run):
         "m.py --model net --input 2x3 --input ids=int64[2,3]:0..9 --weights w.pt --passes a,b:x=1 --formats onnx "
         "--output out --device cuda --require-gpu --batch-sizes 1,4 --output-names y,z --input-names a,b --strict "
         "--force --seed 7 --quiet --atol logits=1e-3 --atol a=b=0 --rtol 0.5 --row-independence --reference-device cpu "
+        "--finite-inputs "
         "--debug-dir wrong --opset 17 "
         "--metadata author=Jane --metadata url=a=b --metadata empty="
     )
@@ -197,6 +198,7 @@ def test_every_option_arrives(run):
         atol={"logits": 1e-3, "a=b": 0.0},
         rtol=0.5,
         row_independence=True,
+        finite_inputs=True,
         reference_device="cpu",
     )
 

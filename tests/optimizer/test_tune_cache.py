@@ -248,7 +248,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     files = SimpleNamespace(
         folder=tmp_path, entries=[{"format": "onnx", "files": ["model.onnx"]}], inputs=[torch.zeros(2, 3)]
     )
-    job = SimpleNamespace(target=torch.device("cpu"), accuracy=AccuracyBudget(cosine=0.9))
+    job = SimpleNamespace(target=torch.device("cpu"), accuracy=AccuracyBudget(cosine=0.9), finite_inputs=False)
     measured = SimpleNamespace(reference=SimpleNamespace(blank=SimpleNamespace(mode="inference")))
     calibration = SimpleNamespace(used=((torch.zeros(2, 3),),), apart=())
     return SimpleNamespace(
@@ -281,6 +281,10 @@ def change_batch(parts: Any) -> None:
 
 def change_budget(parts: Any) -> None:
     parts.bench.job.accuracy = AccuracyBudget(top1=0.9)
+
+
+def change_inputs(parts: Any) -> None:
+    parts.bench.job.finite_inputs = True
 
 
 def change_mode(parts: Any) -> None:
@@ -317,6 +321,7 @@ def change_version(parts: Any) -> None:
         change_batch,
         change_budget,
         change_mode,
+        change_inputs,
         change_calibration,
         lose_lossy,
         change_device,

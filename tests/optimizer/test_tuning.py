@@ -10,6 +10,7 @@ import torch
 from fake_tuning import (
     Choose,
     ConvNet,
+    Finite,
     Prepared,
     Rounding,
     Speeds,
@@ -32,9 +33,11 @@ from optimizer.errors import DeviceError, LoadError, UsageError
 from optimizer.exporting import choose
 from optimizer.exporting.bench import Bench
 from optimizer.exporting.lossy import Lossy
+from optimizer.exporting.nonfinite import NonFinite
 from optimizer.exporting.optional_passes import with_other_passes
 from optimizer.exporting.tuner import Tuner
-from optimizer.model import Call
+from optimizer.model import Call, Samples
+from optimizer.parity import measure_reference
 from optimizer.pipeline import provenance_of
 from optimizer.runtime import Route
 from optimizer.tuning import Candidate, Files, PeakMemory
@@ -123,6 +126,61 @@ def test_a_wrong_variant_is_dropped_and_never_recommended(
     assert found.route == ONNX
 
 
+LOSES = "with NaN in an input, it gives finite numbers where the original gives NaN or infinity (10 of 10 elements of output)"
+ALLOW = "; if inputs are always finite, allow it by finite_inputs (--finite-inputs)"
+
+
+@pytest.mark.parametrize("lossy", ["onnxruntime", "freeze"])
+def test_a_file_that_loses_nan_is_recommended_only_for_finite_inputs(
+    lossy: str, choosing: Choose, speeds: Speeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speeds.seconds = {lossy: 0.1, "": 1.0}
+    opening(monkeypatch, lambda runner, route: Finite(runner) if lossy in str(route) else runner)
+    found = choosing()
+    assert lossy not in found.route
+    assert [why for name, why in found.dropped.items() if lossy in name] == [LOSES + ALLOW]
+    assert found.benchmark.notes == ()
+    found = choosing(finite_inputs=True)
+    assert lossy in found.route
+    assert [note for note in found.benchmark.notes if note.endswith(LOSES)] == list(found.benchmark.notes)
+
+
+def test_where_every_file_loses_nan_none_is_recommended_and_the_reason_says_so(
+    choosing: Choose, speeds: Speeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening(monkeypatch, lambda runner, route: Finite(runner))
+    found = choosing()
+    assert found.benchmark.recommended is None
+    assert found.benchmark.reason == f"ship no file yet: model.onnx in onnxruntime: {LOSES}{ALLOW}"
+
+
+@pytest.mark.parametrize(
+    ("forward", "inputs", "lost"),
+    [
+        (lambda x: x * 2, lambda: (torch.randn(3, 4),), True),
+        # The second input has rows of its own.
+        (lambda x, y: x * 2 + y.nan_to_num(0.0), lambda: (torch.randn(3, 4), torch.randn(3, 4)), True),
+        # The original itself gives finite numbers.
+        (lambda x: x.nan_to_num(0.0, 1.0, -1.0), lambda: (torch.randn(3, 4),), False),
+        # Nobody puts NaN into integers or masks; a label has no NaN.
+        (lambda x: x * 2, lambda: (torch.arange(12).reshape(3, 4),), False),
+        (lambda x: x * 2, lambda: (torch.tensor([[0.0, 1.0], [1.0, 0.0]]),), False),
+        (lambda x: x.argmax(1), lambda: (torch.randn(3, 4),), False),
+        # An input that the original refuses.
+        (lambda x: x * int(x.sum()), lambda: (torch.randn(3, 4),), False),
+        (lambda x: x * 2, lambda: (torch.randn(4),), True),
+    ],
+)
+def test_inputs_with_nan_are_tried_where_they_are_possible(forward: Any, inputs: Any, lost: bool) -> None:
+    tensors = inputs()
+    adapter = SimpleNamespace(call_arguments=lambda flat: (tuple(flat), {}), output_names=("y",))
+    measured: Any = SimpleNamespace(adapter=adapter, reference=measure_reference(forward, Samples(tensors)))
+    right: Any = lambda *given: (forward(*given),)  # noqa: E731
+    nonfinite = NonFinite(measured, tensors)
+    assert nonfinite.lost_by(right) is None
+    assert (nonfinite.lost_by(Finite(right)) is not None) == lost
+
+
 def test_a_file_that_cannot_run_is_dropped(choosing: Choose, speeds: Speeds, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(runner: Any, route: Any) -> Any:
         if route.runtime == "onnxruntime":
@@ -136,7 +194,7 @@ def test_a_file_that_cannot_run_is_dropped(choosing: Choose, speeds: Speeds, mon
 
 
 class Tired:
-    """A runner that fails at its second call."""
+    """A runner that fails at its second call; the proof with NaN and infinity still works."""
 
     def __init__(self, runner: Any) -> None:
         self._runner, self._calls = runner, 0
@@ -146,7 +204,7 @@ class Tired:
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         self._calls += 1
-        if self._calls > 1:
+        if self._calls > 1 and tensors[0].isfinite().all():
             raise MemoryError
         return self._runner(*tensors)
 

@@ -140,6 +140,13 @@ class Wrong:
         return tuple(output + 0.01 for output in self._runner(*tensors))
 
 
+class Finite(Wrong):
+    """A runner that computes NaN and infinity as numbers."""
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self._runner(*(tensor.nan_to_num(0.0, 1.0, -1.0) for tensor in tensors))
+
+
 class ConvNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +155,8 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(8, 5)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.relu(self.norm(self.conv(image))).mean((2, 3)))
+        # A frozen TorchScript file would compute a ReLU of NaN as 0.
+        return self.head(nn.functional.gelu(self.norm(self.conv(image))).mean((2, 3)))
 
 
 def images(rows: int = 2, seed: int = 0) -> torch.Tensor:
@@ -220,10 +228,12 @@ def chooser(prepared: Prepared, folder: Path, monkeypatch: pytest.MonkeyPatch) -
         calibration: list[CalibrationCall] | None = None,
         static: bool = False,
         tune_seconds: float = 600.0,
+        finite_inputs: bool = False,
     ) -> Chosen:
         job, measured, written, files = prepared
         budget = parse_accuracy(accuracy)
         job = replace(job, bench=True, tune=tune, accuracy=budget, tune_seconds=tune_seconds)
+        job = replace(job, finite_inputs=finite_inputs)
         written = replace(written, entries=list(written.entries), missing=dict(written.missing))
         copy = folder / f"folder{next(number)}"
         shutil.copytree(files, copy)
