@@ -18,8 +18,15 @@ def main() -> int:
     package = module_from_spec(spec)
     sys.modules["optimizer"] = package
     spec.loader.exec_module(package)
-    from optimizer.command.cli import main as run
+    from optimizer.errors import missing_package
 
+    try:
+        from optimizer.command.cli import main as run
+    except ModuleNotFoundError as error:
+        if (sentence := missing_package(error)) is None:
+            raise
+        sys.stderr.write(f"optimize-export: error: {sentence}\n")
+        return 2
     return run()
 
 

@@ -2,7 +2,14 @@
 
 import sys
 
-from optimizer.command.cli import main
+from optimizer.errors import missing_package
 
 if __name__ == "__main__":
+    try:
+        from optimizer.command.cli import main
+    except ModuleNotFoundError as error:
+        if (sentence := missing_package(error)) is None:
+            raise
+        sys.stderr.write(f"optimize-export: error: {sentence}\n")
+        sys.exit(2)
     sys.exit(main())

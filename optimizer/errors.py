@@ -19,7 +19,9 @@ unchanged. `optimizer.command.own_errors` converts them to the classes with exit
 `Terminated` is not an error of the program: it stands for SIGTERM, and only the command catches it.
 """
 
+import re
 from collections.abc import Mapping
+from importlib import metadata
 from typing import Any, ClassVar
 
 
@@ -92,6 +94,25 @@ class FindingsFound(OptimizeExportError):
     """The diagnosis has findings of the level of `--fail-on`, or a higher one."""
 
     exit_code = 10
+
+
+def missing_package(error: ModuleNotFoundError) -> str | None:
+    """The sentence for a package that this program requires and that isn't installed; None for any other module.
+
+    A serving image needs only numpy and a runtime, for `load`; the command needs everything.
+    """
+    name = (error.name or "").partition(".")[0]
+    try:
+        required = metadata.requires("optimize-export") or ()
+    except metadata.PackageNotFoundError:
+        return None
+    names = {re.split(r"[^\w.-]", each)[0].replace("-", "_") for each in required if "extra ==" not in each}
+    if name not in names:
+        return None
+    return (
+        f"The command needs the package {name}, which isn't installed here: pip install optimize-export, with its "
+        "dependencies. Without them, optimizer.load runs a bundle in Python."
+    )
 
 
 def failure_document(code: int, kind: str, message: str) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from optimizer.errors import (
     UsageError,
     all_printable,
     failure_document,
+    missing_package,
     printable,
 )
 from optimizer.options import (
@@ -171,6 +172,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OptimizeExportError as error:
             told = with_options(str(error), _option_names())
             code = voice.fail(error.exit_code, type(error).__name__, told, error)
+        except ModuleNotFoundError as error:
+            lack = missing_package(error)
+            code, kind = (EXIT_USAGE, "UsageError") if lack else (EXIT_DEFECT, "Defect")
+            code = voice.fail(code, kind, lack or _defect(error), error)
         except BaseException as error:  # noqa: BLE001 - the last resort: a defect is also reported in one sentence
             code = voice.fail(EXIT_DEFECT, "Defect", _defect(error), error)
     if argv is None:

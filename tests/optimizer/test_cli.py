@@ -961,3 +961,29 @@ def test_a_real_signal_ends_the_process_with_one_line(number, code):
         out, err = running.communicate(timeout=60)
     assert (running.returncode, out) == (code, "")
     assert err in ("optimize-export: interrupted\n", "optimize-export: terminated\n")
+
+
+@pytest.mark.parametrize("start", ["from _optimize_export_start import main", "from optimizer.__main__ import main"])
+@pytest.mark.parametrize(("package", "arguments"), [("click", ["--help"]), ("click", ["--verify", "net"])])
+def test_an_installation_for_serving_says_what_the_command_lacks(package, arguments, start):
+    if "__main__" in start:
+        start = "import runpy; main = lambda: runpy.run_module('optimizer', run_name='__main__')"
+    code = f"import sys; sys.modules[{package!r}] = None; {start}; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        f"optimize-export: error: The command needs the package {package}, which isn't installed"
+    )
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("package", "code"), [("torch", 2), ("rich", 2), ("of_nobody", 1)])
+def test_a_package_that_is_missing_later_is_one_sentence(run, monkeypatch, package, code):
+    def lacks():
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+    done = run("m.py", engine=Engine(during=lacks))
+    assert done.code == code
+    assert (f"The command needs the package {package}, which isn't installed" in done.err) == (code == 2)
