@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, is_zipfile
@@ -14,9 +14,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from exporters.base import named_inputs
+from exporters.errors import StructureError
 from optimizer.command.preprocessing import Preprocessing, kind_of, preprocessed
 from optimizer.errors import LoadError
-from optimizer.model import Call, leaves_of
+from optimizer.model import Call, leaves_of, rebuild
 from optimizer.wording import listed, quote
 
 
@@ -43,8 +45,27 @@ def read_calls(
                 f"{name} contains {listed(sorted(tensors))}, but {first} contains {listed(sorted(expected))}: each "
                 "file is one call, with the same arguments."
             )
+    places = {} if own is None else _names_in_files(model, own)
+    arguments = {parameter.name for parameter in _parameters(model) or ()}
+    if own is not None and expected.keys() == set(places.values()) and not arguments.issuperset(expected):
+        return tuple(_filled(name, tensors, own, places) for name, tensors in named)
     constants = {} if own is None else _constants_of(model, own)
-    return tuple(_call(name, tensors, model, constants) for name, tensors in named)
+    return tuple(_call(name, tensors, model, constants, places.values()) for name, tensors in named)
+
+
+def _names_in_files(model: nn.Module, own: Call) -> dict[int, str]:
+    """The name that exported files give to each tensor of a call, such as batch_image, by the tensor's id."""
+    try:
+        names = {id(tensor): name for name, tensor in named_inputs(model, own.args, own.kwargs).items()}
+    except StructureError:
+        return {}
+    return names if len(names) == len(leaves_of((own.args, own.kwargs)).tensors()) else {}
+
+
+def _filled(file: str, tensors: Mapping[str, torch.Tensor], own: Call, places: Mapping[int, str]) -> Call:
+    """The user's own call with the tensors of a file in their places."""
+    args, kwargs = rebuild((own.args, own.kwargs), lambda tensor: tensors[places[id(tensor)]])
+    return Call(args, kwargs, file)
 
 
 def _tensors_in(path: Path, preprocessing: Preprocessing | None) -> dict[str, torch.Tensor]:
@@ -73,7 +94,13 @@ def _constants_of(model: nn.Module, call: Call) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if not leaves_of(value).tensors()}
 
 
-def _call(file: str, tensors: Mapping[str, torch.Tensor], model: nn.Module, constants: Mapping[str, Any]) -> Call:
+def _call(
+    file: str,
+    tensors: Mapping[str, torch.Tensor],
+    model: nn.Module,
+    constants: Mapping[str, Any],
+    places: Collection[str] = (),
+) -> Call:
     count = sum(name.isdecimal() for name in tensors)
     numbers = [str(number) for number in range(count)]
     if absent := [number for number in numbers if number not in tensors]:
@@ -91,6 +118,10 @@ def _call(file: str, tensors: Mapping[str, torch.Tensor], model: nn.Module, cons
     given |= {name: tensor for name, tensor in tensors.items() if name not in numbers}
     # The first tensor with rows determines the batch size, and a file may not keep the order of forward's arguments.
     names = sorted(given, key=lambda name: (order.index(name) if name in order else len(order), name))
+    if places and not {p.name for p in parameters}.issuperset(places) and set(tensors) & set(places):
+        lacking, strange = (sorted(some) for some in (set(places) - set(tensors), set(tensors) - set(places)))
+        told = f"lack {listed(lacking)}" if lacking else f"also contain {listed(strange)}"
+        raise LoadError(f"The inputs {file} {told}: the model's inputs are {listed(list(places))}.")
     _refuse_misfit(file, model, parameters, args, names)
     return Call(args, {name: given[name] for name in names}, file)
 

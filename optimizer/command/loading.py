@@ -473,7 +473,7 @@ def _alike(path: Path, first: Call, call: Call, seed: int) -> tuple[tuple[Any, .
     """Return a further call as a pair, after a check that it differs from the first call only in its rows."""
     pair = (call.args, call.kwargs)
     try:
-        Samples(first.args, first.kwargs, further_inputs=(pair,), seed=seed)
+        _ = Samples(first.args, first.kwargs, further_inputs=(pair,), seed=seed).further
     except UsageError as error:
         raise LoadError(f"{path.name}: {error}") from error
     return pair

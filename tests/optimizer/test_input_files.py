@@ -10,11 +10,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from exporters.base import named_inputs
 from optimizer import check_parity, export, open_bundle, optimize
 from optimizer.command import cli
 from optimizer.command.input_files import read_calls
 from optimizer.command.loading import load
 from optimizer.errors import LoadError, UsageError
+from optimizer.model import first_difference, leaves_of
 from optimizer.model.inputs import Call, Samples
 from optimizer.parity import golden_entries, measure_reference
 
@@ -107,6 +109,41 @@ def test_what_forward_does_not_take_is_one_sentence(
     assert sentence in str(raised.value)
 
 
+class Nested(nn.Module):
+    def forward(self, batch: Any, more: Any = None, *, scale: float = 1.0) -> torch.Tensor:
+        return batch
+
+
+A, B, C = (torch.full((2, 3), float(value)) for value in (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("own", "names"),
+    [
+        (Call(({"image": A, "mask": B},)), ["batch_image", "batch_mask"]),
+        (Call((), {"batch": {"image": A, "mask": B}, "scale": 2.0}), ["batch_image", "batch_mask"]),
+        (Call(({"image": A, "sizes": [B, C]},)), ["batch_image", "batch_sizes_0", "batch_sizes_1"]),
+        (Call(([A, B], {"x": {"y": C}})), ["batch_0", "batch_1", "more_x_y"]),
+        (Call(({"image": A, "scale": 3},)), ["batch_image"]),
+    ],
+)
+def test_tensors_go_by_the_names_in_the_exported_files(own: Call, names: list[str], tmp_path: Path) -> None:
+    model = Nested()
+    assert list(named_inputs(model, own.args, own.kwargs)) == names
+    tensors = {name: torch.randn(4, 3) for name in names}
+    (call,) = read_calls([saved(tmp_path, "a", **tensors)], model, own)
+    found = named_inputs(model, call.args, call.kwargs)
+    assert list(found) == names
+    assert all(torch.equal(found[name], tensors[name]) for name in names)
+    assert (
+        first_difference(leaves_of((own.args, own.kwargs)).structure, leaves_of((call.args, call.kwargs)).structure)
+        is None
+    )
+    if len(names) > 1:
+        with pytest.raises(LoadError, match=rf"lack {names[-1]}: the model's inputs are {', '.join(names)}\."):
+            read_calls([saved(tmp_path, "b", **dict(list(tensors.items())[:-1]))], model, own)
+
+
 def test_files_that_are_none_or_differ(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(b"no tensors at all")
     with pytest.raises(LoadError, match=r"x\.safetensors couldn't be read as safetensors"):
@@ -155,7 +192,7 @@ def test_further_calls_stand_in_the_place_of_the_next_draws() -> None:
 )
 def test_further_calls_that_differ_in_more_than_rows(item: Any, sentence: str) -> None:
     with pytest.raises(UsageError, match=f"The further inputs 2 .*{sentence}"):
-        Samples((ids(2),), further_inputs=[*further(ids(3)), item])
+        _ = Samples((ids(2),), further_inputs=[*further(ids(3)), item]).further
 
 
 def test_every_further_call_is_compared_and_golden() -> None:
