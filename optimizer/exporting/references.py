@@ -52,6 +52,7 @@ def measured_reference(
         measured_sizes=_MEASURED_SIZES[effort],
         known=known,
         or_larger=or_larger,
+        other_values=True,
     )
     refuse_vacuous(reference)
     return reference

@@ -12,6 +12,7 @@ from optimizer.parity.eager import eager_runs, notes_on_eager
 from optimizer.parity.noise import RoundingNoise
 from optimizer.parity.original import CallKey, Original, same_inputs
 from optimizer.parity.other_sizes import run_other_sizes
+from optimizer.parity.other_values import run_other_values
 from optimizer.parity.recorded_runs import RecordedRuns
 from optimizer.parity.reference import Reference
 from optimizer.parity.results import ParityReport
@@ -33,6 +34,7 @@ def measure_reference(
     measured_sizes: int | None = 2,
     known: OriginalOutputs | None = None,
     or_larger: bool = False,
+    other_values: bool = False,
 ) -> Reference:
     """Run the original at each batch size and draw, and at `measured_sizes` of them also in float64 and perturbed.
 
@@ -47,6 +49,7 @@ def measure_reference(
         known: earlier runs of the same original, which are reused if they are still valid.
         or_larger: if the original accepts no other of these batch sizes, try some that are larger than the given one:
             rows that the inputs refer to by number must exist.
+        other_values: whether to run other values of integers and masks, and keep the calls that change an output's size.
 
     Raises:
         LoadError: the original raises at every batch size.
@@ -61,6 +64,7 @@ def measure_reference(
         measured_sizes=measured_sizes,
         known=known,
         or_larger=or_larger,
+        other_values=other_values,
     ).reference()
 
 
@@ -96,11 +100,13 @@ class OriginalOutputs:
         known: OriginalOutputs | None = None,
         recorded: RecordedRuns | None = None,
         or_larger: bool = False,
+        other_values: bool = False,
     ) -> OriginalOutputs:
         """Run the original at each batch size and draw.
 
         Args:
-            batch_sizes, draws, measured_sizes, known, or_larger: as for `measure_reference`.
+            batch_sizes, draws, measured_sizes, known, or_larger, other_values: as for
+                `measure_reference`.
             recorded: records the first run of each call.
 
         Raises:
@@ -130,6 +136,8 @@ class OriginalOutputs:
                 count = 2
                 original.run_at([(size, 1) for size in sizes])
             taken = run_other_sizes(original)
+            if other_values:
+                run_other_values(original)
         original.check()
         original.forget_runs()
         return cls(original, rounding, settings, count, taken)
