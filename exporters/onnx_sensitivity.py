@@ -45,6 +45,7 @@ def within_budget(
     accept: Callable[[Path], bool],
     *,
     max_kept: int | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Search:
     """Quantize `source` to `target` with as few nodes in float as `accept` allows.
 
@@ -54,6 +55,7 @@ def within_budget(
     Args:
         calibration: calls with typical inputs, for the ranges of activations and for the errors of nodes.
         accept: judges the file at the path it gets, which is `target`.
+        check: is called between the steps; what it raises ends the search.
 
     Raises:
         QuantizationError: as `quantized`; also without calibration calls, if the first file is refused.
@@ -62,7 +64,7 @@ def within_budget(
         record = quantizer.write(target, ())
         if accept(target):
             return Search(record, record, 1)
-        worst = [name for name, _ in sensitivities(source, record, calibration)]
+        worst = [name for name, _ in sensitivities(source, record, calibration, check)]
         most = max(1, int(len(worst) * _MOST_KEPT)) if max_kept is None else max_kept
         tried = 1
         for count in _growing(min(most, len(worst) - 1)):
@@ -72,7 +74,9 @@ def within_budget(
         return Search(None, record, tried)
 
 
-def sensitivities(float_file: Path, quantized_file: QuantizedFile, calibration: Calibration) -> list[tuple[str, float]]:
+def sensitivities(
+    float_file: Path, quantized_file: QuantizedFile, calibration: Calibration, check: Callable[[], None] = lambda: None
+) -> list[tuple[str, float]]:
     """The quantized nodes with the error at the file's outputs if only that node is quantized, worst first.
 
     The error is Σ (y - q)² / Σ y², summed over the calls and the float outputs; -10 log10 of it is the signal-to-noise
@@ -99,6 +103,7 @@ def sensitivities(float_file: Path, quantized_file: QuantizedFile, calibration: 
     for call in calls:
         reference = session.run(None, {**call, _SWITCHES: np.zeros(len(errors), bool)})
         for index in range(len(errors)):
+            check()
             outputs = session.run(None, {**call, _SWITCHES: np.arange(len(errors)) == index})
             errors[index] += sum(map(_relative_power, outputs, reference))
     pairs = zip(quantized_file.quantized, errors.tolist(), strict=True)

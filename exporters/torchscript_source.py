@@ -29,7 +29,7 @@ def scripted(adapter: Adapter) -> torch.jit.ScriptModule:
     if changed is not None:
         raise RouteRefused(
             f"{f'module `{changed}`' if changed else 'the model'} has its own forward, but scripting would compile "
-            "the one of its class: leave out the pass that replaced it"
+            "the one of its class"
         )
     with undisturbed(adapter), refusing():
         names = [f"input_{index}" for index in range(len(adapter.input_names))]

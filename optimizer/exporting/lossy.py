@@ -115,9 +115,12 @@ class Lossy:
                 return True
             if _closeness(found[-1]) >= _closeness(best):
                 best, seconds = found[-1], self.seconds_of(format, open_route(path, route, files.device))
+            stop_if_late()
+            return False
+
+        def stop_if_late() -> None:
             if self.is_late():
                 raise Refused(f"the time was up, and the best so far has {best}", best, seconds)
-            return False
 
         last = KINDS[format][-1]
         # In float16, the errors of single nodes can't be measured, because the types of inputs differ.
@@ -125,7 +128,7 @@ class Lossy:
         made = None
         for each in map(Recipe, KINDS[format]) if recipe is None else [recipe]:
             if can_keep_nodes and each.kind == last:
-                made = within_budget(source, target, last, self._rows, accept).accepted
+                made = within_budget(source, target, last, self._rows, accept, check=stop_if_late).accepted
             else:
                 file = quantized(source, target, each.kind, self._rows, keep=each.kept)
                 made = file if accept(target) else None

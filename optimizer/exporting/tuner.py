@@ -35,6 +35,8 @@ _FIRST_TIMING = 0.6
 _LONGEST_FIRST_TIMING = 0.02
 # A candidate that is this much slower than the best in its first timing isn't timed again.
 _FAR_BEHIND = 1.5
+# The time that torch.compile needs at least, in seconds.
+_COMPILING = 20.0
 # The number of routes whose settings are tried, and of files that stay open for the last timing.
 _WITH_SETTINGS = 2
 _FINALISTS = 6
@@ -42,6 +44,33 @@ _FINALISTS = 6
 _LAST_TIMING = 0.3
 _LEAST_LAST_TIMING = 0.15
 _FLOAT16 = "onnx-float16"
+
+
+class _Time:
+    """The time for all candidates.
+
+    Attributes:
+        longest: the longest time that a candidate took so far, in seconds: one that needs as much isn't begun too late.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.longest = 0.0
+        self._seconds = seconds
+        self._started = time.monotonic()
+
+    def spent(self) -> float:
+        return time.monotonic() - self._started
+
+    def is_late(self, needed: float = 0.0) -> bool:
+        """Whether the time is up, or would be after this many seconds."""
+        return self.spent() + needed > (1 - _LAST_TIMING) * self._seconds
+
+    def cut(self, needed: float) -> str:
+        """The reason why a candidate isn't tried that takes this many seconds."""
+        if self.is_late():
+            return "not tried: the time was up"
+        left = (1 - _LAST_TIMING) * self._seconds - self.spent()
+        return f"not tried: it takes about {needed:.0f} s, and {left:.0f} s were left"
 
 
 class Tuner:
@@ -61,7 +90,7 @@ class Tuner:
         self._bench = bench
         self._lossy = lossy
         self._seconds = seconds
-        self._started = time.monotonic()
+        self._time = _Time(seconds)
         self._own = bench.files.own_routes
         self._dropped: list[Figure] = []
         # The proven files in the order of their trials, each with its speed relative to the first one, from its first
@@ -76,7 +105,7 @@ class Tuner:
         # By candidate, from its first timing.
         self._latencies: dict[str, Latency] = {}
         if lossy is not None:
-            lossy.is_late = self._is_late
+            lossy.is_late = self._time.is_late
             lossy.seconds_of = self._seconds_of
 
     def run(self) -> Benchmark:
@@ -87,18 +116,16 @@ class Tuner:
         """
         eager = self._bench.opened_eager()
         for candidate in self._candidates():
+            started = time.monotonic()
             self._try(candidate)
+            self._time.longest = max(self._time.longest, time.monotonic() - started)
         self._try_in_python(eager)
+        # The line of a stage has its last text.
+        self._bench.job.progress("tune", self._tried, self._tried, f"{self._tried} ways to run the model")
         ready = [eager, *self._finalists(), *self._in_python]
-        seconds = max(self._seconds - self._spent(), _LEAST_LAST_TIMING * self._seconds)
+        seconds = max(self._seconds - self._time.spent(), _LEAST_LAST_TIMING * self._seconds)
         found = self._bench.concluded(ready, self._dropped, seconds)
         return replace(found, notes=(*found.notes, *self._notes))
-
-    def _spent(self) -> float:
-        return time.monotonic() - self._started
-
-    def _is_late(self) -> bool:
-        return self._spent() > (1 - _LAST_TIMING) * self._seconds
 
     def _candidates(self) -> Iterator[Candidate]:
         files, slow = self._bench.files, [format for format in QUANTIZED if format != _FLOAT16]
@@ -153,8 +180,8 @@ class Tuner:
         """Make a quantized file within the budget, and run it in every runtime."""
         files = self._bench.files
         try:
-            if self._is_late():
-                raise Refused("not tried: the time was up")
+            if self._time.is_late(self._time.longest):
+                raise Refused(self._time.cut(self._time.longest))
             entry = lossy.made(format, files)
         except Refused as refused:
             figure = Figure(format, None, accuracy=refused.accuracy, seconds=refused.seconds, dropped=str(refused))
@@ -168,24 +195,8 @@ class Tuner:
     def _with_settings(self, route: Route | None) -> Iterator[Candidate]:
         """The route with one setting added, for each setting that may pay on the device; on a GPU also with all."""
         assert route is not None
-        for setting in self._settings(route):
+        for setting in settings_of(route, self._bench.files.device, exact=self._lossy is None):
             yield self._bench.files.candidate(Route(route.format, route.runtime, {**route.settings, **setting}))
-
-    def _settings(self, route: Route) -> list[dict[str, Setting]]:
-        runtime = route.runtime
-        if self._bench.files.device == "cuda":
-            names = ["cudnn_benchmark"] if runtime == "torch" else []
-            # In float32, cuDNN's kernels for channels-last are no faster.
-            names += ["nhwc"] if route.format == _FLOAT16 else []
-            names += [] if self._lossy is None or route.format in QUANTIZED else ["tf32"]
-            alone: list[dict[str, Setting]] = [{name: True} for name in names]
-            return [*alone, dict.fromkeys(names, True)] if len(names) > 1 else alone
-        if runtime == "torch":
-            # torch's threads belong to the whole process, so eager would get them too.
-            return []
-        cpus = usable_cpus()
-        found: list[dict[str, Setting]] = [{"threads": count} for count in sorted({1, max(1, cpus // 2), cpus})]
-        return [*found, {"spinning": False}] if runtime == "onnxruntime" else found
 
     def _try(self, candidate: Candidate) -> None:
         """Time a file next to the first one, and prove it. If it is slower than the best, the proof waits.
@@ -224,8 +235,8 @@ class Tuner:
             self._slower.remove(fastest)
             if self._is_far_behind(gain):
                 self._drop(opened.candidate, self._behind(gain))
-            elif self._is_late():
-                self._drop(opened.candidate, f"{self._behind(gain)}, and the time was up before its proof")
+            elif self._time.is_late(self._time.longest):
+                self._drop(opened.candidate, f"not proven: the time was up, and {self._behind(gain)}")
             else:
                 self._prove(opened, gain)
 
@@ -233,7 +244,8 @@ class Tuner:
         return gain * _FAR_BEHIND < self._best_gain()
 
     def _behind(self, gain: float) -> str:
-        return f"the best is {self._best_gain() / gain:.2f} times as fast"
+        best = max(self._ready, key=lambda each: each[1])[0].candidate.name
+        return f"{best} is {self._best_gain() / gain:.2f} times as fast as it"
 
     def _best_gain(self) -> float:
         return max((gain for _, gain in self._ready), default=0.0)
@@ -243,11 +255,13 @@ class Tuner:
         module = self._opened(self._bench.in_python())
         self._in_python += module
         base = module[0] if module else eager
+        report = None if self._bench.job.provenance is None else self._bench.job.provenance.report
         for candidate in self._bench.with_other_passes():
-            for opened in self._opened(candidate):
+            # It optimizes the model again.
+            for opened in self._opened(candidate, needed=0.0 if report is None else report.seconds):
                 self._keep_if_it_pays(opened, base)
         # Last, because compiling takes long.
-        self._in_python += self._opened(self._bench.compiled())
+        self._in_python += self._opened(self._bench.compiled(), needed=_COMPILING)
 
     def _keep_if_it_pays(self, opened: Opened, base: Opened) -> None:
         try:
@@ -263,17 +277,25 @@ class Tuner:
         self._notes.append(f"in Python, {opened.candidate.name} is {told}: choose these passes, and export again")
 
     def _opened(
-        self, candidate: Candidate | None, prove: Callable[[Opened], Opened] = lambda opened: opened
+        self,
+        candidate: Candidate | None,
+        prove: Callable[[Opened], Opened] = lambda opened: opened,
+        needed: float = 0.0,
     ) -> list[Opened]:
-        """The candidate, ready to run; nothing if it is dropped."""
+        """The candidate, ready to run; nothing if it is dropped.
+
+        Args:
+            needed: the time that it takes at least, in seconds.
+        """
         if candidate is None:
             return []
         self._bench.job.progress("tune", self._tried, self._tried + 1, candidate.name)
         self._tried += 1
         # Timing a file that was made and judged takes least of all, so it's never too late for that.
         judged = self._lossy is not None and self._lossy.is_judged(candidate)
-        if self._is_late() and self._ready and not judged:
-            self._drop(candidate, "not tried: the time was up")
+        needed = max(needed, self._time.longest)
+        if self._time.is_late(needed) and self._ready and not judged:
+            self._drop(candidate, self._time.cut(needed))
             return []
         ready, dropped = opened_all([candidate], prove)
         self._dropped += dropped
@@ -298,7 +320,7 @@ class Tuner:
 
     def _seconds_of(self, name: str, runner: Runner) -> float | None:
         """The time of one call of a file that is outside the budget; None if the time is up."""
-        if self._is_late():
+        if self._time.is_late():
             return None
         inputs = self._bench.files.inputs
         longest = _LONGEST_FIRST_TIMING * self._seconds
@@ -344,6 +366,24 @@ class Tuner:
 
     def _drop(self, candidate: Candidate, reason: str) -> None:
         self._dropped.append(dropped_figure(candidate, reason, candidate.accuracy))
+
+
+def settings_of(route: Route, device: str, *, exact: bool) -> list[dict[str, Setting]]:
+    """The settings to add to a route, each for itself; on a GPU also all of them. Exact ones lose no accuracy."""
+    runtime = route.runtime
+    if device == "cuda":
+        names = ["cudnn_benchmark"] if runtime == "torch" else []
+        # In float32, cuDNN's kernels for channels-last are no faster.
+        names += ["nhwc"] if route.format == _FLOAT16 else []
+        names += [] if exact or route.format in QUANTIZED else ["tf32"]
+        alone: list[dict[str, Setting]] = [{name: True} for name in names]
+        return [*alone, dict.fromkeys(names, True)] if len(names) > 1 else alone
+    if runtime == "torch":
+        # torch's threads belong to the whole process, so eager would get them too.
+        return []
+    cpus = usable_cpus()
+    found: list[dict[str, Setting]] = [{"threads": count} for count in sorted({1, max(1, cpus // 2), cpus})]
+    return [*found, {"spinning": False}] if runtime == "onnxruntime" else found
 
 
 def _by_speed(files: Iterable[tuple[Opened, float]]) -> list[tuple[Opened, float]]:

@@ -50,7 +50,9 @@ def bench_bundle(path: str | Path, *, device: str = "cpu", seconds: float = 5.0)
     except Refused as refused:
         return Benchmark(sizes, threads, 0, tuple(dropped), None, f"not measured: {refused}")
     route = next(figure.route for figure in found.figures if figure.name == found.chosen)
+    first = ready[0].candidate.name
     reason = f"run {found.chosen}: no simpler file is as fast here, and no other is surely faster"
+    reason += f"; the speed-ups are over {first}" if len(ready) > 1 else ""
     return Benchmark(sizes, threads, found.rounds, (*found.figures, *dropped), route, reason, found.notes)
 
 

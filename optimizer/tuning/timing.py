@@ -27,7 +27,7 @@ _CLEAR_GAIN = 1.05
 # A call that takes longer is timed once before the rounds, a shorter one twice.
 _LONG_SECONDS = 0.5
 # A gain below this isn't worth a choice, however certain it is.
-_LEAST_GAIN = 1.02
+LEAST_GAIN = 1.02
 # The chance that noise alone shows a gain.
 _CHANCE = 0.025
 
@@ -61,7 +61,7 @@ class Ratio:
     @property
     def may_pay(self) -> bool:
         """Whether the gain is large enough to matter, if it is more than noise."""
-        return self.median >= _LEAST_GAIN
+        return self.median >= LEAST_GAIN
 
     @property
     def pays(self) -> bool:

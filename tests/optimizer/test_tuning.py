@@ -32,15 +32,16 @@ from optimizer.bundle import open_bundle
 from optimizer.errors import DeviceError, LoadError, UsageError
 from optimizer.exporting import choose
 from optimizer.exporting.bench import Bench
+from optimizer.exporting.job import ExportJob
 from optimizer.exporting.lossy import Lossy
 from optimizer.exporting.nonfinite import NonFinite
 from optimizer.exporting.optional_passes import with_other_passes
-from optimizer.exporting.tuner import Tuner
+from optimizer.exporting.tuner import Tuner, settings_of
 from optimizer.model import Call, Samples
-from optimizer.parity import measure_reference
+from optimizer.parity import Accuracy, measure_reference
 from optimizer.pipeline import provenance_of
 from optimizer.runtime import Route
-from optimizer.tuning import Candidate, Files, PeakMemory
+from optimizer.tuning import Candidate, Figure, Files, PeakMemory, Ratio, recommendation
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +111,47 @@ def test_it_is_said_that_no_gain_is_to_be_expected(choosing: Choose, speeds: Spe
     found = choosing()
     assert found.route == ONNX
     assert found.benchmark.reason == (
-        "ship model.onnx in onnxruntime, but expect no gain: it is 1.00 times as fast as eager, which is within the "
-        "noise or slower"
+        "ship model.onnx in onnxruntime, but expect no gain: it is 1.00 (1.00 to 1.00) times as fast as eager, which is "
+        "within the noise"
     )
+    speeds.seconds = {"eager": 1.0, "": 1.25}
+    assert choosing().benchmark.reason == (
+        "ship model.onnx in onnxruntime, but not for speed: it is slower than eager, 0.80 (0.80 to 0.80) times as fast as "
+        "eager"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ratios", "told"),
+    [
+        (
+            (1.78, 0.9, 2.4),
+            ", but a gain isn't sure: it is 1.78 (0.90 to 2.40) times as fast as eager, and the times vary",
+        ),
+        (
+            (1.01, 0.99, 1.02),
+            ", but expect no gain: it is 1.01 (0.99 to 1.02) times as fast as eager, which is within the",
+        ),
+        ((0.7, 0.6, 0.9), ", but not for speed: it is slower than eager, 0.70 (0.60 to 0.90) times as fast as eager"),
+        ((2.72, 2.5, 3.0), ": 2.72 times as fast as eager"),
+    ],
+)
+def test_the_recommendation_is_true_of_its_bounds(ratios: tuple[float, float, float], told: str) -> None:
+    figure = Figure("a", Route("onnx", "onnxruntime"), seconds=1.0, speed_up=Ratio(*ratios, rounds=9))
+    assert recommendation([figure], "a").startswith(f"ship a{told}")
+
+
+def test_a_tie_is_told_with_both_figures() -> None:
+    def figure(name: str, gain: float, **more: Any) -> Figure:
+        return Figure(name, Route("onnx", "onnxruntime"), seconds=1 / gain, speed_up=Ratio(gain, 2.0, 4.0, 9), **more)
+
+    assert recommendation([figure("simple", 2.72), figure("fast", 3.36)], "simple") == (
+        "ship simple: 2.72 times as fast as eager; tie: fast, 3.36 times as fast as eager here, isn't surely faster, and the "
+        "simpler file is shipped"
+    )
+    assert "tie" not in recommendation([figure("simple", 2.72), figure("fast", 2.73)], "simple")
+    lossy = figure("int8", 3.36, accuracy=Accuracy(cosine=0.99))
+    assert recommendation([figure("simple", 2.72), lossy], "simple").endswith("and the exact file is shipped")
 
 
 def test_a_wrong_variant_is_dropped_and_never_recommended(
@@ -264,7 +303,7 @@ def test_tuning_tries_runtimes_and_then_settings_of_the_fastest(choosing: Choose
         "the optimized module",
     } <= tried
     assert not any(figure.accuracy for figure in found.benchmark.figures)
-    assert found.dropped["model.torchscript.pt in torch"] == "the best is 2.25 times as fast"
+    assert found.dropped["model.torchscript.pt in torch"].endswith(" is 2.25 times as fast as it")
     assert found.files == EXPORTED
 
 
@@ -278,7 +317,8 @@ def test_a_file_is_recommended_even_if_python_is_far_faster(choosing: Choose, sp
     found = choosing(tune=True)
     assert found.route == ONNX
     assert found.benchmark.reason == (
-        "ship model.onnx in onnxruntime: 2.00 times as fast as eager; in Python, the optimized module is faster"
+        "ship model.onnx in onnxruntime: 2.00 times as fast as eager; in Python, the optimized module is faster: "
+        "10.00 times as fast as eager"
     )
 
 
@@ -309,7 +349,9 @@ def test_a_pass_that_pays_is_timed_and_told(choosing: Choose, speeds: Speeds) ->
         "in Python, the module without channels-last is 2.00 (2.00 to 2.00) times as fast as the optimized module: "
         "choose these passes, and export again",
     )
-    assert found.benchmark.reason.endswith("; in Python, the module without channels-last is faster")
+    assert found.benchmark.reason.endswith(
+        "; in Python, the module without channels-last is faster: 2.50 times as fast as eager"
+    )
 
 
 def passes_tried(model: nn.Module, passes: list[str] | None) -> list[tuple[str, list[str]]]:
@@ -360,7 +402,7 @@ def test_the_proof_of_a_slower_file_waits(
     monkeypatch.setattr(Lossy, "made", judged)
     found = choosing(tune=True, accuracy="0.999", calibration=[images(4, seed) for seed in range(4)])
     if late:
-        reason = "the best is 1.30 times as fast, and the time was up before its proof"
+        reason = "not proven: the time was up, and model.int8-dynamic.onnx in onnxruntime is 1.30 times as fast as it"
         assert found.dropped["model.onnx in openvino"] == reason
         assert "onnx in openvino" not in proven
     else:
@@ -399,6 +441,28 @@ def test_candidates_after_the_time_is_up_are_not_tried(
     assert "not tried: the time was up" in found.dropped.values()
 
 
+def test_a_candidate_that_cant_end_in_time_is_not_begun(
+    choosing: Choose, speeds: Speeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speeds.seconds = {"eager": 1.0, "": 0.5}
+    now, told = [0.0], []
+    monkeypatch.setattr("optimizer.exporting.tuner.time.monotonic", lambda: now[0])
+    opened = Tuner._opened
+
+    def slowly(self: Tuner, *rest: Any, **more: Any) -> Any:
+        found = opened(self, *rest, **more)
+        now[0] += 25.0 if found else 0.0
+        return found
+
+    monkeypatch.setattr(Tuner, "_opened", slowly)
+    monkeypatch.setattr(ExportJob, "progress", lambda self, *step: told.append(step))
+    found = choosing(tune=True, tune_seconds=100)
+    assert "not tried: it takes about 25 s, and 20 s were left" in found.dropped.values()
+    assert now[0] <= 70
+    (_, done, total, text) = [step for step in told if step[0] == "tune"][-1]
+    assert (done, text) == (total, f"{total} ways to run the model")
+
+
 @pytest.mark.parametrize("levels", [100, 2])
 def test_a_quantized_file_that_was_made_in_time_is_judged_and_timed(
     levels: int, choosing: Choose, speeds: Speeds, rounding: Rounding, monkeypatch: pytest.MonkeyPatch
@@ -432,7 +496,7 @@ def test_the_fastest_exact_file_is_timed_beside_a_far_faster_lossy_one(
     found = choosing(tune=True, accuracy="0.999", calibration=[images(4, seed) for seed in range(4)])
     assert "int8" in str(found.route)
     assert "model.onnx in onnxruntime" in found.timed
-    assert found.dropped["model.torchscript.pt in torch"] == "the best is 1.80 times as fast"
+    assert found.dropped["model.torchscript.pt in torch"] == "model.onnx in onnxruntime is 1.80 times as fast as it"
 
 
 def test_nothing_lossy_is_tried_without_a_budget(choosing: Choose, speeds: Speeds, rounding: Rounding) -> None:
@@ -663,18 +727,18 @@ def test_settings_and_float16_come_before_slow_quantization_on_a_gpu(
 
 
 @pytest.mark.parametrize(
-    ("route", "lossy", "expected"),
+    ("route", "exact", "expected"),
     [
-        ("torchscript in torch", None, ["cudnn_benchmark"]),
-        ("torchscript in torch", SimpleNamespace(), ["cudnn_benchmark", "tf32", "cudnn_benchmark tf32"]),
-        ("onnx in onnxruntime", SimpleNamespace(), ["tf32"]),
-        ("onnx in onnxruntime", None, []),
-        ("onnx-float16 in onnxruntime", SimpleNamespace(), ["nhwc"]),
+        ("torchscript in torch", True, ["cudnn_benchmark"]),
+        ("torchscript in torch", False, ["cudnn_benchmark", "tf32", "cudnn_benchmark tf32"]),
+        ("onnx in onnxruntime", False, ["tf32"]),
+        ("onnx in onnxruntime", True, []),
+        ("onnx-float16 in onnxruntime", False, ["nhwc"]),
     ],
 )
-def test_settings_are_tried_alone_and_together_on_a_gpu(route: str, lossy: Any, expected: list[str]) -> None:
-    tuner = Tuner(SimpleNamespace(files=Files(Path(), [], "cuda", [])), lossy, 1.0)  # type: ignore[arg-type]
-    assert [" ".join(setting) for setting in tuner._settings(Route(*route.split(" in ")))] == expected
+def test_settings_are_tried_alone_and_together_on_a_gpu(route: str, exact: bool, expected: list[str]) -> None:
+    found = settings_of(Route(*route.split(" in ")), "cuda", exact=exact)
+    assert [" ".join(setting) for setting in found] == expected
 
 
 def test_times_that_no_reader_takes_stop_no_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

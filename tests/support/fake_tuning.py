@@ -97,6 +97,7 @@ class Rounding:
         kind: str,
         calibration: Sequence[Mapping[str, Any]],
         accept: Callable[[Path], bool],
+        check: Callable[[], None],
     ) -> SimpleNamespace:
         for keep in ((), ("head",)):
             made = self.quantized(source, target, kind, calibration, keep=keep)
