@@ -166,7 +166,8 @@ def _state_dicts(value: Mapping[Any, Any], key: str = "", depth: int = 0) -> Ite
     """The tensors of each mapping in a value that has some, by the mapping's keys with dots between them."""
     state = {name: each for name, each in value.items() if isinstance(name, str)}
     tensors = {n: each for n, each in state.items() if isinstance(each, torch.Tensor) or n.endswith("_extra_state")}
-    if any(isinstance(each, torch.Tensor) for each in tensors.values()):
+    unnamed = any(isinstance(each, torch.Tensor) for name, each in value.items() if name not in state)
+    if not unnamed and any(isinstance(each, torch.Tensor) for each in tensors.values()):
         yield key, tensors
     for name, each in state.items() if depth < _DEEPEST else ():
         if isinstance(each, Mapping):
