@@ -1,6 +1,6 @@
 """The errors of the program, and the exit code of the command for each.
 
-    OptimizeExportError                 1  a defect of the program itself
+    OptimizeExportError                 1  a defect of the program itself, or out of memory
     ├── UsageError                      2  an option, or a combination of options, is invalid
     ├── LoadError                       3  the model, its weights or its inputs couldn't be loaded
     ├── ExportFailed                    4  a requested format is missing: its export failed, or its file isn't proven
@@ -20,9 +20,13 @@ unchanged. `optimizer.command.own_errors` converts them to the classes with exit
 """
 
 import re
+import unicodedata
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any, ClassVar
+
+# All characters but those of ASCII that can be printed, line breaks and tabs.
+_UNUSUAL = re.compile(r"[^ -~\n\t]")
 
 
 class OptimizeExportError(Exception):
@@ -130,6 +134,11 @@ def printable(text: str) -> str:
     Others are line breaks and the marks for text direction.
     """
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+
+
+def printable_lines(text: str) -> str:
+    """As `printable`, but line breaks, tabs and spaces of any width stay: for pages and texts of several lines."""
+    return _UNUSUAL.sub(lambda found: found[0] if unicodedata.category(found[0]) == "Zs" else printable(found[0]), text)
 
 
 def all_printable(value: Any) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from optimizer.errors import printable_lines
 from optimizer.parity import ParityReport
 from optimizer.showing import checkpoint_plot, fragment
 from passes.base import Detail
@@ -243,7 +244,7 @@ class Report:
         if self.could_apply:
             lines.append(f"no pass changed the model; these could: {', '.join(self.could_apply)}")
         lines += [f"{'warning' if note in self.warnings else 'note'}: {note}" for note in self.notes]
-        return "\n".join(lines)
+        return printable_lines("\n".join(lines))
 
 
 def remark_lines(record: Mapping[str, Any]) -> list[str]:

@@ -69,6 +69,20 @@ def test_what_the_builder_does_not_list_is_not_deployed(recipes: Path, tmp_path:
     assert (done.returncode, "lists no bundle" in done.stderr) == (1, True)
 
 
+@pytest.mark.parametrize("extra", ["dist/other", "dist/.hidden", "dist/..odd", "more/other", "more/group/other"])
+def test_a_folder_next_to_any_bundle_must_be_listed(tmp_path: Path, extra: str) -> None:
+    lines = []
+    for name in ("dist/net", "more/net", "more/group/net"):
+        (tmp_path / name).mkdir(parents=True)
+        lines.append(f"{'0' * 64}  {name}/SHA256SUMS\n")
+    (tmp_path / "sums.txt").write_text("".join(lines), encoding="utf-8")
+    command = ["env", "OPTIMIZE_EXPORT=true", "sh", ROOT / "examples/recipes/predeploy.sh", "sums.txt"]
+    assert run(*command, cwd=tmp_path).returncode == 0
+    (tmp_path / extra).mkdir()
+    done = run(*command, cwd=tmp_path)
+    assert (done.returncode, done.stderr.startswith(f"predeploy.sh: {extra}/ isn't in sums.txt")) == (1, True)
+
+
 @pytest.mark.skipif(shutil.which("cmake") is None or shutil.which("c++") is None, reason="needs cmake and a compiler")
 def test_the_torchscript_file_in_cpp(recipes: Path, tmp_path: Path) -> None:
     for command in (

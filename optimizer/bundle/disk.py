@@ -20,12 +20,12 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def absolute(path: str | Path) -> Path:
-    """Make a path absolute. If its last part is a symbolic link, the link isn't followed.
+    """Make a path absolute, with the home folder for `~`. If its last part is a symbolic link, it isn't followed.
 
     Raises:
         BundleError: the path contains a null character, can't be resolved or isn't UTF-8.
     """
-    given = Path(path)
+    given = Path(os.path.expanduser(path))
     if "\0" in str(given):
         raise BundleError(f"{str(given)!r} is not a valid path: it contains a null character.")
     try:

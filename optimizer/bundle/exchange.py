@@ -47,6 +47,10 @@ _OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
 _GRACE_SECONDS = 0.2
 
 
+# The targets at which this process has put a new folder: an interrupt after that doesn't undo it.
+published: set[Path] = set()
+
+
 class Occupied(Exception):
     """The target was written by another process at the same time; the message is one sentence."""
 
@@ -385,6 +389,7 @@ def _put_fresh(staging: Staging) -> None:
         staging.target.rmdir()
     try:
         os.rename(staging.folder, staging.target)
+        published.add(staging.target)
     except OSError as error:
         if error.errno not in _OCCUPIED:
             raise
@@ -395,11 +400,13 @@ def _replace(staging: Staging, may_replace: Callable[[Path], None]) -> None:
     if not _exchange(staging.folder, staging.target):
         _replace_by_two_renames(staging, may_replace)
         return
+    published.add(staging.target)
     sync_folder(staging.target.parent)
     try:
         may_replace(staging.folder)
     except BaseException:
         _exchange(staging.folder, staging.target)
+        published.discard(staging.target)
         raise
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from optimizer.errors import BundleError, printable
+from optimizer.errors import BundleError, printable, printable_lines
 from optimizer.manifest import PROGRAM, SUMS, plain
 from optimizer.runtime import processor
 from optimizer.showing import number_text
@@ -139,7 +139,7 @@ def usage_text(manifest: Mapping[str, Any]) -> str:
         sized = {**artifact, "example_sizes": manifest.get("example_sizes", {})}
         lines += [f"## {artifact['path']} ({artifact['format']})", "", *_accuracy(artifact), *_table(artifact), ""]
         lines += [*_example(sized), ""]
-    return "\n".join(lines).rstrip() + "\n"
+    return printable_lines("\n".join(lines).rstrip() + "\n")
 
 
 def lacks(manifest: Mapping[str, Any]) -> list[str]:

@@ -70,6 +70,15 @@ if TYPE_CHECKING:
 
 PROGRAM = "optimize-export"
 AnyWork = ExportOptions | DiagnoseOptions | VerifyOptions | BenchOptions | RejudgeOptions | LayoutOptions | ListOptions
+# How libraries say that memory is lacking, in lower case.
+_MEMORY_ERRORS = (
+    "cannot allocate memory",
+    "can't allocate memory",
+    "failed to map segment",
+    "bad_alloc",
+    "bad allocation",
+)
+_OUT_OF_MEMORY = "Out of memory: this machine, or a limit such as ulimit -v, leaves too little for torch and the model."
 EXIT_DEFECT, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
 _MODES = {
@@ -132,7 +141,7 @@ Inputs (--input), one for each argument of forward:
 \b
 Exit codes:
   0    done
-  1    a defect of the program itself
+  1    a defect of the program itself, or out of memory
   2    an option, or a combination of options, is invalid
   3    the model, its weights or its inputs couldn't be loaded
   4    a requested format is missing from the bundle: it couldn't be exported, or its file isn't proven
@@ -154,15 +163,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
+    if exchange := sys.modules.get("optimizer.bundle.exchange"):
+        exchange.published.clear()
     voice = _Voice(*(option in arguments for option in ("--json", "--quiet", "--debug", "--details")))
     with contextlib.ExitStack() as kept:
         kept.enter_context(_sigterm_unwinds())
         try:
             code = _run(arguments, voice)
         except (KeyboardInterrupt, click.Abort) as interrupt:
-            code = voice.fail(EXIT_INTERRUPTED, "Interrupted", "interrupted", interrupt)
+            code = voice.fail(EXIT_INTERRUPTED, "Interrupted", _stopped("interrupted"), interrupt)
         except Terminated as termination:
-            code = voice.fail(EXIT_TERMINATED, "Terminated", "terminated", termination)
+            code = voice.fail(EXIT_TERMINATED, "Terminated", _stopped("terminated"), termination)
         except click.NoSuchOption as error:
             hint = suggestion(error.option_name, _option_names()) or f"{PROGRAM} --help lists all."
             told = f"There is no option {error.option_name}: {hint}"
@@ -177,7 +188,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             code, kind = (EXIT_USAGE, "UsageError") if lack else (EXIT_DEFECT, "Defect")
             code = voice.fail(code, kind, lack or _defect(error), error)
         except BaseException as error:  # noqa: BLE001 - the last resort: a defect is also reported in one sentence
-            code = voice.fail(EXIT_DEFECT, "Defect", _defect(error), error)
+            if _lacks_memory(error):
+                code = voice.fail(EXIT_DEFECT, "OutOfMemory", _OUT_OF_MEMORY, error)
+            else:
+                code = voice.fail(EXIT_DEFECT, "Defect", _defect(error), error)
     if argv is None:
         _silence_stdout()
         _keep_exit_code(code)
@@ -504,6 +518,7 @@ def command(context: click.Context, /, **values: Any) -> Options:
     its get_model, build_model or create_model, else its only nn.Module that needs no arguments. Its inputs are the
     example_inputs or get_example_inputs() of the file, or those of --input or --inputs.
     """
+    _refuse_deleted_folder()
     _refuse_swallowed(context, values)
     mode = next((mode for mode in _MODES if values[mode] not in (None, False)), None)
     if mode is not None:
@@ -521,7 +536,7 @@ def command(context: click.Context, /, **values: Any) -> Options:
     if mode == "bench":
         if not values["bench"].strip():
             raise UsageError("--bench names no folder.")
-        return BenchOptions(Path(values["bench"]), values["device"])
+        return BenchOptions(_path(values["bench"]), values["device"])
     if mode == "rejudge":
         return _rejudge_options(values)
     if mode == "layout":
@@ -553,7 +568,7 @@ def _option_names() -> set[str]:
 def _read_config(context: click.Context, values: Mapping[str, Any]) -> Config:
     options = [each for each in context.command.params if isinstance(each, click.Option)]
     allowed = {each.opts[-1].lstrip("-"): each for each in options if each.name not in _NOT_IN_CONFIG}
-    return read_config(None if values["config"] is None else Path(values["config"]), allowed)
+    return read_config(None if values["config"] is None else _path(values["config"]), allowed)
 
 
 def _configured(context: click.Context, values: Mapping[str, Any], config: Config, name: str) -> ExportOptions:
@@ -613,6 +628,14 @@ def _given_again(context: click.Context, model: str) -> Iterator[str]:
             yield from (f"{long}={Path(text, model) if option.name in FOLDERS else text}" for text in texts)
 
 
+def _refuse_deleted_folder() -> None:
+    """Refuse a current folder that was deleted: no relative path can be resolved, and torch's libraries don't load."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise UsageError("The current folder was deleted: change to another one.") from error
+
+
 def _refuse_swallowed(context: click.Context, values: Mapping[str, Any]) -> None:
     """Refuse an option name as the value of another option: `--verify --json` names no bundle."""
     options = [parameter for parameter in context.command.params if isinstance(parameter, click.Option)]
@@ -639,7 +662,7 @@ def _verify_options(context: click.Context, values: Mapping[str, Any]) -> Verify
     if values["no_run"] and (device_given or values["require_gpu"]):
         raise UsageError(f"--no-run and {'--device' if device_given else '--require-gpu'} contradict each other.")
     return VerifyOptions(
-        bundle=Path(values["verify"]),
+        bundle=_path(values["verify"]),
         # Nothing is run, so there is no device to choose.
         device="cpu" if values["no_run"] else values["device"],
         require_gpu=values["require_gpu"],
@@ -652,7 +675,7 @@ def _rejudge_options(values: Mapping[str, Any]) -> RejudgeOptions:
     if not values["rejudge"].strip():
         raise UsageError("--rejudge names no folder.")
     return RejudgeOptions(
-        bundle=Path(values["rejudge"]),
+        bundle=_path(values["rejudge"]),
         atol=parse_tolerance("--atol", values["atol"]),
         rtol=parse_tolerance("--rtol", values["rtol"]),
         factor=None if values["factor"] is None else parse_factor(values["factor"]),
@@ -667,7 +690,7 @@ def _layout_options(context: click.Context, values: Mapping[str, Any]) -> Layout
     formats = parse_names("--formats", values["formats"]) if formats_given else (None,)
     if len(formats) > 1:
         raise UsageError(f"--layout writes one file: choose one of {', '.join(map(str, formats))}.")
-    return LayoutOptions(Path(values["model"]), Path(values["output"]), formats[0])
+    return LayoutOptions(_path(values["model"]), _path(values["output"]), formats[0])
 
 
 def _export_options(context: click.Context, values: Mapping[str, Any]) -> ExportOptions:
@@ -699,15 +722,16 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
     if values["if_changed"] and values["profile_dir"] is not None:
         raise UsageError("--if-changed and --profile contradict each other: nothing runs if the bundle is up to date.")
     _check_tuning(values)
+    model = os.path.expanduser(model)
     return ExportOptions(
         model=model,
         name=values["name"],
         inputs=values["inputs"],
-        input_files=tuple(Path(text) for text in values["input_files"]),
-        weights=Path(values["weights"]) if values["weights"] is not None else None,
+        input_files=tuple(map(_path, values["input_files"])),
+        weights=_path(values["weights"]) if values["weights"] is not None else None,
         passes="" if passes is not None and passes.strip() == "none" else passes,
         formats=parse_names("--formats", values["formats"]),
-        output=Path(values["output"]) if values["output"] is not None else default_output(model),
+        output=_path(values["output"]) if values["output"] is not None else default_output(model),
         device=values["device"],
         reference_device=values["reference_device"],
         require_gpu=values["require_gpu"],
@@ -722,8 +746,8 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
         force=values["force"] or values["if_changed"],
         if_changed=values["if_changed"],
         given=_given(context, values),
-        debug_dir=Path(values["debug_dir"]) if values["debug_dir"] is not None else None,
-        profile_dir=Path(values["profile_dir"]) if values["profile_dir"] is not None else None,
+        debug_dir=_path(values["debug_dir"]) if values["debug_dir"] is not None else None,
+        profile_dir=_path(values["profile_dir"]) if values["profile_dir"] is not None else None,
         seed=parse_seed(values["seed"]),
         atol=parse_tolerance("--atol", values["atol"]),
         rtol=parse_tolerance("--rtol", values["rtol"]),
@@ -733,10 +757,15 @@ def _export_options(context: click.Context, values: Mapping[str, Any]) -> Export
         tune_seconds=parse_seconds(values["tune_seconds"]),
         accuracy=values["accuracy"],
         finite_inputs=values["finite_inputs"],
-        calibration=Path(values["calibration"]) if values["calibration"] is not None else None,
-        choices=Path(values["choices"]) if values["choices"] is not None else None,
+        calibration=_path(values["calibration"]) if values["calibration"] is not None else None,
+        choices=_path(values["choices"]) if values["choices"] is not None else None,
         effort=_effort(quick=values["quick"], thorough=values["thorough"]),
     )
+
+
+def _path(text: str) -> Path:
+    """A path in an option. A shell expands no `~` after `=`, and none is there for a config: so it is expanded here."""
+    return Path(os.path.expanduser(text))
 
 
 def _given(context: click.Context, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -998,6 +1027,24 @@ class _Voice:
             _print_json(failure_document(code, kind, sentence))
         _say(sentence if code in (EXIT_INTERRUPTED, EXIT_TERMINATED) else f"error: {sentence}")
         return code
+
+
+def _stopped(how: str) -> str:
+    """A sentence about an interrupt: it may come after the new bundle was put in place, which it doesn't undo."""
+    exchange = sys.modules.get("optimizer.bundle.exchange")
+    done = sorted(map(str, exchange.published)) if exchange else []
+    return f"{how}, after the new bundle was put in place: {', '.join(done)}" if done else how
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, MemoryError) or (isinstance(link, OSError) and link.errno == errno.ENOMEM):
+            return True
+        if any(each in str(link).casefold() for each in _MEMORY_ERRORS):
+            return True
+        link = link.__cause__ or link.__context__
+    return False
 
 
 def _defect(error: BaseException) -> str:

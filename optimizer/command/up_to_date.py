@@ -7,6 +7,7 @@ import hashlib
 import os
 import sys
 import sysconfig
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -38,6 +39,8 @@ from optimizer.options import ExportOptions, library_of, split_weights
 Document = dict[str, Any]
 
 _OURS = tuple(str(ROOT / name) + os.sep for name in OWN_PACKAGES)
+# How many seconds the clock of a file server may be ahead.
+_CLOCK_SKEW = 60.0
 _MODULE = "module "
 _HERE = "current folder: "
 _PACKAGES = {"site-packages", "dist-packages"}
@@ -242,7 +245,11 @@ def _digest(path: Path, unchanged_since: float | None = None) -> str | None:
     try:
         with open_regular(path, follow=True) as file:
             status = os.fstat(file.fileno())
-            if unchanged_since is not None and max(status.st_mtime, status.st_ctime) > unchanged_since:
+            # A time in the future, as in some archives, says nothing: the file would always seem to have changed.
+            now = time.time() + _CLOCK_SKEW
+            if unchanged_since is not None and any(
+                unchanged_since < each <= now for each in (status.st_mtime, status.st_ctime)
+            ):
                 return None
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError:

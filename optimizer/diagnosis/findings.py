@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from optimizer.errors import printable_lines
 from optimizer.showing import fragment
 from optimizer.wording import listed
 
@@ -85,7 +86,7 @@ class Diagnosis:
         }
 
     def __str__(self) -> str:
-        return "\n".join(diagnosis_lines(self.to_json()))
+        return printable_lines("\n".join(diagnosis_lines(self.to_json())))
 
     def _repr_html_(self) -> str:
         return fragment("diagnosis", diagnosis=self.to_json())

@@ -45,6 +45,8 @@ def check_folders(
     """
     if not isinstance(output, str | os.PathLike) or not str(output).strip():
         raise UsageError(f"output must be the folder of the bundle, such as 'dist/net', not {output!r}.")
+    output = os.path.expanduser(output)
+    debug_dir, profile_dir = (None if each is None else os.path.expanduser(each) for each in (debug_dir, profile_dir))
     check_target(output, force=force)
     check_debug_folder(debug_dir)
     if debug_dir is not None and os.path.realpath(debug_dir) == os.path.realpath(output):

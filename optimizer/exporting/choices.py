@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,7 @@ def read_choices(path: str | Path, formats: Collection[str], budget: AccuracyBud
         UsageError: there is no recommended route, or this export can't have it.
         BundleError: the bundle is damaged.
     """
+    path = os.path.expanduser(path)
     file = Path(path, MANIFEST) if Path(path).is_dir() else Path(path)
     try:
         manifest = read_manifest(Path(path)) if Path(path).is_dir() else read_json(file, follow=True)

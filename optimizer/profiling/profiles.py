@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from optimizer.errors import printable_lines
 from optimizer.model import Mode
 from optimizer.profiling.operations import Operation, one_path, without_numbers
 from optimizer.profiling.peak_memory import PeakMemory
@@ -47,7 +48,7 @@ class Profile:
         }
 
     def __str__(self) -> str:
-        return "\n".join(profile_lines(self.to_json(), "profile"))
+        return printable_lines("\n".join(profile_lines(self.to_json(), "profile")))
 
 
 def profile_lines(profile: Mapping[str, Any], title: str, unit: str = "module") -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -232,7 +233,7 @@ def load(
         raise UsageError(f"threads must be a whole number from 1 to {MOST_THREADS}, not {threads!r}.")
     if runtime is not None and runtime not in SETTINGS:
         raise UsageError(f"There is no runtime {runtime!r}; the runtimes are {', '.join(SETTINGS)}.")
-    folder = Path(bundle)
+    folder = Path(os.path.expanduser(bundle))
     manifest = read_manifest(folder)
     if problem := sums_problem(folder, manifest, None if expect is None else parse_digest("expect", expect)):
         raise BundleError(f"{folder} can't be used: {problem}")

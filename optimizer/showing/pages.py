@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from optimizer.errors import printable_lines
 from optimizer.showing import texts
 
 _CODE = re.compile("`([^`]+)`")
@@ -51,7 +52,8 @@ def page(template: str, **facts: Any) -> str:
         facts: the variables of the template.
     """
     rendered: str = _environment().get_template(f"{template}.html.jinja").render(facts)
-    return rendered
+    # Names of classes, inputs and files may contain characters that change the direction of the text around them.
+    return printable_lines(rendered)
 
 
 def fragment(template: str, **facts: Any) -> str:

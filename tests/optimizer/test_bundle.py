@@ -477,6 +477,16 @@ def test_the_folders_that_one_works_in_are_refused(
         check_target(os.path.expanduser(target), force=True)
 
 
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    write_bundle("~/net", fill)
+    assert names(tmp_path) == ["home"]
+    assert open_bundle("~/net").path == tmp_path / "home" / "net"
+    assert verify_bundle("~/net").ok
+
+
 def test_an_empty_current_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")

@@ -70,6 +70,15 @@ def test_a_config_that_is_no_file_is_refused(capfd, make):
     )
 
 
+def test_a_tilde_is_the_home_folder(folder, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/jane")
+    config(CONFIG.replace('"out/bert"', '"~/bert"').replace('"nets/resnet.py:build"', '"~/nets/resnet.py:build"'))
+    assert parsed("bert-tiny").output == Path("/home/jane/bert")
+    assert parsed("resnet").model == "/home/jane/nets/resnet.py:build"
+    assert parsed("net.py", "--output=~/x", "--weights=./~/w.pt").output == Path("/home/jane/x")
+    assert parsed("net.py", "--weights=./~/w.pt").weights == Path("~/w.pt")
+
+
 def test_a_model_has_its_own_options_and_the_defaults():
     config(CONFIG)
     resnet = parsed("resnet")

@@ -1,5 +1,6 @@
 """Errors as the user of the command sees them: an exit code, one sentence, and no partial files."""
 
+import importlib
 import json
 import os
 import pickle
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 from exporters.onnx import OnnxExporter
 from exporters.onnx_session import judge_placement
 from optimizer.command import cli
+from optimizer.errors import Terminated
 from optimizer.exporting import artifact_parity
 from optimizer.exporting.artifact_parity import FileProof
 from optimizer.parity import judge
@@ -650,6 +652,42 @@ def test_a_fifo_is_named_at_once(refused, arguments, sentence):
     for name in ("fifo.py", "fifo.pt", "fifo.npz", "calls/1.npz"):
         os.mkfifo(name)
     assert sentence in refused(3, *arguments)
+
+
+def test_a_deleted_current_folder_is_named(folder, refused, monkeypatch):
+    write("model = Net()")
+    (folder / "gone").mkdir()
+    monkeypatch.chdir(folder / "gone")
+    (folder / "gone").rmdir()
+    for arguments in ([f"{folder}/model.py"], [f"{folder}/model.py", "--output", f"{folder}/out"]):
+        assert "The current folder was deleted: change to another one." in refused(2, *arguments)
+
+
+def test_a_lack_of_memory_is_no_defect(refused, monkeypatch):
+    def fail(*_):
+        raise ImportError("libtorch_cpu.so: failed to map segment from shared object")
+
+    monkeypatch.setattr(cli, "_work", fail)
+    assert "Out of memory: this machine, or a limit such as ulimit -v" in refused(1, "model.py")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "how"), [(Terminated(), 143, "terminated"), (KeyboardInterrupt(), 130, "interrupted")]
+)
+def test_an_interrupt_after_the_exchange_says_that_the_bundle_is_there(folder, capfd, monkeypatch, error, code, how):
+    exchange = importlib.import_module("optimizer.bundle.exchange")
+
+    def work(*_):
+        with exchange.staged(folder / "new") as staging:
+            exchange.publish(staging, lambda standing: None)
+            raise error
+
+    monkeypatch.setattr(cli, "_work", work)
+    assert cli.main(["model.py"]) == code
+    assert capfd.readouterr().err == f"optimize-export: {how}, after the new bundle was put in place: {folder}/new\n"
+    monkeypatch.setattr(exchange, "sync_tree", lambda folder: (_ for _ in ()).throw(error))
+    assert cli.main(["model.py"]) == code
+    assert capfd.readouterr().err == f"optimize-export: {how}\n"
 
 
 def test_bundles_that_are_none(refused):

@@ -114,6 +114,23 @@ def test_every_text_of_a_model_is_escaped(bundle: Bundle) -> None:
     assert text.count("&lt;script&gt;") > 50
 
 
+def test_control_and_direction_characters_of_names_are_shown_as_escapes(tmp_path: Path) -> None:
+    strange = "\x1b[31m\x07\u202e\u200b"
+    cls = type(f"Net{strange}", (Net,), {})
+    fast = optimize(cls().eval(), example_inputs=(X,))
+    bundle = export(fast, example_inputs=(X,), output=tmp_path / "net", formats=("pt2",), bench=False)
+    shown = {
+        "report.html": (bundle.path / "report.html").read_text(encoding="utf-8"),
+        "README.md": (bundle.path / "README.md").read_text(encoding="utf-8"),
+        "notebook": bundle._repr_html_(),
+        "notebook of optimize": report_of(fast)._repr_html_(),
+        "print": str(report_of(fast)),
+    }
+    for name, text in shown.items():
+        assert not set(text) & set(strange.replace("[31m", "")), name
+        assert r"\x1b[31m\x07\u202e\u200b" in text, name
+
+
 def test_the_first_screen_says_what_was_made_and_what_to_ship(bundle: Bundle) -> None:
     summary = summary_of(timed(bundle.manifest))
     assert (summary.ship, summary.seconds, summary.eager_seconds, summary.ok) == ("fast", 0.1, 0.2, True)
