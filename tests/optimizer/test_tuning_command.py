@@ -225,7 +225,8 @@ def test_bench_times_every_file_of_a_bundle_and_leaves_it_unchanged(
     assert "1.00 (1.00 to 1.00)" in rows[0]
     assert "2.00 (2.00 to 2.00)" in rows[1]
     assert conclusion.startswith(
-        "run model.torchscript.pt in torch, freeze: no simpler file is as fast here, and no other is surely faster (batch 2"
+        "run model.torchscript.pt in torch, freeze: no simpler file is as fast here, and no other is surely faster; "
+        "the speed-ups are over model.onnx in onnxruntime (batch 2"
     )
     assert cli.main(["--bench", str(bundle.path), "--device", "cpu", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
