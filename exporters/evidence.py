@@ -263,7 +263,7 @@ def _run_at_each(
 ) -> tuple[tuple[tuple[torch.Tensor, ...], ...], frozenset[int]]:
     """Run the model at each call; also return the indices of outputs that differ when the first call is run again."""
     with undisturbed(adapter), silent():
-        outputs = tuple(adapter.run(tensors) for tensors in inputs)
+        outputs = tuple(_run_at(adapter, tensors, inputs) for tensors in inputs)
         again = adapter.run(inputs[0])
     unstable = (
         index
@@ -271,6 +271,33 @@ def _run_at_each(
         if first.shape != second.shape or not torch.equal(torch.nan_to_num(first), torch.nan_to_num(second))
     )
     return outputs, frozenset(unstable)
+
+
+def _run_at(
+    adapter: Adapter, tensors: tuple[torch.Tensor, ...], inputs: Sequence[tuple[torch.Tensor, ...]]
+) -> tuple[torch.Tensor, ...]:
+    try:
+        return adapter.run(tensors)
+    except StructureError as error:
+        varied = [
+            (name, dim)
+            for index, name in enumerate(adapter.input_names)
+            for dim, size in enumerate(tensors[index].shape)
+            if any(other[index].shape[dim : dim + 1] != (size,) for other in inputs)
+        ]
+        if not varied:
+            raise
+        shapes = dict(zip(adapter.input_names, tensors, strict=True))
+        sizes = ", ".join(f"dim {dim} of {name} is {shapes[name].shape[dim]}" for name, dim in varied)
+        remedies = [
+            "`static_batch=True`" if any(not dim for _, dim in varied) else "",
+            "leaving the other dims out of `dynamic=…`" if any(dim for _, dim in varied) else "",
+        ]
+        raise StructureError(
+            f"The structure of the output follows the sizes of the inputs: where {sizes}, {str(error).rstrip('.')}. A file "
+            "has a fixed number of outputs and fixed constants: fix the sizes that it follows, by "
+            f"{' or '.join(filter(None, remedies))}, or return stacked tensors."
+        ) from error
 
 
 def _output_specs(

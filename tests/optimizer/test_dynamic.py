@@ -8,6 +8,7 @@ import torch
 from tiny_models import enliven
 from torch import nn
 
+from exporters.errors import StructureError
 from optimizer import export, open_bundle, optimize, verify_bundle
 from optimizer.command.cli import main
 from optimizer.errors import ExportFailed, ParityError, UsageError
@@ -754,3 +755,32 @@ class Turned(nn.Module):
 def test_a_batch_in_dim_0_gets_no_note(tmp_path):
     assert notes_on_batch(enliven(Turned()).eval(), (torch.randn(3, 5, 4),), tmp_path / "net") == []
     assert notes_on_batch(*state(), tmp_path / "state") == []
+
+
+class Rows(nn.Module):
+    """Returns as many outputs as the input has rows, or a number that follows them."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.layer, self.form = nn.Linear(8, 8), form
+
+    def forward(self, x):
+        return self.form(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    ("form", "dynamic", "remedy"),
+    [
+        (lambda y: [{"s": row} for row in y], None, "`static_batch=True`"),
+        (lambda y: {f"row_{index}": row for index, row in enumerate(y)}, None, "`static_batch=True`"),
+        (lambda y: (y, y.shape[0]), None, "`static_batch=True`"),
+        (lambda y: y.unbind(1), {"x": {1: "time"}}, "leaving the other dims out of `dynamic=…`"),
+    ],
+)
+def test_outputs_whose_number_follows_a_size_need_that_size_fixed(form, dynamic, remedy, tmp_path):
+    model, x = Rows(form).eval(), torch.randn(2, 4, 8)
+    told = f"The structure of the output follows the sizes of the inputs: .* that it follows, by .*{remedy}"
+    with pytest.raises(StructureError, match=told):
+        export(model, example_inputs=(x,), output=tmp_path / "bundle", formats=("torchscript",), dynamic=dynamic)
+    fixed = {"static_batch": True} if dynamic is None else {}
+    assert export(model, example_inputs=(x,), output=tmp_path / "bundle", formats=("torchscript",), **fixed).parity.ok
