@@ -13,7 +13,7 @@ import torch
 from exporters.child_process import InChild, can_start
 from exporters.gpu_settings import GpuSettings
 from optimizer.parity import Accuracy
-from optimizer.runtime import Route, Runner, open_route, own_routes
+from optimizer.runtime import Route, Runner, open_route, own_routes, require_runtime
 from optimizer.tuning.benchmark import Candidate, Run
 
 
@@ -87,6 +87,7 @@ def open_in_child(path: Path, route: Route, device: str, inputs: Sequence[torch.
     """
     if not _crashes_alone(route, device, inputs):
         return open_route(path, route, device)
+    require_runtime(route.runtime)
     return InChild(path, partial(open_route, path, route, device), route.runtime)
 
 
