@@ -7,6 +7,7 @@ that names it. `tests/passes/test_torch_private.py` tests that the names do what
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 import threading
 import warnings
@@ -251,6 +252,25 @@ class _Capturing(threading.local):
 _capturing = _Capturing()
 
 
+@contextmanager
+def compiler_silenced() -> Iterator[None]:
+    """Drop the warnings of torch's compiler: they are about how it captures, and name files of torch and of this program.
+
+    torch logs under a logger of its own level, which other settings (TORCH_LOGS) leave as they are. Seen in 2.13.
+    """
+    logger = logging.getLogger("torch")
+    silenced = logger.level == logging.WARNING
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\.(_dynamo|_functorch|_inductor|_higher_order_ops|fx)\b")
+        if silenced:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            if silenced:
+                logger.setLevel(logging.WARNING)
+
+
 def captured_call(entry: Callable[..., Any], capture: Capture, *, whole: bool = False) -> CapturedCall:
     """Capture a function with torch.compile's front end; `capture` gets each graph, and returns the callable to run.
 
@@ -335,8 +355,9 @@ class _FrontEnd:
             return ConvertFrameReturn(only_known, apply_to_code=False)
         around, _capturing.module = _capturing.module, _module_of(frame.f_locals)
         try:
-            with config.patch(
-                specialize_float=True, skip_nnmodule_hook_guards=False, recompile_limit=8 * MOST_CAPTURES
+            with (
+                compiler_silenced(),
+                config.patch(specialize_float=True, skip_nnmodule_hook_guards=False, recompile_limit=8 * MOST_CAPTURES),
             ):
                 return self._torchdynamo_orig_backend(frame, cache_entry, frame_state)
         except Exception as error:

@@ -27,12 +27,14 @@ from optimizer.errors import (
     failure_document,
 )
 from optimizer.manifest import REPORT_PAGE, plain
+from optimizer.model import in_turn
 from optimizer.options import ExportOptions
 from optimizer.report import Progress
 
 Document = dict[str, Any]
 
 
+@in_turn
 def export_model(options: ExportOptions, progress: Callable[[Progress], None]) -> Document:
     """Make the bundle.
 

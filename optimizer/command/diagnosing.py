@@ -11,11 +11,13 @@ from optimizer.command.own_errors import own_errors, unlogged
 from optimizer.command.user_code import hard_exits_raise, names_restored
 from optimizer.diagnosis import Diagnosis, diagnose
 from optimizer.errors import FindingsFound, failure_document
+from optimizer.model import in_turn
 from optimizer.options import DiagnoseOptions
 from optimizer.report import Progress
 from optimizer.wording import listed
 
 
+@in_turn
 def diagnose_model(options: DiagnoseOptions, progress: Callable[[Progress], None]) -> Document:
     """Diagnose a model.
 

@@ -9,13 +9,13 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TextIO, TypeVar
 
 import torch
 from torch import nn
 
 from optimizer.model.module_tree import reachable_modules
-from passes.torch_private import AnyBatchNorm
+from passes.torch_private import AnyBatchNorm, compiler_silenced
 
 # Numeric settings, random state and the patches of a recorded run belong to the process, so threads that measure or
 # optimize take turns.
@@ -32,14 +32,39 @@ _R = TypeVar("_R")
 
 
 def in_turn(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let only one thread at a time call the function."""
+    """Let only one thread at a time call the function, and show each warning of a model once per call of it."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with one_at_a_time:
+        with one_at_a_time, _each_warning_once(), compiler_silenced():
             return function(*args, **kwargs)
 
     return call
+
+
+@contextmanager
+def _each_warning_once() -> Iterator[None]:
+    """Show each warning once: a model runs many times, and Python forgets what it has shown when a filter changes."""
+    seen: set[tuple[str, type[Warning], str, int]] = set()
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def show_once(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            # A captured graph repeats the warnings of the lines that it was captured from.
+            is_graph = filename.startswith("<eval_with_key>")
+            if not is_graph and (warning := (str(message), category, filename, lineno)) not in seen:
+                seen.add(warning)
+                show(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show_once
+        yield
 
 
 class _Fork(threading.local):

@@ -19,8 +19,8 @@ from optimizer.model import (
     Source,
     WorkingCopy,
     check_model,
+    in_turn,
     on_device,
-    one_at_a_time,
     outside_inference_mode,
     rare_collection,
     release_memory,
@@ -46,6 +46,7 @@ _LARGEST_KEPT = 64 * 2**20
 _NAMES_TOLD = 4
 
 
+@in_turn
 def optimized(
     model: nn.Module,
     passes: Sequence[Pass | str] | None,
@@ -68,7 +69,7 @@ def optimized(
         with_open_batch: makes the samples whose batch size varies in the declared dims.
         check_reference: called with the reference before any pass runs; it may raise.
     """
-    with one_at_a_time, rare_collection(), outside_inference_mode():
+    with rare_collection(), outside_inference_mode():
         started = time.perf_counter()
         check_model(model, runs=example_inputs is not None or bool(example_kwargs))
         check_numbers(seed, batch_sizes)
