@@ -213,9 +213,9 @@ class Original:
         """A note on the sizes that are left out because the original raises there."""
         if not self.failures:
             return []
-        raised_at = ", ".join(where for where, _ in self.failures)
+        sizes = ", ".join(where for where, _ in self.failures)
         why = "; ".join(dict.fromkeys(each.partition(": ")[2] for each in self.why.values()))
-        return [f"Not compared, because the original raises there: {raised_at}. The reason: {why}"]
+        return [f"Left out, as the model itself doesn't take them: {sizes} ({why})"]
 
     def confirm_recorded(self) -> None:
         """Compare a recorded run with a plain one; if they differ, replace all recorded runs with plain ones.

@@ -20,7 +20,7 @@ from optimizer.parity.signal import gives_the_same, why_vacuous
 from optimizer.parity.verdict import report_without_outputs
 
 BATCH_SIZES = (1, 2, 3, 5, 8)
-# Number of larger batch sizes to find where the original accepts no other size.
+# Maximum number of larger batch sizes to find where the original accepts no other size.
 _LARGER = 2
 
 
@@ -119,18 +119,22 @@ class OriginalOutputs:
         # A batch of one uses other kernels than larger ones, and is the cheapest.
         other = 1 if 1 in sizes[1:] else sizes[min(1, len(sizes) - 1)]
         measured_at = None if measured_sizes is None else frozenset((sizes[0], other)[:measured_sizes])
-        if known is not None and known._holds_for(target, samples, keys, mode):
+        or_larger = or_larger and len(sizes) > 1
+        ran_at = [*keys, *((size, 0) for size in ladder(samples.batch_size or 1))] if or_larger else keys
+        if known is not None and known._holds_for(target, samples, ran_at, mode):
             original = known._original.continued(samples)
             rounding = known._rounding.continued(original, measured_at)
         else:
             original = Original(target, mode, samples.seed, samples=samples, recorded=recorded)
             rounding = RoundingNoise(original, measured_at)
+        # Earlier runs at larger sizes stay after the given one.
+        keys = list(dict.fromkeys((*keys, *(one.key for one in original.calls))))
         if not samples.dynamic and batch_sizes is not None and set(batch_sizes) != {samples.batch_size}:
             original.notes.append("The batch size of these inputs can't be changed: only the given inputs were run.")
         with one_at_a_time, pinned_settings() as settings:
             original.run_at(keys)
-            if or_larger and len(sizes) > 1 and original.batch_sizes == (samples.batch_size,):
-                sizes += _larger_sizes(original, count)
+            if or_larger and not set(sizes[1:]) & set(original.batch_sizes):
+                sizes += _larger_sizes(original, count, min(len(sizes) - 1, _LARGER))
             if draws is None and gives_the_same(original):
                 # With few rows, labels may be equal by chance.
                 count = 2
@@ -207,13 +211,13 @@ class OriginalOutputs:
             return original.confirm(calls[0])
 
 
-def _larger_sizes(original: Original, draws: int) -> list[int | None]:
-    """Run the original at batch sizes larger than the given one until it accepted two; return these."""
+def _larger_sizes(original: Original, draws: int, count: int) -> list[int | None]:
+    """Run the original at batch sizes larger than the given one until it accepted `count`; return these."""
     assert original.samples is not None
     given = original.samples.batch_size
     found: list[int | None] = []
     for size in ladder(given) if given else ():
-        if size > (given or 0) and len(found) < _LARGER:
+        if size > (given or 0) and len(found) < count:
             original.run_at([*(one.key for one in original.calls), *((size, draw) for draw in range(draws))])
             found += [size] if size in original.batch_sizes else []
     return found

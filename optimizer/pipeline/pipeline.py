@@ -113,10 +113,13 @@ class Pipeline:
             mode=self.mode,
             measured_sizes=2 if self.mode == "training" else 1,
             recorded=recorded,
+            or_larger=self._batch_sizes is None,
         )
         self._copy.own_parameters(outputs.written)
         # Passes get all of these calls, so that they see a branch that only one of them takes before they rewrite it.
+        larger = [(size, 0) for size in outputs.batch_sizes if size not in (sizes or given)]
         keys = [(size, draw) for size, draw in keys if size in outputs.batch_sizes or not outputs.batch_sizes]
+        keys = list(dict.fromkeys((*keys, *larger)))
         calls = [samples.at(size, draw) for size, draw in keys]
         seeds = [outputs.seed_of(*key) for key in keys]
         self._transactions.runs = CopyRuns(self._copy.root, calls, seeds, outputs.written)

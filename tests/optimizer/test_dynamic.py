@@ -251,9 +251,7 @@ def test_sizes_that_the_original_does_not_take_are_left_out_and_told():
     notes = reference.compare(reference.target).notes
     assert "time was checked at the sizes 1, 2, 5, 6, 7." in notes
     (raised,) = [
-        note
-        for note in notes
-        if note.startswith("Not compared, because the original raises there: time 10. The reason: ")
+        note for note in notes if note.startswith("Left out, as the model itself doesn't take them: time 10 (")
     ]
     assert "`return self.inner(x) + self.places(torch.arange(x.shape[1]))` in the model's forward" in raised
 
@@ -470,7 +468,7 @@ def test_sizes_that_the_original_does_not_take_are_told_where_the_result_is_read
     notes = [
         line
         for line in capsys.readouterr().out.splitlines()
-        if line.startswith("note: Not compared, because the original raises there: ")
+        if line.startswith("note: Left out, as the model itself doesn't take them: ")
     ]
     # Each note is printed once, although two files were compared.
     assert any("batch size 5, batch size 8, ids_dim_1 6" in note for note in notes)
@@ -488,7 +486,7 @@ def test_sizes_that_were_left_out_are_told_where_a_file_fails_too(tmp_path):
     with pytest.raises(ParityError) as caught:
         export(fast, example_inputs=inputs, output=tmp_path / "net", formats=("torchscript",))
     (told,) = caught.value.figures["notes"]
-    assert told.startswith("Not compared, because the original raises there: batch size 5, batch size 8. The reason: ")
+    assert told.startswith("Left out, as the model itself doesn't take them: batch size 5, batch size 8 (")
 
 
 def test_a_batch_that_is_fixed_as_no_other_size_is_compared_is_told(tmp_path):
@@ -646,6 +644,15 @@ def time_major():
     return enliven(TimeMajor()).eval(), (torch.randn(5, 3, 4), torch.rand(3) + 1)
 
 
+class Fours(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.inner(x.reshape(-1, 16))
+
+
 NODES = {"x": {0: "nodes"}, "adj": {0: "nodes", 1: "nodes"}}
 STATE = {"x": {0: "batch"}, "state": {1: "batch"}, "cell": {1: "batch"}}
 TIME_MAJOR = {"x": {0: "time", 1: "batch"}, "scale": {0: "batch"}}
@@ -671,6 +678,24 @@ def test_dims_of_one_name_are_drawn_with_equal_sizes(made, dynamic, shapes, tmp_
     (artifact,) = bundle.artifacts
     assert [spec.shape for spec in (*artifact.inputs, *artifact.outputs)] == shapes
     assert len(bundle.manifest["parity"]["batch_sizes"]) > 1
+
+
+@pytest.mark.parametrize(
+    ("made", "sizes"),
+    [
+        (messages, (9, 10)),
+        # Takes multiples of 4 only.
+        (lambda: (enliven(Fours()).eval(), (torch.randn(4, 4),)), (4, 8)),
+    ],
+)
+def test_optimize_runs_a_larger_size_where_the_model_takes_no_smaller_one(made, sizes, tmp_path):
+    model, inputs = made()
+    fast = optimize(model, ["channels-last"], example_inputs=inputs)
+    assert fast.report.parity.batch_sizes == sizes
+    (note,) = {note for note in fast.report.notes if "batch size" in note}
+    assert note.startswith("Left out, as the model itself doesn't take them: batch size 2")
+    bundle = export(fast, example_inputs=inputs, output=tmp_path / "net", formats=("torchscript",), bench=False)
+    assert bundle.manifest["parity"]["batch_sizes"][:2] == list(sizes)
 
 
 def test_the_batch_is_the_dim_with_that_name():
