@@ -135,13 +135,26 @@ def one_line(error: BaseException, limit: int = 200) -> str:
     while error.__cause__ is not None and not isinstance(error, ExporterError):
         error = error.__cause__
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
-    line = lines[0] if lines else ""
-    if line.startswith("The following operation failed in the TorchScript interpreter"):
-        line = lines[-1]
-    elif line.endswith(":") and len(lines) > 1:
-        line = f"{line} {lines[1]}"
-    elif " " not in line:  # the message of a KeyError is only the key
+    line = _first_clause(lines)
+    if " " not in line:  # the message of a KeyError is only the key
         line = f"{type(error).__name__}: {line}"
     line = re.sub(r"<([\w.]+) object at 0x\w+>", r"\1", line)
     line = re.sub(r"(?:[A-Za-z]:)?(?:[\\/][\w.\-+@]+){2,}[\\/]([\w.\-+@]+)", r"\1", line).rstrip(".:; ")
     return line if len(line) <= limit else f"{line[: limit - 1].rstrip()}…"
+
+
+# A message that goes on with a place, as in "could not be resolved. At" before the lines of a file.
+_BEFORE_A_PLACE = re.compile(r"[.,:;]?\s+(?:at|in|from|here|see|where)\s*:?$", re.IGNORECASE)
+
+
+def _first_clause(lines: list[str]) -> str:
+    """The first line of a message of torch, or the line with its cause, without words that belong to the next line."""
+    line = lines[0] if lines else ""
+    if line.startswith("The following operation failed in the TorchScript interpreter"):
+        return lines[-1]
+    if len(lines) == 1:
+        return line
+    before_a_place = _BEFORE_A_PLACE.sub("", line)
+    if before_a_place != line:
+        return before_a_place
+    return f"{line} {lines[1]}" if line.endswith(":") and not lines[1].startswith("File ") else line

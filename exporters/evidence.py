@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -125,9 +125,9 @@ class Evidence:
             if name == size
         ]
         if not dims or not self.declared.issuperset(dims):
-            return " Fix the batch size with `static_batch=True`." if dims else ""
+            return " Fixing the batch size with `static_batch=True` may help: that wasn't tried." if dims else ""
         named = joined([f"dim {dim} of `{self.input_specs[index].name}`" for index, dim in dims])
-        return f" Leave {named} out of `dynamic=…`."
+        return f" Leaving {named} out of `dynamic=…` may help: that wasn't tried."
 
     @property
     def half(self) -> torch.dtype | None:
@@ -226,7 +226,7 @@ def gather(request: ExportRequest) -> Evidence:
     outputs, unstable = request.outputs or (), frozenset[int]()
     given = bool(outputs) and all(len(flat) == len(adapter.output_names) for flat in outputs)
     if not given:
-        outputs, unstable = _run_at_each(adapter, inputs)
+        outputs, unstable = _run_at_each(adapter, inputs, request.open_dims)
     draws = ""
     if unstable:
         with undisturbed(adapter), silent():
@@ -259,11 +259,11 @@ def gather(request: ExportRequest) -> Evidence:
 
 
 def _run_at_each(
-    adapter: Adapter, inputs: Sequence[tuple[torch.Tensor, ...]]
+    adapter: Adapter, inputs: Sequence[tuple[torch.Tensor, ...]], declared: Collection[str]
 ) -> tuple[tuple[tuple[torch.Tensor, ...], ...], frozenset[int]]:
     """Run the model at each call; also return the indices of outputs that differ when the first call is run again."""
     with undisturbed(adapter), silent():
-        outputs = tuple(_run_at(adapter, tensors, inputs) for tensors in inputs)
+        outputs = tuple(_run_at(adapter, call, inputs, declared) for call in range(len(inputs)))
         again = adapter.run(inputs[0])
     unstable = (
         index
@@ -274,29 +274,32 @@ def _run_at_each(
 
 
 def _run_at(
-    adapter: Adapter, tensors: tuple[torch.Tensor, ...], inputs: Sequence[tuple[torch.Tensor, ...]]
+    adapter: Adapter, call: int, inputs: Sequence[tuple[torch.Tensor, ...]], declared: Collection[str]
 ) -> tuple[torch.Tensor, ...]:
     try:
-        return adapter.run(tensors)
+        return adapter.run(inputs[call])
     except StructureError as error:
+        # The structure is that of the call with the fewest rows, and calls before this one have it too.
+        right = inputs[0] if call else min(inputs, key=lambda tensors: [tensor.shape[:1] for tensor in tensors])
         varied = [
             (name, dim)
-            for index, name in enumerate(adapter.input_names)
-            for dim, size in enumerate(tensors[index].shape)
-            if any(other[index].shape[dim : dim + 1] != (size,) for other in inputs)
+            for name, tensor, other in zip(adapter.input_names, inputs[call], right, strict=True)
+            for dim, (size, usual) in enumerate(zip(tensor.shape, other.shape, strict=True))
+            if size != usual
         ]
         if not varied:
             raise
-        shapes = dict(zip(adapter.input_names, tensors, strict=True))
+        shapes = dict(zip(adapter.input_names, inputs[call], strict=True))
         sizes = ", ".join(f"dim {dim} of {name} is {shapes[name].shape[dim]}" for name, dim in varied)
+        named = joined([f"dim {dim} of `{name}`" for name, dim in varied if name in declared])
         remedies = [
+            f"leaving {named} out of `dynamic=…`" if named else "",
             "`static_batch=True`" if any(not dim for _, dim in varied) else "",
-            "leaving the other dims out of `dynamic=…`" if any(dim for _, dim in varied) else "",
         ]
         raise StructureError(
             f"The structure of the output follows the sizes of the inputs: where {sizes}, {str(error).rstrip('.')}. A file "
             "has a fixed number of outputs and fixed constants: fix the sizes that it follows, by "
-            f"{' or '.join(filter(None, remedies))}, or return stacked tensors."
+            f"{' and '.join(filter(None, remedies))}, or return stacked tensors."
         ) from error
 
 

@@ -19,6 +19,8 @@ from optimizer.parity import Reference, outputs_on, runs_on
 
 _TIME = "time"
 
+_UNTRIED = "(dynamic= in Python; the original runs so, files weren't tried)"
+
 # Maximum number of dims that are tried together with those that are open.
 _MOST_TRIED = 6
 
@@ -56,8 +58,8 @@ def note_on_fixed_dims(
     declared = _with_batch(declared, inputs, rows)
     fixed = [f"dim {dim} of {name} ({size})" for name, dims in found.items() for dim, size in dims.items()]
     return [
-        f"fixed in the files, although the model takes other sizes: {', '.join(fixed)}; `{option_text(declared)}` makes "
-        f"{'them' if len(fixed) > 1 else 'it'} dynamic (dynamic= in Python)"
+        f"fixed in the files, although the model takes other sizes: {', '.join(fixed)}; `{option_text(declared)}` may make "
+        f"{'them' if len(fixed) > 1 else 'it'} dynamic {_UNTRIED}"
     ]
 
 
@@ -74,9 +76,14 @@ def _lengths(inputs: Mapping[str, torch.Tensor], batch_size: int | None) -> dict
         for name, tensor in inputs.items()
         if keeps_values(tensor)
     }
-    lengths = {size for name, dims in dims_of.items() if not inputs[name].is_floating_point() for size in dims.values()}
+    lengths = {size for name, dims in dims_of.items() if _counts(inputs[name]) for size in dims.values()}
     # A float tensor that looks like a mask may be a blank image. It is a mask if it has the length of an integer input.
     return _only(dims_of, list(lengths))
+
+
+def _counts(tensor: torch.Tensor) -> bool:
+    """Whether these are tokens or flags: not floats, and not the pixels of an image."""
+    return not tensor.is_floating_point() and not (tensor.dtype is torch.uint8 and tensor.dim() > 2)
 
 
 def _with_batch(
@@ -106,8 +113,10 @@ def _takes_others(
     opened = samples.opened(opened_dims, inputs)
     given = opened_dims.given[_TIME]
     rows = 1 if rows is not None and 1 in reference.batch_sizes else opened.batch_size
+    # A dim of size 1 is broadcast, also where other sizes aren't accepted.
+    sizes = dict.fromkeys(size for size in (given // 2, given - 1, given + 1) if size > 1)
     try:
-        return any(runs_on(reference, opened.at(rows, 0, ((_TIME, size),))) for size in (given // 2, given + 1))
+        return any(runs_on(reference, opened.at(rows, 0, ((_TIME, size),))) for size in sizes)
     except UsageError:
         # The user's function for the example inputs doesn't always return the same length.
         return False
@@ -156,7 +165,7 @@ class Suggestions:
             for name, dim in added:
                 named.setdefault(name, {})[dim] = size
             if self._runs(named, [size]):
-                return f" With dims of equal size it runs: `{option_text(named)}` (dynamic= in Python)."
+                return f" With dims of equal size it runs: `{option_text(named)}` {_UNTRIED}."
         return ""
 
     def notes_on_broadcast(self) -> list[str]:
@@ -198,7 +207,7 @@ class Suggestions:
             if self._runs(named, [BATCH, *([_TIME] if _TIME in named[name].values() else [])]):
                 return (
                     f"dim 0 of {name} isn't the batch: its slices influence each other, and those of dim 1 don't; "
-                    f"`{option_text(named)}` makes dim 1 the batch (dynamic= in Python)"
+                    f"`{option_text(named)}` makes dim 1 the batch {_UNTRIED}"
                 )
         return ""
 

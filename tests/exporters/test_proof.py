@@ -236,6 +236,25 @@ def test_refusing_tells_a_full_disk_from_a_refusal():
         raise ValueError("x")
 
 
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (
+            "Unsupported annotation X could not be resolved because Y could not be resolved. At\n  File 'net.py', line 10",
+            "Unsupported annotation X could not be resolved because Y could not be resolved",
+        ),
+        ("Unknown type name 'Net':\n  File \"net.py\", line 3\n    def f", "Unknown type name 'Net'"),
+        ("no overload matches, see:\nhttps://pytorch.org", "no overload matches"),
+        ('it fails at\n  File "net.py", line 3', "it fails"),
+        ("the value is out of range. See", "the value is out of range. See"),
+        ("a dim that it is in\n", "a dim that it is in"),
+        ("Arguments are not valid.\nThe following variants are available:", "Arguments are not valid"),
+    ],
+)
+def test_a_reason_ends_before_words_that_belong_to_the_next_line(message, reason):
+    assert one_line(RuntimeError(message)) == reason
+
+
 def test_a_reason_is_the_first_line_of_the_cause_without_paths():
     cause = ValueError('\n\x1b[31mFile "/home/me/models/net.py", line 3.\nmore')
     error = RuntimeError("wrapped")

@@ -54,6 +54,9 @@ def test_the_option_in_the_note_opens_the_length(tmp_path, dtype):
     (note,) = [note for note in bundle.manifest["notes"] if "fixed in the files" in note]
     assert "dim 1 of input_ids (12), dim 1 of attention_mask (12)" in note
     assert option_in([note]) == BOTH
+    assert note.endswith(
+        f"`{BOTH}` may make them dynamic (dynamic= in Python; the original runs so, files weren't tried)"
+    )
     assert f"`{BOTH}`" in (bundle.path / "README.md").read_text()
     dynamic = parsed(BOTH)
     opened = export(Text(), example_inputs=inputs, output=tmp_path / "open", formats=FORMATS, dynamic=dynamic)
@@ -128,14 +131,38 @@ class Columns(nn.Module):
         return self.head(self.embed(columns).flatten(1))
 
 
+class Channels(nn.Module):
+    """A number per channel: a single channel is broadcast, other numbers of channels don't fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor([0.4, 0.5, 0.6])[:, None, None])
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return (image.float() / 255 - self.mean).flatten(1).mean(1)
+
+
+class Weighted(Text):
+    """A weight for each of three tokens: a single token is broadcast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.tensor([0.2, 0.3, 0.5])[:, None])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head((self.embed(ids) * self.weights).sum(1))
+
+
 @pytest.mark.parametrize(
     ("model", "inputs"),
     [
+        (Channels(), (torch.randint(0, 256, (2, 3, 8, 6), dtype=torch.uint8),)),
+        (Weighted(), (tokens(3),)),
         (Columns(), (tokens(6),)),
         (nn.Conv2d(3, 4, 3), (torch.randn(2, 3, 8, 8),)),
         (nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 3)), (torch.tensor([3, 7, 9]),)),
     ],
-    ids=["columns", "images", "no-length"],
+    ids=["pixels", "broadcast", "columns", "images", "no-length"],
 )
 def test_no_note_where_there_is_nothing_to_open(tmp_path, model, inputs):
     bundle = export(model, example_inputs=inputs, output=tmp_path / "net", formats=FORMATS)
