@@ -33,10 +33,11 @@ from exporters.places import called_in_torch, paths_of, place_of, place_of_error
 from exporters.torch_private import is_tracing
 from exporters.torchscript_deprecation import torchscript_allowed
 
-Dependence = Literal["size", "value", "length"]
+Dependence = Literal["size", "count", "value", "length"]
 """How a tensor depends on the inputs.
 
 - "size": it depends on their sizes.
+- "count": it depends on the shape of a tensor whose shape depends on their values, such as the number of True elements.
 - "value": its values depend on their values.
 - "length": its shape depends on their values, too.
 """
@@ -60,7 +61,7 @@ _SIZES = frozenset({"size", "numel", "nelement", "__len__", "shape", "sym_size",
 # Part of torch's message when compiled code is traced; in each eager call, `torch.cond` compiles itself.
 _NO_COMPILED_CODE = "torch.jit.trace a dynamo-optimized function"
 _TO_NUMPY = frozenset({"numpy", "__array__", "__dlpack__"})
-_LEVELS: tuple[Dependence | None, ...] = (None, "size", "value", "length")
+_LEVELS: tuple[Dependence | None, ...] = (None, "size", "count", "value", "length")
 
 
 class Watch(TorchFunctionMode):
@@ -70,6 +71,7 @@ class Watch(TorchFunctionMode):
 
     Attributes:
         values: places where Python reads a value that depends on the inputs' values.
+        counts: places where Python branches on a size that depends on the inputs' values.
         sizes: places where Python reads a size of a tensor that is computed from the inputs.
         asked: the sizes that the model's code read, one tuple per call that asks for sizes.
         in_numpy: those of the places at which a tensor becomes a numpy array.
@@ -83,6 +85,7 @@ class Watch(TorchFunctionMode):
         """
         super().__init__()
         self.values: list[str] = []
+        self.counts: list[str] = []
         self.sizes: list[str] = []
         self.asked: list[tuple[int, ...]] = []
         self.in_numpy: set[str] = set()
@@ -94,6 +97,7 @@ class Watch(TorchFunctionMode):
         """A forward pre-hook for the adapter: start a new record for a trace on these inputs."""
         if is_tracing():
             self.values.clear()
+            self.counts.clear()
             self.sizes.clear()
             self.asked.clear()
             self._dependent = WeakTensorKeyDictionary()
@@ -109,13 +113,13 @@ class Watch(TorchFunctionMode):
             return result
         given = list(_tensors_in(result))
         if _asks_for_a_size(func):
-            depends = "value" if depends == "length" else "size"
+            depends = "count" if depends == "length" else "size"
             sizes = self._open_sizes(result)
             if depends == "size" and not sizes:
                 return result
             given = list(_tensors_in(sizes)) if depends == "size" else given
-        elif depends == "value" and (
-            _has_open_length(func, args) or self._dependence(_lengths(func, args)) in ("value", "length")
+        elif (depends == "value" and _has_open_length(func, args)) or (
+            depends in ("count", "value") and self._dependence(_lengths(func, args)) in ("count", "value", "length")
         ):
             depends = "length"
         for tensor in (*given, *_written_tensors(func, args, kwargs or {})):
@@ -148,7 +152,9 @@ class Watch(TorchFunctionMode):
             place = place_of(frame, frame.f_lineno if frame else 0, self._paths)
             if getattr(func, "__name__", "") in _TO_NUMPY:
                 self.in_numpy.add(place)
-            (self.sizes if depends == "size" else self.values).append(place)
+            is_branch = getattr(func, "__name__", "") == "__bool__"
+            counts = self.counts if is_branch else self.values
+            {"size": self.sizes, "count": counts}.get(depends, self.values).append(place)
 
 
 @contextmanager
@@ -228,8 +234,11 @@ def first_read(adapter: Adapter, tensors: Sequence[torch.Tensor]) -> str:
     return seen.place
 
 
-def refuse_values(watch: Watch, where: str = "") -> None:
+def refuse_values(watch: Watch, where: str = "", *, counts: bool = True) -> None:
     """Raise if Python read a value of the inputs.
+
+    Args:
+        counts: whether a branch on a size that depends on values counts, too.
 
     Raises:
         RouteRefused: names the line that reads the value.
@@ -239,9 +248,9 @@ def refuse_values(watch: Watch, where: str = "") -> None:
             f"{where}the model computes in numpy at {watch.values[0]}, which a trace can't record: it would keep the result "
             "for the example inputs (use torch's functions, or move this code out of the model)"
         )
-    if watch.values:
+    if read := [*watch.values, *(watch.counts if counts else ())]:
         raise RouteRefused(
-            f"{where}the model branches on the values of its inputs at {watch.values[0]}, and a trace records only "
+            f"{where}the model branches on the values of its inputs at {read[0]}, and a trace records only "
             "one branch for all inputs (torch.where keeps both, and so does torch.cond, except in torchscript)"
         )
 

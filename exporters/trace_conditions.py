@@ -55,7 +55,9 @@ def conditions_of_trace(evidence: Evidence, watch: Watch) -> tuple[Condition, ..
         RouteRefused: Python read a value of the inputs; or it read a size that changes between the calls, and
             torch.export can't capture the model to determine at which other sizes the trace is valid.
     """
-    refuse_values(watch)
+    refuse_values(watch, counts=False)
+    if watch.counts:
+        _refuse_branches_on_counts(evidence, watch)
     if not evidence.open_dims or not watch.sizes:
         return ()
     try:
@@ -68,6 +70,21 @@ def conditions_of_trace(evidence: Evidence, watch: Watch) -> tuple[Condition, ..
             f"determine at which sizes the trace is valid: {refusal}",
             size=refusal.size,
         ) from refusal
+
+
+def _refuse_branches_on_counts(evidence: Evidence, watch: Watch) -> None:
+    """Raise if a size that depends on values decides on the path, as the number of True elements may.
+
+    torch.export captures a model only if no branch depends on such a size, as none does on whether it is negative, or
+    on whether the rows of a graph's edges are none after those of the nodes were appended.
+
+    Raises:
+        RouteRefused: torch.export can't capture the model.
+    """
+    try:
+        shared_program(evidence)
+    except RouteRefused:
+        refuse_values(watch)
 
 
 def _reads_an_open_size(evidence: Evidence) -> bool:

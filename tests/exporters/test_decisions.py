@@ -149,7 +149,32 @@ BY_VALUES = (
 
 @pytest.mark.parametrize("function", BY_VALUES)
 def test_a_decision_on_values_is_found(function):
-    assert decisions(function).values
+    watch = decisions(function)
+    assert watch.values or watch.counts
+
+
+def below_the_rows(self, x):
+    rows = torch.cat([x[x[:, 0] > 0], x])
+    return self.layer(x) if rows.numel() == 0 else self.layer(rows).sum() + self.layer(x)
+
+
+def by_all_rows(self, x):
+    rows = torch.cat([x[x[:, 0] > 0], x])
+    return self.layer(x) if rows.numel() > 12 else self.layer(rows).sum() + self.layer(x)
+
+
+def with_the_number_of_rows(self, x):
+    return self.layer(x) * int(x[x[:, 0] > -100].shape[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"dynamic_batch": False, "calls": CALLS[:1]}], ids=["dynamic", "static"])
+@pytest.mark.parametrize("function", [by_rows_of_a_mask, by_all_rows, with_the_number_of_rows, below_the_rows])
+def test_a_branch_on_a_number_of_rows_is_right_where_no_values_decide_it(function, options, tmp_path):
+    if function is below_the_rows:
+        assert decisions(function).counts
+        export(TorchScriptExporter, function, tmp_path, **options)
+        return
+    assert "branches on the values of its inputs at" in refusal(TorchScriptExporter, function, tmp_path, **options)
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
