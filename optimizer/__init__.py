@@ -65,7 +65,14 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    try:
+        return getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        from optimizer.errors import missing_package
+
+        if (sentence := missing_package(error, f"optimizer.{name}")) is None:
+            raise
+        raise ModuleNotFoundError(sentence, name=error.name) from None
 
 
 def __dir__() -> list[str]:

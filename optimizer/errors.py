@@ -100,7 +100,7 @@ class FindingsFound(OptimizeExportError):
     exit_code = 10
 
 
-def missing_package(error: ModuleNotFoundError) -> str | None:
+def missing_package(error: ModuleNotFoundError, caller: str = "The command") -> str | None:
     """The sentence for a package that this program requires and that isn't installed; None for any other module.
 
     A serving image needs only numpy and a runtime, for `load`; the command needs everything.
@@ -114,7 +114,7 @@ def missing_package(error: ModuleNotFoundError) -> str | None:
     if name not in names:
         return None
     return (
-        f"The command needs the package {name}, which isn't installed here: pip install optimize-export, with its "
+        f"{caller} needs the package {name}, which isn't installed here: pip install optimize-export, with its "
         "dependencies. Without them, optimizer.load runs a bundle in Python."
     )
 

@@ -28,7 +28,7 @@ from optimizer.bundle.report import fragment_of
 from optimizer.bundle.verify import VerifyReport, verify_contents
 from optimizer.errors import BundleError, DeviceError, UsageError
 from optimizer.manifest import MANIFEST, file_problem, read_manifest, sums_digest, sums_problem
-from optimizer.options import parse_digest
+from optimizer.options import other_gpu, parse_digest
 from optimizer.wording import listed
 
 
@@ -264,7 +264,7 @@ def verify_bundle(
 
 def _device(device: str, require_gpu: bool) -> str:
     if device not in {"cpu", "cuda", "auto"}:
-        raise DeviceError(f"A bundle can't be verified on {device!r}: use cpu, cuda or auto.")
+        raise DeviceError(f"A bundle can't be verified on {device!r}: {other_gpu(device) or 'use cpu, cuda or auto'}.")
     if require_gpu and device == "cpu":
         raise DeviceError("A GPU is required, but the requested device is cpu: use cuda or auto.")
     if torch.cuda.is_available():

@@ -53,6 +53,7 @@ from optimizer.options import (
     VerifyOptions,
     default_output,
     is_to_be_tuned,
+    other_gpu,
     parse_batch_sizes,
     parse_digest,
     parse_dynamic,
@@ -310,6 +311,15 @@ class _Flag(click.Option):
         return self.opts[-1], self.help or ""
 
 
+class _Device(click.Choice):  # type: ignore[type-arg]  # generic from click 8.2 on
+    """A choice of devices that says how to take a GPU by its number."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if way := other_gpu(str(value)):
+            self.fail(f"{value!r} is not one of {', '.join(map(repr, self.choices))}; {way}.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 def _installed(distribution: str) -> str:
     try:
         return metadata.version(distribution)
@@ -351,14 +361,14 @@ def _installed(distribution: str) -> str:
 @click.option("--output", metavar="DIR", help="The folder of the bundle.  [default: dist/<name of the file>]")
 @click.option(
     "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
+    type=_Device(["auto", "cpu", "cuda"]),
     default="auto",
     show_default=True,
     help="Device to run and check on; auto uses the GPU if there is one.",
 )
 @click.option(
     "--reference-device",
-    type=click.Choice(["cpu", "cuda"]),
+    type=_Device(["cpu", "cuda"]),
     help="Device of the original that the files are compared with.  [default: the device of the files]",
 )
 @click.option("--require-gpu", cls=_Flag, help="Fail if there is no GPU, instead of checking on the CPU.")

@@ -17,6 +17,7 @@ from optimizer.model.weights import (
     refuse_unrunnable,
 )
 from optimizer.model.working_copy import working_copy
+from optimizer.options import other_gpu
 from passes.base import device_of
 from passes.program.interception import is_compiled
 from passes.program.moved_bias import moved_biases
@@ -123,6 +124,8 @@ def resolved_device(device: str, *, require_gpu: bool) -> torch.device:
         resolved = None
     if resolved is None or resolved.type not in ("cpu", "cuda"):
         raise UsageError(f"There is no device {device!r}: use auto, cpu or cuda.")
+    if resolved.type == "cuda" and resolved.index:
+        raise UsageError(f"The device must be 'auto', 'cpu' or 'cuda', not {device!r}; {other_gpu(device)}.")
     if (require_gpu or resolved.type == "cuda") and not available:
         raise DeviceError("A GPU is required, but torch finds none here: use device='cpu', or a machine with a GPU.")
     if require_gpu and resolved.type != "cuda":

@@ -16,7 +16,7 @@ import numpy
 
 from optimizer.errors import BundleError, DeviceError, OptimizeExportError, UsageError
 from optimizer.manifest import MOST_THREADS, file_problem, read_manifest, sums_problem
-from optimizer.options import parse_digest
+from optimizer.options import other_gpu, parse_digest
 from optimizer.runtime.dtypes import NUMPY_DTYPES
 from optimizer.runtime.golden_inputs import first_inputs
 from optimizer.runtime.limits import Relation
@@ -226,9 +226,8 @@ def load(
     """
     device = str(device)  # torch's devices, too
     if device not in ("auto", "cpu", "cuda"):
-        number = device.removeprefix("cuda:")
-        way = f"; set CUDA_VISIBLE_DEVICES={number} before Python starts, and use 'cuda'" if number.isdigit() else ""
-        raise UsageError(f"device must be 'auto', 'cpu' or 'cuda', not {device!r}{way}.")
+        way = other_gpu(device)
+        raise UsageError(f"device must be 'auto', 'cpu' or 'cuda', not {device!r}{'; ' if way else ''}{way}.")
     if threads is not None and (type(threads) is not int or not 1 <= threads <= MOST_THREADS):
         raise UsageError(f"threads must be a whole number from 1 to {MOST_THREADS}, not {threads!r}.")
     if runtime is not None and runtime not in SETTINGS:

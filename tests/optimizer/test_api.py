@@ -468,6 +468,12 @@ def test_a_loop_over_the_batch_is_told_and_can_be_static(tmp_path):
         ({"seed": "x"}, UsageError, "seed must be a whole number, not 'x'."),
         ({"device": "tpu"}, UsageError, "There is no device 'tpu'"),
         ({"device": "meta"}, UsageError, "There is no device 'meta'"),
+        ({"device": "cuda:1"}, UsageError, "The device must be 'auto', 'cpu' or 'cuda', not 'cuda:1'; set CUDA"),
+        (
+            {"reference_device": "cuda:2"},
+            UsageError,
+            "The device must be 'auto', 'cpu' or 'cuda', not 'cuda:2'; set CUDA",
+        ),
         ({"output": ""}, UsageError, "output must be the folder of the bundle"),
         ({"output": None}, UsageError, "output must be the folder of the bundle"),
     ],
@@ -655,6 +661,17 @@ def test_the_package_answers_without_torch():
     assert optimizer.check_parity is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = optimizer.nothing
+
+
+@pytest.mark.parametrize("name", ["verify_bundle", "export", "load"])
+def test_a_function_whose_package_is_missing_names_both(monkeypatch, name):
+    def lacks(module):
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr(optimizer, "import_module", lacks)
+    with pytest.raises(ModuleNotFoundError, match=rf"^optimizer\.{name} needs the package torch, which isn't") as told:
+        optimizer.__getattr__(name)
+    assert told.value.__suppress_context__
 
 
 class WithANumber(nn.Module):

@@ -261,6 +261,7 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
         (["m.py", "n.py"], "Got unexpected extra argument (n.py)"),
         (["m.py", "--device", "tpu"], "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
         (["m.py", "--reference-device", "auto"], "'auto' is not one of 'cpu', 'cuda'"),
+        (["m.py", "--device", "cuda:1"], "'cuda'; set CUDA_VISIBLE_DEVICES=1 before Python starts, and use 'cuda'."),
         (["--diagnose"], "MODEL is missing"),
         (["--diagnose", "m.py", "--output", "out"], "--diagnose can't be combined with --output."),
         (["--diagnose", "m.py", "--fail-on", "all"], "'all' is not one of 'error', 'warning', 'note'"),

@@ -595,8 +595,6 @@ def test_what_is_no_bundle_is_refused(flat: Bundle, tmp_path: Path) -> None:
             load(path)
     with pytest.raises(BundleError, match=r"There is no bundle at .*gone: no such folder"):
         load(tmp_path / "gone")
-    with pytest.raises(BundleError, match="Not a directory"):
-        load(flat.path / "model.torchscript.pt")
 
 
 @pytest.mark.parametrize(

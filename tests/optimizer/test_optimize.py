@@ -777,6 +777,7 @@ def test_a_module_whose_constructor_forgot_torchs_is_refused():
         ({"seed": 1.5}, "seed must be a whole number, not 1.5."),
         ({"device": "meta"}, "There is no device 'meta'"),
         ({"device": "gpu"}, "There is no device 'gpu'"),
+        ({"device": "cuda:1"}, "The device must be 'auto', 'cpu' or 'cuda', not 'cuda:1'; set CUDA"),
     ],
 )
 def test_arguments_that_make_no_sense_are_one_sentence(changed, part):
