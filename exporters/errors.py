@@ -135,7 +135,7 @@ def one_line(error: BaseException, limit: int = 200) -> str:
     while error.__cause__ is not None and not isinstance(error, ExporterError):
         error = error.__cause__
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
-    line = _first_clause(lines)
+    line = first_clause(lines)
     if " " not in line:  # the message of a KeyError is only the key
         line = f"{type(error).__name__}: {line}"
     line = re.sub(r"<([\w.]+) object at 0x\w+>", r"\1", line)
@@ -147,10 +147,10 @@ def one_line(error: BaseException, limit: int = 200) -> str:
 _BEFORE_A_PLACE = re.compile(r"[.,:;]?\s+(?:at|in|from|here|see|where)\s*:?$", re.IGNORECASE)
 
 
-def _first_clause(lines: list[str]) -> str:
+def first_clause(lines: list[str]) -> str:
     """The first line of a message of torch, or the line with its cause, without words that belong to the next line."""
     line = lines[0] if lines else ""
-    if line.startswith("The following operation failed in the TorchScript interpreter"):
+    if "TorchScript interpreter" in line:
         return lines[-1]
     if len(lines) == 1:
         return line

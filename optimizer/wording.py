@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
+from exporters.errors import first_clause
+
 _MOST_NAMED = 5
 _LONGEST_QUOTE = 400
 # The message of torch's CPU allocator; the size is in bytes.
@@ -32,9 +34,7 @@ def error_summary(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    # TorchScript puts the cause in the last line, after its own trace.
-    line = lines[-1] if "TorchScript interpreter" in lines[0] else lines[0]
-    return f"{type(error).__name__}: {line.rstrip('.')}"
+    return f"{type(error).__name__}: {first_clause(lines).rstrip('.:')}"
 
 
 def one_line(error: BaseException) -> str:

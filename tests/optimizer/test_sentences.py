@@ -7,7 +7,7 @@ import torch
 
 from optimizer.command.user_errors import errors_of_user_code
 from optimizer.errors import LoadError, Terminated
-from optimizer.wording import quote
+from optimizer.wording import error_summary, quote
 
 
 class Speechless(Exception):
@@ -24,6 +24,19 @@ def test_quotes_are_one_line_without_the_last_full_stop():
     assert quote(ValueError("one"), with_type=True) == "ValueError: one"
     assert quote(ValueError()) == quote(ValueError(), with_type=True) == "ValueError"
     assert quote(ValueError("x" * 1000)).endswith("x…")
+
+
+@pytest.mark.parametrize(
+    ("message", "summary"),
+    [
+        ("X could not be resolved. At\n  File 'net.py', line 10", "X could not be resolved"),
+        ("Sizes don't match:\n  3 and 4", "Sizes don't match: 3 and 4"),
+        ("no.\nmore", "no"),
+        ("The following operation failed in the TorchScript interpreter.\nTraceback:\nno", "no"),
+    ],
+)
+def test_a_summary_ends_before_words_that_belong_to_the_next_line(message, summary):
+    assert error_summary(ValueError(message)) == f"ValueError: {summary}"
 
 
 def test_an_error_that_cant_say_what_it_is_is_quoted_by_its_class():
