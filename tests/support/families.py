@@ -58,6 +58,38 @@ class YoloV5(nn.Module):
         return torch.cat(found, 1), features
 
 
+class YoloV8(nn.Module):
+    """A head with distribution focal loss: a softmax over bins, a fixed convolution, boxes from anchor points."""
+
+    def __init__(self, classes: int = 3, bins: int = 8) -> None:
+        super().__init__()
+        self.body = nn.Sequential(conv_bn(3, 8, 3, 2), conv_bn(8, 16, 3, 2))
+        self.more = conv_bn(16, 16, 3, 2)
+        self.boxes = nn.ModuleList(nn.Sequential(conv_bn(16, 16), nn.Conv2d(16, 4 * bins, 1)) for _ in range(2))
+        self.scores = nn.ModuleList(nn.Sequential(conv_bn(16, 16), nn.Conv2d(16, classes, 1)) for _ in range(2))
+        self.dfl = nn.Conv2d(bins, 1, 1, bias=False).requires_grad_(False)
+        self.dfl.weight.data[:] = torch.arange(bins, dtype=torch.float).view(1, bins, 1, 1)
+        self.classes, self.bins = classes, bins
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.body(x)
+        features = [first, self.more(first)]
+        joined, points, strides = [], [], []
+        for i, feature in enumerate(features):
+            joined.append(torch.cat((self.boxes[i](feature), self.scores[i](feature)), 1).flatten(2))
+            rows, columns = feature.shape[2:]
+            ys, xs = torch.meshgrid(torch.arange(rows) + 0.5, torch.arange(columns) + 0.5, indexing="ij")
+            points.append(torch.stack((xs, ys), -1).view(-1, 2))
+            strides.append(torch.full((rows * columns, 1), 4.0 * 2**i))
+        box, score = torch.cat(joined, 2).split((4 * self.bins, self.classes), 1)
+        batch, _, count = box.shape
+        distances = self.dfl(box.view(batch, 4, self.bins, count).transpose(2, 1).softmax(1)).view(batch, 4, count)
+        centers = torch.cat(points).t().unsqueeze(0)
+        low, high = centers - distances[:, :2], centers + distances[:, 2:]
+        boxes = torch.cat(((low + high) / 2, high - low), 1) * torch.cat(strides).t()
+        return torch.cat((boxes, score.sigmoid()), 1)
+
+
 class FrozenBatchNorm(nn.Module):
     """BatchNorm of four buffers, as in DETR and torchvision's detectors."""
 
@@ -133,6 +165,60 @@ class Raft(nn.Module):
         return 8 * F.interpolate(at - start, scale_factor=8, mode="bilinear", align_corners=True)
 
 
+class U2Net(nn.Module):
+    """Nested U blocks, with upsampling to the size of the skip connection."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.start = conv_bn(3, dim, act=nn.ReLU)
+        self.down = nn.ModuleList(conv_bn(dim, dim, act=nn.ReLU) for _ in range(3))
+        self.up = nn.ModuleList(conv_bn(2 * dim, dim, act=nn.ReLU) for _ in range(3))
+        self.bottom = nn.Sequential(nn.Conv2d(dim, dim, 3, padding=2, dilation=2), nn.BatchNorm2d(dim), nn.ReLU())
+        self.sides = nn.ModuleList(nn.Conv2d(dim, 1, 3, padding=1) for _ in range(3))
+        self.fuse = nn.Conv2d(3, 1, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        size, kept = x.shape[2:], []
+        first = x = self.start(x)
+        for block in self.down:
+            x = block(x)
+            kept.append(x)
+            x = F.max_pool2d(x, 2, stride=2, ceil_mode=True)
+        x, sides = self.bottom(x), []
+        for block, skip, side in zip(self.up, reversed(kept), self.sides, strict=True):
+            x = block(torch.cat((F.interpolate(x, size=skip.shape[2:], mode="bilinear"), skip), 1))
+            sides.append(F.interpolate(side(x + 0), size=size, mode="bilinear"))
+        sides[-1] = sides[-1] + first.mean(1, keepdim=True)
+        return tuple(torch.sigmoid(each) for each in (self.fuse(torch.cat(sides, 1)), *sides))
+
+
+class ModNet(nn.Module):
+    """IBNorm, half BatchNorm and half InstanceNorm, squeeze-and-excitation, and a matte of three branches."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.conv, self.half = nn.Conv2d(3, dim, 3, 2, 1), dim // 2
+        self.bn, self.norm = nn.BatchNorm2d(dim // 2), nn.InstanceNorm2d(dim // 2, affine=False)
+        self.deep = conv_bn(dim, dim, 3, 2, nn.ReLU6)
+        self.squeeze = nn.Sequential(
+            nn.Linear(dim, 4, bias=False), nn.ReLU(), nn.Linear(4, dim, bias=False), nn.Sigmoid()
+        )
+        self.semantic, self.detail, self.matte = (nn.Conv2d(n, 1, 3, padding=1) for n in (dim, dim + 3, 2))
+
+    def forward(self, image: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = self.conv(image)
+        x = torch.cat((self.bn(x[:, : self.half].contiguous()), self.norm(x[:, self.half :].contiguous())), 1).relu()
+        low = self.deep(x)
+        weights = self.squeeze(F.adaptive_avg_pool2d(low, 1).flatten(1)).view(low.shape[0], -1, 1, 1)
+        low = low * weights.expand_as(low)
+        semantic = self.semantic(low).sigmoid()
+        small = F.interpolate(image, scale_factor=0.5, mode="bilinear", align_corners=False)
+        up = F.interpolate(low, scale_factor=2, mode="bilinear", align_corners=False)
+        detail = F.interpolate(self.detail(torch.cat((up, small), 1)).sigmoid(), scale_factor=2, mode="bilinear")
+        coarse = F.interpolate(semantic, scale_factor=4, mode="bilinear")
+        return semantic, detail, self.matte(torch.cat((coarse, detail), 1)).sigmoid()
+
+
 class Crnn(nn.Module):
     """Convolutions to a height of one, then bidirectional LSTMs over the width; time comes first in the output."""
 
@@ -154,6 +240,30 @@ class Crnn(nn.Module):
             steps, batch, dim = x.shape
             x = layer(x.view(steps * batch, dim)).view(steps, batch, -1)
         return x.transpose(0, 1).log_softmax(2)
+
+
+class NanoGpt(nn.Module):
+    """Tied embeddings, learned positions, fused qkv, causal attention, and logits of the last position only."""
+
+    def __init__(self, dim: int = 32, heads: int = 4, block: int = 32, vocabulary: int = 50) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, dim), nn.Embedding(block, dim)
+        self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(3))
+        self.qkv, self.project = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim), nn.Dropout(0.1))
+        self.head, self.heads, self.block = nn.Linear(dim, vocabulary, bias=False), heads, block
+        self.tokens.weight = self.head.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        batch, length = ids.size()
+        assert length <= self.block, f"{length} tokens, but the block has {self.block}"
+        x = self.tokens(ids) + self.positions(torch.arange(0, length, dtype=torch.long, device=ids.device))
+        q, k, v = self.qkv(self.norms[0](x)).split(x.shape[-1], dim=2)
+        q, k, v = (each.view(batch, length, self.heads, -1).transpose(1, 2) for each in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(y.transpose(1, 2).contiguous().view(batch, length, -1))
+        x = x + self.mlp(self.norms[1](x))
+        return self.head(self.norms[2](x)[:, [-1], :])
 
 
 class HifiGan(nn.Module):
@@ -178,6 +288,44 @@ class HifiGan(nn.Module):
                 total = y if total is None else total + y
             x = total / 2
         return torch.tanh(self.post(F.leaky_relu(x)))
+
+
+class Mixer(nn.Module):
+    """A 1x1 convolution by an inverted matrix, which the first call keeps on the module."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(channels, channels, 1, bias=False)
+        self.conv.weight.data = torch.linalg.qr(torch.randn(channels, channels)).Q.contiguous().unsqueeze(-1)
+
+    def forward(self, audio: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "W_inverse"):
+            self.W_inverse = self.conv.weight.squeeze().float().inverse()[..., None]
+        return F.conv1d(audio, self.W_inverse)
+
+
+class WaveGlow(nn.Module):
+    """Inverse flow: gated layers with weight_norm, affine coupling, and the inverse of a 1x1 convolution."""
+
+    def __init__(self, groups: int = 4, dim: int = 8) -> None:
+        super().__init__()
+        norm, half = torch.nn.utils.parametrizations.weight_norm, groups // 2
+        self.starts = nn.ModuleList(norm(nn.Conv1d(half, dim, 1)) for _ in range(2))
+        self.gates = nn.ModuleList(norm(nn.Conv1d(dim, 2 * dim, 3, padding=1)) for _ in range(2))
+        self.conditions = nn.ModuleList(norm(nn.Conv1d(10, 2 * dim, 1)) for _ in range(2))
+        self.ends = nn.ModuleList(nn.Conv1d(dim, groups, 1) for _ in range(2))
+        self.mixers = nn.ModuleList(Mixer(groups) for _ in range(2))
+        self.half, self.dim = half, dim
+
+    def forward(self, mel: torch.Tensor, audio: torch.Tensor) -> torch.Tensor:
+        layers = (self.starts, self.gates, self.conditions, self.ends, self.mixers)
+        for start, gate, condition, end, mixer in zip(*layers, strict=True):
+            one, two = audio[:, : self.half], audio[:, self.half :]
+            acts = gate(start(one)) + condition(mel)
+            acts = acts[:, : self.dim].tanh() * acts[:, self.dim :].sigmoid()
+            shift, scale = end(acts).chunk(2, 1)
+            audio = mixer(torch.cat((one, (two - shift) * torch.exp(-scale)), 1))
+        return audio.transpose(1, 2).flatten(1)
 
 
 class PointNet2(nn.Module):
@@ -210,19 +358,38 @@ class PointNet2(nn.Module):
 
 Member = tuple[nn.Module, tuple[torch.Tensor, ...]]
 
-_MADE: dict[str, Callable[[], Member]] = {
-    "yolov5": lambda: (YoloV5(), (torch.randn(2, 3, 32, 32),)),
-    "detr": lambda: (Detr(), (torch.randn(2, 3, 32, 32),)),
-    "raft": lambda: (Raft(), (torch.randn(2, 3, 32, 40), torch.randn(2, 3, 32, 40))),
-    "crnn": lambda: (Crnn(), (torch.randn(2, 1, 16, 24),)),
-    "hifigan": lambda: (HifiGan(), (torch.randn(2, 10, 12),)),
-    "pointnet2": lambda: (PointNet2(), (torch.randn(2, 24, 3),)),
+
+def called(model: nn.Module, *args: torch.Tensor) -> Member:
+    with torch.no_grad():
+        model(*args)
+    return model, args
+
+
+# The route of each file, or a pattern of the reason why there is none.
+_USUAL = {"torchscript": "trace", "onnx": "dynamo", "pt2": "export"}
+FAMILIES: dict[str, tuple[Callable[[], Member], dict[str, str]]] = {
+    "yolov5": (lambda: (YoloV5(), (torch.randn(2, 3, 32, 32),)), _USUAL),
+    "yolov8": (lambda: (YoloV8(), (torch.randn(2, 3, 32, 32),)), _USUAL),
+    "detr": (lambda: (Detr(), (torch.randn(2, 3, 32, 32),)), _USUAL),
+    "raft": (lambda: (Raft(), (torch.randn(2, 3, 32, 40), torch.randn(2, 3, 32, 40))), _USUAL),
+    "u2net": (lambda: (U2Net(), (torch.randn(2, 3, 36, 36),)), _USUAL),
+    "modnet": (lambda: (ModNet(), (torch.randn(2, 3, 32, 32),)), _USUAL),
+    "crnn": (lambda: (Crnn(), (torch.randn(2, 1, 16, 24),)), _USUAL),
+    "nanogpt": (lambda: (NanoGpt(), (torch.randint(0, 50, (2, 9)),)), _USUAL),
+    "hifigan": (lambda: (HifiGan(), (torch.randn(2, 10, 12),)), _USUAL),
+    # ONNX has no inverse of a matrix: a file needs the one that an earlier call kept.
+    "waveglow": (lambda: (WaveGlow(), _sound()), _USUAL | {"onnx": "No ONNX function found for .*linalg_inv_ex"}),
+    "waveglow-called": (lambda: called(WaveGlow(), *_sound()), _USUAL),
+    "pointnet2": (lambda: (PointNet2(), (torch.randn(2, 24, 3),)), _USUAL | {"onnx": "torchscript"}),
 }
-FAMILIES = tuple(_MADE)
+
+
+def _sound() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(2, 10, 12), torch.randn(2, 4, 12)
 
 
 def family(name: str) -> Member:
     """A member of a family: the model in eval mode, and the args of one call."""
     torch.manual_seed(0)
-    model, args = _MADE[name]()
+    model, args = FAMILIES[name][0]()
     return enliven(model).eval(), args
