@@ -246,7 +246,7 @@ def gather(request: ExportRequest) -> Evidence:
             )
             for index, (name, tensor) in enumerate(zip(adapter.input_names, inputs[0], strict=True))
         ),
-        _output_specs(adapter, inputs, outputs, symbols),
+        _output_specs(adapter, inputs, outputs, symbols, request.varying),
         request.computes_in,
         metadata_of(request.model, adapter.input_names, adapter.output_names, request.metadata),
         frozenset((index, dim) for index, dim in open_dims if adapter.input_names[index] in request.open_dims),
@@ -308,6 +308,7 @@ def _output_specs(
     inputs: tuple[tuple[torch.Tensor, ...], ...],
     outputs: tuple[tuple[torch.Tensor, ...], ...],
     symbols: dict[tuple[int, ...], str],
+    varying: frozenset[tuple[int, int]],
 ) -> tuple[TensorSpec, ...]:
     specs = []
     for index, name in enumerate(adapter.output_names):
@@ -316,6 +317,9 @@ def _output_specs(
             raise StructureError(_change_of_dims(adapter, inputs, [tuple(tensor.shape) for tensor in tensors], name))
         shape: list[int | str] = []
         for dim, sizes in enumerate(zip(*(tensor.shape for tensor in tensors), strict=True)):
+            if (index, dim) in varying:
+                shape.append(f"{name}_dim_{dim}")
+                continue
             constant = len(set(sizes)) == 1
             shape.append(sizes[0] if constant else symbols.get(sizes, f"{name}_dim_{dim}"))
         specs.append(TensorSpec(name, dtype_name(tensors[0]), tuple(shape)))

@@ -221,6 +221,17 @@ class Reference:
             return None
         return tuple(tuple(own.values[name] for name in own.of_kind("output")) for own in runs)
 
+    def varying_dims(self) -> frozenset[tuple[int, int]]:
+        """The dims of outputs whose sizes differ between calls of equal sizes; each is an output's index and a dim."""
+        first: dict[Any, list[torch.Size]] = {}
+        found: set[tuple[int, int]] = set()
+        for one in self.original.calls:
+            shapes = [one.own.values[name].shape for name in one.own.of_kind("output")]
+            known = first.setdefault((one.batch_size, frozenset(one.sizes)), shapes)
+            for index, (shape, other) in enumerate(zip(shapes, known, strict=False)):
+                found |= {(index, dim) for dim, (a, b) in enumerate(zip(shape, other, strict=False)) if a != b}
+        return frozenset(found)
+
     def calls(self) -> Iterator[tuple[str, Call]]:
         """Each call with its batch size and draw in words."""
         return ((one.where, self.original.inputs_of(one)) for one in self.original.calls)

@@ -72,3 +72,29 @@ def test_a_file_that_fixes_the_largest_length_is_refused_with_a_fixed_batch_too(
         export(model, example_inputs=inputs, output=tmp_path / "net", formats=("onnx",), static_batch=True, bench=False)
     options = {"static_batch": True, "bench": False, "formats": ("torchscript",)}
     assert export(model, example_inputs=inputs, output=tmp_path / "net", **options).parity.ok
+
+
+class Chosen(Cropped):
+    def forward(self, x, mask):
+        return self.inner(x), self.inner(x)[mask]
+
+
+@pytest.mark.parametrize("format", ["torchscript", "pt2", "onnx"])
+@pytest.mark.parametrize(
+    ("model", "shapes"),
+    [
+        (Chosen, [[3, 7, 3], [str, 3]]),
+        (Summed, [[3, 7, 3]]),
+    ],
+)
+def test_a_size_that_depends_on_values_is_declared_by_a_name(model, shapes, format, tmp_path):
+    bundle = export(
+        enliven(model()).eval(),
+        example_inputs=(X, MASK),
+        output=tmp_path / "net",
+        formats=(format,),
+        static_batch=True,
+        bench=False,
+    )
+    (entry,) = bundle.manifest["artifacts"]
+    assert [[str if isinstance(dim, str) else dim for dim in each["shape"]] for each in entry["outputs"]] == shapes
