@@ -126,5 +126,5 @@ def note_on_one_row(job: ExportJob, reference: Reference) -> list[str]:
         return []
     chosen = "the quick effort" if job.batch_sizes is None else "batch_sizes"
     return [
-        f"nothing is proven for batch size 1, which {chosen} leaves out: models that squeeze behave differently there"
+        f"batch size 1 isn't compared, because {chosen} leaves it out: models that squeeze behave differently there"
     ]
