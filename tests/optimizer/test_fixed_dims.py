@@ -142,6 +142,34 @@ class Channels(nn.Module):
         return (image.float() / 255 - self.mean).flatten(1).mean(1)
 
 
+class Edges(nn.Module):
+    """Reads the rows of an index by their numbers, and would ignore further ones."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+        self.rows = rows
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        hidden = self.head(x)
+        return sum(hidden.index_add(0, edges[0], hidden[edges[row]]) for row in range(1, self.rows))
+
+
+def edges(rows: int) -> tuple[torch.Tensor, ...]:
+    return torch.randn(9, 4), torch.arange(5 * rows).reshape(rows, 5) % 9
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_rows_that_are_read_by_number_are_left_out(rows, tmp_path):
+    bundle = export(Edges(rows), example_inputs=edges(rows), output=tmp_path / "net", formats=FORMATS, bench=False)
+    assert option_in(bundle.manifest["notes"]) == "--dynamic edges:1=time"
+    dynamic = {"x": {0: "batch"}, **parsed("--dynamic edges:1=time")}
+    opened = export(
+        Edges(rows), example_inputs=edges(rows), output=tmp_path / "open", formats=FORMATS, dynamic=dynamic, bench=False
+    )
+    assert [spec.shape for spec in opened.artifacts[0].inputs] == [("batch", 4), (rows, "time")]
+
+
 class Weighted(Text):
     """A weight for each of three tokens: a single token is broadcast."""
 
