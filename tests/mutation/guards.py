@@ -55,6 +55,7 @@ OTHER_WORK = {
     "is_as_given": "tells a run in eval from one in training",
     "is_folded": "tells the class of a tensor",
     "needs_unsealed": "tells whether a layer computes with unsealed tensors, not whether it may compute",
+    "_is_by_channel": "tells whether a computed scale is named, which isn't folded",
     "_is_frozen": "asks whether a gradient is lost, of which a warning tells",
 }
 # Replaces a name in a tuple: nothing has this name.

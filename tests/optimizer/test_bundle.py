@@ -671,7 +671,7 @@ def test_what_is_no_bundle_is_not_opened(tmp_path: Path) -> None:
     for name, message in (
         ("missing", "There is no bundle at .*missing: no such folder"),
         ("missing/manifest.json", "There is no bundle at .*missing: no such folder"),
-        ("file", "it is a file"),
+        ("file", "is a file, not a bundle"),
         ("folder", r"it has no manifest\.json"),
     ):
         with pytest.raises(BundleError, match=message):

@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensor
 from torch.utils.checkpoint import checkpoint
 from training_models import MODELS, STEPS, Names, built, rows, with_gradients
 
+from passes.checkpointing import profile as profiles
 from passes.checkpointing.choice import Choice
 from passes.checkpointing.fake import faked, homes_of
 from passes.checkpointing.live_bytes import LiveBytes
@@ -391,13 +392,20 @@ def test_a_norm_is_computed_again_with_statistics_to_spare():
 # ------------------------------------------------------------------------------------- losses and refusals
 
 
-def test_a_norm_that_may_synchronise_isnt_repeated_where_it_saves_nothing_either():
+@pytest.fixture
+def several_processes(monkeypatch):
+    monkeypatch.setattr(profiles, "_is_in_several_processes", lambda module: True)
+
+
+@pytest.mark.usefixtures("several_processes")
+def test_a_norm_that_synchronises_isnt_repeated_where_it_saves_nothing_either():
     found = profile(nn.Sequential(nn.SyncBatchNorm(8, affine=False), nn.Linear(8, 8)), (rows(),), {})
     assert not call_of(found, "batch_norm").repeatable
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_norm_that_may_synchronise_isnt_repeated_and_what_it_saves_stays(training):
+@pytest.mark.usefixtures("several_processes")
+def test_a_norm_that_synchronises_isnt_repeated_and_what_it_saves_stays(training):
     def of(cls):
         torch.manual_seed(0)
         norm = cls(8).train(training)

@@ -48,7 +48,7 @@ def test_nothing_is_cheaper(seed):
         # One value is overwritten later, and one call can't be repeated.
         victim = rng.randrange(7)
         found.values[victim].keepable = False
-        found.calls[rng.randrange(8)].repeatable = False
+        found.calls[rng.randrange(8)].keep("a reason")
     costs = [call.cost for call in found.calls]
     needed = frozenset(rng.sample(range(8), rng.choice((0, 1, 3))))
     counts = {assert_cheapest(found, costs, price, needed) for price in (0.0, 1.0, 10.0, 100.0, 10_000.0)}

@@ -156,7 +156,7 @@ def test_what_is_written_over_is_computed_again_with_who_takes_it():
     found.values[0].keepable = False
     assert overwritten(found, 1) == [0]
     assert possible(found, [False, True, False]) == (True, True, False)
-    found.calls[0].repeatable = False
+    found.calls[0].keep("a reason")
     assert possible(found, [False, True, True]) == (False, False, True)
     found.values[0].keepable = True
     assert possible(found, [True, True, True]) == (False, True, True)
