@@ -243,6 +243,8 @@ class ExportRequest:
         outputs: the model's flat outputs at each call, if the caller has them; None makes the exporter run the model.
             They are assumed to be the same in every run.
         varying: the dims of outputs, each as output index and dim, whose size depends on input values as far as known.
+        undecided: indices of outputs whose order or choice the model leaves to equal scores; only `proof` compares
+            their values.
         output_structure: the structure of the model's output, if the caller has it.
         proof: compares the artifact loaded from these files with the model, at these calls and others, and returns
             whether it is right. None makes the exporter compare all calls itself.
@@ -263,6 +265,7 @@ class ExportRequest:
     metadata: Mapping[str, str] = field(default_factory=dict)
     outputs: tuple[tuple[torch.Tensor, ...], ...] | None = None
     varying: frozenset[tuple[int, int]] = frozenset()
+    undecided: frozenset[int] = frozenset()
     output_structure: Structure | None = None
     proof: Proof | None = None
     captures: Captures | None = None

@@ -31,8 +31,8 @@ class GoldenCall:
 
     Attributes:
         outputs: the reference outputs, in the dtypes that an artifact must return.
-        tied: bool masks, True for elements that aren't compared because rounding decides them in the original. Only
-            integer outputs with such elements have a mask.
+        tied: bool masks, True for elements that aren't compared because rounding or equal scores decide them in the
+            original. Only outputs with such elements have a mask.
         sizes: of open dims other than the batch, by name, where they differ from the example inputs.
         seed: of torch's random numbers; None if the original draws none.
     """

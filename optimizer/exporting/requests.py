@@ -57,6 +57,7 @@ def request_for(job: ExportJob, model: nn.Module, reference: Reference) -> Expor
         calls=tuple((call.args, call.kwargs) for call in calls),
         outputs=reference.outputs_at(known),
         varying=reference.varying_dims(),
+        undecided=reference.undecided,
         dynamic_batch=len(batches) > 1,
         open_dims=job.dims.of,
         input_names=None if job.input_names is None else tuple(job.input_names),

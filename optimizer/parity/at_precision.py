@@ -43,7 +43,7 @@ def errors_at(noise: RoundingNoise, precision: Precision, samples: int = 0) -> d
     errors: dict[str, Pool] = {}
     for one, number in itertools.product(noise.calls, range(samples) if samples else [None]):
         seed = None if number is None else mixed_seed(one.seed, 4, number)
-        seen = _outputs_at(noise, one, precision, seed)
+        seen = one.settled(_outputs_at(noise, one, precision, seed))
         for name, own in one.own.values.items():
             value = seen.get(name)
             if value is None or value.shape != own.shape:

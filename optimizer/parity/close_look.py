@@ -132,8 +132,9 @@ def _errors_in_float64(noise: RoundingNoise, candidate: Runs, names: Set[str], *
             return {}
         if mode.coarsest > noise.coarsest:
             return {}
+        values = one.settled(seen.values)
         for name in names & one.own.values.keys():
-            own, truth, value = one.own.values[name], one.truth.values[name], seen.values.get(name)
+            own, truth, value = one.own.values[name], one.truth.values[name], values.get(name)
             if value is None or value.shape != own.shape or not all_finite(own, truth, value):
                 return {}
             errors[name].add(distance(value, truth), of=own)
@@ -147,7 +148,7 @@ def _more_response(noise: RoundingNoise, names: Set[str]) -> dict[str, Pool]:
         if not noise.can_be_perturbed:
             return {}
         call = noise.original.inputs_of(one)
-        other = perturbed(noise.original, one, call, _OTHER_SEEDS + number, training=False)
+        other = one.settled(perturbed(noise.original, one, call, _OTHER_SEEDS + number, training=False).values)
         for name in names & one.own.values.keys():
-            moved[name].add_distance(one.own.values[name], other.values[name])
+            moved[name].add_distance(one.own.values[name], other[name])
     return moved

@@ -101,7 +101,7 @@ class Comparison:
         if not self.flat and (difference := first_difference(one.own.structure, got.structure)):
             self._problem(f"The outputs have a different structure: {difference}")
             return
-        for name, value in self._matched(one, got):
+        for name, value in one.settled(dict(self._matched(one, got))).items():
             self._compare(one, name, value)
         for name in got.of_kind("input"):
             if one.own.kinds.get(name) != "input":

@@ -55,8 +55,9 @@ def _differences(one: OriginalCall, seen: Observation | str, noises: dict[str, O
     if isinstance(seen, str):
         yield f"it raises at {one.where}: {seen}"
         return
+    values = one.settled(seen.values)
     for name in one.own.of_kind("output"):
-        own, value = one.own.values[name], seen.values.get(name)
+        own, value = one.own.values[name], values.get(name)
         if value is None or not noises[name].deterministic:
             continue
         if (text := _difference(own, value, one.unstable[name], noises[name])) is not None:

@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from optimizer.parity.random_draws import Layout, RandomDraws
+from optimizer.parity.ties import chooses
 from optimizer.parity.torch_functions import MOVING, is_question, mapped, moved_tensor, written_ids
 from passes.program.shared_memory import copied_together
 from passes.program.torch_calls import argument, name_of
@@ -87,6 +88,7 @@ class Float64Mode(TorchFunctionMode):
         coarsest: the machine epsilon of the least precise dtype that was raised. The original's own rounding is
             measured by it, whatever the dtype of the outputs.
         masked: the layouts of the inputs of dropouts, in call order.
+        chooses: whether a call chose or ordered elements by scores.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class Float64Mode(TorchFunctionMode):
         self.leaf_parameters = leaf_parameters
         self.lowered: set[str] = set()
         self.coarsest = 0.0
+        self.chooses = False
         self._draws = RandomDraws(own_dtype, masks=masks, lowered=self.lowered)
         self.masked = self._draws.masked
         # Each original is kept with its shadow; otherwise its id could name another tensor later.
@@ -135,6 +138,7 @@ class Float64Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self.chooses |= chooses(func, args, kwargs or {})
         with _without_autocast(self.saw):
             return self._run(func, args, kwargs or {})
 

@@ -23,7 +23,7 @@ class GoldenEntry:
 
     Attributes:
         outputs: by name, the float64 reference rounded once to the output's own dtype.
-        tied: by name, a bool tensor: True where an integer output is a tie that isn't compared.
+        tied: by name, a bool tensor: True where rounding or equal scores decide an element, which isn't compared.
         sizes: of open dims other than the batch, where they differ from the given call.
         seed: of torch's random numbers where the original draws any; None otherwise.
     """
@@ -64,11 +64,14 @@ def _entry(reference: Reference, one: OriginalCall) -> GoldenEntry:
     outputs, tied = {}, {}
     for name in one.own.of_kind("output"):
         own, truth = one.own.values[name], one.truth.values[name]
+        undecided = one.undecided(name)
         if is_exact(own):
             outputs[name] = own
-            if bool(one.unstable[name].any()):
-                tied[name] = one.unstable[name]
+            if bool((mask := one.unstable[name] | undecided).any()):
+                tied[name] = mask
             continue
+        if bool(undecided.any()):
+            tied[name] = undecided
         rounded = truth.to(own.dtype)
         plain = (special(own) == 0) & (special(rounded) == 0)
         outputs[name] = torch.where(plain, rounded, own)
@@ -103,6 +106,7 @@ def compare_golden(
         one = OriginalCall(
             entry.batch_size, entry.draw, 0, entry.call, own, own, unstable=none | entry.tied, sizes=entry.sizes
         )
+        one.cut = {name: mask for name, mask in entry.tied.items() if not is_exact(entry.outputs[name])}
         values = {f"output_{index}": value.detach().cpu() for index, value in enumerate(got)}
         comparison.add(one, Observation(values, dict.fromkeys(values, "output")))
     sizes = tuple(dict.fromkeys(entry.batch_size for entry, _ in entries if entry.batch_size is not None))

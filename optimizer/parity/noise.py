@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from optimizer.model import Call, first_difference, is_script, modules_of, pinned_settings
-from optimizer.parity.modes import in_float64, perturbed, rounded
+from optimizer.parity.modes import in_float64, perturbed, rounded, run_in
 from optimizer.parity.observe import Observation
 from optimizer.parity.original import Original, OriginalCall
 from optimizer.parity.pools import Pool, SliceNoise, Slices, slice_noise
 from optimizer.parity.results import OutputNoise
 from optimizer.parity.signal import missing_signal
 from optimizer.parity.tensors import all_finite, floors, is_exact, special, unit
+from optimizer.parity.ties import BrokenTies, find_ties
 from optimizer.parity.verdict import FACTOR, SLICE_FACTOR
 from optimizer.wording import append_once, dtype_name, error_summary
+
+logger = logging.getLogger(__name__)
 
 # A region with fewer numbers in its outputs is perturbed twice.
 _FEW = 1 << 14
@@ -71,6 +76,8 @@ class RoundingNoise:
         self.coarsest = 0.0
         self.notes: list[str] = []
         self.can_be_perturbed = True
+        # Whether the original chooses or orders elements by scores, as far as it is known.
+        self._chooses = False
         self._gathered: dict[str, _Gathered] = {}
         # The response to rounding at every operator, if the original computes in float64 and has no error against it.
         self._inside: dict[str, Pool] = {}
@@ -111,6 +118,8 @@ class RoundingNoise:
         for one in original.calls:
             if not self.is_least and not one.measured and self._is_to_be_measured(one):
                 self._measure(one)
+        for one in original.calls:
+            self._find_ties(one)
         original.check()
         self._refuse_another_computation()
         if self.refused:
@@ -155,30 +164,6 @@ class RoundingNoise:
                 found[name] = noise
         return found
 
-    def conclusions(self, noises: Mapping[str, OutputNoise]) -> list[str]:
-        """Notes on the reference and on outputs that aren't compared or prove nothing."""
-        notes = []
-        if self.refused:
-            notes.append(f"The reference is the original in its own dtype, because {self.refused}.")
-        elif self.lowered:
-            notes.append(
-                f"Computed in a lower precision than float64 in the reference: {', '.join(sorted(self.lowered))}."
-            )
-        for noise in noises.values():
-            if not noise.deterministic:
-                notes.append(f"{noise.name} is not deterministic in the original and was not judged.")
-            if noise.signal is not None and noise.kind == "output":
-                notes.append(f"{noise.name} is {noise.signal} and proves nothing.")
-            if noise.tied:
-                notes.append(
-                    f"{noise.tied} elements of {noise.name} weren't compared: rounding alone changes them in the original."
-                )
-        for name in noises:
-            values = (one.own.values[name] for one in self.original.calls if name in one.own.values)
-            if odd := sum(int((special(value) == 1).count_nonzero()) for value in values if not is_exact(value)):
-                notes.append(f"{name} of the original has NaN in {odd} elements on these inputs.")
-        return notes
-
     def more_samples(self) -> dict[str, Pool]:
         """The response of each output to rounding at every operator, in several samples of all measured calls.
 
@@ -193,6 +178,13 @@ class RoundingNoise:
             return True
         # Ties and the places of NaN differ from call to call.
         return any(is_exact(value) or not all_finite(value) for value in one.own.values.values())
+
+    def _find_ties(self, one: OriginalCall) -> None:
+        """Find the outputs of a call that equal scores choose or put in order, if the original chooses by scores."""
+        if not self._chooses or one.knows_ties or self.original.mode != "inference":
+            return
+        one.knows_ties = True
+        self._chooses = _find_ties_of(self.original, one)
 
     def _gather(self, one: OriginalCall) -> None:
         for name, own in one.own.values.items():
@@ -223,6 +215,9 @@ class RoundingNoise:
         call, training = self.original.inputs_of(one), self.original.with_gradients(one.draw)
         if not self.refused:
             one.truth = self._truth_of(one, call, training) or one.own
+        self._find_ties(one)
+        if one.truth is not one.own:
+            one.truth.values = dict(one.settled(one.truth.values))
         for name, own in one.own.values.items():
             gathered, truth = self._gathered[name], one.truth.values[name]
             if is_exact(own):
@@ -237,9 +232,12 @@ class RoundingNoise:
             mode, truth = in_float64(self.original, one, call, training=training)
         except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
             self.refused = f"the float64 run raised: {error_summary(error)}"
+            # It may have raised before it came to such an operation.
+            self._chooses = True
             return None
         self.lowered |= mode.lowered
         self.coarsest = max(self.coarsest, mode.coarsest)
+        self._chooses |= mode.chooses
         if reason := _another_answer(one.own, truth):
             self.refused = f"the float64 run computes something different: {reason}"
             return None
@@ -257,8 +255,9 @@ class RoundingNoise:
             return
         if _another_answer(one.own, other) is not None:
             return
+        values = one.settled(other.values)
         for name, own in one.own.values.items():
-            value, gathered = other.values[name], self._gathered[name]
+            value, gathered = values[name], self._gathered[name]
             if is_exact(own):
                 one.unstable[name] |= own != value
                 gathered.own_ties += int((own != value).count_nonzero())
@@ -309,8 +308,9 @@ class RoundingNoise:
                 note = f"The response to internal rounding couldn't be measured: {error_summary(error)}"
                 append_once(self.notes, note)
                 continue
+            values = one.settled(other.values)
             for name, own in one.own.values.items() if count else ():
-                value = other.values.get(name)
+                value = values.get(name)
                 if value is not None and not is_exact(own) and value.shape == own.shape:
                     moved.setdefault(name, Pool(slices=Slices())).add_distance(own, value)
         return moved
@@ -348,6 +348,80 @@ class RoundingNoise:
             deterministic=deterministic,
             tied=sum(int(one.unstable[name].count_nonzero()) for one in calls if name in one.unstable),
         )
+
+
+def conclusions(rounding: RoundingNoise, noises: Mapping[str, OutputNoise]) -> list[str]:
+    """Notes on the reference and on outputs that aren't compared or prove nothing."""
+    notes = []
+    if rounding.refused:
+        notes.append(f"The reference is the original in its own dtype, because {rounding.refused}.")
+    elif rounding.lowered:
+        notes.append(
+            f"Computed in a lower precision than float64 in the reference: {', '.join(sorted(rounding.lowered))}."
+        )
+    for noise in noises.values():
+        if not noise.deterministic:
+            notes.append(f"{noise.name} is not deterministic in the original and was not judged.")
+        if noise.signal is not None and noise.kind == "output":
+            notes.append(f"{noise.name} is {noise.signal} and proves nothing.")
+        cut = sum(int(one.cut[noise.name].count_nonzero()) for one in rounding.original.calls if noise.name in one.cut)
+        if count := noise.tied - cut * noise.is_exact:
+            notes.append(
+                f"{count} elements of {noise.name} weren't compared: rounding alone changes them in the original."
+            )
+    notes += _notes_on_ties(rounding.original.calls)
+    for name in noises:
+        values = (one.own.values[name] for one in rounding.original.calls if name in one.own.values)
+        if odd := sum(int((special(value) == 1).count_nonzero()) for value in values if not is_exact(value)):
+            notes.append(f"{name} of the original has NaN in {odd} elements on these inputs.")
+    return notes
+
+
+def _find_ties_of(original: Original, one: OriginalCall) -> bool:
+    """Find the ties of a call; return whether anything in it chooses by scores."""
+    call, modes = original.inputs_of(one), [BrokenTies(last=True), BrokenTies(last=False)]
+    seen: list[Observation] = []
+    try:
+        for mode in modes:
+            seen.append(run_in(lambda module, mode=mode: mode, original, one, call=call, training=False))  # type: ignore[misc]
+            if not mode.met:
+                return mode.chooses
+    except Exception as error:  # noqa: BLE001 - foreign code may raise because each operator is watched
+        logger.debug("the run with other ties raised: %s", error)
+        return True
+    last, first = (each.values for each in seen)
+    outputs = {name: one.own.values[name] for name in one.own.of_kind("output")}
+    one.ties, one.cut = find_ties(outputs, first, last, modes[1].met)
+    one.cut_by = tuple(dict.fromkeys(tie.by for tie in modes[1].met))
+    for name, mask in one.cut.items():
+        if is_exact(one.own.values[name]):
+            one.unstable[name] |= mask
+    return True
+
+
+def _notes_on_ties(calls: Sequence[OriginalCall]) -> list[str]:
+    ordered, chosen, by = Counter[str](), Counter[str](), dict[str, set[str]]()
+    for one in calls:
+        for tie in one.ties:
+            for name in tie.names:
+                ordered[name] += int(tie.spread(tie.groups > 0, one.own.values[name]).count_nonzero())
+                by.setdefault(name, set()).add(tie.by)
+        for name, mask in one.cut.items():
+            chosen[name] += int(mask.count_nonzero())
+            by.setdefault(name, set()).update(one.cut_by)
+    return [
+        *(
+            f"{count} elements of {name} were compared as sets: equal scores ({', '.join(sorted(by[name]))}) put "
+            "them in order, and the original doesn't decide how."
+            for name, count in ordered.items()
+            if count
+        ),
+        *(
+            f"{count} elements of {name} weren't compared: equal scores ({', '.join(sorted(by[name]))}) choose "
+            "or order them, and the original doesn't decide how."
+            for name, count in chosen.items()
+        ),
+    ]
 
 
 def _another_answer(own: Observation, other: Observation) -> str | None:

@@ -6,7 +6,7 @@ import copy
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +29,7 @@ from optimizer.model import (
 from optimizer.parity.observe import Observation, input_names, observe
 from optimizer.parity.recorded_runs import RecordedRuns
 from optimizer.parity.results import Measurement
+from optimizer.parity.ties import Tie, settled
 from optimizer.wording import error_summary
 from passes.program.storage import same_values
 
@@ -54,6 +55,10 @@ class OriginalCall:
         unstable: by output name, a bool tensor that marks the elements that the original itself changes within its
             noise.
         sizes: of open dims other than the batch, where they differ from the given call.
+        ties: of equal scores; the rows of the outputs that they put in order are compared as sets.
+        cut: by output name, a bool tensor that marks the elements that a tie chooses among others; not compared.
+        cut_by: the operations that met the ties of `cut`.
+        knows_ties: whether these three are known.
     """
 
     batch_size: int | None
@@ -68,6 +73,23 @@ class OriginalCall:
     recorded: bool = False
     unstable: dict[str, torch.Tensor] = field(default_factory=dict)
     sizes: Sizes = ()
+    ties: Sequence[Tie] = ()
+    cut: dict[str, torch.Tensor] = field(default_factory=dict)
+    cut_by: tuple[str, ...] = ()
+    knows_ties: bool = False
+
+    def settled(self, values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The outputs of another run, where equal scores decide as in this one."""
+        return settled(self.ties, self.cut, self.own.values, values) if self.ties or self.cut else values
+
+    def undecided(self, name: str) -> torch.Tensor:
+        """A mask of the elements of an output that equal scores choose or put in order."""
+        own = self.own.values[name]
+        mask = self.cut.get(name, torch.zeros(own.shape, dtype=torch.bool))
+        for tie in self.ties:
+            if name in tie.names:
+                mask = mask | tie.spread(tie.groups != 0, own)
+        return mask
 
     @property
     def key(self) -> CallKey:

@@ -14,7 +14,7 @@ from optimizer.parity.at_precision import errors_at, noise_at
 from optimizer.parity.close_look import closer_noises, hold_to_algebra, rows_may_be_rounding, settle_kinks
 from optimizer.parity.comparison import Comparison
 from optimizer.parity.moved_biases import find_moved_biases, noises_with
-from optimizer.parity.noise import RoundingNoise
+from optimizer.parity.noise import RoundingNoise, conclusions
 from optimizer.parity.observe import Flatten, Observation, observe
 from optimizer.parity.original import Original, OriginalCall, without_warnings
 from optimizer.parity.results import Measurement, OutputNoise
@@ -52,7 +52,7 @@ class Reference:
                 *blank.notes,
                 *rounding.notes,
                 *original.notes_on_failures(),
-                *rounding.conclusions(self.noises),
+                *conclusions(rounding, self.noises),
             ),
             reference="own dtype" if rounding.refused or rounding.is_least else "float64",
             reference_reason=rounding.refused,
@@ -92,6 +92,14 @@ class Reference:
     def draws_random_numbers(self) -> bool:
         """Whether the original draws random numbers."""
         return any(one.own.draws for one in self.original.calls)
+
+    @property
+    def undecided(self) -> frozenset[int]:
+        """The indices of the outputs that equal scores choose or put in order."""
+        found = {
+            name for one in self.original.calls for name in (*one.cut, *(n for tie in one.ties for n in tie.names))
+        }
+        return frozenset(index for index, name in enumerate(self.output_names) if name in found)
 
     def why_not(self, size: str | None) -> str | None:
         """The first error of the original at another size, with its place; None if there was none.

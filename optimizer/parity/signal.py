@@ -27,6 +27,8 @@ def missing_signal(original: Original, name: str, rms: float, noise_rms: float) 
         return "empty"
     if exact and all(_is_tied(one, name) for one in here):
         return "decided by rounding alone in every element"
+    if not exact and all(name in one.cut and bool(one.cut[name].all()) for one in here):
+        return "chosen by equal scores alone in every element"
     if not exact and all(bool((special(value) != 0).all()) for value in values):
         return "NaN or infinite in every element"
     if all(not bool(value.any()) for value in values):
