@@ -95,8 +95,8 @@ def first_right(
     hint = _hint(evidence, [*(refusal.size for _, refusal in refused), *(size for size, _ in lists)])
     if not place and ".py:" not in reasons and (read := first_read(evidence.adapter, evidence.inputs[0])):
         place = (
-            f" The model reads a tensor's value into Python at {read}: compute with tensors there, or, if the value is a "
-            "constant, in the constructor."
+            f" The model reads a tensor's value into Python at {read}: compute with tensors there. If the value is a "
+            "constant, compute it in the constructor."
         )
     message = f"The model can't be exported to {exporter.name} ({reasons}).{_shared(refused)}{place}{hint}"
     raise ExportError(message, reasons)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -363,12 +364,12 @@ class Original:
             with self.runs.fresh() as ran:
                 return observe(ran, call, seed=seed, training=self.with_gradients(draw), names=names)
         except LoadError:
-            # The message is already a sentence of this program.
-            raise
+            raise  # its message is already a sentence of this program
         except Exception as error:  # noqa: BLE001 - the original is foreign code; a size at which it raises is left out
             # The frames of the traceback refer to the modules of the copy.
             place = place_of_error(error, ran)
             why = f"{error_summary(error)}, at {place}" if place else error_summary(error)
+            _refuse_arrays(call, why, error)
             self._leave_out(batch_size, draw, sizes, error, why)
             return None
 
@@ -447,6 +448,14 @@ def without_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def _refuse_arrays(call: Call, why: str, error: Exception) -> None:
+    if any(isinstance(value, numpy.ndarray) for value in leaves_of((call.args, call.kwargs)).values):
+        raise LoadError(
+            f"The model raises on the example inputs, which contain a numpy array: {why.rstrip('.')}. Convert it to a "
+            "tensor with torch.from_numpy."
+        ) from error
 
 
 def _sources_of(target: object) -> list[Source]:

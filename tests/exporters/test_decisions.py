@@ -235,7 +235,7 @@ def test_a_value_of_a_buffer_that_python_reads_is_told_with_its_line(kind, line,
     with pytest.raises(ExportError) as caught:
         Pt2Exporter().export(ExportRequest(kind().eval(), calls, dynamic_batch=True), tmp_path)
     assert f" The model reads a tensor's value into Python at `{line}" in str(caught.value)
-    assert str(caught.value).endswith("or, if the value is a constant, in the constructor.")
+    assert str(caught.value).endswith("If the value is a constant, compute it in the constructor.")
     Pt2Exporter().export(ExportRequest(InTheConstructor().eval(), calls, dynamic_batch=True), tmp_path)
 
 

@@ -674,6 +674,17 @@ def test_a_function_whose_package_is_missing_names_both(monkeypatch, name):
     assert told.value.__suppress_context__
 
 
+@pytest.mark.parametrize("function", [optimizer.optimize, optimizer.check_parity, optimizer.export])
+def test_a_numpy_array_among_the_inputs_is_named(function, tmp_path):
+    array = torch.ones(2, 4).numpy()
+    further = {"output": tmp_path / "bundle"} if function is optimizer.export else {}
+    models = (nn.Linear(4, 4), nn.Linear(4, 4)) if function is optimizer.check_parity else (nn.Linear(4, 4),)
+    with pytest.raises(
+        LoadError, match=r"which contain a numpy array: .* Convert it to a tensor with torch.from_numpy\.$"
+    ):
+        function(*models, example_inputs=(array,), **further)
+
+
 class WithANumber(nn.Module):
     """The output contains a number and a string next to a tensor: both are constants in the bundle."""
 
