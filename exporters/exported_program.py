@@ -18,9 +18,10 @@ from exporters.decisions import refuse_values, traced
 from exporters.errors import RouteRefused, refusing
 from exporters.evidence import Evidence, Shapes
 from exporters.file_values import Program, operations_of
-from exporters.guards import UnreadableGuard, can_be_declared, guard_holds
+from exporters.guards import UnreadableGuard, guard_holds
 from exporters.isolation import silent, undisturbed
 from exporters.places import place_in_stack
+from exporters.relations import can_be_declared
 from exporters.torch_private import at_least, lstm_in_one_piece
 
 # Node metadata about the origin of a node: files and lines of this machine, and how the graph was made.
@@ -233,7 +234,8 @@ def _range(bounds: Any, line: Line, name: str) -> Condition:
 
     hints = batches_near((bound for bound in (lower, upper) if bound is not None), (line,))
     # Sizes at the lower bound are small enough to be tried.
-    relation = f"{name} <= {upper}" if upper is not None and name.isidentifier() else ""
+    text = f"{name} <= {upper}"
+    relation = text if can_be_declared(text) else ""
     return Condition(f"a size between {lower} and {upper}", holds, hints, relation=relation)
 
 

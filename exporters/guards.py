@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,36 +46,3 @@ def guard_holds(guard: str, sizes: Mapping[str, Sequence[int]]) -> bool:
         raise
     except Exception as error:
         raise UnreadableGuard(f"`{guard[:80]}` is not a comparison of sizes") from error
-
-
-# What a declared relation consists of: `load` reads it without the rights of Python source.
-_IN_RELATIONS = (
-    *(ast.Expression, ast.Compare, ast.BinOp, ast.UnaryOp, ast.Name, ast.Load),
-    *(ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.Pow, ast.USub),
-    *(ast.Lt, ast.LtE, ast.Gt, ast.GtE),
-)
-_LARGEST_EXPONENT = 8
-
-
-def can_be_declared(relation: str) -> bool:
-    """Whether a relation compares sums and products of sizes and whole numbers, which `load` can evaluate."""
-    try:
-        return all(map(_can_be_declared, ast.walk(ast.parse(relation, mode="eval"))))
-    except SyntaxError:
-        return False
-
-
-def _can_be_declared(node: ast.AST) -> bool:
-    if isinstance(node, ast.Constant):
-        return type(node.value) is int
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Mod | ast.Pow):
-        right = node.right.value if isinstance(node.right, ast.Constant) else 0
-        if type(right) is not int or right < 1:
-            return False
-        return not isinstance(node.op, ast.Pow) or (isinstance(node.left, ast.Name) and right <= _LARGEST_EXPONENT)
-    return isinstance(node, _IN_RELATIONS)
-
-
-def relation_holds(relation: str, sizes: Mapping[str, int]) -> bool:
-    """Whether a relation that can be declared holds at these sizes, by name."""
-    return bool(eval(relation, {"__builtins__": {}}, dict(sizes)))

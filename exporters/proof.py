@@ -7,7 +7,6 @@ not judge numerical accuracy.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,9 +19,9 @@ from exporters.conditions import Condition, breaks
 from exporters.errors import RouteRefused, RuntimeCrashed, StructureError, WrongFile, refusing
 from exporters.evidence import Evidence, Shapes, TooLarge, dtype_name
 from exporters.exported_program import guards_in_force, guards_refuse
-from exporters.guards import relation_holds
 from exporters.isolation import silent, undisturbed
 from exporters.open_dims import BATCH
+from exporters.relations import Relation
 from exporters.trace_conditions import conditions_at
 
 # Largest error that rounding could explain, relative to the largest value of the output.
@@ -200,7 +199,7 @@ def _implies(limit: Limit, other: Limit) -> bool:
     """Whether a limit declares another one too: torch gives the range of a size in addition to its relations."""
     if other.condition != f"{limit.size} <= {limit.largest}":
         return limit == other
-    return set(re.findall(r"[^\W\d]\w*", limit.condition)) == {limit.size}
+    return Relation(limit.condition).names == (limit.size,)
 
 
 def _holds_at(limit: Limit, evidence: Evidence, agreed: Iterable[Shapes]) -> bool:
@@ -211,7 +210,7 @@ def _holds_at(limit: Limit, evidence: Evidence, agreed: Iterable[Shapes]) -> boo
         pairs = (pair for spec, shape in named for pair in zip(spec.shape, shape, strict=True))
         return {name: size for name, size in pairs if isinstance(name, str)}
 
-    return bool(limit.condition) and all(relation_holds(limit.condition, sizes(shapes)) for shapes in agreed)
+    return bool(limit.condition) and all(Relation(limit.condition).holds(sizes(shapes)) for shapes in agreed)
 
 
 def _several_at_one(evidence: Evidence) -> Iterator[tuple[torch.Tensor, ...]]:

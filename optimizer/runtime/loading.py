@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 import numpy
 
+from exporters.relations import Relation
 from optimizer.errors import BundleError, DeviceError, OptimizeExportError, UsageError
 from optimizer.manifest import MOST_THREADS, file_problem, read_manifest, sums_problem
 from optimizer.options import other_gpu, parse_digest
 from optimizer.runtime.dtypes import NUMPY_DTYPES
 from optimizer.runtime.golden_inputs import first_inputs
-from optimizer.runtime.limits import Relation
 from optimizer.runtime.processor import processor
 from optimizer.runtime.route import SETTINGS, Route, own_routes, require_runtime
 from optimizer.runtime.structure import Arguments, Outputs
@@ -105,7 +105,7 @@ class LoadedModel:
         self._outputs = Outputs(manifest["output_structure"], [each["name"] for each in outputs])
         # Sizes are numbers, open ones are names.
         self._specs = tuple((each["name"], each["dtype"], tuple(each["shape"])) for each in inputs)
-        self._limits = tuple(map(Relation, dict.fromkeys(each["condition"] for each in artifact.get("limits", ()))))
+        self._limits = _limits(artifact)
         self._dtypes: dict[Any, str] = {}
         # A tensor that numpy has no dtype for.
         strange = (each for each in (*inputs, *outputs) if each["dtype"] not in NUMPY_DTYPES)
@@ -324,6 +324,13 @@ def _devices(device: str, manifest: Mapping[str, Any], route: Route) -> tuple[st
     if device != "auto":
         return (device,)
     return ("cuda", "cpu") if manifest["device"]["type"] == "cuda" and route.runtime != "openvino" else ("cpu",)
+
+
+def _limits(artifact: Mapping[str, Any]) -> tuple[Relation, ...]:
+    try:
+        return tuple(map(Relation, dict.fromkeys(each["condition"] for each in artifact.get("limits", ()))))
+    except ValueError as error:
+        raise BundleError(f"The manifest has a limit that can't be checked: {error}.") from error
 
 
 def _accuracy(manifest: Mapping[str, Any], artifact: Mapping[str, Any], route: Route) -> str:

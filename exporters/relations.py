@@ -1,4 +1,7 @@
-"""Evaluate the limits of a file: relations of sizes in a manifest, such as `4096*batch <= 2147483648`."""
+"""Relations of sizes, such as `4096*batch <= 2147483648`: the limits that a manifest declares and `load` checks.
+
+They come from untrusted files, so they are evaluated without `eval`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ import ast
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
-
-from optimizer.errors import BundleError
 
 # Larger relations and exponents are no limits of a model, but an attempt to keep the reader busy.
 _LONGEST, _LARGEST_EXPONENT = 10_000, 8
@@ -33,7 +34,7 @@ class Relation:
         names: the names of the sizes.
 
     Raises:
-        BundleError: the text is something else.
+        ValueError: the text is something else.
     """
 
     def __init__(self, text: str) -> None:
@@ -43,7 +44,7 @@ class Relation:
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             found = None
         if len(text) > _LONGEST or not isinstance(found, ast.Compare) or not all(map(_is_known, ast.walk(found))):
-            raise BundleError(f"The manifest has a limit that isn't a comparison of sizes: {text[:80]!r}.")
+            raise ValueError(f"{text[:80]!r} isn't a comparison of sizes")
         self._compared = found
         self.names = tuple(dict.fromkeys(node.id for node in ast.walk(found) if isinstance(node, ast.Name)))
 
@@ -57,6 +58,15 @@ class Relation:
 
     def __str__(self) -> str:
         return f"`{self._text}`"
+
+
+def can_be_declared(text: str) -> bool:
+    """Whether a text is a relation."""
+    try:
+        Relation(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_known(node: ast.AST) -> bool:
