@@ -9,7 +9,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any, TextIO, cast
 
 import numpy as np
@@ -70,12 +69,16 @@ def silent() -> Iterator[None]:
             logging.disable(disabled)
 
 
-def eager_only() -> AbstractContextManager[Any]:
-    """Run compiled functions eagerly inside the block: function modes don't reach into compiled code.
+@contextlib.contextmanager
+def eager_only() -> Iterator[None]:
+    """Run compiled functions eagerly inside the block, because modes don't reach into compiled code.
 
-    `torch.cond` and its kind compile themselves, together with the code of an active mode.
+    This includes functions that are compiled for the first time inside the block: `torch.cond` compiles itself. While a
+    dispatch mode is active, torch would skip these functions and continue to skip them afterwards, so that every later
+    call of `torch.cond` fails.
     """
-    return torch.compiler.set_stance("force_eager")
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 class _Muted:

@@ -1,5 +1,6 @@
 """The user's module: its working copy, its inputs, and runs that leave no trace."""
 
+from exporters.isolation import eager_only
 from optimizer.model.dynamic import BATCH, Dynamic, OpenDims, open_dims
 from optimizer.model.garbage import rare_collection, release_memory
 from optimizer.model.inputs import Call, ExampleInputs, FurtherInputs, Samples, Sizes, keeps_values
@@ -8,7 +9,6 @@ from optimizer.model.preparation import check_model, on_device, one_call, resolv
 from optimizer.model.reentrant import gradients_by_backward, is_reentrant
 from optimizer.model.runs import AsItIs, Runs, RunsOfCopy, called, errors_of_model
 from optimizer.model.settings import (
-    eager_only,
     in_turn,
     one_at_a_time,
     outside_inference_mode,

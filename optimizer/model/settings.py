@@ -317,15 +317,3 @@ def _forward_apart(self: nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
         return _synchronised_forward(self, input)
     # The forward of the other BatchNorms; SyncBatchNorm computes the same if there is nothing to synchronize.
     return AnyBatchNorm.forward(self, input)
-
-
-@contextmanager
-def eager_only() -> Iterator[None]:
-    """Run compiled functions eagerly inside the block, because modes don't reach into compiled code.
-
-    This includes functions that are compiled for the first time inside the block: `torch.cond` compiles itself. While a
-    dispatch mode is active, torch would skip these functions and continue to skip them afterwards, so that every later
-    call of `torch.cond` fails.
-    """
-    with torch.compiler.set_stance("force_eager"):
-        yield

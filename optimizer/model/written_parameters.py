@@ -37,7 +37,7 @@ class WritesToWeights(BaseException):
 class WriteGuard(TorchDispatchMode):
     """Stops a run of a copy before it writes to a tensor of the model.
 
-    The guard doesn't see compiled code, which must therefore run eagerly (`optimizer.model.settings.eager_only`).
+    The guard doesn't see compiled code, which must therefore run eagerly (`eager_only`).
 
     Args:
         shared: the tensors of the model, with their names.
