@@ -39,7 +39,6 @@ class InChild:
     Args:
         path: the file; `opener` opens it.
         runtime: names the runtime in messages, with its version.
-        longest: the number of seconds after which the child counts as hung; None for a limit by the file's size.
 
     Raises:
         RuntimeCrashed: the child ended, or didn't answer in time. It is raised by each later call too.
@@ -48,11 +47,11 @@ class InChild:
 
     _numbers = itertools.count()
 
-    def __init__(self, path: Path, opener: Opener, runtime: str, *, longest: float | None = None) -> None:
+    def __init__(self, path: Path, opener: Opener, runtime: str) -> None:
         self._child = _running()
         self._number = next(self._numbers)
         self._runtime = runtime
-        self._longest = longest or _LONGEST + _LONGEST_PER_GIB * _size(path) / 2**30
+        self._longest = _LONGEST + _LONGEST_PER_GIB * _size(path) / 2**30
         known = self._asked("open", pickle.dumps(opener), "loads the file")
         self.device: str = known["device"]
         self.settings: dict[str, str] = known["settings"]
@@ -245,6 +244,3 @@ def _tensor(array: Any) -> torch.Tensor:
     if isinstance(array, tuple):
         return torch.from_numpy(array[1]).view(torch.bfloat16)
     return torch.from_numpy(array)
-
-
-__all__ = ["InChild", "RuntimeCrashed", "can_start", "one_child", "start_early"]

@@ -18,8 +18,8 @@ from exporters.child_process import InChild
 from exporters.errors import RuntimeCrashed
 
 
-def opened(kind: type[runtimes.Runs], folder: Path, longest: float | None = None) -> InChild:
-    return InChild(folder / "model.onnx", partial(kind, "model.onnx"), "onnxruntime 1.31", longest=longest)
+def opened(kind: type[runtimes.Runs], folder: Path) -> InChild:
+    return InChild(folder / "model.onnx", partial(kind, "model.onnx"), "onnxruntime 1.31")
 
 
 def test_a_file_that_runs_returns_the_runtimes_outputs(tmp_path: Path) -> None:
@@ -48,11 +48,16 @@ def test_a_file_that_runs_returns_the_runtimes_outputs(tmp_path: Path) -> None:
         (runtimes.Hangs, "onnxruntime 1.31 hangs (it didn't answer in 0.5 seconds) while it loads the file"),
     ],
 )
-def test_a_crash_is_an_error_that_names_it(kind: type[runtimes.Runs], sentence: str, tmp_path: Path) -> None:
+def test_a_crash_is_an_error_that_names_it(
+    kind: type[runtimes.Runs], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = opened(runtimes.Runs, tmp_path)
     other.close()
-    with pytest.raises(RuntimeCrashed) as error:
-        opened(kind, tmp_path, 0.5 if kind is runtimes.Hangs else None)
+    with monkeypatch.context() as patched:
+        if kind is runtimes.Hangs:
+            patched.setattr(child_process, "_LONGEST", 0.5)
+        with pytest.raises(RuntimeCrashed) as error:
+            opened(kind, tmp_path)
     assert str(error.value) == sentence
     # The next file gets a new child.
     (output,) = opened(runtimes.Runs, tmp_path)(torch.zeros(2))
