@@ -99,7 +99,7 @@ def _call(
     tensors: Mapping[str, torch.Tensor],
     model: nn.Module,
     constants: Mapping[str, Any],
-    places: Collection[str] = (),
+    places: Collection[str],
 ) -> Call:
     count = sum(name.isdecimal() for name in tensors)
     numbers = [str(number) for number in range(count)]

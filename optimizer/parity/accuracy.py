@@ -46,8 +46,8 @@ class OutputAccuracy:
             "problem": None,
             "tolerance": None,
             "by_user": False,
-            **{name: _worst_of(max, (getattr(call, name) for call in every)) for name in _LARGEST},
-            **{name: _worst_of(min, (getattr(call, name) for call in every)) for name in _SMALLEST},
+            **{name: _worst(max, (getattr(call, name) for call in every)) for name in _LARGEST},
+            **{name: _worst(min, (getattr(call, name) for call in every)) for name in _SMALLEST},
             "undecided": sum(call.undecided for call in every),
             "calls": [*map(to_json, self.calls), *({**to_json(call), "held_out": True} for call in self.held_out)],
         }
@@ -80,11 +80,11 @@ class Accuracy:
     def and_worse(self, other: Accuracy) -> Accuracy:
         """The worse of both figures each."""
         return Accuracy(
-            _worst(min, self.cosine, other.cosine),
-            _worst(min, self.top1, other.top1),
-            _worst(min, self.equal, other.equal),
-            _worst(max, self.max_error, other.max_error),
-            _worst(min, self.snr, other.snr),
+            _worst(min, (self.cosine, other.cosine)),
+            _worst(min, (self.top1, other.top1)),
+            _worst(min, (self.equal, other.equal)),
+            _worst(max, (self.max_error, other.max_error)),
+            _worst(min, (self.snr, other.snr)),
             self.calls + other.calls,
             self.problem or other.problem,
             _joined(self.outputs, other.outputs),
@@ -230,13 +230,9 @@ def _joined(first: tuple[OutputAccuracy, ...], second: tuple[OutputAccuracy, ...
     return tuple(found.values())
 
 
-def _worst_of(which: Any, values: Iterable[float | None]) -> float | None:
+def _worst(which: Any, values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return which(known) if known else None
-
-
-def _worst(which: Any, first: float | None, second: float | None) -> float | None:
-    return _worst_of(which, (first, second))
 
 
 def _digits(cosine: float) -> str:
