@@ -22,25 +22,21 @@ _NO_COMPUTATION = frozenset({"Shape", "Size", "Constant", "MemcpyToHost", "Memcp
 
 
 def session_for_proof(path: Path) -> LoadedArtifact:
-    """Load the file on the CPU, or on the GPU where the CPU lacks a kernel (some operators in half precision).
-
-    The session has no memory arena: an arena would keep the memory of the largest run, and the proof has few runs.
-    """
+    """Load the file on the CPU, or on the GPU where the CPU lacks a kernel (some operators in half precision)."""
     with refusing("onnxruntime can't load the file"):
         try:
             return on_cpu(path)
         except ort.capi.onnxruntime_pybind11_state.NotImplemented:
             if not torch.cuda.is_available():
                 raise
-            return LoadedOnnx(path, torch.device("cuda"), log_severity=4)
+            return LoadedOnnx(path, torch.device("cuda"))
 
 
 def on_cpu(path: Path, *, optimize: bool = True) -> LoadedArtifact:
     """The file on the CPU in the child process, or in this one where no child can be started."""
     if can_start():
         return InChild(path, partial(PlainSession, str(path), optimize), f"onnxruntime {ort.__version__}")
-    # Failures raise exceptions; onnxruntime's own lines on stderr would only repeat them.
-    return LoadedOnnx(path, torch.device("cpu"), log_severity=4, optimize=optimize, arena=False)
+    return LoadedOnnx(path, torch.device("cpu"), optimize=optimize)
 
 
 class LoadedOnnx:
@@ -49,16 +45,14 @@ class LoadedOnnx:
         path: Path,
         device: torch.device,
         *,
-        log_severity: int = 3,
         optimize: bool = True,
-        arena: bool = True,
         profile: Path | None = None,
     ) -> None:
         self._target = torch.device(device.type, device.index or 0)
         self.device = device.type
         options = ort.SessionOptions()
-        options.log_severity_level = log_severity
-        options.enable_cpu_mem_arena = arena
+        # Failures raise exceptions; onnxruntime's own lines on stderr would only repeat them.
+        options.log_severity_level = 4
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         if not optimize:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
