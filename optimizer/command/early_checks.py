@@ -230,7 +230,7 @@ def _refuse_other_files(path: Path) -> None:
         )
     if path.suffix == ".onnx":
         ours = (
-            f" To check this bundle use --verify {path.parent}, in Python load({str(path.parent)!r})."
+            f" It is in a bundle: check that with --verify {path.parent}, and run it in Python with load({str(path.parent)!r})."
             if (path.parent / MANIFEST).is_file()
             else ""
         )

@@ -215,7 +215,7 @@ class Target:
                 raise
             raise LoadError(
                 f"There is no module {error.name} here (MODEL is a path to a .py file, or package.module:factory with "
-                f"the package installed or in the current folder); for a model of a library name that too, "
+                f"the package installed or in the current folder); for a model of a library, name the library too, "
                 f"{library_names(error.name)}."
             ) from error
 

@@ -181,7 +181,9 @@ class Suggestions:
         for size, others in taken.items():
             given = self.samples.batch_size if size == self.dims.batch else self.samples.sizes[size]
             if set(others) - {given} == {1} and (option := self.with_equal_dims(size)):
-                found.append(f"the model takes other sizes of {size} than 1 and {given} only with others.{option[:-1]}")
+                found.append(
+                    f"the model takes sizes of {size} other than 1 and {given} only if other dims follow.{option[:-1]}"
+                )
         return found
 
     def batch_elsewhere(self, model: nn.Module) -> str:

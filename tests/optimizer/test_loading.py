@@ -187,7 +187,11 @@ def test_files_that_arent_there_or_arent_python(write, tmp_path):
     ("given", "contents", "told"),
     [
         ("model.onnx", b"", "is an ONNX file; MODEL must be the Python file that builds the nn.Module"),
-        ("net/model.onnx", b"", "To check this bundle use --verify net, in Python load('net')."),
+        (
+            "net/model.onnx",
+            b"",
+            "It is in a bundle: check that with --verify net, and run it in Python with load('net').",
+        ),
         (
             "net",
             None,
