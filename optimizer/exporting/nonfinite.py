@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from functools import cached_property
@@ -12,9 +11,8 @@ import torch
 
 from optimizer.exporting.measuring import MeasuredExport
 from optimizer.model import Call, keeps_values
+from optimizer.parity import outputs_on
 from optimizer.runtime import Runner
-
-logger = logging.getLogger(__name__)
 
 _VALUES = {"NaN": math.nan, "infinity": math.inf}
 
@@ -66,12 +64,10 @@ class NonFinite:
             for order, number in enumerate(floats):
                 _put(value, tensors[number], order, len(floats))
             there = [each.to(reference.original.device) for each in tensors]
-            try:
-                seen = reference.run(Call(*self._measured.adapter.call_arguments(there)))
-            except Exception as error:  # noqa: BLE001 - the original is foreign code, and may refuse such inputs
-                logger.debug("the original raises with %s: %s", word, error)
-                continue
-            found.append((word, tensors, [seen.values[name] for name in seen.of_kind("output")]))
+            outputs = outputs_on(reference, Call(*self._measured.adapter.call_arguments(there)))
+            # It may refuse such inputs.
+            if outputs is not None:
+                found.append((word, tensors, list(outputs.values())))
         return found
 
 

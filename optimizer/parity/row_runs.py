@@ -57,8 +57,8 @@ def outputs_on(reference: Reference, call: Call) -> dict[str, torch.Tensor] | No
     """The outputs of the original on a call, by name; None if it raises."""
     try:
         seen = reference.run(call)
-    except Exception as error:  # noqa: BLE001 - the original is foreign code: it may need more than one row
-        logger.debug("the original raises at another size: %s", error)
+    except Exception as error:  # noqa: BLE001 - the original is foreign code, and may refuse other sizes and values
+        logger.debug("the original raises on another call: %s", error)
         return None
     return {name: seen.values[name] for name in seen.of_kind("output")}
 
