@@ -207,7 +207,11 @@ def _run(arguments: list[str], voice: "_Voice") -> int:
         return int(options)  # --help and --version have already printed
     with _stdout_goes_to_stderr():
         document = _work(options, voice)
-    told = {key: document[key] for key in ("error", "missing", "notes", "problems", "unproven") if key in document}
+    told = {
+        key: document[key]
+        for key in ("error", "missing", "notes", "problems", "unproven", "benchmark")
+        if key in document
+    }
     document |= all_with_options(told, _option_names())
     code = int(document.get("exit_code", 0))
     return code if voice.show(document) else code or BundleError.exit_code

@@ -114,7 +114,7 @@ class Bench:
         if lost is None:
             return
         if not (self.job.finite_inputs or route.format.startswith("onnx-int")):
-            raise Refused(f"{lost}; if inputs are always finite, allow it by finite_inputs (--finite-inputs)")
+            raise Refused(f"{lost}; if inputs are always finite, allow it by `finite_inputs=True`")
         self.lost[str(route)] = lost
 
     def in_python(self) -> Candidate | None:

@@ -30,6 +30,7 @@ def test_the_option_for_a_name_of_another_tool_exists(name):
         ("such as `accuracy=0.999`.", "such as --accuracy 0.999."),
         ("out of `dynamic=…`.", "out of --dynamic."),
         ("with `static_batch=True`.", "with --static-batch."),
+        ("allow it by `finite_inputs=True`", "allow it by --finite-inputs"),
         # A line of the user's that is no argument of ours, or more than that.
         ("`keepdim=True` in `f(x, force=True)`", "`keepdim=True` in `f(x, force=True)`"),
     ],

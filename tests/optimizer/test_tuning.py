@@ -166,7 +166,7 @@ def test_a_wrong_variant_is_dropped_and_never_recommended(
 
 
 LOSES = "with NaN in an input, it gives finite numbers where the original gives NaN or infinity (10 of 10 elements of output)"
-ALLOW = "; if inputs are always finite, allow it by finite_inputs (--finite-inputs)"
+ALLOW = "; if inputs are always finite, allow it by `finite_inputs=True`"
 
 
 @pytest.mark.parametrize("lossy", ["onnxruntime", "freeze"])
