@@ -21,7 +21,7 @@ from optimizer.manifest.files import (
     unlisted,
 )
 from optimizer.manifest.reading import number, parse_json, plain, read_json, read_manifest, to_json_text
-from optimizer.manifest.regular_files import LARGEST_TEXT, open_regular, read_text_bytes
+from optimizer.manifest.regular_files import open_regular, read_text_bytes
 from optimizer.manifest.schema import (
     GOLDEN,
     MANIFEST,
@@ -39,7 +39,6 @@ from optimizer.manifest.schema import (
 
 __all__ = [
     "GOLDEN",
-    "LARGEST_TEXT",
     "MANIFEST",
     "MOST_THREADS",
     "PROGRAM",

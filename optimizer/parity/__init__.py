@@ -22,13 +22,12 @@ from optimizer.parity.reference import Reference
 from optimizer.parity.regions import RegionParity, RegionReference, check_change, check_region
 from optimizer.parity.reruns import judged_values, reference_at, rerun
 from optimizer.parity.results import CallErrors, Measurement, OutputNoise, OutputParity, ParityReport
-from optimizer.parity.rounding import off_by_one_ulp, random_signs
 from optimizer.parity.row_runs import independent_rows, outputs_on, runs_on
 from optimizer.parity.rows import Rows
 from optimizer.parity.sequences import after_all_calls, measure_in_sequence
 from optimizer.parity.shares import allowed_share
-from optimizer.parity.tensors import all_finite, distance, floors, is_exact, special, unit, wide
-from optimizer.parity.verdict import FACTOR, SLICE_FACTOR, Tolerance, by_output, in_units_of, judge, why_vacuous
+from optimizer.parity.tensors import distance, is_exact, special, unit, wide
+from optimizer.parity.verdict import FACTOR, SLICE_FACTOR, Tolerance, by_output, judge, why_vacuous
 
 __all__ = [
     "BATCH_SIZES",
@@ -54,7 +53,6 @@ __all__ = [
     "accuracy_of",
     "accuracy_text",
     "after_all_calls",
-    "all_finite",
     "allowed_share",
     "by_output",
     "check_change",
@@ -62,10 +60,8 @@ __all__ = [
     "check_region",
     "compare_golden",
     "distance",
-    "floors",
     "golden_entries",
     "golden_entry",
-    "in_units_of",
     "independent_rows",
     "input_names",
     "is_exact",
@@ -73,10 +69,8 @@ __all__ = [
     "judged_values",
     "measure_in_sequence",
     "measure_reference",
-    "off_by_one_ulp",
     "outputs_on",
     "raised",
-    "random_signs",
     "reference_at",
     "rerun",
     "runs_on",

@@ -2,11 +2,9 @@
 
 from optimizer.showing.charts import accuracy_plot, checkpoint_plot, memory_plot, parity_plot
 from optimizer.showing.pages import fragment, page
-from optimizer.showing.plots import Plot
 from optimizer.showing.texts import number_text, percent_text, profile_rows, seconds_text, size_text
 
 __all__ = [
-    "Plot",
     "accuracy_plot",
     "checkpoint_plot",
     "fragment",

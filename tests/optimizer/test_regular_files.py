@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from optimizer.bundle.exchange import MARKER, SUFFIX, recover
-from optimizer.manifest import LARGEST_TEXT, open_regular, parse_json, read_json, read_text_bytes
+from optimizer.manifest import open_regular, parse_json, read_json, read_text_bytes
+from optimizer.manifest.regular_files import LARGEST_TEXT
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(os.name != "posix", reason="files of POSIX")]
 
