@@ -47,15 +47,16 @@ def read_choices(path: str | Path, formats: Collection[str], budget: AccuracyBud
         UsageError: there is no recommended route, or this export can't have it.
         BundleError: the bundle is damaged.
     """
-    path = os.path.expanduser(path)
-    file = Path(path, MANIFEST) if Path(path).is_dir() else Path(path)
+    place = Path(os.path.expanduser(path))
+    is_bundle = place.is_dir()
+    file = place / MANIFEST if is_bundle else place
     try:
-        manifest = read_manifest(Path(path)) if Path(path).is_dir() else read_json(file, follow=True)
+        manifest = read_manifest(place) if is_bundle else read_json(file, follow=True)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else quote(error)
         raise UsageError(f"The choices {file} can't be read: {reason}.") from error
-    if Path(path).is_dir() and (problem := sums_problem(Path(path), manifest)):
-        raise BundleError(f"{path} is damaged: {problem}")
+    if is_bundle and (problem := sums_problem(place, manifest)):
+        raise BundleError(f"{place} is damaged: {problem}")
     benchmark = manifest.get("benchmark") if isinstance(manifest, dict) else None
     recommended = benchmark.get("recommended") if isinstance(benchmark, dict) else None
     if not isinstance(recommended, dict):
