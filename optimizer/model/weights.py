@@ -103,19 +103,15 @@ def _unpickled(path: Path) -> Any:
             "code; save only the state dict: torch.save(model.state_dict(), ...)."
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        if "TorchScript" in str(error):
-            raise LoadError(
-                f"The weights {path.name} are a TorchScript program, which has code too; save a state dict: torch.save(model.state_dict(), ...)."
-            ) from error
         if "legacy .tar" in str(error):
             raise LoadError(
                 f"The weights {path.name} are in torch's old .tar format, which could run arbitrary code; load them "
                 "with an old torch and save the state dict again: torch.save(model.state_dict(), ...)."
             ) from error
-        # Quote only an OSError: other messages are about opcodes of the pickle or records of the archive.
-        why = f": {quote(error)}." if isinstance(error, OSError) else _STATE_DICT
         if whole := program_in(path):
             raise LoadError(f"The weights {path.name} contain {whole}{_STATE_DICT}") from error
+        # Quote only an OSError: other messages are about opcodes of the pickle or records of the archive.
+        why = f": {quote(error)}." if isinstance(error, OSError) else _STATE_DICT
         raise LoadError(f"The weights {path.name} are damaged or not a state dict{why}") from error
 
 

@@ -160,7 +160,9 @@ def test_a_program_isnt_called_weights(write, tmp_path):
     assert "is a whole object of the class" in refused(str(weights))
     with pytest.warns(DeprecationWarning, match="torch.jit"):
         torch.jit.save(torch.jit.trace(model, torch.ones(2, 4)), str(weights))
-    assert "are a TorchScript program, which has code too" in refused(str(write("")), weights=weights)
+    assert "contain a TorchScript program; use a file written by torch.save(model.state_dict(), ...)" in refused(
+        str(write("")), weights=weights
+    )
     assert "is a TorchScript program; MODEL must be the Python file that builds the module" in refused(str(weights))
     torch.save({"net": model.state_dict(), "args": Path("x")}, weights)
     assert "contain more than tensors (pathlib." in refused(str(write("")), weights=weights)
