@@ -139,7 +139,7 @@ def why_kept(profile: Profile) -> str:
         return ""
     why, _ = sizes.most_common(1)[0]
     first, *others = places[why]
-    where = "" if why == _BETWEEN else f"of {first}{f' and {len(others)} more' if others else ''}, "
+    where = "" if why == _BETWEEN else f"from {first}{f' and {len(others)} more' if others else ''}, "
     return f"{shown(total)} can't be recomputed, most of it {where}because {why}"
 
 
