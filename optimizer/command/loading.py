@@ -89,9 +89,9 @@ class Loaded:
     dynamic: dict[str, dict[int, str | None]] | None = None
     build: dict[str, Any] = field(default_factory=dict)
 
-    def first_call(self, seed: int = 0, device: torch.device | None = None) -> Call:
+    def first_call(self, seed: int = 0) -> Call:
         """The user's own call; an example function is called with batch size 2."""
-        return self.samples(seed, device).given
+        return self.samples(seed).given
 
     def samples(self, seed: int = 0, device: torch.device | None = None) -> Samples:
         """All calls that the model runs on."""
