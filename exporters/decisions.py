@@ -11,6 +11,7 @@ produces outputs, and the trace holds that one.
 from __future__ import annotations
 
 import ast
+import builtins
 import linecache
 import sys
 from collections.abc import Iterator, Sequence
@@ -52,6 +53,8 @@ _ABOUT_THE_KIND = frozenset({
     "backward", "register_hook", "untyped_storage", "storage", "_typed_storage", "_version", "broadcast_shapes",
 })  # fmt: skip
 
+# Functions that read the numbers in a list; the trace holds their result as a constant.
+_TO_CONSTANTS = frozenset({"tensor", "new_tensor", "as_tensor", "asarray"})
 # Functions that take the shape of their result from a number among the arguments.
 _BY_A_NUMBER = frozenset({"arange", "linspace", "zeros", "ones", "full", "empty", "eye", "rand", "randn", "new_zeros"})
 # Functions that read a size; `__get__` does so for attributes with one of these names.
@@ -112,6 +115,8 @@ class Watch(TorchFunctionMode):
         if depends is None:
             return result
         given = list(_tensors_in(result))
+        if getattr(func, "__name__", "") in _TO_CONSTANTS and (read := self._dependence(_listed(args, kwargs))):
+            self._note(read, func)
         if _asks_for_a_size(func):
             depends = "count" if depends == "length" else "size"
             sizes = self._open_sizes(result)
@@ -284,6 +289,11 @@ def _lengths(func: Any, args: Any) -> Any:
     return args[1:] if name == "new_zeros" else args if name in _BY_A_NUMBER else ()
 
 
+def _listed(args: Any, kwargs: Any) -> Any:
+    """The lists of numbers among the arguments."""
+    return [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, list | tuple)]
+
+
 def _index(args: Any) -> tuple[Any, ...]:
     return args[1] if isinstance(args[1], tuple) else (args[1],)
 
@@ -324,58 +334,121 @@ def _frames_up_to(innermost: FrameType, outermost: FrameType | None) -> Iterator
 
 
 def _only_raises(frame: FrameType) -> bool:
-    """Whether the frame is running the test of an `assert`, or of an `if` with a branch that raises.
+    """Whether the frame is running the test of an `assert`, or of an `if` with a branch that raises, and no one catches it.
 
     Or one of torch's methods that only check arguments: `GRU.check_forward_args`.
     """
+    raised = _raised_by(frame)
+    return raised is not None and not _is_caught(_class_named(raised, frame), frame)
+
+
+def _raised_by(frame: FrameType) -> str | None:
+    """The name of the class that a check in this frame raises, "" if it isn't known; None if the frame runs no check."""
     if frame.f_code.co_name.startswith("check_") and user_frame(frame) is not frame:
-        return True
+        return ""
     positions = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
     line, end_line, column, end_column = positions
     if line is None or end_line is None or column is None or end_column is None:
-        return False
+        return None
     start, end = (line, column), (end_line, end_column)
     # The instruction that converts a test to bool has the position of the test or of the whole statement.
-    return any(
-        (first <= start and end <= last) or (start, end) == statement
-        for (first, last), statement in _raising_tests(frame.f_code.co_filename)
+    return next(
+        (
+            raised
+            for (first, last), statement, raised in _raising_tests(frame.f_code.co_filename)
+            if (first <= start and end <= last) or (start, end) == statement
+        ),
+        None,
     )
+
+
+def _is_caught(raised: type[BaseException] | None, frame: FrameType) -> bool:
+    """Whether the model continues after an error raised in this frame; the check then decides as any other test."""
+    outer: FrameType | None = frame
+    while outer is not None and outer.f_code is not Adapter.forward.__code__:
+        # torch calls a module in a `try`, and raises the error again.
+        own = outer is frame or user_frame(outer) is outer
+        for first, last, names, is_replaced in _tries(outer.f_code.co_filename) if own else ():
+            if first <= outer.f_lineno <= last:
+                classes = [_class_named(name, outer) for name in names]
+                if any(raised is None or each is None or issubclass(raised, each) for each in classes):
+                    return True
+                raised = None if is_replaced else raised
+        outer = outer.f_back
+    return False
+
+
+def _class_named(name: str, frame: FrameType) -> type[BaseException] | None:
+    found = frame.f_globals.get(name, getattr(builtins, name, None)) if name else None
+    return found if isinstance(found, type) and issubclass(found, BaseException) else None
 
 
 _Span = tuple[tuple[int, int], tuple[int, int]]
 """First and last (line, column)."""
 
 
+def _parsed(path: str) -> ast.Module:
+    try:
+        return ast.parse("".join(linecache.getlines(path)))
+    except (SyntaxError, ValueError):  # not Python, or edited since
+        return ast.Module([], [])
+
+
 @lru_cache(maxsize=256)
-def _raising_tests(path: str) -> tuple[tuple[_Span, _Span], ...]:
+def _raising_tests(path: str) -> tuple[tuple[_Span, _Span, str], ...]:
     """The spans of each test in the file that only chooses between continuing and raising, and of its statement.
 
-    A test in the body of a `try` with an `except` doesn't count.
+    The third is the name of the class that it raises; "" for anything but a name.
     """
-    try:
-        tree = ast.parse("".join(linecache.getlines(path)))
-    except (SyntaxError, ValueError):  # not Python, or edited since
-        return ()
-    # An exception raised there may be caught, and the model then continues on another path.
-    caught = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Try) and node.handlers
-        for statement in node.body
-        for inner in ast.walk(statement)
-    }
     statements = [
         node
-        for node in ast.walk(tree)
+        for node in ast.walk(_parsed(path))
         if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and (_raises(node.body) or _raises(node.orelse)))
-        if node not in caught
     ]
     return tuple(
-        (_span(statement.test), _span(statement))
+        (_span(statement.test), _span(statement), _raised(statement))
         for statement in statements
         # A name assigned in the test can be used afterwards.
         if not any(isinstance(node, ast.NamedExpr) for node in ast.walk(statement.test))
     )
+
+
+def _raised(statement: ast.Assert | ast.If) -> str:
+    if isinstance(statement, ast.Assert):
+        return "AssertionError"
+    last = (statement.body if _raises(statement.body) else statement.orelse)[-1]
+    error = last.exc if isinstance(last, ast.Raise) else None
+    return _name(error.func if isinstance(error, ast.Call) else error)
+
+
+@lru_cache(maxsize=256)
+def _tries(path: str) -> tuple[tuple[int, int, tuple[str, ...], bool], ...]:
+    """The first and last line of each block in the file that errors don't leave, with the names of their classes.
+
+    These are the bodies of `try` and `with suppress(...)`; "" stands for any class but a name. The last value is whether
+    a handler raises, perhaps an error of another class.
+    """
+    found = []
+    for node in ast.walk(_parsed(path)):
+        caught: list[ast.expr | None] = []
+        is_replaced = False
+        if isinstance(node, ast.Try | ast.TryStar):
+            caught = [handler.type for handler in node.handlers if not _raises(handler.body)]
+            is_replaced = len(caught) < len(node.handlers)
+        elif isinstance(node, ast.With):
+            calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
+            caught = [each for call in calls if "suppress" in ast.unparse(call.func) for each in call.args]
+        else:
+            continue
+        kinds = [kind for each in caught for kind in (each.elts if isinstance(each, ast.Tuple) else [each])]
+        found.append((node.body[0].lineno, node.body[-1].end_lineno or 0, tuple(map(_name, kinds)), is_replaced))
+    # Inner blocks first: their handlers determine what the outer ones meet.
+    found.sort(key=lambda block: block[1] - block[0])
+    return tuple(found)
+
+
+def _name(node: ast.expr | None) -> str:
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _span(node: ast.expr | ast.stmt) -> _Span:

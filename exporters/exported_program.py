@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -162,6 +164,52 @@ def conditions_of_program(program: torch.export.ExportedProgram, evidence: Evide
     """
     if not evidence.open_dims:
         return ()
+    environment, symbols = _open_sizes(program, evidence)
+    names = _names(symbols, evidence)
+    return tuple(
+        replace(condition, along=number)
+        for number, view in enumerate(evidence.along)
+        for condition in _conditions_along(_lines(view, symbols), environment, names, several=bool(view.steps))
+    )
+
+
+def conditions_of_numbers(program: torch.export.ExportedProgram, evidence: Evidence) -> tuple[Condition, ...]:
+    """The sizes at which numbers that the program computes from the open dims turn: `n // 64`, `min(n, 64)`.
+
+    The program computes such a number in each call, so it assumes nothing about it. But a trace of a model that reads
+    the number in Python holds that of the first call, which may be the same in all calls.
+    """
+    if not evidence.open_dims:
+        return ()
+    _, symbols = _open_sizes(program, evidence)
+    names = _names(symbols, evidence)
+    results = [node.meta.get("val") for node in _nodes_of(program.graph_module) if node.op == "call_function"]
+    numbers = [each.node.expr for each in results if isinstance(each, torch.SymInt | torch.SymFloat)]
+    calls = dict.fromkeys(call for number in numbers for call in number.atoms(sympy.core.function.Application))
+    return tuple(
+        replace(condition, along=number)
+        for number, view in enumerate(evidence.along)
+        if not view.steps
+        for call in calls
+        for condition in _turns(call, view.batches[0], _lines(view, symbols), names)
+    )
+
+
+def _turns(call: Any, batch: int, lines: Mapping[Any, Line], names: Mapping[Any, str]) -> Iterator[Condition]:
+    if not call.free_symbols <= lines.keys() or not any(lines[symbol].slope for symbol in call.free_symbols):
+        return
+    # A minimum turns where two arguments are equal, and any other function where it has another value.
+    pairs = [(call, call.subs({symbol: line.at(batch) for symbol, line in lines.items()}))]
+    if type(call).__name__ in ("Min", "Max"):
+        pairs = list(itertools.combinations(call.args, 2))
+    for left, right in pairs:
+        for relation in (sympy.Le(left, right), sympy.Ge(left, right)):
+            if relation.free_symbols:
+                yield _relation(relation, lines, names)
+
+
+def _open_sizes(program: torch.export.ExportedProgram, evidence: Evidence) -> tuple[Any, dict[Any, tuple[int, int]]]:
+    """The ShapeEnv of a program, and the (input, dim) of the symbol of each open dim."""
     examples = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
     values = [examples[name] for name in program.graph_signature.user_inputs]
     environment = values[evidence.open_dims[0][0]].fake_mode.shape_env
@@ -170,12 +218,11 @@ def conditions_of_program(program: torch.export.ExportedProgram, evidence: Evide
         for index, dim in evidence.open_dims
         if isinstance(size := values[index].shape[dim], torch.SymInt) and size.node.expr.is_Symbol
     }
-    names = {symbol: str(evidence.input_specs[index].shape[dim]) for symbol, (index, dim) in symbols.items()}
-    return tuple(
-        replace(condition, along=number)
-        for number, view in enumerate(evidence.along)
-        for condition in _conditions_along(_lines(view, symbols), environment, names, several=bool(view.steps))
-    )
+    return environment, symbols
+
+
+def _names(symbols: Mapping[Any, tuple[int, int]], evidence: Evidence) -> dict[Any, str]:
+    return {symbol: str(evidence.input_specs[index].shape[dim]) for symbol, (index, dim) in symbols.items()}
 
 
 def _lines(evidence: Evidence, symbols: Mapping[Any, tuple[int, int]]) -> dict[Any, Line]:

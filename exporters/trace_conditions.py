@@ -13,7 +13,7 @@ from exporters.conditions import Condition
 from exporters.decisions import Watch, reads_an_open_size, refuse_values, traced, watching
 from exporters.errors import RouteRefused
 from exporters.evidence import Evidence
-from exporters.exported_program import conditions_of_program, shared_program
+from exporters.exported_program import conditions_of_numbers, conditions_of_program, shared_program
 from exporters.traced_graphs import follow_inputs, follow_settings
 
 # How much larger a size is than in the calls when it is tried whether Python reads it; the strides of a model multiply to
@@ -61,7 +61,8 @@ def conditions_of_trace(evidence: Evidence, watch: Watch) -> tuple[Condition, ..
     if not evidence.open_dims or not watch.sizes:
         return ()
     try:
-        return conditions_of_program(shared_program(evidence), evidence)
+        program = shared_program(evidence)
+        return (*conditions_of_program(program, evidence), *conditions_of_numbers(program, evidence))
     except RouteRefused as refusal:
         if not _reads_an_open_size(evidence):
             return ()

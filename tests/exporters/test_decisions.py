@@ -1,5 +1,6 @@
 """Each model makes a decision during its capture, and none of the checked calls decides differently."""
 
+import contextlib
 import math
 import re
 
@@ -581,3 +582,126 @@ def test_a_recurrent_layer_of_any_length_with_a_decision_on_it_is_refused(tmp_pa
     request = ExportRequest(enliven(DoubledIfLong(nn.GRU)).eval(), calls, open_dims=STEPS)
     with pytest.raises(ExportError, match=r"the model reads a size in Python at `.* > 300 .*determine at which sizes"):
         OnnxExporter().export(request, tmp_path)
+
+
+# ------------------------------------------------------------------------------------- numbers that turn at larger sizes
+
+
+def by_a_minimum(self, x):
+    return self.layer(x) * min(x.shape[0], 20)
+
+
+def by_a_rounded_quotient(self, x):
+    return self.layer(x) + math.floor(x.shape[0] / 64)
+
+
+def by_a_list_of_numbers(self, x):
+    return self.layer(x) + torch.tensor([x.shape[0] // 50] * 4)
+
+
+def by_half_the_rows(self, x):
+    y = self.layer(x) * (x.shape[0] // 2)
+    return y.contiguous() if x.shape[0] > 300 else y
+
+
+@pytest.mark.parametrize(
+    ("function", "size"), [(by_a_minimum, 21), (by_a_rounded_quotient, 64), (by_a_list_of_numbers, 50)]
+)
+def test_a_number_that_is_the_same_in_all_calls_is_tried_where_it_turns(function, size, tmp_path):
+    assert f"(trace: at batch size {size} the model takes" in refusal(TorchScriptExporter, function, tmp_path)
+
+
+def test_a_number_that_the_trace_computes_is_right_where_it_turns(tmp_path):
+    model = enliven(Deciding(by_half_the_rows)).eval()
+    artifact = TorchScriptExporter().export(ExportRequest(model, CALLS), tmp_path)
+    for size in (1, 4, 63, 301):
+        assert torch.allclose(artifact.load()(floats(size, 4))[0], model(floats(size, 4)), atol=1e-5), size
+
+
+def by_values_in_a_list(self, x):
+    return self.layer(x) + torch.tensor([x.sum() > 1000] * 4)
+
+
+# ------------------------------------------------------------------------------------------------ checks that are caught
+
+
+def few(x):
+    if x.shape[0] > 20:
+        raise ValueError("too many rows")
+
+
+def small(x):
+    if (x > 50).any():
+        raise ValueError("too large")
+
+
+def by_a_caught_check_of_a_size(self, x):
+    try:
+        few(x)
+    except ValueError:
+        x = x * 2
+    return self.layer(x)
+
+
+def by_a_suppressed_check_of_a_size(self, x):
+    y = self.layer(x)
+    with contextlib.suppress(AssertionError):
+        assert x.shape[0] > 20
+        y = y * 2
+    return y
+
+
+def by_a_caught_check_of_values(self, x):
+    try:
+        small(x)
+    except (TypeError, ValueError):
+        x = x * 2
+    return self.layer(x)
+
+
+def by_a_replaced_error(self, x):
+    try:
+        try:
+            small(x)
+        except ValueError as error:
+            raise RuntimeError("wrong inputs") from error
+    except RuntimeError:
+        x = x * 2
+    return self.layer(x)
+
+
+def by_a_suppressed_check_of_values(self, x):
+    y = self.layer(x)
+    with contextlib.suppress(AssertionError):
+        assert (x > 50).any()
+        y = y * 2
+    return y
+
+
+def by_a_check_whose_error_goes_on(self, x):
+    x = x * x.new_tensor([1.0, 2.0, 3.0, 4.0])
+    try:
+        small(x)
+    except TypeError:
+        x = x * 2
+    except ValueError as error:
+        raise RuntimeError("wrong inputs") from error
+    return self.layer(x)
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("function", [by_a_caught_check_of_a_size, by_a_suppressed_check_of_a_size])
+def test_a_check_of_a_size_decides_where_its_error_is_caught(exporter, function, tmp_path):
+    assert "at batch size 21 the model takes a different path" in refusal(exporter, function, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [by_a_caught_check_of_values, by_a_suppressed_check_of_values, by_a_replaced_error, by_values_in_a_list],
+)
+def test_a_check_of_values_decides_where_its_error_is_caught(function, tmp_path):
+    assert "branches on the values of its inputs" in refusal(TorchScriptExporter, function, tmp_path)
+
+
+def test_a_check_whose_error_leaves_the_model_decides_nothing(tmp_path):
+    assert export(TorchScriptExporter, by_a_check_whose_error_goes_on, tmp_path).route == "trace"
