@@ -27,7 +27,8 @@ def exportable(
         model: the module.
         device: of the copy.
         written: names of parameters that forward writes to; the copy has its own memory for these.
-        fixed: compute once what weight_norm, spectral_norm and other parametrizations compute at each call.
+        fixed: compute once what weight_norm, spectral_norm and other parametrizations by torch's modules compute at each
+            call.
     """
     own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     copy = working_copy(model, "inference", private=own & written).root
@@ -49,8 +50,15 @@ def _fix_weights(copy: nn.Module) -> None:
                     remove_weight_norm(module, hook.name)
                 elif isinstance(hook, SpectralNorm):
                     remove_spectral_norm(module, hook.name)
-            if parametrize.is_parametrized(module):
+            if parametrize.is_parametrized(module) and _depends_on_weights_alone(module):
                 _fix_parametrized(module)
+
+
+def _depends_on_weights_alone(module: nn.Module) -> bool:
+    """Whether all parametrizations of a module are torch's; forward may change the settings of others between calls."""
+    assert isinstance(module.parametrizations, nn.ModuleDict)
+    steps = list(module.parametrizations.modules())[1:]
+    return all(type(each).__module__.startswith("torch.nn.") for each in steps)
 
 
 def _fix_parametrized(module: nn.Module) -> None:

@@ -86,7 +86,7 @@ def measure(job: ExportJob) -> MeasuredExport:
     try:
         # The adapter runs the model once.
         adapter = Adapter(fresh(), *call, input_names=job.input_names, output_names=job.output_names)
-    except AttributeError:
+    except (AttributeError, KeyError):
         # Forward reads the tensors that a weight is computed from, such as `weight_g`.
         fresh = partial(exportable, job.model, job.target, reference.written)
         adapter = Adapter(fresh(), *call, input_names=job.input_names, output_names=job.output_names)

@@ -8,6 +8,7 @@ from real_models import REAL_MODELS
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_norm
 
+from exporters.errors import ExporterError
 from exporters.torchscript_deprecation import torchscript_allowed
 from optimizer import export, optimize, verify_bundle
 from optimizer.exporting.copies import exportable
@@ -70,6 +71,11 @@ class ReadsItsSource(nn.Module):
         return self.layer(x) * self.layer.parametrizations.weight.original0.T
 
 
+class FindsItsSource(ReadsItsSource):
+    def forward(self, x):
+        return self.layer(x) * dict(self.named_parameters())["layer.parametrizations.weight.original0"].T
+
+
 def with_two():
     layer = nn.Linear(6, 6)
     parametrize.register_parametrization(layer, "weight", nn.Softplus())
@@ -90,6 +96,7 @@ COMPUTED = {
     "spectral_norm by parametrization": (lambda: parametrizations.spectral_norm(nn.Linear(6, 6)), True),
     "two parametrizations": (with_two, True),
     "one that forward reads": (ReadsItsSource, False),
+    "one that forward reads by its path": (FindsItsSource, False),
 }
 
 
@@ -111,6 +118,41 @@ def test_files_hold_the_weights_that_the_model_computes_at_each_call(kind, tmp_p
     program = torch.export.load(tmp_path / "bundle" / "model.pt2")
     for names in (script.state_dict(), program.state_dict):
         assert any(name.endswith((".weight", ".weight_hh_l0")) for name in names) is is_fixed
+
+
+class Styled(nn.Module):
+    """Scales a weight by a setting that the model makes from its input."""
+
+    def __init__(self, style):
+        super().__init__()
+        self.layer, self.style, self.scale = nn.Linear(6, 6), style, 1.0
+        parametrize.register_parametrization(self.layer, "weight", Scaled(self))
+
+    def forward(self, x):
+        self.scale = self.style(x)
+        return self.layer(x)
+
+
+class Scaled(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = [model]
+
+    def forward(self, weight):
+        return weight * self.model[0].scale
+
+
+def test_a_weight_that_depends_on_the_input_stays_computed(tmp_path):
+    model, x = Styled(torch.mean), torch.randn(3, 6)
+    bundle = export(model, example_inputs=(x,), output=tmp_path / "bundle", formats=("torchscript", "pt2"), bench=False)
+    assert bundle.parity.ok
+    assert not bundle.missing
+
+
+def test_a_weight_that_depends_on_the_batch_size_is_compared_where_it_changes(tmp_path):
+    model, x = Styled(lambda x: 2.0 if x.shape[0] > 20 else 1.0), torch.randn(3, 6)
+    with pytest.raises(ExporterError, match="at batch size 21 the model takes a different path"):
+        export(model, example_inputs=(x,), output=tmp_path / "bundle", formats=("pt2",), bench=False)
 
 
 def test_a_weight_that_differs_at_each_call_stays_computed():
