@@ -244,7 +244,8 @@ class ExportRequest:
             They are assumed to be the same in every run.
         varying: the dims of outputs, each as output index and dim, whose size depends on input values as far as known.
         undecided: indices of outputs whose order or choice the model leaves to equal scores; only `proof` compares
-            their values.
+            their values by place.
+        chosen: those of the undecided outputs that equal scores choose; only `proof` compares their values.
         output_structure: the structure of the model's output, if the caller has it.
         proof: compares the artifact loaded from these files with the model, at these calls and others, and returns
             whether it is right. None makes the exporter compare all calls itself.
@@ -266,6 +267,7 @@ class ExportRequest:
     outputs: tuple[tuple[torch.Tensor, ...], ...] | None = None
     varying: frozenset[tuple[int, int]] = frozenset()
     undecided: frozenset[int] = frozenset()
+    chosen: frozenset[int] = frozenset()
     output_structure: Structure | None = None
     proof: Proof | None = None
     captures: Captures | None = None

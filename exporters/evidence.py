@@ -46,7 +46,7 @@ class Evidence:
         draws: the source location where the model draws the random numbers that make outputs unstable; "" if there is
             none.
         outputs_given: whether the caller supplied the outputs, so that the model wasn't run for them.
-        proof, undecided: those of the request.
+        proof, undecided, chosen: those of the request.
         captures: the `captures` of the request, or new ones of the adapter.
         in_a_row: the largest number of terms that a format's loops add sequentially, where torch sums pairwise.
     """
@@ -67,6 +67,7 @@ class Evidence:
     outputs_given: bool = False
     proof: Proof | None = None
     undecided: frozenset[int] = frozenset()
+    chosen: frozenset[int] = frozenset()
     in_a_row: int = 1
     captures: Captures = field(kw_only=True)
 
@@ -256,6 +257,7 @@ def gather(request: ExportRequest) -> Evidence:
         outputs_given=given,
         proof=request.proof,
         undecided=frozenset() if request.proof is None else request.undecided,
+        chosen=frozenset() if request.proof is None else request.chosen,
         captures=request.captures or Captures(adapter),
     )
 

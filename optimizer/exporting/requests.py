@@ -58,6 +58,7 @@ def request_for(job: ExportJob, model: nn.Module, reference: Reference) -> Expor
         outputs=reference.outputs_at(known),
         varying=reference.varying_dims(),
         undecided=reference.undecided,
+        chosen=reference.chosen,
         dynamic_batch=len(batches) > 1,
         open_dims=job.dims.of,
         input_names=None if job.input_names is None else tuple(job.input_names),

@@ -96,9 +96,13 @@ class Reference:
     @property
     def undecided(self) -> frozenset[int]:
         """The indices of the outputs that equal scores choose or put in order."""
-        found = {
-            name for one in self.original.calls for name in (*one.cut, *(n for tie in one.ties for n in tie.names))
-        }
+        ordered = {name for one in self.original.calls for tie in one.ties for name in tie.names}
+        return self.chosen | {index for index, name in enumerate(self.output_names) if name in ordered}
+
+    @property
+    def chosen(self) -> frozenset[int]:
+        """The indices of the outputs with elements that equal scores choose."""
+        found = {name for one in self.original.calls for name in one.cut}
         return frozenset(index for index, name in enumerate(self.output_names) if name in found)
 
     def why_not(self, size: str | None) -> str | None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from exporters.errors import ExporterError
 from optimizer import export, verify_bundle
 from optimizer.model.inputs import Samples
 from optimizer.parity import check_parity, judge, measure_reference
@@ -257,3 +258,30 @@ def test_a_file_that_breaks_ties_differently_is_exported_and_verified(tmp_path, 
     bundle = export(Detector(k).eval(), example_inputs=given(), output=tmp_path / "out", formats=("onnx",), bench=False)
     assert any("equal scores (topk)" in note for note in bundle.manifest["notes"])
     assert verify_bundle(bundle.path).ok
+
+
+class OrderedRows(nn.Module):
+    """Puts rows in the order of rounded scores, and computes other rows for more than 20 inputs."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.layer, self.factor = nn.Linear(8, 6), factor
+
+    def forward(self, x):
+        rows = self.layer(x)
+        scores, order = (rows * 2).round().sort(-1, descending=True)
+        if x.shape[0] > 20:
+            rows = rows * self.factor
+        return scores, rows.gather(-1, order)
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_outputs_that_ties_order_are_compared_at_sizes_where_the_model_takes_another_path(factor, tmp_path):
+    torch.manual_seed(0)
+    model, options = OrderedRows(factor).eval(), {"output": tmp_path / "out", "formats": ("onnx",), "bench": False}
+    x = torch.randn(2, 8) * 2
+    if factor == 1:
+        assert any("as sets" in note for note in export(model, example_inputs=x, **options).manifest["notes"])
+        return
+    with pytest.raises(ExporterError, match=r"at batch size 21 .* output `output_1` is wrong"):
+        export(model, example_inputs=x, **options)
