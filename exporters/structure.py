@@ -98,7 +98,7 @@ class Structure:
             StructureError: the structure or a constant of `value` differs from the example.
         """
         flat: list[torch.Tensor] = []
-        self._match(self.root, value, flat, constants, frozenset())
+        self._match(self.root, value, flat, constants)
         return tuple(flat)
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
@@ -130,18 +130,18 @@ class Structure:
         first, *rest = path
         return f"{self.side} `{first}{''.join(f'[{key!r}]' for key in rest)}`"
 
-    def _read(self, value: Any, path: tuple[Key, ...], around: frozenset[int] = frozenset()) -> Node:
-        """Read the tree below a value; `around` holds the ids of the containers around it."""
+    def _read(self, value: Any, path: tuple[Key, ...], around: tuple[Any, ...] = ()) -> Node:
+        """Read the tree below a value; `around` holds the containers around it."""
         if isinstance(value, torch.Tensor):
             self._refuse_layout(value, path)
             return TensorNode(path)
         if isinstance(value, _CONSTANTS):
             return ConstantNode(path, value)
-        opened = self._open(value, around)
+        opened = None if any(value is each for each in around) else self._open(value, around)
         if opened is None:
             raise StructureError(self._unknown(value, path))
         keys, children, rebuild = opened
-        around |= {id(value)}
+        around = (*around, value)
         nodes = tuple(self._read(child, (*path, key), around) for key, child in zip(keys, children, strict=True))
         return ContainerNode(path, type(value), keys, nodes, rebuild)
 
@@ -153,7 +153,9 @@ class Structure:
                 f"{self.spell(path)} is a {kind} tensor, which exported files can't represent; {way_out} a dense one."
             )
 
-    def _match(self, node: Node, value: Any, flat: list[torch.Tensor], constants: bool, around: frozenset[int]) -> None:
+    def _match(
+        self, node: Node, value: Any, flat: list[torch.Tensor], constants: bool, around: tuple[Any, ...] = ()
+    ) -> None:
         if isinstance(node, TensorNode):
             if not isinstance(value, torch.Tensor):
                 raise StructureError(f"{self.spell(node.path)} was a tensor when exported, but is {_kind(value)} here.")
@@ -180,11 +182,9 @@ class Structure:
             raise StructureError(f"{self.spell(node.path)} {difference}, compared with the call that was exported.")
         by_key = dict(zip(keys, children, strict=True))
         for key, child in zip(node.keys, node.children, strict=True):
-            self._match(child, by_key[key], flat, constants, around | {id(value)})
+            self._match(child, by_key[key], flat, constants, (*around, value))
 
-    def _open(self, value: Any, around: frozenset[int]) -> _Opened | None:
-        if id(value) in around:
-            return None
+    def _open(self, value: Any, around: tuple[Any, ...]) -> _Opened | None:
         opened = _open(value)
         # Objects in arguments aren't opened: the model may write to them, and they hold more than tensors (how many
         # tokens a cache has seen).
@@ -277,13 +277,13 @@ def _open(value: Any) -> _Opened | None:
     return _with_attributes(value, tuple(field.name for field in dataclasses.fields(value)))
 
 
-def _open_object(value: Any, around: frozenset[int]) -> _Opened | None:
+def _open_object(value: Any, around: tuple[Any, ...]) -> _Opened | None:
     """Open an object by those attributes that contain a tensor; None if none does.
 
     The comparison of outputs opens objects in the same way, so it lists the tensors in the same order.
     """
-    around |= {id(value)}
-    held = tuple(name for name, child in getattr(value, "__dict__", {}).items() if holds_tensor(child, around))
+    ids = {id(each) for each in (*around, value)}
+    held = tuple(name for name, child in getattr(value, "__dict__", {}).items() if holds_tensor(child, ids))
     return _with_attributes(value, held) if held and not isinstance(value, _NEVER_OPENED) else None
 
 

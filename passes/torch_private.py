@@ -120,9 +120,18 @@ def sources_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torc
     return [(fake, sources[id(fake)]) for fake in fakes if id(fake) in sources]
 
 
+# Whether torch leaves `__torch_function__` on while it runs a graph, although the graph contains what it did. Fixed in 2.12.
+DISPATCHES_AGAIN = torch.__version__ < "2.12"
+
+
 def break_graph(reason: str) -> None:
     """Cause a graph break here; torch.export then fails with the reason. Seen in 2.13."""
     torch._dynamo.graph_break(msg=reason)
+
+
+def is_exporting() -> bool:
+    """Whether torch.export is running. The public function is also true in code that torch 2.11 compiles. Seen in 2.13."""
+    return torch.compiler._is_exporting_flag
 
 
 def is_fake(tensor: Any) -> bool:

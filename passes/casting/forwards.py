@@ -50,19 +50,33 @@ class RootCast(AroundForward):
         outputs = call(*args, **kwargs)
         leaves = pytree.tree_leaves(outputs, is_leaf=_is_size)
         known = self.outputs if len(leaves) == len(self.outputs) else (None,) * len(leaves)
-        # A list for each tensor, because the same one may be returned in two dtypes.
-        casts: dict[int, list[torch.Tensor]] = {}
+        # A list for each tensor, because the same one may be returned in two dtypes. Not by id, see `Loan`.
+        casts: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+
+        def casts_of(leaf: Any) -> list[torch.Tensor]:
+            for own, made in casts:
+                if own is leaf:
+                    return made
+            return []
+
+        def add(leaf: Any, want: torch.dtype | None) -> None:
+            given = leaf.to(want or torch.float32)
+            if made := casts_of(leaf):
+                made.append(given)
+            else:
+                casts.append((leaf, [given]))
+
         for leaf, want in zip(leaves, known, strict=True):
             if self._is_ours(leaf) and not any(leaf is own for own in _tensors_in((args, kwargs.values()))):
-                casts.setdefault(id(leaf), []).append(leaf.to(want or torch.float32))
+                add(leaf, want)
         for leaf in _tensors_in(held):
-            if self._is_ours(leaf) and id(leaf) not in before:
-                casts.setdefault(id(leaf), [leaf.to(torch.float32)])
+            if self._is_ours(leaf) and id(leaf) not in before and not casts_of(leaf):
+                add(leaf, None)
         if not casts:
             return outputs
 
         def cast(leaf: Any) -> Any:
-            made = casts.get(id(leaf), [leaf])
+            made = casts_of(leaf) or [leaf]
             return made.pop(0) if len(made) > 1 else made[0]
 
         given_out = changed(outputs, cast, held)
@@ -259,12 +273,11 @@ class Loan:
     during the call and their own tensors again afterwards.
 
     Attributes:
-        lent: (cast, original tensor) by the id of the original tensor.
+        lent: (cast, original tensor) for each tensor that was cast. Not by id, which torch 2.11 can't compile.
     """
 
     def __init__(self, cast: Callable[[Any], Any]) -> None:
-        self.lent: dict[int, tuple[Any, Any]] = {}
-        self._owners: dict[int, Any] = {}
+        self.lent: list[tuple[Any, Any]] = []
         self._cast = cast
 
     def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -277,17 +290,19 @@ class Loan:
 
     def own(self, leaf: Any) -> Any:
         """The original tensor of a cast; any other value is returned as is."""
-        return self._owners.get(id(leaf), leaf)
+        for made, own in self.lent:
+            if made is leaf:
+                return own
+        return leaf
 
     def _lend(self, leaf: Any) -> Any:
-        known = self.lent.get(id(leaf))
-        if known is None:
-            made = self._cast(leaf)
-            if made is leaf:
-                return leaf
-            known = self.lent[id(leaf)] = made, leaf
-            self._owners[id(made)] = leaf
-        return known[0]
+        for made, own in self.lent:
+            if own is leaf:
+                return made
+        made = self._cast(leaf)
+        if made is not leaf:
+            self.lent.append((made, leaf))
+        return made
 
 
 def changed_in_place(value: Any, change: Callable[[Any], Any]) -> Any:

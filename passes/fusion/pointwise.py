@@ -19,8 +19,8 @@ _SAME_AS = {
     "mod": "remainder", "and_": "bitwise_and", "or_": "bitwise_or", "xor": "bitwise_xor", "inv": "bitwise_not",
     "invert": "bitwise_not", "logsigmoid": "log_sigmoid",
 }  # fmt: skip
-# Composed of pointwise operations; only these are tagged.
-_COMPOSED = frozenset({"hardswish", "log_sigmoid", "softsign", "tanhshrink", "floor_divide", "rsub"})
+# Pointwise operations without torch's tag: composed of tagged ones, or not tagged before torch 2.12 (leaky_relu).
+_UNTAGGED = frozenset({"hardswish", "log_sigmoid", "softsign", "tanhshrink", "floor_divide", "rsub", "leaky_relu"})
 _CASTS = frozenset({"float", "half", "bfloat16", "double", "to"})
 
 
@@ -92,7 +92,7 @@ def is_linear(node: fx.Node) -> bool:
 def computes_each_element(name: str) -> bool:
     """Whether operations of that name compute each element from the elements at its position."""
     name = _SAME_AS.get(name, name)
-    return name in _COMPOSED or any(torch.Tag.pointwise in operation.tags for operation in schemas(name) or ())
+    return name in _UNTAGGED or any(torch.Tag.pointwise in operation.tags for operation in schemas(name) or ())
 
 
 def _is_cast(node: fx.Node) -> bool:

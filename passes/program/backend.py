@@ -28,7 +28,7 @@ from passes.program.changes import Place
 from passes.program.graph_rewriting import GraphRewriter
 from passes.program.hooks import has_global_hooks
 from passes.program.weights import PLAIN_TENSORS, a_forward_runs
-from passes.torch_private import COMPILED_CALL, captured_call, is_watched, without_subclasses
+from passes.torch_private import COMPILED_CALL, DISPATCHES_AGAIN, captured_call, is_watched, without_subclasses
 
 # A second attribute that holds the GraphCall, because copies and pickles of a module leave out its compiled call.
 GRAPH_CALL = "_graph_call"
@@ -202,13 +202,15 @@ class _Program:
                 if (compilation := self._compilation()) is not None:
                     compilation.error = error
                 function = self.origin.forward
+            if DISPATCHES_AGAIN and not _are_plain(inputs):
+                function = _without_subclasses(function)
             self._made = passes, function
             return self._made
 
 
 def _function_of(captured: CapturedGraph, origin: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile a captured graph to a function that computes with the folded tensors among its inputs."""
-    if not all(type(value) in PLAIN_TENSORS for value in inputs if isinstance(value, torch.Tensor)):
+    if not _are_plain(inputs):
         # The graph may need the `__torch_function__` of another class.
         return fx.GraphModule(origin, captured.graph).forward
     # Without the alias nodes, which unwrap folded tensors one by one: each takes some microseconds in every call.
@@ -217,8 +219,14 @@ def _function_of(captured: CapturedGraph, origin: fx.GraphModule, inputs: Sequen
         if (parameter := under_seal(node)) is not node:
             node.replace_all_uses_with(parameter)
             graph.erase_node(node)
-    forward = fx.GraphModule(origin, graph).forward
+    return _without_subclasses(fx.GraphModule(origin, graph).forward)
 
+
+def _are_plain(inputs: Sequence[Any]) -> bool:
+    return all(type(value) in PLAIN_TENSORS for value in inputs if isinstance(value, torch.Tensor))
+
+
+def _without_subclasses(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*inputs: Any) -> Any:
         with without_subclasses():
             return forward(*inputs)

@@ -37,6 +37,7 @@ from passes.program.weights import (
 from passes.torch_private import (
     NOTHING,
     break_graph,
+    is_exporting,
     make_subclass,
     without_subclasses,
     without_torch_function,
@@ -120,7 +121,7 @@ def _unguarded() -> Any:
     """Return a context in which torch computes with folded tensors."""
     # `SealsWhileExporting` is a function mode, so all function modes must be off for it. Otherwise other modes should
     # see the call.
-    is_guarded_by_mode = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    is_guarded_by_mode = is_exporting() and not torch.compiler.is_dynamo_compiling()
     return without_torch_function() if is_guarded_by_mode else without_subclasses()
 
 
@@ -237,7 +238,7 @@ class NoSealsLeave(AroundForward):
         self.is_root = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_exporting():
+        if is_exporting():
             outputs = self._exported(*args, **kwargs)
         else:
             with a_forward_runs():

@@ -504,7 +504,9 @@ def test_a_size_that_no_call_changes_needs_no_capture(tmp_path):
 
 def test_the_batch_needs_a_capture(tmp_path):
     with pytest.raises(
-        ExportError, match=r"torch.export can't determine at which sizes the trace is valid: .*no capture"
+        ExportError,
+        # torch 2.11 leaves out the message.
+        match=r"torch.export can't determine at which sizes the trace is valid: (.*no capture|raised exception .*RuntimeError)",
     ):
         export(TorchScriptExporter, of_the_batch, tmp_path)
 

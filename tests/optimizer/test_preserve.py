@@ -171,6 +171,7 @@ KEPT = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*support will be removed from itertools:DeprecationWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("inputs", [(torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)),), None])
 @pytest.mark.parametrize("name", KEPT)

@@ -185,7 +185,7 @@ def test_wrong_arguments_are_refused():
 
 
 def test_another_profiler_goes_on():
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as own:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as own:
         with pytest.raises(UsageError, match="Another profiler is running"):
             profile(Net(), example_inputs=(X,))
         torch.ones(3).sigmoid()

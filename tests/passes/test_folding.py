@@ -1412,9 +1412,9 @@ def test_refuses_under_hooks_of_all_modules(kind: str) -> None:
 @pytest.mark.parametrize("tensor", ["running_var", "weight", "bias"])
 def test_refuses_what_would_not_be_finite(tensor: str) -> None:
     model = Pair().eval()
-    model.bn.eps = 0.0
+    model.bn.eps = 2**-10
     with torch.no_grad():
-        getattr(model.bn, tensor)[0] = 0.0 if tensor == "running_var" else float("inf")
+        getattr(model.bn, tensor)[0] = -model.bn.eps if tensor == "running_var" else float("inf")
     tree, context = captured(model, image())
     done = FoldConvBn().run(tree, context)
     assert done.changes == ()

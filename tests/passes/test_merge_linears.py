@@ -93,7 +93,7 @@ def products(model: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
 def computed(name: str, model: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     """How often the second call runs an operation."""
     model(*args, **kwargs)
-    with profile(activities=[ProfilerActivity.CPU]) as found:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found:
         model(*args, **kwargs)
     return sum(event.name == f"aten::{name}" for event in found.events())
 

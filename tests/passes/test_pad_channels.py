@@ -44,7 +44,7 @@ def operations(model: nn.Module, *args: Any) -> list[tuple[str, Any]]:
     """The operations of the second call, each with the shapes of its inputs."""
     with torch.no_grad():
         model(*args)
-        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as found:
             model(*args)
     return [(event.name.removeprefix("aten::"), event.input_shapes) for event in found.events()]
 
@@ -283,7 +283,7 @@ def test_a_weight_is_padded_once(both: Any) -> None:
         assert paddings(fast, x) == [[4, 5]]
     with torch.no_grad():
         fast[0].weight.mul_(2)
-        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as found:
             fast(x)
         padded = [event.input_shapes[0] for event in found.events() if event.name == "aten::constant_pad_nd"]
         assert padded == [[3, 5], [4, 5]]

@@ -332,8 +332,9 @@ def test_what_goes_through_a_users_checkpoint_isnt_repeated():
         return checkpoint(lambda t: t.sin().tanh(), x.exp(), use_reentrant=False).cos()
 
     found = profile_of(forward, leaf(8))
-    # The checkpoint recomputes from the result of exp.
-    assert [call.name for call in found.calls if not call.repeatable] == ["exp", "sin", "tanh"]
+    # The checkpoint recomputes from the result of exp. In torch 2.11 it also makes an empty tensor.
+    names = [call.name for call in found.calls if not call.repeatable and call.name != "empty"]
+    assert names == ["exp", "sin", "tanh"]
 
 
 class Cubed(torch.autograd.Function):

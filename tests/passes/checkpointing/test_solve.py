@@ -138,7 +138,7 @@ def test_uniform_choices_include_computing_nothing_again():
 
     nothing = Choice.nothing(solver.profile)
     assert peaks_of(nothing) == (1208, 1208)
-    assert [peaks_of(solver.uniform(count)) for count in range(1, len(solver.cuts))] == [(1352, 1352)] * 3
+    assert {peaks_of(solver.uniform(count)) for count in range(1, len(solver.cuts))} == {(1352, 1352)}
     assert solver.lowest_uniform() == nothing
     assert solver.solve_uniform(1208) == nothing
     assert solver.solve_uniform(1207) is None
@@ -201,7 +201,9 @@ def test_a_step_that_saves_something_before_its_first_call_is_solved():
 
     x = torch.rand(6, 8, requires_grad=True)
     solver = solver_of(Begun(), (x,), {}, selective=False)
-    assert min(position.call for position in solver.profile.order) == 0
+    # In torch 2.11, the checkpoint begins with a call that makes an empty tensor.
+    first = solver.profile.calls[0].name == "empty"
+    assert min(position.call for position in solver.profile.order) == first
     assert solver.simulation.run(solver.lowest).peak < solver.profile.peak
 
 

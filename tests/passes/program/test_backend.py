@@ -45,7 +45,7 @@ def pair() -> tuple[nn.Module, nn.Module]:
 def operations(module: nn.Module) -> set[str]:
     with torch.no_grad():
         module(X)
-        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
             module(X)
     return {event.key for event in profiled.key_averages() if event.key.startswith("aten::")}
 

@@ -192,6 +192,10 @@ def test_dtypes_modes_and_gradients(functional):
     assert same(batched, model(X), 1e-2)
 
 
+# torch 2.11 can't raise our error in compiled code: it raises another, which shows the line.
+RAISED = r"(is|was) used without|raise (seal\.sealed_by\.went_astray|_read_elsewhere)\("
+
+
 @BOTH
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_result_is_the_plain_computation(functional, backend):
@@ -201,7 +205,7 @@ def test_a_compiled_result_is_the_plain_computation(functional, backend):
     with torch.no_grad():
         assert same(compiled(X), model(X))
     result.way = "raw"
-    with pytest.raises(UnseenCall), torch.no_grad():
+    with pytest.raises((UnseenCall, AssertionError), match=RAISED), torch.no_grad():
         torch.compile(result, backend=backend)(X)
 
 
@@ -214,7 +218,7 @@ def test_a_way_that_was_not_seen_is_neither_exported_nor_compiled(functional, wa
     with pytest.raises(UnseenCall):
         exported(result)
     # Where torch runs an operation on fake tensors, it wraps the error.
-    with pytest.raises(Exception, match=r"(is|was) used without"):
+    with pytest.raises(Exception, match=RAISED):
         torch.compile(result, backend="eager")(X)
     assert FORWARDS.running == 0
     result.way = "seen"
