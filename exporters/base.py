@@ -245,7 +245,8 @@ class ExportRequest:
         varying: the dims of outputs, each as output index and dim, whose size depends on input values as far as known.
         undecided: indices of outputs whose order or choice the model leaves to equal scores; only `proof` compares
             their values by place.
-        chosen: those of the undecided outputs that equal scores choose; only `proof` compares their values.
+        chosen: those of the undecided outputs that equal scores choose, with the share of their elements that other
+            choices may change.
         output_structure: the structure of the model's output, if the caller has it.
         proof: compares the artifact loaded from these files with the model, at these calls and others, and returns
             whether it is right. None makes the exporter compare all calls itself.
@@ -267,7 +268,7 @@ class ExportRequest:
     outputs: tuple[tuple[torch.Tensor, ...], ...] | None = None
     varying: frozenset[tuple[int, int]] = frozenset()
     undecided: frozenset[int] = frozenset()
-    chosen: frozenset[int] = frozenset()
+    chosen: Mapping[int, float] = field(default_factory=dict)
     output_structure: Structure | None = None
     proof: Proof | None = None
     captures: Captures | None = None

@@ -67,7 +67,7 @@ class Evidence:
     outputs_given: bool = False
     proof: Proof | None = None
     undecided: frozenset[int] = frozenset()
-    chosen: frozenset[int] = frozenset()
+    chosen: Mapping[int, float] = field(default_factory=dict)
     in_a_row: int = 1
     captures: Captures = field(kw_only=True)
 
@@ -257,7 +257,7 @@ def gather(request: ExportRequest) -> Evidence:
         outputs_given=given,
         proof=request.proof,
         undecided=frozenset() if request.proof is None else request.undecided,
-        chosen=frozenset() if request.proof is None else request.chosen,
+        chosen={} if request.proof is None else request.chosen,
         captures=request.captures or Captures(adapter),
     )
 

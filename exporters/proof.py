@@ -40,6 +40,9 @@ _MOST_RAISED = 4
 # Maximum number of conditions to add from captures at other batches. The first ones already expose a wrong path.
 _MOST_FURTHER = 16
 
+# So many elements may differ by a different choice among equal scores, however small their share was in the calls.
+_FEW = 8
+
 # Only this many open sizes are combined when two or more sizes are set to 1.
 _MOST_AT_ONE = 4
 
@@ -94,7 +97,7 @@ def _prove_at_calls(evidence: Evidence, loaded: LoadedArtifact, files: Sequence[
     if evidence.proof is not None and evidence.proof(loaded, files):
         return None
     # No other comparison is left for the outputs that only the request's own proof compares.
-    return _proven_at(replace(evidence, undecided=frozenset(), chosen=frozenset()), loaded, range(len(evidence.inputs)))
+    return _proven_at(replace(evidence, undecided=frozenset(), chosen={}), loaded, range(len(evidence.inputs)))
 
 
 def prove_program(
@@ -352,13 +355,25 @@ def _compare(
         allowed = _rounding(evidence, ours.dtype)
         if errors is not None:
             allowed = _allowed_beyond(evidence, inputs, ours.dtype, errors[index])
-        compared = index not in evidence.unstable | evidence.chosen
-        if compared and index in evidence.undecided and ours.shape == theirs.shape:
-            # Equal scores leave the order free, so the values are compared without it.
-            ours, theirs = (tensor.flatten().sort().values for tensor in (ours, theirs))
+        compared = index not in evidence.unstable
+        if compared and index in evidence.undecided and (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype):
+            if index in evidence.chosen:
+                compared = _differ_in_more(ours, theirs, evidence.chosen[index], allowed)
+            else:
+                # Equal scores leave the order free, so the values are compared without it.
+                ours, theirs = (tensor.flatten().sort().values for tensor in (ours, theirs))
         if problem := difference(ours, theirs, values=compared, allowed=allowed):
             raise WrongFile(f"output `{name}` is wrong on inputs of {sizes}: {problem}", inputs, name)
     return outputs
+
+
+def _differ_in_more(expected: torch.Tensor, got: torch.Tensor, share: float, allowed: float) -> bool:
+    """Whether more elements differ than twice the share that equal scores choose, and not only a few."""
+    if expected.is_complex():
+        return False
+    left, right = (_as_float64(tensor).nan_to_num() for tensor in (expected, got))
+    error = allowed * float(left.abs().max()) if left.numel() else 0.0
+    return int(((left - right).abs() > error).sum()) > 2 * share * left.numel() + _FEW
 
 
 def _rounding(evidence: Evidence, dtype: torch.dtype) -> float:

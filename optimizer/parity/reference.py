@@ -97,13 +97,21 @@ class Reference:
     def undecided(self) -> frozenset[int]:
         """The indices of the outputs that equal scores choose or put in order."""
         ordered = {name for one in self.original.calls for tie in one.ties for name in tie.names}
-        return self.chosen | {index for index, name in enumerate(self.output_names) if name in ordered}
+        return frozenset(self.chosen) | {i for i, name in enumerate(self.output_names) if name in ordered}
 
     @property
-    def chosen(self) -> frozenset[int]:
-        """The indices of the outputs with elements that equal scores choose."""
-        found = {name for one in self.original.calls for name in one.cut}
-        return frozenset(index for index, name in enumerate(self.output_names) if name in found)
+    def chosen(self) -> dict[int, float]:
+        """The outputs with elements that equal scores choose, by index, with the share of undecided elements."""
+        counts: dict[str, int] = {}
+        for one in self.original.calls:
+            for name, cut in one.cut.items():
+                masks = [tie.spread(tie.groups > 0, one.own.values[name]) for tie in one.ties if name in tie.names]
+                counts[name] = counts.get(name, 0) + sum(int(mask.count_nonzero()) for mask in (cut, *masks))
+        elements = {
+            name: sum(one.own.values[name].numel() for one in self.original.calls if name in one.own.values)
+            for name in counts
+        }
+        return {i: counts[name] / elements[name] for i, name in enumerate(self.output_names) if name in counts}
 
     def why_not(self, size: str | None) -> str | None:
         """The first error of the original at another size, with its place; None if there was none.

@@ -285,3 +285,24 @@ def test_outputs_that_ties_order_are_compared_at_sizes_where_the_model_takes_ano
         return
     with pytest.raises(ExporterError, match=r"at batch size 21 .* output `output_1` is wrong"):
         export(model, example_inputs=x, **options)
+
+
+class ChosenRows(OrderedRows):
+    def forward(self, x):
+        rows = self.layer(x)
+        scores, best = (rows * 2).round().max(-1)
+        if x.shape[0] > 40:
+            rows = rows * self.factor
+        return scores, rows.gather(-1, best[:, None])
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_outputs_that_ties_choose_are_compared_as_far_as_ties_are_rare(factor, tmp_path):
+    torch.manual_seed(0)
+    model, options = ChosenRows(factor).eval(), {"output": tmp_path / "out", "formats": ("onnx",), "bench": False}
+    x = torch.randn(2, 8) * 4
+    if factor == 1:
+        assert any("weren't compared" in note for note in export(model, example_inputs=x, **options).manifest["notes"])
+        return
+    with pytest.raises(ExporterError, match=r"at batch size 41 .* output `output_1` is wrong"):
+        export(model, example_inputs=x, **options)
