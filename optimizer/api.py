@@ -323,7 +323,7 @@ def export(
         benchmarks.append(choose(job, measured, calls, written[0], folder))
         body = write_data(job, measured, written[0], folder, benchmarks[0])
         if profile_dir is not None:
-            profiles.update(profiled(job, measured, Bundle(folder, body), profile_dir))
+            profiles.update(profiled(job, measured, written[0], folder, profile_dir))
         return {**body, "build": build} if build else body
 
     def report(folder: Path, manifest: Mapping[str, Any]) -> None:

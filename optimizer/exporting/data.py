@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from optimizer.bundle import (
-    Bundle,
     describe_device,
     graph_of,
     is_to_be_repeated,
@@ -124,13 +123,17 @@ def _verdict(worst: ParityReport, written: WrittenFiles, benchmark: Benchmark | 
     return {"verdict": WITHIN_BUDGET, "reason": f"{told}. {rest}"}
 
 
-def profiled(job: ExportJob, measured: MeasuredExport, bundle: Bundle, directory: Path) -> dict[str, Any]:
-    """Profile the original, the model and the ONNX file, as `profile_export` does."""
+def profiled(
+    job: ExportJob, measured: MeasuredExport, written: WrittenFiles, folder: Path, directory: Path
+) -> dict[str, Any]:
+    """Profile the original, the model and the ONNX file in a folder, as `profile_export` does."""
+    given = job.samples.given
     return profile_export(
         measured.original,
         job.model,
-        bundle,
         job.samples,
+        onnx=next((folder / entry["path"] for entry in written.entries if entry["format"] == "onnx"), None),
+        inputs=measured.adapter.flatten_inputs(given.args, given.kwargs),
         device=job.target,
         directory=directory,
         progress=job.tell,

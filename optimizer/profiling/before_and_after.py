@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 from torch import nn
 
 from exporters.onnx_profile import profile_nodes
-from optimizer.bundle import Bundle
 from optimizer.model import Samples, in_turn
 from optimizer.profiling.module_runs import RUNS
 from optimizer.profiling.operations import Place, Spent, operations_of
@@ -22,9 +22,10 @@ from optimizer.report import Progress, ProgressFunction
 def profile_export(
     original: nn.Module,
     optimized: nn.Module,
-    bundle: Bundle,
     samples: Samples,
     *,
+    onnx: Path | None,
+    inputs: Sequence[torch.Tensor],
     device: torch.device,
     directory: Path,
     progress: ProgressFunction,
@@ -32,7 +33,8 @@ def profile_export(
     """Profile inference before and after, at the example inputs, and write the profiles.
 
     Args:
-        bundle: if it has an ONNX file, this is profiled too, at the golden data of the same batch size.
+        onnx: an ONNX file to profile too, if there is one.
+        inputs: its inputs, in its order.
         directory: a folder that doesn't exist yet. It gets one Chrome trace of each, and `profile.json`.
 
     Returns:
@@ -48,19 +50,16 @@ def profile_export(
             progress(Progress("profile", number, 3, name, name))
             trace = _trace(folder, name)
             found[name] = profile_module(module, samples.given, "inference", device, trace=trace).to_json()
-        for artifact in bundle.artifacts:
-            if artifact.format == "onnx":
-                progress(Progress("profile", 2, 3, "onnx", "onnx"))
-                found["onnx"] = _profile_file(artifact.path, bundle, samples, device, folder).to_json()
+        if onnx is not None:
+            progress(Progress("profile", 2, 3, "onnx", "onnx"))
+            found["onnx"] = _profile_file(onnx, inputs, device, folder).to_json()
         write_json(folder / "profile.json", found)
     progress(Progress("profile", 3, 3, str(directory)))
     return found
 
 
-def _profile_file(path: Path, bundle: Bundle, samples: Samples, device: torch.device, folder: Path) -> Profile:
-    calls = bundle.golden()
-    call = next((call for call in calls if call.batch_size == samples.batch_size), calls[0])
-    seconds, nodes = profile_nodes(path, device, tuple(call.inputs.values()), _trace(folder, "onnx"), runs=RUNS)
+def _profile_file(path: Path, inputs: Sequence[torch.Tensor], device: torch.device, folder: Path) -> Profile:
+    seconds, nodes = profile_nodes(path, device, tuple(inputs), _trace(folder, "onnx"), runs=RUNS)
     spent: dict[Place, Spent] = {}
     for node in nodes:
         each = spent.setdefault((node.op_type, node.name), Spent(shapes=node.shapes))

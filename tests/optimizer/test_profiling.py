@@ -366,8 +366,9 @@ def test_before_and_after_an_export(tmp_path):
     found = profile_export(
         model,
         fast,
-        bundle,
         Samples((x,)),
+        onnx=bundle.path / "model.onnx",
+        inputs=(x,),
         device=torch.device("cpu"),
         directory=folder,
         progress=no_progress,
