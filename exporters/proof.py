@@ -40,7 +40,7 @@ _MOST_RAISED = 4
 # Maximum number of conditions to add from captures at other batches. The first ones already expose a wrong path.
 _MOST_FURTHER = 16
 
-# So many elements may differ by a different choice among equal scores, however small their share was in the calls.
+# At most this number of elements may differ by another choice among equal scores, even where the calls had fewer.
 _FEW = 8
 
 # Only this many open sizes are combined when two or more sizes are set to 1.

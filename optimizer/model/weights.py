@@ -142,7 +142,7 @@ def _fitting(model: nn.Module, value: Any, key: str, path: Path, notes: list[str
     ranked = sorted(found, key=lambda each: _FIRST_KEYS.index(each) if each in _FIRST_KEYS else len(_FIRST_KEYS))
     fitted = {each: names for each in ranked if (names := _named_as(model, found[each], path)) is not None}
     if not fitted:
-        # A file of one state dict may have more beside it, such as the number of the epoch.
+        # A file of one state dict may hold other entries too, such as the number of the epoch.
         return found[max(ranked, key=lambda each: len(set(found[each]) & set(model.state_dict())))]
     first = next(iter(fitted))
     if len(fitted) > 1 and first not in (*_FIRST_KEYS, ""):
