@@ -23,7 +23,7 @@ from passes.compiling.frozen import Compile, FrozenCall
 from passes.compiling.record import CompileRecord, RecordingBackend
 from passes.errors import RequirementNotMet
 from passes.module_interface import ModelTree, ModuleRewriter
-from passes.program.backend import GraphCall, rewritten, without_graph_call
+from passes.program.backend import GraphCall, compiled, without_graph_call
 from passes.torch_private import compiler_named, options_of_mode
 
 # With "auto", blocks are compiled if they do this share of the work that compiling can save: the rest isn't compiled.
@@ -215,7 +215,7 @@ class TorchCompile(Pass):
 
 
 def _of_rewritten(call: GraphCall, compiler: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda graph, inputs: compiler(rewritten(call, graph, inputs), inputs)
+    return lambda graph, inputs: compiled(call, compiler, graph, inputs)
 
 
 def _share(groups: Sequence[Blocks], context: Context) -> float:

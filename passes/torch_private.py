@@ -465,6 +465,21 @@ class SizeConditions:
         )
 
 
+def as_captured(graph: fx.GraphModule, origin: fx.GraphModule) -> fx.GraphModule:
+    """Give a rewritten graph the notes that compilers read of the captured one; its further inputs are static.
+
+    They tell which inputs keep their memory between calls, so that CUDA graphs don't copy them. Seen in 2.13.
+    """
+    graph.meta.update(origin.meta)
+    graph.__dict__["_param_name_to_source"] = getattr(origin, "_param_name_to_source", {})
+    sources = {node.name: getattr(node, "_dynamo_source", None) for node in origin.graph.find_nodes(op="placeholder")}
+    for node in graph.graph.find_nodes(op="placeholder"):
+        node._dynamo_source = sources.get(node.name)
+        if node.name not in sources:
+            node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+    return graph
+
+
 def is_watched() -> bool:
     """Whether something intercepts the single operations of this thread: a tracer, a mode of torch, or a transform.
 

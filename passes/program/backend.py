@@ -23,12 +23,20 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
-from passes.program.captured import CapturedGraph, Modules, under_seal
+from passes.program.captured import CapturedGraph, Modules, example_of, under_seal
 from passes.program.changes import Place
+from passes.program.derived import DerivedInputs, DerivedTensors, lifted
 from passes.program.graph_rewriting import GraphRewriter
 from passes.program.hooks import has_global_hooks
 from passes.program.weights import PLAIN_TENSORS, a_forward_runs
-from passes.torch_private import COMPILED_CALL, DISPATCHES_AGAIN, captured_call, is_watched, without_subclasses
+from passes.torch_private import (
+    COMPILED_CALL,
+    DISPATCHES_AGAIN,
+    as_captured,
+    captured_call,
+    is_watched,
+    without_subclasses,
+)
 
 # A second attribute that holds the GraphCall, because copies and pickles of a module leave out its compiled call.
 GRAPH_CALL = "_graph_call"
@@ -62,7 +70,7 @@ class Applied:
 
     def rewriter(self, captured: CapturedGraph) -> GraphRewriter:
         """Rewrite the graph, and return the rewriter with the new graph and the record."""
-        graph = GraphRewriter(captured, self._why_not)
+        graph = GraphRewriter(captured, self._why_not, self.context.mode)
         self.item.rewrite(graph, self.context)
         return graph
 
@@ -106,12 +114,22 @@ class GraphCall:
         self.owner.__dict__[COMPILED_CALL] = self
 
 
-def rewritten(call: GraphCall, graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-    """Rewrite, with the passes of a call, a graph that torch.compile gave to another backend."""
-    captured = CapturedGraph(graph.graph, Modules(call.owner), None, inputs)
+Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+def compiled(call: GraphCall, compiler: Compiler, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile a graph of torch.compile, rewritten by the passes of a call. Derived tensors are inputs of the code."""
+    captured = CapturedGraph(graph.graph, Modules(call.owner), None, inputs, compilation_of(call).derived)
     for step in call.passes:
         captured = step.rewrite(captured, inputs)
-    return fx.GraphModule(graph, captured.graph)
+    rewritten, derived = lifted(captured)
+    if derived is None:
+        return compiler(as_captured(fx.GraphModule(graph, rewritten), graph), inputs)
+    if derived.of(inputs) is None:
+        return compiler(graph, inputs)
+    further = rewritten.find_nodes(op="placeholder")[len(inputs) :]
+    code = compiler(as_captured(fx.GraphModule(graph, rewritten), graph), [*inputs, *map(example_of, further)])
+    return _with_derived(code, graph.forward, derived)
 
 
 @contextmanager
@@ -135,12 +153,14 @@ class Compilation:
         compiled: f(module, args, kwargs), which runs the call by its captured graphs.
         graphs: the captured graphs, in the order of their capture.
         error: the last error that a pass raised while it rewrote a graph; None if there was none.
+        derived: the derived tensors of these graphs.
     """
 
     def __init__(self, call: GraphCall) -> None:
         self._call = weakref.ref(call)
         self.graphs: list[_Program] = []
         self.error: Exception | None = None
+        self.derived = DerivedTensors()
         this = weakref.ref(self)
 
         def capture(graph: fx.GraphModule, inputs: Sequence[Any], around: nn.Module | None) -> Callable[..., Any]:
@@ -160,7 +180,7 @@ class Compilation:
     def _captured(self, graph: fx.GraphModule, inputs: Sequence[Any], around: nn.Module | None) -> Callable[..., Any]:
         call = self._call()
         assert call is not None
-        captured = CapturedGraph(graph.graph, Modules(call.owner), around, inputs)
+        captured = CapturedGraph(graph.graph, Modules(call.owner), around, inputs, self.derived)
         program = _Program(graph, captured, self._call, weakref.ref(self))
         self.graphs.append(program)
         return program
@@ -210,16 +230,28 @@ class _Program:
 
 def _function_of(captured: CapturedGraph, origin: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile a captured graph to a function that computes with the folded tensors among its inputs."""
-    if not _are_plain(inputs):
-        # The graph may need the `__torch_function__` of another class.
-        return fx.GraphModule(origin, captured.graph).forward
-    # Without the alias nodes, which unwrap folded tensors one by one: each takes some microseconds in every call.
-    graph = captured.copied()[0].graph
-    for node in graph.nodes:
-        if (parameter := under_seal(node)) is not node:
-            node.replace_all_uses_with(parameter)
-            graph.erase_node(node)
-    return _without_subclasses(fx.GraphModule(origin, graph).forward)
+    are_plain = _are_plain(inputs)
+    if are_plain:
+        # Without the alias nodes, which unwrap folded tensors one by one: each takes some microseconds in every call.
+        captured = captured.copied()[0]
+        for node in captured.graph.nodes:
+            if (parameter := under_seal(node)) is not node:
+                node.replace_all_uses_with(parameter)
+                captured.graph.erase_node(node)
+    graph, derived = lifted(captured)
+    function = fx.GraphModule(origin, graph).forward
+    if derived is not None:
+        function = _with_derived(function, origin.forward, derived)
+    # With other classes, the graph may need their `__torch_function__`.
+    return _without_subclasses(function) if are_plain else function
+
+
+def _with_derived(function: Callable[..., Any], as_written: Callable[..., Any], derived: DerivedInputs) -> Any:
+    def run(*inputs: Any) -> Any:
+        values = derived.of(inputs)
+        return as_written(*inputs) if values is None else function(*inputs, *values)
+
+    return run
 
 
 def _are_plain(inputs: Sequence[Any]) -> bool:
@@ -268,7 +300,7 @@ __all__ = [
     "GraphCall",
     "Step",
     "compilation_of",
+    "compiled",
     "entry_of",
-    "rewritten",
     "without_graph_call",
 ]

@@ -6,14 +6,18 @@ made it, and holds an example of its value without data: a FakeTensor or a symbo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
 from passes.torch_private import OpOverload, enter_autocast, module_id_of
+
+if TYPE_CHECKING:
+    from passes.program.derived import DerivedTensors
 
 # torch's own key in `node.meta` for the example of a node's value.
 EXAMPLE = "example_value"
@@ -45,17 +49,30 @@ class CapturedGraph:
         graph: the torch.fx graph.
         modules: the look-up tables of the root module.
         tensors: for each placeholder that is a parameter or buffer, its path, such as "layer1.0.weight".
+        derived: the derived tensors of the model.
     """
 
-    def __init__(self, graph: fx.Graph, modules: Modules, around: nn.Module | None, inputs: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        modules: Modules,
+        around: nn.Module | None,
+        inputs: Sequence[Any],
+        derived: DerivedTensors,
+    ) -> None:
         self.graph = graph
         self.modules = modules
+        self.derived = derived
         self._around = modules.paths.get(id(around), "")
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         self.tensors = {
             node: modules.tensors[id(value)]
             for node, value in zip(placeholders, inputs, strict=True)
             if id(value) in modules.tensors
+        }
+        # Weak, so that a captured graph keeps no tensor alive.
+        self._values = {
+            node: weakref.ref(value) for node, value in zip(placeholders, inputs, strict=True) if node in self.tensors
         }
         # Computations use a folded parameter through an alias node that unwraps it; treat that node as the parameter.
         self.tensors |= {
@@ -69,9 +86,15 @@ class CapturedGraph:
         for node in self.graph.nodes:
             nodes[node] = graph.node_copy(node, nodes.__getitem__)
         twin = object.__new__(CapturedGraph)
-        twin.graph, twin.modules, twin._around = graph, self.modules, self._around
+        twin.graph, twin.modules, twin.derived, twin._around = graph, self.modules, self.derived, self._around
         twin.tensors = {nodes[node]: path for node, path in self.tensors.items() if node in nodes}
+        twin._values = {nodes[node]: value for node, value in self._values.items() if node in nodes}
         return twin, nodes
+
+    def value_of(self, node: fx.Node) -> torch.Tensor | None:
+        """The parameter or buffer itself; None for other nodes, and for a tensor that the model has dropped."""
+        reference = self._values.get(node)
+        return None if reference is None else reference()
 
     def path_of(self, node: fx.Node) -> str:
         """The path of the module whose forward made the node; "" for the root."""
@@ -160,11 +183,22 @@ def value_with(node: fx.Node, examples: Mapping[fx.Node, Any]) -> Any:
 def _autocast_at(node: fx.Node) -> Iterator[None]:
     """Enter the autocasts that the graph itself opens around the node; outer ones are active already."""
     with ExitStack() as stack:
-        for enter in node.graph.find_nodes(op="call_function", target=enter_autocast):
-            # The user of an enter node's value is the matching exit node.
-            if enter < node and all(node < user for user in enter.users):
-                stack.enter_context(torch.autocast(*enter.args))
+        for enter in _autocasts_at(node):
+            options: Any = enter.args
+            stack.enter_context(torch.autocast(*options))
         yield
+
+
+def _autocasts_at(node: fx.Node) -> Iterator[fx.Node]:
+    for enter in node.graph.find_nodes(op="call_function", target=enter_autocast):
+        # The user of an enter node's value is the matching exit node.
+        if enter < node and all(node < user for user in enter.users):
+            yield enter
+
+
+def is_under_autocast(node: fx.Node) -> bool:
+    """Whether the graph itself opens an autocast around the node."""
+    return any(True for _ in _autocasts_at(node))
 
 
 def computing(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -184,6 +218,15 @@ def subgraph(wanted: Sequence[fx.Node], stops: Sequence[fx.Node]) -> fx.Graph:
         nodes[node] = graph.node_copy(node, nodes.__getitem__)
     graph.output(tuple(nodes[node] for node in wanted))
     return graph
+
+
+def function_of(graph: fx.Graph) -> Callable[..., Any]:
+    """The Python function of a graph; it returns one value, or a tuple of several."""
+    function: Callable[..., Any] = fx.GraphModule(nn.Module(), graph).forward
+    (outputs,) = next(node for node in reversed(graph.nodes) if node.op == "output").args
+    if isinstance(outputs, tuple) and len(outputs) == 1:
+        return lambda *values: function(*values)[0]
+    return function
 
 
 def between(wanted: Sequence[fx.Node], stops: Mapping[fx.Node, Any] | set[fx.Node]) -> set[fx.Node]:

@@ -1,32 +1,43 @@
-"""Tensors computed from parameters and buffers only, cached between calls."""
+"""Tensors that graph passes compute from parameters and buffers, such as folded weights.
+
+A pass writes them as calls in a graph. `lifted` makes them inputs of the graph, which are computed outside of it and kept
+while their sources are unchanged, so that eager kernels and compilers alike get finished tensors.
+"""
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
+from passes.program.captured import CapturedGraph, is_under_autocast, name_of
+from passes.program.effects import Memory
 from passes.program.weights import PLAIN_TENSORS
-from passes.torch_private import has_autocast, is_capturing_cuda, is_watched, without_subclasses
+from passes.torch_private import has_autocast, is_capturing_cuda, without_subclasses
+
+# The key in `node.meta` for the value of a new derived tensor.
+_VALUE = "optimize_export_value"
+Usable = Callable[[torch.Tensor], str | None]
 
 
 class Derived:
-    """A call in a graph that computes a tensor from parameters and buffers and caches it while they stay unchanged.
+    """The call in a graph that computes a derived tensor.
 
-    A source that was written to, moved, cast or replaced is noticed at the next call. The exception is a write through
-    `.data`, which torch doesn't count. If gradients flow to the sources, or under autocast, the value is computed at
-    each call and not cached.
-
-    Args:
-        function: computes the value; differentiable.
-        what: a description of the value for reports.
-        kept: an alternative function for the cached value, which needs no gradients; by default `function`.
+    Attributes:
+        function: computes the tensor; differentiable. Equal functions of the same sources share one value, so a frozen
+            dataclass with `__call__` is better than a closure.
+        what: a description of the tensor, for reports.
+        usable: the reason why a value must not be used, as a clause; None for values that may.
         in_autocast: whether the function is part of the forward and follows an active autocast. If False, it is always
-            run without autocast, and its value is cached under autocast too.
+            run without autocast.
+        each_call: whether it is computed in the graph at each call, because gradients flow through it.
     """
 
     # torch.fx requires a name for functions in a graph.
@@ -37,91 +48,276 @@ class Derived:
         self,
         function: Callable[..., Any],
         what: str,
-        kept: Callable[..., Any] | None = None,
+        usable: Usable | None = None,
         *,
         in_autocast: bool = True,
+        each_call: bool = False,
     ) -> None:
+        try:
+            hash(function)
+        except TypeError:
+            raise TypeError(
+                f"derived() takes a hashable function, and {type(function).__name__} isn't: write a function, or a frozen "
+                "dataclass with __call__."
+            ) from None
         self.function = function
-        self.function_of_kept = kept or function
         self.what = what
+        self.usable = usable
         self.in_autocast = in_autocast
-        self._lock = threading.Lock()
-        # Keyed by the ids of the sources: one captured graph can serve several equal modules.
-        self._kept: dict[tuple[int, ...], _Kept] = {}
+        self.each_call = each_call
 
     def __call__(self, *sources: torch.Tensor) -> torch.Tensor:
-        if self.in_autocast or not has_autocast():
-            return self._value_of(sources)
-        with torch.autocast(sources[0].device.type, enabled=False):
-            return self._value_of(sources)
-
-    def _value_of(self, sources: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        if not _may_keep(sources):
-            with without_subclasses():
-                value: torch.Tensor = self.function(*sources)
-            return value
-        key = tuple(map(id, sources))
-        kept = self._kept.get(key)
-        if kept is None or not kept.holds_for(sources):
-            with self._lock, torch.inference_mode(False), torch.no_grad(), without_subclasses():
-                # Drop the values of sources that no longer exist.
-                self._kept = {each: one for each, one in self._kept.items() if one.is_alive}
-                self._kept[key] = kept = _Kept(sources, self.function_of_kept(*sources).detach())
-            if kept.value.is_cuda:
-                # The value may be used on another stream, so it must be complete.
-                torch.cuda.current_stream(kept.value.device).synchronize()
-        return kept.value
+        off = not self.in_autocast and has_autocast()
+        with torch.autocast(sources[0].device.type, enabled=False) if off else nullcontext(), without_subclasses():
+            value: torch.Tensor = self.function(*sources)
+        return value
 
 
-def function_of(graph: fx.Graph) -> Callable[..., Any]:
-    """The Python function of a graph; it returns one value, or a tuple of several."""
-    function: Callable[..., Any] = fx.GraphModule(nn.Module(), graph).forward
-    (outputs,) = next(node for node in reversed(graph.nodes) if node.op == "output").args
-    if isinstance(outputs, tuple) and len(outputs) == 1:
-        return lambda *values: function(*values)[0]
-    return function
+@dataclass(frozen=True)
+class Recipe:
+    """How a derived tensor is computed.
 
+    Attributes:
+        call: computes it.
+        sources: for each argument the input of the graph, by its index or its node, or the recipe of another derived
+            tensor.
+    """
 
-class _Kept:
-    """A cached value with the state of its sources."""
-
-    def __init__(self, sources: tuple[torch.Tensor, ...], value: torch.Tensor) -> None:
-        self.value = value
-        self._sources = tuple(map(weakref.ref, sources))
-        self.dtype = torch.get_default_dtype()
-        # Keeps the memory alive, so that no other tensor can get the same address.
-        self.then = tuple((source.detach(), source._version) for source in sources)
+    call: Derived
+    sources: tuple[Any, ...]
 
     @property
-    def is_alive(self) -> bool:
-        """Whether all source tensors still exist."""
-        return all(source() is not None for source in self._sources)
-
-    def holds_for(self, sources: tuple[torch.Tensor, ...]) -> bool:
-        """Whether these are the source tensors, unchanged since the value was computed."""
-        if torch.get_default_dtype() is not self.dtype:
-            return False
-        for source, known, (then, version) in zip(sources, self._sources, self.then, strict=True):
-            if (
-                source is not known()
-                or source._version != version
-                or source.data_ptr() != then.data_ptr()
-                or source.dtype is not then.dtype
-                or source.shape != then.shape
-                or source.stride() != then.stride()
-            ):
-                return False
-        return True
+    def inputs(self) -> Iterator[Any]:
+        """The inputs of the graph that it is computed from."""
+        for source in self.sources:
+            yield from source.inputs if isinstance(source, Recipe) else (source,)
 
 
-def _may_keep(sources: tuple[torch.Tensor, ...]) -> bool:
-    if is_watched() or has_autocast() or is_capturing_cuda():
-        return False
-    gradients = torch.is_grad_enabled()
-    return all(
-        type(source) in PLAIN_TENSORS
-        and not (gradients and source.requires_grad)
-        and not source.is_meta
-        and not source.is_inference()
-        for source in sources
+class Unusable(Exception):
+    """A value that the pass can't use; the message is a clause with the reason."""
+
+
+class DerivedTensors:
+    """The values that the graphs of one model share. A value is freed when no graph uses it any more."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._values: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
+
+    def values_of(self, recipes: Sequence[Recipe], sources: Mapping[Any, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Compute the tensors, or take those that another graph has computed from the same sources.
+
+        Args:
+            sources: the tensors among the inputs of the graph, by what the recipes call them.
+
+        Raises:
+            Unusable: a value must not be used.
+        """
+        # Values that only other values are computed from are freed at the end.
+        known: dict[Any, tuple[Any, torch.Tensor]] = {
+            place: ((id(source), source._version, source.data_ptr(), source.stride()), source)
+            for place, source in sources.items()
+        }
+        with self.lock, torch.inference_mode(False), torch.no_grad():
+            return tuple(self._value_of(recipe, known)[1] for recipe in recipes)
+
+    def _value_of(self, recipe: Recipe, known: dict[Any, tuple[Any, torch.Tensor]]) -> tuple[Any, torch.Tensor]:
+        """The key under which the value is kept, and the value."""
+        found = [
+            self._value_of(source, known) if isinstance(source, Recipe) else known[source] for source in recipe.sources
+        ]
+        key = recipe.call.function, *(key for key, _ in found)
+        value = self._values.get(key)
+        if value is None:
+            value = recipe.call(*(value for _, value in found)).detach()
+            if recipe.call.usable is not None and (reason := recipe.call.usable(value)):
+                raise Unusable(reason)
+            self._values[key] = value
+            known[key] = key, value
+        return key, value
+
+
+class DerivedInputs:
+    """The derived tensors of one graph as its further inputs, checked once per call of the graph.
+
+    The check compares the identity, the version, the address and the strides of each source: torch.compile guards none of them for
+    parameters. Writes to `.data` and through numpy change none of them.
+
+    Args:
+        store: the values of the model.
+        recipes: how each tensor is computed.
+        enables_gradients: whether the graph itself switches gradients on.
+    """
+
+    def __init__(self, store: DerivedTensors, recipes: Sequence[Recipe], *, enables_gradients: bool) -> None:
+        self._store = store
+        self._recipes = tuple(recipes)
+        self._places = sorted({place for recipe in recipes for place in recipe.inputs})
+        self._enables_gradients = enables_gradients
+        # By the ids of the sources: one captured graph can serve several equal modules.
+        self._states: dict[tuple[int, ...], _State] = {}
+
+    def of(self, inputs: Sequence[Any]) -> tuple[torch.Tensor, ...] | None:
+        """The tensors for a call with these inputs; None if the graph must run as it was written.
+
+        It must if gradients flow to a source, if a source can't be watched, or if a value can't be used.
+        """
+        sources = [inputs[place] for place in self._places]
+        if (torch.is_grad_enabled() or self._enables_gradients) and any(map(_requires_grad, sources)):
+            return None
+        state = self._states.get(tuple(map(id, sources)))
+        if (
+            state is None
+            or list(map(_version_of, sources)) != state.versions
+            or list(map(_pointer_of, sources)) != state.pointers
+            or any(sources[place].stride() != strides for place, strides in state.strides)
+        ):
+            return self._made(sources)
+        return state.values
+
+    def forget(self) -> None:
+        """Compute all tensors anew at the next call."""
+        self._states.clear()
+
+    def _made(self, sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
+        # What a CUDA graph records is only replayed later, so no value can be kept.
+        if is_capturing_cuda() or not all(map(can_be_watched, sources)):
+            return None
+        key = tuple(map(id, sources))
+        with self._store.lock:
+            self._states.pop(key, None)
+            try:
+                values = self._store.values_of(self._recipes, dict(zip(self._places, sources, strict=True)))
+            except Unusable:
+                values = None
+            for device in {value.device for value in values or () if value.is_cuda}:
+                # They may be used on another stream, so they must be complete.
+                torch.cuda.current_stream(device).synchronize()
+            drop = weakref.WeakMethod(self._drop)
+            self._states[key] = _State(
+                tuple(weakref.ref(source, lambda _: (drop() or _nothing)(key)) for source in sources),
+                # Keeps the memory alive, so that no other tensor can get the same address.
+                tuple(source.detach() for source in sources),
+                list(map(_version_of, sources)),
+                list(map(_pointer_of, sources)),
+                [(place, source.stride()) for place, source in enumerate(sources) if _can_be_transposed(source)],
+                values,
+            )
+        return values
+
+    def _drop(self, key: tuple[int, ...]) -> None:
+        self._states.pop(key, None)
+
+
+@dataclass(frozen=True)
+class _State:
+    """The sources as they were when the values were computed; `values` is None if the graph runs as written."""
+
+    references: tuple[weakref.ref[torch.Tensor], ...]
+    aliases: tuple[torch.Tensor, ...]
+    versions: list[int]
+    pointers: list[int]
+    strides: list[tuple[int, tuple[int, ...]]]
+    values: tuple[torch.Tensor, ...] | None
+
+
+def check_usable(captured: CapturedGraph, node: fx.Node) -> None:
+    """Compute a derived tensor from the present parameters, unless they have no values, as in a graph of fake tensors.
+
+    Raises:
+        Unusable: it must not be used.
+    """
+    sources: dict[fx.Node, torch.Tensor] = {}
+
+    def recipe_of(node: fx.Node) -> Recipe | None:
+        found: list[Any] = []
+        for source in node.all_input_nodes:
+            if isinstance(source.target, Derived):
+                found.append(recipe_of(source))
+                continue
+            value = captured.value_of(source)
+            found.append(source if value is not None and can_be_watched(value) else None)
+            if value is not None:
+                sources[source] = value
+        call: Any = node.target
+        return None if None in found else Recipe(call, tuple(found))
+
+    if (recipe := recipe_of(node)) is not None:
+        # The value is kept until the first call takes it from the store.
+        (node.meta[_VALUE],) = captured.derived.values_of([recipe], sources)
+
+
+def can_be_watched(tensor: Any) -> bool:
+    """Whether torch counts the writes to the tensor, and its values can be read."""
+    return (
+        type(tensor) in PLAIN_TENSORS
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not tensor.is_inference()
     )
+
+
+def _can_be_transposed(tensor: torch.Tensor) -> bool:
+    """Whether `p.data = p.data.t()` keeps the shape, which torch.compile guards, and so goes unnoticed otherwise."""
+    sizes = [size for size in tensor.shape if size != 1]
+    return len(set(sizes)) < len(sizes)
+
+
+def _nothing(key: Any) -> None:
+    pass
+
+
+_version_of = operator.attrgetter("_version")
+_requires_grad = operator.attrgetter("requires_grad")
+_pointer_of = torch.Tensor.data_ptr
+
+
+def lifted(captured: CapturedGraph) -> tuple[fx.Graph, DerivedInputs | None]:
+    """Make the derived tensors of a graph its last inputs.
+
+    A tensor stays a call in the graph if gradients flow through it, if the graph may write to one of its sources, or if
+    it follows an autocast.
+
+    Returns:
+        The new graph and the tensors for its last inputs; the graph itself and None if there are none.
+    """
+    if not _derived_nodes(captured.graph):
+        return captured.graph, None
+    captured, _ = captured.copied()
+    graph = captured.graph
+    places = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
+    recipes = _recipes(captured, places)
+    taken = {node: recipe for node, recipe in recipes.items() if any(user not in recipes for user in node.users)}
+    if not taken:
+        return graph, None
+    *_, last = places
+    for number, node in enumerate(taken):
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"derived_{number}")
+        last.meta.update({name: value for name, value in node.meta.items() if name != _VALUE})
+        node.replace_all_uses_with(last)
+    for node in reversed(recipes):
+        graph.erase_node(node)
+    enables = any(name_of(node) == "_set_grad_enabled" and node.args != (False,) for node in graph.nodes)
+    return graph, DerivedInputs(captured.derived, list(taken.values()), enables_gradients=enables)
+
+
+def _derived_nodes(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if isinstance(node.target, Derived)]
+
+
+def _recipes(captured: CapturedGraph, places: Mapping[fx.Node, int]) -> dict[fx.Node, Recipe]:
+    """The derived tensors that can be computed before the graph runs."""
+    found: dict[fx.Node, Recipe] = {}
+    memory = Memory(captured.graph)
+    for node in _derived_nodes(captured.graph):
+        call: Any = node.target
+        nodes = node.all_input_nodes
+        is_known = all(source in found or (source in places and source in captured.tensors) for source in nodes)
+        follows_autocast = call.in_autocast and (has_autocast() or is_under_autocast(node))
+        if is_known and not (call.each_call or follows_autocast or memory.may_be_written(nodes)):
+            arguments: Any = node.args
+            found[node] = Recipe(
+                call, tuple(found[source] if source in found else places[source] for source in arguments)
+            )
+    return found

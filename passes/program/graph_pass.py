@@ -198,7 +198,7 @@ class _Trial:
 
     def rewrite(self, captured: CapturedGraph, inputs: Sequence[Any]) -> CapturedGraph:
         """See `Step.rewrite`."""
-        graph = GraphRewriter(captured, self.context.left_alone.get)
+        graph = GraphRewriter(captured, self.context.left_alone.get, self.context.mode)
         self.item.rewrite(graph, self.settings)
         self.skips.update(dict.fromkeys(graph.skips))
         new = [change for change in graph.changes if change.place not in self.changes]

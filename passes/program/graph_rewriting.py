@@ -17,12 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from passes.program import captured, effects, layouts
 from passes.program.captured import EXAMPLE, CapturedGraph, computing, example_of, name_of, propagate
 from passes.program.changes import Change, Place, Skip
-from passes.program.derived import Derived, function_of
+from passes.program.derived import Derived, Unusable, Usable, check_usable
 
 Node = fx.Node
 """A node of torch.fx: a torch call or an input of a captured graph, or a node of a recorded run."""
@@ -66,13 +67,15 @@ class GraphRewriter:
         captured: the graph that is rewritten, with the modules that it was captured from.
         before: the original graph, which is not changed.
         changes, skips: the record.
+        mode: "inference" or "training".
     """
 
-    def __init__(self, before: CapturedGraph, why_not: WhyNot) -> None:
+    def __init__(self, before: CapturedGraph, why_not: WhyNot, mode: str) -> None:
         self.before = before
         self.captured, twins = before.copied()
         self.changes: list[GraphChange] = []
         self.skips: list[Skip] = []
+        self.mode = mode
         self._why_not = why_not
         self._words: Counter[tuple[str, str]] = Counter()
         self._open: GraphChange | None = None
@@ -116,7 +119,7 @@ class GraphRewriter:
         Raises:
             KeyError: the value depends on an input of the graph that isn't among the sources.
         """
-        return function_of(captured.subgraph([node], sources))
+        return captured.function_of(captured.subgraph([node], sources))
 
     # Judge ------------------------------------------------------------------------------------------------------------
 
@@ -149,6 +152,10 @@ class GraphRewriter:
         """Whether the node is a parameter or buffer."""
         return node in self.captured.tensors
 
+    def value(self, node: fx.Node) -> torch.Tensor | None:
+        """The parameter or buffer itself, which must not be changed; None for other nodes."""
+        return self.captured.value_of(captured.under_seal(node))
+
     def path_of(self, node: fx.Node) -> str:
         """The path of a parameter or buffer, "head.weight"; for other nodes, the path of the module that made them."""
         return self.captured.tensors.get(node) or self.captured.path_of(node)
@@ -167,6 +174,8 @@ class GraphRewriter:
     def change(self, where: fx.Node | str, what: str) -> Iterator[GraphChange]:
         """Make one change; every write must be inside such a block.
 
+        A derived tensor that can't be used ends the block: the change is then skipped with the reason.
+
         The change is checked later: the replaced values and their replacements must agree. Nodes that become unused are
         removed if they have no side effects. An excluded change runs like any other, and its writes are then discarded.
         """
@@ -179,7 +188,10 @@ class GraphRewriter:
         change.left_alone = reason is not None
         self._open = change
         try:
-            yield change
+            try:
+                yield change
+            except Unusable as unusable:
+                change.left_alone, reason = True, str(unusable)
             if reason is None:
                 self._close(change)
                 self.changes.append(change)
@@ -221,24 +233,32 @@ class GraphRewriter:
         function: Callable[..., Any],
         *sources: fx.Node,
         what: str,
-        kept: Callable[..., Any] | None = None,
+        usable: Usable | None = None,
         in_autocast: bool = True,
     ) -> fx.Node:
-        """Insert a tensor that a function computes from parameters and buffers, cached between calls.
+        """Insert a tensor that a function computes from parameters and buffers, once for all calls.
 
-        It is recomputed when a source was written to, moved, cast or replaced. If gradients flow to the sources, it is
-        computed at each call.
+        It is an input of the rewritten graph, and is computed again when a source was written to, moved, cast or
+        replaced; torch doesn't count writes through `.data`. If gradients flow to a source, a result for inference runs
+        the graph as it was written, and a result for training computes the tensor in the graph at each call.
 
         Args:
             before: the node to insert it before.
-            function: computes the tensor from the sources; differentiable.
-            sources: parameters and buffers.
+            function: computes the tensor from the sources. Equal functions of the same sources share one value, also
+                between graphs: use a frozen dataclass with `__call__`.
+            sources: parameters, buffers, or other derived tensors.
             what: a description of the tensor.
-            kept, in_autocast: as for `Derived`.
+            usable: the reason why a value must not be used, as a clause; None for values that may. It is asked now,
+                and a reason makes a skip of this change. It is asked again at each later value; with a reason, the
+                graph runs as it was written.
+            in_autocast: whether the function is part of the forward and follows an active autocast; False for
+                functions that always run without autocast.
         """
-        return self.call(
-            before, Derived(function, what, kept, in_autocast=in_autocast), tuple(map(captured.under_seal, sources))
-        )
+        call = Derived(function, what, usable, in_autocast=in_autocast, each_call=self.mode == "training")
+        node = self.call(before, call, tuple(map(captured.under_seal, sources)))
+        if usable is not None:
+            check_usable(self.captured, node)
+        return node
 
     def replace(self, node: fx.Node, other: fx.Node) -> None:
         """Make the users of the node read another node of equal value."""

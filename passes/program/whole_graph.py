@@ -23,7 +23,7 @@ from passes.compiling.record import GraphBreak
 from passes.errors import PassesError
 from passes.program.backend import GRAPH_CALL, Applied, GraphCall, entry_of
 from passes.program.captured import CapturedGraph, Modules, is_tensor, name_of
-from passes.program.derived import Derived
+from passes.program.derived import Derived, DerivedTensors
 from passes.program.forwards import InstanceForward
 from passes.torch_private import (
     COMPILED_CALL,
@@ -109,8 +109,13 @@ def install_whole_graph(module: nn.Module, plain: nn.Module, call: FlatCall) -> 
     module.__dict__[COMPILED_CALL] = None
     for node in captured.graph.nodes:
         node.target = _AUTOCAST.get(name_of(node), node.target)
-        if isinstance(node.target, Derived) and all(source in captured.tensors for source in node.args):
-            _keep(node, module, capture)
+        if isinstance(node.target, Derived):
+            _keep(node, module, capture, captured)
+    for node in reversed(captured.graph.nodes):
+        # Only other derived tensors are computed from it.
+        if isinstance(node.target, _Buffer) and not node.users:
+            node.target.remove()
+            captured.graph.erase_node(node)
     for node in [node for node in captured.graph.nodes if node.op == "placeholder" and not node.users]:
         if node in captured.tensors:
             _take_out(capture.reads[node.name](()), module, capture)
@@ -225,7 +230,7 @@ class _Capture:
 
     def _take(self, graph: fx.GraphModule, inputs: Sequence[Any], around: nn.Module | None) -> Callable[..., Any]:
         self.origin, self._environment = graph, shape_environment()
-        self._captured = CapturedGraph(graph.graph, self._modules, None, inputs)
+        self._captured = CapturedGraph(graph.graph, self._modules, None, inputs, DerivedTensors())
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         dims, held = [dim_of(node) for node in placeholders], [is_held(node) for node in placeholders]
 
@@ -267,12 +272,19 @@ def _reader(module: nn.Module, path: str) -> _Read:
     return lambda inputs: getattr(home, name)
 
 
-def _keep(node: fx.Node, module: nn.Module, capture: _Capture) -> None:
+def _keep(node: fx.Node, module: nn.Module, capture: _Capture, captured: CapturedGraph) -> None:
     """Turn the value of a derived node into a buffer."""
     assert isinstance(node.target, Derived)
-    sources = [capture.reads[source.name](()) for source in node.args if isinstance(source, fx.Node)]
+    sources = []
+    for source in node.all_input_nodes:
+        if source in captured.tensors:
+            sources.append(capture.reads[source.name](()))
+        elif isinstance(source.target, _Buffer):
+            sources.append(source.target())
+        else:
+            return
     with torch.no_grad(), without_subclasses():
-        value = node.target.function_of_kept(*sources)
+        value = node.target.function(*sources)
     name = next(name for name in map("derived_{}".format, itertools.count()) if not hasattr(module, name))
     module.register_buffer(name, value.detach(), persistent=False)
     node.args, node.target = (), _Buffer(module, name)
@@ -286,6 +298,11 @@ class _Buffer:
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._read = _reader(module, name)
+        self._module, self._name = module, name
+
+    def remove(self) -> None:
+        """Remove the buffer."""
+        delattr(self._module, self._name)
 
     def __call__(self) -> torch.Tensor:
         value: torch.Tensor = self._read(())

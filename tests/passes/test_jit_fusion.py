@@ -38,6 +38,7 @@ from passes.fusion.fused import FusedUnit
 from passes.fusion.pointwise import pointwise_groups
 from passes.jit_fusion import FusionRecord
 from passes.program.captured import CapturedGraph, Modules
+from passes.program.derived import DerivedTensors
 from passes.program.graph_rewriting import GraphRewriter
 from passes.torch_private import captured_call, torchscript_fuses
 
@@ -490,7 +491,8 @@ def _first_group(model: nn.Module) -> Any:
     found: list[Any] = []
 
     def capture(graph: Any, inputs: Any, around: Any) -> Any:
-        rewriter = GraphRewriter(CapturedGraph(graph.graph, Modules(model), around, inputs), lambda place: None)
+        captured = CapturedGraph(graph.graph, Modules(model), around, inputs, DerivedTensors())
+        rewriter = GraphRewriter(captured, lambda place: None, "inference")
         found.append(next(pointwise_groups(rewriter.nodes, rewriter.settings())))
         return graph.forward
 

@@ -1,0 +1,293 @@
+"""Derived tensors are inputs of the rewritten graph, computed once, and anew when a source changes."""
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+from optimizer import optimize, report_of
+from passes import Context, GraphPass, GraphRewriter
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+computed: Counter[str] = Counter()
+
+
+@dataclass(frozen=True)
+class Doubled:
+    """Twice a weight."""
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        computed["doubled"] += not isinstance(weight, FakeTensor)
+        return 2 * weight
+
+
+@dataclass(frozen=True)
+class DoubleWeights(GraphPass):
+    """Replace linear(x, w) by linear(x / 2, 2 * w); a weight above `most` can't be used."""
+
+    name: ClassVar[str] = "double-weights"
+
+    most: float = 1e9
+
+    def rewrite(self, graph: GraphRewriter, context: Context) -> None:
+        for node in graph.calls("linear"):
+            if graph.is_derived(node.args[1]):
+                continue
+            with graph.change(node, "weights doubled"):
+                weight = graph.derived(node, Doubled(), node.args[1], what="twice the weight", usable=self._why_not)
+                half = graph.call(node, torch.div, (node.args[0], 2))
+                graph.replace_call(node, F.linear, (half, weight, graph.argument(node, 2, "bias")))
+
+    def _why_not(self, value: Tensor) -> str | None:
+        return None if value.abs().max() <= self.most else "twice the weight is too large"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu())
+
+
+@pytest.fixture
+def pair() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = Net().eval()
+    fast = optimize(model, [DoubleWeights()], example_inputs=(X,))
+    assert [len(record.changes) for record in report_of(fast).passes] == [2]
+    return model, fast
+
+
+def calls_of(function: Callable[[], Any]) -> int:
+    before = computed["doubled"]
+    with torch.no_grad():
+        function()
+    return computed["doubled"] - before
+
+
+def test_each_is_computed_once_and_shared_by_all_graphs(pair: Any) -> None:
+    _, fast = pair
+    calls_of(lambda: fast(X))
+    assert calls_of(lambda: fast(X)) == 0
+    # Other graphs: batch size 1, and inference mode.
+    assert calls_of(lambda: fast(X[:1])) == 0
+    with torch.inference_mode():
+        assert calls_of(lambda: fast(X)) == 0
+    with torch.no_grad():
+        fast.first.weight.mul_(2)
+    assert calls_of(lambda: fast(X)) == 1
+    assert calls_of(lambda: fast(X[:1])) == 0
+
+
+def _replace_layer(fast: Any) -> None:
+    fast.first = nn.Linear(4, 4)
+
+
+def _assign(fast: Any) -> None:
+    fast.load_state_dict({name: torch.randn_like(value) for name, value in fast.state_dict().items()}, assign=True)
+
+
+def _load(fast: Any) -> None:
+    fast.load_state_dict({name: torch.randn_like(value) for name, value in fast.state_dict().items()})
+
+
+def _set_data(fast: Any) -> None:
+    fast.first.weight.data = torch.randn(4, 4)
+
+
+def _transpose_data(fast: Any) -> None:
+    # The same object, version and address.
+    fast.first.weight.data = fast.first.weight.data.t()
+
+
+def _from_vector(fast: Any) -> None:
+    size = sum(parameter.numel() for parameter in fast.parameters())
+    nn.utils.vector_to_parameters(torch.randn(size), fast.parameters())
+
+
+def _write(fast: Any) -> None:
+    with torch.no_grad():
+        fast.second.weight[0, 0] += 1
+
+
+def _new_parameter(fast: Any) -> None:
+    fast.second.weight = nn.Parameter(torch.randn(4, 4))
+
+
+def _double(fast: Any) -> None:
+    fast.double()
+    fast.float()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_replace_layer, _assign, _load, _set_data, _transpose_data, _from_vector, _write, _new_parameter, _double],
+)
+def test_changed_weights_count_at_the_next_call(change: Callable[[Any], None], pair: Any) -> None:
+    _, fast = pair
+    with torch.no_grad():
+        fast(X)
+        change(fast)
+        plain = Net().eval()
+        plain.load_state_dict(fast.state_dict())
+        for x in (X, X[:1], X):
+            torch.testing.assert_close(fast(x), plain(x))
+
+
+def test_where_gradients_flow_the_graph_runs_as_written(pair: Any) -> None:
+    model, fast = pair
+    assert calls_of(lambda: fast(X)) <= 2
+    fast(X)
+    before = computed["doubled"]
+    found = [torch.autograd.grad(one(X).square().sum(), list(one.parameters())) for one in (model, fast)]
+    assert computed["doubled"] == before
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_result_for_training_computes_them_at_each_call() -> None:
+    model = Net()
+    fast = optimize(model, [DoubleWeights()], example_inputs=(X,), mode="training")
+    fast(X)
+    before = computed["doubled"]
+    found = [torch.autograd.grad(one(X).square().sum(), list(one.parameters())) for one in (model, fast)]
+    assert computed["doubled"] == before + 2
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_value_that_cannot_be_used_is_a_reason() -> None:
+    model = Net().eval()
+    with torch.no_grad():
+        model.first.weight[0, 0] = 100
+    fast = optimize(model, [DoubleWeights(most=50)], example_inputs=(X,))
+    (record,) = report_of(fast).passes
+    assert [change.where for change in record.changes] == ["second"]
+    assert [(skip.where, skip.text) for skip in record.skips] == [("first", "twice the weight is too large")]
+    with torch.no_grad():
+        fast(X)
+        fast.second.weight[0, 0] = 200
+        before = computed["doubled"]
+        plain = Net().eval()
+        plain.load_state_dict(fast.state_dict())
+        assert torch.equal(fast(X), plain(X))
+        assert computed["doubled"] == before + 1
+        # The reason is kept as long as the weight is.
+        fast(X)
+        assert computed["doubled"] == before + 1
+
+
+def test_copies_and_pickles_have_values_of_their_own(pair: Any) -> None:
+    _, fast = pair
+    for twin in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        with torch.no_grad():
+            twin.first.weight.mul_(3)
+            plain = Net().eval()
+            plain.load_state_dict(twin.state_dict())
+            torch.testing.assert_close(twin(X), plain(X))
+            assert not torch.allclose(fast(X), plain(X))
+
+
+def test_values_are_freed_with_the_model_and_with_their_sources() -> None:
+    fast: Any = optimize(Net().eval(), [DoubleWeights()], example_inputs=(X,))
+    values: list[weakref.ref[Tensor]] = []
+    real = Doubled.__call__
+
+    def watched(self: Doubled, weight: Tensor) -> Tensor:
+        value = real(self, weight)
+        values.append(weakref.ref(value.untyped_storage()))
+        return value
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(Doubled, "__call__", watched)
+        fast.first.weight.mul_(2)
+        fast.second.weight.mul_(2)
+        fast(X)
+        first = [value for value in values if value() is not None]
+        assert len(first) == 2
+        fast.first = nn.Linear(4, 4)
+        fast(X)
+        gc.collect()
+        assert [value() is not None for value in first] == [False, True]
+    del fast
+    gc.collect()
+    assert not any(value() is not None for value in values)
+
+
+def test_threads_compute_each_value_once(pair: Any) -> None:
+    model, fast = pair
+    with torch.no_grad():
+        fast(X)
+        model.first.weight.mul_(2)
+        fast.load_state_dict(model.state_dict())
+        before, wanted, got = computed["doubled"], model(X), []
+
+        def run() -> None:
+            with torch.no_grad():
+                got.append(fast(X))
+
+        threads = [threading.Thread(target=run) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert computed["doubled"] <= before + 2
+    for value in got:
+        torch.testing.assert_close(value, wanted)
+
+
+def test_a_function_without_a_hash_is_refused() -> None:
+    @dataclass
+    class Unhashable:
+        def __call__(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    @dataclass(frozen=True)
+    class Wrong(GraphPass):
+        name: ClassVar[str] = "wrong"
+
+        def rewrite(self, graph: GraphRewriter, context: Context) -> None:
+            node = graph.calls("linear")[0]
+            with graph.change(node, "nothing"):
+                graph.derived(node, Unhashable(), node.args[1], what="twice")
+
+    fast = optimize(Net().eval(), [Wrong()], example_inputs=(X,))
+    assert "derived() takes a hashable function" in str(report_of(fast).passes[0])
+
+
+class Twice(nn.Module):
+    """One block at two places, with a graph break in each call: the two share one captured graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Net() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            print(end="")
+            x = block(x)
+        return x
+
+
+def test_equal_blocks_have_their_own_values() -> None:
+    model = Twice().eval()
+    fast = optimize(model, [DoubleWeights()], example_inputs=(X,))
+    with torch.no_grad():
+        torch.testing.assert_close(fast(X), model(X))
+        fast.blocks[1].first.weight.mul_(2)
+        plain = Twice().eval()
+        plain.load_state_dict(fast.state_dict())
+        torch.testing.assert_close(fast(X), plain(X))
