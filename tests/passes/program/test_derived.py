@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from optimizer import optimize, report_of
-from passes import Context, GraphPass, GraphRewriter
+from passes import Context, GraphPass, GraphRewriter, TorchCompile
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 computed: Counter[str] = Counter()
@@ -291,3 +291,51 @@ def test_equal_blocks_have_their_own_values() -> None:
         plain = Twice().eval()
         plain.load_state_dict(fast.state_dict())
         torch.testing.assert_close(fast(X), plain(X))
+
+
+def test_compiled_code_gets_them_as_inputs() -> None:
+    torch.manual_seed(0)
+    model = Net().eval()
+    fast = optimize(model, [DoubleWeights(), TorchCompile(backend="aot_eager")], example_inputs=(X,))
+    with torch.no_grad():
+        torch.testing.assert_close(fast(X), model(X))
+        before = computed["doubled"]
+        for x in (X, X + 1, X):
+            torch.testing.assert_close(fast(x), model(x))
+        assert computed["doubled"] == before
+        fast.first.weight.mul_(3)
+        plain = Net().eval()
+        plain.load_state_dict(fast.state_dict())
+        torch.testing.assert_close(fast(X), plain(X))
+        assert computed["doubled"] == before + 1
+    found = [torch.autograd.grad(one(X).square().sum(), list(one.parameters())) for one in (plain, fast)]
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_one_may_be_computed_from_others() -> None:
+    """The second pass doubles the weight that the first one has doubled; the first value is kept nowhere."""
+
+    @dataclass(frozen=True)
+    class DoubleAgain(GraphPass):
+        name: ClassVar[str] = "double-again"
+
+        def rewrite(self, graph: GraphRewriter, context: Context) -> None:
+            for node in graph.calls("linear"):
+                if graph.is_derived(node.args[1]):
+                    with graph.change(node, "weights doubled again"):
+                        weight = graph.derived(node, Doubled(), node.args[1], what="twice the weight")
+                        half = graph.call(node, torch.div, (node.args[0], 2))
+                        graph.replace_call(node, F.linear, (half, weight, graph.argument(node, 2, "bias")))
+
+    model = Net().eval()
+    fast = optimize(model, [DoubleWeights(), DoubleAgain()], example_inputs=(X,))
+    assert [len(record.changes) for record in report_of(fast).passes] == [2, 2]
+    with torch.no_grad():
+        torch.testing.assert_close(fast(X), model(X))
+        before = computed["doubled"]
+        fast.first.weight.mul_(3)
+        plain = Net().eval()
+        plain.load_state_dict(fast.state_dict())
+        torch.testing.assert_close(fast(X), plain(X))
+        assert computed["doubled"] == before + 2
