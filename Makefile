@@ -51,8 +51,8 @@ coverage: $(VENV)/dev $(TIMM)
 	$(PYTEST) -m "not slow and not zoo and not bench" \
 		--cov=optimizer --cov=passes --cov=exporters --cov-report=term:skip-covered --cov-fail-under=90
 
-# The pins but torch's, and torchvision's minor version, which is 15 above torch's. The variable replaces constraints that
-# a machine sets for every installation.
+# The pins but torch's. torchvision's minor version is 15 above torch's, or the newest below that: new versions of torch
+# appear first. The variable replaces constraints that a machine sets for every installation.
 matrix:
 	test -x $(MATRIX)/bin/python || $(PYTHON) -m venv $(MATRIX)
 	grep -vE '^torch(vision)?==' constraints.txt > $(MATRIX)/constraints.txt
@@ -60,7 +60,7 @@ matrix:
 	PIP_CONSTRAINT=$(MATRIX)/constraints.txt $(MATRIX)/bin/python -m pip --disable-pip-version-check install --quiet -e '.[test]'
 	test -d $(MATRIX)/timm || PIP_CONSTRAINT=$(MATRIX)/constraints.txt $(MATRIX)/bin/python -m pip \
 		--disable-pip-version-check install --quiet --no-deps --target $(MATRIX)/timm timm \
-		'torchvision==0.$(shell expr $(word 2,$(subst ., ,$(TORCH))) + 15).*'
+		'torchvision<0.$(shell expr $(word 2,$(subst ., ,$(TORCH))) + 16)'
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(MATRIX)/bin/python -m pytest -n $(WORKERS) --dist worksteal \
 		-m "not slow and not zoo and not bench" $(TESTS)
 
