@@ -11,6 +11,7 @@ from safetensors.torch import save_file, save_model
 from torch import nn
 from user_folder import UserFolder, refused
 
+from exporters.torchscript_deprecation import torchscript_allowed
 from optimizer.command.loading import load
 from optimizer.command.user_code import names_restored
 
@@ -158,7 +159,7 @@ def test_a_program_isnt_called_weights(write, tmp_path):
     said = refused(str(write("")), weights=weights)
     assert "a whole object of the class torch.nn.modules.linear.Linear, as torch.save(model) writes it" in said
     assert "is a whole object of the class" in refused(str(weights))
-    with pytest.warns(DeprecationWarning, match="torch.jit"):
+    with torchscript_allowed():
         torch.jit.save(torch.jit.trace(model, torch.ones(2, 4)), str(weights))
     assert "contain a TorchScript program; use a file written by torch.save(model.state_dict(), ...)" in refused(
         str(write("")), weights=weights

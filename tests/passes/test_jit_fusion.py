@@ -19,6 +19,7 @@ from pass_contract import captured
 from tiny_models import enliven
 from torch import nn
 
+from exporters.torchscript_deprecation import torchscript_allowed
 from optimizer import export, optimize, report_of
 from optimizer.report import PassRecord
 from passes import (
@@ -460,9 +461,8 @@ def test_derivatives_in_the_forward_direction_and_lazy_negation_are_those_of_the
     fast, _ = fused_model(model)
     ran.clear()
     tangent = torch.ones(2, 4)
-    with torch.no_grad(), torch.autograd.forward_ad.dual_level(), warnings.catch_warnings():
-        # For forward-mode derivatives, torch imports TorchScript, which is deprecated.
-        warnings.simplefilter("ignore", DeprecationWarning)
+    # For forward-mode derivatives, torch scripts formulas.
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level(), torchscript_allowed():
         duals = [torch.autograd.forward_ad.make_dual(rows(), tangent) for _ in range(2)]
         got, wanted = (
             torch.autograd.forward_ad.unpack_dual(net(x)) for net, x in zip((fast, model), duals, strict=True)

@@ -21,6 +21,7 @@ from torch.nn.utils import parametrizations
 from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, BertForSequenceClassification, ResNetConfig, ResNetForImageClassification
 
+from exporters.torchscript_deprecation import torchscript_allowed
 from optimizer import check_parity, export, optimize, report_of
 from passes import PadChannels, PassResult
 from passes.errors import PassOptionError
@@ -914,9 +915,8 @@ def test_transforms_of_functions_see_the_layers_between(row: Any) -> None:
     with torch.no_grad():
         rows = torch.stack([x, x + 1])
         assert torch.equal(torch.vmap(fast)(rows), torch.vmap(model)(rows))
-        with warnings.catch_warnings():
-            # The first jvp compiles formulas with torch.jit.script, which is deprecated.
-            warnings.simplefilter("ignore", DeprecationWarning)
+        # The first jvp scripts formulas.
+        with torchscript_allowed():
             pairs = zip(*(torch.func.jvp(each, (x,), (x,)) for each in (fast, model)), strict=True)
             assert all(torch.equal(*pair) for pair in pairs)
 
