@@ -43,6 +43,7 @@ class Evidence:
         declared: those `open_dims` that the request names.
         directions: the ways in which the sizes change, where there are several.
         steps: the `steps` of the direction, in the evidence for a single direction.
+        fixed: the names and values of sizes that the calls change, but that are fixed here at others.
         draws: the source location where the model draws the random numbers that make outputs unstable; "" if there is
             none.
         outputs_given: whether the caller supplied the outputs, so that the model wasn't run for them.
@@ -63,6 +64,7 @@ class Evidence:
     declared: frozenset[tuple[int, int]] = frozenset()
     directions: tuple[Direction, ...] = ()
     steps: tuple[int, ...] = ()
+    fixed: tuple[tuple[str, int], ...] = ()
     draws: str = ""
     outputs_given: bool = False
     proof: Proof | None = None
@@ -97,6 +99,30 @@ class Evidence:
             for direction in self.directions
         ) or (self,)
 
+    def fixing(self, view: Evidence, batch: int) -> Evidence | None:
+        """The evidence from one size outside the calls on, where only the others change; None if no others change.
+
+        Args:
+            view: the evidence for the one size, out of `along`.
+            batch: its value.
+        """
+        others = [each for each in self.directions if not (each.steps or set(each.dims) & set(view.open_dims))]
+        if view.steps or not others:
+            return None
+        dims = tuple(place for each in others for place in each.dims)
+        together = [
+            replace(each, dims=tuple(place for place in each.dims if place in dims))
+            for each in self.directions
+            if each.steps and len(others) > 1
+        ]
+        return replace(
+            self,
+            inputs=(view.inputs_at(batch), *self.inputs[1:]),
+            open_dims=dims,
+            directions=(*others, *together),
+            fixed=(*self.fixed, (view.size, batch)),
+        )
+
     @property
     def size(self) -> str:
         """The name of the size that changes; the first name where several grow together."""
@@ -112,10 +138,12 @@ class Evidence:
 
     def at(self, batch: int) -> str:
         """The sizes at a batch as a phrase for a message."""
-        if not self.steps:
-            return f"batch size {batch}" if self.size == BATCH else f"{self.size} = {batch}"
-        shapes = self.shapes_at(batch)
-        sizes = {self.input_specs[index].shape[dim]: shapes[index][dim] for index, dim in self.open_dims}
+        sizes = {**dict(self.fixed), self.size: batch}
+        if self.steps:
+            shapes = self.shapes_at(batch)
+            sizes |= {str(self.input_specs[index].shape[dim]): shapes[index][dim] for index, dim in self.open_dims}
+        if list(sizes) == [BATCH]:
+            return f"batch size {batch}"
         return joined([f"{name} = {size}" for name, size in sizes.items()])
 
     def way_out(self, size: str) -> str:
@@ -190,7 +218,10 @@ class Evidence:
         for index, dim in self.open_dims:
             rows = made[index]
             if sum(other == index for other, _ in self.open_dims) == 1:
-                rows = torch.cat([tensors[index] for tensors in self.inputs], dim)
+                # Where other sizes are fixed, those of the further calls differ.
+                rest = rows.select(dim, 0).shape
+                fitting = (tensors[index] for tensors in self.inputs)
+                rows = torch.cat([each for each in fitting if each.select(dim, 0).shape == rest], dim)
             size = shapes[index][dim]
             made[index] = rows.index_select(dim, torch.arange(size, device=rows.device) % rows.shape[dim])
         return tuple(made)

@@ -89,8 +89,12 @@ def _captured(evidence: Evidence, *, strict: bool) -> torch.export.ExportedProgr
     adapter = evidence.captures.adapter
     # DYNAMIC raises if the capture specializes a dim; AUTO would specialize it silently.
     dynamic = torch.export.Dim.DYNAMIC
-    shapes = tuple(dict.fromkeys(named_dims(spec), dynamic) or None for spec in evidence.input_specs)
     inputs = tuple(tensor.contiguous() for tensor in clones(evidence.inputs[0]))
+    # A size of 1, which only captures outside the calls have, is a constant in each capture.
+    shapes = tuple(
+        {dim: dynamic for dim in named_dims(spec) if tensor.shape[dim] > 1} or None
+        for spec, tensor in zip(evidence.input_specs, inputs, strict=True)
+    )
     try:
         with refusing(), undisturbed(adapter), silent(), lstm_in_one_piece():
             if strict:

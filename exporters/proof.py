@@ -7,6 +7,7 @@ not judge numerical accuracy.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -43,17 +44,25 @@ _MOST_FURTHER = 16
 # At most this number of elements may differ by another choice among equal scores, even where the calls had fewer.
 _FEW = 8
 
+# Where two sizes are outside the calls, an input of more elements may need too much memory.
+_LARGEST_OF_BOTH = 2**20
+
 # Only this many open sizes are combined when two or more sizes are set to 1.
 _MOST_AT_ONE = 4
 
 
 @dataclass(frozen=True)
 class _Untried:
-    """The first batch that breaks a condition and is too large to try, with the refusal if nothing excludes it."""
+    """The first batch that breaks a condition and is too large to try, with the refusal if nothing excludes it.
+
+    Attributes:
+        is_alone: whether the other sizes are those of the calls.
+    """
 
     shapes: Shapes
     refusal: RouteRefused
     limit: Limit
+    is_alone: bool
 
 
 def prove_file(
@@ -181,14 +190,14 @@ def _prove_beyond(
 
     agreed: list[Shapes] = [[tuple(tensor.shape) for tensor in tensors] for tensors in evidence.inputs]
     untried: list[_Untried] = []
-    for number, view in enumerate(evidence.along):
-        own = [condition for condition in conditions if condition.along == number]
-        agreed += map(view.shapes_at, _proven_along(view, loaded, own, known, untried))
+    agreed += _proven_from(evidence, loaded, conditions, known, untried, set())
     for inputs in _several_at_one(evidence):
         if _proven_on(evidence, loaded, inputs, known()):
             agreed.append([tuple(tensor.shape) for tensor in inputs])
     kept = guards_in_force(guards, evidence, agreed)
     for each in untried:
+        if not each.is_alone and not all(_holds_at(limit, evidence, [each.shapes]) for limit in limits or ()):
+            continue
         can_be_declared = limits is not None and _holds_at(each.limit, evidence, agreed)
         # Where the file refuses a size, it can't be wrong.
         if not (can_be_declared or guards_refuse(kept, evidence, each.shapes)):
@@ -233,22 +242,87 @@ def _several_at_one(evidence: Evidence) -> Iterator[tuple[torch.Tensor, ...]]:
             yield tuple(made)
 
 
-def _proven_along(
+def _proven_from(
     evidence: Evidence,
     loaded: LoadedArtifact,
     conditions: Sequence[Condition],
     errors: Callable[[], Sequence[float]],
     untried: list[_Untried],
-) -> list[int]:
-    """The batches outside the calls at which file and model agree."""
-    tried = set(evidence.batches)
-    agreed: list[int] = []
+    seen: set[tuple[str, str]],
+) -> list[Shapes]:
+    """The input shapes outside the calls at which file and model agree.
+
+    Each size is changed by itself. Where it breaks a condition, the model may read further sizes, as in
+    `if batch > 20 and time > 30`. So these are changed from there on.
+
+    Args:
+        conditions: as for `_prove_beyond`.
+        seen: the conditions that were checked from other sizes on, by the size that changes; gets these conditions.
+    """
+    views = evidence.along
+    seen |= {(views[condition.along].size, condition.what) for condition in conditions}
+    agreed: list[Shapes] = []
+    largest: list[tuple[Evidence, int]] = []
+    corners: list[tuple[Evidence, tuple[Condition, ...]]] = []
+    for number, view in enumerate(views):
+        own = [condition for condition in conditions if condition.along == number]
+        batches = []
+        for batch, others in _proven_along(evidence, view, loaded, own, errors, untried):
+            batches.append(batch)
+            if (beyond := evidence.fixing(view, batch)) is not None:
+                corners.append((beyond, others))
+        agreed += map(view.shapes_at, batches)
+        if not view.steps and batches:
+            largest.append((view, max(batches)))
+    for beyond, others in corners:
+        sizes = [view.size for view in beyond.along]
+        new = [condition for condition in others if (sizes[condition.along], condition.what) not in seen]
+        if new:
+            agreed += _proven_from(beyond, loaded, new[:_MOST_FURTHER], errors, untried, seen)
+    for (one, first), (other, second) in itertools.combinations(largest, 2):
+        for view in () if (beyond := evidence.fixing(one, first)) is None else beyond.along:
+            if view.open_dims == other.open_dims:
+                agreed += _proven_at_both(view, loaded, second, errors)
+    return agreed
+
+
+def _proven_at_both(
+    evidence: Evidence, loaded: LoadedArtifact, batch: int, errors: Callable[[], Sequence[float]]
+) -> list[Shapes]:
+    """The shapes at which two sizes have values outside the calls, if file and model agree there.
+
+    The model may have decided on each of them before, and only here on both.
+    """
+    shapes = evidence.shapes_at(batch)
+    if max(math.prod(shape) for shape in shapes) > _LARGEST_OF_BOTH:
+        return []
+    try:
+        answers = _proven_on(evidence, loaded, evidence.inputs_at(batch), errors())
+    except WrongFile as refusal:
+        reason = f"at {evidence.at(batch)} the model takes a different path than the captured one: {refusal}"
+        raise WrongFile(reason, refusal.inputs, refusal.output, size=evidence.size) from refusal
+    return [shapes] if answers else []
+
+
+def _proven_along(
+    evidence: Evidence,
+    view: Evidence,
+    loaded: LoadedArtifact,
+    conditions: Sequence[Condition],
+    errors: Callable[[], Sequence[float]],
+    untried: list[_Untried],
+) -> list[tuple[int, tuple[Condition, ...]]]:
+    """The batches outside the calls at which file and model agree, and the conditions on the other sizes there."""
+    tried = set(view.batches)
+    agreed: list[tuple[int, tuple[Condition, ...]]] = []
     waiting = list(conditions)
     known = {(condition.what, condition.hints) for condition in conditions}
     for condition in waiting:  # grows inside the loop
-        for batch in _proven_where_it_breaks(evidence, loaded, condition, tried, errors, untried, tuple(agreed)):
-            agreed.append(batch)
-            for further in conditions_at(evidence, batch):
+        batches = [batch for batch, _ in agreed]
+        for batch in _proven_where_it_breaks(view, loaded, condition, tried, errors, untried, batches):
+            own, others = conditions_at(view, batch, evidence.fixing(view, batch))
+            agreed.append((batch, others))
+            for further in own:
                 key = (further.what, further.hints)
                 if key not in known and len(waiting) < len(conditions) + _MOST_FURTHER:
                     known.add(key)
@@ -296,7 +370,8 @@ def _proven_where_it_breaks(
             broken = [each for each in (*known, *answered) if not condition.holds(each)]
             if not broken or max(broken) < 2 * min(broken):
                 limit = Limit(condition.relation, evidence.size, next(breaks(condition)) - 1)
-                untried.append(_Untried(evidence.shapes_at(batch), refused, limit))
+                is_alone = not evidence.fixed
+                untried.append(_Untried(evidence.shapes_at(batch), refused, limit, is_alone))
             break
         if answers:
             answered.append(batch)
@@ -400,11 +475,11 @@ def _unit(evidence: Evidence, dtype: torch.dtype) -> float:
 
 def _longest_sum(evidence: Evidence, inputs: tuple[torch.Tensor, ...]) -> int:
     """The number of terms added sequentially over open dims: positions of a sequence or feature map, not rows."""
-    places = {index: 1 for index, _ in evidence.open_dims}
-    for index, dim in evidence.open_dims:
-        # Open dims that the request doesn't name are rows.
-        if (index, dim) in evidence.declared and evidence.input_specs[index].shape[dim] != BATCH:
-            places[index] *= inputs[index].shape[dim]
+    places: dict[int, int] = {}
+    # Open dims that the request doesn't name are rows.
+    for index, dim in evidence.declared:
+        if evidence.input_specs[index].shape[dim] != BATCH:
+            places[index] = places.get(index, 1) * inputs[index].shape[dim]
     return min(evidence.in_a_row, max(places.values(), default=1))
 
 

@@ -115,26 +115,39 @@ def _far_from_the_calls(view: Evidence) -> tuple[torch.Tensor, ...]:
     raise RouteRefused(f"the model takes no large {view.size}", size=view.size)
 
 
-def conditions_at(evidence: Evidence, batch: int) -> tuple[Condition, ...]:
+def conditions_at(
+    view: Evidence, batch: int, beyond: Evidence | None
+) -> tuple[tuple[Condition, ...], tuple[Condition, ...]]:
     """The conditions of the model's path at a batch outside the calls; none if it can't be captured there.
+
+    Args:
+        view: the evidence for the size that changes.
+        beyond: the evidence from there on, where other sizes change.
+
+    Returns:
+        The conditions on that size, and those on the sizes that change in `beyond`.
 
     Raises:
         RouteRefused: Python reads a value of the inputs there.
     """
-    key = ("conditions", batch, evidence.open_dims, evidence.steps)
-    return evidence.captures.once(key, lambda: _conditions_at(evidence, batch))
+    key = ("conditions", tuple(view.shapes_at(batch)), view.open_dims, view.steps)
+    return view.captures.once(key, lambda: _conditions_at(view, batch, beyond))
 
 
-def _conditions_at(evidence: Evidence, batch: int) -> tuple[Condition, ...]:
-    inputs, adapter = evidence.inputs_at(batch), evidence.captures.adapter
-    there = replace(evidence, inputs=(inputs, *evidence.inputs), captures=Captures(adapter))
+def _conditions_at(
+    view: Evidence, batch: int, beyond: Evidence | None
+) -> tuple[tuple[Condition, ...], tuple[Condition, ...]]:
+    inputs, adapter = view.inputs_at(batch), view.captures.adapter
+    there = replace(view, inputs=(inputs, *view.inputs), captures=Captures(adapter))
     try:
-        return conditions_of_program(shared_program(there), there)
+        program = shared_program(there)
+        own = conditions_of_program(program, there)
+        return own, () if beyond is None else conditions_of_program(program, beyond)
     except RouteRefused:
         # File and model have already been compared at that batch.
         try:
             _, watch = traced(adapter, inputs)
         except RouteRefused:
-            return ()
-        refuse_values(watch, f"at {evidence.at(batch)} ")
-        return ()
+            return (), ()
+        refuse_values(watch, f"at {view.at(batch)} ")
+        return (), ()

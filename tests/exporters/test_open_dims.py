@@ -1,6 +1,7 @@
 """Files with several open dims are right at sizes that no call has, or are refused with the source line."""
 
 import re
+from dataclasses import replace
 
 import onnx
 import pytest
@@ -283,6 +284,84 @@ def test_sizes_that_only_turn_when_they_grow_together_are_found(tmp_path):
     with pytest.raises(ExportError) as caught:
         exporter_named("pt2").export(ExportRequest(Square().eval(), calls, False, open_dims), tmp_path)
     assert "at first = 31 and second = 31 the model takes a different path" in str(caught.value)
+
+
+def wide_and_long(rows, height, width):
+    wide = "wide" if rows > 20 else "narrow"
+    return wide == "wide" and bool(height > 30)
+
+
+def decided_before(rows, height, width):
+    wide, long = ("wide" if rows > 20 else ""), ("long" if height > 30 else "")
+    return bool(wide and long)
+
+
+class OnSizes(nn.Module):
+    """Computes something else where a decision on its three sizes is true."""
+
+    def __init__(self, decides, factor=2.0):
+        super().__init__()
+        self.head, self.decides, self.factor = nn.Linear(3, 3), decides, factor
+
+    def forward(self, x):
+        y = self.head(x)
+        return y * self.factor if self.decides(*x.shape[:3]) else y
+
+
+def on_sizes(decides, **options):
+    sizes = [(2, 8, 6), (3, 8, 6), (5, 8, 6), (2, 12, 6), (2, 4, 6), (2, 8, 7), (2, 8, 3), (3, 12, 7), (4, 16, 8)]
+    calls = tuple(((floats(*each, 3, seed=sum(each)),), {}) for each in sizes)
+    model = enliven(OnSizes(decides, **options)).eval()
+    return ExportRequest(model, calls, open_dims={"x": {0: "batch", 1: "height", 2: "width"}})
+
+
+@pytest.mark.parametrize(
+    ("decides", "place"),
+    [
+        (lambda n, h, w: n > 20 and h > 30, "at batch = 21 and height = 31 "),
+        (lambda n, h, w: h > 30 and n > 20, "at height = 31 and batch = 21 "),
+        (lambda n, h, w: n == 1 and h > 30, "at batch = 1 and height = 31 "),
+        (lambda n, h, w: n > 20 and h < 4, "at batch = 21 and height = 1 "),
+        (lambda n, h, w: h > 30 and w > 20 and n > 6, "at height = 31, width = 21 and batch = 7 "),
+        (wide_and_long, "at batch = 21 and height = 31 "),
+        (decided_before, "at batch = 42 and height = 62 "),
+    ],
+)
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+def test_a_decision_that_several_sizes_make_together_is_refused(decides, place, format, tmp_path):
+    with pytest.raises(ExportError) as caught:
+        exporter_named(format).export(on_sizes(decides), tmp_path)
+    assert f"{place}the model takes a different path than the captured one" in str(caught.value)
+
+
+def test_a_decision_that_several_sizes_make_together_is_kept_by_a_script(tmp_path):
+    class Both(nn.Module):
+        def forward(self, x):
+            if x.size(0) > 20 and x.size(1) > 30:
+                x = x * 2
+            return x
+
+    asked = replace(on_sizes(wide_and_long), model=Both().eval())
+    artifact = exporter_named("torchscript").export(asked, tmp_path)
+    assert artifact.route == "script"
+    assert "at batch = 21 and height = 31 the model takes a different path" in dict(artifact.refused)["trace"]
+    assert_right(artifact, asked.model, (floats(21, 31, 2, 3),))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_decision_that_several_sizes_make_together_without_a_difference_is_proven(format, tmp_path):
+    asked = on_sizes(lambda n, h, w: n > 20 and h > 30, factor=1.0)
+    artifact = exporter_named(format).export(asked, tmp_path)
+    assert not (artifact.refused or artifact.limits)
+    for sizes in [(21, 8), (2, 31), (21, 31), (1, 1)]:
+        assert_right(artifact, asked.model, (floats(*sizes, 5, 3),))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_decision_that_several_large_sizes_make_together_is_a_limit_of_one(format, tmp_path):
+    asked = on_sizes(lambda n, h, w: n > 2000 and h > 30000)
+    artifact = exporter_named(format).export(asked, tmp_path)
+    assert [(limit.condition, limit.largest) for limit in artifact.limits] == [("height <= 30000", 30000)]
 
 
 @pytest.mark.parametrize(
