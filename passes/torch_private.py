@@ -26,6 +26,7 @@ from torch._C import (
     # Whether torch.jit.trace is running. `torch.jit.is_tracing` checks for scripting first. Seen in 2.13.
     _is_tracing,
 )
+from torch._ops import HigherOrderOperator  # The operators behind `torch.cond` and `while_loop`. Seen in 2.13.
 from torch._subclasses import FakeTensor  # The tensors with which torch.export runs a forward. Seen in 2.13.
 from torch.amp.autocast_mode import (
     _enter_autocast,
@@ -52,6 +53,7 @@ is_tracing = _is_tracing
 # only code that is compiled already may run. Seen in 2.13.
 frame_callback: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 enter_autocast = _enter_autocast
+HigherOrder = HigherOrderOperator
 AnyBatchNorm = _BatchNorm
 AnyConvolution = _ConvNd
 AnyInstanceNorm = _InstanceNorm

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from optimizer.parity.float64 import raised
 from optimizer.parity.torch_functions import is_question, mapped, moved_tensor, written_ids
-from optimizer.torch_private import decomposition_of
+from optimizer.torch_private import decomposition_of, schema_of
 from passes.program.torch_calls import name_of
 from passes.program.weights import bare, is_folded
 
@@ -106,9 +107,13 @@ class RoundedMode(TorchDispatchMode):
       returns them exactly. If they were rounded, a fully masked row of attention, whose numbers are all equal, would
       attend to one position alone, and any error would pass as rounding.
 
+    A higher-order operator, such as the one of `torch.cond`, is one operator: what it calls isn't rounded.
+
     Attributes:
         calls: the number of results that were changed.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -120,20 +125,30 @@ class RoundedMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if (schema := schema_of(func)) is None:
+            return tree_map_only(torch.Tensor, self._rounded, func(*args, **kwargs))
         composed = decomposition_of(func) if _NORMS.search(func.__name__) else None
         if composed is not None:
             with self:
                 return composed(*args, **kwargs)
         result = func(*args, **kwargs)
-        if func._schema.name.partition("::")[2].strip("_") in _FILLS:
+        if schema.name.partition("::")[2].strip("_") in _FILLS:
             return result
         results = result if isinstance(result, tuple | list) else (result,)
-        for value, declared in zip(results, func._schema.returns, strict=False):
+        for value, declared in zip(results, schema.returns, strict=False):
             is_view = declared.alias_info is not None and not declared.alias_info.is_write
             is_own = not is_view and isinstance(value, torch.Tensor) and _is_inexact(value) and _is_dense(value)
             if is_own:
                 self._round(value)
         return result
+
+    def _rounded(self, value: torch.Tensor) -> torch.Tensor:
+        """A rounded copy, since a higher-order operator may return one of its arguments."""
+        if not (_is_inexact(value) and _is_dense(value)):
+            return value
+        value = value.clone()
+        self._round(value)
+        return value
 
     def _round(self, value: torch.Tensor) -> None:
         exact = stands_for_infinity(value) | _is_whole(value)

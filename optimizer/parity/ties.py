@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimizer.parity.tensors import unit
+from optimizer.torch_private import schema_of
 from passes.program.torch_calls import argument, name_of
 
 Values = Mapping[str, torch.Tensor]
@@ -184,8 +185,11 @@ class BrokenTies(TorchDispatchMode):
 
     Attributes:
         met: the ties that operations met.
-        chooses: whether an operation chose or ordered elements by scores.
+        chooses: whether an operation chose or ordered elements by scores. A higher-order operator, such as the one of
+            `torch.cond`, may have done so.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, *, last: bool) -> None:
         super().__init__()
@@ -196,13 +200,17 @@ class BrokenTies(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name, given = func.name().partition("::")[2].partition(".")[0], kwargs or {}
+        given = kwargs or {}
+        if (schema := schema_of(func)) is None:
+            self.chooses = True
+            return func(*args, **given)
+        name = func.name().partition("::")[2].partition(".")[0]
         choose = _CHOOSING.get(name)
         # A stable sort decides ties itself.
-        if choose is None or given.get("stable") or func._schema.is_mutable:
+        if choose is None or given.get("stable") or schema.is_mutable:
             return func(*args, **given)
         self.chooses = True
-        arguments = [argument.name for argument in func._schema.arguments]
+        arguments = [argument.name for argument in schema.arguments]
         return choose(self, name, func, {**dict(zip(arguments, args, strict=False)), **given})
 
     def _order(self, name: str, scores: torch.Tensor, dim: int, *, descending: bool, first: int) -> torch.Tensor:

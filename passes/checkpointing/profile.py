@@ -20,7 +20,7 @@ from passes.checkpointing.live_bytes import LiveBytes
 from passes.checkpointing.plan import Plan
 from passes.checkpointing.tape import Tape
 from passes.checkpointing.tensors import fills_its_memory, is_plain, tensors_in, version_of
-from passes.torch_private import active_transforms, top_saved_tensors_hooks, without_torch_function
+from passes.torch_private import HigherOrder, active_transforms, top_saved_tensors_hooks, without_torch_function
 
 
 class NoProfile(Exception):
@@ -291,6 +291,13 @@ class _Watch(TorchFunctionMode):
         name = name_of(func)
         if name in UNCOUNTED:
             return func(*args, **kwargs)
+        if isinstance(func, HigherOrder):
+            path, module = self._calling[-1]
+            raise NoProfile(
+                f"its forward calls torch's `{name}` in {f'`{path}` ' if path else ''}({type(module).__name__}), and the pass "
+                "can't see what such an operator keeps for the backward pass: leave the pass out, or call "
+                "`torch.utils.checkpoint.checkpoint` on other modules yourself"
+            )
         self.names.append(name)
         return self.call(func, args, kwargs)
 

@@ -10,7 +10,9 @@ from allocations import LargestResult
 from laid_out import LAYOUTS, laid_out, numbers_in
 from tiny_models import enliven
 from torch import nn
+from torch._higher_order_ops import while_loop
 
+from optimizer.model import eager_only
 from optimizer.parity import float64
 from optimizer.parity.float64 import Float64Mode
 from optimizer.parity.rounding import PerturbedMode, RoundedMode
@@ -419,6 +421,18 @@ def test_what_each_operator_computes_is_rounded():
         neighbor = torch.nextafter(x, torch.where(value > x, math.inf, -math.inf))
         assert torch.equal(value, torch.where(x == x.round(), x, neighbor))
     assert moved.data_ptr() == x.data_ptr()
+    assert torch.equal(x, before)
+
+
+def test_the_results_of_an_operator_that_calls_others_are_rounded_in_a_copy():
+    x = torch.linspace(0.3, 0.9, 16)
+    before = x.clone()
+    with eager_only(), RoundedMode(0) as mode:
+        sines = torch.cond(x.max() > 0, torch.sin, torch.cos, (x,))
+        same = while_loop(lambda i, _: i < 0, lambda i, rows: (i + 1, rows.sin()), (torch.tensor(0), x))[1]
+    assert mode.calls == 3  # the maximum, too
+    for value, exact in ((sines, x.sin()), (same, x)):
+        assert 0 < (value - exact).abs().max() < 1e-6
     assert torch.equal(x, before)
 
 

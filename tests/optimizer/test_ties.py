@@ -127,6 +127,16 @@ def test_the_order_within_ties_is_free_and_named(kind, last, dtype):
     assert not any("weren't compared" in note for note in report.notes)
 
 
+def test_ties_are_found_next_to_an_operator_that_calls_others():
+    class Chosen(Detector):
+        def scores(self, boxes):
+            return super().scores(torch.cond(boxes.sum() > 0, torch.sin, torch.cos, (boxes,)))
+
+    report = check_parity(Chosen(), Chosen(last=True), given())
+    assert report.ok, report.reason
+    assert any("were compared as sets" in note for note in report.notes)
+
+
 @pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
 def test_whatever_else_differs_is_wrong(change):
     assert check_parity(Detector(), Changed(lambda out: out), given()).ok

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from random_steps import RandomStep, Step, rows_of
 from tiny_models import enliven
 from torch import nn
+from torch._higher_order_ops import while_loop
 from torch._subclasses import FakeTensor
 from training_models import peak_of
 
@@ -612,6 +613,32 @@ def test_a_model_without_anything_to_train_is_refused():
         RequirementNotMet, match="insert-checkpoints can't plan a training step of Linear: none of its outputs"
     ):
         optimize(model, [InsertCheckpoints()], mode="training", example_inputs=(torch.randn(2, 3),))
+
+
+class Chosen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda rows: self.linear(rows), lambda rows: rows.cos(), (x,))
+
+
+class Looped(nn.Module):
+    def forward(self, x):
+        return while_loop(lambda i, _: i < 3, lambda i, rows: (i + 1, rows.sin()), (torch.tensor(0), x.detach()))[1] + x
+
+
+@pytest.mark.parametrize(("inner", "name"), [(Chosen(), "cond"), (Looped(), "while_loop")])
+def test_an_operator_that_calls_other_functions_is_refused_with_its_module(inner, name):
+    model = nn.Sequential(nn.Linear(3, 3), inner)
+    with pytest.raises(RequirementNotMet) as raised:
+        optimize(model, [InsertCheckpoints()], mode="training", example_inputs=(torch.randn(4, 3),))
+    assert str(raised.value) == (
+        f"insert-checkpoints can't plan a training step of Sequential: its forward calls torch's `{name}` in `1` "
+        f"({type(inner).__name__}), and the pass can't see what such an operator keeps for the backward pass: leave the pass "
+        "out, or call `torch.utils.checkpoint.checkpoint` on other modules yourself."
+    )
 
 
 def test_inference_and_no_example_inputs_are_refused():
