@@ -67,12 +67,12 @@ def diagnose(
     step = None if training_step is None else watched_step(model, training_step)
     with outside_inference_mode(), random_state(0), unsynchronised(), torch.no_grad(), eager_only():
         runs = Runs(on_device(model, target), in_eval=True)
-        with errors_of_model():
+        with errors_of_model(call):
             # This run finds the parameters that forward writes to, and warms up.
             runs.first(partial(recorded, call=call, attributes={}))
         with runs.fresh() as copied:
             assert isinstance(copied, nn.Module)
-            with errors_of_model():
+            with errors_of_model(call):
                 evidence = evidence_of(model, copied, call, target)
             evidence = replace(evidence, step=step, unmoved=unmoved_tensors(runs, call))
             findings = [finding for rule in RULES for finding in rule.findings(evidence)]

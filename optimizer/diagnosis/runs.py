@@ -79,7 +79,7 @@ def unmoved_tensors(runs: Runs, call: Call) -> frozenset[str]:
         return _paths(plain_tensors(runs.target))
     with runs.fresh() as copied:
         assert isinstance(copied, nn.Module)
-        with suppress(LoadError), errors_of_model():
+        with suppress(LoadError), errors_of_model(call):
             copied.to("meta")
             if not (left := _left_behind(copied)):
                 return frozenset()

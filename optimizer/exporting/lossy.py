@@ -179,8 +179,9 @@ class Lossy:
         reference, found = self._measured.reference, []
         for call in self.calibration.apart:
             tensors = [tensor.to(reference.original.device) for tensor in call]
-            with errors_of_model("a calibration call"):
-                seen = reference.run(Call(*self._measured.adapter.call_arguments(tensors)))
+            given = Call(*self._measured.adapter.call_arguments(tensors))
+            with errors_of_model(given, "a calibration call"):
+                seen = reference.run(given)
             found.append(tuple(seen.values[name] for name in seen.of_kind("output")))
         return found
 

@@ -7,7 +7,7 @@ from optimizer.model.inputs import Call, ExampleInputs, FurtherInputs, Samples, 
 from optimizer.model.module_tree import REGISTRIES, is_script, modules_of, reachable_modules, unregistered_modules
 from optimizer.model.preparation import check_model, on_device, one_call, resolved_device, samples_of, trained_as
 from optimizer.model.reentrant import gradients_by_backward, is_reentrant
-from optimizer.model.runs import AsItIs, Runs, RunsOfCopy, called, errors_of_model
+from optimizer.model.runs import AsItIs, Runs, RunsOfCopy, called, errors_of_model, refuse_arrays
 from optimizer.model.settings import (
     in_turn,
     one_at_a_time,
@@ -77,6 +77,7 @@ __all__ = [
     "rare_collection",
     "reachable_modules",
     "rebuild",
+    "refuse_arrays",
     "refuse_circular_modules",
     "refuse_empty_tensors",
     "refuse_unmade_module",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
 
+import numpy
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -14,7 +15,7 @@ from optimizer.errors import LoadError, OptimizeExportError
 from optimizer.model.held_modules import functions_over_modules
 from optimizer.model.inputs import Call
 from optimizer.model.module_tree import reachable_modules
-from optimizer.model.structure import clone
+from optimizer.model.structure import clone, leaves_of
 from optimizer.model.working_copy import is_plain, private_state, working_copy
 from optimizer.model.written_parameters import WriteGuard, WritesToWeights, layouts_of, named_tensors
 from optimizer.wording import error_summary, listed
@@ -210,15 +211,27 @@ def _refuse_writes(before: dict[str, int], module: nn.Module) -> None:
 
 
 @contextmanager
-def errors_of_model(on: str = "the example inputs") -> Iterator[None]:
+def errors_of_model(call: Call, on: str = "the example inputs") -> Iterator[None]:
     """Turn an error of the user's model into a `LoadError`; this program's own errors pass through.
 
     Args:
-        on: the call, for the message.
+        call: the inputs of the model.
+        on: the inputs, for the message.
     """
     try:
         yield
     except OptimizeExportError:
         raise
     except Exception as error:  # the module is foreign code
-        raise LoadError(f"The model raises on {on}: {error_summary(error)}.") from error
+        why = error_summary(error)
+        refuse_arrays(call, why, error)
+        raise LoadError(f"The model raises on {on}: {why}.") from error
+
+
+def refuse_arrays(call: Call, why: str, error: Exception) -> None:
+    """Raise if the inputs on which a model raised contain a numpy array."""
+    if any(isinstance(value, numpy.ndarray) for value in leaves_of((call.args, call.kwargs)).values):
+        raise LoadError(
+            f"The model raises on the example inputs, which contain a numpy array: {why.rstrip('.')}. Convert it to a "
+            "tensor with torch.from_numpy."
+        ) from error

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
@@ -26,6 +25,7 @@ from optimizer.model import (
     eager_only,
     leaves_of,
     named_tensors,
+    refuse_arrays,
 )
 from optimizer.parity.observe import Observation, input_names, observe
 from optimizer.parity.recorded_runs import RecordedRuns
@@ -369,7 +369,7 @@ class Original:
             # The frames of the traceback refer to the modules of the copy.
             place = place_of_error(error, ran)
             why = f"{error_summary(error)}, at {place}" if place else error_summary(error)
-            _refuse_arrays(call, why, error)
+            refuse_arrays(call, why, error)
             self._leave_out(batch_size, draw, sizes, error, why)
             return None
 
@@ -448,14 +448,6 @@ def without_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _refuse_arrays(call: Call, why: str, error: Exception) -> None:
-    if any(isinstance(value, numpy.ndarray) for value in leaves_of((call.args, call.kwargs)).values):
-        raise LoadError(
-            f"The model raises on the example inputs, which contain a numpy array: {why.rstrip('.')}. Convert it to a "
-            "tensor with torch.from_numpy."
-        ) from error
 
 
 def _sources_of(target: object) -> list[Source]:

@@ -106,7 +106,7 @@ def profile_module(
         random_state(0),
         unsynchronised(),
         torch.set_grad_enabled(training),
-        errors_of_model(),
+        errors_of_model(call),
     ):
         try:
             # This run finds the parameters that forward writes to.

@@ -674,7 +674,10 @@ def test_a_function_whose_package_is_missing_names_both(monkeypatch, name):
     assert told.value.__suppress_context__
 
 
-@pytest.mark.parametrize("function", [optimizer.optimize, optimizer.check_parity, optimizer.export])
+@pytest.mark.parametrize(
+    "function",
+    [optimizer.optimize, optimizer.check_parity, optimizer.export, optimizer.diagnose, optimizer.profile],
+)
 def test_a_numpy_array_among_the_inputs_is_named(function, tmp_path):
     array = torch.ones(2, 4).numpy()
     further = {"output": tmp_path / "bundle"} if function is optimizer.export else {}
