@@ -76,7 +76,8 @@ class Watch(TorchFunctionMode):
         values: places where Python reads a value that depends on the inputs' values.
         counts: places where Python branches on a size that depends on the inputs' values.
         sizes: places where Python reads a size of a tensor that is computed from the inputs.
-        asked: the sizes that the model's code read, one tuple per call that asks for sizes.
+        pieces: places where a tensor computed from the inputs is split into a number of tensors that may follow a size.
+        asked: the sizes and numbers of pieces that the model's code read, one tuple per call that gives them.
         in_numpy: those of the places at which a tensor becomes a numpy array.
     """
 
@@ -90,6 +91,7 @@ class Watch(TorchFunctionMode):
         self.values: list[str] = []
         self.counts: list[str] = []
         self.sizes: list[str] = []
+        self.pieces: list[str] = []
         self.asked: list[tuple[int, ...]] = []
         self.in_numpy: set[str] = set()
         self._fixed = fixed
@@ -102,6 +104,7 @@ class Watch(TorchFunctionMode):
             self.values.clear()
             self.counts.clear()
             self.sizes.clear()
+            self.pieces.clear()
             self.asked.clear()
             self._dependent = WeakTensorKeyDictionary()
             for tensor in tensors:
@@ -127,6 +130,8 @@ class Watch(TorchFunctionMode):
             depends in ("count", "value") and self._dependence(_lengths(func, args)) in ("count", "value", "length")
         ):
             depends = "length"
+        if (count := number_of_pieces(func, args, result)) is not None and self._open_sizes((count,)):
+            self.pieces.append(self._place(sys._getframe(1))[1])
         for tensor in (*given, *_written_tensors(func, args, kwargs or {})):
             self._mark(tensor, depends)
         if not given and not _tells_no_value(func, result):
@@ -151,15 +156,18 @@ class Watch(TorchFunctionMode):
 
     def _note(self, depends: Dependence, func: Any) -> None:
         innermost = sys._getframe(2)
-        frame = user_frame(innermost)
+        frame, place = self._place(innermost)
         # Checks of torch's own layers count as little as those of the user.
         if not any(map(_only_raises, _frames_up_to(innermost, frame))):
-            place = place_of(frame, frame.f_lineno if frame else 0, self._paths)
             if getattr(func, "__name__", "") in _TO_NUMPY:
                 self.in_numpy.add(place)
             is_branch = getattr(func, "__name__", "") == "__bool__"
             counts = self.counts if is_branch else self.values
             {"size": self.sizes, "count": counts}.get(depends, self.values).append(place)
+
+    def _place(self, innermost: FrameType) -> tuple[FrameType | None, str]:
+        frame = user_frame(innermost)
+        return frame, place_of(frame, frame.f_lineno if frame else 0, self._paths)
 
 
 @contextmanager
@@ -202,7 +210,7 @@ def traced(
 
 
 def reads_an_open_size(adapter: Adapter, calls: Sequence[Sequence[torch.Tensor]]) -> bool:
-    """Whether Python reads a size, in a trace of the first call, that isn't the same in all calls.
+    """Whether Python reads a size or a number of pieces, in a trace of the first call, that changes between the calls.
 
     Raises:
         RouteRefused: the adapter can't be traced at one of the calls.
@@ -212,7 +220,8 @@ def reads_an_open_size(adapter: Adapter, calls: Sequence[Sequence[torch.Tensor]]
         # The model takes another path at another size.
         return True
     fixed = [[len(set(each)) == 1 for each in zip(*sizes, strict=True)] for sizes in zip(*asked, strict=True)]
-    return bool(traced(adapter, calls[0], fixed)[1].sizes)
+    _, watch = traced(adapter, calls[0], fixed)
+    return bool(watch.sizes or watch.pieces)
 
 
 class _Reads(TorchFunctionMode):
@@ -279,6 +288,25 @@ def _has_open_length(func: Any, args: Any) -> bool:
     packet = getattr(torch.ops.aten, name, None) or getattr(torch.ops.aten, f"_{name}", None)
     overloads = () if packet is None else (getattr(packet, each) for each in packet.overloads())
     return any(torch.Tag.dynamic_output_shape in overload.tags for overload in overloads)
+
+
+def number_of_pieces(func: Any, args: Any, result: Any) -> int | None:
+    """The number of tensors into which a call splits its first argument; None for any other call."""
+    name = getattr(func, "__name__", "")
+    if name == "__iter__":
+        return len(args[0]) if isinstance(args[0], torch.Tensor) else None
+    return len(result) if _splits(name) and type(result) in (list, tuple) else None
+
+
+@lru_cache(maxsize=1024)
+def _splits(name: str) -> bool:
+    packet = None if name.startswith("_") else getattr(torch.ops.aten, name, None)
+    schemas = [] if packet is None else [getattr(packet, each)._schema for each in packet.overloads()]
+    return any(
+        [str(returned.type) for returned in schema.returns] == ["List[Tensor]"]
+        and [str(taken.type) for taken in schema.arguments[:1]] == ["Tensor"]
+        for schema in schemas
+    )
 
 
 def _lengths(func: Any, args: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from exporters.decisions import number_of_pieces
 from exporters.isolation import eager_only, silent, undisturbed
 from exporters.places import paths_of, place_of, user_frame
 
@@ -29,17 +30,10 @@ class _Lists(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        count = _count(func, args, result)
+        count = number_of_pieces(func, args, result)
         if count is not None and (frame := user_frame(sys._getframe(1))) is not None:
             self.seen.append((place_of(frame, frame.f_lineno, self._paths), count))
         return result
-
-
-def _count(func: Any, args: Any, result: Any) -> int | None:
-    if getattr(func, "__name__", "") == "__iter__" and isinstance(args[0], torch.Tensor):
-        return len(args[0])
-    several = type(result) in (list, tuple) and all(isinstance(item, torch.Tensor) for item in result)
-    return len(result) if several else None
 
 
 def lists_as_long_as_a_size(evidence: Evidence) -> Iterator[tuple[str, str]]:

@@ -52,23 +52,25 @@ def conditions_of_trace(evidence: Evidence, watch: Watch) -> tuple[Condition, ..
         watch: the record of that trace.
 
     Raises:
-        RouteRefused: Python read a value of the inputs; or it read a size that changes between the calls, and
-            torch.export can't capture the model to determine at which other sizes the trace is valid.
+        RouteRefused: Python read a value of the inputs; or it read a size, or a number of pieces of a tensor, that
+            changes between the calls, and torch.export can't capture the model to determine at which other sizes the
+            trace is valid.
     """
     refuse_values(watch, counts=False)
     if watch.counts:
         _refuse_branches_on_counts(evidence, watch)
-    if not evidence.open_dims or not watch.sizes:
+    if not evidence.open_dims or not (watch.sizes or watch.pieces):
         return ()
     try:
         program = shared_program(evidence)
         return (*conditions_of_program(program, evidence), *conditions_of_numbers(program, evidence))
     except RouteRefused as refusal:
-        if not _reads_an_open_size(evidence):
+        if not _reads_an_open_size(evidence, far=bool(evidence.declared or watch.pieces)):
             return ()
+        what = f"reads a size in Python at {watch.sizes[0]}" if watch.sizes else f"splits a tensor at {watch.pieces[0]}"
         raise RouteRefused(
-            f"the model reads a size in Python at {watch.sizes[0]}, which the trace freezes, and torch.export can't "
-            f"determine at which sizes the trace is valid: {refusal}",
+            f"the model {what}, which the trace freezes, and torch.export can't determine at which sizes the trace is "
+            f"valid: {refusal}",
             size=refusal.size,
         ) from refusal
 
@@ -88,11 +90,15 @@ def _refuse_branches_on_counts(evidence: Evidence, watch: Watch) -> None:
         refuse_values(watch)
 
 
-def _reads_an_open_size(evidence: Evidence) -> bool:
-    """Whether Python reads a size in the trace that isn't the same at all sizes; also if that can't be determined."""
+def _reads_an_open_size(evidence: Evidence, *, far: bool) -> bool:
+    """Whether Python reads a size in the trace that isn't the same at all sizes; also if that can't be determined.
+
+    Args:
+        far: whether to compare much larger sizes, too.
+    """
     calls = list(evidence.inputs)
     try:
-        if evidence.declared:
+        if far:
             calls += [_far_from_the_calls(view) for view in evidence.along if not view.steps]
         return reads_an_open_size(evidence.adapter, calls)
     except RouteRefused:
@@ -106,8 +112,8 @@ def _far_from_the_calls(view: Evidence) -> tuple[torch.Tensor, ...]:
         RouteRefused: the model takes none of the sizes tried.
     """
     for more in _FAR:
-        inputs = view.inputs_at(max(view.batches) + more)
         try:
+            inputs = view.inputs_at(max(view.batches) + more)
             traced(view.adapter, inputs)
         except RouteRefused:
             continue

@@ -613,6 +613,41 @@ def test_a_number_that_is_the_same_in_all_calls_is_tried_where_it_turns(function
     assert f"(trace: at batch size {size} the model takes" in refusal(TorchScriptExporter, function, tmp_path)
 
 
+def in_pieces(self, x):
+    return torch.cat([self.layer(piece) for piece in x.split(16)])
+
+
+def in_uncapturable_pieces(self, x):
+    return torch.cat([uncapturable(self, piece) for piece in x.split(16)])
+
+
+def in_halves(self, x):
+    return torch.cat([uncapturable(self, x)[:, :2], *x.chunk(2, 1)], 1)
+
+
+def test_a_number_of_pieces_that_is_the_same_in_all_calls_is_tried_where_it_turns(tmp_path):
+    reason = refusal(TorchScriptExporter, in_pieces, tmp_path)
+    assert "(trace: at batch size 17 the model takes a different path than the captured one" in reason
+
+
+def test_a_number_of_pieces_needs_a_capture_only_where_it_follows_the_batch(tmp_path):
+    sentence = r"\(trace: the model splits a tensor at `.*x.split\(16\).*, which the trace freezes, and torch.export can't"
+    with pytest.raises(ExportError, match=sentence):
+        export(TorchScriptExporter, in_uncapturable_pieces, tmp_path)
+    assert export(TorchScriptExporter, in_halves, tmp_path).route == "trace"
+
+
+def test_pieces_that_a_trace_freezes_are_kept_by_a_script(tmp_path):
+    class Pieces(nn.Module):
+        def forward(self, x):
+            return torch.cat([piece.sin() for piece in x.split(16)])
+
+    artifact = TorchScriptExporter().export(ExportRequest(Pieces().eval(), CALLS), tmp_path)
+    assert artifact.route == "script"
+    for size in (1, 16, 17, 40):
+        assert torch.equal(artifact.load()(floats(size, 4))[0], floats(size, 4).sin())
+
+
 def test_a_number_that_the_trace_computes_is_right_where_it_turns(tmp_path):
     model = enliven(Deciding(by_half_the_rows)).eval()
     artifact = TorchScriptExporter().export(ExportRequest(model, CALLS), tmp_path)
