@@ -631,7 +631,9 @@ def test_a_number_of_pieces_that_is_the_same_in_all_calls_is_tried_where_it_turn
 
 
 def test_a_number_of_pieces_needs_a_capture_only_where_it_follows_the_batch(tmp_path):
-    sentence = r"\(trace: the model splits a tensor at `.*x.split\(16\).*, which the trace freezes, and torch.export can't"
+    sentence = (
+        r"\(trace: the model splits a tensor at `.*x.split\(16\).*, which the trace freezes, and torch.export can't"
+    )
     with pytest.raises(ExportError, match=sentence):
         export(TorchScriptExporter, in_uncapturable_pieces, tmp_path)
     assert export(TorchScriptExporter, in_halves, tmp_path).route == "trace"
