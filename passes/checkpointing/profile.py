@@ -293,10 +293,10 @@ class _Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         if isinstance(func, HigherOrder):
             path, module = self._calling[-1]
+            where = f" in `{path}` ({type(module).__name__})" if path else ""
             raise NoProfile(
-                f"its forward calls torch's `{name}` in {f'`{path}` ' if path else ''}({type(module).__name__}), and the pass "
-                "can't see what such an operator keeps for the backward pass: leave the pass out, or call "
-                "`torch.utils.checkpoint.checkpoint` on other modules yourself"
+                f"its forward calls torch's `{name}`{where}, and the pass can't see what such an operator keeps for the backward "
+                "pass: leave the pass out, or call `torch.utils.checkpoint.checkpoint` on other modules yourself"
             )
         self.names.append(name)
         return self.call(func, args, kwargs)
