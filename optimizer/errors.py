@@ -113,9 +113,12 @@ def missing_package(error: ModuleNotFoundError, caller: str = "The command") -> 
     names = {re.split(r"[^\w.-]", each)[0].replace("-", "_") for each in required if "extra ==" not in each}
     if name not in names:
         return None
+    lack = f"{caller} needs the package {name}, which isn't installed here"
+    if caller == "optimizer.load":
+        return f"{lack}: pip install {name}."
     return (
-        f"{caller} needs the package {name}, which isn't installed here: pip install optimize-export, with its "
-        "dependencies. Without them, optimizer.load runs a bundle in Python."
+        f"{lack}: install optimize-export with its dependencies (pip install without --no-deps). Without them, only "
+        "optimizer.load works, which needs numpy and a runtime."
     )
 
 

@@ -425,7 +425,7 @@ def is_to_be_tuned(
     if tuned and tune is False:
         raise UsageError("An accuracy budget has an effect only with tuning or choices: leave out `tune=False`.")
     if tuned and bench is False:
-        why = "Tuning times" if tune else "An accuracy budget tunes, which times"
+        why = "Tuning times" if tune else "An accuracy budget implies tuning, which times"
         raise UsageError(f"{why} the files: leave out `bench=False`.")
     return tuned
 

@@ -81,7 +81,9 @@ def _read_weights(path: Path) -> Any:
         except (SafetensorError, OSError) as error:
             raise LoadError(f"The weights {path.name} couldn't be read as safetensors: {quote(error)}.") from error
     if path.suffix not in (".pt", ".pth", ".bin", ".ckpt"):
-        raise LoadError(f"The weights {path.name} are neither a .safetensors file nor a state dict (.pt, .pth, .bin).")
+        raise LoadError(
+            f"The weights {path.name} are neither a .safetensors file nor a state dict (.pt, .pth, .bin, .ckpt)."
+        )
     return _unpickled(path)
 
 
@@ -136,7 +138,9 @@ def _fitting(model: nn.Module, value: Any, key: str, path: Path, notes: list[str
         found = _under(key, found)
         if not found:
             known = listed([each for each in _state_keys(value) if each]) or "none"
-            raise LoadError(f"The weights {path.name} have no state dict under {key}; its keys are: {known}.")
+            raise LoadError(
+                f"The weights {path.name} have no state dict under {key}; the keys of the file are: {known}."
+            )
     if not found:
         raise LoadError(f"The weights {path.name} contain no state dict: {_instead(value)}{_STATE_DICT}")
     ranked = sorted(found, key=lambda each: _FIRST_KEYS.index(each) if each in _FIRST_KEYS else len(_FIRST_KEYS))
@@ -191,7 +195,7 @@ def _state_keys(value: Mapping[Any, Any]) -> list[str]:
 def _instead(value: Mapping[Any, Any]) -> str:
     if unnamed := [key for key in value if not isinstance(key, str)]:
         return f"the key {unnamed[0]!r} isn't the name of a parameter"
-    return f"there is no tensor under {listed(list(value))}" if value else "there is nothing"
+    return f"there is no tensor under {listed(list(value))}" if value else "it is an empty dict"
 
 
 def _named_as(
@@ -232,9 +236,12 @@ def _named_as(
 def _notes_on_names(names: Mapping[str, str], prefix: str, path: Path) -> list[str]:
     notes = []
     if any(name != old for name, old in names.items()):
-        notes.append(f"The parts module. and _orig_mod. of names in {path.name} were removed.")
+        removed = [f"{part}." for part in _WRAPPERS if any(part in old.split(".") for old in names.values())]
+        notes.append(
+            f"{' and '.join(removed)} {'were' if len(removed) > 1 else 'was'} removed from names in {path.name}."
+        )
     if prefix:
-        notes.append(f"The prefix {prefix!r} of names in {path.name} was removed.")
+        notes.append(f"The prefix {prefix!r} was removed from names in {path.name}.")
     if left := [old for name, old in names.items() if not name.startswith(prefix)]:
         notes.append(f"Left out of {path.name}, because the model has no such tensors: {listed(left)}.")
     return notes

@@ -672,6 +672,9 @@ def test_a_function_whose_package_is_missing_names_both(monkeypatch, name):
     with pytest.raises(ModuleNotFoundError, match=rf"^optimizer\.{name} needs the package torch, which isn't") as told:
         optimizer.__getattr__(name)
     assert told.value.__suppress_context__
+    assert str(told.value).endswith(
+        "here: pip install torch." if name == "load" else "which needs numpy and a runtime."
+    )
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,10 @@ def write(tmp_path: Path) -> UserFolder:
         (["--tune-seconds", "inf"], "--tune-seconds: 'inf' is not a number above 0"),
         (["--tune", "--no-bench"], "Tuning times the files: leave out --no-bench"),
         (["--tune", "--choices", "x"], "Tuning and choices contradict each other"),
-        (["--accuracy", "0.9", "--no-bench"], "An accuracy budget tunes, which times the files: leave out --no-bench."),
+        (
+            ["--accuracy", "0.9", "--no-bench"],
+            "An accuracy budget implies tuning, which times the files: leave out --no-bench.",
+        ),
         (["--accuracy", "0.9", "--no-tune"], "only with tuning or choices: leave out --no-tune."),
         (["--tune", "--accuracy", "1"], "accuracy '1' isn't a budget"),
         (["--tune", "--accuracy", "top1=2"], "accuracy 'top1=2' isn't a budget"),

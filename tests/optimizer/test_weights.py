@@ -104,17 +104,21 @@ def prefixed(prefix, state):
         (lambda state: {"ema": OTHERS, "model": state}, "model", "from the key 'model' of w.pt."),
         (lambda state: {"g": {"now": state}, "h": {"now": OTHERS}}, "g", "from the key 'g.now' of w.pt."),
         (lambda state: prefixed("g.", state) | prefixed("h.", OTHERS), "g", "from the key 'g' of w.pt."),
-        (lambda state: prefixed("model.", state), "", "The prefix 'model.' of names in w.pt was removed."),
-        (lambda state: prefixed("module._orig_mod.", state), "", "The prefix 'module._orig_mod.' of names in w.pt was"),
+        (lambda state: prefixed("model.", state), "", "The prefix 'model.' was removed from names in w.pt."),
+        (
+            lambda state: prefixed("module._orig_mod.", state),
+            "",
+            "The prefix 'module._orig_mod.' was removed from names",
+        ),
         (
             lambda state: {"state_dict": prefixed("model._orig_mod.", state)},
             "",
-            "The prefix 'model._orig_mod.' of names",
+            "The prefix 'model._orig_mod.' was removed",
         ),
         (
             lambda state: {name.replace(".", ".module."): each for name, each in state.items()},
             "",
-            "The parts module. and _orig_mod. of names in w.pt were removed.",
+            "module. was removed from names in w.pt.",
         ),
         (
             lambda state: prefixed("model.", state) | {"loss.weight": torch.ones(2)},
@@ -143,7 +147,7 @@ def test_weights_of_trainers(write, tmp_path, state, made, key, note):
             "",
             "several prefixes: g, h. Choose one, as in w.pt:g.",
         ),
-        (lambda state: {"g": state}, "x", "have no state dict under x; its keys are: g, linear."),
+        (lambda state: {"g": state}, "x", "have no state dict under x; the keys of the file are: g, linear."),
         (lambda state: {"net": state | {"x": torch.ones(1)}, "epoch": 3}, "", "don't fit the model: unexpected x."),
         (lambda state: OPTIMIZER, "", "there is no tensor under state, param_groups"),
     ],
@@ -174,7 +178,7 @@ def test_a_wrappers_prefix_goes_only_where_all_names_fit_then(write, tmp_path, s
     torch.save(prefixed, tmp_path / "w.pt")
     loaded = load(str(write("")), weights=tmp_path / "w.pt")
     assert_filled(loaded, state)
-    assert loaded.notes == ("The prefix 'module.' of names in w.pt was removed.",)
+    assert loaded.notes == ("The prefix 'module.' was removed from names in w.pt.",)
     torch.save(prefixed | {"module.more": torch.ones(1)}, tmp_path / "w.pt")
     message = refused(str(write("")), weights=tmp_path / "w.pt")
     assert (
@@ -255,7 +259,7 @@ def test_weights_that_cant_be_read(write, tmp_path, state):
     torch.save({"epoch": 3}, weights)
     assert "there is no tensor under epoch" in refused(path, weights=weights)
     torch.save({}, weights)
-    assert "there is nothing" in refused(path, weights=weights)
+    assert "it is an empty dict" in refused(path, weights=weights)
     safe = tmp_path / "w.safetensors"
     save_file(state, safe)
     safe.write_bytes(safe.read_bytes()[:-4])
