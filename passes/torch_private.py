@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -282,10 +282,18 @@ def compiler_silenced() -> Iterator[None]:
                 logger.setLevel(logging.WARNING)
 
 
-def captured_call(entry: Callable[..., Any], capture: Capture, *, whole: bool = False) -> CapturedCall:
+# The names of a captured function's variables with their values, to the tensors and dims that are open.
+OpenDims = Callable[[Mapping[str, Any]], Sequence[tuple[torch.Tensor, int]]]
+
+
+def captured_call(
+    entry: Callable[..., Any], capture: Capture, *, whole: bool = False, open_dims: OpenDims | None = None
+) -> CapturedCall:
     """Capture a function with torch.compile's front end; `capture` gets each graph, and returns the callable to run.
 
     Args:
+        open_dims: the dims whose sizes vary between calls; the first graph is made for all sizes from 2 on, if the
+            function allows that.
         whole: capture the function as one graph; a call raises any error of the front end.
 
     This differs from `torch.compile(entry, backend=…)`, which has the same front end, in these points:
@@ -305,7 +313,7 @@ def captured_call(entry: Callable[..., Any], capture: Capture, *, whole: bool = 
     context = torch._dynamo.optimize(backend, nopython=whole)
     if not isinstance(context, torch._dynamo.eval_frame.OptimizeContext):
         raise RuntimeError("torch.compile is switched off by TORCHDYNAMO_DISABLE")
-    context.callback = front_end = _FrontEnd(context.callback, whole=whole)
+    context.callback = front_end = _FrontEnd(context.callback, entry.__code__, whole=whole, open_dims=open_dims)
     # torch keeps every backend in order to reset it, and so everything that the backend refers to.
     torch._dynamo.eval_frame.cached_backends.pop(id(backend), None)
     call = CapturedCall(context(entry), front_end)
@@ -342,10 +350,13 @@ class CapturedCall:
 class _FrontEnd:
     """The function that torch calls for a frame for which no captured graph is valid."""
 
-    def __init__(self, callback: Any, *, whole: bool) -> None:
+    def __init__(self, callback: Any, entry: Any, *, whole: bool, open_dims: OpenDims | None) -> None:
         # torch follows this attribute to the backend.
         self._torchdynamo_orig_backend = callback
         self._whole = whole
+        # Weakly: torch stores this object with the code.
+        self._entry = weakref.ref(entry)
+        self._open_dims = open_dims
         # Weak keys: torch stores its captures of a frame, including this object, with the frame's code, and the garbage
         # collector doesn't find such cycles.
         self._captures: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -365,9 +376,12 @@ class _FrontEnd:
             only_known = FrameExecStrategy(FrameAction.RUN_ONLY, FrameAction.RUN_ONLY)
             return ConvertFrameReturn(only_known, apply_to_code=False)
         around, _capturing.module = _capturing.module, _module_of(frame.f_locals)
+        is_entry = frame.f_code is self._entry() and self._open_dims is not None
+        open_dims = self._open_dims(frame.f_locals) if is_entry and self._open_dims is not None else ()
         try:
             with (
                 compiler_silenced(),
+                _marked_open(open_dims),
                 config.patch(specialize_float=True, skip_nnmodule_hook_guards=False, recompile_limit=8 * MOST_CAPTURES),
             ):
                 return self._torchdynamo_orig_backend(frame, cache_entry, frame_state)
@@ -379,6 +393,26 @@ class _FrontEnd:
             return ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP), apply_to_code=False)
         finally:
             _capturing.module = around
+
+
+@contextmanager
+def _marked_open(dims: Sequence[tuple[torch.Tensor, int]]) -> Iterator[None]:
+    """Mark dims for the captures of the block, which may still specialize them; later calls need no marks.
+
+    torch writes the marks on the tensors, and the guards of a capture accept tensors without them. Seen in 2.13.
+    """
+    import torch._dynamo
+
+    marks = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
+    own = [(tensor, dim) for tensor, dim in dims if not any(hasattr(tensor, mark) for mark in marks)]
+    try:
+        for tensor, dim in own:
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+        yield
+    finally:
+        for tensor, _ in own:
+            for mark in marks:
+                tensor.__dict__.pop(mark, None)
 
 
 def _module_of(names: Any) -> nn.Module | None:

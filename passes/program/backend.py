@@ -15,13 +15,14 @@ import itertools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from passes.program.captured import CapturedGraph, Modules, example_of, under_seal
 from passes.program.changes import Place
@@ -87,11 +88,15 @@ class GraphCall:
     Attributes:
         owner: the module.
         passes: the steps that rewrite its graphs, in order.
+        open_dims: the dims whose sizes vary between calls: the index of the tensor among the arguments, and the dim.
     """
 
-    def __init__(self, owner: nn.Module, passes: tuple[Step, ...] = ()) -> None:
+    def __init__(
+        self, owner: nn.Module, passes: tuple[Step, ...] = (), open_dims: Sequence[tuple[int, int]] = ()
+    ) -> None:
         self.owner = owner
         self.passes = passes
+        self.open_dims = tuple(open_dims)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_watched() or has_global_hooks():
@@ -101,16 +106,16 @@ class GraphCall:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphCall:
         owner = memo.get(id(self.owner), self.owner)
-        twin = memo[id(self)] = GraphCall(owner, self.passes)
+        twin = memo[id(self)] = GraphCall(owner, self.passes, self.open_dims)
         if owner is not self.owner:
             owner.__dict__[COMPILED_CALL] = twin
         return twin
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self.owner, self.passes
+        return self.owner, self.passes, self.open_dims
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.owner, self.passes = state
+        self.owner, self.passes, self.open_dims = state
         self.owner.__dict__[COMPILED_CALL] = self
 
 
@@ -167,7 +172,20 @@ class Compilation:
             compilation = this()
             return graph.forward if compilation is None else compilation._captured(graph, inputs, around)
 
-        self.compiled = captured_call(entry_of(type(call.owner)), capture)
+        def open_dims(names: Mapping[str, Any]) -> list[tuple[torch.Tensor, int]]:
+            compilation = this()
+            call, leaves = (
+                None if compilation is None else compilation._call(),
+                pytree.tree_leaves((names["args"], names["kwargs"])),
+            )
+            dims = () if call is None else call.open_dims
+            return [
+                (leaves[number], dim)
+                for number, dim in dims
+                if number < len(leaves) and isinstance(leaves[number], torch.Tensor) and leaves[number].dim() > dim
+            ]
+
+        self.compiled = captured_call(entry_of(type(call.owner)), capture, open_dims=open_dims)
 
     def why_nothing(self) -> str:
         """The reason why no graph was captured, as a clause."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.program.captured import CapturedGraph, is_under_autocast, name_of
+from passes.program.captured import EXAMPLE, CapturedGraph, example_of, is_under_autocast, name_of
 from passes.program.effects import Memory
 from passes.program.weights import PLAIN_TENSORS
 from passes.torch_private import has_autocast, is_capturing_cuda, without_subclasses
@@ -221,8 +221,10 @@ class _State:
     values: tuple[torch.Tensor, ...] | None
 
 
-def check_usable(captured: CapturedGraph, node: fx.Node) -> None:
-    """Compute a derived tensor from the present parameters, unless they have no values, as in a graph of fake tensors.
+def compute_now(captured: CapturedGraph, node: fx.Node) -> None:
+    """Compute a derived tensor from the present parameters, and set its example.
+
+    Nothing is done for parameters without values, as in a graph of fake tensors.
 
     Raises:
         Unusable: it must not be used.
@@ -243,8 +245,12 @@ def check_usable(captured: CapturedGraph, node: fx.Node) -> None:
         return None if None in found else Recipe(call, tuple(found))
 
     if (recipe := recipe_of(node)) is not None:
-        # The value is kept until the first call takes it from the store.
-        (node.meta[_VALUE],) = captured.derived.values_of([recipe], sources)
+        (value,) = captured.derived.values_of([recipe], sources)
+        # The first call takes it from the store.
+        node.meta[_VALUE] = value
+        mode = next(getattr(example_of(source), "fake_mode", None) for source in node.all_input_nodes)
+        if mode is not None:
+            node.meta[EXAMPLE] = mode.from_tensor(value, static_shapes=True)
 
 
 def can_be_watched(tensor: Any) -> bool:

@@ -47,7 +47,7 @@ class GraphPass(Pass):
         """See `Pass.would_apply`. Rewrites the first graph of a run, and ends the run before that graph computes."""
         if not self.in_files:
             return False
-        writer, trial = _Installed(tree), _Trial(self, replace(context, judge=None))
+        writer, trial = _Installed(tree, context), _Trial(self, replace(context, judge=None))
         try:
             writer.install((*writer.passes, _Tried(trial, ends_run=True)))
             trial.run(writer.call)
@@ -63,7 +63,7 @@ class GraphPass(Pass):
         Raises:
             RequirementNotMet: there are no example inputs.
         """
-        writer = _Installed(tree)
+        writer = _Installed(tree, context)
         trial = _Trial(self, context)
         try:
             before = writer.passes
@@ -85,8 +85,9 @@ class GraphPass(Pass):
 class _Installed:
     """Installs the list of passes in the root's `GraphCall`, as edits that can be undone."""
 
-    def __init__(self, tree: ModelTree) -> None:
+    def __init__(self, tree: ModelTree, context: Context) -> None:
         self.tree = tree
+        self._open_dims = _open_dims(context.example_calls)
         self.root = tree.root
         self.edits: list[Edit] = []
         self.changes: list[Change] = []
@@ -109,7 +110,7 @@ class _Installed:
         """Make these the passes that rewrite the root's graphs."""
         if GRAPH_CALL not in self.root.__dict__:
             # Reuse the captures of an earlier pass that changed nothing.
-            call = self.tree.graph_call = self.tree.graph_call or GraphCall(self.root)
+            call = self.tree.graph_call = self.tree.graph_call or GraphCall(self.root, (), self._open_dims)
             self._do(AttributeEdit(self.root, GRAPH_CALL, call))
             self._do(AttributeEdit(self.root, COMPILED_CALL, call))
         self._do(AttributeEdit(self.call, "passes", passes))
@@ -129,6 +130,23 @@ class _Installed:
         self.edits.clear()
         if self.changes:
             self.tree.graph_call = self.root.__dict__.get(GRAPH_CALL)
+
+
+def _open_dims(calls: Sequence[Any]) -> list[tuple[int, int]]:
+    """The dims in which the calls differ: the index of the tensor among the arguments, and the dim."""
+    shapes = [
+        [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in pytree.tree_leaves(call)]
+        for call in calls
+    ]
+    if len({len(each) for each in shapes}) != 1:
+        return []
+    return [
+        (number, dim)
+        for number, each in enumerate(zip(*shapes, strict=True))
+        if None not in each and len({len(shape) for shape in each if shape is not None}) == 1
+        for dim, sizes in enumerate(zip(*(shape for shape in each if shape is not None), strict=True))
+        if len(set(sizes)) > 1
+    ]
 
 
 class _Tried:

@@ -23,7 +23,7 @@ from torch import fx
 from passes.program import captured, effects, layouts
 from passes.program.captured import EXAMPLE, CapturedGraph, computing, example_of, name_of, propagate
 from passes.program.changes import Change, Place, Skip
-from passes.program.derived import Derived, Unusable, Usable, check_usable
+from passes.program.derived import Derived, Unusable, Usable, compute_now
 
 Node = fx.Node
 """A node of torch.fx: a torch call or an input of a captured graph, or a node of a recorded run."""
@@ -217,13 +217,19 @@ class GraphRewriter:
         self, before: fx.Node, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None = None
     ) -> fx.Node:
         """Insert a new call before a node."""
+        new = self._insert(before, function, args, kwargs or {})
+        propagate(new)
+        return new
+
+    def _insert(
+        self, before: fx.Node, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> fx.Node:
         change = self._writing()
         with self.captured.graph.inserting_before(before):
-            new = self.captured.graph.call_function(function, tuple(args), kwargs or {})
+            new = self.captured.graph.call_function(function, tuple(args), kwargs)
         new.meta.update(
             {name: value for name, value in before.meta.items() if name in ("nn_module_stack", "stack_trace")}
         )
-        propagate(new)
         change.made.append(new)
         return new
 
@@ -255,10 +261,11 @@ class GraphRewriter:
                 functions that always run without autocast.
         """
         call = Derived(function, what, usable, in_autocast=in_autocast, each_call=self.mode == "training")
-        node = self.call(before, call, tuple(map(captured.under_seal, sources)))
-        if usable is not None:
-            check_usable(self.captured, node)
-        return node
+        new = self._insert(before, call, tuple(map(captured.under_seal, sources)), {})
+        compute_now(self.captured, new)
+        if EXAMPLE not in new.meta:
+            propagate(new)
+        return new
 
     def replace(self, node: fx.Node, other: fx.Node) -> None:
         """Make the users of the node read another node of equal value."""

@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensor
 
 from optimizer import optimize, report_of
 from passes import Context, GraphPass, GraphRewriter, TorchCompile
+from passes.program.backend import Compilation
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 computed: Counter[str] = Counter()
@@ -339,3 +340,26 @@ def test_one_may_be_computed_from_others() -> None:
         plain.load_state_dict(fast.state_dict())
         torch.testing.assert_close(fast(X), plain(X))
         assert computed["doubled"] == before + 2
+
+
+def test_one_capture_serves_all_sizes_of_the_open_dims(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[list[Any]] = []
+    real = Compilation._captured
+
+    def counted(self: Compilation, graph: Any, inputs: Any, around: Any) -> Any:
+        graphs.append([tuple(value.shape) for value in inputs if isinstance(value, Tensor)])
+        return real(self, graph, inputs, around)
+
+    monkeypatch.setattr(Compilation, "_captured", counted)
+    model = Net().eval()
+    fast = optimize(model, [DoubleWeights(), "simplify"], example_inputs=(X,))
+    assert len(graphs) == 1
+    twin = pickle.loads(pickle.dumps(fast))
+    for one, known in ((fast, 0), (twin, 1)):
+        graphs.clear()
+        for rows in (2, 3, 7):
+            x = torch.randn(rows, 4)
+            with torch.no_grad():
+                torch.testing.assert_close(one(x), model(x))
+            assert not set(vars(x)) & {"_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking"}
+        assert len(graphs) == known
