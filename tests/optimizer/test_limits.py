@@ -86,6 +86,18 @@ def test_a_size_that_can_be_tried_is_refused_as_before(tmp_path):
     assert "limits" not in built(nn.Linear(4, 4), torch.randn(2, 4), tmp_path / "none").manifest["artifacts"][0]
 
 
+@pytest.mark.parametrize("format", ["onnx", "torchscript", "pt2"])
+def test_a_decision_on_a_size_of_the_calls_and_on_another_one_is_refused(format, tmp_path):
+    class AloneAndLong(Beyond):
+        def forward(self, x):
+            y = self.inner(x)
+            # A lambda can't be scripted.
+            return (lambda: y * 2)() if x.shape[0] == 1 and x.shape[1] > self.rows else y
+
+    with pytest.raises(ExporterError, match="at batch = 1 and time = 31 the model takes a different path"):
+        built(AloneAndLong(30), torch.randn(2, 8, 64), tmp_path, (format,), dynamic={"x": {0: "batch", 1: "time"}})
+
+
 def test_load_refuses_a_limit_that_it_cannot_check(tmp_path):
     folder = built(Beyond(10**6), torch.randn(2, 64), tmp_path / "net").path
     manifest = folder.joinpath("manifest.json").read_bytes()
