@@ -273,9 +273,11 @@ def _proven_from(
                 corners.append((beyond, others))
         # Calls may break conditions too, as a batch of one does.
         breaking = (next((batch for batch in view.batches if not each.holds(batch)), None) for each in own)
-        for called in dict.fromkeys(breaking):
-            if called is not None and (beyond := evidence.fixing(view, called)) is not None:
-                corners.append((beyond, conditions_at(view, called, beyond)[1]))
+        corners += (
+            (beyond, conditions_at(view, called, beyond)[1])
+            for called in dict.fromkeys(breaking)
+            if called is not None and (beyond := evidence.fixing(view, called)) is not None
+        )
         agreed += map(view.shapes_at, batches)
         if not view.steps and batches:
             largest.append((view, max(batches)))
