@@ -14,7 +14,6 @@ from exporters.relations import Relation, can_be_declared
 from optimizer import export, load
 from optimizer.errors import BundleError, UsageError
 
-
 # TorchScript can't script it.
 DOUBLED = operator.methodcaller("mul", 2)
 
