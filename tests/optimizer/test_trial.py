@@ -79,10 +79,8 @@ def test_a_nan_is_no_error_here(write):
 @pytest.mark.parametrize(
     ("inputs", "part"),
     [
-        (
-            ["2x5"],
-            "model.py:Net failed on its inputs (float32[2, 5]): RuntimeError: mat1 and mat2 shapes cannot be multiplied",
-        ),
+        (["2x5"], "model.py:Net failed on its inputs (float32[2, 5]): RuntimeError: "),
+        (["2x5"], "mat1 and mat2 shapes cannot be multiplied"),
         (["2x5"], "(model.py line 10)."),
         (["int64[2,4]"], "failed on its inputs (int64[2, 4]): RuntimeError: mat1 and mat2 must have the same dtype"),
         (
