@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
+from operator import length_hint
 from types import FrameType
 from typing import Any, Literal
 
@@ -294,7 +295,8 @@ def number_of_pieces(func: Any, args: Any, result: Any) -> int | None:
     """The number of tensors into which a call splits its first argument; None for any other call."""
     name = getattr(func, "__name__", "")
     if name == "__iter__":
-        return len(args[0]) if isinstance(args[0], torch.Tensor) else None
+        # `len` of the tensor would be recorded in the trace.
+        return length_hint(result) if isinstance(args[0], torch.Tensor) else None
     return len(result) if _splits(name) and type(result) in (list, tuple) else None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.overrides import TorchFunctionMode
@@ -19,20 +20,44 @@ if TYPE_CHECKING:
     from exporters.evidence import Evidence
 
 
+# Functions that split the dim that is their third argument, by default the first one.
+_SPLITTING = frozenset({"split", "chunk", "tensor_split"})
+
+
+@dataclass(frozen=True)
+class _Split:
+    """A call that splits a tensor: its place, the number of pieces, and the size of the dim that it splits.
+
+    For rare functions, `size` has all sizes of the tensor.
+    """
+
+    place: str
+    count: int
+    size: tuple[int, ...]
+
+
 class _Lists(TorchFunctionMode):
-    """Record each place where a function returns several tensors, with their number."""
+    """Record each call that splits a tensor."""
 
     def __init__(self, paths: dict[int, str]) -> None:
         super().__init__()
-        self.seen: list[tuple[str, int]] = []
+        self.seen: list[_Split] = []
         self._paths = paths
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         count = number_of_pieces(func, args, result)
         if count is not None and (frame := user_frame(sys._getframe(1))) is not None:
-            self.seen.append((place_of(frame, frame.f_lineno, self._paths), count))
+            size = _size(getattr(func, "__name__", ""), args, kwargs or {}, count)
+            self.seen.append(_Split(place_of(frame, frame.f_lineno, self._paths), count, size))
         return result
+
+
+def _size(name: str, args: Any, kwargs: Any, count: int) -> tuple[int, ...]:
+    if name in ("__iter__", "unbind"):
+        return (count,)
+    shape = tuple((args[0] if args else kwargs["input"]).shape)
+    return (shape[kwargs.get("dim", args[2] if len(args) > 2 else 0)],) if name in _SPLITTING else shape
 
 
 def lists_as_long_as_a_size(evidence: Evidence) -> Iterator[tuple[str, str]]:
@@ -40,16 +65,22 @@ def lists_as_long_as_a_size(evidence: Evidence) -> Iterator[tuple[str, str]]:
     for view in evidence.along:
         if len(view.inputs) < 2:
             continue
-        for (place, count), (again, other) in zip(_seen(view, 0), _seen(view, 1), strict=False):
-            if place != again:
+        for one, other in zip(_seen(view, 0), _seen(view, 1), strict=False):
+            if one.place != other.place:
                 break
-            if count != other:
-                many = f"{count} tensors at {view.at(view.batches[0])} and {other} at {view.at(view.batches[1])}"
-                yield view.size, f"the model splits a tensor at {place}, into {many}"
+            if one.count != other.count:
+                first, second = (view.at(batch) for batch in view.batches[:2])
+                many = f"{one.count} tensors at {first} and {other.count} at {second}"
+                yield view.size, f"the model splits a tensor at {one.place}, into {many}"
                 break
 
 
-def _seen(evidence: Evidence, call: int) -> Sequence[tuple[str, int]]:
+def splits_an_open_dim(evidence: Evidence) -> bool:
+    """Whether the size of a dim that the model splits changes between the calls."""
+    return any(_seen(view, 0) != _seen(view, 1) for view in evidence.along)
+
+
+def _seen(evidence: Evidence, call: int) -> Sequence[_Split]:
     with undisturbed(evidence.adapter), silent(), eager_only(), _Lists(paths_of(evidence.adapter.model)) as lists:
         evidence.adapter.run(evidence.inputs[call])
     return lists.seen

@@ -14,6 +14,7 @@ from exporters.decisions import Watch, reads_an_open_size, refuse_values, traced
 from exporters.errors import RouteRefused
 from exporters.evidence import Evidence
 from exporters.exported_program import conditions_of_numbers, conditions_of_program, shared_program
+from exporters.lists import splits_an_open_dim
 from exporters.traced_graphs import follow_inputs, follow_settings
 
 # How much larger a size is than in the calls when it is tried whether Python reads it; the strides of a model multiply to
@@ -65,7 +66,8 @@ def conditions_of_trace(evidence: Evidence, watch: Watch) -> tuple[Condition, ..
         program = shared_program(evidence)
         return (*conditions_of_program(program, evidence), *conditions_of_numbers(program, evidence))
     except RouteRefused as refusal:
-        if not _reads_an_open_size(evidence, far=bool(evidence.declared or watch.pieces)):
+        far = bool(evidence.declared) or (bool(watch.pieces) and splits_an_open_dim(evidence))
+        if not _reads_an_open_size(evidence, far=far):
             return ()
         what = f"reads a size in Python at {watch.sizes[0]}" if watch.sizes else f"splits a tensor at {watch.pieces[0]}"
         raise RouteRefused(

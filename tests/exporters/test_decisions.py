@@ -622,7 +622,7 @@ def in_uncapturable_pieces(self, x):
 
 
 def in_halves(self, x):
-    return torch.cat([uncapturable(self, x)[:, :2], *x.chunk(2, 1)], 1)
+    return torch.cat([uncapturable(self, x), *x.chunk(2, -1)], -1)
 
 
 def test_a_number_of_pieces_that_is_the_same_in_all_calls_is_tried_where_it_turns(tmp_path):
@@ -637,6 +637,9 @@ def test_a_number_of_pieces_needs_a_capture_only_where_it_follows_the_batch(tmp_
     with pytest.raises(ExportError, match=sentence):
         export(TorchScriptExporter, in_uncapturable_pieces, tmp_path)
     assert export(TorchScriptExporter, in_halves, tmp_path).route == "trace"
+    # These rows are too large for a batch that is 64 larger.
+    calls = [((torch.randn(size, 300_000, 4),), {}) for size in (2, 1)]
+    assert export(TorchScriptExporter, in_halves, tmp_path, calls).route == "trace"
 
 
 def test_pieces_that_a_trace_freezes_are_kept_by_a_script(tmp_path):
