@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 
 from exporters.decisions import number_of_pieces
@@ -56,7 +57,7 @@ class _Lists(TorchFunctionMode):
 def _size(name: str, args: Any, kwargs: Any, count: int) -> tuple[int, ...]:
     if name in ("__iter__", "unbind"):
         return (count,)
-    shape = tuple((args[0] if args else kwargs["input"]).shape)
+    shape = tuple(next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)).shape)
     return (shape[kwargs.get("dim", args[2] if len(args) > 2 else 0)],) if name in _SPLITTING else shape
 
 
