@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from optimizer import diagnose
-from optimizer.diagnosis import LEVELS, RULES, Diagnosis, evidence, kernels, settings
+from optimizer.diagnosis import LEVELS, RULES, Diagnosis, evidence, kernels, settings, steps
 from optimizer.diagnosis import attention as attention_rule
 from optimizer.errors import LoadError, UsageError
 from passes.program.matching import convolution_at
@@ -479,7 +479,9 @@ def training(**options):
     return model, step
 
 
-def test_a_training_step_shows_its_loader_and_its_gradients():
+def test_a_training_step_shows_its_loader_and_its_gradients(monkeypatch):
+    # A busy machine may pause the step for longer than the DataLoader takes.
+    monkeypatch.setattr(steps, "_LEAST_WAIT", 1e-6)
     model, step = training(set_to_none=False)
     findings = {each.rule: each for each in diagnose(model, (torch.randn(2, 8),), training_step=step).findings}
     assert set(findings) == {"loader-without-workers", "gradients-zeroed"}
