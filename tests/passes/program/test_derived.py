@@ -363,3 +363,26 @@ def test_one_capture_serves_all_sizes_of_the_open_dims(monkeypatch: pytest.Monke
                 torch.testing.assert_close(one(x), model(x))
             assert not set(vars(x)) & {"_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking"}
         assert len(graphs) == known
+
+
+def test_one_without_sources_is_computed_once_too() -> None:
+    """A constant that the graph computes from numbers alone, as positions are."""
+
+    @dataclass(frozen=True)
+    class KeepPositions(GraphPass):
+        name: ClassVar[str] = "keep-positions"
+
+        def rewrite(self, graph: GraphRewriter, context: Context) -> None:
+            for node in graph.calls("arange"):
+                if not graph.is_derived(node):
+                    with graph.change(node, "positions kept"):
+                        function = graph.function_of(node, [])
+                        graph.replace(node, graph.derived(node, function, what="the positions"))
+
+    class Positions(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.arange(4)
+
+    fast = optimize(Positions(), [KeepPositions()], example_inputs=(X,))
+    assert [record.status for record in report_of(fast).passes] == ["applied"]
+    torch.testing.assert_close(fast(X), Positions()(X))
