@@ -207,6 +207,20 @@ def test_optimizing_leaves_the_callers_parameters_as_they_are():
         assert torch.allclose(fast(rows), model(rows), atol=1e-5)
 
 
+def test_a_graph_pass_before_such_a_forward_is_no_hindrance():
+    class Twice(Shortened):
+        def forward(self, ids):
+            scores = super().forward(ids)
+            return scores * scores.sin().exp() + scores * scores.sin().exp()
+
+    model, rows = enliven(Twice()).eval(), ids()
+    before = state(model)
+    fast = optimize(model, ["simplify"], example_inputs=(rows,))
+    assert fast.report.passes[0].status == "applied"
+    assert fast.report.verified
+    assert_untouched(model, before)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("format_name", ["torchscript", "onnx"])
 def test_exporting_leaves_the_callers_parameters_as_they_are(format_name, tmp_path):
