@@ -1,9 +1,28 @@
 """The names for writing a `GraphPass`, which rewrites the graphs of torch.compile. `passes` exports them too."""
 
+from passes.program.arithmetic import exact, float64, why_not_finite
 from passes.program.effects import Memory
 from passes.program.graph_pass import GraphPass
 from passes.program.graph_rewriting import GraphRewriter, Node
+from passes.program.layers import Affine, BatchNorm, ChannelScale, Layer, Layers, Pair
 from passes.program.memory_formats import CHANNELS_LAST_FORMATS, is_channels_last
 from passes.program.model_tree import ModelTree
 
-__all__ = ["CHANNELS_LAST_FORMATS", "GraphPass", "GraphRewriter", "Memory", "ModelTree", "Node", "is_channels_last"]
+__all__ = [
+    "CHANNELS_LAST_FORMATS",
+    "Affine",
+    "BatchNorm",
+    "ChannelScale",
+    "GraphPass",
+    "GraphRewriter",
+    "Layer",
+    "Layers",
+    "Memory",
+    "ModelTree",
+    "Node",
+    "Pair",
+    "exact",
+    "float64",
+    "is_channels_last",
+    "why_not_finite",
+]

@@ -12,7 +12,7 @@ def rewrite(self, graph: GraphRewriter, context: Context) -> None:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,7 +125,7 @@ class GraphRewriter:
 
     def memory(self) -> effects.Memory:
         """Which values may be written to or returned, in the current graph."""
-        return effects.Memory(self.captured.graph)
+        return effects.Memory(self.captured.graph, self.captured.tensors)
 
     def settings(self) -> dict[fx.Node, int]:
         """A number for each node; nodes with equal numbers run under the same autocast and gradient mode."""
@@ -233,6 +233,21 @@ class GraphRewriter:
         change.made.append(new)
         return new
 
+    def copy(self, node: fx.Node, instead: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """Insert a copy of a node before it, whose inputs are replaced by others; returns the copy."""
+        change = self._writing()
+        with self.captured.graph.inserting_before(node):
+            new = self.captured.graph.node_copy(node, lambda source: instead.get(source, source))
+        new.meta.pop(effects.ALSO_IN, None)
+        propagate(new)
+        change.made.append(new)
+        return new
+
+    def redirect(self, user: fx.Node, node: fx.Node, other: fx.Node) -> None:
+        """Make one user of the node, which reads only its shape, read another node of that shape."""
+        if not self._writing().left_alone:
+            user.replace_input_with(node, other)
+
     def derived(
         self,
         before: fx.Node,
@@ -262,6 +277,10 @@ class GraphRewriter:
         """
         call = Derived(function, what, usable, in_autocast=in_autocast, each_call=self.mode == "training")
         new = self._insert(before, call, tuple(map(captured.under_seal, sources)), {})
+        # It needs nothing else from the graph, and may be a source of a derived tensor for an earlier node.
+        first = next(each for each in self.captured.graph.nodes if each.op != "placeholder" and not self.is_derived(each))
+        if first < new:
+            first.prepend(new)
         compute_now(self.captured, new)
         if EXAMPLE not in new.meta:
             propagate(new)

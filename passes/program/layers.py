@@ -1,0 +1,596 @@
+"""Find layers in a captured graph, and the BatchNorms, products and sums by channel before and after them.
+
+A layer is a convolution, a transposed convolution or a linear layer. Between the two there may be operations that only
+move values. Authors of passes use this as follows:
+
+layers = Layers(graph)
+for node in graph.calls("batch_norm"):
+    norm = layers.batch_norm_at(node)
+    pair = layers.pair_before(norm)
+    if pair is not None and (reason := layers.why_not(pair)):
+        graph.skip(node, reason)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from passes.program import effects
+from passes.program.captured import EXAMPLE, argument, example_of, name_of
+from passes.program.graph_rewriting import GraphRewriter, Node
+from passes.torch_private import enter_autocast, has_autocast
+
+# The number of spatial dims, 0 for a linear layer, and whether the layer is transposed.
+_LAYERS = {
+    "conv1d": (1, False), "conv2d": (2, False), "conv3d": (3, False), "linear": (0, False),
+    "conv_transpose1d": (1, True), "conv_transpose2d": (2, True), "conv_transpose3d": (3, True),
+}  # fmt: skip
+_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_TRANSPOSED_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+_NORM_ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+# `torch.batch_norm` and the ATen operator have another order than `F.batch_norm`.
+_NORM_ARGUMENTS_OF_TORCH = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+_OPERATIONS = {
+    "mul": "mul", "multiply": "mul", "add": "add", "sub": "sub", "subtract": "sub", "rsub": "rsub",
+    "div": "div", "divide": "div", "true_divide": "div", "truediv": "div",
+}  # fmt: skip
+# The operation if the value is the second operand.
+_SWAPPED = {"mul": "mul", "add": "add", "sub": "rsub", "rsub": "sub"}
+# Calls that read only the shape of a tensor, and calls that read only the shape of their second argument.
+_SHAPE_READERS = frozenset({"size", "dim", "numel", "nelement", "ndimension", "sym_size", "__len__"})
+_SHAPED_AS = frozenset({"reshape_as", "view_as", "expand_as"})
+# The number of dims of a memory format; any number for the contiguous one.
+_RANKS = {torch.channels_last: 4, torch.channels_last_3d: 5}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A convolution, transposed convolution or linear layer.
+
+    Attributes:
+        node: the call.
+        input: the node of its input.
+        weight: convolution: (out, in / groups, *kernel); transposed: (in, out / groups, *kernel); linear: (out, in).
+        bias: (out,), or None.
+        dims: the number of spatial dims: 1, 2 or 3; 0 for a linear layer.
+        transposed: whether it is a transposed convolution.
+        groups: the number of groups; 1 for a linear layer.
+        pads: whether it pads its input with zeros, or may do so.
+        names: the names of the arguments of the call, in their order.
+    """
+
+    node: Node
+    input: Node
+    weight: Node
+    bias: Node | None
+    dims: int
+    transposed: bool
+    groups: int
+    pads: bool
+    names: Sequence[str]
+
+    @property
+    def channels(self) -> int:
+        """The number of output channels."""
+        return _size(self.weight, 1) * self.groups if self.transposed else _size(self.weight, 0)
+
+    @property
+    def input_channels(self) -> int:
+        """The number of input channels."""
+        return _size(self.weight, 0) if self.transposed else _size(self.weight, 1) * self.groups
+
+    @property
+    def tensors(self) -> dict[str, Node]:
+        """Its weight and, if there is one, its bias."""
+        return {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias})
+
+
+@dataclass(frozen=True)
+class BatchNorm:
+    """A batch normalization.
+
+    Attributes:
+        node, input, names: as in `Layer`.
+        mean, var: the running statistics, (channels,); None for a call without them.
+        weight, bias: scale and shift, (channels,); None for a call without them.
+        eps: added to the variance.
+        uses_batch_statistics: whether it normalizes by the statistics of the batch.
+    """
+
+    node: Node
+    input: Node
+    mean: Node | None
+    var: Node | None
+    weight: Node | None
+    bias: Node | None
+    eps: float
+    uses_batch_statistics: bool
+    names: Sequence[str]
+
+    @property
+    def tensors(self) -> dict[str, Node]:
+        """The tensors that it reads, by name."""
+        named = {"running_mean": self.mean, "running_var": self.var, "weight": self.weight, "bias": self.bias}
+        return {name: node for name, node in named.items() if node is not None}
+
+
+@dataclass(frozen=True)
+class ChannelScale:
+    """A product or sum of a value with numbers that are constant between calls.
+
+    Attributes:
+        node, input: as in `Layer`.
+        operation: "mul", "div", "add", "sub", or "rsub" for numbers - value.
+        numbers: one number per channel, or one for all, in a shape that broadcasts this way.
+    """
+
+    node: Node
+    input: Node
+    operation: str
+    numbers: Node
+
+    @property
+    def tensors(self) -> dict[str, Node]:
+        """The tensors that it reads, by name."""
+        return {"other operand": self.numbers}
+
+
+Affine = BatchNorm | ChannelScale
+"""An operation that scales and shifts each channel; a layer before or after it may do this by its weights."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A layer and an affine operation, one of which takes the other's output.
+
+    Attributes:
+        layer, affine: the two.
+        moves: the operations between the two that only move values, in order.
+        affine_first: whether the affine operation comes before the layer.
+    """
+
+    layer: Layer
+    affine: Affine
+    moves: tuple[Node, ...]
+    affine_first: bool
+
+    @property
+    def way(self) -> tuple[Node, ...]:
+        """The nodes from the first of the two to the second."""
+        ends = (self.layer.node, self.affine.node)
+        first, second = reversed(ends) if self.affine_first else ends
+        return (first, *self.moves, second)
+
+    @property
+    def channels(self) -> Channels | None:
+        """The channel dim of the input of the second; None if it isn't known."""
+        layer, rank = self.layer, example_of(self.way[0]).dim()
+        dim, count = (1, layer.input_channels) if self.affine_first else (rank - layer.dims - 1, layer.channels)
+        channels: Channels | None = Channels(rank, dim, count)
+        for node in self.moves:
+            channels = channels and channels.after(node)
+        return channels
+
+
+class Layers:
+    """The layers and affine operations of one graph. It stays valid while a pass folds them one by one."""
+
+    def __init__(self, graph: GraphRewriter) -> None:
+        self._graph = graph
+        self._memory = graph.memory()
+        self._switches = [node for node in graph.nodes if effects.is_setting(node)]
+        self._constants: set[Node] = set()
+        for node in graph.nodes:
+            if self._is_computed_from_constants(node):
+                self._constants.add(node)
+
+    # Find -------------------------------------------------------------------------------------------------------------
+
+    def is_constant(self, node: Any) -> bool:
+        """Whether the value is a parameter or buffer, or computed from such tensors only."""
+        return node in self._constants or self._graph.is_parameter(node) or self._is_derived(node)
+
+    def layer_at(self, node: Node) -> Layer | None:
+        """The layer that the node computes; None for other nodes, and for weights that depend on the inputs."""
+        name = name_of(node)
+        if name not in _LAYERS or not self._graph.is_pure(node):
+            return None
+        dims, transposed = _LAYERS[name]
+        names = _TRANSPOSED_ARGUMENTS if transposed else _ARGUMENTS
+        given = _named(node, names)
+        weight, bias, groups = given.get("weight"), given.get("bias"), given.get("groups", 1)
+        if not self.is_constant(weight) or not (bias is None or self.is_constant(bias)) or not _is_static(weight):
+            return None
+        pads = _reads_zeros(given.get("padding", 0), self._graph.example(weight).shape[2:])
+        return Layer(node, given["input"], weight, bias, dims, transposed, groups, pads, names)
+
+    def batch_norm_at(self, node: Node) -> BatchNorm | None:
+        """The batch normalization that the node computes; None for other nodes."""
+        if name_of(node) != "batch_norm" or node.op != "call_function":
+            return None
+        names = _NORM_ARGUMENTS if node.target is F.batch_norm else _NORM_ARGUMENTS_OF_TORCH
+        given = _named(node, names)
+        mean, var, weight, bias = (given.get(name) for name in _NORM_ARGUMENTS[1:5])
+        eps, training = given.get("eps", 1e-5), given.get("training", False)
+        if not isinstance(eps, float):
+            return None
+        if not all(each is None or self.is_constant(each) for each in (mean, var, weight, bias)):
+            return None
+        return BatchNorm(node, given["input"], mean, var, weight, bias, eps, training, names)
+
+    def scale_at(self, node: Node) -> ChannelScale | None:
+        """The product or sum with constant numbers that the node computes; None for other nodes."""
+        operation = _OPERATIONS.get(name_of(node))
+        if operation is None or len(node.args) != 2 or node.kwargs or not self._graph.is_pure(node):
+            return None
+        value, numbers = node.args
+        if self.is_constant(value):
+            value, numbers, operation = numbers, value, _SWAPPED.get(operation)
+        if operation is None or not self.is_constant(numbers) or not self._graph.is_tensor(value):
+            return None
+        return None if self.is_constant(value) else ChannelScale(node, value, operation, numbers)
+
+    def affine_at(self, node: Node) -> Affine | None:
+        """The batch normalization, or the product or sum, that the node computes; None for other nodes."""
+        return self.batch_norm_at(node) or self.scale_at(node)
+
+    def pair_before(self, affine: Affine) -> Pair | None:
+        """The affine operation and the layer that makes its input; None if there is none."""
+        moves: list[Node] = []
+        node = affine.input
+        while self._is_move(node):
+            moves.append(node)
+            node = node.args[0]
+        layer = self.layer_at(node)
+        if layer is None:
+            return None
+        pair = Pair(layer, affine, tuple(reversed(moves)), affine_first=False)
+        return pair if isinstance(affine, BatchNorm) or self._is_by_channel(pair, affine) else None
+
+    def pair_after(self, affine: Affine) -> Pair | None:
+        """The affine operation and the only layer that takes its output; None if there is none."""
+        moves: list[Node] = []
+        users = list(affine.node.users)
+        while len(users) == 1 and self._is_move(users[0]):
+            moves.append(users[0])
+            users = list(users[0].users)
+        layer = self.layer_at(users[0]) if len(users) == 1 else None
+        if layer is None or layer.input is not (moves[-1] if moves else affine.node):
+            return None
+        return Pair(layer, affine, tuple(moves), affine_first=True)
+
+    # Judge ------------------------------------------------------------------------------------------------------------
+
+    def why_not(self, pair: Pair) -> str | None:
+        """The reason why the two can't be computed together, as a clause; None if they can.
+
+        In the reasons, "it" is the first of the two.
+        """
+        tensors = [(each.node, *tensor) for each in (pair.layer, pair.affine) for tensor in each.tensors.items()]
+        return (
+            self._why_not_value(pair)
+            or self._why_not_settings(pair)
+            or next(filter(None, itertools.starmap(self._why_not_tensor, tensors)), None)
+            or self._why_not_dtype(pair)
+            or (self._why_not_dims(pair) if isinstance(pair.affine, BatchNorm) else None)
+        )
+
+    def why_not_derived(self, *each: Layer | Affine) -> str | None:
+        """The reason why no tensor can be derived from these tensors of the graph, as a clause; None if it can."""
+        for one in each:
+            for name, tensor in one.tensors.items():
+                if self._memory.may_be_written(self.sources_of(tensor)):
+                    return f"the forward may write to {self._name_of(one.node, name, tensor)}"
+        return None
+
+    # Rewrite ----------------------------------------------------------------------------------------------------------
+
+    def without_affine(self, pair: Pair, **tensors: Node | None) -> Node:
+        """Insert the layer again with other tensors, and the moves, but not the affine operation.
+
+        Args:
+            tensors: the new `weight` and `bias` of the layer.
+
+        Returns:
+            The new node in place of the second of the two. `pair.way[-1]` isn't replaced yet.
+        """
+        new: dict[Node, Node] = {}
+        if pair.affine_first:
+            new[pair.affine.node] = pair.affine.input
+        for node in pair.way[pair.affine_first : len(pair.way) - (not pair.affine_first)]:
+            if node is pair.layer.node:
+                value = new.get(pair.layer.input, pair.layer.input)
+                new[node] = self.call_with(pair.layer, node, input=value, **tensors)
+            else:
+                new[node] = self._graph.copy(node, new)
+        for value, following in itertools.pairwise(pair.way):
+            for user in [user for user in value.users if user is not following and _reads_shape(user, value)]:
+                self._graph.redirect(user, value, new[value])
+        return next(reversed(new.values()))
+
+    def call_with(self, each: Layer | BatchNorm, before: Node, **changed: Any) -> Node:
+        """Insert a call of the layer or BatchNorm with other arguments, by name, before a node."""
+        node = each.node
+        args = [changed.get(name, old) for name, old in zip(each.names, node.args, strict=False)]
+        more = {name: value for name, value in changed.items() if name not in each.names[: len(args)]}
+        new = self._graph.call(before, node.target, args, {**node.kwargs, **more})
+        if not self._graph.is_tensor(new):
+            new.meta[EXAMPLE] = node.meta[EXAMPLE]
+        return new
+
+    def argument(self, each: Layer | BatchNorm, name: str, default: Any = None) -> Any:
+        """An argument of the layer or BatchNorm, by name."""
+        return _named(each.node, each.names).get(name, default)
+
+    def replace(self, node: Node, new: Node) -> None:
+        """Replace a node by another one of equal value, in the same memory layout if anything depends on it."""
+        if self._graph.why_layout_shows(node, self._graph.example(new)):
+            new = self._graph.call(node, torch.clone, (new,), {"memory_format": _format_of(self._graph.example(node))})
+        self._graph.replace(node, new)
+
+    # Constants --------------------------------------------------------------------------------------------------------
+
+    def sources_of(self, node: Node) -> tuple[Node, ...]:
+        """The parameters, buffers and derived tensors that a constant is computed from."""
+        found, waiting = dict[Node, None](), [node]
+        while waiting:
+            each = waiting.pop()
+            if each in self._constants:
+                waiting += each.all_input_nodes
+            else:
+                found[each] = None
+        return tuple(sorted(found))
+
+    def derived_from(self, node: Node) -> Node:
+        """The node itself if it is a parameter, buffer or derived tensor; otherwise a derived tensor of equal value."""
+        if node not in self._constants:
+            return node
+        sources = self.sources_of(node)
+        return self._graph.derived(node, self._graph.function_of(node, sources), *sources, what=name_of(node))
+
+    def _is_computed_from_constants(self, node: Node) -> bool:
+        inputs = node.all_input_nodes
+        return (
+            node.op in ("call_function", "call_method")
+            and bool(inputs)
+            and self._graph.is_tensor(node)
+            and all(map(self.is_constant, inputs))
+            and not self._is_derived(node)
+            and self._graph.is_repeatable(node)
+            # After a switch of autocast it may have another dtype than when it is computed apart from the graph.
+            and not any(switch < node and name_of(switch).startswith("_enter") for switch in self._switches)
+        )
+
+    def _is_derived(self, node: Any) -> bool:
+        return isinstance(node, Node) and self._graph.is_derived(node)
+
+    def _is_move(self, node: Node) -> bool:
+        return name_of(node) in _MOVES and self._graph.is_pure(node) and self._graph.is_tensor(node.args[0])
+
+    def _is_by_channel(self, pair: Pair, scale: ChannelScale) -> bool:
+        """Whether there is one number per channel of the layer, or one for all, and broadcasting adds no dims."""
+        numbers, channels = self._graph.example(scale.numbers), pair.channels
+        if channels is None or numbers.dim() > channels.rank:
+            return False
+        shape = [1] * (channels.rank - numbers.dim()) + list(numbers.shape)
+        return all(size == 1 or (dim == channels.dim and size == channels.count) for dim, size in enumerate(shape))
+
+    def _where(self, node: Node) -> str:
+        return self._graph.where(node)
+
+    def _why_not_value(self, pair: Pair) -> str | None:
+        for value, following in itertools.pairwise(pair.way):
+            for user in value.users:
+                if user.op == "output":
+                    return "its output leaves the graph: the forward returns it, or other code uses it"
+                if user is not following and not _reads_shape(user, value):
+                    return f"its output is also used by {self._where(user)}"
+        # The layer then reads the input of the BatchNorm later than the BatchNorm did.
+        if pair.affine_first and self._memory.may_be_written([pair.affine.input], (pair.affine.node, pair.layer.node)):
+            return "the input of the BatchNorm may be written to before the layer runs"
+        return None
+
+    def _why_not_settings(self, pair: Pair) -> str | None:
+        if has_autocast():
+            return "the model is called under autocast, where a fold changes the dtypes of the computation"
+        first, second = pair.way[0], pair.way[-1]
+        if any(first < switch < second for switch in self._switches):
+            return f"autocast or the gradient mode changes between it and {self._where(second)}"
+        for enter in self._switches:
+            # The users of the value are the calls that leave the autocast.
+            if enter.target is enter_autocast and enter < first and all(second < leave for leave in enter.users):
+                _, dtype, enabled, *_ = (*enter.args, None, True)
+                if enabled and not self._is_around_all(enter):
+                    name = str(dtype).removeprefix("torch.")
+                    return f"it runs under autocast to {name}, where a fold changes the dtypes of the computation"
+        return None
+
+    def _is_around_all(self, enter: Node) -> bool:
+        """Whether the graph computes nothing outside of this autocast, apart from casts, as `cast-precision` makes it."""
+        apart = (
+            node
+            for node in self._graph.calls()
+            if node < enter or any(leave < node for leave in enter.users)
+        )
+        return not any(self._graph.is_tensor(node) and name_of(node) not in ("to", "float") for node in apart)
+
+    def _name_of(self, owner: Node, name: str, tensor: Node) -> str:
+        """The path of a parameter or buffer; for other tensors, the name under which the owner reads it."""
+        return self._graph.path_of(tensor) if self._graph.is_parameter(tensor) else f"the {name} of {self._where(owner)}"
+
+    def _why_not_tensor(self, owner: Node, name: str, tensor: Node) -> str | None:
+        example = self._graph.example(tensor)
+        what = self._name_of(owner, name, tensor)
+        if not hasattr(example, "fake_mode"):
+            return f"{what} is a {type(example).__name__}, which has its own arithmetic"
+        if example.layout is not torch.strided:
+            return f"{what} is of layout {str(example.layout).removeprefix('torch.')}: a fold needs dense tensors"
+        if not example.is_floating_point():
+            return f"{what} has dtype {str(example.dtype).removeprefix('torch.')}"
+        return None
+
+    def _why_not_dtype(self, pair: Pair) -> str | None:
+        dtypes = [self._graph.example(node).dtype for node in (pair.layer.weight, pair.layer.node, pair.affine.node)]
+        if dtypes[1] is dtypes[2]:
+            return None
+        names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+        return f"{self._where(pair.affine.node)} converts its {names[1]} input to {names[2]}"
+
+    def _why_not_dims(self, pair: Pair) -> str | None:
+        """Refuse ranks at which dim 1, BatchNorm's channel dim, is not the layer's channel dim."""
+        layer, channels = pair.layer, pair.channels
+        way = f"its output passes through {', '.join(map(self._where, pair.moves))}, " if pair.moves else ""
+        if channels is None:
+            return f"{way}after which its channels aren't known"
+        if channels.dim == (channels.rank - layer.dims - 1 if pair.affine_first else 1):
+            return None
+        if way:
+            taker = self._where(layer.node) if pair.affine_first else "the BatchNorm"
+            return f"{way}after which its channels are not those of {taker}"
+        kind, ends = "convolution" if layer.dims else "linear layer", "inputs" if pair.affine_first else "outputs"
+        owner = f"the input of {self._where(layer.node)}" if pair.affine_first else "its input"
+        return f"{owner} is {channels.rank}-D, where the BatchNorm's channels are not the {ends} of the {kind}"
+
+
+def _named(node: Node, names: Sequence[str]) -> dict[str, Any]:
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _size(node: Node, dim: int) -> int:
+    return int(example_of(node).shape[dim])
+
+
+def _is_static(node: Node) -> bool:
+    return all(type(size) is int for size in example_of(node).shape)
+
+
+def _reads_zeros(padding: Any, kernel: Sequence[int]) -> bool:
+    if isinstance(padding, str):
+        return padding != "valid" and any(size != 1 for size in kernel)
+    sides = padding if isinstance(padding, list | tuple) else [padding]
+    return any(type(side) is not int or side != 0 for side in sides)
+
+
+def _format_of(example: torch.Tensor) -> torch.memory_format:
+    for each in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d):
+        if example.dim() == _RANKS.get(each, example.dim()) and example.is_contiguous(memory_format=each):
+            return each
+    return torch.preserve_format
+
+
+def _reads_shape(user: Node, value: Node) -> bool:
+    name = name_of(user)
+    if name == "getattr":
+        return user.args[1] in ("shape", "ndim")
+    return name in _SHAPE_READERS or (name in _SHAPED_AS and user.args[0] is not value)
+
+
+# Moves ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The dim of a tensor that holds the channels.
+
+    Attributes:
+        rank: the number of dims of the tensor.
+        dim: the channel dim, counted from 0.
+        count: the number of channels.
+    """
+
+    rank: int
+    dim: int
+    count: int
+
+    def after(self, node: Node) -> Channels | None:
+        """The channels after an operation that moves values; None if it may mix them with other values."""
+        move: Channels | None = _MOVES[name_of(node)](self, node)
+        return move
+
+
+def _as_they_are(channels: Channels, node: Node) -> Channels | None:
+    return channels
+
+
+def _without_draws(channels: Channels, node: Node) -> Channels | None:
+    return channels if effects.is_dropout_off(node) else None
+
+
+def _swapped(channels: Channels, node: Node) -> Channels | None:
+    dims = _dims(_others(node), channels.rank)
+    if dims is None or len(dims) != 2:
+        return None
+    first, second = dims
+    return Channels(channels.rank, {first: second, second: first}.get(channels.dim, channels.dim), channels.count)
+
+
+def _permuted(channels: Channels, node: Node) -> Channels | None:
+    dims = _dims(_listed(_others(node)), channels.rank)
+    if dims is None or sorted(dims) != list(range(channels.rank)):
+        return None
+    return Channels(channels.rank, dims.index(channels.dim), channels.count)
+
+
+def _flattened(channels: Channels, node: Node) -> Channels | None:
+    given = [argument(node, 1, "start_dim", 0), argument(node, 2, "end_dim", -1)]
+    dims = _dims(given, channels.rank)
+    if dims is None or dims[0] > dims[1]:
+        return None
+    start, end = dims
+    if start < end and start <= channels.dim <= end:
+        return None
+    gone = end - start
+    return Channels(channels.rank - gone, channels.dim - (gone if channels.dim > end else 0), channels.count)
+
+
+def _unsqueezed(channels: Channels, node: Node) -> Channels | None:
+    dims = _dims(_others(node), channels.rank + 1)
+    if dims is None or len(dims) != 1:
+        return None
+    return Channels(channels.rank + 1, channels.dim + (dims[0] <= channels.dim), channels.count)
+
+
+def _regrouped(channels: Channels, node: Node) -> Channels | None:
+    """`view` and `reshape` keep the channels if they are the last dim and its size doesn't change."""
+    shape = example_of(node).shape
+    if channels.dim != channels.rank - 1 or not shape or type(shape[-1]) is not int or shape[-1] != channels.count:
+        return None
+    return Channels(len(shape), len(shape) - 1, channels.count)
+
+
+def _padded(channels: Channels, node: Node) -> Channels | None:
+    """Padding with copies of the values keeps the channels; zeros don't belong to any channel."""
+    widths, mode = argument(node, 1, "pad"), argument(node, 2, "mode", "constant")
+    is_outside = isinstance(widths, list | tuple) and channels.dim < channels.rank - len(widths) // 2
+    return channels if mode in ("reflect", "replicate", "circular") and is_outside else None
+
+
+def _others(node: Node) -> list[Any]:
+    return [*node.args[1:], *node.kwargs.values()]
+
+
+def _listed(arguments: list[Any]) -> list[Any]:
+    """Return dims as one list, whether they are given one by one or as a sequence."""
+    return list(arguments[0]) if len(arguments) == 1 and isinstance(arguments[0], list | tuple) else arguments
+
+
+def _dims(arguments: Sequence[Any], rank: int) -> list[int] | None:
+    """The dims counted from 0; None if one of them is not a valid dim number."""
+    if any(type(dim) is not int or not -rank <= dim < rank for dim in arguments):
+        return None
+    return [dim % rank for dim in arguments]
+
+
+_MOVES = {
+    "contiguous": _as_they_are, "clone": _as_they_are,
+    **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d"), _without_draws),
+    **dict.fromkeys(("alpha_dropout", "feature_alpha_dropout", "feature_dropout"), _without_draws),
+    "transpose": _swapped, "swapaxes": _swapped, "swapdims": _swapped, "permute": _permuted,
+    "flatten": _flattened, "unsqueeze": _unsqueezed, "view": _regrouped, "reshape": _regrouped, "pad": _padded,
+}  # fmt: skip
