@@ -92,21 +92,25 @@ def _move(
     if norm.mean is not None:
         what = f"bias moved into the running mean of {where}"
     with graph.change(pair.layer.node, what):
-        changed = {}
-        if norm.mean is not None and not norm.uses_batch_statistics:
-            sources = map(layers.derived_from, (norm.mean, bias))
-            changed["running_mean"] = graph.derived(
-                norm.node, ShiftedMean(), *sources, what="the shifted running mean", usable=why_not_finite
-            )
-        elif trained:
+        changed = {"input": layers.without_affine(pair, bias=None)}
+        if trained:
             changed["bias"] = _with_zero_gradient(graph, norm, bias)
-        value = layers.without_affine(pair, bias=None)
-        new = layers.call_with(norm, norm.node, input=value, **changed)
-        if norm.mean is not None and norm.uses_batch_statistics:
-            momentum = layers.argument(norm, "momentum", 0.1)
-            shift = graph.call(norm.node, torch.Tensor.detach, (bias,))
-            graph.call(norm.node, torch.Tensor.add_, (norm.mean, shift), {"alpha": momentum})
-        layers.replace(norm.node, new)
+        if norm.mean is None:
+            layers.replace(norm.node, layers.call_with(norm, norm.node, **changed))
+        elif norm.uses_batch_statistics:
+            # Not in place: the BatchNorm keeps the running mean that it was given for the backward pass.
+            mean = graph.call(norm.node, torch.clone, (norm.mean,))
+            new = layers.call_with(norm, norm.node, running_mean=mean, **changed)
+            share = {"alpha": layers.argument(norm, "momentum", 0.1)}
+            mean = graph.call(norm.node, torch.add, (mean, graph.call(norm.node, torch.detach, (bias,))), share)
+            graph.call(norm.node, "copy_", (norm.mean, mean))
+            layers.replace(norm.node, new)
+        else:
+            sources = map(layers.derived_from, (norm.mean, bias))
+            mean = graph.derived(
+                pair.layer.node, ShiftedMean(), *sources, what="the shifted running mean", usable=why_not_finite
+            )
+            layers.replace(norm.node, layers.call_with(norm, norm.node, running_mean=mean, **changed))
 
 
 def _with_zero_gradient(graph: GraphRewriter, norm: BatchNorm, bias: Node) -> Node:

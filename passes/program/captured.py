@@ -206,15 +206,18 @@ def computing(graph: fx.Graph) -> Iterator[fx.Node]:
     return (node for node in graph.nodes if node.op in ("call_function", "call_method", "call_module"))
 
 
-def subgraph(wanted: Sequence[fx.Node], stops: Sequence[fx.Node]) -> fx.Graph:
+def subgraph(wanted: Sequence[fx.Node], stops: Sequence[fx.Node], also: Sequence[fx.Node] = ()) -> fx.Graph:
     """Copy the nodes that compute `wanted` from `stops`; the stops become placeholders, the output is a tuple.
+
+    Args:
+        also: further nodes to copy, which write in place.
 
     Raises:
         KeyError: a value depends on an input of the graph that isn't in `stops`.
     """
     graph = fx.Graph()
     nodes = {stop: graph.placeholder(f"value_{number}") for number, stop in enumerate(stops)}
-    for node in sorted(between(wanted, nodes)):
+    for node in sorted(between([*wanted, *also], nodes)):
         nodes[node] = graph.node_copy(node, nodes.__getitem__)
     graph.output(tuple(nodes[node] for node in wanted))
     return graph

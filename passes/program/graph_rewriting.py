@@ -214,19 +214,24 @@ class GraphRewriter:
         return new
 
     def call(
-        self, before: fx.Node, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None = None
+        self,
+        before: fx.Node,
+        function: Callable[..., Any] | str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None = None,
     ) -> fx.Node:
-        """Insert a new call before a node."""
+        """Insert a new call of a function, or of a tensor's method by name, before a node."""
         new = self._insert(before, function, args, kwargs or {})
         propagate(new)
         return new
 
     def _insert(
-        self, before: fx.Node, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+        self, before: fx.Node, function: Callable[..., Any] | str, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> fx.Node:
         change = self._writing()
+        op = "call_method" if isinstance(function, str) else "call_function"
         with self.captured.graph.inserting_before(before):
-            new = self.captured.graph.call_function(function, tuple(args), kwargs)
+            new = self.captured.graph.create_node(op, function, tuple(args), kwargs)
         new.meta.update(
             {name: value for name, value in before.meta.items() if name in ("nn_module_stack", "stack_trace")}
         )
@@ -316,13 +321,15 @@ class GraphRewriter:
         old_outputs, new_outputs = list(change.replaced), list(change.replaced.values())
         made = set(change.made)
         region = {*dead, *old_outputs}
+        # New nodes that write in place belong to the change, although no output depends on them.
+        writing = [node for node in change.made if not effects.is_pure(node)]
         # Both subgraphs start from the same values: the inputs of the new nodes and of the replaced ones.
-        stops = self._known(self._inputs_of(new_outputs, made) | self._inputs_of(old_outputs, region))
+        stops = self._known(self._inputs_of([*new_outputs, *writing], made) | self._inputs_of(old_outputs, region))
         sources = tuple(sorted(stops))
         change.check = RegionCheck(
             tuple(self._origins[stop] for stop in sources),
             captured.subgraph(old_outputs, sources),
-            captured.subgraph(new_outputs, sources),
+            captured.subgraph(new_outputs, sources, also=writing),
         )
         for node in reversed(dead):
             self.captured.graph.erase_node(node)
