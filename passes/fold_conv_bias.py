@@ -92,25 +92,24 @@ def _move(
     if norm.mean is not None:
         what = f"bias moved into the running mean of {where}"
     with graph.change(pair.layer.node, what):
-        changed = {"input": layers.without_affine(pair, bias=None)}
+        changed = {}
         if trained:
             changed["bias"] = _with_zero_gradient(graph, norm, bias)
-        if norm.mean is None:
-            layers.replace(norm.node, layers.call_with(norm, norm.node, **changed))
-        elif norm.uses_batch_statistics:
-            # Not in place: the BatchNorm keeps the running mean that it was given for the backward pass.
-            mean = graph.call(norm.node, torch.clone, (norm.mean,))
-            new = layers.call_with(norm, norm.node, running_mean=mean, **changed)
-            share = {"alpha": layers.argument(norm, "momentum", 0.1)}
-            mean = graph.call(norm.node, torch.add, (mean, graph.call(norm.node, torch.detach, (bias,))), share)
-            graph.call(norm.node, "copy_", (norm.mean, mean))
-            layers.replace(norm.node, new)
-        else:
+        if norm.mean is not None and norm.uses_batch_statistics:
+            # A copy, because the BatchNorm keeps the running mean that it updates for the backward pass.
+            changed["running_mean"] = graph.call(norm.node, torch.clone, (norm.mean,))
+        elif norm.mean is not None:
             sources = map(layers.derived_from, (norm.mean, bias))
-            mean = graph.derived(
+            changed["running_mean"] = graph.derived(
                 pair.layer.node, ShiftedMean(), *sources, what="the shifted running mean", usable=why_not_finite
             )
-            layers.replace(norm.node, layers.call_with(norm, norm.node, running_mean=mean, **changed))
+        new = layers.call_with(norm, norm.node, input=layers.without_affine(pair, bias=None), **changed)
+        if norm.mean is not None and norm.uses_batch_statistics:
+            shift = graph.call(norm.node, torch.detach, (bias,))
+            share = {"alpha": layers.argument(norm, "momentum", 0.1)}
+            mean = graph.call(norm.node, torch.add, (changed["running_mean"], shift), share)
+            graph.call(norm.node, "copy_", (norm.mean, mean))
+        layers.replace(norm.node, new)
 
 
 def _with_zero_gradient(graph: GraphRewriter, norm: BatchNorm, bias: Node) -> Node:
