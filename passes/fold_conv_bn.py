@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -62,31 +62,28 @@ class FoldConvBn(GraphPass):
     def rewrite(self, graph: GraphRewriter, context: Context) -> None:
         """Fold every BatchNorm, product and sum that can be folded."""
         layers = Layers(graph)
-        for node in graph.calls():
-            affine = layers.affine_at(node)
-            if affine is None:
-                continue
-            reasons = []
-            for pair in _pairs_of(layers, affine):
-                reason = _why_not(graph, layers, pair)
-                if reason is None:
-                    _fold(graph, layers, pair)
-                    break
-                reasons.append(reason)
+        reasons: dict[Node, str] = {}
+        for affine in filter(None, map(layers.affine_at, graph.calls())):
+            pair = layers.pair_before(affine)
+            reason = "" if pair is None else _why_not(graph, layers, pair)
+            if pair is not None and reason is None:
+                _fold(graph, layers, pair)
             else:
-                if reasons:
-                    graph.skip(node, reasons[0])
-
-
-# Find -----------------------------------------------------------------------------------------------------------------
-
-
-def _pairs_of(layers: Layers, affine: Affine) -> Iterator[Pair]:
-    """The pair with the layer before it, and then the pair with the layer after it, if they exist."""
-    if pair := layers.pair_before(affine):
-        yield pair
-    if isinstance(affine, BatchNorm) and (pair := layers.pair_after(affine)):
-        yield pair
+                reasons[affine.node] = reason or ""
+        # From the last one to the first, so that several in a row reach the layer after them.
+        for norm in filter(None, map(layers.batch_norm_at, reversed([*reasons]))):
+            pair = layers.pair_after(norm)
+            if pair is None:
+                continue
+            reason = _why_not(graph, layers, pair)
+            if reason is None:
+                _fold(graph, layers, pair)
+                del reasons[norm.node]
+            else:
+                reasons[norm.node] = reasons[norm.node] or reason
+        for node, reason in reasons.items():
+            if reason:
+                graph.skip(node, reason)
 
 
 # Judge ----------------------------------------------------------------------------------------------------------------

@@ -109,9 +109,15 @@ class CapturedGraph:
         return any(module_id_of(key) in self.modules.stock for key in node.meta.get("nn_module_stack") or ())
 
     def where(self, node: fx.Node) -> str:
-        """The location of the node for reports: "encoder.act", or "encoder (mul)" if no torch.nn layer made it."""
+        """The location of the node for reports: "encoder.act", or "encoder (mul)" if no torch.nn layer made it.
+
+        In the second call of a module it is "encoder.act, call 2".
+        """
         path = self.path_of(node)
-        return path if path and self.is_of_layer(node) else f"{path or 'the root'} ({name_of(node)})"
+        place = path if path and self.is_of_layer(node) else f"{path or 'the root'} ({name_of(node)})"
+        *_, key = ("", *(node.meta.get("nn_module_stack") or ()))
+        earlier = key.partition("@")[2]
+        return f"{place}, call {int(earlier) + 1}" if earlier.isdecimal() else place
 
 
 def under_seal(node: fx.Node) -> fx.Node:

@@ -20,8 +20,9 @@ from passes.torch_private import beneath_transforms, is_transformed
 
 # torch functions written in Python, which have no schema.
 _COMPOSED = frozenset({
-    "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "cosine_similarity", "interpolate", "max_pool1d",
-    "max_pool2d", "max_pool3d", "normalize", "softmin", "tanhshrink", "unfold", "upsample",
+    "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "cosine_similarity", "dropout1d", "dropout2d",
+    "dropout3d", "interpolate", "max_pool1d", "max_pool2d", "max_pool3d", "normalize", "softmin", "tanhshrink", "unfold",
+    "upsample",
 })  # fmt: skip
 # Operations that may stop the run, or that act on something outside of the graph.
 _ACTING = frozenset({

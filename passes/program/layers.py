@@ -45,8 +45,6 @@ _SWAPPED = {"mul": "mul", "add": "add", "sub": "rsub", "rsub": "sub"}
 # Calls that read only the shape of a tensor, and calls that read only the shape of their second argument.
 _SHAPE_READERS = frozenset({"size", "dim", "numel", "nelement", "ndimension", "sym_size", "__len__"})
 _SHAPED_AS = frozenset({"reshape_as", "view_as", "expand_as"})
-# The number of dims of a memory format; any number for the contiguous one.
-_RANKS = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
 
 @dataclass(frozen=True)
@@ -331,7 +329,7 @@ class Layers:
     def replace(self, node: Node, new: Node) -> None:
         """Replace a node by another one of equal value, in the same memory layout if anything depends on it."""
         if self._graph.why_layout_shows(node, self._graph.example(new)):
-            new = self._graph.call(node, torch.clone, (new,), {"memory_format": _format_of(self._graph.example(node))})
+            new = self._graph.call(node, "contiguous", (new,))
         self._graph.replace(node, new)
 
     # Constants --------------------------------------------------------------------------------------------------------
@@ -475,13 +473,6 @@ def _reads_zeros(padding: Any, kernel: Sequence[int]) -> bool:
         return padding != "valid" and any(size != 1 for size in kernel)
     sides = padding if isinstance(padding, list | tuple) else [padding]
     return any(type(side) is not int or side != 0 for side in sides)
-
-
-def _format_of(example: torch.Tensor) -> torch.memory_format:
-    for each in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d):
-        if example.dim() == _RANKS.get(each, example.dim()) and example.is_contiguous(memory_format=each):
-            return each
-    return torch.preserve_format
 
 
 def _reads_shape(user: Node, value: Node) -> bool:
