@@ -8,7 +8,17 @@ from typing import ClassVar
 import torch
 
 from passes.base import Context
-from passes.graph_interface import BatchNorm, GraphPass, GraphRewriter, Layers, Node, Pair, exact, float64, why_not_finite
+from passes.graph_interface import (
+    BatchNorm,
+    GraphPass,
+    GraphRewriter,
+    Layers,
+    Node,
+    Pair,
+    exact,
+    float64,
+    why_not_finite,
+)
 
 
 @dataclass(frozen=True)
@@ -84,9 +94,7 @@ def _why_not(graph: GraphRewriter, norm: BatchNorm, mode: str, *, trained: bool)
 # Rewrite --------------------------------------------------------------------------------------------------------------
 
 
-def _move(
-    graph: GraphRewriter, layers: Layers, pair: Pair, norm: BatchNorm, bias: Node, *, trained: bool
-) -> None:
+def _move(graph: GraphRewriter, layers: Layers, pair: Pair, norm: BatchNorm, bias: Node, *, trained: bool) -> None:
     where = graph.where(norm.node)
     what = f"bias dropped, because {where} subtracts it again"
     if norm.mean is not None:
@@ -101,7 +109,12 @@ def _move(
         elif norm.mean is not None:
             sources = map(layers.derived_from, (norm.mean, bias))
             changed["running_mean"] = graph.derived(
-                pair.layer.node, ShiftedMean(), *sources, what="the shifted running mean", usable=why_not_finite
+                pair.layer.node,
+                ShiftedMean(),
+                *sources,
+                what="the shifted running mean",
+                usable=why_not_finite,
+                in_autocast=False,
             )
         new = layers.call_with(norm, norm.node, input=layers.without_affine(pair, bias=None), **changed)
         if norm.mean is not None and norm.uses_batch_statistics:

@@ -97,7 +97,9 @@ def _why_not(graph: GraphRewriter, layers: Layers, pair: Pair) -> str | None:
     reason = reason or layers.why_not(pair) or layers.why_not_derived(pair.layer, affine)
     if reason is None:
         return None
-    return f"it isn't folded into {where} after it: {reason}" if pair.affine_first else f"{where} is unchanged: {reason}"
+    return (
+        f"it isn't folded into {where} after it: {reason}" if pair.affine_first else f"{where} is unchanged: {reason}"
+    )
 
 
 def _why_not_after(pair: Pair) -> str | None:
@@ -116,12 +118,17 @@ def _fold(graph: GraphRewriter, layers: Layers, pair: Pair) -> None:
         weight, *sources = map(layers.derived_from, (layer.weight, *tensors))
         folded = FoldedWeight(numbers, layer.transposed, layer.groups, pair.affine_first)
         new_weight = graph.derived(
-            layer.node, folded, weight, *sources, what="the folded weight", usable=why_not_finite
+            layer.node, folded, weight, *sources, what="the folded weight", usable=why_not_finite, in_autocast=False
         )
         has_bias = layer.bias is not None
         sources = [weight, *([layers.derived_from(layer.bias)] if has_bias else []), *sources]
         new_bias = graph.derived(
-            layer.node, FoldedBias(folded, has_bias), *sources, what="the folded bias", usable=why_not_finite
+            layer.node,
+            FoldedBias(folded, has_bias),
+            *sources,
+            what="the folded bias",
+            usable=why_not_finite,
+            in_autocast=False,
         )
         layers.replace(pair.way[-1], layers.without_affine(pair, weight=new_weight, bias=new_bias))
 
@@ -141,7 +148,9 @@ class NormNumbers:
     has_weight: bool
     has_bias: bool
 
-    def __call__(self, mean: torch.Tensor, var: torch.Tensor, *affine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, mean: torch.Tensor, var: torch.Tensor, *affine: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute both from the BatchNorm's statistics, and its weight and bias as far as it has them."""
         scale = (float64(var) + self.eps).rsqrt()
         if self.has_weight:
@@ -221,7 +230,10 @@ class FoldedBias:
             bias = shift if old is None else shift + old * scale
             return bias.to(weight)
         bias = torch.cat(
-            [(exact(weight)[rows] * self.weight.factors(shift, weight, rows)).flatten(1).sum(1) for rows in _row_slices(weight)]
+            [
+                (exact(weight)[rows] * self.weight.factors(shift, weight, rows)).flatten(1).sum(1)
+                for rows in _row_slices(weight)
+            ]
         )
         return (bias if old is None else bias + old).to(weight)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -229,13 +230,23 @@ def subgraph(wanted: Sequence[fx.Node], stops: Sequence[fx.Node], also: Sequence
     return graph
 
 
-def function_of(graph: fx.Graph) -> Callable[..., Any]:
-    """The Python function of a graph; it returns one value, or a tuple of several."""
-    function: Callable[..., Any] = fx.GraphModule(nn.Module(), graph).forward
-    (outputs,) = next(node for node in reversed(graph.nodes) if node.op == "output").args
-    if isinstance(outputs, tuple) and len(outputs) == 1:
-        return lambda *values: function(*values)[0]
-    return function
+@dataclass(frozen=True)
+class GraphFunction:
+    """The Python function of a graph; it returns one value, or a tuple of several. Equal code makes equal functions."""
+
+    code: str
+    forward: Callable[..., tuple[Any, ...]] = field(compare=False)
+
+    def __call__(self, *values: Any) -> Any:
+        """Compute the graph's outputs from its inputs."""
+        outputs = self.forward(*values)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+
+def function_of(graph: fx.Graph) -> GraphFunction:
+    """The function of a graph that `subgraph` made."""
+    module = fx.GraphModule(nn.Module(), graph)
+    return GraphFunction(module.code, module.forward)
 
 
 def between(wanted: Sequence[fx.Node], stops: Mapping[fx.Node, Any] | set[fx.Node]) -> set[fx.Node]:

@@ -315,7 +315,7 @@ def _derived_nodes(graph: fx.Graph) -> list[fx.Node]:
 def _recipes(captured: CapturedGraph, places: Mapping[fx.Node, int]) -> dict[fx.Node, Recipe]:
     """The derived tensors that can be computed before the graph runs."""
     found: dict[fx.Node, Recipe] = {}
-    memory = Memory(captured.graph)
+    memory = Memory(captured.graph, captured.tensors)
     for node in _derived_nodes(captured.graph):
         call: Any = node.target
         nodes = node.all_input_nodes

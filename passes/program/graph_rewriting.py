@@ -283,7 +283,9 @@ class GraphRewriter:
         call = Derived(function, what, usable, in_autocast=in_autocast, each_call=self.mode == "training")
         new = self._insert(before, call, tuple(map(captured.under_seal, sources)), {})
         # It needs nothing else from the graph, and may be a source of a derived tensor for an earlier node.
-        first = next(each for each in self.captured.graph.nodes if each.op != "placeholder" and not self.is_derived(each))
+        first = next(
+            each for each in self.captured.graph.nodes if each.op != "placeholder" and not self.is_derived(each)
+        )
         if first < new:
             first.prepend(new)
         compute_now(self.captured, new)

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from passes.program import effects
 from passes.program.captured import EXAMPLE, argument, example_of, name_of
 from passes.program.graph_rewriting import GraphRewriter, Node
+from passes.program.weights import PLAIN_TENSORS
 from passes.torch_private import enter_autocast, has_autocast
 
 # The number of spatial dims, 0 for a linear layer, and whether the layer is transposed.
@@ -350,7 +351,8 @@ class Layers:
         if node not in self._constants:
             return node
         sources = self.sources_of(node)
-        return self._graph.derived(node, self._graph.function_of(node, sources), *sources, what=name_of(node))
+        function = self._graph.function_of(node, sources)
+        return self._graph.derived(node, function, *sources, what=name_of(node), in_autocast=False)
 
     def _is_computed_from_constants(self, node: Node) -> bool:
         inputs = node.all_input_nodes
@@ -411,26 +413,27 @@ class Layers:
 
     def _is_around_all(self, enter: Node) -> bool:
         """Whether the graph computes nothing outside of this autocast, apart from casts, as `cast-precision` makes it."""
-        apart = (
-            node
-            for node in self._graph.calls()
-            if node < enter or any(leave < node for leave in enter.users)
-        )
+        apart = (node for node in self._graph.calls() if node < enter or any(leave < node for leave in enter.users))
         return not any(self._graph.is_tensor(node) and name_of(node) not in ("to", "float") for node in apart)
 
     def _name_of(self, owner: Node, name: str, tensor: Node) -> str:
         """The path of a parameter or buffer; for other tensors, the name under which the owner reads it."""
-        return self._graph.path_of(tensor) if self._graph.is_parameter(tensor) else f"the {name} of {self._where(owner)}"
+        return (
+            self._graph.path_of(tensor) if self._graph.is_parameter(tensor) else f"the {name} of {self._where(owner)}"
+        )
 
     def _why_not_tensor(self, owner: Node, name: str, tensor: Node) -> str | None:
-        example = self._graph.example(tensor)
-        what = self._name_of(owner, name, tensor)
-        if not hasattr(example, "fake_mode"):
-            return f"{what} is a {type(example).__name__}, which has its own arithmetic"
+        example, what = self._graph.example(tensor), self._name_of(owner, name, tensor)
         if example.layout is not torch.strided:
             return f"{what} is of layout {str(example.layout).removeprefix('torch.')}: a fold needs dense tensors"
         if not example.is_floating_point():
             return f"{what} has dtype {str(example.dtype).removeprefix('torch.')}"
+        for source in self.sources_of(tensor):
+            value = self._graph.value(source)
+            if value is not None and type(value) not in PLAIN_TENSORS:
+                return f"{what} is a {type(value).__name__}, which has its own arithmetic"
+            if value is not None and value.is_inference():
+                return f"{what} was made in inference mode, where torch doesn't count the writes to a tensor"
         return None
 
     def _why_not_dtype(self, pair: Pair) -> str | None:

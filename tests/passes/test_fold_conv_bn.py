@@ -107,7 +107,9 @@ def test_before_a_layer_the_algebra_is_exact(kind: str, affine: bool, bias: bool
 
 def _weight_of(model: Any) -> tuple[FoldedWeight, list[Tensor]]:
     conv, norm = model
-    folded = FoldedWeight(NormNumbers(norm.eps, True, True), "Transpose" in type(conv).__name__, getattr(conv, "groups", 1), False)
+    folded = FoldedWeight(
+        NormNumbers(norm.eps, True, True), "Transpose" in type(conv).__name__, getattr(conv, "groups", 1), False
+    )
     return folded, [conv.weight.detach(), norm.running_mean, norm.running_var, norm.weight.detach(), norm.bias.detach()]
 
 
@@ -780,7 +782,8 @@ def _in_blocks() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("make", "x"), [(_of_another_class, image()), (_in_blocks, image(3, 4)), (Sparse, Lines.example), (WholeNumbers, image(3, 4))]
+    ("make", "x"),
+    [(_of_another_class, image()), (_in_blocks, image(3, 4)), (Sparse, Lines.example), (WholeNumbers, image(3, 4))],
 )
 def test_tensors_that_cant_be_folded_stay(make: Any, x: Tensor) -> None:
     model = make().eval()
