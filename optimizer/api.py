@@ -59,7 +59,6 @@ from optimizer.pipeline import optimized, provenance_of, report_of
 from optimizer.report import ProgressFunction, no_progress
 from optimizer.tuning import Benchmark
 from passes.base import Pass
-from passes.program.weights import ComparedExports
 
 __all__ = ["export", "optimize", "report_of"]
 
@@ -317,7 +316,6 @@ def export(
     benchmarks: list[Benchmark | None] = []
     profiles: dict[str, Any] = {}
 
-    @ComparedExports()
     def fill(folder: Path) -> Mapping[str, Any]:
         written.append(write_files(job, measured, folder))
         benchmarks.append(choose(job, measured, calls, written[0], folder))

@@ -11,7 +11,6 @@ from passes.program.module_pass import ModulePass
 from passes.program.module_rewriting import ModuleChange, ModuleRewriter
 from passes.program.recording import Node, Run, Runs, call_of, shape_of, tensor_of
 from passes.program.tensors import TensorRef
-from passes.program.weights import like_old
 
 __all__ = [
     "CHANNELS_LAST_FORMATS",
@@ -37,7 +36,6 @@ __all__ = [
     "is_channels_last",
     "is_parametrized",
     "is_stock",
-    "like_old",
     "paths_matching",
     "shape_of",
     "tensor_of",

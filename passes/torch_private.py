@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,18 +49,12 @@ from torch.utils._device import (
 without_torch_function = DisableTorchFunction
 without_subclasses = DisableTorchFunctionSubclass
 is_tracing = _is_tracing
-# The callback by which torch.compile handles each new frame of this thread. None outside of compiled calls; False if
-# only code that is compiled already may run. Seen in 2.13.
-frame_callback: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 enter_autocast = _enter_autocast
 HigherOrder = HigherOrderOperator
 AnyBatchNorm = _BatchNorm
 AnyConvolution = _ConvNd
 AnyInstanceNorm = _InstanceNorm
 AnyNorm = _NormBase
-# Make a tensor of another class over the same memory; the public way goes through a slower dispatch. Seen in 2.13.
-make_subclass: Any = torch.Tensor._make_subclass
-
 # torch.autograd.graph can set and disable hooks on saved tensors, but can't tell whether there are any. Seen in 2.13.
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 saved_tensors_hooks_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
@@ -78,14 +72,6 @@ KERNEL_SWITCHES: tuple[tuple[Callable[[], bool], Callable[[bool], object]], ...]
     (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
 )
-
-# The memory of a sealed tensor, as code sees it that bypasses the seal, such as a scripted function: no elements, in a
-# dtype that almost no operation accepts. torch deprecates these dtypes for quantization. Seen in 2.13.
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    with torch.inference_mode():
-        NOTHING = torch.empty(0, dtype=torch.quint4x2)
-
 
 # Makes tensors that have shapes, dtypes and devices but no data. In torch's docs. Seen in 2.13.
 FakeTensorMode = torch._subclasses.FakeTensorMode
@@ -109,31 +95,8 @@ def beneath_transforms(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def sources_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pair each fake tensor among these with the real tensor that it was made from; computed fake tensors are left out.
-
-    torch makes one fake tensor for each real one, and stores both under the same number. Seen in 2.13.
-    """
-    fakes: list[Any] = list(filter(is_fake, tensors))
-    sources: dict[int, torch.Tensor] = {}
-    for converter in {fake.fake_mode.fake_tensor_converter.meta_converter for fake in fakes}:
-        for real, number in converter.describer.lookup_tensor.items():
-            sources[id(converter.tensor_memo.get(number))] = real
-    return [(fake, sources[id(fake)]) for fake in fakes if id(fake) in sources]
-
-
 # Whether torch leaves `__torch_function__` on while it runs a graph, although the graph contains what it did. Fixed in 2.12.
 DISPATCHES_AGAIN = torch.__version__ < "2.12"
-
-
-def break_graph(reason: str) -> None:
-    """Cause a graph break here; torch.export then fails with the reason. Seen in 2.13."""
-    torch._dynamo.graph_break(msg=reason)
-
-
-def is_exporting() -> bool:
-    """Whether torch.export is running. The public function is also true in code that torch 2.11 compiles. Seen in 2.13."""
-    return torch.compiler._is_exporting_flag
 
 
 def is_fake(tensor: Any) -> bool:

@@ -27,8 +27,8 @@ from passes.program.matching import (
     convolution_at,
     pairs_behind,
 )
+from passes.program.operations import kind_of_operator
 from passes.program.recording import Node, call_of, operation_name, shape_of, users_of
-from passes.program.weights import kind_of_operator
 
 # Tensor cores are fastest with multiples of this number of channels, which are 16 bytes in half precision (NVIDIA,
 # Matrix Multiplication Background User's Guide, "Tensor Core Requirements").

@@ -21,7 +21,7 @@ import copy
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -203,19 +203,6 @@ class Samples:
         """The number of elements in one row of the largest input with rows."""
         pairs = zip(_tensors(self.given), self.row_dims, strict=True)
         return max((tensor.numel() // max(1, self.batch_size or 0) for tensor, dims in pairs if dims), default=0)
-
-    def rows_alone(self) -> Iterator[Call]:
-        """Yield the first rows of the user's own call, each alone.
-
-        There are none unless a tensor with rows carries more information than random numbers, as a mask does.
-        """
-        pairs = zip(_tensors(self.given), self.row_dims, strict=True)
-        own = {id(tensor): (tensor, dims) for tensor, dims in pairs if dims}
-        if self._function is not None or not self.batch_size or not any(keeps_values(each) for each, _ in own.values()):
-            return
-        for row in range(min(self.batch_size, _ROWS_ALONE)):
-            taken = torch.tensor([row])
-            yield _selected_call(self.given, {tensor: dict.fromkeys(dims, taken) for tensor, (_, dims) in own.items()})
 
     def to(self, device: torch.device | str) -> "Samples":
         """The same samples on another device, with equal values."""

@@ -12,8 +12,7 @@ from torch import nn
 
 from optimizer.model import Call, Mode, clone, eager_only, pinned_settings, private_state, random_state, seed_torch
 from optimizer.wording import first_line
-from passes.base import Context, fewest_rows, rows_of
-from passes.errors import UnseenCall
+from passes.base import Context
 
 
 class CopyRuns:
@@ -59,40 +58,6 @@ class CopyRuns:
         except Exception as error:  # noqa: BLE001 - a run of foreign code under watch may raise anything
             return f"{type(error).__name__}: {first_line(error)}"
         return None
-
-    def refused(self, *, gradients: bool) -> list[UnseenCall]:
-        """The errors that seals raise at the example calls."""
-        with self._quiet(), torch.set_grad_enabled(gradients):
-            outputs = [self._output(number, call) for number, call in enumerate(self.calls)]
-        return [output for output in outputs if isinstance(output, UnseenCall)]
-
-    def error_at(self, call: Call, *, gradients: bool) -> Exception | None:
-        """The error of a call; None if it runs."""
-        with ExitStack() as stack:
-            stack.enter_context(self._quiet())
-            stack.enter_context(torch.set_grad_enabled(gradients))
-            if gradients:
-                # No backward pass follows: the tensors kept for it would only take memory.
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_forgotten, _forgotten))
-            output = self._output(0, call)
-        return output if isinstance(output, Exception) else None
-
-    def smallest(self) -> Call:
-        """The call with the fewest rows."""
-        return self.calls[fewest_rows([(call.args, call.kwargs) for call in self.calls])]
-
-    def batch_sizes(self) -> set[int]:
-        """The numbers of rows of the example calls."""
-        return {rows_of((call.args, call.kwargs)) for call in self.calls}
-
-    def _output(self, seed: int, call: Call) -> Any:
-        """The output of one call, or its error."""
-        call = fresh(call)
-        seed_torch(seed)
-        try:
-            return self.root(*call.args, **call.kwargs)
-        except Exception as error:  # noqa: BLE001 - the caller looks at the error
-            return error
 
     def _run_compiled(self, watch: AbstractContextManager[Any]) -> str | None:
         """As `Context.run_compiled`."""
@@ -147,7 +112,3 @@ def fresh(call: Call) -> Call:
     """A copy of the call, because a forward may write to its inputs."""
     args, kwargs = clone((call.args, call.kwargs))
     return Call(args, kwargs)
-
-
-def _forgotten(kept: Any) -> Any:
-    return None

@@ -37,7 +37,6 @@ from optimizer.pipeline.size import coverage_record, recorded_operations, size_o
 from optimizer.report import ProgressFunction, Report
 from optimizer.wording import listed
 from passes.base import Context, Pass, PassResult, device_of
-from passes.program.moved_bias import moved_biases
 from passes.registry import make_passes
 
 # Bytes of the original's outputs that a result keeps for its export.
@@ -199,13 +198,6 @@ def notes_on_modes(model: nn.Module, result: nn.Module, made: str) -> tuple[list
 
 def _notes_on_verification(result: nn.Module, mode: Mode, parity: ParityReport | None) -> list[str]:
     notes = []
-    means = [mean for _, mean in moved_biases(result) if mean is not None] if mode == "training" else []
-    if means:
-        more = f" and {len(means) - 1} more" if len(means) > 1 else ""
-        notes.append(
-            f"training the result updates its own {means[0]}{more}, not the model's: load the result's state_dict "
-            "into the model afterwards"
-        )
     if parity is not None and any(isinstance(m, nn.SyncBatchNorm) and m.training for m in result.modules()):
         notes.append(
             "the comparison ran in one process, where a SyncBatchNorm uses the statistics of its own batch, as a "

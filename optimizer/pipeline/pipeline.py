@@ -128,7 +128,7 @@ class Pipeline:
                 "only one batch size could be run, so constants that depend on the batch size can't be detected"
             )
         if recorded is not None:
-            self.tree.runs = self.tree.earlier_runs = recorded.as_runs(keys)
+            self.tree.runs = recorded.as_runs(keys)
         self._transactions.comparer = Comparer(
             outputs, self._original, self._copy.root, samples, self.mode, sizes, self.notes
         )
@@ -167,7 +167,7 @@ class Pipeline:
             return None
         if not self._may_differ():
             return comparer.outputs.unchanged("No pass changed the model: there was nothing to compare.")
-        return verified(self._transactions, comparer, self._samples, self._batch_sizes)
+        return verified(self._transactions, comparer)
 
     def could_apply(self) -> list[str]:
         """The passes that weren't named and would change something; empty if a named one changed something."""

@@ -24,12 +24,12 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from passes.program.captured import CapturedGraph, Modules, example_of, under_seal
+from passes.program.captured import CapturedGraph, Modules, example_of
 from passes.program.changes import Place
 from passes.program.derived import DerivedInputs, DerivedTensors, lifted
 from passes.program.graph_rewriting import GraphRewriter
 from passes.program.hooks import has_global_hooks
-from passes.program.weights import PLAIN_TENSORS, a_forward_runs
+from passes.program.torch_calls import PLAIN_TENSORS
 from passes.torch_private import (
     COMPILED_CALL,
     DISPATCHES_AGAIN,
@@ -101,8 +101,7 @@ class GraphCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_watched() or has_global_hooks():
             return self.owner._call_impl(*args, **kwargs)
-        with a_forward_runs():
-            return compilation_of(self).compiled.run(self.owner, args, kwargs)
+        return compilation_of(self).compiled.run(self.owner, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphCall:
         owner = memo.get(id(self.owner), self.owner)
@@ -247,21 +246,13 @@ class _Program:
 
 
 def _function_of(captured: CapturedGraph, origin: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compile a captured graph to a function that computes with the folded tensors among its inputs."""
-    are_plain = _are_plain(inputs)
-    if are_plain:
-        # Without the alias nodes, which unwrap folded tensors one by one: each takes some microseconds in every call.
-        captured = captured.copied()[0]
-        for node in captured.graph.nodes:
-            if (parameter := under_seal(node)) is not node:
-                node.replace_all_uses_with(parameter)
-                captured.graph.erase_node(node)
+    """Compile a captured graph to a function that gets its derived tensors."""
     graph, derived = lifted(captured)
     function = fx.GraphModule(origin, graph).forward
     if derived is not None:
         function = _with_derived(function, origin.forward, derived)
     # With other classes, the graph may need their `__torch_function__`.
-    return _without_subclasses(function) if are_plain else function
+    return _without_subclasses(function) if _are_plain(inputs) else function
 
 
 def _with_derived(function: Callable[..., Any], as_written: Callable[..., Any], derived: DerivedInputs) -> Any:

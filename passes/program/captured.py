@@ -75,10 +75,6 @@ class CapturedGraph:
         self._values = {
             node: weakref.ref(value) for node, value in zip(placeholders, inputs, strict=True) if node in self.tensors
         }
-        # Computations use a folded parameter through an alias node that unwraps it; treat that node as the parameter.
-        self.tensors |= {
-            node: self.tensors[under] for node in graph.nodes if (under := under_seal(node)) in self.tensors
-        }
 
     def copied(self) -> tuple[CapturedGraph, dict[fx.Node, fx.Node]]:
         """Copy the graph; also returns the mapping from the old nodes to the new ones."""
@@ -119,13 +115,6 @@ class CapturedGraph:
         *_, key = ("", *(node.meta.get("nn_module_stack") or ()))
         earlier = key.partition("@")[2]
         return f"{place}, call {int(earlier) + 1}" if earlier.isdecimal() else place
-
-
-def under_seal(node: fx.Node) -> fx.Node:
-    """The placeholder of a folded parameter, given the node that unwraps it; any other node unchanged."""
-    is_alias = node.op == "call_function" and node.target is torch.ops.aten.alias.default
-    source = node.args[0] if is_alias else node
-    return source if isinstance(source, fx.Node) and source.op == "placeholder" else node
 
 
 def name_of(node: fx.Node) -> str:

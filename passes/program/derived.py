@@ -19,7 +19,7 @@ from torch import fx
 
 from passes.program.captured import EXAMPLE, CapturedGraph, example_of, is_under_autocast, name_of
 from passes.program.effects import Memory
-from passes.program.weights import PLAIN_TENSORS
+from passes.program.torch_calls import PLAIN_TENSORS
 from passes.torch_private import has_autocast, is_capturing_cuda, without_subclasses
 
 # The key in `node.meta` for the value of a new derived tensor.

@@ -154,7 +154,7 @@ class GraphRewriter:
 
     def value(self, node: fx.Node) -> torch.Tensor | None:
         """The parameter or buffer itself, which must not be changed; None for other nodes."""
-        return self.captured.value_of(captured.under_seal(node))
+        return self.captured.value_of(node)
 
     def path_of(self, node: fx.Node) -> str:
         """The path of a parameter or buffer, "head.weight"; for other nodes, the path of the module that made them."""
@@ -281,7 +281,7 @@ class GraphRewriter:
                 functions that always run without autocast.
         """
         call = Derived(function, what, usable, in_autocast=in_autocast, each_call=self.mode == "training")
-        new = self._insert(before, call, tuple(map(captured.under_seal, sources)), {})
+        new = self._insert(before, call, sources, {})
         # It needs nothing else from the graph, and may be a source of a derived tensor for an earlier node.
         first = next(
             each for each in self.captured.graph.nodes if each.op != "placeholder" and not self.is_derived(each)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from passes.program import effects
 from passes.program.captured import EXAMPLE, argument, example_of, name_of
 from passes.program.graph_rewriting import GraphRewriter, Node
-from passes.program.weights import PLAIN_TENSORS
+from passes.program.torch_calls import PLAIN_TENSORS
 from passes.torch_private import enter_autocast, has_autocast
 
 # The number of spatial dims, 0 for a linear layer, and whether the layer is transposed.

@@ -12,6 +12,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from passes.program.weights import bare
 from tiny_models import enliven
 from torch import nn
 
@@ -27,7 +28,6 @@ from optimizer.errors import BundleError, DeviceError, ExportFailed, LoadError, 
 from optimizer.exporting.artifact_parity import ArtifactParity, Failures, FileProof
 from optimizer.report import STAGES, Progress
 from passes import TorchCompile
-from passes.program.weights import bare
 
 
 class Net(nn.Module):
