@@ -54,7 +54,6 @@ from passes import (
     Pass,
     PassResult,
     Simplify,
-    TensorPass,
 )
 from passes.base import Context
 from passes.program.model_tree import ModelTree
@@ -105,7 +104,7 @@ def run_of(item: Pass, tree: ModelTree) -> PassResult:
 
     if isinstance(item, GraphPass):
         context = replace(context, run_compiled=run_compiled)
-    if isinstance(item, TensorPass | ModulePass):
+    if isinstance(item, ModulePass):
         context = replace(context, run_inside=run_inside)
     return item.run(tree, context)
 

@@ -118,7 +118,6 @@ def is_returned(node: Node) -> bool:
     return bool(node.meta.get("returned"))
 
 
-
 def operation_name(node: Node) -> str:
     """A short name for the node's operation."""
     target: Any = node.target

@@ -248,7 +248,7 @@ def test_keywords_and_nested_outputs(tmp_path: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_convolutional_net_with_tensor_passes_first(tmp_path: Any) -> None:
+def test_a_convolutional_net_with_folds(tmp_path: Any) -> None:
     bundle = exported(made(Convs), ["fold-conv-bn", "simplify"], tmp_path, data(4, 3, 12, 12))
     assert entries(bundle) == EVERYTHING
     assert not {"batch_norm", "dropout"} & set(operators(bundle, "pt2"))
