@@ -63,7 +63,7 @@ class FoldConvBn(GraphPass):
         """Fold every BatchNorm, product and sum that can be folded."""
         layers = Layers(graph)
         reasons: dict[Node, str] = {}
-        for affine in filter(None, map(layers.affine_at, graph.calls())):
+        for affine in (found for node in graph.calls() if (found := layers.affine_at(node)) is not None):
             pair = layers.pair_before(affine)
             reason = "" if pair is None else _why_not(graph, layers, pair)
             if pair is not None and reason is None:
@@ -121,7 +121,7 @@ def _fold(graph: GraphRewriter, layers: Layers, pair: Pair) -> None:
             layer.node, folded, weight, *sources, what="the folded weight", usable=why_not_finite, in_autocast=False
         )
         has_bias = layer.bias is not None
-        sources = [weight, *([layers.derived_from(layer.bias)] if has_bias else []), *sources]
+        sources = [weight, *([] if layer.bias is None else [layers.derived_from(layer.bias)]), *sources]
         new_bias = graph.derived(
             layer.node,
             FoldedBias(folded, has_bias),

@@ -272,7 +272,7 @@ def _pad(graph: GraphRewriter, layer: _Layer) -> None:
             arguments["input"] = graph.call(
                 node, F.pad, (graph.argument(node, 0, "input"), (*spatial, 0, layer.inputs))
             )
-        wide = graph.call(node, node.target, *_with(node, arguments))  # type: ignore[arg-type]
+        wide = graph.call(node, node.target, *_with(node, arguments))
         if not layer.outputs:
             graph.replace(node, wide)
             return

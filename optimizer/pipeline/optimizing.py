@@ -86,6 +86,8 @@ def optimized(
         copy = _copy_of(original, mode)
         pipeline = Pipeline(copy, original, samples, target, strict=strict, batch_sizes=batch_sizes, progress=progress)
         report, outputs, operations = _run_stages(pipeline, model, chosen, check_reference)
+        if mode == "inference":
+            _freeze(copy, original)
         report.notes[:0] = copy.notes
         _note_modes(report, model, copy.root, mode)
         told = _notes_on_verification(copy.root, mode, report.parity)
@@ -162,6 +164,18 @@ def _copy_of(model: nn.Module, mode: Mode) -> WorkingCopy:
     if mode == "inference":
         copy.root.eval()
     return copy
+
+
+def _freeze(copy: WorkingCopy, original: nn.Module) -> None:
+    """Let the result's own parameters require no gradients, so that a call without `no_grad` is as fast as one with it.
+
+    The parameters of scripted modules are the caller's, and stay as they are.
+    """
+    modules = [copy.root, *(module for _, module in copy.unregistered())]
+    callers = {id(parameter) for parameter in original.parameters()}
+    for parameter in (one for module in modules for one in module.parameters()):
+        if parameter.requires_grad and id(parameter) not in callers:
+            parameter.requires_grad_(False)
 
 
 def _note_modes(report: Report, model: nn.Module, result: nn.Module, mode: Mode) -> None:

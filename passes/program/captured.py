@@ -112,7 +112,7 @@ class CapturedGraph:
         """
         path = self.path_of(node)
         place = path if path and self.is_of_layer(node) else f"{path or 'the root'} ({name_of(node)})"
-        *_, key = ("", *(node.meta.get("nn_module_stack") or ()))
+        key = next(reversed(node.meta.get("nn_module_stack") or {}), "")
         earlier = key.partition("@")[2]
         return f"{place}, call {int(earlier) + 1}" if earlier.isdecimal() else place
 

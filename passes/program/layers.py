@@ -203,7 +203,7 @@ class Layers:
         dims, transposed = _LAYERS[name]
         names = _TRANSPOSED_ARGUMENTS if transposed else _ARGUMENTS
         given = _named(node, names)
-        weight, bias, groups = given.get("weight"), given.get("bias"), given.get("groups", 1)
+        weight, bias, groups = given["weight"], given.get("bias"), given.get("groups", 1)
         if not self.is_constant(weight) or not (bias is None or self.is_constant(bias)) or not _is_static(weight):
             return None
         pads = _reads_zeros(given.get("padding", 0), self._graph.example(weight).shape[2:])
@@ -228,6 +228,8 @@ class Layers:
         operation = _OPERATIONS.get(name_of(node))
         if operation is None or len(node.args) != 2 or node.kwargs or not self._graph.is_pure(node):
             return None
+        value: Any
+        numbers: Any
         value, numbers = node.args
         if self.is_constant(value):
             value, numbers, operation = numbers, value, _SWAPPED.get(operation)
@@ -242,7 +244,7 @@ class Layers:
     def pair_before(self, affine: Affine) -> Pair | None:
         """The affine operation and the layer that makes its input; None if there is none."""
         moves: list[Node] = []
-        node = affine.input
+        node: Any = affine.input
         while self._is_move(node):
             moves.append(node)
             node = node.args[0]
