@@ -31,6 +31,7 @@ from optimizer.model import (
 )
 from optimizer.options import check_numbers
 from optimizer.parity import OriginalOutputs, ParityReport, Reference
+from optimizer.pipeline.own_storage import remove_hooks, share_until_loading
 from optimizer.pipeline.pipeline import Pipeline
 from optimizer.pipeline.provenance import Provenance, attach, detach
 from optimizer.pipeline.size import coverage_record, recorded_operations, size_of
@@ -86,8 +87,6 @@ def optimized(
         copy = _copy_of(original, mode)
         pipeline = Pipeline(copy, original, samples, target, strict=strict, batch_sizes=batch_sizes, progress=progress)
         report, outputs, operations = _run_stages(pipeline, model, chosen, check_reference)
-        if mode == "inference":
-            _freeze(copy, original)
         report.notes[:0] = copy.notes
         _note_modes(report, model, copy.root, mode)
         told = _notes_on_verification(copy.root, mode, report.parity)
@@ -102,6 +101,8 @@ def optimized(
             original, report, sources, pipeline.precisions, tuple(chosen), sizes, outputs, operations
         )
         attach(copy.root, provenance, stays_in_eval=mode == "inference")
+        if mode == "inference":
+            share_until_loading(copy.root, original)
         release_memory()
         return copy.root
 
@@ -161,8 +162,10 @@ def _timed(stages: dict[str, float], name: str) -> Iterator[None]:
 def _copy_of(model: nn.Module, mode: Mode) -> WorkingCopy:
     copy = working_copy(model, mode)
     detach(copy.root)
+    remove_hooks(copy.root)
     if mode == "inference":
         copy.root.eval()
+        _freeze(copy, model)
     return copy
 
 

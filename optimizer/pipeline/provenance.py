@@ -14,6 +14,7 @@ from optimizer.parity import OriginalOutputs
 from optimizer.report import Report
 from passes.base import DeclaredError, Pass, Precision
 from passes.errors import UnknownPass
+from passes.program.backend import refresh
 from passes.registry import pass_named
 
 _ATTRIBUTE = "_optimize_export"
@@ -93,11 +94,23 @@ class StaysInEval:
         return self.owner
 
 
+class Refresh:
+    """The `refresh` of a result: call it after writes to its weights that torch doesn't count, through `.data` or numpy."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        self.owner = owner
+
+    def __call__(self) -> None:
+        refresh(self.owner)
+
+
 def attach(module: nn.Module, provenance: Provenance, *, stays_in_eval: bool) -> None:
-    """Attach the provenance, and the report as `.report` where the model has no attribute of that name."""
+    """Attach the provenance, and `.report` and `.refresh()` where the model has no attributes of these names."""
     module.__dict__[_ATTRIBUTE] = provenance
     if not hasattr(module, "report"):
         module.__dict__["report"] = provenance.report
+    if not hasattr(module, "refresh"):
+        module.__dict__["refresh"] = Refresh(module)
     if stays_in_eval:
         module.__dict__["train"] = StaysInEval(module)
 
@@ -113,6 +126,8 @@ def detach(module: nn.Module) -> None:
     module.__dict__.pop(_ATTRIBUTE, None)
     if isinstance(module.__dict__.get("train"), StaysInEval):
         del module.__dict__["train"]
+    if isinstance(module.__dict__.get("refresh"), Refresh):
+        del module.__dict__["refresh"]
     if isinstance(module.__dict__.get("report"), Report):
         del module.__dict__["report"]
 

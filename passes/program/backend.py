@@ -118,6 +118,13 @@ class GraphCall:
         self.owner.__dict__[COMPILED_CALL] = self
 
 
+def refresh(module: nn.Module) -> None:
+    """Compute the derived tensors of a module's graphs anew at its next call."""
+    call = module.__dict__.get(GRAPH_CALL)
+    if isinstance(call, GraphCall):
+        compilation_of(call).derived.forget()
+
+
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
@@ -311,5 +318,6 @@ __all__ = [
     "compilation_of",
     "compiled",
     "entry_of",
+    "refresh",
     "without_graph_call",
 ]

@@ -22,8 +22,6 @@ from passes.program.effects import Memory
 from passes.program.torch_calls import PLAIN_TENSORS
 from passes.torch_private import has_autocast, is_capturing_cuda, without_subclasses
 
-# The key in `node.meta` for the value of a new derived tensor.
-_VALUE = "optimize_export_value"
 Usable = Callable[[torch.Tensor], str | None]
 
 
@@ -102,7 +100,17 @@ class DerivedTensors:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        # The values that were computed while a graph was rewritten, until its first call.
+        self.fresh: list[torch.Tensor] = []
+        self.graphs: weakref.WeakSet[DerivedInputs] = weakref.WeakSet()
         self._values: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
+
+    def forget(self) -> None:
+        """Compute all tensors anew at the next calls."""
+        with self.lock:
+            for graph in self.graphs:
+                graph.states.clear()
+            self._values.clear()
 
     def values_of(self, recipes: Sequence[Recipe], sources: Mapping[Any, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Compute the tensors, or take those that another graph has computed from the same sources.
@@ -147,15 +155,19 @@ class DerivedInputs:
         store: the values of the model.
         recipes: how each tensor is computed.
         enables_gradients: whether the graph itself switches gradients on.
+
+    Attributes:
+        states: the sources and values of each set of sources, by the ids of the sources: one captured graph can serve
+            several equal modules.
     """
 
     def __init__(self, store: DerivedTensors, recipes: Sequence[Recipe], *, enables_gradients: bool) -> None:
         self._store = store
+        store.graphs.add(self)
         self._recipes = tuple(recipes)
         self._places = sorted({place for recipe in recipes for place in recipe.inputs})
         self._enables_gradients = enables_gradients
-        # By the ids of the sources: one captured graph can serve several equal modules.
-        self._states: dict[tuple[int, ...], _State] = {}
+        self.states: dict[tuple[int, ...], _State] = {}
 
     def of(self, inputs: Sequence[Any]) -> tuple[torch.Tensor, ...] | None:
         """The tensors for a call with these inputs; None if the graph must run as it was written.
@@ -165,7 +177,7 @@ class DerivedInputs:
         sources = [inputs[place] for place in self._places]
         if (torch.is_grad_enabled() or self._enables_gradients) and any(map(_requires_grad, sources)):
             return None
-        state = self._states.get(tuple(map(id, sources)))
+        state = self.states.get(tuple(map(id, sources)))
         if (
             state is None
             or list(map(_version_of, sources)) != state.versions
@@ -175,26 +187,23 @@ class DerivedInputs:
             return self._made(sources)
         return state.values
 
-    def forget(self) -> None:
-        """Compute all tensors anew at the next call."""
-        self._states.clear()
-
     def _made(self, sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
         # What a CUDA graph records is only replayed later, so no value can be kept.
         if is_capturing_cuda() or not all(map(can_be_watched, sources)):
             return None
         key = tuple(map(id, sources))
         with self._store.lock:
-            self._states.pop(key, None)
+            self.states.pop(key, None)
             try:
                 values = self._store.values_of(self._recipes, dict(zip(self._places, sources, strict=True)))
             except Unusable:
                 values = None
+            self._store.fresh.clear()
             for device in {value.device for value in values or () if value.is_cuda}:
                 # They may be used on another stream, so they must be complete.
                 torch.cuda.current_stream(device).synchronize()
             drop = weakref.WeakMethod(self._drop)
-            self._states[key] = _State(
+            self.states[key] = _State(
                 tuple(weakref.ref(source, lambda _: (drop() or _nothing)(key)) for source in sources),
                 # Keeps the memory alive, so that no other tensor can get the same address.
                 tuple(source.detach() for source in sources),
@@ -206,7 +215,7 @@ class DerivedInputs:
         return values
 
     def _drop(self, key: tuple[int, ...]) -> None:
-        self._states.pop(key, None)
+        self.states.pop(key, None)
 
 
 @dataclass(frozen=True)
@@ -247,10 +256,13 @@ def compute_now(captured: CapturedGraph, node: fx.Node) -> None:
     if (recipe := recipe_of(node)) is not None:
         (value,) = captured.derived.values_of([recipe], sources)
         # The first call takes it from the store.
-        node.meta[_VALUE] = value
+        captured.derived.fresh.append(value)
         mode = next(getattr(example_of(source), "fake_mode", None) for source in node.all_input_nodes)
         if mode is not None:
-            node.meta[EXAMPLE] = mode.from_tensor(value, static_shapes=True)
+            with mode:
+                # Not `from_tensor`, which would keep the memory of the value alive.
+                size = value.shape, value.stride()
+                node.meta[EXAMPLE] = torch.empty_strided(*size, dtype=value.dtype, device=value.device)
 
 
 def can_be_watched(tensor: Any) -> bool:
@@ -300,7 +312,7 @@ def lifted(captured: CapturedGraph) -> tuple[fx.Graph, DerivedInputs | None]:
     for number, node in enumerate(taken):
         with graph.inserting_after(last):
             last = graph.placeholder(f"derived_{number}")
-        last.meta.update({name: value for name, value in node.meta.items() if name != _VALUE})
+        last.meta.update(node.meta)
         node.replace_all_uses_with(last)
     for node in reversed(recipes):
         graph.erase_node(node)

@@ -151,7 +151,7 @@ def test_changed_weights_count_at_the_next_call(change: Callable[[Any], None], p
 def test_where_gradients_flow_the_graph_runs_as_written(pair: Any) -> None:
     model, fast = pair
     assert calls_of(lambda: fast(X)) <= 2
-    fast(X)
+    fast.requires_grad_()(X)
     before = computed["doubled"]
     found = [torch.autograd.grad(one(X).square().sum(), list(one.parameters())) for one in (model, fast)]
     assert computed["doubled"] == before
@@ -309,6 +309,7 @@ def test_compiled_code_gets_them_as_inputs() -> None:
         plain.load_state_dict(fast.state_dict())
         torch.testing.assert_close(fast(X), plain(X))
         assert computed["doubled"] == before + 1
+    fast.requires_grad_()
     found = [torch.autograd.grad(one(X).square().sum(), list(one.parameters())) for one in (plain, fast)]
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs)
@@ -363,3 +364,16 @@ def test_one_capture_serves_all_sizes_of_the_open_dims(monkeypatch: pytest.Monke
                 torch.testing.assert_close(one(x), model(x))
             assert not set(vars(x)) & {"_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking"}
         assert len(graphs) == known
+
+
+def test_refresh_computes_them_anew_after_writes_that_torch_does_not_count(pair: Any) -> None:
+    _, fast = pair
+    with torch.no_grad():
+        fast(X)
+        fast.first.weight.data.mul_(2)
+        fast.second.weight.detach().numpy()[:] = 1
+        for one in (fast, copy.deepcopy(fast)):
+            one.refresh()
+            plain = Net().eval()
+            plain.load_state_dict(one.state_dict())
+            torch.testing.assert_close(one(X), plain(X))
