@@ -14,7 +14,7 @@ import exporters
 import optimizer
 import optimizer.command.engine
 import passes
-from passes import graph_interface, module_interface, tensor_interface
+from passes import graph_interface, module_interface
 
 PACKAGES = {module.__name__: Path(module.__file__ or "").parent for module in (optimizer, passes, exporters)}
 FILES = [path for folder in PACKAGES.values() for path in sorted(folder.rglob("*.py"))]
@@ -285,7 +285,7 @@ def test_the_model_is_called_in_one_place(path: Path) -> None:
 
 
 # Modules in `passes` that aren't passes.
-KINDS = (graph_interface, module_interface, tensor_interface)
+KINDS = (graph_interface, module_interface)
 SHARED = {
     "__init__",
     "base",
