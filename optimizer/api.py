@@ -105,8 +105,7 @@ def optimize(
         device: the device of the result; by default the model's. For another device, the weights are copied.
         strict: raise if a pass fails or is rolled back.
         batch_sizes: the first of these that differs from 1 and from the batch size of the example inputs is the second
-            batch size of all comparisons. In inference mode the result also runs at the others, and at 1, to check that
-            no call there separates folded layers.
+            batch size of all comparisons.
         seed: the seed of the drawn inputs.
         progress: a function `f(step) -> None`, which is called at each step of the work. `step` has the texts `stage`,
             `text` and `name` (of the pass or format; may be ""), and the numbers `done` and `total` of the stage's steps.

@@ -31,11 +31,10 @@ class MergeLinears(GraphPass):
     from the forward in this layout, or goes to a `view` that doesn't accept it.
 
     The joint weights take as much memory again as the single ones, and all outputs stay in memory as long as one of
-    them does. If gradients flow to the weights, each layer computes by itself: use `torch.no_grad()` or
-    `torch.inference_mode()`. On a CPU, the joint product took 0.95 to 1.05 times as long as the single ones from 64
-    rows of 256 on, and up to 1.9 times below that (float32, one thread). So layers are merged only on CUDA devices,
-    unless `force` is set. In compiled code, and in traces and exports that you make yourself, each layer computes by
-    itself.
+    them does. On a CPU, the joint product took 0.95 to 1.05 times as long as the single ones from 64 rows of 256 on, and
+    up to 1.9 times below that (float32, one thread). So layers are merged only on CUDA devices, unless `force` is set.
+    If gradients flow to the weights, and in compilations, traces and exports that you make yourself, each layer computes
+    by itself.
 
     Does not handle: code that torch.compile can't capture; weights that are computed at each call; weights that differ
     from the others in dtype, device or input width; layers that differ in autocast or gradient mode; inputs, weights

@@ -23,7 +23,7 @@ class PadChannels(GraphPass):
     have no effect. The extra outputs are cut off, and the rest has the memory format of the layer's output. No tensor
     of the module is modified. The padded parameters are computed at the first call and cached. They are recomputed when
     a parameter was written to, moved, cast or replaced (torch doesn't count writes through `.data`). They take memory
-    in addition to the originals. If gradients flow to the parameters, they are computed at each call.
+    in addition to the originals. If gradients flow to the parameters, the graph runs as it was written.
 
     A layer is padded only if that can pay. `force` skips these rules:
 

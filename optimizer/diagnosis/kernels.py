@@ -79,10 +79,9 @@ def scale_computed(evidence: Evidence) -> Iterator[Seen]:
             line,
             group,
             "a layer's output is scaled by channel with numbers that each call computes from parameters and buffers",
-            f"the product and the numbers take {percent_text(evidence.share(nodes))} of the time, and fold-conv-bn can't "
-            "fold them into the layer",
-            "use nn.BatchNorm2d in eval mode with the same numbers, or compute them once and keep them in a buffer; "
-            "fold-conv-bn folds both",
+            f"the product and the numbers take {percent_text(evidence.share(nodes))} of the time",
+            "use the pass fold-conv-bn, which folds them into the layer; without it, use nn.BatchNorm2d in eval mode with "
+            "the same numbers, or compute them once and keep them in a buffer",
         )
 
 

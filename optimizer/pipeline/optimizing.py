@@ -240,7 +240,7 @@ def _warning_on_norms(paths: Sequence[str]) -> list[str]:
 
 
 def _sources(copy: WorkingCopy, original: nn.Module, kept: Sequence[PassResult]) -> tuple[Source, ...]:
-    """The caller's tensors that passes folded into others."""
+    """The caller's tensors that the result holds converted copies of."""
     places = (*unregistered_modules(original), *original.named_modules())
     paths = {id(module): path for path, module in places}
     found: dict[int, Source] = {}

@@ -31,7 +31,7 @@ class Provenance:
         original: the caller's module, which shares all weights with the result that no pass changed; None after
             unpickling.
         report: the report of `optimize`.
-        sources: the caller's tensors that passes folded into others.
+        sources: the caller's tensors that the result holds converted copies of.
         precisions: the reasons why the result is less precise than the original: half precisions, and declared errors.
         passes: the passes in order, which can run again; empty after unpickling.
         batch_sizes: the argument of `optimize`.
@@ -70,8 +70,8 @@ class Provenance:
         for source in self.sources:
             if not source.unchanged:
                 raise ExportFailed(
-                    f"{source.path} was modified after optimize() folded it into other weights: the result has the "
-                    "old values, so optimize the model again before you export it."
+                    f"{source.path} was modified after optimize() copied it in another memory format or dtype: the "
+                    "result has the old values, so optimize the model again before you export it."
                 )
 
 

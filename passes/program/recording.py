@@ -1,8 +1,7 @@
 """Record an eager run of a module: every torch call in one flat graph, with its module and tensors.
 
 A `TorchFunctionMode` sees each torch call, and module hooks keep the stack of the current module calls. This works for
-any forward: branches, decorators, loops, keyword arguments. A recording shows only what happened in that run, so seals
-guard everything that passes conclude from it.
+any forward: branches, decorators, loops, keyword arguments. A recording shows only what happened in that run.
 """
 
 from __future__ import annotations
