@@ -379,8 +379,7 @@ DONE = [
 ]  # fmt: skip
 
 
-# In eval, both results warn that the gradient of the moved bias is lost.
-@pytest.mark.filterwarnings("ignore:a gradient flowed back through norm in eval", "ignore:Anomaly Detection")
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("do", DONE, ids=lambda do: do.__name__)
 def test_a_plan_changes_nothing_but_what_is_kept(do, pair):
     seen = []
