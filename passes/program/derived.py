@@ -121,28 +121,40 @@ class DerivedTensors:
         Raises:
             Unusable: a value must not be used.
         """
-        # Values that only other values are computed from are freed at the end.
-        known: dict[Any, tuple[Any, torch.Tensor]] = {
-            place: ((id(source), source._version, source.data_ptr(), source.stride()), source)
+        states = {
+            place: (id(source), source._version, source.data_ptr(), source.stride())
             for place, source in sources.items()
         }
+        # Values that only other values are computed from are freed at the end.
+        values: dict[Any, torch.Tensor] = {}
         with self.lock, torch.inference_mode(False), torch.no_grad():
-            return tuple(self._value_of(recipe, known)[1] for recipe in recipes)
+            return tuple(self._value_of(recipe, sources, states, values) for recipe in recipes)
 
-    def _value_of(self, recipe: Recipe, known: dict[Any, tuple[Any, torch.Tensor]]) -> tuple[Any, torch.Tensor]:
-        """The key under which the value is kept, and the value."""
-        found = [
-            self._value_of(source, known) if isinstance(source, Recipe) else known[source] for source in recipe.sources
-        ]
-        key = recipe.call.function, *(key for key, _ in found)
+    def _value_of(
+        self,
+        recipe: Recipe,
+        sources: Mapping[Any, torch.Tensor],
+        states: Mapping[Any, Any],
+        values: dict[Any, torch.Tensor],
+    ) -> torch.Tensor:
+        key = _key_of(recipe, states)
         value = self._values.get(key)
         if value is None:
-            value = recipe.call(*(value for _, value in found)).detach()
+            arguments = (
+                self._value_of(source, sources, states, values) if isinstance(source, Recipe) else sources[source]
+                for source in recipe.sources
+            )
+            value = recipe.call(*arguments).detach()
             if recipe.call.usable is not None and (reason := recipe.call.usable(value)):
                 raise Unusable(reason)
-            self._values[key] = value
-            known[key] = key, value
-        return key, value
+            self._values[key] = values[key] = value
+        return value
+
+
+def _key_of(recipe: Recipe, states: Mapping[Any, Any]) -> Any:
+    """The key of a value in the store: its function, and the states of its sources."""
+    keys = (_key_of(source, states) if isinstance(source, Recipe) else states[source] for source in recipe.sources)
+    return recipe.call.function, *keys
 
 
 class DerivedInputs:
