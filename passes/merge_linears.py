@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -137,7 +137,7 @@ def _why_not(graph: GraphRewriter, memory: Memory, node: Node) -> str | None:
 
 def _why_no_rows(graph: GraphRewriter, tensor: Any) -> str | None:
     """The reason why a tensor can't be concatenated with others, as the end of a clause; None if it can."""
-    if not graph.is_parameter(tensor):
+    if not graph.is_parameter(tensor) and not graph.is_derived(tensor):
         return "is computed at every call, or is not a parameter of the model"
     example = graph.example(tensor)
     if not hasattr(example, "fake_mode"):
@@ -166,10 +166,10 @@ def _merge(graph: GraphRewriter, linears: Sequence[_Linear]) -> None:
     with graph.change(where, what):
         weights = [linear.weight for linear in linears]
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        weight = graph.derived(first.node, _stacked, *weights, what="joint weight", in_autocast=False)
-        bias = biases and graph.derived(
-            first.node, _stacked_with(linears), *biases, what="joint bias", in_autocast=False
-        )
+        stacked = _Stacked((0,) * len(linears))
+        weight = graph.derived(first.node, stacked, *weights, what="joint weight", in_autocast=False)
+        stacked = _Stacked(tuple(0 if linear.bias is not None else linear.width for linear in linears))
+        bias = biases and graph.derived(first.node, stacked, *biases, what="joint bias", in_autocast=False)
         joint = graph.call(first.node, F.linear, (graph.argument(first.node, 0, "input"), weight, bias or None))
         start = 0
         for linear in linears:
@@ -188,16 +188,12 @@ def _words(places: Sequence[str]) -> tuple[str, str]:
     return ".".join(paths[0][:depth]), f"{', '.join(names)} and {last} computed together"
 
 
-def _stacked(*weights: torch.Tensor) -> torch.Tensor:
-    return torch.cat(weights)
+@dataclass(frozen=True)
+class _Stacked:
+    """Concatenates weights or biases; for each layer, the width of zeros in place of a missing bias, or 0."""
 
+    zeros: tuple[int, ...]
 
-def _stacked_with(linears: Sequence[_Linear]) -> Callable[..., torch.Tensor]:
-    """The function that concatenates the existing biases, with zeros for layers without one."""
-    parts = [(linear.width, linear.bias is not None) for linear in linears]
-
-    def joint(*biases: torch.Tensor) -> torch.Tensor:
-        left = iter(biases)
-        return torch.cat([next(left) if is_there else biases[0].new_zeros(width) for width, is_there in parts])
-
-    return joint
+    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
+        left = iter(tensors)
+        return torch.cat([tensors[0].new_zeros(width) if width else next(left) for width in self.zeros])
