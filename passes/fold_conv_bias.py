@@ -48,7 +48,8 @@ class FoldConvBias(GraphPass):
     - an output with other users
     - tensors that other operations of the forward may write to, and tensors of other classes than torch's own
     - a mean or bias that isn't finite
-    - calls under autocast, except that of `cast-precision` around the whole model
+    - a BatchNorm that uses running statistics in calls under autocast
+    - a layer under an autocast of the forward, except that of `cast-precision` around the whole model
     """
 
     name: ClassVar[str] = "fold-conv-bias"
@@ -62,12 +63,11 @@ class FoldConvBias(GraphPass):
             if norm is None or pair is None or pair.layer.bias is None:
                 continue
             trained = context.mode == "training" and graph.example(pair.layer.bias).requires_grad
-            reason = (
-                _why_not(graph, norm, context.mode, trained=trained)
-                or layers.why_not(pair)
-                or layers.why_not_derived(pair.layer)
-                or (None if norm.uses_batch_statistics else layers.why_not_derived(norm))
-            )
+            reason = _why_not(graph, norm, context.mode, trained=trained) or layers.why_not(pair)
+            if reason is None and norm.uses_batch_statistics:
+                reason = layers.why_not_constant(pair.layer)
+            elif reason is None:
+                reason = layers.why_not_derived(pair.layer, norm)
             if reason is not None:
                 graph.skip(pair.layer.node, reason)
             else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -63,26 +63,29 @@ class FoldConvBn(GraphPass):
         """Fold every BatchNorm, product and sum that can be folded."""
         layers = Layers(graph)
         reasons: dict[Node, str] = {}
-        for affine in (found for node in graph.calls() if (found := layers.affine_at(node)) is not None):
+        for node in graph.calls():
+            if (affine := layers.affine_at(node)) is None:
+                continue
             pair = layers.pair_before(affine)
-            reason = "" if pair is None else _why_not(graph, layers, pair)
-            if pair is not None and reason is None:
+            reason = _why_not(graph, layers, pair) if pair else ""
+            if pair and reason is None:
                 _fold(graph, layers, pair)
             else:
-                reasons[affine.node] = reason or ""
+                reasons[node] = reason or ""
         # From the last one to the first, so that several in a row reach the layer after them.
-        for norm in filter(None, map(layers.batch_norm_at, reversed([*reasons]))):
-            pair = layers.pair_after(norm)
+        for node in reversed([*reasons]):
+            norm = layers.batch_norm_at(node)
+            pair = layers.pair_after(norm) if norm else None
             if pair is None:
                 continue
             reason = _why_not(graph, layers, pair)
             if reason is None:
                 _fold(graph, layers, pair)
-                del reasons[norm.node]
+                del reasons[node]
             else:
-                reasons[norm.node] = reasons[norm.node] or reason
-        for node, reason in reasons.items():
-            if reason:
+                reasons[node] = reasons[node] or reason
+        for node in graph.calls():
+            if reason := reasons.get(node) or layers.why_alone(node):
                 graph.skip(node, reason)
 
 
@@ -117,20 +120,18 @@ def _fold(graph: GraphRewriter, layers: Layers, pair: Pair) -> None:
         numbers, tensors = _numbers_of(pair.affine, layer.channels)
         weight, *sources = map(layers.derived_from, (layer.weight, *tensors))
         folded = FoldedWeight(numbers, layer.transposed, layer.groups, pair.affine_first)
-        new_weight = graph.derived(
-            layer.node, folded, weight, *sources, what="the folded weight", usable=why_not_finite, in_autocast=False
-        )
-        has_bias = layer.bias is not None
-        sources = [weight, *([] if layer.bias is None else [layers.derived_from(layer.bias)]), *sources]
-        new_bias = graph.derived(
-            layer.node,
-            FoldedBias(folded, has_bias),
-            *sources,
-            what="the folded bias",
-            usable=why_not_finite,
-            in_autocast=False,
-        )
+        new_weight = _derived(graph, layer.node, folded, weight, *sources, what="the folded weight")
+        if layer.bias is not None:
+            sources = [layers.derived_from(layer.bias), *sources]
+        folded_bias = FoldedBias(folded, layer.bias is not None)
+        new_bias = _derived(graph, layer.node, folded_bias, weight, *sources, what="the folded bias")
         layers.replace(pair.way[-1], layers.without_affine(pair, weight=new_weight, bias=new_bias))
+
+
+def _derived(
+    graph: GraphRewriter, layer: Node, function: Callable[..., torch.Tensor], *sources: Node, what: str
+) -> Node:
+    return graph.derived(layer, function, *sources, what=what, usable=why_not_finite, in_autocast=False)
 
 
 def _numbers_of(affine: Affine, channels: int) -> tuple[Numbers, Sequence[Node]]:

@@ -219,10 +219,20 @@ class GraphRewriter:
         function: Callable[..., Any] | str,
         args: Sequence[Any],
         kwargs: dict[str, Any] | None = None,
+        *,
+        like: fx.Node | None = None,
     ) -> fx.Node:
-        """Insert a new call of a function, or of a tensor's method by name, before a node."""
+        """Insert a new call of a function, or of a tensor's method by name, before a node.
+
+        Args:
+            like: a node whose example is also one of the new node; None to compute an example, which takes
+                milliseconds.
+        """
         new = self._insert(before, function, args, kwargs or {})
-        propagate(new)
+        if like is None:
+            propagate(new)
+        else:
+            new.meta[EXAMPLE] = like.meta[EXAMPLE]
         return new
 
     def _insert(

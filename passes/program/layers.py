@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 
 from passes.program import effects
-from passes.program.captured import EXAMPLE, argument, example_of, name_of
+from passes.program.captured import example_of, name_of
+from passes.program.channels import Channels, is_move
 from passes.program.graph_rewriting import GraphRewriter, Node
 from passes.program.torch_calls import PLAIN_TENSORS
 from passes.torch_private import enter_autocast, has_autocast
@@ -203,8 +204,11 @@ class Layers:
         dims, transposed = _LAYERS[name]
         names = _TRANSPOSED_ARGUMENTS if transposed else _ARGUMENTS
         given = _named(node, names)
-        weight, bias, groups = given["weight"], given.get("bias"), given.get("groups", 1)
-        if not self.is_constant(weight) or not (bias is None or self.is_constant(bias)) or not _is_static(weight):
+        weight: Any = given.get("weight")
+        bias, groups = given.get("bias"), given.get("groups", 1)
+        if not self.is_constant(weight) or not (bias is None or self.is_constant(bias)):
+            return None
+        if self._graph.example(weight).dim() != dims + 2 or not _is_static(weight):
             return None
         pads = _reads_zeros(given.get("padding", 0), self._graph.example(weight).shape[2:])
         return Layer(node, given["input"], weight, bias, dims, transposed, groups, pads, names)
@@ -217,7 +221,7 @@ class Layers:
         given = _named(node, names)
         mean, var, weight, bias = (given.get(name) for name in _NORM_ARGUMENTS[1:5])
         eps, training = given.get("eps", 1e-5), given.get("training", False)
-        if not isinstance(eps, float):
+        if not isinstance(eps, float) or not isinstance(training, bool):
             return None
         if not all(each is None or self.is_constant(each) for each in (mean, var, weight, bias)):
             return None
@@ -245,7 +249,7 @@ class Layers:
         """The affine operation and the layer that makes its input; None if there is none."""
         moves: list[Node] = []
         node: Any = affine.input
-        while self._is_move(node):
+        while is_move(node):
             moves.append(node)
             node = node.args[0]
         layer = self.layer_at(node)
@@ -257,16 +261,43 @@ class Layers:
     def pair_after(self, affine: Affine) -> Pair | None:
         """The affine operation and the only layer that takes its output; None if there is none."""
         moves: list[Node] = []
-        users = list(affine.node.users)
-        while len(users) == 1 and self._is_move(users[0]):
+        users = _readers(affine.node)
+        while len(users) == 1 and is_move(users[0]):
             moves.append(users[0])
-            users = list(users[0].users)
+            users = _readers(users[0])
         layer = self.layer_at(users[0]) if len(users) == 1 else None
         if layer is None or layer.input is not (moves[-1] if moves else affine.node):
             return None
         return Pair(layer, affine, tuple(moves), affine_first=True)
 
     # Judge ------------------------------------------------------------------------------------------------------------
+
+    def why_alone(self, node: Node) -> str | None:
+        """The reason why a `batch_norm` call, or the layer before it, isn't recognized, as a clause; None for others.
+
+        That is so if one of their tensors isn't constant: it depends on the inputs of the forward, is random, or is
+        written to when it is computed.
+        """
+        if name_of(node) != "batch_norm":
+            return None
+        names = _NORM_ARGUMENTS if node.target is F.batch_norm else _NORM_ARGUMENTS_OF_TORCH
+        if name := self._first_computed(node, names[:5]):
+            return f"its {name} is computed at every call, and not from parameters and buffers alone"
+        layer = _named(node, names)["input"]
+        while is_move(layer):
+            layer = layer.args[0]
+        if name_of(layer) in _LAYERS and (name := self._first_computed(layer, _ARGUMENTS[:3])):
+            return (
+                f"the {name} of {self._graph.where(layer)} is computed at every call, and not from parameters and "
+                "buffers alone"
+            )
+        return None
+
+    def _first_computed(self, node: Node, names: Sequence[str]) -> str | None:
+        given = _named(node, names)
+        return next(
+            (name for name in names[1:] if given.get(name) is not None and not self.is_constant(given[name])), None
+        )
 
     def why_not(self, pair: Pair) -> str | None:
         """The reason why the two can't be computed together, as a clause; None if they can.
@@ -283,11 +314,16 @@ class Layers:
         )
 
     def why_not_derived(self, *each: Layer | Affine) -> str | None:
-        """The reason why no tensor can be derived from these tensors of the graph, as a clause; None if it can."""
-        for one in each:
-            for name, tensor in one.tensors.items():
-                if self._memory.may_be_written(self.sources_of(tensor)):
-                    return f"the forward may write to {self._name_of(one.node, name, tensor)}"
+        """The reason why no tensor can be derived from the tensors that these read, as a clause; None if it can."""
+        if has_autocast():
+            return "the model is called under autocast, where a fold changes the dtypes of the computation"
+        return next(filter(None, map(self.why_not_constant, each)), None)
+
+    def why_not_constant(self, each: Layer | Affine) -> str | None:
+        """The reason why the tensors that it reads may change within a call, as a clause; None if they can't."""
+        for name, tensor in each.tensors.items():
+            if self._memory.may_be_written(self.sources_of(tensor)):
+                return f"the forward may write to {self._name_of(each.node, name, tensor)}"
         return None
 
     # Rewrite ----------------------------------------------------------------------------------------------------------
@@ -311,19 +347,17 @@ class Layers:
             else:
                 new[node] = self._graph.copy(node, new)
         for value, following in itertools.pairwise(pair.way):
-            for user in [user for user in value.users if user is not following and _reads_shape(user, value)]:
+            for user in set(value.users) - {following, *_readers(value)}:
                 self._graph.redirect(user, value, new[value])
         return next(reversed(new.values()))
 
     def call_with(self, each: Layer | BatchNorm, before: Node, **changed: Any) -> Node:
         """Insert a call of the layer or BatchNorm with other arguments, by name, before a node."""
         node = each.node
-        args = [changed.get(name, old) for name, old in zip(each.names, node.args, strict=False)]
+        # A call may have further arguments by position, such as `cudnn_enabled`.
+        args = [changed.get(name, old) for name, old in itertools.zip_longest(each.names[: len(node.args)], node.args)]
         more = {name: value for name, value in changed.items() if name not in each.names[: len(args)]}
-        new = self._graph.call(before, node.target, args, {**node.kwargs, **more})
-        if not self._graph.is_tensor(new):
-            new.meta[EXAMPLE] = node.meta[EXAMPLE]
-        return new
+        return self._graph.call(before, node.target, args, {**node.kwargs, **more}, like=node)
 
     def argument(self, each: Layer | BatchNorm, name: str, default: Any = None) -> Any:
         """An argument of the layer or BatchNorm, by name."""
@@ -372,9 +406,6 @@ class Layers:
     def _is_derived(self, node: Any) -> bool:
         return isinstance(node, Node) and self._graph.is_derived(node)
 
-    def _is_move(self, node: Node) -> bool:
-        return name_of(node) in _MOVES and self._graph.is_pure(node) and self._graph.is_tensor(node.args[0])
-
     def _is_by_channel(self, pair: Pair, scale: ChannelScale) -> bool:
         """Whether there is one number per channel of the layer, or one for all, and broadcasting adds no dims."""
         numbers, channels = self._graph.example(scale.numbers), pair.channels
@@ -383,27 +414,22 @@ class Layers:
         shape = [1] * (channels.rank - numbers.dim()) + list(numbers.shape)
         return all(size == 1 or (dim == channels.dim and size == channels.count) for dim, size in enumerate(shape))
 
-    def _where(self, node: Node) -> str:
-        return self._graph.where(node)
-
     def _why_not_value(self, pair: Pair) -> str | None:
         for value, following in itertools.pairwise(pair.way):
-            for user in value.users:
-                if user.op == "output":
-                    return "its output leaves the graph: the forward returns it, or other code uses it"
-                if user is not following and not _reads_shape(user, value):
-                    return f"its output is also used by {self._where(user)}"
+            other = next((user for user in _readers(value) if user is not following), None)
+            if other is not None and other.op == "output":
+                return "its output leaves the graph: the forward returns it, or other code uses it"
+            if other is not None:
+                return f"its output is also used by {self._graph.where(other)}"
         # The layer then reads the input of the BatchNorm later than the BatchNorm did.
         if pair.affine_first and self._memory.may_be_written([pair.affine.input], (pair.affine.node, pair.layer.node)):
             return "the input of the BatchNorm may be written to before the layer runs"
         return None
 
     def _why_not_settings(self, pair: Pair) -> str | None:
-        if has_autocast():
-            return "the model is called under autocast, where a fold changes the dtypes of the computation"
         first, second = pair.way[0], pair.way[-1]
         if any(first < switch < second for switch in self._switches):
-            return f"autocast or the gradient mode changes between it and {self._where(second)}"
+            return f"autocast or the gradient mode changes between it and {self._graph.where(second)}"
         for enter in self._switches:
             # The users of the value are the calls that leave the autocast.
             if enter.target is enter_autocast and enter < first and all(second < leave for leave in enter.users):
@@ -421,7 +447,9 @@ class Layers:
     def _name_of(self, owner: Node, name: str, tensor: Node) -> str:
         """The path of a parameter or buffer; for other tensors, the name under which the owner reads it."""
         return (
-            self._graph.path_of(tensor) if self._graph.is_parameter(tensor) else f"the {name} of {self._where(owner)}"
+            self._graph.path_of(tensor)
+            if self._graph.is_parameter(tensor)
+            else f"the {name} of {self._graph.where(owner)}"
         )
 
     def _why_not_tensor(self, owner: Node, name: str, tensor: Node) -> str | None:
@@ -443,21 +471,21 @@ class Layers:
         if dtypes[1] is dtypes[2]:
             return None
         names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
-        return f"{self._where(pair.affine.node)} converts its {names[1]} input to {names[2]}"
+        return f"{self._graph.where(pair.affine.node)} converts its {names[1]} input to {names[2]}"
 
     def _why_not_dims(self, pair: Pair) -> str | None:
         """Refuse ranks at which dim 1, BatchNorm's channel dim, is not the layer's channel dim."""
         layer, channels = pair.layer, pair.channels
-        way = f"its output passes through {', '.join(map(self._where, pair.moves))}, " if pair.moves else ""
+        way = f"its output passes through {', '.join(map(self._graph.where, pair.moves))}, " if pair.moves else ""
         if channels is None:
             return f"{way}after which its channels aren't known"
         if channels.dim == (channels.rank - layer.dims - 1 if pair.affine_first else 1):
             return None
         if way:
-            taker = self._where(layer.node) if pair.affine_first else "the BatchNorm"
+            taker = self._graph.where(layer.node) if pair.affine_first else "the BatchNorm"
             return f"{way}after which its channels are not those of {taker}"
         kind, ends = "convolution" if layer.dims else "linear layer", "inputs" if pair.affine_first else "outputs"
-        owner = f"the input of {self._where(layer.node)}" if pair.affine_first else "its input"
+        owner = f"the input of {self._graph.where(layer.node)}" if pair.affine_first else "its input"
         return f"{owner} is {channels.rank}-D, where the BatchNorm's channels are not the {ends} of the {kind}"
 
 
@@ -480,113 +508,12 @@ def _reads_zeros(padding: Any, kernel: Sequence[int]) -> bool:
     return any(type(side) is not int or side != 0 for side in sides)
 
 
+def _readers(value: Node) -> list[Node]:
+    return [user for user in value.users if not _reads_shape(user, value)]
+
+
 def _reads_shape(user: Node, value: Node) -> bool:
     name = name_of(user)
     if name == "getattr":
         return user.args[1] in ("shape", "ndim")
     return name in _SHAPE_READERS or (name in _SHAPED_AS and user.args[0] is not value)
-
-
-# Moves ----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Channels:
-    """The dim of a tensor that holds the channels.
-
-    Attributes:
-        rank: the number of dims of the tensor.
-        dim: the channel dim, counted from 0.
-        count: the number of channels.
-    """
-
-    rank: int
-    dim: int
-    count: int
-
-    def after(self, node: Node) -> Channels | None:
-        """The channels after an operation that moves values; None if it may mix them with other values."""
-        move: Channels | None = _MOVES[name_of(node)](self, node)
-        return move
-
-
-def _as_they_are(channels: Channels, node: Node) -> Channels | None:
-    return channels
-
-
-def _without_draws(channels: Channels, node: Node) -> Channels | None:
-    return channels if effects.is_dropout_off(node) else None
-
-
-def _swapped(channels: Channels, node: Node) -> Channels | None:
-    dims = _dims(_others(node), channels.rank)
-    if dims is None or len(dims) != 2:
-        return None
-    first, second = dims
-    return Channels(channels.rank, {first: second, second: first}.get(channels.dim, channels.dim), channels.count)
-
-
-def _permuted(channels: Channels, node: Node) -> Channels | None:
-    dims = _dims(_listed(_others(node)), channels.rank)
-    if dims is None or sorted(dims) != list(range(channels.rank)):
-        return None
-    return Channels(channels.rank, dims.index(channels.dim), channels.count)
-
-
-def _flattened(channels: Channels, node: Node) -> Channels | None:
-    given = [argument(node, 1, "start_dim", 0), argument(node, 2, "end_dim", -1)]
-    dims = _dims(given, channels.rank)
-    if dims is None or dims[0] > dims[1]:
-        return None
-    start, end = dims
-    if start < end and start <= channels.dim <= end:
-        return None
-    gone = end - start
-    return Channels(channels.rank - gone, channels.dim - (gone if channels.dim > end else 0), channels.count)
-
-
-def _unsqueezed(channels: Channels, node: Node) -> Channels | None:
-    dims = _dims(_others(node), channels.rank + 1)
-    if dims is None or len(dims) != 1:
-        return None
-    return Channels(channels.rank + 1, channels.dim + (dims[0] <= channels.dim), channels.count)
-
-
-def _regrouped(channels: Channels, node: Node) -> Channels | None:
-    """`view` and `reshape` keep the channels if they are the last dim and its size doesn't change."""
-    shape = example_of(node).shape
-    if channels.dim != channels.rank - 1 or not shape or type(shape[-1]) is not int or shape[-1] != channels.count:
-        return None
-    return Channels(len(shape), len(shape) - 1, channels.count)
-
-
-def _padded(channels: Channels, node: Node) -> Channels | None:
-    """Padding with copies of the values keeps the channels; zeros don't belong to any channel."""
-    widths, mode = argument(node, 1, "pad"), argument(node, 2, "mode", "constant")
-    is_outside = isinstance(widths, list | tuple) and channels.dim < channels.rank - len(widths) // 2
-    return channels if mode in ("reflect", "replicate", "circular") and is_outside else None
-
-
-def _others(node: Node) -> list[Any]:
-    return [*node.args[1:], *node.kwargs.values()]
-
-
-def _listed(arguments: list[Any]) -> list[Any]:
-    """Return dims as one list, whether they are given one by one or as a sequence."""
-    return list(arguments[0]) if len(arguments) == 1 and isinstance(arguments[0], list | tuple) else arguments
-
-
-def _dims(arguments: Sequence[Any], rank: int) -> list[int] | None:
-    """The dims counted from 0; None if one of them is not a valid dim number."""
-    if any(type(dim) is not int or not -rank <= dim < rank for dim in arguments):
-        return None
-    return [dim % rank for dim in arguments]
-
-
-_MOVES = {
-    "contiguous": _as_they_are, "clone": _as_they_are,
-    **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d"), _without_draws),
-    **dict.fromkeys(("alpha_dropout", "feature_alpha_dropout", "feature_dropout"), _without_draws),
-    "transpose": _swapped, "swapaxes": _swapped, "swapdims": _swapped, "permute": _permuted,
-    "flatten": _flattened, "unsqueeze": _unsqueezed, "view": _regrouped, "reshape": _regrouped, "pad": _padded,
-}  # fmt: skip

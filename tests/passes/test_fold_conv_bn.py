@@ -252,6 +252,14 @@ class BeforeWritten(Moved):
         return self.layer(self.norm(F.relu(x.clone(), inplace=True)))
 
 
+class BeforeAsked(BeforeWritten):
+    """Reads the shape of the output of the BatchNorm."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.norm(x)
+        return self.layer(y.unsqueeze(0)).reshape(y.shape[0], 4) + torch.zeros(4, 4)[:1].expand_as(self.layer(x))
+
+
 class BothSides(Moved):
     example = image(2, 6, 8, 8)
 
@@ -382,7 +390,7 @@ class FrozenNorm(Scaled):
 
 FOLDED: dict[Any, int] = {
     Moved: 1, Flattened: 1, Viewed: 1, Permuted: 1, ByKeywords: 1, Pixels: 1, Dropped: 1,
-    PaddedByCopies: 1, BeforeTransposed: 1, BeforeWritten: 1, BothSides: 2, Surrounded: 4, InPlaceAround: 1,
+    PaddedByCopies: 1, BeforeTransposed: 1, BeforeWritten: 1, BeforeAsked: 1, BothSides: 2, Surrounded: 4, InPlaceAround: 1,
     SharedNorm: 2, Scaled: 1, Batched: 1, ForAll: 1, Lines: 1, LinesTransposed: 1, Shifted: 6,
     FrozenNorm: 2, WeightRead: 3,
     _normed(parametrizations.weight_norm): 1, _normed(parametrizations.spectral_norm): 1, _parametrized_norm: 1,
@@ -656,6 +664,31 @@ def test_refuses_with_the_reason_and_stays_right(make: Any) -> None:
     assert any(REFUSED[make] in text for text in texts), texts
 
 
+class ComputedWeight(Pair):
+    """The weight depends on the input."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.bn(F.conv2d(x, self.conv.weight * x.mean()))
+
+
+class ComputedScale(Pair):
+    def forward(self, x: Tensor) -> Any:
+        norm = self.bn
+        return F.batch_norm(self.conv(x), norm.running_mean, norm.running_var, norm.weight * x.mean())
+
+
+COMPUTED: dict[Any, str] = {
+    ComputedWeight: "the weight of the root (conv2d) is computed at every call, and not from parameters and buffers",
+    ComputedScale: "its weight is computed at every call, and not from parameters and buffers alone",
+    models.Standardised: "the weight of conv (conv2d) is computed at every call, and not from parameters and buffers alone",
+}
+
+
+@pytest.mark.parametrize("make", COMPUTED)
+def test_says_what_is_computed(make: Any) -> None:
+    assert any(COMPUTED[make] in text for text in refused(make(), image()))
+
+
 class ByPosition(Lines):
     """The scale has one number for each position, of which there are as many as features."""
 
@@ -724,7 +757,7 @@ def _hooked() -> nn.Module:
 
 UNTOUCHED = [
     ByPosition, Spread, Whole, Wider, InPlaceScaled, DividedBy, WithAlpha, Rounded, OfTwo, OwnForward, DropsStill,
-    FrontUsed, models.Standardised, _hooked,
+    FrontUsed, _hooked,
 ]  # fmt: skip
 
 
