@@ -53,6 +53,8 @@ class FoldConvBias(GraphPass):
     """
 
     name: ClassVar[str] = "fold-conv-bias"
+    # In the preset, which also takes models without example inputs.
+    needs_run: ClassVar[str] = ""
 
     def rewrite(self, graph: GraphRewriter, context: Context) -> None:
         """Move every bias for which this is possible."""

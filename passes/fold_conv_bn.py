@@ -57,6 +57,8 @@ class FoldConvBn(GraphPass):
     """
 
     name: ClassVar[str] = "fold-conv-bn"
+    # In the preset, which also takes models without example inputs.
+    needs_run: ClassVar[str] = ""
     modes: ClassVar[tuple[str, ...]] = ("inference",)
 
     def rewrite(self, graph: GraphRewriter, context: Context) -> None:

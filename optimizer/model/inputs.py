@@ -41,8 +41,6 @@ Sizes = tuple[tuple[str, int], ...]
 ExampleInputs = tuple[Any, ...] | torch.Tensor | Callable[[int, torch.Generator], Any] | None
 
 _FUNCTION_BATCH = 2
-# Maximum number of rows of a call that run alone.
-_ROWS_ALONE = 4
 # Maximum number of observed values that describe a distribution; more don't describe it better.
 _QUANTILES = 1 << 16
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr)
@@ -450,17 +448,6 @@ def _redrawn_call(call: Call, taken_of: Mapping[int, Mapping[int, torch.Tensor]]
         return _redrawn(tensor, taken, generator).requires_grad_(tensor.requires_grad) if taken else tensor
 
     return Call(*rebuild((call.args, call.kwargs), redraw))
-
-
-def _selected_call(call: Call, taken_of: Mapping[int, Mapping[int, torch.Tensor]]) -> Call:
-    """The call with these slices of its own tensors."""
-
-    def select(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in taken_of:
-            return tensor
-        return _selected(tensor.detach(), taken_of[id(tensor)]).requires_grad_(tensor.requires_grad)
-
-    return Call(*rebuild((call.args, call.kwargs), select))
 
 
 def _redrawn(tensor: torch.Tensor, slices: Mapping[int, torch.Tensor], generator: torch.Generator) -> torch.Tensor:

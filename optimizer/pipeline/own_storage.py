@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from passes.program.shared_memory import copied_together, groups_of
+from passes.program.storage import storages_of
 
 
 class OwnStorage:
@@ -21,12 +22,19 @@ class OwnStorage:
     # torch copies the name of a hook.
     __name__ = "own_storage"
 
-    def __init__(self, shared: Iterable[nn.Parameter] = ()) -> None:
-        self._shared = [weakref.ref(parameter) for parameter in shared]
+    def __init__(self, root: nn.Module | None = None, storages: Iterable[int] = ()) -> None:
+        self._root = None if root is None else weakref.ref(root)
+        # The addresses of the caller's storages.
+        self._storages = set(storages)
 
     def __call__(self, *_: Any) -> None:
-        shared = [parameter for reference in self._shared if (parameter := reference()) is not None]
-        self._shared = []
+        root = None if self._root is None else self._root()
+        shared = (
+            []
+            if root is None
+            else [each for each in root.parameters() if self._storages.intersection(storages_of(each))]
+        )
+        self._root = None
         for group in groups_of(shared):
             for tensor, own in zip(group, copied_together(group), strict=True):
                 tensor.data = own
@@ -40,9 +48,7 @@ class OwnStorage:
 
 def share_until_loading(result: nn.Module, original: nn.Module) -> None:
     """Register the hook on all modules of a result that shares weights with the caller's model."""
-    callers = set(original.parameters())
-    own = [parameter for parameter in result.parameters() if parameter not in callers]
-    hook = OwnStorage(own)
+    hook = OwnStorage(result, set[int]().union(*map(storages_of, original.parameters())))
     for module in result.modules():
         if not isinstance(module, torch.jit.ScriptModule):
             module.register_load_state_dict_pre_hook(hook)

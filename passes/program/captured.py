@@ -41,6 +41,18 @@ class Modules:
         }
         named = (*root.named_parameters(), *root.named_buffers())
         self.tensors = {id(tensor): path for path, tensor in named}
+        self._root = weakref.ref(root)
+
+    def tensor_at(self, path: str) -> torch.Tensor | None:
+        """The parameter or buffer that is now at a path; None if there is none."""
+        owner, _, name = path.rpartition(".")
+        root = self._root()
+        try:
+            module = None if root is None else root.get_submodule(owner)
+        except AttributeError:
+            return None
+        found = None if module is None else getattr(module, name, None)
+        return found if isinstance(found, torch.Tensor) else None
 
 
 class CapturedGraph:
@@ -71,10 +83,6 @@ class CapturedGraph:
             for node, value in zip(placeholders, inputs, strict=True)
             if id(value) in modules.tensors
         }
-        # Weak, so that a captured graph keeps no tensor alive.
-        self._values = {
-            node: weakref.ref(value) for node, value in zip(placeholders, inputs, strict=True) if node in self.tensors
-        }
 
     def copied(self) -> tuple[CapturedGraph, dict[fx.Node, fx.Node]]:
         """Copy the graph; also returns the mapping from the old nodes to the new ones."""
@@ -85,13 +93,12 @@ class CapturedGraph:
         twin = object.__new__(CapturedGraph)
         twin.graph, twin.modules, twin.derived, twin._around = graph, self.modules, self.derived, self._around
         twin.tensors = {nodes[node]: path for node, path in self.tensors.items() if node in nodes}
-        twin._values = {nodes[node]: value for node, value in self._values.items() if node in nodes}
         return twin, nodes
 
     def value_of(self, node: fx.Node) -> torch.Tensor | None:
         """The parameter or buffer itself; None for other nodes, and for a tensor that the model has dropped."""
-        reference = self._values.get(node)
-        return None if reference is None else reference()
+        path = self.tensors.get(node)
+        return None if path is None else self.modules.tensor_at(path)
 
     def path_of(self, node: fx.Node) -> str:
         """The path of the module whose forward made the node; "" for the root."""

@@ -20,7 +20,7 @@ from torch import fx
 from passes.program.captured import EXAMPLE, CapturedGraph, example_of, is_under_autocast, name_of
 from passes.program.effects import Memory
 from passes.program.torch_calls import PLAIN_TENSORS
-from passes.torch_private import has_autocast, is_capturing_cuda, without_subclasses
+from passes.torch_private import WeakTensorRef, has_autocast, is_capturing_cuda, without_subclasses
 
 Usable = Callable[[torch.Tensor], str | None]
 
@@ -214,9 +214,11 @@ class DerivedInputs:
             for device in {value.device for value in values or () if value.is_cuda}:
                 # They may be used on another stream, so they must be complete.
                 torch.cuda.current_stream(device).synchronize()
-            drop = weakref.WeakMethod(self._drop)
+            gone = [each for each, state in self.states.items() if any(ref.expired() for ref in state.references)]
+            for each in gone:
+                del self.states[each]
             self.states[key] = _State(
-                tuple(weakref.ref(source, lambda _: (drop() or _nothing)(key)) for source in sources),
+                tuple(map(WeakTensorRef, sources)),
                 # Keeps the memory alive, so that no other tensor can get the same address.
                 tuple(source.detach() for source in sources),
                 list(map(_version_of, sources)),
@@ -226,15 +228,12 @@ class DerivedInputs:
             )
         return values
 
-    def _drop(self, key: tuple[int, ...]) -> None:
-        self.states.pop(key, None)
-
 
 @dataclass(frozen=True)
 class _State:
     """The sources as they were when the values were computed; `values` is None if the graph runs as written."""
 
-    references: tuple[weakref.ref[torch.Tensor], ...]
+    references: tuple[WeakTensorRef, ...]
     aliases: tuple[torch.Tensor, ...]
     versions: list[int]
     pointers: list[int]
@@ -291,10 +290,6 @@ def _can_be_transposed(tensor: torch.Tensor) -> bool:
     """Whether `p.data = p.data.t()` keeps the shape, which torch.compile guards, and so goes unnoticed otherwise."""
     sizes = [size for size in tensor.shape if size != 1]
     return len(set(sizes)) < len(sizes)
-
-
-def _nothing(key: Any) -> None:
-    pass
 
 
 _version_of = operator.attrgetter("_version")

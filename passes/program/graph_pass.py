@@ -61,9 +61,11 @@ class GraphPass(Pass):
         """Rewrite the graphs of the example inputs, and check each change on real activations.
 
         Raises:
-            RequirementNotMet: there are no example inputs.
+            RequirementNotMet: there are no example inputs, and the pass is of no use without.
         """
         writer = _Installed(tree, context)
+        if context.run_compiled is None and not self.needs_run:
+            return PassResult((), (Skip("", "it needs a run: add example inputs"),), writer)
         trial = _Trial(self, context)
         try:
             before = writer.passes
