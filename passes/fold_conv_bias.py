@@ -15,8 +15,10 @@ from passes.graph_interface import (
     Layers,
     Node,
     Pair,
+    Recording,
     exact,
     float64,
+    operation_name,
     why_not_finite,
 )
 
@@ -55,6 +57,10 @@ class FoldConvBias(GraphPass):
     name: ClassVar[str] = "fold-conv-bias"
     # In the preset, which also takes models without example inputs.
     needs_run: ClassVar[str] = ""
+
+    def is_for(self, recording: Recording) -> bool:
+        """See `GraphPass.is_for`."""
+        return any(operation_name(node) == "batch_norm" for node in recording.nodes())
 
     def rewrite(self, graph: GraphRewriter, context: Context) -> None:
         """Move every bias for which this is possible."""

@@ -7,6 +7,7 @@ from passes.program.graph_rewriting import GraphRewriter, Node
 from passes.program.layers import Affine, BatchNorm, ChannelScale, Layer, Layers, Pair
 from passes.program.memory_formats import CHANNELS_LAST_FORMATS, is_channels_last
 from passes.program.model_tree import ModelTree
+from passes.program.recording import Recording, operation_name
 
 __all__ = [
     "CHANNELS_LAST_FORMATS",
@@ -21,8 +22,10 @@ __all__ = [
     "ModelTree",
     "Node",
     "Pair",
+    "Recording",
     "exact",
     "float64",
     "is_channels_last",
+    "operation_name",
     "why_not_finite",
 ]

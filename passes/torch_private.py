@@ -46,9 +46,6 @@ from torch.utils._device import (
     _device_constructors,
 )
 
-# A weak reference to a tensor that Python's weakref doesn't know: `torch.utils.swap_tensors`, by which `Module.to` may
-# move parameters, refuses tensors with weak references of Python. Seen in 2.13.
-WeakTensorRef: Any = torch._C._WeakTensorRef
 without_torch_function = DisableTorchFunction
 without_subclasses = DisableTorchFunctionSubclass
 is_tracing = _is_tracing

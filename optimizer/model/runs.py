@@ -75,6 +75,9 @@ class Runs:
                 stack.enter_context(self.watch(module))
             # A copy shares the version counters of its weights with the model, and so shows writes to them.
             before = _versions(self.target)
+            if self.is_run_itself:
+                # Inside the private state, the model holds its own copies of these.
+                before = {name: version for name, version in before.items() if name not in self.written}
             yield module
             _refuse_writes(before, self.target)
 

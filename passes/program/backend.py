@@ -171,7 +171,7 @@ class Compilation:
         self._call = weakref.ref(call)
         self.graphs: list[_Program] = []
         self.error: Exception | None = None
-        self.derived = DerivedTensors()
+        self.derived = DerivedTensors(call.owner)
         this = weakref.ref(self)
 
         def capture(graph: fx.GraphModule, inputs: Sequence[Any], around: nn.Module | None) -> Callable[..., Any]:

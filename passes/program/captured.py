@@ -74,6 +74,8 @@ class CapturedGraph:
         derived: DerivedTensors,
     ) -> None:
         self.graph = graph
+        # Holds the subgraphs that nodes refer to, as those of torch.cond.
+        self.home: nn.Module = graph.owning_module or nn.Module()
         self.modules = modules
         self.derived = derived
         self._around = modules.paths.get(id(around), "")
@@ -91,7 +93,8 @@ class CapturedGraph:
         for node in self.graph.nodes:
             nodes[node] = graph.node_copy(node, nodes.__getitem__)
         twin = object.__new__(CapturedGraph)
-        twin.graph, twin.modules, twin.derived, twin._around = graph, self.modules, self.derived, self._around
+        twin.graph, twin.home, twin.modules, twin._around = graph, self.home, self.modules, self._around
+        twin.derived = self.derived
         twin.tensors = {nodes[node]: path for node, path in self.tensors.items() if node in nodes}
         return twin, nodes
 
@@ -228,9 +231,14 @@ def subgraph(wanted: Sequence[fx.Node], stops: Sequence[fx.Node], also: Sequence
 
 @dataclass(frozen=True)
 class GraphFunction:
-    """The Python function of a graph; it returns one value, or a tuple of several. Equal code makes equal functions."""
+    """The Python function of a graph; it returns one value, or a tuple of several.
+
+    Functions with equal code of the same operations are equal, unless they refer to subgraphs or constants of `home`.
+    """
 
     code: str
+    targets: tuple[Any, ...]
+    home: nn.Module | None
     forward: Callable[..., tuple[Any, ...]] = field(compare=False)
 
     def __call__(self, *values: Any) -> Any:
@@ -239,10 +247,12 @@ class GraphFunction:
         return outputs[0] if len(outputs) == 1 else outputs
 
 
-def function_of(graph: fx.Graph) -> GraphFunction:
-    """The function of a graph that `subgraph` made."""
-    module = fx.GraphModule(nn.Module(), graph)
-    return GraphFunction(module.code, module.forward)
+def function_of(graph: fx.Graph, home: nn.Module) -> GraphFunction:
+    """The function of a graph that `subgraph` made; `home` holds the subgraphs and constants that its nodes refer to."""
+    module = fx.GraphModule(home, graph)
+    targets = tuple(node.target for node in graph.nodes if node.op == "call_function")
+    refers = any(node.op in ("get_attr", "call_module") for node in graph.nodes)
+    return GraphFunction(module.code, targets, home if refers else None, module.forward)
 
 
 def between(wanted: Sequence[fx.Node], stops: Mapping[fx.Node, Any] | set[fx.Node]) -> set[fx.Node]:

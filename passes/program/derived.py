@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from passes.program.captured import EXAMPLE, CapturedGraph, example_of, is_under_autocast, name_of
 from passes.program.effects import Memory
 from passes.program.torch_calls import PLAIN_TENSORS
-from passes.torch_private import WeakTensorRef, has_autocast, is_capturing_cuda, without_subclasses
+from passes.torch_private import has_autocast, is_capturing_cuda, without_subclasses
 
 Usable = Callable[[torch.Tensor], str | None]
 
@@ -96,14 +96,27 @@ class Unusable(Exception):
 
 
 class DerivedTensors:
-    """The values that the graphs of one model share. A value is freed when no graph uses it any more."""
+    """The values that the graphs of one model share. A value is freed when no graph uses it any more.
 
-    def __init__(self) -> None:
+    No reference to a parameter is kept, not even a weak one: `torch.utils.swap_tensors`, by which `Module.to` may move
+    parameters, refuses tensors with weak references.
+    """
+
+    def __init__(self, root: nn.Module | None = None) -> None:
         self.lock = threading.RLock()
+        self._root = None if root is None else weakref.ref(root)
         # The values that were computed while a graph was rewritten, until its first call.
         self.fresh: list[torch.Tensor] = []
         self.graphs: weakref.WeakSet[DerivedInputs] = weakref.WeakSet()
         self._values: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
+
+    def drop_unused(self) -> None:
+        """Drop the values of parameters and buffers that the model no longer has."""
+        root = None if self._root is None else self._root()
+        held = set() if root is None else {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
+        for graph in self.graphs:
+            for key in [key for key in graph.states if not held.issuperset(key)]:
+                del graph.states[key]
 
     def forget(self) -> None:
         """Compute all tensors anew at the next calls."""
@@ -214,13 +227,10 @@ class DerivedInputs:
             for device in {value.device for value in values or () if value.is_cuda}:
                 # They may be used on another stream, so they must be complete.
                 torch.cuda.current_stream(device).synchronize()
-            gone = [each for each, state in self.states.items() if any(ref.expired() for ref in state.references)]
-            for each in gone:
-                del self.states[each]
+            self._store.drop_unused()
             self.states[key] = _State(
-                tuple(map(WeakTensorRef, sources)),
                 # Keeps the memory alive, so that no other tensor can get the same address.
-                tuple(source.detach() for source in sources),
+                tuple(source.untyped_storage() for source in sources),
                 list(map(_version_of, sources)),
                 list(map(_pointer_of, sources)),
                 [(place, source.stride()) for place, source in enumerate(sources) if _can_be_transposed(source)],
@@ -233,8 +243,7 @@ class DerivedInputs:
 class _State:
     """The sources as they were when the values were computed; `values` is None if the graph runs as written."""
 
-    references: tuple[WeakTensorRef, ...]
-    aliases: tuple[torch.Tensor, ...]
+    memory: tuple[torch.UntypedStorage, ...]
     versions: list[int]
     pointers: list[int]
     strides: list[tuple[int, tuple[int, ...]]]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from passes.base import Context, Pass, PassResult
@@ -23,6 +23,8 @@ from passes.program.edits import AttributeEdit, Edit, undo_all
 from passes.program.effects import Memory
 from passes.program.graph_rewriting import GraphChange, GraphRewriter
 from passes.program.model_tree import ModelTree
+from passes.program.recording import Recording
+from passes.program.runs import recorded_runs
 from passes.torch_private import COMPILED_CALL, active_transforms
 
 
@@ -42,6 +44,10 @@ class GraphPass(Pass):
     @abstractmethod
     def rewrite(self, graph: GraphRewriter, context: Context) -> None:
         """Find the candidates, and change or skip each."""
+
+    def is_for(self, recording: Recording) -> bool:
+        """Whether a recorded eager run has a call that the pass may change; if none has, nothing is captured."""
+        return True
 
     def would_apply(self, tree: ModelTree, context: Context) -> bool:
         """See `Pass.would_apply`. Rewrites the first graph of a run, and ends the run before that graph computes."""
@@ -66,6 +72,10 @@ class GraphPass(Pass):
         writer = _Installed(tree, context)
         if context.run_compiled is None and not self.needs_run:
             return PassResult((), (Skip("", "it needs a run: add example inputs"),), writer)
+        runs = recorded_runs(tree, context)
+        if runs is not None and not runs.failure and not any(self.is_for(run.recording) for run in runs.runs):
+            # A capture takes the time of many calls.
+            return PassResult((), (), writer)
         trial = _Trial(self, context)
         try:
             before = writer.passes
@@ -234,7 +244,9 @@ class _Trial:
             for change, values in one.flow():
                 assert change.check is not None
                 assert self.context.judge is not None
-                old, new = (_function_of(graph) for graph in (change.check.old, change.check.new))
+                old, new = (
+                    fx.GraphModule(one.captured.home, graph).forward for graph in (change.check.old, change.check.new)
+                )
                 yield self.changes[change.place], self.context.judge(old, new, values)
         self._to_check.clear()
 
@@ -258,7 +270,9 @@ class _ToCheck:
         uses = _Uses(waiting)
         values: dict[fx.Node, Any] = {}
         due: list[GraphChange] = []
-        interpreter = fx.Interpreter(fx.GraphModule(nn.Module(), self.captured.graph), garbage_collect_values=True)
+        interpreter = fx.Interpreter(
+            fx.GraphModule(self.captured.home, self.captured.graph), garbage_collect_values=True
+        )
         interpreter.args_iter = iter(self.inputs)
         with torch.no_grad():
             for node in self.captured.graph.nodes:
@@ -306,10 +320,6 @@ def _own_inputs(graph: fx.Graph, inputs: Sequence[Any]) -> list[Any]:
 
 def _cloned(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _function_of(graph: fx.Graph) -> Callable[..., Any]:
-    return fx.GraphModule(nn.Module(), graph).forward
 
 
 __all__ = ["GraphPass"]

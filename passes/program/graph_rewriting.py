@@ -119,7 +119,7 @@ class GraphRewriter:
         Raises:
             KeyError: the value depends on an input of the graph that isn't among the sources.
         """
-        return captured.function_of(captured.subgraph([node], sources))
+        return captured.function_of(captured.subgraph([node], sources), self.captured.home)
 
     # Judge ------------------------------------------------------------------------------------------------------------
 

@@ -149,7 +149,11 @@ class WholeForward(InstanceForward):
         self._reads = [capture.reads[node.name] for node in graph.nodes if node.op == "placeholder"]
         self._outputs = capture.outputs
         self._graph = fx.GraphModule(capture.origin, graph).forward
-        calls = [node for node in graph.nodes if node.op.startswith("call_") and is_tensor(node)]
+        calls = [
+            node
+            for node in graph.nodes
+            if node.op.startswith("call_") and is_tensor(node) and not isinstance(node.target, _Buffer)
+        ]
         self.operations = [(captured.path_of(node), name_of(node)) for node in calls]
 
     @property
