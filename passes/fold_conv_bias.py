@@ -45,11 +45,11 @@ class FoldConvBias(GraphPass):
 
     Does not handle:
 
-    - in inference, a BatchNorm that uses batch statistics but keeps running ones
+    - in inference, a BatchNorm that uses batch statistics
     - in training, a BatchNorm in eval mode, unless the bias is frozen: there the bias has a real gradient
     - an output with other users
     - tensors that other operations of the forward may write to, and tensors of other classes than torch's own
-    - a mean or bias that isn't finite
+    - in inference, a mean or bias that isn't finite
     - a BatchNorm that uses running statistics in calls under autocast
     - a layer under an autocast of the forward, except that of `cast-precision` around the whole model
     """
@@ -87,7 +87,7 @@ class FoldConvBias(GraphPass):
 
 def _why_not(graph: GraphRewriter, norm: BatchNorm, mode: str, *, trained: bool) -> str | None:
     where = graph.where(norm.node)
-    if mode == "inference" and norm.uses_batch_statistics and norm.mean is not None:
+    if mode == "inference" and norm.uses_batch_statistics:
         return f"the BatchNorm {where} uses the statistics of the batch"
     if norm.uses_batch_statistics and not (norm.mean is None or graph.is_parameter(norm.mean)):
         return f"the running mean of {where} is computed at every call"
@@ -127,8 +127,7 @@ def _move(graph: GraphRewriter, layers: Layers, pair: Pair, norm: BatchNorm, bia
         new = layers.call_with(norm, norm.node, input=layers.without_affine(pair, bias=None), **changed)
         if norm.mean is not None and norm.uses_batch_statistics:
             shift = graph.call(norm.node, torch.detach, (bias,))
-            share = {"alpha": layers.argument(norm, "momentum", 0.1)}
-            mean = graph.call(norm.node, torch.add, (changed["running_mean"], shift), share)
+            mean = graph.call(norm.node, torch.add, (changed["running_mean"], shift), {"alpha": norm.momentum})
             graph.call(norm.node, "copy_", (norm.mean, mean))
         layers.replace(norm.node, new)
 

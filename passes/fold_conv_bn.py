@@ -12,8 +12,10 @@ from passes.base import Context
 from passes.graph_interface import (
     Affine,
     BatchNorm,
+    ChannelScale,
     GraphPass,
     GraphRewriter,
+    Layer,
     Layers,
     Node,
     Pair,
@@ -148,7 +150,7 @@ def _why_not_after(pair: Pair) -> str | None:
 def _fold(graph: GraphRewriter, layers: Layers, pair: Pair) -> None:
     layer = pair.layer
     with graph.change(pair.affine.node, f"folded into {graph.where(layer.node)}"):
-        numbers, tensors = _numbers_of(pair.affine, layer.channels)
+        numbers, tensors = _numbers_of(pair.affine, layer)
         weight, *sources = map(layers.derived_from, (layer.weight, *tensors))
         folded = FoldedWeight(numbers, layer.transposed, layer.groups, pair.affine_first)
         new_weight = _derived(graph, layer.node, folded, weight, *sources, what="the folded weight")
@@ -165,11 +167,11 @@ def _derived(
     return graph.derived(layer, function, *sources, what=what, usable=why_not_finite, in_autocast=False)
 
 
-def _numbers_of(affine: Affine, channels: int) -> tuple[Numbers, Sequence[Node]]:
-    if isinstance(affine, BatchNorm):
-        numbers = NormNumbers(affine.eps, affine.weight is not None, affine.bias is not None)
-        return numbers, list(affine.tensors.values())
-    return ScaleNumbers(affine.operation, channels), [affine.numbers]
+def _numbers_of(affine: Affine, layer: Layer) -> tuple[Numbers, Sequence[Node]]:
+    if isinstance(affine, ChannelScale):
+        return ScaleNumbers(affine.operation, layer.channels), [affine.numbers]
+    numbers = NormNumbers(affine.eps, affine.weight is not None, affine.bias is not None)
+    return numbers, list(affine.tensors.values())
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ def rewrite(self, graph: GraphRewriter, context: Context) -> None:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -224,9 +224,7 @@ class GraphRewriter:
     ) -> fx.Node:
         """Insert a new call of a function, or of a tensor's method by name, before a node.
 
-        Args:
-            like: a node whose example is also one of the new node; None to compute an example, which takes
-                milliseconds.
+        Its example is that of `like` if that is given; to compute one takes milliseconds.
         """
         new = self._insert(before, function, args, kwargs or {})
         if like is None:
@@ -245,16 +243,6 @@ class GraphRewriter:
         new.meta.update(
             {name: value for name, value in before.meta.items() if name in ("nn_module_stack", "stack_trace")}
         )
-        change.made.append(new)
-        return new
-
-    def copy(self, node: fx.Node, instead: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """Insert a copy of a node before it, whose inputs are replaced by others; returns the copy."""
-        change = self._writing()
-        with self.captured.graph.inserting_before(node):
-            new = self.captured.graph.node_copy(node, lambda source: instead.get(source, source))
-        new.meta.pop(effects.ALSO_IN, None)
-        propagate(new)
         change.made.append(new)
         return new
 
@@ -336,7 +324,7 @@ class GraphRewriter:
         # New nodes that write in place belong to the change, although no output depends on them.
         writing = [node for node in change.made if not effects.is_pure(node)]
         # Both subgraphs start from the same values: the inputs of the new nodes and of the replaced ones.
-        stops = self._known(self._inputs_of([*new_outputs, *writing], made) | self._inputs_of(old_outputs, region))
+        stops = self._known(_inputs_of([*new_outputs, *writing], made) | _inputs_of(old_outputs, region))
         sources = tuple(sorted(stops))
         change.check = RegionCheck(
             tuple(self._origins[stop] for stop in sources),
@@ -359,19 +347,6 @@ class GraphRewriter:
                 waiting += node.all_input_nodes
         return sorted(dead)
 
-    def _inputs_of(self, outputs: Sequence[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
-        found, seen, waiting = set[fx.Node](), set[fx.Node](), list(outputs)
-        while waiting:
-            node = waiting.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if node in inside:
-                waiting += node.all_input_nodes
-            else:
-                found.add(node)
-        return found
-
     def _known(self, stops: set[fx.Node]) -> set[fx.Node]:
         """The closest nodes before these that also exist in the original graph."""
         found, waiting = set[fx.Node](), list(stops)
@@ -382,6 +357,20 @@ class GraphRewriter:
             else:
                 waiting += node.all_input_nodes
         return found
+
+
+def _inputs_of(outputs: Sequence[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
+    found, seen, waiting = set[fx.Node](), set[fx.Node](), list(outputs)
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in inside:
+            waiting += node.all_input_nodes
+        else:
+            found.add(node)
+    return found
 
 
 __all__ = ["GraphChange", "GraphRewriter", "Node", "RegionCheck"]

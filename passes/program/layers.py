@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import fx
 
 from passes.program import effects
 from passes.program.captured import example_of, name_of
@@ -100,6 +101,7 @@ class BatchNorm:
         mean, var: the running statistics, (channels,); None for a call without them.
         weight, bias: scale and shift, (channels,); None for a call without them.
         eps: added to the variance.
+        momentum: the share of a batch in new running statistics.
         uses_batch_statistics: whether it normalizes by the statistics of the batch.
     """
 
@@ -110,6 +112,7 @@ class BatchNorm:
     weight: Node | None
     bias: Node | None
     eps: float
+    momentum: Any
     uses_batch_statistics: bool
     names: Sequence[str]
 
@@ -225,7 +228,8 @@ class Layers:
             return None
         if not all(each is None or self.is_constant(each) for each in (mean, var, weight, bias)):
             return None
-        return BatchNorm(node, given["input"], mean, var, weight, bias, eps, training, names)
+        momentum = given.get("momentum", 0.1)
+        return BatchNorm(node, given["input"], mean, var, weight, bias, eps, momentum, training, names)
 
     def scale_at(self, node: Node) -> ChannelScale | None:
         """The product or sum with constant numbers that the node computes; None for other nodes."""
@@ -256,7 +260,7 @@ class Layers:
         if layer is None:
             return None
         pair = Pair(layer, affine, tuple(reversed(moves)), affine_first=False)
-        return pair if isinstance(affine, BatchNorm) or self._is_by_channel(pair, affine) else None
+        return pair if isinstance(affine, BatchNorm) or _are_by_channel(affine.numbers, pair.channels) else None
 
     def pair_after(self, affine: Affine) -> Pair | None:
         """The affine operation and the only layer that takes its output; None if there is none."""
@@ -345,7 +349,8 @@ class Layers:
                 value = new.get(pair.layer.input, pair.layer.input)
                 new[node] = self.call_with(pair.layer, node, input=value, **tensors)
             else:
-                new[node] = self._graph.copy(node, new)
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: new.get(source, source))
+                new[node] = self._graph.call(node, node.target, args, kwargs)
         for value, following in itertools.pairwise(pair.way):
             for user in set(value.users) - {following, *_readers(value)}:
                 self._graph.redirect(user, value, new[value])
@@ -358,10 +363,6 @@ class Layers:
         args = [changed.get(name, old) for name, old in itertools.zip_longest(each.names[: len(node.args)], node.args)]
         more = {name: value for name, value in changed.items() if name not in each.names[: len(args)]}
         return self._graph.call(before, node.target, args, {**node.kwargs, **more}, like=node)
-
-    def argument(self, each: Layer | BatchNorm, name: str, default: Any = None) -> Any:
-        """An argument of the layer or BatchNorm, by name."""
-        return _named(each.node, each.names).get(name, default)
 
     def replace(self, node: Node, new: Node) -> None:
         """Replace a node by another one of equal value, in the same memory layout if anything depends on it."""
@@ -405,14 +406,6 @@ class Layers:
 
     def _is_derived(self, node: Any) -> bool:
         return isinstance(node, Node) and self._graph.is_derived(node)
-
-    def _is_by_channel(self, pair: Pair, scale: ChannelScale) -> bool:
-        """Whether there is one number per channel of the layer, or one for all, and broadcasting adds no dims."""
-        numbers, channels = self._graph.example(scale.numbers), pair.channels
-        if channels is None or numbers.dim() > channels.rank:
-            return False
-        shape = [1] * (channels.rank - numbers.dim()) + list(numbers.shape)
-        return all(size == 1 or (dim == channels.dim and size == channels.count) for dim, size in enumerate(shape))
 
     def _why_not_value(self, pair: Pair) -> str | None:
         for value, following in itertools.pairwise(pair.way):
@@ -487,6 +480,15 @@ class Layers:
         kind, ends = "convolution" if layer.dims else "linear layer", "inputs" if pair.affine_first else "outputs"
         owner = f"the input of {self._graph.where(layer.node)}" if pair.affine_first else "its input"
         return f"{owner} is {channels.rank}-D, where the BatchNorm's channels are not the {ends} of the {kind}"
+
+
+def _are_by_channel(numbers: Node, channels: Channels | None) -> bool:
+    """Whether there is one number per channel, or one for all, and broadcasting adds no dims."""
+    shape = example_of(numbers).shape
+    if channels is None or len(shape) > channels.rank:
+        return False
+    first = channels.rank - len(shape)
+    return all(size == 1 or (dim == channels.dim and size == channels.count) for dim, size in enumerate(shape, first))
 
 
 def _named(node: Node, names: Sequence[str]) -> dict[str, Any]:

@@ -107,8 +107,9 @@ def test_nothing_to_move_without_a_bias(cls: type[nn.Module]) -> None:
     assert (done.changes, done.skips) == ((), ())
 
 
-def test_batch_statistics_are_left_alone() -> None:
-    model = Pair().eval()
+@pytest.mark.parametrize("tracks", [True, False])
+def test_batch_statistics_are_left_alone(tracks: bool) -> None:
+    model = Pair().eval() if tracks else _without_running_statistics().eval()
     model.bn.train()
     tree, context = captured(model, image(), keep_flags=True)
     done = FoldConvBias().run(tree, context)
@@ -116,14 +117,28 @@ def test_batch_statistics_are_left_alone() -> None:
     assert list(sentences_of(done)) == [("conv", "the BatchNorm bn uses the statistics of the batch")]
 
 
-@pytest.mark.parametrize("mode", ["inference", "training"])
-def test_without_running_statistics_the_bias_is_dropped(mode: Mode) -> None:
+def _without_running_statistics() -> Any:
     model = Pair()
     model.bn = nn.BatchNorm2d(4, track_running_stats=False)
-    enliven(model)
-    done = check_pass(FoldConvBias(), model, (image(4, 3, 8, 8),), mode=mode)
+    return enliven(model)
+
+
+def test_in_training_without_running_statistics_the_bias_is_dropped() -> None:
+    done = check_pass(FoldConvBias(), _without_running_statistics(), (BATCH,), mode="training")
     (change,) = done.changes
     assert change.what == "bias dropped, because bn subtracts it again"
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_bias_that_is_not_finite_shows_in_training(value: float) -> None:
+    """The batch mean doesn't cancel it: their difference is NaN."""
+    model = _without_running_statistics().train()
+    fast = folded(model)
+    for one in (model, fast):
+        with torch.no_grad():
+            one.conv.bias[1] = value
+    torch.testing.assert_close(fast(BATCH), model(BATCH), equal_nan=True, rtol=1e-4, atol=1e-4)
+    assert fast(BATCH)[:, 1].isnan().all()
 
 
 def test_a_bias_that_takes_the_mean_out_of_range_stays() -> None:
