@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from passes.torch_private import OpOverload, enter_autocast, module_id_of
+from passes.torch_private import OpOverload, OpOverloadPacket, enter_autocast, module_id_of
 
 if TYPE_CHECKING:
     from passes.program.derived import DerivedTensors
@@ -128,10 +128,14 @@ class CapturedGraph:
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of the node's function or method: "relu" for F.relu, torch.relu and Tensor.relu."""
-    name = str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", node.target))
-    # An operator called by its overload is named, for example, `alias.default`.
-    return name.partition(".")[0] if isinstance(node.target, OpOverload) else name
+    """The name of the node's function or method: "relu" for F.relu, torch.relu and Tensor.relu.
+
+    Operators of other libraries have names with their namespace: "quantized::linear".
+    """
+    target = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
+    if isinstance(target, OpOverloadPacket):
+        return str(target._qualified_op_name).removeprefix("aten::")
+    return str(target) if node.op == "call_method" else str(getattr(target, "__name__", target))
 
 
 def example_of(node: fx.Node) -> Any:

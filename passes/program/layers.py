@@ -27,7 +27,7 @@ from passes.program.captured import example_of, name_of
 from passes.program.channels import Channels, is_move
 from passes.program.graph_rewriting import GraphRewriter, Node
 from passes.program.torch_calls import PLAIN_TENSORS
-from passes.torch_private import enter_autocast, has_autocast
+from passes.torch_private import OpOverload, enter_autocast, has_autocast
 
 # The number of spatial dims, 0 for a linear layer, and whether the layer is transposed.
 _LAYERS = {
@@ -188,6 +188,7 @@ class Layers:
         self._graph = graph
         self._memory = graph.memory()
         self._switches = [node for node in graph.nodes if effects.is_setting(node)]
+        self._partial_autocasts = [node for node in self._switches if self._is_partial_autocast(node)]
         self._constants: set[Node] = set()
         for node in graph.nodes:
             if self._is_computed_from_constants(node):
@@ -218,9 +219,9 @@ class Layers:
 
     def batch_norm_at(self, node: Node) -> BatchNorm | None:
         """The batch normalization that the node computes; None for other nodes."""
-        if name_of(node) != "batch_norm" or node.op != "call_function":
+        names = _norm_arguments(node)
+        if names is None:
             return None
-        names = _NORM_ARGUMENTS if node.target is F.batch_norm else _NORM_ARGUMENTS_OF_TORCH
         given = _named(node, names)
         mean, var, weight, bias = (given.get(name) for name in _NORM_ARGUMENTS[1:5])
         eps, training = given.get("eps", 1e-5), given.get("training", False)
@@ -282,9 +283,9 @@ class Layers:
         That is so if one of their tensors isn't constant: it depends on the inputs of the forward, is random, or is
         written to when it is computed.
         """
-        if name_of(node) != "batch_norm":
+        names = _norm_arguments(node)
+        if names is None:
             return None
-        names = _NORM_ARGUMENTS if node.target is F.batch_norm else _NORM_ARGUMENTS_OF_TORCH
         if name := self._first_computed(node, names[:5]):
             return f"its {name} is computed at every call, and not from parameters and buffers alone"
         layer = _named(node, names)["input"]
@@ -423,19 +424,20 @@ class Layers:
         first, second = pair.way[0], pair.way[-1]
         if any(first < switch < second for switch in self._switches):
             return f"autocast or the gradient mode changes between it and {self._graph.where(second)}"
-        for enter in self._switches:
+        for enter in self._partial_autocasts:
             # The users of the value are the calls that leave the autocast.
-            if enter.target is enter_autocast and enter < first and all(second < leave for leave in enter.users):
-                _, dtype, enabled, *_ = (*enter.args, None, True)
-                if enabled and not self._is_around_all(enter):
-                    name = str(dtype).removeprefix("torch.")
-                    return f"it runs under autocast to {name}, where a fold changes the dtypes of the computation"
+            if enter < first and all(second < leave for leave in enter.users):
+                name = str(enter.args[1]).removeprefix("torch.")
+                return f"it runs under autocast to {name}, where a fold changes the dtypes of the computation"
         return None
 
-    def _is_around_all(self, enter: Node) -> bool:
-        """Whether the graph computes nothing outside of this autocast, apart from casts, as `cast-precision` makes it."""
+    def _is_partial_autocast(self, enter: Node) -> bool:
+        """Whether the node enters an autocast that isn't around the whole graph, as that of `cast-precision` is."""
+        # The arguments are the device type, the dtype, and whether it is enabled.
+        if enter.target is not enter_autocast or enter.args[2:3] == (False,):
+            return False
         apart = (node for node in self._graph.calls() if node < enter or any(leave < node for leave in enter.users))
-        return not any(self._graph.is_tensor(node) and name_of(node) not in ("to", "float") for node in apart)
+        return any(self._graph.is_tensor(node) and name_of(node) not in ("to", "float") for node in apart)
 
     def _name_of(self, owner: Node, name: str, tensor: Node) -> str:
         """The path of a parameter or buffer; for other tensors, the name under which the owner reads it."""
@@ -480,6 +482,14 @@ class Layers:
         kind, ends = "convolution" if layer.dims else "linear layer", "inputs" if pair.affine_first else "outputs"
         owner = f"the input of {self._graph.where(layer.node)}" if pair.affine_first else "its input"
         return f"{owner} is {channels.rank}-D, where the BatchNorm's channels are not the {ends} of the {kind}"
+
+
+def _norm_arguments(node: Node) -> Sequence[str] | None:
+    """The names of the arguments of a batch normalization, in their order; None for other nodes."""
+    if node.target is F.batch_norm:
+        return _NORM_ARGUMENTS
+    is_of_torch = node.target is torch.batch_norm or isinstance(node.target, OpOverload)
+    return _NORM_ARGUMENTS_OF_TORCH if is_of_torch and name_of(node) == "batch_norm" else None
 
 
 def _are_by_channel(numbers: Node, channels: Channels | None) -> bool:

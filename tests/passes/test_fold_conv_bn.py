@@ -766,6 +766,24 @@ def test_leaves_alone_what_is_no_pair(make: Any) -> None:
     assert refused(make(), getattr(make, "example", image())) == []
 
 
+def test_an_operator_of_another_library_is_no_layer() -> None:
+    """Its name is that of a layer."""
+
+    @torch.library.custom_op("fold_conv_bn_test::linear", mutates_args=())
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        return (x @ weight.T).abs()
+
+    @linear.register_fake
+    def _(x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight.T
+
+    class Own(Moved):
+        def forward(self, x: Tensor) -> Any:
+            return self.norm(torch.ops.fold_conv_bn_test.linear(x, self.layer.weight))
+
+    assert refused(Own(), image(4, 5)) == []
+
+
 def test_a_norm_that_is_in_training_is_left_alone() -> None:
     model = Pair().eval()
     model.bn.train()
