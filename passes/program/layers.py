@@ -198,7 +198,8 @@ class Layers:
 
     def is_constant(self, node: Any) -> bool:
         """Whether the value is a parameter or buffer, or computed from such tensors only."""
-        return node in self._constants or self._graph.is_parameter(node) or self._is_derived(node)
+        is_tensor = self._graph.is_parameter(node) or (isinstance(node, Node) and self._graph.is_derived(node))
+        return is_tensor or node in self._constants
 
     def layer_at(self, node: Node) -> Layer | None:
         """The layer that the node computes; None for other nodes, and for weights that depend on the inputs."""
@@ -327,7 +328,7 @@ class Layers:
     def why_not_constant(self, each: Layer | Affine) -> str | None:
         """The reason why the tensors that it reads may change within a call, as a clause; None if they can't."""
         for name, tensor in each.tensors.items():
-            if self._memory.may_be_written(self.sources_of(tensor)):
+            if self._memory.may_be_written(self._computation_of(tensor)):
                 return f"the forward may write to {self._name_of(each.node, name, tensor)}"
         return None
 
@@ -375,14 +376,17 @@ class Layers:
 
     def sources_of(self, node: Node) -> tuple[Node, ...]:
         """The parameters, buffers and derived tensors that a constant is computed from."""
-        found, waiting = dict[Node, None](), [node]
+        return tuple(sorted(self._computation_of(node) - self._constants))
+
+    def _computation_of(self, node: Node) -> set[Node]:
+        """A constant, and all constants that it is computed from."""
+        found, waiting = set[Node](), [node]
         while waiting:
             each = waiting.pop()
+            found.add(each)
             if each in self._constants:
                 waiting += each.all_input_nodes
-            else:
-                found[each] = None
-        return tuple(sorted(found))
+        return found
 
     def derived_from(self, node: Node) -> Node:
         """The node itself if it is a parameter, buffer or derived tensor; otherwise a derived tensor of equal value."""
@@ -399,14 +403,11 @@ class Layers:
             and bool(inputs)
             and self._graph.is_tensor(node)
             and all(map(self.is_constant, inputs))
-            and not self._is_derived(node)
+            and not self._graph.is_derived(node)
             and self._graph.is_repeatable(node)
             # After a switch of autocast it may have another dtype than when it is computed apart from the graph.
             and not any(switch < node and name_of(switch).startswith("_enter") for switch in self._switches)
         )
-
-    def _is_derived(self, node: Any) -> bool:
-        return isinstance(node, Node) and self._graph.is_derived(node)
 
     def _why_not_value(self, pair: Pair) -> str | None:
         for value, following in itertools.pairwise(pair.way):
@@ -441,11 +442,8 @@ class Layers:
 
     def _name_of(self, owner: Node, name: str, tensor: Node) -> str:
         """The path of a parameter or buffer; for other tensors, the name under which the owner reads it."""
-        return (
-            self._graph.path_of(tensor)
-            if self._graph.is_parameter(tensor)
-            else f"the {name} of {self._graph.where(owner)}"
-        )
+        is_own = self._graph.is_parameter(tensor)
+        return self._graph.path_of(tensor) if is_own else f"the {name} of {self._graph.where(owner)}"
 
     def _why_not_tensor(self, owner: Node, name: str, tensor: Node) -> str | None:
         example, what = self._graph.example(tensor), self._name_of(owner, name, tensor)

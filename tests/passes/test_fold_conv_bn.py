@@ -608,6 +608,13 @@ class WritesView(Pair):
         return self.bn(self.conv(x))
 
 
+class WritesScale(Scaled):
+    def forward(self, x: Tensor) -> Any:
+        scale = self.gamma.clone()
+        scale.mul_(2)
+        return self.layer(x) * scale
+
+
 class TakesBoth(Scaled):
     def forward(self, x: Tensor) -> Any:
         y = self.layer(x)
@@ -652,6 +659,7 @@ REFUSED: dict[Any, str] = {
     BatchStatistics: "it uses the statistics of the batch",
     WritesMean: "the forward may write to bn.running_mean",
     WritesView: "the forward may write to bn.running_mean",
+    WritesScale: "the forward may write to the other operand of the root (mul)",
     TakesBoth: "its output is also used by the root (add)",
     OtherDtype: "the root (mul) converts its float32 input to float64",
     ByZero: "the new weights wouldn't be finite",
