@@ -153,7 +153,9 @@ def _fold(graph: GraphRewriter, layers: Layers, pair: Pair) -> None:
         numbers, tensors = _numbers_of(pair.affine, layer)
         weight, *sources = map(layers.derived_from, (layer.weight, *tensors))
         folded = FoldedWeight(numbers, layer.transposed, layer.groups, pair.affine_first)
-        new_weight = _derived(graph, layer.node, folded, weight, *sources, what="the folded weight")
+        new_weight = layer.weight
+        if not numbers.shifts_only:
+            new_weight = _derived(graph, layer.node, folded, weight, *sources, what="the folded weight")
         if layer.bias is not None:
             sources = [layers.derived_from(layer.bias), *sources]
         folded_bias = FoldedBias(folded, layer.bias is not None)
@@ -182,6 +184,8 @@ class NormNumbers:
     has_weight: bool
     has_bias: bool
 
+    shifts_only: ClassVar[bool] = False
+
     def __call__(
         self, mean: torch.Tensor, var: torch.Tensor, *affine: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,6 +203,11 @@ class ScaleNumbers:
 
     operation: str
     channels: int
+
+    @property
+    def shifts_only(self) -> bool:
+        """Whether each scale is 1."""
+        return self.operation in ("add", "sub")
 
     def __call__(self, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute both from the other operand of the product or sum."""
@@ -235,9 +244,9 @@ class FoldedWeight:
         """Scale the weight by channel."""
         scale, _ = self.numbers(*tensors)
         # `empty_like` keeps the strides, so a channels_last weight stays channels_last.
-        new = torch.empty_like(weight)
+        new, old = torch.empty_like(weight), exact(weight)
         for rows in _row_slices(weight):
-            new[rows].copy_(exact(weight)[rows] * self.factors(scale, weight, rows))
+            new[rows].copy_(old[rows] * self.factors(scale, weight, rows))
         return new
 
     def factors(self, values: torch.Tensor, weight: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -263,12 +272,9 @@ class FoldedBias:
         if not self.weight.affine_first:
             bias = shift if old is None else shift + old * scale
             return bias.to(weight)
-        bias = torch.cat(
-            [
-                (exact(weight)[rows] * self.weight.factors(shift, weight, rows)).flatten(1).sum(1)
-                for rows in _row_slices(weight)
-            ]
-        )
+        values = exact(weight)
+        products = (values[rows] * self.weight.factors(shift, weight, rows) for rows in _row_slices(weight))
+        bias = torch.cat([product.flatten(1).sum(1) for product in products])
         return (bias if old is None else bias + old).to(weight)
 
 

@@ -405,6 +405,16 @@ def test_folds_and_stays_right(make: Any) -> None:
     assert computed("batch_norm", fast, x) == 0
 
 
+def test_a_sum_needs_no_new_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Difference(Scaled):
+        def forward(self, x: Tensor) -> Any:
+            return (self.layer(x) - self.gamma).relu()
+
+    monkeypatch.delattr(FoldedWeight, "__call__")
+    fast = folded(Difference(), Difference.example)
+    assert computed("sub", fast, Difference.example) == 0
+
+
 def test_two_calls_of_a_block_are_two_places() -> None:
     fast = folded(models.SharedBlock(), image(), 2)
     places = [(change.where, change.text) for change in report_of(fast).passes[0].changes]
