@@ -503,12 +503,17 @@ def test_hooks_of_the_bias_see_its_zero_gradient() -> None:
 
 
 def test_under_autocast_it_is_no_further_from_the_truth() -> None:
+    """On average over several batches: the errors of a single one differ by a factor of two either way."""
     model = Nets().train()
     fast = folded(model)
-    truth = copy.deepcopy(model).double()(BATCH.double())
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        theirs, ours = (one(BATCH).double() for one in (copy.deepcopy(model), fast))
-    assert relative(ours, truth) < 2 * relative(theirs, truth)
+    errors = torch.zeros(2)
+    for seed in range(12):
+        x = image(6, 3, 8, 8, seed=seed)
+        truth = copy.deepcopy(model).double()(x.double())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = [copy.deepcopy(one)(x).double() for one in (model, fast)]
+        errors += torch.tensor([relative(output, truth) for output in outputs])
+    assert errors[1] < 1.3 * errors[0]
 
 
 def test_in_bfloat16() -> None:
