@@ -262,7 +262,9 @@ def compute_now(captured: CapturedGraph, node: fx.Node) -> None:
 
     def recipe_of(node: fx.Node) -> Recipe | None:
         found: list[Any] = []
-        for source in node.all_input_nodes:
+        # Not `all_input_nodes`, which has a source only once that is given twice.
+        arguments: Any = node.args
+        for source in arguments:
             if isinstance(source.target, Derived):
                 found.append(recipe_of(source))
                 continue

@@ -301,6 +301,13 @@ class SharedNorm(Pair):
         return self.bn(self.conv(x)) + self.bn(self.second(x)) + self.conv(x.tanh())
 
 
+class TiedNorm(Pair):
+    """The BatchNorm reads one parameter twice."""
+
+    def more(self) -> None:
+        self.bn.bias = self.bn.weight
+
+
 class WeightRead(Pair):
     def forward(self, x: Tensor) -> Any:
         return self.bn(self.conv(x)) * self.conv.weight.mean() * self.bn.running_var.sum()
@@ -391,7 +398,7 @@ class FrozenNorm(Scaled):
 FOLDED: dict[Any, int] = {
     Moved: 1, Flattened: 1, Viewed: 1, Permuted: 1, ByKeywords: 1, Pixels: 1, Dropped: 1,
     PaddedByCopies: 1, BeforeTransposed: 1, BeforeWritten: 1, BeforeAsked: 1, BothSides: 2, Surrounded: 4, InPlaceAround: 1,
-    SharedNorm: 2, Scaled: 1, Batched: 1, ForAll: 1, Lines: 1, LinesTransposed: 1, Shifted: 6,
+    SharedNorm: 2, TiedNorm: 1, Scaled: 1, Batched: 1, ForAll: 1, Lines: 1, LinesTransposed: 1, Shifted: 6,
     FrozenNorm: 2, WeightRead: 3,
     _normed(parametrizations.weight_norm): 1, _normed(parametrizations.spectral_norm): 1, _parametrized_norm: 1,
 }  # fmt: skip
@@ -1098,7 +1105,7 @@ def test_tracers_and_compilers_take_the_result(fast_pair: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [Pair, Flattened, BothSides, Shifted, FrozenNorm])
+@pytest.mark.parametrize("make", [Pair, Flattened, BothSides, Shifted, FrozenNorm, TiedNorm])
 def test_files_hold_the_fold(make: Any, tmp_path: Any) -> None:
     model, x = make().eval(), getattr(make, "example", image())
     fast = optimize(model, example_inputs=(x,))
