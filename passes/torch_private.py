@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,6 +97,16 @@ def beneath_transforms(tensor: torch.Tensor) -> torch.Tensor:
 
 # Whether torch leaves `__torch_function__` on while it runs a graph, although the graph contains what it did. Fixed in 2.12.
 DISPATCHES_AGAIN = torch.__version__ < "2.12"
+
+
+def forget_sources(fakes: Iterable[Any]) -> None:
+    """Drop torch's weak references to the real tensors that fake ones were made from, after a capture is complete.
+
+    `torch.utils.swap_tensors`, by which `Module.to` may move parameters, refuses tensors with weak references. Seen in
+    2.13.
+    """
+    for converter in {fake.fake_mode.fake_tensor_converter.meta_converter for fake in fakes if is_fake(fake)}:
+        converter.describer.lookup_tensor.clear()
 
 
 def is_fake(tensor: Any) -> bool:

@@ -85,6 +85,8 @@ def optimized(
             item.check(Context(mode, target, calls))
         original = on_device(model, target)
         copy = _copy_of(original, mode)
+        if mode == "inference" and not any(item.lowers_precision for item in chosen):
+            _freeze(copy, original)
         pipeline = Pipeline(copy, original, samples, target, strict=strict, batch_sizes=batch_sizes, progress=progress)
         report, outputs, operations = _run_stages(pipeline, model, chosen, check_reference)
         report.notes[:0] = copy.notes
@@ -165,14 +167,14 @@ def _copy_of(model: nn.Module, mode: Mode) -> WorkingCopy:
     remove_hooks(copy.root)
     if mode == "inference":
         copy.root.eval()
-        _freeze(copy, model)
     return copy
 
 
 def _freeze(copy: WorkingCopy, original: nn.Module) -> None:
     """Let the result's own parameters require no gradients, so that a call without `no_grad` is as fast as one with it.
 
-    The parameters of scripted modules are the caller's, and stay as they are.
+    The parameters of scripted modules are the caller's, and stay as they are. With a lower precision all stay: autocast
+    keeps the cast of a weight for its next use only if the weight requires gradients.
     """
     modules = [copy.root, *(module for _, module in copy.unregistered())]
     callers = {id(parameter) for parameter in original.parameters()}

@@ -70,7 +70,7 @@ class Provenance:
         for source in self.sources:
             if not source.unchanged:
                 raise ExportFailed(
-                    f"{source.path} was modified after optimize() copied it in another memory format or dtype: the "
+                    f"{source.path} was modified after optimize() copied it: the "
                     "result has the old values, so optimize the model again before you export it."
                 )
 

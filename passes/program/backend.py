@@ -35,6 +35,7 @@ from passes.torch_private import (
     DISPATCHES_AGAIN,
     as_captured,
     captured_call,
+    forget_sources,
     is_watched,
     without_subclasses,
 )
@@ -99,9 +100,13 @@ class GraphCall:
         self.open_dims = tuple(open_dims)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_watched() or has_global_hooks():
+        if is_watched() or has_global_hooks() or self._is_trained_under_a_plan():
             return self.owner._call_impl(*args, **kwargs)
         return compilation_of(self).compiled.run(self.owner, args, kwargs)
+
+    def _is_trained_under_a_plan(self) -> bool:
+        watches = getattr(self.owner.__dict__.get("forward"), "watches_training", False)
+        return bool(watches) and torch.is_grad_enabled() and self.owner.training
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphCall:
         owner = memo.get(id(self.owner), self.owner)
@@ -116,6 +121,13 @@ class GraphCall:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.owner, self.passes, self.open_dims = state
         self.owner.__dict__[COMPILED_CALL] = self
+
+
+def names_of_graph_passes(module: nn.Module) -> str:
+    """The names of the passes that rewrite a module's graphs, with commas between them; "" for none."""
+    call = module.__dict__.get(GRAPH_CALL)
+    steps = call.passes if isinstance(call, GraphCall) else ()
+    return ", ".join(step.item.name for step in steps if isinstance(step, Applied))
 
 
 def refresh(module: nn.Module) -> None:
@@ -236,6 +248,7 @@ class _Program:
 
     def _make(self, passes: tuple[Step, ...], inputs: Sequence[Any]) -> tuple[tuple[Step, ...], Callable[..., Any]]:
         with self._lock:
+            forget_sources(map(example_of, self.captured.tensors))
             try:
                 captured = self.captured
                 for step in passes:
@@ -318,6 +331,7 @@ __all__ = [
     "compilation_of",
     "compiled",
     "entry_of",
+    "names_of_graph_passes",
     "refresh",
     "without_graph_call",
 ]

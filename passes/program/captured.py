@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
+from passes.program.tensors import TensorRef
 from passes.torch_private import OpOverload, OpOverloadPacket, enter_autocast, module_id_of
 
 if TYPE_CHECKING:
@@ -43,16 +44,26 @@ class Modules:
         self.tensors = {id(tensor): path for path, tensor in named}
         self._root = weakref.ref(root)
 
+    def buffer_at(self, path: str) -> TensorRef | None:
+        """The place of a buffer; None if there is no buffer at the path."""
+        owner, _, name = path.rpartition(".")
+        module = self._module_at(owner)
+        return None if module is None or name not in module._buffers else TensorRef(module, name)
+
     def tensor_at(self, path: str) -> torch.Tensor | None:
         """The parameter or buffer that is now at a path; None if there is none."""
         owner, _, name = path.rpartition(".")
-        root = self._root()
-        try:
-            module = None if root is None else root.get_submodule(owner)
-        except AttributeError:
-            return None
+        module = self._module_at(owner)
         found = None if module is None else getattr(module, name, None)
         return found if isinstance(found, torch.Tensor) else None
+
+    def _module_at(self, path: str) -> nn.Module | None:
+        root = self._root()
+        try:
+            return None if root is None else root.get_submodule(path)
+        except AttributeError:
+            # It was replaced by other code since.
+            return None
 
 
 class CapturedGraph:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from passes.base import Context, Pass, PassResult
 from passes.errors import RequirementNotMet
 from passes.program.backend import GRAPH_CALL, Applied, GraphCall, Step, compilation_of
-from passes.program.captured import CapturedGraph
+from passes.program.captured import CapturedGraph, function_of
 from passes.program.changes import Change, Place, Skip
 from passes.program.edits import AttributeEdit, Edit, undo_all
 from passes.program.effects import Memory
@@ -233,7 +233,9 @@ class _Trial:
         self.skips.update(dict.fromkeys(graph.skips))
         new = [change for change in graph.changes if change.place not in self.changes]
         for change in graph.changes:
-            self.changes.setdefault(change.place, Change(change.where, change.what, change.number))
+            self.changes.setdefault(
+                change.place, Change(change.where, change.what, change.number, sources=change.sources)
+            )
         if self.context.judge is not None and any(change.check is not None for change in new):
             self._to_check.append(_ToCheck(captured, new, _own_inputs(captured.graph, inputs)))
         return graph.captured
@@ -244,9 +246,7 @@ class _Trial:
             for change, values in one.flow():
                 assert change.check is not None
                 assert self.context.judge is not None
-                old, new = (
-                    fx.GraphModule(one.captured.home, graph).forward for graph in (change.check.old, change.check.new)
-                )
+                old, new = (function_of(graph, one.captured.home) for graph in (change.check.old, change.check.new))
                 yield self.changes[change.place], self.context.judge(old, new, values)
         self._to_check.clear()
 

@@ -286,6 +286,10 @@ class GraphRewriter:
         )
         if first < new:
             first.prepend(new)
+        if self.mode == "inference":
+            # A result for inference has its own buffers, which don't follow later writes to the caller's.
+            places = (self.captured.modules.buffer_at(self.captured.tensors.get(source, "")) for source in sources)
+            self._writing().sources += [place for place in places if place is not None]
         compute_now(self.captured, new)
         if EXAMPLE not in new.meta:
             propagate(new)

@@ -26,15 +26,20 @@ FILES = (
     "passes/fold_conv_bn.py",
     "passes/fold_conv_bias.py",
     "passes/program/arithmetic.py",
+    "passes/program/channels.py",
     "passes/program/layers.py",
 )
 # The answer of each predicate that lets the judge go on.
 LETS_PASS = {
-    "is_constant": True, "_is_computed_from_constants": True, "_is_move": True, "_is_by_channel": True,
-    "_is_around_all": True, "_is_static": True, "_reads_zeros": False, "_reads_shape": True,
+    "is_constant": True, "_is_computed_from_constants": True, "is_move": True, "_is_partial_autocast": False, "_are_by_channel": True,
+    "_is_static": True, "_reads_zeros": False, "_reads_shape": True,
 }  # fmt: skip
 # Functions in these files that judge no fold.
-OTHER_WORK = {"_is_derived": "tells whether a pass made a node"}
+OTHER_WORK = {
+    "_scales_a_layer": "tells whether a graph is worth a capture",
+    "is_for": "tells whether a graph is worth a capture",
+    "shifts_only": "tells whether the weight stays as it is",
+}
 
 
 @dataclass(frozen=True)
