@@ -105,6 +105,9 @@ def image_of(seed: int = 0) -> Tensor:
 def merged(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     fast = optimize(model.eval(), ["merge-linears:force=true"], example_inputs=args or (image_of(),), **kwargs)
     assert report_of(fast).passes[0].status == "applied", report_of(fast).passes[0]
+    # The parameters of a result for inference require no gradients.
+    for parameter, original in zip(fast.parameters(), model.parameters(), strict=True):
+        parameter.requires_grad_(original.requires_grad)
     return fast
 
 
