@@ -81,6 +81,11 @@ class GraphPass(Pass):
             before = writer.passes
             writer.install((*before, _Tried(trial)))
             trial.run(writer.call)
+            if trial.raised and trial.changes and context.run_compiled is not None:
+                writer.install_instead(before)
+                if context.run_compiled(nullcontext()) is not None:
+                    # Without the changes, the captured graphs raise too: they aren't those of the model.
+                    trial.clear()
             checked = tuple(trial.checked())
             if trial.changes:
                 kept = frozenset(trial.changes)
@@ -194,13 +199,20 @@ class _Trial:
     Attributes:
         changes: the changes by place.
         skips: the skips without duplicates, since one place may be captured more than once.
+        raised: whether the run raised.
     """
 
     item: GraphPass
     context: Context
     changes: dict[Place, Change] = field(default_factory=dict)
     skips: dict[Skip, None] = field(default_factory=dict)
+    raised: bool = False
     _to_check: list[_ToCheck] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Drop all changes."""
+        self.changes.clear()
+        self._to_check.clear()
 
     @property
     def settings(self) -> Context:
@@ -222,6 +234,7 @@ class _Trial:
         if compilation.error is not None:
             raise compilation.error
         if failure is not None:
+            self.raised = True
             self.skips[Skip("", f"it raises where torch.compile captures its graphs ({failure})")] = None
         elif not compilation.graphs:
             self.skips[Skip("", compilation.why_nothing())] = None

@@ -607,9 +607,9 @@ def test_a_tensor_in_another_layout_is_no_hindrance(layout, place):
     for mode, name in zip(modes, ("fold-conv-bn", "fold-conv-bias"), strict=False):
         fast = optimize(model.train(mode == "training"), [name], example_inputs=(x,), mode=mode)
         (record,) = fast.report.passes
-        # torch.compile's front end captures nothing with some of them.
+        # torch.compile's front end captures nothing with some of them, or graphs that raise.
         reasons = " ".join(skip.text for skip in record.skips)
-        assert record.status == "applied" or "torch.compile captures no graph" in reasons
+        assert record.status == "applied" or "torch.compile captures" in reasons
         with torch.no_grad():
             torch.testing.assert_close(fast.eval()(x), model.eval()(x), rtol=1e-4, atol=1e-5)
     assert optimize(model).report.passes
@@ -692,13 +692,7 @@ def test_what_is_made_in_inference_mode_is_as_what_is_made_outside(item):
     model, x = Wide().eval(), X.clone()
     with torch.inference_mode():
         fast = optimize(model, [item], example_inputs=(X.clone(),), strict=True)
-    (record,) = fast.report.passes
-    if record.name == "fold-conv-bn":
-        # torch doesn't count the writes to such tensors.
-        assert record.status == "unchanged"
-        assert "inference mode" in record.skips[0].text
-    else:
-        assert record.status == "applied"
+    assert fast.report.passes[0].status == "applied"
     assert not [name for name, tensor in fast.state_dict(keep_vars=True).items() if tensor.is_inference()]
     fast(x.requires_grad_()).sum().backward()
     assert x.grad.abs().max() > 0
@@ -713,7 +707,13 @@ def test_models_that_were_built_in_inference_mode_go_through(item, optimized_the
         model = Wide().eval()
     with torch.inference_mode(optimized_there):
         fast = optimize(model, [item], example_inputs=(X.clone(),), strict=True)
-    assert fast.report.passes[0].status == "applied"
+    (record,) = fast.report.passes
+    if record.name == "fold-conv-bn":
+        # torch doesn't count the writes to such tensors.
+        assert record.status == "unchanged"
+        assert "inference mode" in record.skips[0].text
+    else:
+        assert record.status == "applied"
     for watched in (torch.no_grad, torch.inference_mode):
         with watched():
             torch.testing.assert_close(fast(X), model(X), rtol=0.1, atol=0.1)

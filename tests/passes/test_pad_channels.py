@@ -243,7 +243,7 @@ def test_an_input_that_does_not_fit_raises_as_before(name: str) -> None:
 
 def test_gradients_are_those_of_the_layer() -> None:
     model, x = whole_numbers(nn.Linear(5, 3)).eval(), torch.randint(-3, 4, (4, 5)).float()
-    fast = padded(model, x)
+    fast = padded(model, x).requires_grad_()
     for each in (model, fast):
         each.zero_grad()
     given = [x.clone().requires_grad_() for _ in range(2)]
@@ -903,6 +903,7 @@ def test_what_is_done_to_parameters_between_layers_is_seen(row: Any) -> None:
 
 def test_gradients_between_layers_are_those_of_the_layers(row: Any) -> None:
     model, fast, x = row
+    fast.requires_grad_()
     given = [x.clone().requires_grad_() for _ in range(2)]
     for each, one in zip((model, fast), given, strict=True):
         each(one).square().sum().backward()
