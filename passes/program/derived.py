@@ -279,7 +279,8 @@ def compute_now(captured: CapturedGraph, node: fx.Node) -> None:
         (value,) = captured.derived.values_of([recipe], sources)
         # The first call takes it from the store.
         captured.derived.fresh.append(value)
-        mode = next(getattr(example_of(source), "fake_mode", None) for source in node.all_input_nodes)
+        modes = (getattr(example_of(source), "fake_mode", None) for source in node.all_input_nodes)
+        mode = next(filter(None, modes), None)
         if mode is not None:
             with mode:
                 # Not `from_tensor`, which would keep the memory of the value alive.

@@ -377,3 +377,26 @@ def test_refresh_computes_them_anew_after_writes_that_torch_does_not_count(pair:
             plain = Net().eval()
             plain.load_state_dict(one.state_dict())
             torch.testing.assert_close(one(X), plain(X))
+
+
+def test_one_without_sources_is_computed_once_too() -> None:
+    """A constant that the graph computes from numbers alone, as positions are."""
+
+    @dataclass(frozen=True)
+    class KeepPositions(GraphPass):
+        name: ClassVar[str] = "keep-positions"
+
+        def rewrite(self, graph: GraphRewriter, context: Context) -> None:
+            for node in graph.calls("arange"):
+                if not graph.is_derived(node):
+                    with graph.change(node, "positions kept"):
+                        function = graph.function_of(node, [])
+                        graph.replace(node, graph.derived(node, function, what="the positions"))
+
+    class Positions(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.arange(4)
+
+    fast = optimize(Positions(), [KeepPositions()], example_inputs=(X,))
+    assert [record.status for record in report_of(fast).passes] == ["applied"]
+    torch.testing.assert_close(fast(X), Positions()(X))
