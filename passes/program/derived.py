@@ -331,6 +331,9 @@ def lifted(captured: CapturedGraph) -> tuple[fx.Graph, DerivedInputs | None]:
     for number, node in enumerate(taken):
         with graph.inserting_after(last):
             last = graph.placeholder(f"derived_{number}")
+        # The calls that it replaces have such names too. Where name and target differ, the generated code assigns one
+        # to the other, and could overwrite the argument of the next.
+        last.target = last.name
         last.meta.update(node.meta)
         node.replace_all_uses_with(last)
     for node in reversed(recipes):

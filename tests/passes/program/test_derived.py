@@ -400,3 +400,40 @@ def test_one_without_sources_is_computed_once_too() -> None:
     fast = optimize(Positions(), [KeepPositions()], example_inputs=(X,))
     assert [record.status for record in report_of(fast).passes] == ["applied"]
     torch.testing.assert_close(fast(X), Positions()(X))
+
+
+def test_inputs_are_told_apart_where_the_names_of_their_calls_have_gaps() -> None:
+    """Names have gaps after a change that was given up: the fourth input got the value of the second."""
+
+    @dataclass(frozen=True)
+    class ScaleWeights(GraphPass):
+        """Replace linear(x, w, b) by linear(x, 2 * w, 2 * b) / 2; the second layer's change is given up at first."""
+
+        name: ClassVar[str] = "scale-weights"
+
+        def rewrite(self, graph: GraphRewriter, context: Context) -> None:
+            for number, node in enumerate(graph.calls("linear")):
+                for given_up in (True, False) if number == 1 else (False,):
+                    with graph.change(node, f"{given_up}"):
+                        usable = (lambda value: "given up") if given_up else None
+                        weight = graph.derived(node, Doubled(), node.args[1], what="twice the weight")
+                        bias = graph.derived(node, Doubled(), node.args[2], what="twice the bias", usable=usable)
+                        double = graph.call(node, F.linear, (node.args[0], weight, bias))
+                        graph.replace_call(node, torch.div, (double, 2))
+
+    class Three(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layers(x)
+            return y
+
+    torch.manual_seed(0)
+    model = Three().eval()
+    fast = optimize(model, [ScaleWeights()], example_inputs=(X,))
+    assert [(record.status, len(record.changes)) for record in report_of(fast).passes] == [("applied", 3)]
+    with torch.no_grad():
+        for x in (X, X[:1]):
+            torch.testing.assert_close(fast(x), model(x))
