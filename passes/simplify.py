@@ -29,8 +29,8 @@ class Simplify(GraphPass):
     noticed at the next call. A constant is cached if that saves 3 operations or 16,384 elements, and takes at most
     twice the memory of its sources plus 16 MiB. It is recomputed when a source was written to, moved, cast or replaced;
     torch doesn't count writes through `.data`. It is computed at each call under autocast. If gradients flow to a
-    source, the graph runs as it was written. Exported files contain the simplified graph if the forward is one graph. If you trace, export or compile the
-    result yourself, you get the original operations.
+    source, the graph runs as it was written. Exported files contain the simplified graph if the forward is one graph. If
+    you trace, export or compile the result yourself, you get the original operations.
 
     Does not handle: what torch.compile can't capture; duplicates in two captured graphs; arithmetic other than x * 1,
     x / 1, x - 0 and x ** 1 (x + 0 isn't x where x is -0.0); sizes and views on their own, which cost next to nothing.

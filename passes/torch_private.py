@@ -376,7 +376,7 @@ class _FrontEnd:
             only_known = FrameExecStrategy(FrameAction.RUN_ONLY, FrameAction.RUN_ONLY)
             return ConvertFrameReturn(only_known, apply_to_code=False)
         around, _capturing.module = _capturing.module, _module_of(frame.f_locals)
-        is_entry = frame.f_code is self._entry() and self._open_dims is not None
+        is_entry = frame.f_code is self._entry()
         open_dims = self._open_dims(frame.f_locals) if is_entry and self._open_dims is not None else ()
         try:
             with (

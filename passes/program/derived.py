@@ -140,8 +140,8 @@ class DerivedTensors:
 class DerivedInputs:
     """The derived tensors of one graph as its further inputs, checked once per call of the graph.
 
-    The check compares the identity, the version, the address and the strides of each source: torch.compile guards none of them for
-    parameters. Writes to `.data` and through numpy change none of them.
+    The check compares the identity, the version, the address and the strides of each source: torch.compile guards none
+    of them for parameters. Writes to `.data` and through numpy change none of them.
 
     Args:
         store: the values of the model.
@@ -233,7 +233,9 @@ def compute_now(captured: CapturedGraph, node: fx.Node) -> None:
 
     def recipe_of(node: fx.Node) -> Recipe | None:
         found: list[Any] = []
-        for source in node.all_input_nodes:
+        # Not `all_input_nodes`, which has a source only once that is given twice.
+        arguments: Any = node.args
+        for source in arguments:
             if isinstance(source.target, Derived):
                 found.append(recipe_of(source))
                 continue

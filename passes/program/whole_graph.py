@@ -276,7 +276,9 @@ def _keep(node: fx.Node, module: nn.Module, capture: _Capture, captured: Capture
     """Turn the value of a derived node into a buffer."""
     assert isinstance(node.target, Derived)
     sources = []
-    for source in node.all_input_nodes:
+    # Not `all_input_nodes`, which has a source only once that is given twice.
+    arguments: Any = node.args
+    for source in arguments:
         if source in captured.tensors:
             sources.append(capture.reads[source.name](()))
         elif isinstance(source.target, _Buffer):

@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from optimizer import optimize, report_of
+from optimizer import export, optimize, report_of
 from passes import Context, GraphPass, GraphRewriter, TorchCompile
 from passes.program.backend import Compilation
 
@@ -423,3 +424,51 @@ def test_inputs_are_told_apart_where_the_names_of_their_calls_have_gaps() -> Non
     with torch.no_grad():
         for x in (X, X[:1]):
             torch.testing.assert_close(fast(x), model(x))
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Two weights, one after the other."""
+
+    def __call__(self, *weights: Tensor) -> Tensor:
+        return torch.cat(weights)
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, on one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) + 2 * self.second(x)
+
+
+@dataclass(frozen=True)
+class JoinLinears(GraphPass):
+    """Compute two products with one joint weight."""
+
+    name: ClassVar[str] = "join-linears"
+
+    def rewrite(self, graph: GraphRewriter, context: Context) -> None:
+        first, second = graph.calls("linear") if not any(map(graph.is_derived, graph.nodes)) else (None, None)
+        if first is not None:
+            with graph.change(first, "computed together with the second"):
+                weight = graph.derived(first, Joined(), first.args[1], second.args[1], what="both weights")
+                both = graph.call(first, F.linear, (first.args[0], weight))
+                for start, node in ((0, first), (4, second)):
+                    graph.replace_call(node, torch.narrow, (both, -1, start, 4))
+
+
+def test_a_source_may_be_given_twice(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Tied().eval()
+    fast = optimize(model, [JoinLinears()], example_inputs=(X,))
+    assert [record.status for record in report_of(fast).passes] == ["applied"]
+    with torch.no_grad():
+        torch.testing.assert_close(fast(X), model(X))
+    bundle = export(fast, example_inputs=(X,), output=tmp_path / "bundle", formats=("torchscript",))
+    assert [entry["without_passes"] for entry in bundle.manifest["artifacts"]] == [[]]
+    torch.testing.assert_close(bundle.load("torchscript")(X)[0], model(X).detach())
