@@ -110,6 +110,7 @@ bench: $(VENV)/bench $(TIMM) test-bench
 	$(BIN)/python benchmarks/each_pass.py --json benchmarks/results/each_pass.json --markdown benchmarks/results/each_pass.md
 	$(BIN)/python benchmarks/fusion.py --json benchmarks/results/fusion.json --markdown benchmarks/results/fusion.md
 	$(BIN)/python benchmarks/load_overhead.py --json benchmarks/results/load_overhead.json --markdown benchmarks/results/load_overhead.md
+	$(BIN)/python benchmarks/first_call.py --json benchmarks/results/first_call.json --markdown benchmarks/results/first_call.md
 	$(BIN)/python benchmarks/cold_start.py --json benchmarks/results/cold_start.json --markdown benchmarks/results/cold_start.md
 	$(BIN)/python benchmarks/checkpoints.py --compile unet,bert --llama70b --json benchmarks/results/checkpoints.json --markdown benchmarks/results/checkpoints.md
 

@@ -118,7 +118,7 @@ def measure_model(name: str, batches: Sequence[int], rounds: int, scale: float, 
 
 def table_of(results: Sequence[dict[str, Any]]) -> Table:
     headings = [
-        "model", "batch", "contender", "latency", "quartiles", "speed-up", "quartiles", "error", "in channels_last",
+        "model", "batch", "contender", "latency", "quartiles", "speed-up", "quartiles", "by processor", "error", "in channels_last",
         "kept contiguous", "lost", "moved",
     ]  # fmt: skip
     table = Table("channels_last", headings, left=3)

@@ -83,13 +83,15 @@ def measure_batch(
     for name, run in runs.items():
         outputs = run()
         errors[name], cosines[name] = error_against(outputs, truth), cosine_to(outputs, truth)
-    figures, repeats = latencies_of(runs, rounds, _SECONDS_OF_A_FIGURE, device)
-    return [_result(contender, figures, errors, cosines, repeats, base) for contender in made]
+    processor: dict[str, list[float]] = {}
+    figures, repeats = latencies_of(runs, rounds, _SECONDS_OF_A_FIGURE, device, processor)
+    return [_result(contender, figures, processor, errors, cosines, repeats, base) for contender in made]
 
 
 def _result(
     contender: Contender,
     figures: dict[str, list[float]],
+    processor: dict[str, list[float]],
     errors: dict[str, float],
     cosines: dict[str, float | None],
     repeats: dict[str, int],
@@ -108,6 +110,8 @@ def _result(
         "calls_per_round": repeats[name],
         "seconds": {**Spread.of(figures[name]).to_json(), "values": figures[name]},
         "speed_up": ratios(figures[base], figures[name]).to_json() if base in figures else None,
+        "processor_seconds": {**Spread.of(processor[name]).to_json(), "values": processor[name]},
+        "processor_speed_up": ratios(processor[base], processor[name]).to_json() if base in processor else None,
         "over_onnx": ratios(figures[ONNX], figures[name]).to_json() if ONNX in figures else None,
         "error": errors[name] if math.isfinite(errors[name]) else None,
         f"error_to_{base}": _over(errors[name], errors.get(base)),
@@ -121,7 +125,7 @@ def _over(error: float, other: float | None) -> float | None:
 
 def table_of(results: Sequence[dict[str, Any]]) -> Table:
     headings = [
-        "model", "batch", "threads", "contender", "latency", "quartiles", "speed-up", "quartiles", "error",
+        "model", "batch", "threads", "contender", "latency", "quartiles", "speed-up", "quartiles", "by processor", "error",
         "of eager's", "over onnxruntime", "cosine", "size", "set-up",
     ]  # fmt: skip
     table = Table("Latency", headings, left=4)
@@ -138,7 +142,8 @@ def table_of(results: Sequence[dict[str, Any]]) -> Table:
             if contender["choice"]:
                 choices.append(f"{place}: {contender['choice']}")
     table.caption.append(
-        "Speed-up is the time of eager over that of the contender, taken within each round; medians with quartiles. The"
+        "Speed-up is the time of eager over that of the contender, taken within each round; medians with quartiles; by"
+        " processor, the same of the processor time. The"
         " same over plain torch.onnx.export in onnxruntime. The error is the largest difference from the model in float64,"
         " over the output's largest value; the cosine is the least of any output. The set-up includes the first call and,"
         " for torch.compile, the compilation; the first of all also compiles torch's headers."
@@ -165,10 +170,12 @@ def _cells(contender: dict[str, Any]) -> list[str]:
 
 
 def time_cells(contender: dict[str, Any]) -> list[str]:
-    """The latency, speed-up and error of one contender of `measure_batch`, in five cells."""
+    """The latency, speed-up and error of one contender of `measure_batch`, in six cells."""
     spread, gain, error = contender["seconds"], contender["speed_up"], contender["error"]
+    busy = contender["processor_speed_up"]
     cells = [seconds(spread["median"]), f"{seconds(spread['low'])} – {seconds(spread['high'])}"]
     cells += ["", ""] if gain is None else [f"{gain['median']:.2f}×", f"{gain['low']:.2f} – {gain['high']:.2f}"]
+    cells.append("" if busy is None else f"{busy['median']:.2f}×")
     cells.append("another shape, or not finite" if error is None else f"{error:.1e}")
     return cells
 

@@ -56,7 +56,6 @@ from optimizer.faults import located
 from optimizer.faults.divergence import Divergence
 from optimizer.model.inputs import Samples
 from optimizer.parity import Reference, measure_reference
-from passes.program.weights import bare
 from passes.registry import PRESETS
 
 GOAL = 38 / 40
@@ -322,7 +321,7 @@ _NAMED = re.compile(r"It first differs at (?P<module>\S+)(?:, call \d+)? \((?P<l
 def scaled(model: nn.Module, layer: str) -> nn.Module:
     changed = copy.deepcopy(model)
     with torch.no_grad():
-        bare(changed.get_submodule(layer).weight).mul_(SCALE)
+        changed.get_submodule(layer).weight.detach().mul_(SCALE)
     return changed
 
 

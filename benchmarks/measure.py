@@ -108,17 +108,24 @@ def latency_of(
     call: Callable[[], Any], repeats: int, device: str, clock: Callable[[], float] = time.perf_counter
 ) -> float:
     """The seconds of one call, as the mean over `repeats` calls, including the device's work, with a clock of `time`."""
+    (seconds,) = _seconds_by(call, repeats, device, [clock])
+    return seconds
+
+
+def _seconds_by(
+    call: Callable[[], Any], repeats: int, device: str, clocks: Sequence[Callable[[], float]]
+) -> list[float]:
     synchronize(device)
     settle()
     if repeats > 1:
         # Measure short calls warm: the previous contender has left its own data in the caches.
         call()
     synchronize(device)
-    started = clock()
+    started = [clock() for clock in clocks]
     for _ in range(repeats):
         call()
     synchronize(device)
-    return (clock() - started) / repeats
+    return [(clock() - start) / repeats for clock, start in zip(clocks, started, strict=True)]
 
 
 def repeats_for(call: Callable[[], Any], seconds: float, device: str) -> int:
@@ -127,12 +134,17 @@ def repeats_for(call: Callable[[], Any], seconds: float, device: str) -> int:
 
 
 def latencies_of(
-    runs: Mapping[str, Callable[[], Any]], rounds: int, seconds: float, device: str
+    runs: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    seconds: float,
+    device: str,
+    busy: dict[str, list[float]] | None = None,
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Measure the seconds of one call of each contender in each round, in random order.
 
     Args:
         seconds: the duration of one measurement in one round; shorter calls are repeated.
+        busy: gets the processor seconds of the same calls.
 
     Returns:
         The seconds of each contender, one value for each round, and the number of calls behind each value.
@@ -143,7 +155,10 @@ def latencies_of(
     for number in range(rounds):
         random.Random(number).shuffle(order)
         for name in order:
-            figures[name].append(latency_of(runs[name], repeats[name], device))
+            wall, used = _seconds_by(runs[name], repeats[name], device, [time.perf_counter, time.process_time])
+            figures[name].append(wall)
+            if busy is not None:
+                busy.setdefault(name, []).append(used)
     return figures, repeats
 
 

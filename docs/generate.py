@@ -50,7 +50,7 @@ def reference() -> str:
     """The reference of the passes, from their docstrings."""
     parts = ["# Passes", "", "Generated from the classes by `make docs`."]
     for each in describe_passes():
-        parts += ["", f"## {each.name}", "", *_options(each), *_docstring(each)]
+        parts += ["", f"## {each.name}", "", *_options(each), *_docstring(each), *_examples(each)]
     return "\n".join(parts) + "\n"
 
 
@@ -58,6 +58,15 @@ def _docstring(each: PassDescription) -> list[str]:
     text = inspect.cleandoc(pass_named(each.name).__doc__ or "").split("\n\nAttributes:")[0]
     # An indented block is algebra: as code it keeps its lines.
     return text.splitlines()
+
+
+def _examples(each: PassDescription) -> list[str]:
+    cls = pass_named(each.name)
+    lines = []
+    for title, found in (("Changes", getattr(cls, "VALID", ())), ("Refuses", getattr(cls, "REFUSED", ()))):
+        if found:
+            lines += ["", f"{title}, for example:", "", *(f"- {example}" for example in found)]
+    return lines
 
 
 def _options(each: PassDescription) -> list[str]:

@@ -9,6 +9,7 @@ line like that of any other pass:
     fold-layer-norm = "your_package.fold_layer_norm:FoldLayerNorm"
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optimizer import optimize
-from passes import Context, GraphPass, GraphRewriter
+from passes import Context, Example, GraphPass, GraphRewriter
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,19 @@ class FoldLayerNorm(GraphPass):
 
     name: ClassVar[str] = "fold-layer-norm"
     modes: ClassVar[tuple[str, ...]] = ("inference",)
+
+    # What the pass changes and what it refuses: its tests and its documentation.
+    VALID: ClassVar[Sequence[Example]] = (
+        Example("linear(norm(x))", (2, 8), {"norm": "nn.LayerNorm(8)", "linear": "nn.Linear(8, 4)"}),
+    )
+    REFUSED: ClassVar[Sequence[Example]] = (
+        Example(
+            "linear(y := norm(x)) + y",
+            (2, 8),
+            {"norm": "nn.LayerNorm(8)", "linear": "nn.Linear(8, 8)"},
+            "something else than one linear layer takes its output",
+        ),
+    )
 
     def rewrite(self, graph: GraphRewriter, context: Context) -> None:
         """Find each LayerNorm with a scale, check its users, and rewrite both calls."""

@@ -6,6 +6,7 @@ Without `max_error` the pass would be rolled back, because only rounding errors 
 and the whole result may have this error. The report gives the measured error.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from optimizer import optimize
-from passes import Context, GraphPass, GraphRewriter
+from passes import Context, Example, GraphPass, GraphRewriter
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,12 @@ class GeluByTanh(GraphPass):
 
     name: ClassVar[str] = "gelu-by-tanh"
     max_error: ClassVar[float | None] = 2e-3
+
+    # What the pass changes and what it refuses: its tests and its documentation.
+    VALID: ClassVar[Sequence[Example]] = (Example("F.gelu(x)", (2, 8)),)
+    REFUSED: ClassVar[Sequence[Example]] = (
+        Example("F.gelu(x, approximate='tanh')", (2, 8), reason="it is computed by tanh already"),
+    )
 
     def rewrite(self, graph: GraphRewriter, context: Context) -> None:
         """Use the formula in each call that doesn't use it yet."""

@@ -127,8 +127,7 @@ def _name_the_line_that_reads_a_value(evidence: Evidence) -> None:
 def _plain_parameters(program: torch.export.ExportedProgram) -> None:
     """Replace parameters of other classes that hold plain tensors, since files only support plain parameters."""
     for name, held in program.state_dict.items():
-        # Classes that guard their values have a method that returns the plain tensor.
-        values = held.bare() if hasattr(held, "bare") else held.detach()
+        values = held.detach()
         if isinstance(held, nn.Parameter) and type(held) is not nn.Parameter and type(values) is torch.Tensor:
             program.state_dict[name] = nn.Parameter(values, requires_grad=held.requires_grad)
 

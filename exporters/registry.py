@@ -1,6 +1,7 @@
-"""The formats by name: our own, and those of other packages with the entry point group `optimize_export.exporters`.
+"""The formats by name: our own, those of other packages, and those that this process was given.
 
-An entry point has the name of its format and loads a subclass of `Exporter`.
+Another package brings a format by an entry point of the group `optimize_export.exporters`. It has the name of the format
+and loads a subclass of `Exporter`.
 """
 
 from importlib.metadata import EntryPoint, entry_points
@@ -18,8 +19,8 @@ _GROUP = "optimize_export.exporters"
 _OWN: dict[str, type[Exporter]] = {
     cls.name: cls for cls in (TorchScriptExporter, OnnxExporter, Pt2Exporter, AotiExporter)
 }
-
-
+# The exporters that `export` was given. They stay known, so that this process can load and verify their files.
+_GIVEN: dict[str, Exporter] = {}
 # Quantized files and those in float16, which the tuning makes of an ONNX file; there is no exporter for them.
 QUANTIZED = ("onnx-float16", "onnx-int8-dynamic", "onnx-int8", "onnx-int4")
 
@@ -30,7 +31,27 @@ def exporter_names() -> tuple[str, ...]:
     Raises:
         ExporterError: two packages provide a format with the same name.
     """
-    return (*_OWN, *_from_others())
+    others = _from_others()
+    return (*_OWN, *others, *(name for name in _GIVEN if name not in others))
+
+
+def register(exporter: Exporter) -> str:
+    """Make an exporter known in this process, without an entry point; returns the name of its format.
+
+    It replaces an earlier exporter of the same name that was registered this way.
+
+    Raises:
+        ExporterError: it isn't an `Exporter`, or a format with its name exists already.
+    """
+    if not isinstance(exporter, Exporter):
+        raise ExporterError(
+            f"{exporter!r} isn't an exporter: pass an instance of a subclass of exporters.Exporter, such as Mine()."
+        )
+    name = exporter.name
+    if name in _OWN or name in QUANTIZED or name in _from_others():
+        raise ExporterError(f"{type(exporter).__name__} needs another name: there is a format {name!r} already.")
+    _GIVEN[name] = exporter
+    return name
 
 
 def exporter_named(name: str) -> Exporter:
@@ -43,6 +64,8 @@ def exporter_named(name: str) -> Exporter:
     others = _from_others()
     if name in _OWN:
         return _OWN[name]()
+    if name in _GIVEN:
+        return _GIVEN[name]
     if name not in others:
         raise UnknownFormat(f"There is no format {name!r}; the formats are: {', '.join((*_OWN, *others))}.")
     return _loaded(others[name])

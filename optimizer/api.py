@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from exporters.base import Exporter
 from exporters.child_process import one_child
 from optimizer.bundle import Bundle, write_bundle
 from optimizer.errors import UsageError
@@ -59,7 +60,6 @@ from optimizer.pipeline import optimized, provenance_of, report_of
 from optimizer.report import ProgressFunction, no_progress
 from optimizer.tuning import Benchmark
 from passes.base import Pass
-from passes.program.weights import ComparedExports
 
 __all__ = ["export", "optimize", "report_of"]
 
@@ -78,6 +78,7 @@ def optimize(
     mode: Mode = "inference",
     device: torch.device | str | None = None,
     strict: bool = False,
+    explain: bool = False,
     batch_sizes: Sequence[int] | None = None,
     seed: int = 0,
     progress: ProgressFunction | None = None,
@@ -105,9 +106,10 @@ def optimize(
         mode: "inference" or "training".
         device: the device of the result; by default the model's. For another device, the weights are copied.
         strict: raise if a pass fails or is rolled back.
+        explain: record among the skips of a graph pass also why its pattern doesn't match at a candidate, and give the
+            file and line of each skip.
         batch_sizes: the first of these that differs from 1 and from the batch size of the example inputs is the second
-            batch size of all comparisons. In inference mode the result also runs at the others, and at 1, to check that
-            no call there separates folded layers.
+            batch size of all comparisons.
         seed: the seed of the drawn inputs.
         progress: a function `f(step) -> None`, which is called at each step of the work. `step` has the texts `stage`,
             `text` and `name` (of the pass or format; may be ""), and the numbers `done` and `total` of the stage's steps.
@@ -131,6 +133,7 @@ def optimize(
         mode=mode,
         device=device,
         strict=strict,
+        explain=explain,
         batch_sizes=batch_sizes,
         seed=seed,
         progress=progress or no_progress,
@@ -147,6 +150,7 @@ def export(
     further_inputs: FurtherInputs = (),
     output: str | Path,
     formats: Sequence[str] = FORMATS,
+    exporters: Sequence[Exporter] = (),
     batch_sizes: Sequence[int] | None = None,
     static_batch: bool = False,
     dynamic: Dynamic | None = None,
@@ -194,6 +198,8 @@ def export(
             bundle.
         output: the folder of the bundle, which is written as a whole or not at all.
         formats: names from `exporters.registry.exporter_names()`.
+        exporters: exporters of your own for further formats, such as [Mine()], where no package with an entry point
+            brings them. Their formats stay known in this process; another one can't load or verify their files.
         batch_sizes: the batch sizes at which every artifact is compared with the original, in addition to that of the
             example inputs. None for 1, 2, 3, 5 and 8, or 1, 2 and 3 where a row of an input has more than 100,000
             elements, as an image of 224 x 224 has; with effort "thorough" always the former.
@@ -263,8 +269,8 @@ def export(
     # Before any of the user's code runs, because it may change the current folder.
     output, debug_dir, profile_dir = check_folders(output, debug_dir, profile_dir, force=force)
     own = {} if metadata is None else metadata
-    exporters = exporters_of(formats, opset, own)
-    names = [exporter.name for exporter in exporters]
+    used = exporters_of(formats, exporters, opset, own)
+    names = [exporter.name for exporter in used]
     chosen = None if choices is None else read_choices(choices, names, budget)
     target = resolved_device(device, require_gpu=require_gpu)
     home = target if reference_device is None else resolved_device(reference_device, require_gpu=False)
@@ -281,7 +287,7 @@ def export(
         inputs={"example_inputs": example_inputs, "example_kwargs": example_kwargs, "further_inputs": further_inputs},
         samples=samples,
         dims=dims,
-        exporters=exporters,
+        exporters=used,
         output=output,
         debug_dir=debug_dir,
         target=target,
@@ -317,7 +323,6 @@ def export(
     benchmarks: list[Benchmark | None] = []
     profiles: dict[str, Any] = {}
 
-    @ComparedExports()
     def fill(folder: Path) -> Mapping[str, Any]:
         written.append(write_files(job, measured, folder))
         benchmarks.append(choose(job, measured, calls, written[0], folder))

@@ -52,6 +52,7 @@ class Context:
             of the first example call. None if the model must not be run.
         judge: compares the original part of the model with its replacement on given values; None if the model must not
             be run.
+        explain: whether to record also why candidates don't match a pass' pattern, with their file and line.
     """
 
     mode: str
@@ -62,6 +63,7 @@ class Context:
     run_compiled: RunCompiled | None = None
     apart: Apart | None = None
     judge: Judge | None = None
+    explain: bool = False
 
     @property
     def smallest_call(self) -> int:

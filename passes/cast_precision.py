@@ -38,7 +38,6 @@ from passes.module_interface import (
     exact,
     in_place,
     is_atom,
-    like_old,
     paths_matching,
 )
 from passes.torch_private import AnyConvolution, AnyNorm
@@ -414,7 +413,7 @@ class _Casting:
         if id(tensor) not in self._casts:
             cast = exact(tensor).to(self.dtype)
             made = nn.Parameter(cast, requires_grad=tensor.requires_grad)
-            self._casts[id(tensor)] = tensor, like_old(tensor, made)
+            self._casts[id(tensor)] = tensor, made
         return self._casts[id(tensor)][1]
 
     def _flat_weights(self, module: nn.Module) -> list[AttributeEdit]:

@@ -103,7 +103,7 @@ class ChannelsLast(ModulePass):
 
     def rewrite(self, model: ModuleRewriter, context: Context) -> None:
         """Convert the weights for which it is possible and pays; in training, the inputs of the convolutions."""
-        seen = model.runs(context, of_calls=True) or Runs()
+        seen = model.runs(context) or Runs()
         if seen.failure:
             model.skip("", seen.failure)
         elif context.mode == "training":

@@ -6,7 +6,7 @@
     ├── PassOptionError        the pass doesn't have the option, or the value is invalid
     ├── PassOrderError         a pass comes after one that must be last
     ├── RequirementNotMet      a requested pass can't run here (no compiler, no example inputs)
-    └── UnseenCall             the rewritten model is used in a way that no recorded run showed
+    └── PlansDiffer            the ranks of a distributed training have different checkpoints
 
 Each message is one sentence for the user.
 """
@@ -36,13 +36,5 @@ class RequirementNotMet(PassesError):
     """A requested pass can't run here. Raise it in `check` or `rewrite`, with one sentence that says what to do."""
 
 
-class UnseenCall(PassesError, RuntimeError):
-    """The rewritten model is used in a way that no recorded run showed.
-
-    Attributes:
-        pair: the paths of the two folded modules, if the error is about the value between them; None otherwise.
-    """
-
-    def __init__(self, message: str, pair: tuple[str, str] | None = None) -> None:
-        super().__init__(message)
-        self.pair = pair
+class PlansDiffer(PassesError, RuntimeError):
+    """The ranks of a distributed training have different checkpoints."""

@@ -20,7 +20,14 @@ from passes.checkpointing.solve import Solver
 from passes.checkpointing.steps import PlannedStep, Steps
 from passes.checkpointing.units import keep_between
 from passes.errors import RequirementNotMet
-from passes.module_interface import AttributeEdit, ModelTree, ModuleRewriter, in_place, paths_matching
+from passes.module_interface import (
+    AttributeEdit,
+    ModelTree,
+    ModuleRewriter,
+    in_place,
+    names_of_graph_passes,
+    paths_matching,
+)
 
 _TRIES = 4
 
@@ -121,9 +128,13 @@ class InsertCheckpoints(Pass):
             with rewriter.change(region.path, region.text):
                 pass
         _set_compiled(rewriter, root, modules_for(steps.profile, solver.simulation, found.measured.peak))
+        if rewritten := names_of_graph_passes(root):
+            rewriter.skip(
+                "", f"steps under the plan run the forward as it was written, without the changes of {rewritten}"
+            )
         with rewriter.change("", found.text):
             rewriter.set_attribute(root, "forward", CheckpointedForward(root, found.plan, before))
-        return PassResult(tuple(rewriter.changes), (), rewriter, detail=report)
+        return PassResult(tuple(rewriter.changes), tuple(rewriter.skips), rewriter, detail=report)
 
     def _solved(self, root: nn.Module, steps: Steps) -> tuple[Solver, PlannedStep]:
         if self.units:

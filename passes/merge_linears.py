@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from passes.base import Context
-from passes.graph_interface import GraphPass, GraphRewriter, Memory, Node
+from passes.graph_interface import Example, GraphPass, GraphRewriter, Memory, Node
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,10 @@ class MergeLinears(GraphPass):
     from the forward in this layout, or goes to a `view` that doesn't accept it.
 
     The joint weights take as much memory again as the single ones, and all outputs stay in memory as long as one of
-    them does. If gradients flow to the weights, each layer computes by itself: use `torch.no_grad()` or
-    `torch.inference_mode()`. On a CPU, the joint product took 0.95 to 1.05 times as long as the single ones from 64
-    rows of 256 on, and up to 1.9 times below that (float32, one thread). So layers are merged only on CUDA devices,
-    unless `force` is set. In compiled code, and in traces and exports that you make yourself, each layer computes by
-    itself.
+    them does. On a CPU, the joint product took 0.95 to 1.05 times as long as the single ones from 64 rows of 256 on, and
+    up to 1.9 times below that (float32, one thread). So layers are merged only on CUDA devices, unless `force` is set.
+    If gradients flow to the weights, and in compilations, traces and exports that you make yourself, each layer computes
+    by itself.
 
     Does not handle: code that torch.compile can't capture; weights that are computed at each call; weights that differ
     from the others in dtype, device or input width; layers that differ in autocast or gradient mode; inputs, weights
@@ -49,6 +48,24 @@ class MergeLinears(GraphPass):
 
     name: ClassVar[str] = "merge-linears"
     modes: ClassVar[tuple[str, ...]] = ("inference",)
+
+    VALID: ClassVar[Sequence[Example]] = (
+        Example("a(x).relu() + b(x)", (2, 4), {"a": "nn.Linear(4, 8)", "b": "nn.Linear(4, 8)"}),
+    )
+    REFUSED: ClassVar[Sequence[Example]] = (
+        Example(
+            "a(x).relu() + b(x) + F.linear(x, 2 * a.weight)",
+            (2, 4),
+            {"a": "nn.Linear(4, 8)", "b": "nn.Linear(4, 8)"},
+            "its weight is computed at every call",
+        ),
+        Example(
+            "a(x).relu_() + b(x)",
+            (2, 4),
+            {"a": "nn.Linear(4, 8)", "b": "nn.Linear(4, 8)"},
+            "its input, its weight or its output may be written to",
+        ),
+    )
 
     def rewrite(self, graph: GraphRewriter, context: Context) -> None:
         """Merge every group of layers that can be merged, if the device can gain from it or `force` is set."""
@@ -91,7 +108,11 @@ def _on_one_input(graph: GraphRewriter) -> Iterator[list[Node]]:
         source = graph.argument(node, 0, "input")
         if isinstance(source, Node) and node.users:
             by_input[source, settings[node]].append(node)
-    return (nodes for nodes in by_input.values() if len(nodes) > 1)
+    for nodes in by_input.values():
+        if len(nodes) > 1:
+            yield nodes
+        else:
+            graph.explain(nodes[0], "no other linear layer takes its input")
 
 
 def _alike(graph: GraphRewriter, memory: Memory, nodes: Sequence[Node]) -> Iterator[list[_Linear]]:
@@ -138,7 +159,7 @@ def _why_not(graph: GraphRewriter, memory: Memory, node: Node) -> str | None:
 
 def _why_no_rows(graph: GraphRewriter, tensor: Any) -> str | None:
     """The reason why a tensor can't be concatenated with others, as the end of a clause; None if it can."""
-    if not graph.is_parameter(tensor):
+    if not graph.is_parameter(tensor) and not graph.is_derived(tensor):
         return "is computed at every call, or is not a parameter of the model"
     example = graph.example(tensor)
     if not hasattr(example, "fake_mode"):
@@ -167,10 +188,10 @@ def _merge(graph: GraphRewriter, linears: Sequence[_Linear]) -> None:
     with graph.change(where, what):
         weights = [linear.weight for linear in linears]
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        weight = graph.derived(first.node, _stacked, *weights, what="joint weight", in_autocast=False)
-        bias = biases and graph.derived(
-            first.node, _stacked_with(linears), *biases, what="joint bias", in_autocast=False
-        )
+        stacked = _Stacked((0,) * len(linears))
+        weight = graph.derived(first.node, stacked, *weights, what="joint weight", in_autocast=False)
+        stacked = _Stacked(tuple(0 if linear.bias is not None else linear.width for linear in linears))
+        bias = biases and graph.derived(first.node, stacked, *biases, what="joint bias", in_autocast=False)
         joint = graph.call(first.node, F.linear, (graph.argument(first.node, 0, "input"), weight, bias or None))
         start = 0
         for linear in linears:
@@ -189,16 +210,12 @@ def _words(places: Sequence[str]) -> tuple[str, str]:
     return ".".join(paths[0][:depth]), f"{', '.join(names)} and {last} computed together"
 
 
-def _stacked(*weights: torch.Tensor) -> torch.Tensor:
-    return torch.cat(weights)
+@dataclass(frozen=True)
+class _Stacked:
+    """Concatenates weights or biases; for each layer, the width of zeros in place of a missing bias, or 0."""
 
+    zeros: tuple[int, ...]
 
-def _stacked_with(linears: Sequence[_Linear]) -> Callable[..., torch.Tensor]:
-    """The function that concatenates the existing biases, with zeros for layers without one."""
-    parts = [(linear.width, linear.bias is not None) for linear in linears]
-
-    def joint(*biases: torch.Tensor) -> torch.Tensor:
-        left = iter(biases)
-        return torch.cat([next(left) if is_there else biases[0].new_zeros(width) for width, is_there in parts])
-
-    return joint
+    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
+        left = iter(tensors)
+        return torch.cat([tensors[0].new_zeros(width) if width else next(left) for width in self.zeros])

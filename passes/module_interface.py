@@ -1,6 +1,7 @@
 """The names for writing a `ModulePass`, which changes how modules store tensors and run. `passes` exports them too."""
 
 from passes.program.arithmetic import exact
+from passes.program.backend import names_of_graph_passes
 from passes.program.edits import AttributeEdit, Edit, TensorEdit, in_place
 from passes.program.forwards import AroundForward, inner_forward, is_atom
 from passes.program.hooks import is_parametrized
@@ -11,7 +12,6 @@ from passes.program.module_pass import ModulePass
 from passes.program.module_rewriting import ModuleChange, ModuleRewriter
 from passes.program.recording import Node, Run, Runs, call_of, shape_of, tensor_of
 from passes.program.tensors import TensorRef
-from passes.program.weights import like_old
 
 __all__ = [
     "CHANNELS_LAST_FORMATS",
@@ -37,7 +37,7 @@ __all__ = [
     "is_channels_last",
     "is_parametrized",
     "is_stock",
-    "like_old",
+    "names_of_graph_passes",
     "paths_matching",
     "shape_of",
     "tensor_of",

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from passes.base import Context
-from passes.graph_interface import CHANNELS_LAST_FORMATS, GraphPass, GraphRewriter, Node, is_channels_last
+from passes.graph_interface import CHANNELS_LAST_FORMATS, Example, GraphPass, GraphRewriter, Node, is_channels_last
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class PadChannels(GraphPass):
     have no effect. The extra outputs are cut off, and the rest has the memory format of the layer's output. No tensor
     of the module is modified. The padded parameters are computed at the first call and cached. They are recomputed when
     a parameter was written to, moved, cast or replaced (torch doesn't count writes through `.data`). They take memory
-    in addition to the originals. If gradients flow to the parameters, they are computed at each call.
+    in addition to the originals. If gradients flow to the parameters, the graph runs as it was written.
 
     A layer is padded only if that can pay. `force` skips these rules:
 
@@ -58,6 +58,15 @@ class PadChannels(GraphPass):
 
     name: ClassVar[str] = "pad-channels"
     modes: ClassVar[tuple[str, ...]] = ("inference",)
+
+    VALID: ClassVar[Sequence[Example]] = (
+        Example("linear(x)", (2, 16), {"linear": "nn.Linear(16, 9)"}),
+        Example("conv(x)", (2, 12, 6, 6), {"conv": "nn.Conv2d(12, 16, 3)"}),
+    )
+    REFUSED: ClassVar[Sequence[Example]] = (
+        Example("conv(x)", (2, 12, 6, 6), {"conv": "nn.Conv2d(12, 12, 3, groups=4)"}, "its channels are in 4 groups"),
+        Example("F.linear(x, 2 * linear.weight)", (2, 16), {"linear": "nn.Linear(16, 9)"}, "computed at every call"),
+    )
 
     def __post_init__(self) -> None:
         if self.multiple < 2:
@@ -159,6 +168,8 @@ def _unaligned_layers(graph: GraphRewriter, multiple: int) -> Iterator[_Layer]:
         inputs, outputs = -given % multiple, -made % multiple
         if inputs or outputs:
             yield _Layer(node, weight, bias, groups, given, made, inputs, outputs, examples)
+        else:
+            graph.explain(node, f"{given} and {made} channels are multiples of {multiple}")
 
 
 # Whether padding is possible ------------------------------------------------------------------------------------------
@@ -272,7 +283,7 @@ def _pad(graph: GraphRewriter, layer: _Layer) -> None:
             arguments["input"] = graph.call(
                 node, F.pad, (graph.argument(node, 0, "input"), (*spatial, 0, layer.inputs))
             )
-        wide = graph.call(node, node.target, *_with(node, arguments))  # type: ignore[arg-type]
+        wide = graph.call(node, node.target, *_with(node, arguments))
         if not layer.outputs:
             graph.replace(node, wide)
             return

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from passes.base import Context
-from passes.graph_interface import GraphPass, GraphRewriter, Memory, Node
+from passes.graph_interface import Example, GraphPass, GraphRewriter, Memory, Node
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,20 @@ class Simplify(GraphPass):
 
     name: ClassVar[str] = "simplify"
     modes: ClassVar[tuple[str, ...]] = ("inference",)
+
+    VALID: ClassVar[Sequence[Example]] = (
+        Example("dropout(x) * 2", (2, 4), {"dropout": "nn.Dropout()"}),
+        Example("torch.cat([x.exp() + 1, x.exp() + 2])", (2, 4)),
+        Example(
+            "x @ (scale.exp() * weight).sin()",
+            (2, 4),
+            {"scale": "nn.Parameter(torch.ones(4, 1))", "weight": "nn.Parameter(torch.rand(4, 4))"},
+        ),
+    )
+    REFUSED: ClassVar[Sequence[Example]] = (
+        Example("torch.cat([x.exp().add_(1), x.exp()])", (2, 4), reason="may be written to"),
+        Example("(x.exp(), x.exp())", (2, 4), reason="leaves the forward, and may be written to outside"),
+    )
 
     def rewrite(self, graph: GraphRewriter, context: Context) -> None:
         """Simplify one graph."""

@@ -49,18 +49,12 @@ from torch.utils._device import (
 without_torch_function = DisableTorchFunction
 without_subclasses = DisableTorchFunctionSubclass
 is_tracing = _is_tracing
-# The callback by which torch.compile handles each new frame of this thread. None outside of compiled calls; False if
-# only code that is compiled already may run. Seen in 2.13.
-frame_callback: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 enter_autocast = _enter_autocast
 HigherOrder = HigherOrderOperator
 AnyBatchNorm = _BatchNorm
 AnyConvolution = _ConvNd
 AnyInstanceNorm = _InstanceNorm
 AnyNorm = _NormBase
-# Make a tensor of another class over the same memory; the public way goes through a slower dispatch. Seen in 2.13.
-make_subclass: Any = torch.Tensor._make_subclass
-
 # torch.autograd.graph can set and disable hooks on saved tensors, but can't tell whether there are any. Seen in 2.13.
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 saved_tensors_hooks_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
@@ -78,14 +72,6 @@ KERNEL_SWITCHES: tuple[tuple[Callable[[], bool], Callable[[bool], object]], ...]
     (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
 )
-
-# The memory of a sealed tensor, as code sees it that bypasses the seal, such as a scripted function: no elements, in a
-# dtype that almost no operation accepts. torch deprecates these dtypes for quantization. Seen in 2.13.
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    with torch.inference_mode():
-        NOTHING = torch.empty(0, dtype=torch.quint4x2)
-
 
 # Makes tensors that have shapes, dtypes and devices but no data. In torch's docs. Seen in 2.13.
 FakeTensorMode = torch._subclasses.FakeTensorMode
@@ -109,31 +95,18 @@ def beneath_transforms(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def sources_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pair each fake tensor among these with the real tensor that it was made from; computed fake tensors are left out.
-
-    torch makes one fake tensor for each real one, and stores both under the same number. Seen in 2.13.
-    """
-    fakes: list[Any] = list(filter(is_fake, tensors))
-    sources: dict[int, torch.Tensor] = {}
-    for converter in {fake.fake_mode.fake_tensor_converter.meta_converter for fake in fakes}:
-        for real, number in converter.describer.lookup_tensor.items():
-            sources[id(converter.tensor_memo.get(number))] = real
-    return [(fake, sources[id(fake)]) for fake in fakes if id(fake) in sources]
-
-
 # Whether torch leaves `__torch_function__` on while it runs a graph, although the graph contains what it did. Fixed in 2.12.
 DISPATCHES_AGAIN = torch.__version__ < "2.12"
 
 
-def break_graph(reason: str) -> None:
-    """Cause a graph break here; torch.export then fails with the reason. Seen in 2.13."""
-    torch._dynamo.graph_break(msg=reason)
+def forget_sources(fakes: Iterable[Any]) -> None:
+    """Drop torch's weak references to the real tensors that fake ones were made from, after a capture is complete.
 
-
-def is_exporting() -> bool:
-    """Whether torch.export is running. The public function is also true in code that torch 2.11 compiles. Seen in 2.13."""
-    return torch.compiler._is_exporting_flag
+    `torch.utils.swap_tensors`, by which `Module.to` may move parameters, refuses tensors with weak references. Seen in
+    2.13.
+    """
+    for converter in {fake.fake_mode.fake_tensor_converter.meta_converter for fake in fakes if is_fake(fake)}:
+        converter.describer.lookup_tensor.clear()
 
 
 def is_fake(tensor: Any) -> bool:
@@ -342,6 +315,11 @@ class CapturedCall:
         self._front_end = front_end
 
     @property
+    def is_split(self) -> bool:
+        """Whether torch captured further functions, as after a graph break, besides the given one."""
+        return self._front_end.is_split
+
+    @property
     def error(self) -> Exception | None:
         """The last error because of which torch captured nothing; None if there was none."""
         return self._front_end.error
@@ -363,6 +341,10 @@ class _FrontEnd:
         # The last error of the front end, for messages.
         self.error: Exception | None = None
 
+    @property
+    def is_split(self) -> bool:
+        return len(self._captures) > 1
+
     def __call__(self, frame: Any, cache_entry: Any, frame_state: Any) -> Any:
         from torch._dynamo import config
         from torch._dynamo.types import (  # type: ignore[attr-defined]
@@ -382,6 +364,7 @@ class _FrontEnd:
             with (
                 compiler_silenced(),
                 _marked_open(open_dims),
+                _drawing_outside(),
                 config.patch(specialize_float=True, skip_nnmodule_hook_guards=False, recompile_limit=8 * MOST_CAPTURES),
             ):
                 return self._torchdynamo_orig_backend(frame, cache_entry, frame_state)
@@ -393,6 +376,32 @@ class _FrontEnd:
             return ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP), apply_to_code=False)
         finally:
             _capturing.module = around
+
+
+_drawing = threading.local()
+
+
+@contextmanager
+def _drawing_outside() -> Iterator[None]:
+    """Break the graph at draws from a `random.Random`: a captured graph repeats its first draw in every call.
+
+    Seen in 2.13. Other captures of torch.compile stay as they are.
+    """
+    from torch._dynamo.variables.misc import RandomVariable
+
+    supported: Any = getattr(RandomVariable, "is_supported_random_obj", None)
+    if supported is not None and not hasattr(supported, "asks_first"):
+
+        def is_supported(value: Any) -> bool:
+            return not getattr(_drawing, "outside", False) and bool(supported(value))
+
+        is_supported.asks_first = True  # type: ignore[attr-defined]
+        RandomVariable.is_supported_random_obj = staticmethod(is_supported)  # type: ignore[method-assign, assignment]
+    before, _drawing.outside = getattr(_drawing, "outside", False), True
+    try:
+        yield
+    finally:
+        _drawing.outside = before
 
 
 @contextmanager

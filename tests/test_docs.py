@@ -108,9 +108,9 @@ class Scaled(torch.nn.Module):
         return self.fc((self.conv(x) * self.scale).mean((2, 3))) * self.gain
 
 
-def test_the_tensor_pass_of_the_guide_folds_and_a_mistake_in_it_is_found(tmp_path, monkeypatch):
+def test_the_fold_of_the_guide_folds_and_a_mistake_in_it_is_found(tmp_path, monkeypatch):
     guide = (ROOT / "docs" / "own-passes.md").read_text(encoding="utf-8")
-    (source,) = [block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "TensorPass" in block]
+    (source,) = [block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "Layers(graph)" in block]
     file = tmp_path / "pass_of_the_guide.py"
     file.write_text(source, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(file.stem, file)

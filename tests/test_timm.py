@@ -5,7 +5,6 @@ import torch
 from timm_models import timm_member
 
 from optimizer import optimize
-from passes.errors import UnseenCall
 
 # The number of BatchNorms after a convolution in each model.
 PAIRS = {
@@ -39,8 +38,7 @@ def test_every_pair_is_folded(name):
 def test_an_image_without_a_batch_raises_as_in_the_original():
     model, kwargs = timm_member("lcnet_050")
     fast = optimize(model, ["fold-conv-bn"], example_kwargs=kwargs)
-    with pytest.raises(AssertionError, match="got 3D input"):
-        model(kwargs["x"][0])
-    with pytest.raises(UnseenCall, match="4-D input"):
-        fast(kwargs["x"][0])
+    for one in (model, fast):
+        with pytest.raises(AssertionError, match="got 3D input"):
+            one(kwargs["x"][0])
     assert torch.isfinite(fast(**kwargs)).all()

@@ -20,7 +20,6 @@ from optimizer.manifest import PROGRAM, SUMS, plain
 from optimizer.runtime import processor
 from optimizer.showing import number_text
 from optimizer.wording import dtype_name
-from passes.program.weights import bare
 
 _CHUNK = 1 << 24
 
@@ -74,7 +73,7 @@ def weights_hash(state_dict: Mapping[str, Any]) -> str:
             continue
         _hash_line(digest, [name, dtype_name(value.dtype), list(value.shape), str(value.layout)])
         try:
-            for piece in _pieces(bare(value)):
+            for piece in _pieces(value.detach()):
                 digest.update(piece)
         except (RuntimeError, TypeError, NotImplementedError) as error:
             kind = type(value).__name__

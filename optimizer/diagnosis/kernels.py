@@ -27,8 +27,8 @@ from passes.program.matching import (
     convolution_at,
     pairs_behind,
 )
+from passes.program.operations import kind_of_operator
 from passes.program.recording import Node, call_of, operation_name, shape_of, users_of
-from passes.program.weights import kind_of_operator
 
 # Tensor cores are fastest with multiples of this number of channels, which are 16 bytes in half precision (NVIDIA,
 # Matrix Multiplication Background User's Guide, "Tensor Core Requirements").
@@ -79,10 +79,9 @@ def scale_computed(evidence: Evidence) -> Iterator[Seen]:
             line,
             group,
             "a layer's output is scaled by channel with numbers that each call computes from parameters and buffers",
-            f"the product and the numbers take {percent_text(evidence.share(nodes))} of the time, and fold-conv-bn can't "
-            "fold them into the layer",
-            "use nn.BatchNorm2d in eval mode with the same numbers, or compute them once and keep them in a buffer; "
-            "fold-conv-bn folds both",
+            f"the product and the numbers take {percent_text(evidence.share(nodes))} of the time",
+            "use the pass fold-conv-bn, which folds them into the layer; without it, use nn.BatchNorm2d in eval mode with "
+            "the same numbers, or compute them once and keep them in a buffer",
         )
 
 

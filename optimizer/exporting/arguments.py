@@ -11,21 +11,28 @@ from torch import nn
 from exporters.base import Exporter, named_inputs
 from exporters.metadata import refuse_metadata
 from exporters.opset import refuse_opset
-from exporters.registry import exporter_named
+from exporters.registry import exporter_named, register
 from optimizer.bundle import check_target
 from optimizer.errors import UsageError
 from optimizer.model import Dynamic, OpenDims, Samples, open_dims
 from optimizer.options import check_debug_folder, check_profile_folder
 
 
-def exporters_of(formats: Sequence[str], opset: int | None, metadata: Mapping[str, str]) -> list[Exporter]:
+def exporters_of(
+    formats: Sequence[str], given: Sequence[Exporter], opset: int | None, metadata: Mapping[str, str]
+) -> list[Exporter]:
     """Look up the exporters of the formats, each once.
 
+    Args:
+        given: further exporters.
+
     Raises:
-        UsageError: `formats` is empty.
-        ExporterError: a format or the opset is unknown, or no file can store the metadata.
+        UsageError: `formats` is empty, and no exporter is given.
+        ExporterError: a format or the opset is unknown, no file can store the metadata, or one of those given isn't an
+            exporter or has the name of another format.
     """
     names = [formats] if isinstance(formats, str) else list(formats or ())
+    names += map(register, [given] if isinstance(given, Exporter) else given)
     if not names:
         raise UsageError("formats is empty: name at least one format, such as 'onnx'.")
     exporters = [exporter_named(name) for name in dict.fromkeys(names)]

@@ -27,7 +27,7 @@ from optimizer.exporting.requests import (
     smallest_call,
 )
 from optimizer.faults import place_in_refused, refuse_carried_state
-from optimizer.model import Samples, on_device, trained_as
+from optimizer.model import Samples, on_device
 from optimizer.parity import Reference, Rows, by_output, independent_rows
 
 
@@ -135,7 +135,7 @@ def measure(job: ExportJob) -> MeasuredExport:
 def _measured(job: ExportJob, exported: nn.Module, at_home: Samples) -> tuple[nn.Module, Reference]:
     """The original, and its reference at all batch sizes."""
     given = None if job.provenance is None else job.provenance.original
-    original = on_device(exported if given is None else trained_as(exported, given), job.home)
+    original = on_device(exported if given is None else given, job.home)
     job.progress("parity", 0, len(job.exporters) + 1, "running the original")
     sizes = sizes_of(job.samples, job.batch_sizes, job.static_batch, job.effort)
     outputs = None if job.provenance is None else job.provenance.outputs

@@ -18,7 +18,6 @@ from exporters.places import is_users, source_line
 from optimizer.model import Runs, eager_only, leaves_of, one_at_a_time, pinned_settings
 from optimizer.parity import Reference, rerun
 from passes.program.interception import intercepted_calls
-from passes.program.seals import opened
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ class Watch:
             self._numbers.clear()
         path = self._paths[id(module)]
         self._numbers[path] += 1
-        leaves = leaves_of(opened((args, kwargs)))
+        leaves = leaves_of((args, kwargs))
         given = [tensor for _, tensor in leaves.tensors()]
         reads = frozenset(key for tensor in given for key in self._givers.get(id(tensor), (tensor, ()))[1])
         number, kind = self._numbers[path], type(module).__name__
@@ -154,7 +153,7 @@ def in_order_of_ending(call: ModuleCall) -> Iterator[ModuleCall]:
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    return [tensor for _, tensor in leaves_of(opened(tree)).tensors()]
+    return [tensor for _, tensor in leaves_of(tree).tensors()]
 
 
 def copies_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ from optimizer.model.dynamic import BATCH, Dynamic, OpenDims, open_dims
 from optimizer.model.garbage import rare_collection, release_memory
 from optimizer.model.inputs import Call, ExampleInputs, FurtherInputs, Samples, Sizes, keeps_values
 from optimizer.model.module_tree import REGISTRIES, is_script, modules_of, reachable_modules, unregistered_modules
-from optimizer.model.preparation import check_model, on_device, one_call, resolved_device, samples_of, trained_as
+from optimizer.model.preparation import check_model, on_device, one_call, resolved_device, samples_of
 from optimizer.model.reentrant import gradients_by_backward, is_reentrant
 from optimizer.model.runs import AsItIs, Runs, RunsOfCopy, called, errors_of_model, refuse_arrays
 from optimizer.model.settings import (
@@ -86,7 +86,6 @@ __all__ = [
     "resolved_device",
     "samples_of",
     "seed_torch",
-    "trained_as",
     "two_batch_sizes",
     "unregistered_modules",
     "unsynchronised",

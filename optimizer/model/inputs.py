@@ -21,7 +21,7 @@ import copy
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,8 +41,6 @@ Sizes = tuple[tuple[str, int], ...]
 ExampleInputs = tuple[Any, ...] | torch.Tensor | Callable[[int, torch.Generator], Any] | None
 
 _FUNCTION_BATCH = 2
-# Maximum number of rows of a call that run alone.
-_ROWS_ALONE = 4
 # Maximum number of observed values that describe a distribution; more don't describe it better.
 _QUANTILES = 1 << 16
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr)
@@ -155,6 +153,14 @@ class Samples:
         opened.dynamic = self.dynamic and any(opened.row_dims)
         return opened
 
+    def as_given(self) -> "Samples":
+        """The same samples without the user's function and further calls: all are drawn from the given call."""
+        given = copy.copy(self)
+        given.__dict__.pop("_own", None)
+        given._function, given._further_inputs = None, ()
+        given.dynamic = bool(self.batch_size)
+        return given
+
     def with_open_batch_only(self) -> "Samples":
         """The same samples without open dims other than the batch."""
         batch = copy.copy(self)
@@ -203,19 +209,6 @@ class Samples:
         """The number of elements in one row of the largest input with rows."""
         pairs = zip(_tensors(self.given), self.row_dims, strict=True)
         return max((tensor.numel() // max(1, self.batch_size or 0) for tensor, dims in pairs if dims), default=0)
-
-    def rows_alone(self) -> Iterator[Call]:
-        """Yield the first rows of the user's own call, each alone.
-
-        There are none unless a tensor with rows carries more information than random numbers, as a mask does.
-        """
-        pairs = zip(_tensors(self.given), self.row_dims, strict=True)
-        own = {id(tensor): (tensor, dims) for tensor, dims in pairs if dims}
-        if self._function is not None or not self.batch_size or not any(keeps_values(each) for each, _ in own.values()):
-            return
-        for row in range(min(self.batch_size, _ROWS_ALONE)):
-            taken = torch.tensor([row])
-            yield _selected_call(self.given, {tensor: dict.fromkeys(dims, taken) for tensor, (_, dims) in own.items()})
 
     def to(self, device: torch.device | str) -> "Samples":
         """The same samples on another device, with equal values."""
@@ -463,17 +456,6 @@ def _redrawn_call(call: Call, taken_of: Mapping[int, Mapping[int, torch.Tensor]]
         return _redrawn(tensor, taken, generator).requires_grad_(tensor.requires_grad) if taken else tensor
 
     return Call(*rebuild((call.args, call.kwargs), redraw))
-
-
-def _selected_call(call: Call, taken_of: Mapping[int, Mapping[int, torch.Tensor]]) -> Call:
-    """The call with these slices of its own tensors."""
-
-    def select(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in taken_of:
-            return tensor
-        return _selected(tensor.detach(), taken_of[id(tensor)]).requires_grad_(tensor.requires_grad)
-
-    return Call(*rebuild((call.args, call.kwargs), select))
 
 
 def _redrawn(tensor: torch.Tensor, slices: Mapping[int, torch.Tensor], generator: torch.Generator) -> torch.Tensor:

@@ -20,7 +20,6 @@ from optimizer.model.working_copy import working_copy
 from optimizer.options import other_gpu
 from passes.base import device_of
 from passes.program.interception import is_compiled
-from passes.program.moved_bias import moved_biases
 
 
 def check_model(model: object, *, runs: bool) -> None:
@@ -138,30 +137,3 @@ def on_device(model: nn.Module, device: torch.device) -> nn.Module:
     if device_of(model).type == device.type:
         return model
     return working_copy(model, "inference").root.to(device)
-
-
-def trained_as(result: nn.Module, original: nn.Module) -> nn.Module:
-    """The original as it would be if it had been trained in place of the result.
-
-    The two share their weights. A running mean that a bias was moved into belongs to the result alone, so training the
-    result doesn't update the mean of the original.
-    """
-    moved = list(moved_biases(result))
-    if original is result or not moved:
-        return original
-    twin = working_copy(original, "inference").root
-    trained = dict(result.named_buffers())
-    for bias_path, mean_path in moved:
-        owner, name = _owner_of(twin, bias_path)
-        # An original that is itself a result may have no bias there either.
-        if (bias := owner._parameters.get(name)) is not None:
-            owner._parameters[name] = nn.Parameter(torch.zeros_like(bias), requires_grad=False)
-        if mean_path is not None:
-            owner, name = _owner_of(twin, mean_path)
-            owner._buffers[name] = trained[mean_path]
-    return twin
-
-
-def _owner_of(root: nn.Module, path: str) -> tuple[nn.Module, str]:
-    owner, _, name = path.rpartition(".")
-    return root.get_submodule(owner), name

@@ -28,7 +28,6 @@ from optimizer.model.module_tree import REGISTRIES, is_script, reachable_modules
 from optimizer.torch_private import copied_script
 from optimizer.wording import a_type, lack_of_memory, listed, quote, type_name
 from passes.program.forwards import unbound_forward
-from passes.program.weights import FoldedParameter, bare, over_values, sealed_like
 
 Mode = Literal["inference", "training"]
 
@@ -86,7 +85,7 @@ class WorkingCopy:
         for name in names:
             (parameter,) = _named(self.root, [name])
             with copying_tensors():
-                parameter.data = copy.deepcopy(bare(parameter), memo)
+                parameter.data = copy.deepcopy(parameter.detach(), memo)
 
     def unregistered(self) -> list[tuple[str, nn.Module]]:
         """The modules in plain containers of the copy, outside its tree, each with its path."""
@@ -136,8 +135,6 @@ def working_copy(
                 memo[id(module)].__dict__.update(_copied_attributes(module, memo))
             elif id(module) not in memo:
                 _copy_by_itself(module, memo)
-    for parameter in (one for module in plain for one in module._parameters.values() if one is not None):
-        sealed_like(parameter, memo[id(parameter)], memo)
     originals = {id(memo[id(module)]): module for module in modules if id(module) in memo}
     return WorkingCopy(memo[id(model)], mode, originals, notes)
 
@@ -211,13 +208,13 @@ class _CopiedTensors(TorchFunctionMode):
         if is_lazy(tensor):
             return type(tensor)(tensor.requires_grad, tensor.data.device, tensor.data.dtype)  # type: ignore[call-arg, arg-type]
         if _storage_of(tensor) in self.shared:
-            return bare(tensor)
+            return tensor.detach()
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_mkldnn or tensor.is_quantized:
-            return bare(tensor).clone().requires_grad_(tensor.requires_grad and tensor.is_leaf)
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad and tensor.is_leaf)
         if tensor.is_leaf:
             return tensor.__deepcopy__(memo)
         # The memo keeps alive every object whose id it uses.
-        return copy.deepcopy(bare(tensor), memo)
+        return copy.deepcopy(tensor.detach(), memo)
 
 
 @contextmanager
@@ -296,7 +293,7 @@ def _memorize_parameters(
         place = _storage_of(parameter)
         if key in copied or place in moved or is_lazy(parameter):
             with copying_tensors():
-                own = copy.deepcopy(parameter if is_lazy(parameter) else bare(parameter), memo)
+                own = copy.deepcopy(parameter if is_lazy(parameter) else parameter.detach(), memo)
             memo[key] = own if is_lazy(parameter) else _as_parameter(parameter, own)
         else:
             memo[key] = stand_in(parameter)
@@ -423,14 +420,12 @@ def _copy_script(module: nn.Module, memo: dict[int, Any], mode: Mode, apart: fro
 
 def _same_storage(parameter: nn.Parameter) -> torch.Tensor:
     # `detach` shares the version counter with the caller's tensor, so a write is visible on both sides.
-    return _as_parameter(parameter, bare(parameter))
+    return _as_parameter(parameter, parameter.detach())
 
 
 def _as_parameter(parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
     """Make a parameter of `data`, with the class, flag and attributes of another parameter."""
-    if isinstance(parameter, FoldedParameter):
-        data = over_values(parameter, data)
-    elif type(data) is not type(parameter) and type(parameter) is not nn.Parameter:
+    if type(data) is not type(parameter) and type(parameter) is not nn.Parameter:
         data = data.as_subclass(type(parameter))
     if not isinstance(data, nn.Parameter):
         data = nn.Parameter(data, requires_grad=False)

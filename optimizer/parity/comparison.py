@@ -12,7 +12,6 @@ import torch
 from optimizer.errors import LoadError
 from optimizer.model import Call, Runs, first_difference
 from optimizer.parity.frontier import frontier
-from optimizer.parity.moved_biases import MovedBiases
 from optimizer.parity.observe import Flatten, Observation, observe
 from optimizer.parity.original import OriginalCall
 from optimizer.parity.pools import Pool, SliceNoise, Slices, WorstSlice, pieces_of
@@ -62,23 +61,19 @@ class Comparison:
         flat: bool,
         in_detail: bool = True,
         slices: Mapping[str, SliceNoise] | None = None,
-        moved: MovedBiases | None = None,
         who: str = "the candidate",
     ) -> None:
         self.noises = noises
         self.flat = flat
         self.in_detail = in_detail
         self.slices = slices or {}
-        self.moved = moved or MovedBiases()
         self.who = who
-        self.problems: list[str] = [*self.moved.problems]
+        self.problems: list[str] = []
         self.notes: list[str] = []
         self._compared: dict[str, _Compared] = {}
         self._lacking: dict[str, None] = {}
         # Inputs that the original changes in place, which the outputs of a file don't show.
         self._unmatched: dict[str, None] = {}
-        # Gradients of biases that the candidate no longer has.
-        self._without: dict[str, None] = {}
 
     def run(self, runs: Runs, one: OriginalCall, call: Call, flatten: Flatten | None, *, training: bool) -> None:
         """Run the candidate at a call and add its errors; an exception becomes a problem of the candidate.
@@ -111,8 +106,6 @@ class Comparison:
         """Whether further samples of rounding may explain all errors that are too large."""
         if self.problems or any(one.problems or one.mismatches for one in self._compared.values()):
             return False
-        if self._trained():
-            return True
         beyond = [
             max(one.error.largest / noise.noise, one.error.rms / noise.noise_rms)
             for name, one in self._compared.items()
@@ -163,11 +156,6 @@ class Comparison:
         Args:
             blank: a measurement without outputs, which says how the calls were run.
         """
-        for name in self._trained():
-            bias = name.removeprefix("gradient of ")
-            self._problem(
-                f"The candidate no longer has the parameter {bias}, whose gradient in the original isn't zero"
-            )
         if self._lacking:
             self.notes.append(f"Not compared, because the candidate lacks them: {', '.join(self._lacking)}.")
         for name in self._unmatched:
@@ -180,10 +168,6 @@ class Comparison:
             problems=tuple(self.problems),
             notes=(*blank.notes, *self.notes),
         )
-
-    def _trained(self) -> list[str]:
-        """The gradients of biases that the original trains and that the candidate no longer has."""
-        return [name for name in self._without if not self._is_rounding(name)]
 
     def _largest_kink(self, name: str) -> float:
         """The largest RMS error of a gradient that rounding in the backward pass may explain."""
@@ -247,8 +231,6 @@ class Comparison:
                 yield name, got.values[name]
             elif kind == "input":
                 self._problem(f"{_changed(name)} by the original only")
-            elif name in self.moved.gradients:
-                self._without[name] = None
             else:
                 self._lacking[name] = None
 
@@ -259,8 +241,6 @@ class Comparison:
         if problem := _incomparable(own, value):
             append_once(compared.problems, f"{problem} at {one.where}")
             return
-        if (bias := self.moved.means.get(name)) is not None:
-            own, truth = (wide(own) - bias).to(own.dtype), wide(truth) - bias
         if is_exact(own):
             self._compare_integers(compared, one, value, own, one.unstable[name])
             return

@@ -35,7 +35,6 @@ from optimizer.parity.ties import chooses
 from optimizer.parity.torch_functions import MOVING, is_question, mapped, moved_tensor, written_ids
 from passes.program.shared_memory import copied_together
 from passes.program.torch_calls import argument, name_of
-from passes.program.weights import bare
 from passes.torch_private import OpOverload, OpOverloadPacket
 
 _RAISED = {
@@ -255,7 +254,7 @@ class Float64Mode(TorchFunctionMode):
         if tensor.grad_fn is not None:
             shadow = tensor.to(raised(tensor.dtype))
         else:
-            shadow = bare(tensor).to(raised(tensor.dtype)).requires_grad_(tensor.requires_grad)
+            shadow = tensor.detach().to(raised(tensor.dtype)).requires_grad_(tensor.requires_grad)
         self._shadows[id(tensor)] = (tensor, shadow)
         return shadow
 

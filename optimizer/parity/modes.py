@@ -16,7 +16,6 @@ from optimizer.parity.original import Original, OriginalCall, mixed_seed, withou
 from optimizer.parity.random_draws import Layout, MaskedLayouts
 from optimizer.parity.rounding import PerturbedMode, RoundedMode, off_by_one_ulp, random_signs, stands_for_infinity
 from passes.program.shared_memory import groups_of, places_in
-from passes.program.weights import bare
 
 ModeOf = Callable[[Any], AbstractContextManager[Any]]
 """Makes the mode for the copy that is run."""
@@ -90,7 +89,7 @@ def perturbed(original: Original, one: OriginalCall, call: Call, number: int, *,
     def perturb(tensor: torch.Tensor) -> torch.Tensor:
         if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
             return tensor
-        value = bare(tensor)
+        value = tensor.detach()
         off = off_by_one_ulp(value, signs)
         if value.layout is torch.strided and not value.is_nested:
             off = torch.where(stands_for_infinity(value), value, off)

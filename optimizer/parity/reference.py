@@ -13,7 +13,6 @@ from optimizer.model import Call, Runs, Sizes, Taken, one_at_a_time, pinned_sett
 from optimizer.parity.at_precision import errors_at, noise_at
 from optimizer.parity.close_look import closer_noises, hold_to_algebra, rows_may_be_rounding, settle_kinks
 from optimizer.parity.comparison import Comparison
-from optimizer.parity.moved_biases import find_moved_biases, noises_with
 from optimizer.parity.noise import RoundingNoise, conclusions
 from optimizer.parity.observe import Flatten, Observation, observe
 from optimizer.parity.original import Original, OriginalCall, without_warnings
@@ -172,17 +171,15 @@ class Reference:
             flatten: maps (args, kwargs) to flat tensors, for a candidate that takes flat tensors and returns one tensor
                 or a tuple of them. Outputs are then matched by their order, and the structure isn't compared.
         """
-        moved = find_moved_biases(self.target, candidate, self.noises)
         calls = self.original.calls
         # Further samples are used only if the candidate's errors need them. Regions need no details, because no user
         # sets a tolerance for them.
-        noises = noises_with(moved, self.noises_of_few_samples(), calls)
+        noises = self.noises_of_few_samples()
         comparison = Comparison(
             noises,
             flat=flatten is not None,
             in_detail=self.original.samples is not None,
             slices=self.slices,
-            moved=moved,
         )
         runs = self.runs_of(candidate)
         with one_at_a_time, pinned_settings() as settings:
@@ -194,7 +191,7 @@ class Reference:
         seen = None if rows is None or comparison.problems else measure_rows(self, runs, rows, flatten)
         if not self._rounding.is_least and (comparison.is_doubtful() or rows_may_be_rounding(seen, self.noises)):
             self.look_closely()
-            comparison.noises, comparison.slices = noises_with(moved, self.noises, calls), self.slices
+            comparison.noises, comparison.slices = dict(self.noises), self.slices
             if flatten is None and self._precision is None and self._few_samples and self.truth_in_float64:
                 hold_to_algebra(self._rounding, self._few_samples, runs, comparison)
         return replace(comparison.finish(self.blank), rows=seen, settings=settings)

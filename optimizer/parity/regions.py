@@ -175,12 +175,12 @@ def _check(
     old: Region, new: Region, values: tuple[Any, ...], declared: DeclaredError | None
 ) -> tuple[RegionParity, RegionParity | None]:
     def in_float64(*values: Any) -> Any:
-        # The region may write to its inputs.
+        # The region may write to its inputs, which it does only in their own dtype.
         copies = clone(values)
         with Float64Mode():
-            outputs = new(*values)
+            outputs = new(*copies)
         # Cast to the dtypes of the region's own outputs, which may differ from those of its inputs.
-        return pytree.tree_map(_as_dtype_of, outputs, new(*copies))
+        return pytree.tree_map(_as_dtype_of, outputs, new(*values))
 
     is_half = any(isinstance(value, torch.Tensor) and value.dtype in HALF for value in values)
     if not is_half:

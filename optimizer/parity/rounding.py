@@ -16,7 +16,6 @@ from optimizer.parity.float64 import raised
 from optimizer.parity.torch_functions import is_question, mapped, moved_tensor, written_ids
 from optimizer.torch_private import decomposition_of, schema_of
 from passes.program.torch_calls import name_of
-from passes.program.weights import bare, is_folded
 
 # Norms subtract a mean inside, and the difference may be far smaller than the rounded numbers.
 _NORMS = re.compile("norm(?!al)")
@@ -162,7 +161,7 @@ class RoundedMode(TorchDispatchMode):
 
 def stands_for_infinity(value: torch.Tensor) -> torch.Tensor:
     """Where a float tensor is at least half of its dtype's largest number, like masks of `torch.finfo(…).min`."""
-    return bare(value).abs() >= torch.finfo(value.dtype).max / 2
+    return value.detach().abs() >= torch.finfo(value.dtype).max / 2
 
 
 def random_signs(generator: torch.Generator) -> torch.Tensor:
@@ -178,8 +177,6 @@ def off_by_one_ulp(
     Args:
         eps: the relative change; the machine epsilon of the value's dtype by default.
     """
-    if is_folded(value):
-        value = bare(value)
     # Few steps make another tensor of this size, because the value may be the largest weight of the model.
     offset = value.detach() * _signs_for(value, signs, start)
     offset.mul_(torch.finfo(value.dtype).eps if eps is None else eps)
@@ -198,7 +195,6 @@ def _signs_for(value: torch.Tensor, signs: torch.Tensor, start: int) -> torch.Te
 
 def _is_whole(value: torch.Tensor) -> torch.Tensor:
     """Where a float tensor holds whole numbers that are small enough for its dtype to represent their neighbors."""
-    value = bare(value)
     if value.is_complex():
         return torch.zeros_like(value, dtype=torch.bool)
     return (value == value.round()) & (value.abs() < 1 / torch.finfo(value.dtype).eps)

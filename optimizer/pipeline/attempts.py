@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from exporters.places import line_of_error
 from optimizer.model import WorkingCopy
 from optimizer.parity import RegionParity, check_change
 from optimizer.pipeline.applied import TreeState
@@ -49,7 +50,8 @@ def attempt(item: Pass, context: Context, copy: WorkingCopy, original: nn.Module
         before.restore()
         tree.refresh()
         sources.refuse_writes(item)
-        reason = f"{type(error).__name__}: {first_line(error)}"
+        line = line_of_error(error)
+        reason = f"{type(error).__name__}: {first_line(error)}{f' ({line})' if line else ''}"
         seconds = time.perf_counter() - started
         return Attempt(PassRecord(item.name, item.options, "failed", reason, seconds=seconds), error=error)
     sources.refuse_writes(item)

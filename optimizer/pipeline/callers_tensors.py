@@ -11,7 +11,6 @@ from optimizer.model import Source, WorkingCopy, is_script, reachable_modules
 from passes.base import Pass
 from passes.program.model_tree import ModelTree
 from passes.program.storage import same_values
-from passes.program.weights import bare
 
 
 class CallersTensors:
@@ -30,7 +29,7 @@ class CallersTensors:
         scripted = (module for module in reachable_modules(copy.root) if is_script(module))
         put_back = {id(tensor) for module in scripted for tensor in module.buffers(recurse=False)}
         self._before: list[tuple[Source, torch.Tensor | None]] = [
-            (Source.of(name, tensor), bare(tensor).clone() if id(tensor) in put_back else None)
+            (Source.of(name, tensor), tensor.detach().clone() if id(tensor) in put_back else None)
             for name, tensor in named
             if not is_lazy(tensor)
         ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -12,8 +14,9 @@ from torch import nn
 
 from optimizer.model import Call, Mode, clone, eager_only, pinned_settings, private_state, random_state, seed_torch
 from optimizer.wording import first_line
-from passes.base import Context, fewest_rows, rows_of
-from passes.errors import UnseenCall
+from passes.base import Context
+
+Way = Callable[[], AbstractContextManager[Any]]
 
 
 class CopyRuns:
@@ -60,40 +63,6 @@ class CopyRuns:
             return f"{type(error).__name__}: {first_line(error)}"
         return None
 
-    def refused(self, *, gradients: bool) -> list[UnseenCall]:
-        """The errors that seals raise at the example calls."""
-        with self._quiet(), torch.set_grad_enabled(gradients):
-            outputs = [self._output(number, call) for number, call in enumerate(self.calls)]
-        return [output for output in outputs if isinstance(output, UnseenCall)]
-
-    def error_at(self, call: Call, *, gradients: bool) -> Exception | None:
-        """The error of a call; None if it runs."""
-        with ExitStack() as stack:
-            stack.enter_context(self._quiet())
-            stack.enter_context(torch.set_grad_enabled(gradients))
-            if gradients:
-                # No backward pass follows: the tensors kept for it would only take memory.
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_forgotten, _forgotten))
-            output = self._output(0, call)
-        return output if isinstance(output, Exception) else None
-
-    def smallest(self) -> Call:
-        """The call with the fewest rows."""
-        return self.calls[fewest_rows([(call.args, call.kwargs) for call in self.calls])]
-
-    def batch_sizes(self) -> set[int]:
-        """The numbers of rows of the example calls."""
-        return {rows_of((call.args, call.kwargs)) for call in self.calls}
-
-    def _output(self, seed: int, call: Call) -> Any:
-        """The output of one call, or its error."""
-        call = fresh(call)
-        seed_torch(seed)
-        try:
-            return self.root(*call.args, **call.kwargs)
-        except Exception as error:  # noqa: BLE001 - the caller looks at the error
-            return error
-
     def _run_compiled(self, watch: AbstractContextManager[Any]) -> str | None:
         """As `Context.run_compiled`."""
         try:
@@ -110,6 +79,35 @@ class CopyRuns:
         except Exception as error:  # noqa: BLE001 - a compiler may raise anything on foreign code
             return f"{type(error).__name__}: {first_line(error)}"
         return None
+
+    def seconds(self, ways: Sequence[Way], rounds: int, *, at_most: float) -> list[float]:
+        """The seconds of the first example call in each way: the shortest of some rounds, in turn.
+
+        Args:
+            ways: each makes a context around the calls.
+            at_most: after a call that takes longer, no further rounds follow.
+        """
+        shortest = [math.inf] * len(ways)
+        with ExitStack() as stack:
+            for kept in (random_state(0), pinned_settings(), torch.no_grad(), self._private_state()):
+                stack.enter_context(kept)
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            # The first round captures and computes what later calls keep.
+            for number in range(rounds + 1):
+                for place, way in enumerate(ways):
+                    call = fresh(self.calls[0])
+                    with way():
+                        started = time.perf_counter()
+                        self.root(*call.args, **call.kwargs)
+                        if torch.cuda.is_initialized():
+                            torch.cuda.synchronize()
+                        seconds = time.perf_counter() - started
+                    if number:
+                        shortest[place] = min(shortest[place], seconds)
+                if number and max(shortest) > at_most:
+                    break
+        return shortest
 
     @contextmanager
     def _apart(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -147,7 +145,3 @@ def fresh(call: Call) -> Call:
     """A copy of the call, because a forward may write to its inputs."""
     args, kwargs = clone((call.args, call.kwargs))
     return Call(args, kwargs)
-
-
-def _forgotten(kept: Any) -> Any:
-    return None

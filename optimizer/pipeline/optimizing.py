@@ -31,13 +31,13 @@ from optimizer.model import (
 )
 from optimizer.options import check_numbers
 from optimizer.parity import OriginalOutputs, ParityReport, Reference
+from optimizer.pipeline.own_storage import remove_hooks, share_until_loading
 from optimizer.pipeline.pipeline import Pipeline
 from optimizer.pipeline.provenance import Provenance, attach, detach
 from optimizer.pipeline.size import coverage_record, recorded_operations, size_of
 from optimizer.report import ProgressFunction, Report
 from optimizer.wording import listed
 from passes.base import Context, Pass, PassResult, device_of
-from passes.program.moved_bias import moved_biases
 from passes.registry import make_passes
 
 # Bytes of the original's outputs that a result keeps for its export.
@@ -57,6 +57,7 @@ def optimized(
     mode: Mode,
     device: torch.device | str | None,
     strict: bool,
+    explain: bool = False,
     batch_sizes: Sequence[int] | None,
     seed: int,
     progress: ProgressFunction,
@@ -85,7 +86,18 @@ def optimized(
             item.check(Context(mode, target, calls))
         original = on_device(model, target)
         copy = _copy_of(original, mode)
-        pipeline = Pipeline(copy, original, samples, target, strict=strict, batch_sizes=batch_sizes, progress=progress)
+        if mode == "inference" and not any(item.lowers_precision for item in chosen):
+            _freeze(copy, original)
+        pipeline = Pipeline(
+            copy,
+            original,
+            samples,
+            target,
+            strict=strict,
+            explain=explain,
+            batch_sizes=batch_sizes,
+            progress=progress,
+        )
         report, outputs, operations = _run_stages(pipeline, model, chosen, check_reference)
         report.notes[:0] = copy.notes
         _note_modes(report, model, copy.root, mode)
@@ -100,7 +112,9 @@ def optimized(
         provenance = Provenance(
             original, report, sources, pipeline.precisions, tuple(chosen), sizes, outputs, operations
         )
-        attach(copy.root, provenance, stays_in_eval=mode == "inference")
+        attach(copy.root, provenance, samples, stays_in_eval=mode == "inference")
+        if mode == "inference":
+            share_until_loading(copy.root, original)
         release_memory()
         return copy.root
 
@@ -132,6 +146,7 @@ def _run_stages(
         could_apply = pipeline.could_apply()
     with _timed(stages, "comparison"):
         parity = pipeline.verify()
+        pipeline.keep_if_worth()
     report = Report(
         model=type(model).__name__,
         mode=pipeline.mode,
@@ -160,9 +175,23 @@ def _timed(stages: dict[str, float], name: str) -> Iterator[None]:
 def _copy_of(model: nn.Module, mode: Mode) -> WorkingCopy:
     copy = working_copy(model, mode)
     detach(copy.root)
+    remove_hooks(copy.root)
     if mode == "inference":
         copy.root.eval()
     return copy
+
+
+def _freeze(copy: WorkingCopy, original: nn.Module) -> None:
+    """Let the result's own parameters require no gradients, so that a call without `no_grad` is as fast as one with it.
+
+    The parameters of scripted modules are the caller's, and stay as they are. With a lower precision all stay: autocast
+    keeps the cast of a weight for its next use only if the weight requires gradients.
+    """
+    modules = [copy.root, *(module for _, module in copy.unregistered())]
+    callers = {id(parameter) for parameter in original.parameters()}
+    for parameter in (one for module in modules for one in module.parameters()):
+        if parameter.requires_grad and id(parameter) not in callers:
+            parameter.requires_grad_(False)
 
 
 def _note_modes(report: Report, model: nn.Module, result: nn.Module, mode: Mode) -> None:
@@ -199,13 +228,6 @@ def notes_on_modes(model: nn.Module, result: nn.Module, made: str) -> tuple[list
 
 def _notes_on_verification(result: nn.Module, mode: Mode, parity: ParityReport | None) -> list[str]:
     notes = []
-    means = [mean for _, mean in moved_biases(result) if mean is not None] if mode == "training" else []
-    if means:
-        more = f" and {len(means) - 1} more" if len(means) > 1 else ""
-        notes.append(
-            f"training the result updates its own {means[0]}{more}, not the model's: load the result's state_dict "
-            "into the model afterwards"
-        )
     if parity is not None and any(isinstance(m, nn.SyncBatchNorm) and m.training for m in result.modules()):
         notes.append(
             "the comparison ran in one process, where a SyncBatchNorm uses the statistics of its own batch, as a "
@@ -231,7 +253,7 @@ def _warning_on_norms(paths: Sequence[str]) -> list[str]:
 
 
 def _sources(copy: WorkingCopy, original: nn.Module, kept: Sequence[PassResult]) -> tuple[Source, ...]:
-    """The caller's tensors that passes folded into others."""
+    """The caller's tensors that the result holds converted copies of."""
     places = (*unregistered_modules(original), *original.named_modules())
     paths = {id(module): path for path, module in places}
     found: dict[int, Source] = {}

@@ -26,6 +26,7 @@ from optimizer.pipeline.hints import passes_that_would_apply
 from optimizer.pipeline.size import record_runs
 from optimizer.pipeline.transactions import Transactions
 from optimizer.pipeline.verification import verified
+from optimizer.pipeline.worth import without_what_slows
 from optimizer.report import PassRecord, Progress, ProgressFunction
 from passes.base import Context, Pass, PassResult
 from passes.program.model_tree import ModelTree
@@ -49,6 +50,7 @@ class Pipeline:
         device: torch.device,
         *,
         strict: bool,
+        explain: bool,
         batch_sizes: Sequence[int] | None,
         progress: ProgressFunction,
     ) -> None:
@@ -59,7 +61,9 @@ class Pipeline:
         self._samples = samples
         self._batch_sizes = batch_sizes
         self._progress = progress
-        self._transactions = Transactions(copy, original, self.tree, device, strict=strict, progress=progress)
+        self._transactions = Transactions(
+            copy, original, self.tree, device, strict=strict, explain=explain, progress=progress
+        )
 
     @property
     def mode(self) -> Mode:
@@ -128,7 +132,7 @@ class Pipeline:
                 "only one batch size could be run, so constants that depend on the batch size can't be detected"
             )
         if recorded is not None:
-            self.tree.runs = self.tree.earlier_runs = recorded.as_runs(keys)
+            self.tree.runs = recorded.as_runs(keys)
         self._transactions.comparer = Comparer(
             outputs, self._original, self._copy.root, samples, self.mode, sizes, self.notes
         )
@@ -167,7 +171,13 @@ class Pipeline:
             return None
         if not self._may_differ():
             return comparer.outputs.unchanged("No pass changed the model: there was nothing to compare.")
-        return verified(self._transactions, comparer, self._samples, self._batch_sizes)
+        return verified(self._transactions, comparer)
+
+    def keep_if_worth(self) -> None:
+        """Remove the graph passes of an inference result that is slower with them."""
+        if self.mode == "inference":
+            transactions = self._transactions
+            transactions.records = without_what_slows(self._copy.root, transactions.runs, transactions.records)
 
     def could_apply(self) -> list[str]:
         """The passes that weren't named and would change something; empty if a named one changed something."""

@@ -9,11 +9,13 @@ from typing import Any
 from torch import nn
 
 from optimizer.errors import ExportFailed, UsageError
-from optimizer.model import Source
+from optimizer.model import Samples, Source
 from optimizer.parity import OriginalOutputs
+from optimizer.pipeline.warm_up import WarmUp
 from optimizer.report import Report
 from passes.base import DeclaredError, Pass, Precision
 from passes.errors import UnknownPass
+from passes.program.backend import refresh
 from passes.registry import pass_named
 
 _ATTRIBUTE = "_optimize_export"
@@ -30,7 +32,7 @@ class Provenance:
         original: the caller's module, which shares all weights with the result that no pass changed; None after
             unpickling.
         report: the report of `optimize`.
-        sources: the caller's tensors that passes folded into others.
+        sources: the caller's tensors that the result holds converted copies of.
         precisions: the reasons why the result is less precise than the original: half precisions, and declared errors.
         passes: the passes in order, which can run again; empty after unpickling.
         batch_sizes: the argument of `optimize`.
@@ -69,8 +71,8 @@ class Provenance:
         for source in self.sources:
             if not source.unchanged:
                 raise ExportFailed(
-                    f"{source.path} was modified after optimize() folded it into other weights: the result has the "
-                    "old values, so optimize the model again before you export it."
+                    f"{source.path} was modified after optimize() copied it: the "
+                    "result has the old values, so optimize the model again before you export it."
                 )
 
 
@@ -93,11 +95,25 @@ class StaysInEval:
         return self.owner
 
 
-def attach(module: nn.Module, provenance: Provenance, *, stays_in_eval: bool) -> None:
-    """Attach the provenance, and the report as `.report` where the model has no attribute of that name."""
+class Refresh:
+    """The `refresh` of a result: call it after writes to its weights that torch doesn't count, through `.data` or numpy."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        self.owner = owner
+
+    def __call__(self) -> None:
+        refresh(self.owner)
+
+
+def attach(module: nn.Module, provenance: Provenance, samples: Samples | None, *, stays_in_eval: bool) -> None:
+    """Attach the provenance, and `.report`, `.refresh()` and `.warm_up()` where the model has no such attributes."""
     module.__dict__[_ATTRIBUTE] = provenance
     if not hasattr(module, "report"):
         module.__dict__["report"] = provenance.report
+    if not hasattr(module, "refresh"):
+        module.__dict__["refresh"] = Refresh(module)
+    if not hasattr(module, "warm_up"):
+        module.__dict__["warm_up"] = WarmUp(module, samples)
     if stays_in_eval:
         module.__dict__["train"] = StaysInEval(module)
 
@@ -113,6 +129,10 @@ def detach(module: nn.Module) -> None:
     module.__dict__.pop(_ATTRIBUTE, None)
     if isinstance(module.__dict__.get("train"), StaysInEval):
         del module.__dict__["train"]
+    if isinstance(module.__dict__.get("refresh"), Refresh):
+        del module.__dict__["refresh"]
+    if isinstance(module.__dict__.get("warm_up"), WarmUp):
+        del module.__dict__["warm_up"]
     if isinstance(module.__dict__.get("report"), Report):
         del module.__dict__["report"]
 

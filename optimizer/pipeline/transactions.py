@@ -46,6 +46,7 @@ class Transactions:
         device: torch.device,
         *,
         strict: bool,
+        explain: bool,
         progress: ProgressFunction,
     ) -> None:
         self.passes: Sequence[Pass] = ()
@@ -60,6 +61,7 @@ class Transactions:
         self._tree = tree
         self._device = device
         self._strict = strict
+        self._explain = explain
         self._progress = progress
 
     def context(self) -> Context:
@@ -85,7 +87,7 @@ class Transactions:
         """
         item = self.passes[number]
         self._progress(Progress("optimize", number, len(self.passes) + 1, item.name, item.name))
-        context = replace(self.context(), left_alone=self.left_alone.get(number, {}))
+        context = replace(self.context(), left_alone=self.left_alone.get(number, {}), explain=self._explain)
         if context.example_calls:
             context = replace(context, judge=partial(judge_change, self._copy.root, item.declared_error))
         for tries_left in reversed(range(_MOST_TRIES)):

@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from passes.program.forwards import AroundForward, is_atom, standing_around
-from passes.program.seals import SealedOutput, resealed
 from passes.torch_private import AnyNorm, is_tracing
 
 HALF = (torch.bfloat16, torch.float16)
@@ -307,7 +306,7 @@ class Loan:
 
 def changed_in_place(value: Any, change: Callable[[Any], Any]) -> Any:
     """Replace the tensors in a value: lists and dicts are written to, tuples are rebuilt."""
-    if isinstance(value, SealedOutput | torch.Tensor):
+    if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, tuple):
         return _tuple_of(value, [changed_in_place(each, change) for each in value])
@@ -326,7 +325,7 @@ def changed_in_place(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def changed(value: Any, change: Callable[[Any], Any], own: Sequence[Any] = ()) -> Any:
     """Replace the tensors in a value, and rebuild their containers; containers in `own` are kept as is."""
-    if isinstance(value, SealedOutput | torch.Tensor):
+    if isinstance(value, torch.Tensor):
         return change(value)
     if any(value is each for each in own):
         return value
@@ -416,10 +415,7 @@ def _is_float(leaf: Any) -> bool:
 
 
 def cast_leaf(leaf: Any, of: Sequence[torch.dtype], to: torch.dtype) -> Any:
-    """Cast a tensor, or the value inside a seal, if its dtype is one of `of`; anything else is returned as is."""
-    if isinstance(leaf, SealedOutput):
-        value = cast_leaf(leaf.sealed_value, of, to)
-        return leaf if value is leaf.sealed_value else resealed(value, leaf)
+    """Cast a tensor if its dtype is one of `of`; anything else is returned as is."""
     return leaf.to(to) if isinstance(leaf, torch.Tensor) and leaf.dtype in of else leaf
 
 

@@ -18,7 +18,6 @@ from passes.casting.forwards import HALF, cast_leaf, finite_in, map_leaves, mask
 from passes.casting.random_state import random_state, set_random_state
 from passes.program.interception import intercepted_calls
 from passes.program.model_tree import training_flags
-from passes.program.seals import opened, resealed
 from passes.torch_private import without_torch_function
 
 # A context in which a module runs in the half precision, except for the submodules that stay in float32.
@@ -118,7 +117,7 @@ class LossWatch(_Watch):
                 self._busy = False
         if module is self.root:
             self.outputs = map_leaves(_copied, outputs)
-        for leaf in map(opened, pytree.tree_leaves(outputs)):
+        for leaf in pytree.tree_leaves(outputs):
             if isinstance(leaf, torch.Tensor):
                 self._makers[id(leaf)] = weakref.ref(leaf), module
         return outputs
@@ -162,7 +161,7 @@ class LossWatch(_Watch):
             self.losses[id(module)] = loss
 
     def _feeder(self, given: Any) -> nn.Module | None:
-        floats = [leaf for leaf in map(opened, pytree.tree_leaves(given)) if _is_float32(leaf)]
+        floats = [leaf for leaf in pytree.tree_leaves(given) if _is_float32(leaf)]
         if len(floats) != 1:
             return None
         made, maker = self._makers.get(id(floats[0]), (None, None))
@@ -239,7 +238,7 @@ def share_lost(wanted: Any, got: Any) -> float:
 
     Positions where `wanted` isn't finite are ignored. The loss is infinite if only `got` isn't finite.
     """
-    mine, theirs = (list(map(opened, pytree.tree_leaves(tree))) for tree in (wanted, got))
+    mine, theirs = (pytree.tree_leaves(tree) for tree in (wanted, got))
     if len(mine) != len(theirs):
         return math.inf
     # Hide these operations from modes that watch the calls of the model.
@@ -271,12 +270,11 @@ def by_share(losses: Mapping[int, Loss]) -> Sequence[int]:
 
 def _is_plain(given: Any) -> bool:
     """Whether a call can be repeated: it has no argument that may hold state, such as a cache."""
-    return all(isinstance(opened(leaf), _PLAIN) for leaf in pytree.tree_leaves(given))
+    return all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(given))
 
 
 def _copied(leaf: Any) -> Any:
-    value = opened(leaf)
-    return resealed(value.detach().clone(), leaf) if isinstance(value, torch.Tensor) else leaf
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _is_float(leaf: Any) -> bool:

@@ -35,6 +35,8 @@ class CheckpointedForward(AroundForward):
         plan: the values that are kept in training, and those that are recomputed.
     """
 
+    watches_training = True
+
     def __init__(self, owner: nn.Module, plan: Plan, inner: Any) -> None:
         self.owner = owner
         self.plan = plan

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from passes.checkpointing.calls import UNWATCHED
 from passes.checkpointing.plan import Plan
-from passes.errors import UnseenCall
+from passes.errors import PlansDiffer
 
 
 class Units:
@@ -41,7 +41,7 @@ class Units:
         Otherwise the ranks would gather different units, and each would wait for the others forever.
 
         Raises:
-            UnseenCall: the ranks have different plans.
+            PlansDiffer: the ranks have different plans.
         """
         import torch.distributed as dist
         from torch.distributed.tensor import DTensor
@@ -53,7 +53,7 @@ class Units:
                 digests: list[Any] = [None] * dist.get_world_size(group)
                 dist.all_gather_object(digests, digest, group)
                 if len(set(digests)) > 1:
-                    raise UnseenCall(
+                    raise PlansDiffer(
                         "the ranks train with different checkpoints: call optimize() with the same passes and with "
                         "example inputs of the same shapes on each rank."
                     )

@@ -1,1 +1,1 @@
-"""Shared code for reading and rewriting models: recordings, captured graphs, matching, seals. Knows no pass."""
+"""Shared code for reading and rewriting models: recordings, captured graphs, matching. Knows no pass."""

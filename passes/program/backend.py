@@ -24,17 +24,18 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from passes.program.captured import CapturedGraph, Modules, example_of, under_seal
+from passes.program.captured import CapturedGraph, Modules, example_of
 from passes.program.changes import Place
 from passes.program.derived import DerivedInputs, DerivedTensors, lifted
 from passes.program.graph_rewriting import GraphRewriter
 from passes.program.hooks import has_global_hooks
-from passes.program.weights import PLAIN_TENSORS, a_forward_runs
+from passes.program.torch_calls import PLAIN_TENSORS
 from passes.torch_private import (
     COMPILED_CALL,
     DISPATCHES_AGAIN,
     as_captured,
     captured_call,
+    forget_sources,
     is_watched,
     without_subclasses,
 )
@@ -99,10 +100,13 @@ class GraphCall:
         self.open_dims = tuple(open_dims)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_watched() or has_global_hooks():
+        if is_watched() or has_global_hooks() or self._is_trained_under_a_plan():
             return self.owner._call_impl(*args, **kwargs)
-        with a_forward_runs():
-            return compilation_of(self).compiled.run(self.owner, args, kwargs)
+        return compilation_of(self).compiled.run(self.owner, args, kwargs)
+
+    def _is_trained_under_a_plan(self) -> bool:
+        watches = getattr(self.owner.__dict__.get("forward"), "watches_training", False)
+        return bool(watches) and torch.is_grad_enabled() and self.owner.training
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphCall:
         owner = memo.get(id(self.owner), self.owner)
@@ -117,6 +121,20 @@ class GraphCall:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.owner, self.passes, self.open_dims = state
         self.owner.__dict__[COMPILED_CALL] = self
+
+
+def names_of_graph_passes(module: nn.Module) -> str:
+    """The names of the passes that rewrite a module's graphs, with commas between them; "" for none."""
+    call = module.__dict__.get(GRAPH_CALL)
+    steps = call.passes if isinstance(call, GraphCall) else ()
+    return ", ".join(step.item.name for step in steps if isinstance(step, Applied))
+
+
+def refresh(module: nn.Module) -> None:
+    """Compute the derived tensors of a module's graphs anew at its next call."""
+    call = module.__dict__.get(GRAPH_CALL)
+    if isinstance(call, GraphCall):
+        compilation_of(call).derived.forget()
 
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -165,7 +183,7 @@ class Compilation:
         self._call = weakref.ref(call)
         self.graphs: list[_Program] = []
         self.error: Exception | None = None
-        self.derived = DerivedTensors()
+        self.derived = DerivedTensors(call.owner)
         this = weakref.ref(self)
 
         def capture(graph: fx.GraphModule, inputs: Sequence[Any], around: nn.Module | None) -> Callable[..., Any]:
@@ -221,6 +239,22 @@ class _Program:
         self._lock = threading.Lock()
         # The passes, and the function that their rewritten graph compiled to.
         self._made: tuple[tuple[Step, ...], Callable[..., Any]] | None = None
+        self._derived: DerivedInputs | None = None
+
+    def other_owners(self) -> Iterator[dict[str, str]]:
+        """For each further set of sources with which the graph was called, their paths by those of the first.
+
+        torch.compile calls one graph for equal modules after a graph break in each.
+        """
+        if self._derived is None:
+            return
+        paths = self.captured.modules.tensors
+        placeholders = self.captured.graph.find_nodes(op="placeholder")
+        first = [self.captured.tensors.get(placeholders[place], "") for place in self._derived.places]
+        for key in list(self._derived.states):
+            others = [paths.get(source, "") for source in key]
+            if others != first and all(first) and all(others):
+                yield dict(zip(first, others, strict=True))
 
     def __call__(self, *inputs: Any) -> Any:
         call, made = self._call(), self._made
@@ -230,12 +264,13 @@ class _Program:
 
     def _make(self, passes: tuple[Step, ...], inputs: Sequence[Any]) -> tuple[tuple[Step, ...], Callable[..., Any]]:
         with self._lock:
+            forget_sources(map(example_of, self.captured.tensors))
             try:
                 captured = self.captured
                 for step in passes:
                     captured = step.rewrite(captured, inputs)
                 captured.graph.lint()
-                function = _function_of(captured, self.origin, inputs)
+                function, self._derived = _function_of(captured, self.origin, inputs)
             except Exception as error:  # noqa: BLE001 - a pass may be anyone's code; the original graph is correct
                 if (compilation := self._compilation()) is not None:
                     compilation.error = error
@@ -246,22 +281,16 @@ class _Program:
             return self._made
 
 
-def _function_of(captured: CapturedGraph, origin: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compile a captured graph to a function that computes with the folded tensors among its inputs."""
-    are_plain = _are_plain(inputs)
-    if are_plain:
-        # Without the alias nodes, which unwrap folded tensors one by one: each takes some microseconds in every call.
-        captured = captured.copied()[0]
-        for node in captured.graph.nodes:
-            if (parameter := under_seal(node)) is not node:
-                node.replace_all_uses_with(parameter)
-                captured.graph.erase_node(node)
+def _function_of(
+    captured: CapturedGraph, origin: fx.GraphModule, inputs: Sequence[Any]
+) -> tuple[Callable[..., Any], DerivedInputs | None]:
+    """Compile a captured graph to a function that gets its derived tensors."""
     graph, derived = lifted(captured)
     function = fx.GraphModule(origin, graph).forward
     if derived is not None:
         function = _with_derived(function, origin.forward, derived)
     # With other classes, the graph may need their `__torch_function__`.
-    return _without_subclasses(function) if are_plain else function
+    return (_without_subclasses(function) if _are_plain(inputs) else function), derived
 
 
 def _with_derived(function: Callable[..., Any], as_written: Callable[..., Any], derived: DerivedInputs) -> Any:
@@ -320,5 +349,7 @@ __all__ = [
     "compilation_of",
     "compiled",
     "entry_of",
+    "names_of_graph_passes",
+    "refresh",
     "without_graph_call",
 ]

@@ -6,19 +6,25 @@ made it, and holds an example of its value without data: a FakeTensor or a symbo
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
-from passes.torch_private import OpOverload, enter_autocast, module_id_of
+from passes.program.tensors import TensorRef
+from passes.torch_private import OpOverload, OpOverloadPacket, enter_autocast, module_id_of
 
 if TYPE_CHECKING:
     from passes.program.derived import DerivedTensors
 
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_TORCH = Path(torch.__file__).parent
 # torch's own key in `node.meta` for the example of a node's value.
 EXAMPLE = "example_value"
 
@@ -40,6 +46,28 @@ class Modules:
         }
         named = (*root.named_parameters(), *root.named_buffers())
         self.tensors = {id(tensor): path for path, tensor in named}
+        self._root = weakref.ref(root)
+
+    def buffer_at(self, path: str) -> TensorRef | None:
+        """The place of a buffer; None if there is no buffer at the path."""
+        owner, _, name = path.rpartition(".")
+        module = self._module_at(owner)
+        return None if module is None or name not in module._buffers else TensorRef(module, name)
+
+    def tensor_at(self, path: str) -> torch.Tensor | None:
+        """The parameter or buffer that is now at a path; None if there is none."""
+        owner, _, name = path.rpartition(".")
+        module = self._module_at(owner)
+        found = None if module is None else getattr(module, name, None)
+        return found if isinstance(found, torch.Tensor) else None
+
+    def _module_at(self, path: str) -> nn.Module | None:
+        root = self._root()
+        try:
+            return None if root is None else root.get_submodule(path)
+        except AttributeError:
+            # It was replaced by other code since.
+            return None
 
 
 class CapturedGraph:
@@ -61,6 +89,8 @@ class CapturedGraph:
         derived: DerivedTensors,
     ) -> None:
         self.graph = graph
+        # Holds the subgraphs that nodes refer to, as those of torch.cond.
+        self.home: nn.Module = graph.owning_module or nn.Module()
         self.modules = modules
         self.derived = derived
         self._around = modules.paths.get(id(around), "")
@@ -70,14 +100,6 @@ class CapturedGraph:
             for node, value in zip(placeholders, inputs, strict=True)
             if id(value) in modules.tensors
         }
-        # Weak, so that a captured graph keeps no tensor alive.
-        self._values = {
-            node: weakref.ref(value) for node, value in zip(placeholders, inputs, strict=True) if node in self.tensors
-        }
-        # Computations use a folded parameter through an alias node that unwraps it; treat that node as the parameter.
-        self.tensors |= {
-            node: self.tensors[under] for node in graph.nodes if (under := under_seal(node)) in self.tensors
-        }
 
     def copied(self) -> tuple[CapturedGraph, dict[fx.Node, fx.Node]]:
         """Copy the graph; also returns the mapping from the old nodes to the new ones."""
@@ -86,15 +108,19 @@ class CapturedGraph:
         for node in self.graph.nodes:
             nodes[node] = graph.node_copy(node, nodes.__getitem__)
         twin = object.__new__(CapturedGraph)
-        twin.graph, twin.modules, twin.derived, twin._around = graph, self.modules, self.derived, self._around
+        twin.graph, twin.home, twin.modules, twin._around = graph, self.home, self.modules, self._around
+        twin.derived = self.derived
         twin.tensors = {nodes[node]: path for node, path in self.tensors.items() if node in nodes}
-        twin._values = {nodes[node]: value for node, value in self._values.items() if node in nodes}
         return twin, nodes
+
+    def is_of(self, other: CapturedGraph) -> bool:
+        """Whether both are the same capture, perhaps rewritten."""
+        return self.modules is other.modules
 
     def value_of(self, node: fx.Node) -> torch.Tensor | None:
         """The parameter or buffer itself; None for other nodes, and for a tensor that the model has dropped."""
-        reference = self._values.get(node)
-        return None if reference is None else reference()
+        path = self.tensors.get(node)
+        return None if path is None else self.modules.tensor_at(path)
 
     def path_of(self, node: fx.Node) -> str:
         """The path of the module whose forward made the node; "" for the root."""
@@ -104,28 +130,47 @@ class CapturedGraph:
                 return path
         return self._around
 
+    def calls_around(self, node: fx.Node) -> tuple[tuple[str, str], ...]:
+        """The calls of the root's submodules around the node, from the outermost: torch's key of each, and the path."""
+        keys = node.meta.get("nn_module_stack") or ()
+        paths = ((key, self.modules.paths.get(module_id_of(key) or 0)) for key in keys)
+        return tuple((key, path) for key, path in paths if path)
+
+    def line_of(self, node: fx.Node) -> str:
+        """The innermost line outside torch that made the node: "net.py:17"; "" if it isn't known."""
+        frames = [found for found in _FRAME.finditer(node.meta.get("stack_trace") or "") if is_users(found[1])]
+        return f"{Path(frames[-1][1]).name}:{frames[-1][2]}" if frames else ""
+
     def is_of_layer(self, node: fx.Node) -> bool:
         """Whether a torch.nn layer made the node."""
         return any(module_id_of(key) in self.modules.stock for key in node.meta.get("nn_module_stack") or ())
 
     def where(self, node: fx.Node) -> str:
-        """The location of the node for reports: "encoder.act", or "encoder (mul)" if no torch.nn layer made it."""
+        """The location of the node for reports: "encoder.act", or "encoder (mul)" if no torch.nn layer made it.
+
+        In the second call of a module it is "encoder.act, call 2".
+        """
         path = self.path_of(node)
-        return path if path and self.is_of_layer(node) else f"{path or 'the root'} ({name_of(node)})"
+        place = path if path and self.is_of_layer(node) else f"{path or 'the root'} ({name_of(node)})"
+        key = next(reversed(node.meta.get("nn_module_stack") or {}), "")
+        earlier = key.partition("@")[2]
+        return f"{place}, call {int(earlier) + 1}" if earlier.isdecimal() else place
 
 
-def under_seal(node: fx.Node) -> fx.Node:
-    """The placeholder of a folded parameter, given the node that unwraps it; any other node unchanged."""
-    is_alias = node.op == "call_function" and node.target is torch.ops.aten.alias.default
-    source = node.args[0] if is_alias else node
-    return source if isinstance(source, fx.Node) and source.op == "placeholder" else node
+def is_users(file: str) -> bool:
+    """Whether a source file belongs to the user, not to torch; generated code has no file."""
+    return file.endswith(".py") and not Path(file).is_relative_to(_TORCH)
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of the node's function or method: "relu" for F.relu, torch.relu and Tensor.relu."""
-    name = str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", node.target))
-    # An operator called by its overload is named, for example, `alias.default`.
-    return name.partition(".")[0] if isinstance(node.target, OpOverload) else name
+    """The name of the node's function or method: "relu" for F.relu, torch.relu and Tensor.relu.
+
+    Operators of other libraries have names with their namespace: "quantized::linear".
+    """
+    target = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
+    if isinstance(target, OpOverloadPacket):
+        return str(target._qualified_op_name).removeprefix("aten::")
+    return str(target) if node.op == "call_method" else str(getattr(target, "__name__", target))
 
 
 def example_of(node: fx.Node) -> Any:
@@ -206,27 +251,47 @@ def computing(graph: fx.Graph) -> Iterator[fx.Node]:
     return (node for node in graph.nodes if node.op in ("call_function", "call_method", "call_module"))
 
 
-def subgraph(wanted: Sequence[fx.Node], stops: Sequence[fx.Node]) -> fx.Graph:
+def subgraph(wanted: Sequence[fx.Node], stops: Sequence[fx.Node], also: Sequence[fx.Node] = ()) -> fx.Graph:
     """Copy the nodes that compute `wanted` from `stops`; the stops become placeholders, the output is a tuple.
+
+    Args:
+        also: further nodes to copy, which write in place.
 
     Raises:
         KeyError: a value depends on an input of the graph that isn't in `stops`.
     """
     graph = fx.Graph()
     nodes = {stop: graph.placeholder(f"value_{number}") for number, stop in enumerate(stops)}
-    for node in sorted(between(wanted, nodes)):
+    for node in sorted(between([*wanted, *also], nodes)):
         nodes[node] = graph.node_copy(node, nodes.__getitem__)
     graph.output(tuple(nodes[node] for node in wanted))
     return graph
 
 
-def function_of(graph: fx.Graph) -> Callable[..., Any]:
-    """The Python function of a graph; it returns one value, or a tuple of several."""
-    function: Callable[..., Any] = fx.GraphModule(nn.Module(), graph).forward
-    (outputs,) = next(node for node in reversed(graph.nodes) if node.op == "output").args
-    if isinstance(outputs, tuple) and len(outputs) == 1:
-        return lambda *values: function(*values)[0]
-    return function
+@dataclass(frozen=True)
+class GraphFunction:
+    """The Python function of a graph; it returns one value, or a tuple of several.
+
+    Functions with equal code of the same operations are equal, unless they refer to subgraphs or constants of `home`.
+    """
+
+    code: str
+    targets: tuple[Any, ...]
+    home: nn.Module | None
+    forward: Callable[..., tuple[Any, ...]] = field(compare=False)
+
+    def __call__(self, *values: Any) -> Any:
+        """Compute the graph's outputs from its inputs."""
+        outputs = self.forward(*values)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+
+def function_of(graph: fx.Graph, home: nn.Module) -> GraphFunction:
+    """The function of a graph that `subgraph` made; `home` holds the subgraphs and constants that its nodes refer to."""
+    module = fx.GraphModule(home, graph)
+    targets = tuple(node.target for node in graph.nodes if node.op == "call_function")
+    refers = any(node.op in ("get_attr", "call_module") for node in graph.nodes)
+    return GraphFunction(module.code, targets, home if refers else None, module.forward)
 
 
 def between(wanted: Sequence[fx.Node], stops: Mapping[fx.Node, Any] | set[fx.Node]) -> set[fx.Node]:

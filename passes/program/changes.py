@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from passes.program.edits import AttributeEdit, Edit, TensorEdit, undo_all
 from passes.program.model_tree import ModelTree
@@ -63,7 +63,6 @@ class Change:
         edits: the edits of the modules.
         sources: the tensors of the caller's module that new tensors were computed from.
         left_alone: whether this change is excluded, so that nothing of it is kept.
-        between: the paths of the two folded modules, in the order of execution; None if nothing is folded.
     """
 
     where: str
@@ -72,7 +71,6 @@ class Change:
     edits: list[Edit] = field(default_factory=list)
     sources: list[TensorRef] = field(default_factory=list)
     left_alone: bool = False
-    between: tuple[str, str] | None = None
 
     @property
     def place(self) -> Place:
@@ -90,10 +88,7 @@ class ChangeRecord(Generic[_Change]):
         tree: the model's modules and tensors.
         changes, skips: the record.
         edits: all edits of modules, in the order in which they were made.
-        weights_alone: whether the rewriter changes only weights, so that the module calls stay the same.
     """
-
-    weights_alone: ClassVar[bool] = False
 
     def __init__(self, tree: ModelTree, left_alone: Mapping[Place, str] | None = None) -> None:
         """Start an empty record.
@@ -155,7 +150,7 @@ class ChangeRecord(Generic[_Change]):
         change = self._changing()
         edit.apply()
         change.edits.append(edit)
-        self.tree.forget_runs(weights_alone=self.weights_alone)
+        self.tree.forget_runs()
 
     @property
     def edits(self) -> list[Edit]:

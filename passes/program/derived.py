@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from passes.program.captured import EXAMPLE, CapturedGraph, example_of, is_under_autocast, name_of
 from passes.program.effects import Memory
-from passes.program.weights import PLAIN_TENSORS
+from passes.program.torch_calls import PLAIN_TENSORS
 from passes.torch_private import has_autocast, is_capturing_cuda, without_subclasses
 
-# The key in `node.meta` for the value of a new derived tensor.
-_VALUE = "optimize_export_value"
 Usable = Callable[[torch.Tensor], str | None]
 
 
@@ -98,11 +96,34 @@ class Unusable(Exception):
 
 
 class DerivedTensors:
-    """The values that the graphs of one model share. A value is freed when no graph uses it any more."""
+    """The values that the graphs of one model share. A value is freed when no graph uses it any more.
 
-    def __init__(self) -> None:
+    No reference to a parameter is kept, not even a weak one: `torch.utils.swap_tensors`, by which `Module.to` may move
+    parameters, refuses tensors with weak references.
+    """
+
+    def __init__(self, root: nn.Module | None = None) -> None:
         self.lock = threading.RLock()
+        self._root = None if root is None else weakref.ref(root)
+        # The values that were computed while a graph was rewritten, until its first call.
+        self.fresh: list[torch.Tensor] = []
+        self.graphs: weakref.WeakSet[DerivedInputs] = weakref.WeakSet()
         self._values: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
+
+    def drop_unused(self) -> None:
+        """Drop the values of parameters and buffers that the model no longer has."""
+        root = None if self._root is None else self._root()
+        held = set() if root is None else {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
+        for graph in self.graphs:
+            for key in [key for key in graph.states if not held.issuperset(key)]:
+                del graph.states[key]
+
+    def forget(self) -> None:
+        """Compute all tensors anew at the next calls."""
+        with self.lock:
+            for graph in self.graphs:
+                graph.states.clear()
+            self._values.clear()
 
     def values_of(self, recipes: Sequence[Recipe], sources: Mapping[Any, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Compute the tensors, or take those that another graph has computed from the same sources.
@@ -113,28 +134,40 @@ class DerivedTensors:
         Raises:
             Unusable: a value must not be used.
         """
-        # Values that only other values are computed from are freed at the end.
-        known: dict[Any, tuple[Any, torch.Tensor]] = {
-            place: ((id(source), source._version, source.data_ptr(), source.stride()), source)
+        states = {
+            place: (id(source), source._version, source.data_ptr(), source.stride())
             for place, source in sources.items()
         }
+        # Values that only other values are computed from are freed at the end.
+        values: dict[Any, torch.Tensor] = {}
         with self.lock, torch.inference_mode(False), torch.no_grad():
-            return tuple(self._value_of(recipe, known)[1] for recipe in recipes)
+            return tuple(self._value_of(recipe, sources, states, values) for recipe in recipes)
 
-    def _value_of(self, recipe: Recipe, known: dict[Any, tuple[Any, torch.Tensor]]) -> tuple[Any, torch.Tensor]:
-        """The key under which the value is kept, and the value."""
-        found = [
-            self._value_of(source, known) if isinstance(source, Recipe) else known[source] for source in recipe.sources
-        ]
-        key = recipe.call.function, *(key for key, _ in found)
+    def _value_of(
+        self,
+        recipe: Recipe,
+        sources: Mapping[Any, torch.Tensor],
+        states: Mapping[Any, Any],
+        values: dict[Any, torch.Tensor],
+    ) -> torch.Tensor:
+        key = _key_of(recipe, states)
         value = self._values.get(key)
         if value is None:
-            value = recipe.call(*(value for _, value in found)).detach()
+            arguments = (
+                self._value_of(source, sources, states, values) if isinstance(source, Recipe) else sources[source]
+                for source in recipe.sources
+            )
+            value = recipe.call(*arguments).detach()
             if recipe.call.usable is not None and (reason := recipe.call.usable(value)):
                 raise Unusable(reason)
-            self._values[key] = value
-            known[key] = key, value
-        return key, value
+            self._values[key] = values[key] = value
+        return value
+
+
+def _key_of(recipe: Recipe, states: Mapping[Any, Any]) -> Any:
+    """The key of a value in the store: its function, and the states of its sources."""
+    keys = (_key_of(source, states) if isinstance(source, Recipe) else states[source] for source in recipe.sources)
+    return recipe.call.function, *keys
 
 
 class DerivedInputs:
@@ -147,25 +180,30 @@ class DerivedInputs:
         store: the values of the model.
         recipes: how each tensor is computed.
         enables_gradients: whether the graph itself switches gradients on.
+
+    Attributes:
+        places: the indices of the sources among the inputs of the graph.
+        states: the sources and values of each set of sources, by the ids of the sources: one captured graph can serve
+            several equal modules.
     """
 
     def __init__(self, store: DerivedTensors, recipes: Sequence[Recipe], *, enables_gradients: bool) -> None:
         self._store = store
+        store.graphs.add(self)
         self._recipes = tuple(recipes)
-        self._places = sorted({place for recipe in recipes for place in recipe.inputs})
+        self.places = sorted({place for recipe in recipes for place in recipe.inputs})
         self._enables_gradients = enables_gradients
-        # By the ids of the sources: one captured graph can serve several equal modules.
-        self._states: dict[tuple[int, ...], _State] = {}
+        self.states: dict[tuple[int, ...], _State] = {}
 
     def of(self, inputs: Sequence[Any]) -> tuple[torch.Tensor, ...] | None:
         """The tensors for a call with these inputs; None if the graph must run as it was written.
 
         It must if gradients flow to a source, if a source can't be watched, or if a value can't be used.
         """
-        sources = [inputs[place] for place in self._places]
+        sources = [inputs[place] for place in self.places]
         if (torch.is_grad_enabled() or self._enables_gradients) and any(map(_requires_grad, sources)):
             return None
-        state = self._states.get(tuple(map(id, sources)))
+        state = self.states.get(tuple(map(id, sources)))
         if (
             state is None
             or list(map(_version_of, sources)) != state.versions
@@ -175,29 +213,25 @@ class DerivedInputs:
             return self._made(sources)
         return state.values
 
-    def forget(self) -> None:
-        """Compute all tensors anew at the next call."""
-        self._states.clear()
-
     def _made(self, sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
         # What a CUDA graph records is only replayed later, so no value can be kept.
         if is_capturing_cuda() or not all(map(can_be_watched, sources)):
             return None
         key = tuple(map(id, sources))
         with self._store.lock:
-            self._states.pop(key, None)
+            self.states.pop(key, None)
             try:
-                values = self._store.values_of(self._recipes, dict(zip(self._places, sources, strict=True)))
+                values = self._store.values_of(self._recipes, dict(zip(self.places, sources, strict=True)))
             except Unusable:
                 values = None
+            self._store.fresh.clear()
             for device in {value.device for value in values or () if value.is_cuda}:
                 # They may be used on another stream, so they must be complete.
                 torch.cuda.current_stream(device).synchronize()
-            drop = weakref.WeakMethod(self._drop)
-            self._states[key] = _State(
-                tuple(weakref.ref(source, lambda _: (drop() or _nothing)(key)) for source in sources),
+            self._store.drop_unused()
+            self.states[key] = _State(
                 # Keeps the memory alive, so that no other tensor can get the same address.
-                tuple(source.detach() for source in sources),
+                tuple(source.untyped_storage() for source in sources),
                 list(map(_version_of, sources)),
                 list(map(_pointer_of, sources)),
                 [(place, source.stride()) for place, source in enumerate(sources) if _can_be_transposed(source)],
@@ -205,16 +239,12 @@ class DerivedInputs:
             )
         return values
 
-    def _drop(self, key: tuple[int, ...]) -> None:
-        self._states.pop(key, None)
-
 
 @dataclass(frozen=True)
 class _State:
     """The sources as they were when the values were computed; `values` is None if the graph runs as written."""
 
-    references: tuple[weakref.ref[torch.Tensor], ...]
-    aliases: tuple[torch.Tensor, ...]
+    memory: tuple[torch.UntypedStorage, ...]
     versions: list[int]
     pointers: list[int]
     strides: list[tuple[int, tuple[int, ...]]]
@@ -249,11 +279,14 @@ def compute_now(captured: CapturedGraph, node: fx.Node) -> None:
     if (recipe := recipe_of(node)) is not None:
         (value,) = captured.derived.values_of([recipe], sources)
         # The first call takes it from the store.
-        node.meta[_VALUE] = value
+        captured.derived.fresh.append(value)
         modes = (getattr(example_of(source), "fake_mode", None) for source in node.all_input_nodes)
         mode = next(filter(None, modes), None)
         if mode is not None:
-            node.meta[EXAMPLE] = mode.from_tensor(value, static_shapes=True)
+            with mode:
+                # Not `from_tensor`, which would keep the memory of the value alive.
+                size = value.shape, value.stride()
+                node.meta[EXAMPLE] = torch.empty_strided(*size, dtype=value.dtype, device=value.device)
 
 
 def can_be_watched(tensor: Any) -> bool:
@@ -270,10 +303,6 @@ def _can_be_transposed(tensor: torch.Tensor) -> bool:
     """Whether `p.data = p.data.t()` keeps the shape, which torch.compile guards, and so goes unnoticed otherwise."""
     sizes = [size for size in tensor.shape if size != 1]
     return len(set(sizes)) < len(sizes)
-
-
-def _nothing(key: Any) -> None:
-    pass
 
 
 _version_of = operator.attrgetter("_version")
@@ -306,7 +335,7 @@ def lifted(captured: CapturedGraph) -> tuple[fx.Graph, DerivedInputs | None]:
         # The calls that it replaces have such names too. Where name and target differ, the generated code assigns one
         # to the other, and could overwrite the argument of the next.
         last.target = last.name
-        last.meta.update({name: value for name, value in node.meta.items() if name != _VALUE})
+        last.meta.update(node.meta)
         node.replace_all_uses_with(last)
     for node in reversed(recipes):
         graph.erase_node(node)
@@ -321,7 +350,7 @@ def _derived_nodes(graph: fx.Graph) -> list[fx.Node]:
 def _recipes(captured: CapturedGraph, places: Mapping[fx.Node, int]) -> dict[fx.Node, Recipe]:
     """The derived tensors that can be computed before the graph runs."""
     found: dict[fx.Node, Recipe] = {}
-    memory = Memory(captured.graph)
+    memory = Memory(captured.graph, captured.tensors)
     for node in _derived_nodes(captured.graph):
         call: Any = node.target
         nodes = node.all_input_nodes

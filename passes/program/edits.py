@@ -250,23 +250,6 @@ def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
     object.__setattr__(module, "__class__", cls)
 
 
-@dataclass
-class HookEdit(_DictEdit):
-    """Set a hook in one of a module's hook dicts."""
-
-    module: nn.Module
-    registry: str
-    name: str
-    new: Any
-    old: Any = MISSING
-
-    @property
-    def place(self) -> tuple[dict[str, Any], str]:
-        """The dict of hooks, and the key in it."""
-        hooks: dict[str, Any] = self.module.__dict__[self.registry]
-        return hooks, self.name
-
-
 def undo_all(edits: Sequence[Edit]) -> None:
     """Undo edits in reverse order."""
     for edit in reversed(edits):

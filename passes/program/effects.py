@@ -6,7 +6,7 @@ values tell which values share memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from passes.torch_private import beneath_transforms, is_transformed
 
 # torch functions written in Python, which have no schema.
 _COMPOSED = frozenset({
-    "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "cosine_similarity", "interpolate", "max_pool1d",
-    "max_pool2d", "max_pool3d", "normalize", "softmin", "tanhshrink", "unfold", "upsample",
+    "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "cosine_similarity", "dropout1d", "dropout2d",
+    "dropout3d", "interpolate", "max_pool1d", "max_pool2d", "max_pool3d", "normalize", "softmin", "tanhshrink", "unfold",
+    "upsample",
 })  # fmt: skip
 # Operations that may stop the run, or that act on something outside of the graph.
 _ACTING = frozenset({
@@ -74,6 +75,16 @@ def _may_write(node: fx.Node) -> bool:
         return name in ("setitem", "delitem", *_IN_PLACE)
     # A user's own function may do anything.
     return not home.startswith(("torch", "math")) and home != "builtins" and bool(home)
+
+
+def _written_by(node: fx.Node) -> Sequence[fx.Node]:
+    """The inputs of a node that may write to some of them."""
+    if name_of(node) not in ("batch_norm", "instance_norm"):
+        return node.all_input_nodes
+    # The functions of torch.nn.functional take the running statistics before weight and bias, those of `torch` after.
+    first = 1 if getattr(node.target, "__module__", None) == "torch.nn.functional" else 3
+    statistics = argument(node, first, "running_mean"), argument(node, first + 1, "running_var")
+    return [each for each in statistics if isinstance(each, fx.Node)]
 
 
 def _is_of_passes(node: fx.Node) -> bool:
@@ -129,28 +140,32 @@ def is_dropout_off(node: fx.Node) -> bool:
 class Memory:
     """Which values of a captured graph share memory, may be written to in place, or are returned.
 
-    The answers are for the graph at the time when this object was made.
+    The answers are for the graph at the time when this object was made, and for nodes that replaced others since.
+
+    Args:
+        graph: the graph.
+        tensors: its parameters and buffers, which share no memory with the other inputs of the graph.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, tensors: Collection[fx.Node] = ()) -> None:
         # A union-find forest; the storages of one tree may share memory.
         self._parents: dict[Any, Any] = {}
         for node in graph.nodes:
             self._join(*_places_of(example_of(node)), *node.meta.get(ALSO_IN, ()))
-            if node.op in ("placeholder", "get_attr"):
+            if node.op in ("placeholder", "get_attr") and node not in tensors:
                 # Inputs may share memory with each other.
                 self._join(_OUTSIDE, *_places_of(example_of(node)))
             elif "dropout" in name_of(node) and is_dropout_off(node):
                 # On fake tensors torch copies here, but on real ones it returns its input.
                 self._join(*_places_of(example_of(node)), *_places_of(example_of(node.all_input_nodes[0])))
-        written: set[Any] = set()
+        self._writes: list[tuple[fx.Node, frozenset[Any]]] = []
         leaving: set[Any] = set()
         for node in graph.nodes:
             if node.op == "output":
                 leaving.update(*map(self._of, node.all_input_nodes))
             elif node.op not in ("placeholder", "get_attr") and (_may_write(node) or not _is_known(node)):
-                written.update(*map(self._of, node.all_input_nodes))
-        self._written, self._leaving = written, leaving
+                self._writes.append((node, frozenset().union(*map(self._of, _written_by(node)))))
+        self._leaving = leaving
 
     def _join(self, *places: Any) -> None:
         for place in places[1:]:
@@ -161,9 +176,16 @@ class Memory:
             place = above
         return place
 
-    def may_be_written(self, nodes: Iterable[fx.Node]) -> bool:
-        """Whether an operation of the graph may write to the memory of one of the values."""
-        return any(self._of(node) & self._written for node in nodes)
+    def may_be_written(self, nodes: Iterable[fx.Node], between: tuple[fx.Node, fx.Node] | None = None) -> bool:
+        """Whether an operation of the graph may write to the memory of one of the values.
+
+        Args:
+            between: count only operations after the first node and before the second one.
+        """
+        places = frozenset[Any]().union(*map(self._of, nodes))
+        return any(
+            places & written for writer, written in self._writes if between is None or between[0] < writer < between[1]
+        )
 
     def may_leave(self, node: fx.Node) -> bool:
         """Whether the graph returns the memory of the value, so that the caller may write to it."""
@@ -174,7 +196,7 @@ class Memory:
         return any(self._of(node) & self._of(source) for source in node.all_input_nodes)
 
     def _of(self, node: fx.Node) -> frozenset[Any]:
-        return frozenset(map(self._root, _places_of(example_of(node))))
+        return frozenset(map(self._root, places_of(node)))
 
 
 _OUTSIDE = "outside"

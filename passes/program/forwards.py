@@ -70,10 +70,13 @@ class AroundForward(InstanceForward):
         inner: the forward in the module's `__dict__` before this one; None for the forward of its class.
         is_atom: whether a call of the module counts as one operation, like that of a torch.nn layer.
         computes_in: the half precision in which everything inside computes; None if this forward doesn't set it.
+        watches_training: whether it watches the single operations of a training step, so that the forward must run as it
+            was written there.
     """
 
     inner: Any
     computes_in: torch.dtype | None = None
+    watches_training: bool = False
 
     def around(self, inner: Any) -> AroundForward:
         """A copy of this wrapper around another forward."""

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import os
+import re
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from passes.base import Context, Pass, PassResult
 from passes.errors import RequirementNotMet
+from passes.examples import Example
 from passes.program.backend import GRAPH_CALL, Applied, GraphCall, Step, compilation_of
-from passes.program.captured import CapturedGraph
+from passes.program.captured import CapturedGraph, function_of
 from passes.program.changes import Change, Place, Skip
 from passes.program.edits import AttributeEdit, Edit, undo_all
 from passes.program.effects import Memory
 from passes.program.graph_rewriting import GraphChange, GraphRewriter
 from passes.program.model_tree import ModelTree
+from passes.program.recording import Recording
+from passes.program.runs import recorded_runs
 from passes.torch_private import COMPILED_CALL, active_transforms
 
 
@@ -34,14 +38,21 @@ class GraphPass(Pass):
 
     Attributes:
         in_files: whether exported files contain the changes, provided that the forward is a single graph.
+        VALID, REFUSED: modules that the pass changes, and that it refuses with a reason: its tests and documentation.
     """
 
     needs_run: ClassVar[str] = "needs recorded runs of the model"
     in_files: ClassVar[bool] = True
+    VALID: ClassVar[Sequence[Example]] = ()
+    REFUSED: ClassVar[Sequence[Example]] = ()
 
     @abstractmethod
     def rewrite(self, graph: GraphRewriter, context: Context) -> None:
         """Find the candidates, and change or skip each."""
+
+    def is_for(self, recording: Recording) -> bool:
+        """Whether a recorded eager run has a call that the pass may change; if none has, nothing is captured."""
+        return True
 
     def would_apply(self, tree: ModelTree, context: Context) -> bool:
         """See `Pass.would_apply`. Rewrites the first graph of a run, and ends the run before that graph computes."""
@@ -61,14 +72,26 @@ class GraphPass(Pass):
         """Rewrite the graphs of the example inputs, and check each change on real activations.
 
         Raises:
-            RequirementNotMet: there are no example inputs.
+            RequirementNotMet: there are no example inputs, and the pass is of no use without.
         """
         writer = _Installed(tree, context)
+        if context.run_compiled is None and not self.needs_run:
+            return PassResult((), (Skip("", "it needs a run: add example inputs"),), writer)
+        runs = recorded_runs(tree, context)
+        if runs is not None and not runs.failure and not any(self.is_for(run.recording) for run in runs.runs):
+            # A capture takes the time of many calls.
+            told = (Skip("", "a run of the model makes no call that the pass is for"),) if context.explain else ()
+            return PassResult((), told, writer)
         trial = _Trial(self, context)
         try:
             before = writer.passes
             writer.install((*before, _Tried(trial)))
             trial.run(writer.call)
+            if trial.raised and trial.changes and context.run_compiled is not None:
+                writer.install_instead(before)
+                if context.run_compiled(nullcontext()) is not None:
+                    # Without the changes, the captured graphs raise too: they aren't those of the model.
+                    trial.clear()
             checked = tuple(trial.checked())
             if trial.changes:
                 kept = frozenset(trial.changes)
@@ -182,13 +205,21 @@ class _Trial:
     Attributes:
         changes: the changes by place.
         skips: the skips without duplicates, since one place may be captured more than once.
+        raised: whether the run raised.
     """
 
     item: GraphPass
     context: Context
     changes: dict[Place, Change] = field(default_factory=dict)
     skips: dict[Skip, None] = field(default_factory=dict)
+    raised: bool = False
+    _made: list[tuple[CapturedGraph, list[GraphChange]]] = field(default_factory=list)
     _to_check: list[_ToCheck] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Drop all changes."""
+        self.changes.clear()
+        self._to_check.clear()
 
     @property
     def settings(self) -> Context:
@@ -210,18 +241,38 @@ class _Trial:
         if compilation.error is not None:
             raise compilation.error
         if failure is not None:
+            self.raised = True
             self.skips[Skip("", f"it raises where torch.compile captures its graphs ({failure})")] = None
         elif not compilation.graphs:
             self.skips[Skip("", compilation.why_nothing())] = None
+        for program in compilation.graphs:
+            changes = [change for captured, made in self._made for change in made if captured.is_of(program.captured)]
+            for paths in program.other_owners():
+                self._add_for_other(changes, paths)
+        self._made.clear()
+
+    def _add_for_other(self, changes: Sequence[GraphChange], paths: Mapping[str, str]) -> None:
+        """Record the changes for equal modules that share the graph: the paths of their tensors by those of the first."""
+        renamed = {_renamed(old, new) for old, new in paths.items() if old != new}
+        if len(renamed) == 1:
+            ((old, new),) = renamed
+            pattern = re.compile(rf"(?<![\w.]){re.escape(old)}(?=\.|$|[ ,:])")
+            for change in changes:
+                where, what = (pattern.sub(new, text) for text in (change.where, change.what))
+                found = Change(where, what, change.number)
+                self.changes.setdefault(found.place, found)
 
     def rewrite(self, captured: CapturedGraph, inputs: Sequence[Any]) -> CapturedGraph:
         """See `Step.rewrite`."""
-        graph = GraphRewriter(captured, self.context.left_alone.get, self.context.mode)
+        graph = GraphRewriter(captured, self.context.left_alone.get, self.context.mode, explains=self.context.explain)
         self.item.rewrite(graph, self.settings)
         self.skips.update(dict.fromkeys(graph.skips))
+        self._made.append((captured, graph.changes))
         new = [change for change in graph.changes if change.place not in self.changes]
         for change in graph.changes:
-            self.changes.setdefault(change.place, Change(change.where, change.what, change.number))
+            self.changes.setdefault(
+                change.place, Change(change.where, change.what, change.number, sources=change.sources)
+            )
         if self.context.judge is not None and any(change.check is not None for change in new):
             self._to_check.append(_ToCheck(captured, new, _own_inputs(captured.graph, inputs)))
         return graph.captured
@@ -232,9 +283,17 @@ class _Trial:
             for change, values in one.flow():
                 assert change.check is not None
                 assert self.context.judge is not None
-                old, new = (_function_of(graph) for graph in (change.check.old, change.check.new))
+                old, new = (function_of(graph, one.captured.home) for graph in (change.check.old, change.check.new))
                 yield self.changes[change.place], self.context.judge(old, new, values)
         self._to_check.clear()
+
+
+def _renamed(path: str, other: str) -> tuple[str, str]:
+    """Two paths without the names that they have in common at their ends."""
+    old, new = path.split("."), other.split(".")
+    while old and new and old[-1] == new[-1]:
+        old, new = old[:-1], new[:-1]
+    return ".".join(old), ".".join(new)
 
 
 @dataclass
@@ -256,7 +315,9 @@ class _ToCheck:
         uses = _Uses(waiting)
         values: dict[fx.Node, Any] = {}
         due: list[GraphChange] = []
-        interpreter = fx.Interpreter(fx.GraphModule(nn.Module(), self.captured.graph), garbage_collect_values=True)
+        interpreter = fx.Interpreter(
+            fx.GraphModule(self.captured.home, self.captured.graph), garbage_collect_values=True
+        )
         interpreter.args_iter = iter(self.inputs)
         with torch.no_grad():
             for node in self.captured.graph.nodes:
@@ -304,10 +365,6 @@ def _own_inputs(graph: fx.Graph, inputs: Sequence[Any]) -> list[Any]:
 
 def _cloned(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _function_of(graph: fx.Graph) -> Callable[..., Any]:
-    return fx.GraphModule(nn.Module(), graph).forward
 
 
 __all__ = ["GraphPass"]

@@ -68,14 +68,16 @@ class GraphRewriter:
         before: the original graph, which is not changed.
         changes, skips: the record.
         mode: "inference" or "training".
+        explains: whether `explain` records anything.
     """
 
-    def __init__(self, before: CapturedGraph, why_not: WhyNot, mode: str) -> None:
+    def __init__(self, before: CapturedGraph, why_not: WhyNot, mode: str, *, explains: bool = False) -> None:
         self.before = before
         self.captured, twins = before.copied()
         self.changes: list[GraphChange] = []
         self.skips: list[Skip] = []
         self.mode = mode
+        self.explains = explains
         self._why_not = why_not
         self._words: Counter[tuple[str, str]] = Counter()
         self._open: GraphChange | None = None
@@ -119,13 +121,13 @@ class GraphRewriter:
         Raises:
             KeyError: the value depends on an input of the graph that isn't among the sources.
         """
-        return captured.function_of(captured.subgraph([node], sources))
+        return captured.function_of(captured.subgraph([node], sources), self.captured.home)
 
     # Judge ------------------------------------------------------------------------------------------------------------
 
     def memory(self) -> effects.Memory:
         """Which values may be written to or returned, in the current graph."""
-        return effects.Memory(self.captured.graph)
+        return effects.Memory(self.captured.graph, self.captured.tensors)
 
     def settings(self) -> dict[fx.Node, int]:
         """A number for each node; nodes with equal numbers run under the same autocast and gradient mode."""
@@ -154,7 +156,7 @@ class GraphRewriter:
 
     def value(self, node: fx.Node) -> torch.Tensor | None:
         """The parameter or buffer itself, which must not be changed; None for other nodes."""
-        return self.captured.value_of(captured.under_seal(node))
+        return self.captured.value_of(node)
 
     def path_of(self, node: fx.Node) -> str:
         """The path of a parameter or buffer, "head.weight"; for other nodes, the path of the module that made them."""
@@ -162,7 +164,13 @@ class GraphRewriter:
 
     def skip(self, node: fx.Node, reason: str) -> None:
         """Record that a candidate was skipped; the reason is a clause without a full stop."""
-        self.skip_place(self.where(node), reason)
+        line = self.captured.line_of(node) if self.explains else ""
+        self.skip_place(self.where(node), f"{reason} ({line})" if line else reason)
+
+    def explain(self, node: fx.Node, reason: str) -> None:
+        """Record why a pattern doesn't match at a node; reported as a skip by `optimize(…, explain=True)` only."""
+        if self.explains:
+            self.skip(node, reason)
 
     def skip_place(self, where: str, reason: str) -> None:
         """Record a skip for a module path."""
@@ -214,24 +222,42 @@ class GraphRewriter:
         return new
 
     def call(
-        self, before: fx.Node, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None = None
+        self,
+        before: fx.Node,
+        function: Callable[..., Any] | str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None = None,
+        *,
+        like: fx.Node | None = None,
     ) -> fx.Node:
-        """Insert a new call before a node."""
+        """Insert a new call of a function, or of a tensor's method by name, before a node.
+
+        Its example is that of `like` if that is given; to compute one takes milliseconds.
+        """
         new = self._insert(before, function, args, kwargs or {})
-        propagate(new)
+        if like is None:
+            propagate(new)
+        else:
+            new.meta[EXAMPLE] = like.meta[EXAMPLE]
         return new
 
     def _insert(
-        self, before: fx.Node, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+        self, before: fx.Node, function: Callable[..., Any] | str, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> fx.Node:
         change = self._writing()
+        op = "call_method" if isinstance(function, str) else "call_function"
         with self.captured.graph.inserting_before(before):
-            new = self.captured.graph.call_function(function, tuple(args), kwargs)
+            new = self.captured.graph.create_node(op, function, tuple(args), kwargs)
         new.meta.update(
             {name: value for name, value in before.meta.items() if name in ("nn_module_stack", "stack_trace")}
         )
         change.made.append(new)
         return new
+
+    def redirect(self, user: fx.Node, node: fx.Node, other: fx.Node) -> None:
+        """Make one user of the node, which reads only its shape, read another node of that shape."""
+        if not self._writing().left_alone:
+            user.replace_input_with(node, other)
 
     def derived(
         self,
@@ -261,7 +287,17 @@ class GraphRewriter:
                 functions that always run without autocast.
         """
         call = Derived(function, what, usable, in_autocast=in_autocast, each_call=self.mode == "training")
-        new = self._insert(before, call, tuple(map(captured.under_seal, sources)), {})
+        new = self._insert(before, call, sources, {})
+        # It needs nothing else from the graph, and may be a source of a derived tensor for an earlier node.
+        first = next(
+            each for each in self.captured.graph.nodes if each.op != "placeholder" and not self.is_derived(each)
+        )
+        if first < new:
+            first.prepend(new)
+        if self.mode == "inference":
+            # A result for inference has its own buffers, which don't follow later writes to the caller's.
+            places = (self.captured.modules.buffer_at(self.captured.tensors.get(source, "")) for source in sources)
+            self._writing().sources += [place for place in places if place is not None]
         compute_now(self.captured, new)
         if EXAMPLE not in new.meta:
             propagate(new)
@@ -297,13 +333,15 @@ class GraphRewriter:
         old_outputs, new_outputs = list(change.replaced), list(change.replaced.values())
         made = set(change.made)
         region = {*dead, *old_outputs}
+        # New nodes that write in place belong to the change, although no output depends on them.
+        writing = [node for node in change.made if not effects.is_pure(node)]
         # Both subgraphs start from the same values: the inputs of the new nodes and of the replaced ones.
-        stops = self._known(self._inputs_of(new_outputs, made) | self._inputs_of(old_outputs, region))
+        stops = self._known(_inputs_of([*new_outputs, *writing], made) | _inputs_of(old_outputs, region))
         sources = tuple(sorted(stops))
         change.check = RegionCheck(
             tuple(self._origins[stop] for stop in sources),
             captured.subgraph(old_outputs, sources),
-            captured.subgraph(new_outputs, sources),
+            captured.subgraph(new_outputs, sources, also=writing),
         )
         for node in reversed(dead):
             self.captured.graph.erase_node(node)
@@ -321,19 +359,6 @@ class GraphRewriter:
                 waiting += node.all_input_nodes
         return sorted(dead)
 
-    def _inputs_of(self, outputs: Sequence[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
-        found, seen, waiting = set[fx.Node](), set[fx.Node](), list(outputs)
-        while waiting:
-            node = waiting.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if node in inside:
-                waiting += node.all_input_nodes
-            else:
-                found.add(node)
-        return found
-
     def _known(self, stops: set[fx.Node]) -> set[fx.Node]:
         """The closest nodes before these that also exist in the original graph."""
         found, waiting = set[fx.Node](), list(stops)
@@ -344,6 +369,20 @@ class GraphRewriter:
             else:
                 waiting += node.all_input_nodes
         return found
+
+
+def _inputs_of(outputs: Sequence[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
+    found, seen, waiting = set[fx.Node](), set[fx.Node](), list(outputs)
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in inside:
+            waiting += node.all_input_nodes
+        else:
+            found.add(node)
+    return found
 
 
 __all__ = ["GraphChange", "GraphRewriter", "Node", "RegionCheck"]

@@ -1,9 +1,9 @@
-"""Recognize torch calls however they are written, and find the pairs that can be folded. Only reads."""
+"""Recognize layers and affine operations in recorded runs, however they are written. Only reads."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,7 +115,6 @@ class BatchNorm:
         eps: added to the variance.
         uses_batch_statistics: whether this call normalizes by the statistics of the batch.
         moves: in a pair, the operations between the two that only move data, in order.
-        leads: in a pair, whether the BatchNorm comes before the convolution.
     """
 
     node: Node
@@ -128,7 +127,6 @@ class BatchNorm:
     uses_batch_statistics: bool
     module: nn.Module | None
     moves: tuple[Node, ...] = ()
-    leads: bool = False
 
     @property
     def tensors(self) -> tuple[TensorRef, ...]:
@@ -158,7 +156,6 @@ class ChannelScale:
     moves: tuple[Node, ...] = ()
 
     module: None = None
-    leads: bool = False
 
     @property
     def tensors(self) -> tuple[TensorRef, ...]:
@@ -192,7 +189,7 @@ Affine = BatchNorm | ChannelScale
 
 @dataclass(frozen=True)
 class Pair:
-    """A layer and an affine operation in one recorded run, one of which takes the other's output.
+    """A layer, and an affine operation after it, in one recorded run.
 
     Attributes:
         conv: the convolution, transposed convolution or linear layer.
@@ -203,19 +200,9 @@ class Pair:
     affine: Affine
 
     @property
-    def first(self) -> Convolution | Affine:
-        """The one whose output the other takes."""
-        return self.affine if self.affine.leads else self.conv
-
-    @property
-    def second(self) -> Convolution | Affine:
-        """The one that takes the other's output."""
-        return self.conv if self.affine.leads else self.affine
-
-    @property
     def way(self) -> tuple[Node, ...]:
-        """The nodes from the first to the second."""
-        return (self.first.node, *self.affine.moves, self.second.node)
+        """The nodes from the layer to the affine operation."""
+        return (self.conv.node, *self.affine.moves, self.affine.node)
 
 
 def is_stock(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
@@ -373,17 +360,12 @@ def affine_at(node: Node) -> Affine | None:
     return batch_norm_at(node) or channel_scale_at(node)
 
 
-def pair_behind(node: Node, folded: Collection[Node] = ()) -> Pair | None:
-    """The pair of an affine operation and the layer before it that makes its input; None if there is none.
-
-    Args:
-        node: the call of the affine operation.
-        folded: affine operations whose work their layers already do; an operation after them makes a pair too.
-    """
-    affine = None if node in folded else affine_at(node)
+def pair_behind(node: Node) -> Pair | None:
+    """The pair of an affine operation and the layer before it that makes its input; None if there is none."""
+    affine = affine_at(node)
     if affine is None:
         return None
-    source, moves = _source_of(affine.input, folded)
+    source, moves = _source_of(affine.input)
     conv = convolution_at(source)
     if conv is None:
         return None
@@ -391,34 +373,18 @@ def pair_behind(node: Node, folded: Collection[Node] = ()) -> Pair | None:
     return pair if isinstance(affine, BatchNorm) or _scales_channels(pair) else None
 
 
-def pair_in_front(node: Node, folded: Collection[Node] = ()) -> Pair | None:
-    """The pair of a layer and the BatchNorm that makes its input; None if there is none. See `pair_behind`."""
-    conv = convolution_at(node)
-    if conv is None:
-        return None
-    source, moves = _source_of(conv.input, folded)
-    norm = None if source in folded else batch_norm_at(source)
-    return None if norm is None else Pair(conv, replace(norm, moves=moves, leads=True))
-
-
-def pairs_behind(recording: Recording, folded: Collection[Node] = ()) -> Iterator[Pair]:
+def pairs_behind(recording: Recording) -> Iterator[Pair]:
     """All pairs of an affine operation and the layer before it."""
-    return filter(None, (pair_behind(node, folded) for node in recording.nodes()))
+    return filter(None, map(pair_behind, recording.nodes()))
 
 
-def _source_of(node: Node, folded: Collection[Node]) -> tuple[Node, tuple[Node, ...]]:
+def _source_of(node: Node) -> tuple[Node, tuple[Node, ...]]:
     """The node that makes the value, and the operations that the value passes afterwards, in order."""
     moves: list[Node] = []
-    while node in folded or move_at(node) is not None:
+    while move_at(node) is not None:
         moves.append(node)
-        node = next(iter(node.all_input_nodes)) if node not in folded else _input_of(node)
+        node = next(iter(node.all_input_nodes))
     return node, tuple(reversed(moves))
-
-
-def _input_of(node: Node) -> Node:
-    affine = affine_at(node)
-    assert affine is not None
-    return affine.input
 
 
 def move_at(node: Node) -> tuple[str, Sequence[Any], Mapping[str, Any]] | None:
@@ -434,13 +400,12 @@ def move_at(node: Node) -> tuple[str, Sequence[Any], Mapping[str, Any]] | None:
 
 
 def channels_at_end(pair: Pair) -> Channels | None:
-    """The channel dim of the second one's input; None if it isn't known."""
+    """The channel dim of the affine operation's input; None if it isn't known."""
     conv, affine = pair.conv, pair.affine
-    made = shape_of(pair.first.node)
+    made = shape_of(conv.node)
     assert made is not None
     rank = len(made.sizes)
-    dim, count = (1, conv.input_channels) if affine.leads else (rank - conv.dims - 1, conv.channels)
-    channels: Channels | None = Channels(rank, dim, count)
+    channels: Channels | None = Channels(rank, rank - conv.dims - 1, conv.channels)
     for node in affine.moves:
         move = move_at(node)
         if move is not None and channels is not None:

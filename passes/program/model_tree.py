@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from passes.program.recording import Runs
-from passes.program.shared_memory import SharedMemory, places_in
 from passes.program.tensors import TensorRef
 
 
@@ -27,8 +26,6 @@ class ModelTree:
         graph_call: the `GraphCall` of the root with its captured graphs, for reuse by the next graph pass; None if
             there is none.
         runs: the recorded runs of the current tree; None if it hasn't been recorded.
-        earlier_runs: the same, or runs that were recorded before tensor passes changed weights. Their module calls and
-            shapes are still valid.
     """
 
     def __init__(self, root: nn.Module, unregistered: Sequence[tuple[str, nn.Module]] = ()) -> None:
@@ -37,11 +34,10 @@ class ModelTree:
         self.made: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
         self.graph_call: Any = None
         self.runs: Runs | None = None
-        self.earlier_runs: Runs | None = None
         self.refresh()
 
-    def refresh(self, *, weights_alone: bool = False) -> None:
-        """Read the tree again after edits; `weights_alone` if only weights changed, as after a tensor pass."""
+    def refresh(self) -> None:
+        """Read the tree again after edits."""
         self._paths: dict[int, list[str]] = defaultdict(list)
         self._modules: dict[int, nn.Module] = {}
         for path, module in (*self.root.named_modules(remove_duplicate=False), *self.unregistered):
@@ -51,14 +47,11 @@ class ModelTree:
         for module in self.modules():
             for tensor in _registered_in(module):
                 self._holders[id(tensor)] += 1
-        self._memory: SharedMemory | None = None
-        self.forget_runs(weights_alone=weights_alone)
+        self.forget_runs()
 
-    def forget_runs(self, *, weights_alone: bool = False) -> None:
+    def forget_runs(self) -> None:
         """Drop the recorded runs, which may no longer match the edited model."""
         self.runs = None
-        if not weights_alone:
-            self.earlier_runs = None
 
     def modules(self) -> Iterable[nn.Module]:
         """Every module once: the registered ones first, then the others."""
@@ -88,13 +81,6 @@ class ModelTree:
     def holders_of(self, tensor: torch.Tensor) -> int:
         """The number of places where the tensor is registered."""
         return self._holders.get(id(tensor), 0)
-
-    def sharer_of(self, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
-        """The path and tensor of another tensor that shares memory with this one; None if there is none."""
-        if self._memory is None:
-            self._memory = SharedMemory(places_in((self.path(module), module) for module in self.modules()))
-        place = self._memory.beside(tensor)
-        return None if place is None else (place.path, place.tensor)
 
 
 def _registered_in(module: nn.Module) -> Iterator[torch.Tensor]:

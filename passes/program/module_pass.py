@@ -16,7 +16,6 @@ from passes.base import Context, Pass, PassResult
 from passes.program.edits import in_place, taken_back
 from passes.program.model_tree import ModelTree, training_flags
 from passes.program.module_rewriting import ModuleChange, ModuleRewriter
-from passes.program.seals import opened, resealed
 
 
 class ModulePass(Pass):
@@ -96,16 +95,16 @@ class _Check:
             # The call is part of the comparison itself, or the module is called again in the same run.
             return
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        places = [place for place, leaf in enumerate(leaves) if isinstance(opened(leaf), torch.Tensor)]
-        values = tuple(opened(leaves[place]).detach().clone() for place in places)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        values = tuple(leaves[place].detach().clone() for place in places)
 
         def call(*values: torch.Tensor) -> Any:
             given = list(leaves)
             for place, value in zip(places, values, strict=True):
-                given[place] = resealed(value, leaves[place])
+                given[place] = value
             own_args, own_kwargs = pytree.tree_unflatten(given, spec)
             with _own_buffers(module):
-                return opened(module(*own_args, **own_kwargs))
+                return module(*own_args, **own_kwargs)
 
         for change in changes:
             self.found.append((change, list(self._judged(module, change, call, values))))

@@ -19,7 +19,7 @@ from passes.program.model_tree import ModelTree
 from passes.program.recording import Runs
 from passes.program.runs import recorded_runs
 from passes.program.tensors import TensorRef
-from passes.program.weights import PLAIN_TENSORS, bare, like_old
+from passes.program.torch_calls import PLAIN_TENSORS
 
 
 @dataclass
@@ -46,14 +46,9 @@ class ModuleRewriter(ChangeRecord[ModuleChange]):
         self.remarks: list[Remark] = []
         self.precision: Precision | None = None
 
-    def runs(self, context: Context, *, of_calls: bool = False) -> Runs | None:
-        """The recorded runs of the example inputs on the current model; None without example inputs.
-
-        Args:
-            of_calls: accept runs that were recorded before tensor passes changed weights, if there are any. Their
-                module calls and shapes are still valid, but BatchNorms that are folded by now still compute in them.
-        """
-        return (of_calls and self.tree.earlier_runs) or recorded_runs(self.tree, context)
+    def runs(self, context: Context) -> Runs | None:
+        """The recorded runs of the example inputs on the current model; None without example inputs."""
+        return recorded_runs(self.tree, context)
 
     @property
     def computes_in(self) -> torch.dtype | None:
@@ -101,7 +96,7 @@ class ModuleRewriter(ChangeRecord[ModuleChange]):
         if value is not None and ref.name not in ref.owner._buffers and not isinstance(value, nn.Parameter):
             sources = (ref, *self._changing().sources)
             needs_gradient = any(one.value is not None and one.value.requires_grad for one in sources)
-            value = like_old(ref.value, nn.Parameter(value, requires_grad=needs_gradient))
+            value = nn.Parameter(value, requires_grad=needs_gradient)
             self.tree.made[id(value)] = value
         self._put(ref, value)
 
@@ -112,7 +107,7 @@ class ModuleRewriter(ChangeRecord[ModuleChange]):
         if isinstance(old, nn.Parameter) and self.tree.made.get(id(old)) is old and _fills_its_storage(old):
             self._do(FormatEdit(old, memory_format))
         else:
-            self.set_tensor(ref, in_format(bare(old), memory_format))
+            self.set_tensor(ref, in_format(old.detach(), memory_format))
 
     def set_class(self, module: nn.Module, cls: type[nn.Module]) -> None:
         """Change the class of one module instance, which keeps its attributes."""

@@ -1,7 +1,6 @@
 """Operations that only move or reshape data, and the position of the channels after them.
 
-The matcher applies these rules to the nodes of a recorded graph. The seal of a folded layer's output applies them to
-the actual calls.
+The matcher applies these rules to the nodes of a recorded graph.
 """
 
 from __future__ import annotations

@@ -41,3 +41,18 @@ def schemas(name: str) -> tuple[Any, ...] | None:
 def draws_numbers(name: str) -> bool:
     """Whether an operator of that name may draw random numbers."""
     return any(torch.Tag.nondeterministic_seeded in operation.tags for operation in schemas(name) or ())
+
+
+@functools.cache
+def kind_of_operator(name: str) -> str:
+    """Classify an operator of ATen by its schemas: "aliases" inputs, "writes" to one, or "computes" a tensor; "answers" for other names."""
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
+    if packet is None:
+        return "answers"
+    schemas = [getattr(packet, overload)._schema for overload in packet.overloads() if not overload.endswith("out")]
+    returns = [result for schema in schemas for result in schema.returns if "Tensor" in str(result.type)]
+    if any(result.alias_info is None for result in returns):
+        return "computes"
+    if any(result.alias_info.is_write for result in returns):
+        return "writes"
+    return "aliases" if returns else "answers"

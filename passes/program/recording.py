@@ -1,8 +1,7 @@
 """Record an eager run of a module: every torch call in one flat graph, with its module and tensors.
 
 A `TorchFunctionMode` sees each torch call, and module hooks keep the stack of the current module calls. This works for
-any forward: branches, decorators, loops, keyword arguments. A recording shows only what happened in that run, so seals
-guard everything that passes conclude from it.
+any forward: branches, decorators, loops, keyword arguments. A recording shows only what happened in that run.
 """
 
 from __future__ import annotations
@@ -118,11 +117,6 @@ def is_returned(node: Node) -> bool:
     return bool(node.meta.get("returned"))
 
 
-def autocast_of(node: Node) -> torch.dtype | None:
-    """The autocast dtype at the call; None without autocast."""
-    return node.meta.get("autocast")
-
-
 def operation_name(node: Node) -> str:
     """A short name for the node's operation."""
     target: Any = node.target
@@ -197,11 +191,8 @@ class Recorder(TorchFunctionMode):
             if isinstance(module, torch.jit.ScriptModule):
                 continue
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                # Also find a functional layer's bias that a fold removed: its placeholder is an attribute of the
-                # module.
-                held = module.__dict__.get(name) if tensor is None else tensor
-                if held is not None and (tensor is not None or getattr(held, "sealed_layer", None) is not None):
-                    self._places.setdefault(id(held), TensorRef(module, name))
+                if tensor is not None:
+                    self._places.setdefault(id(tensor), TensorRef(module, name))
         _recorders.add(self)
         self._hooks.callback(register_module_forward_pre_hook(self._enter_module).remove)
         self._hooks.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
@@ -251,8 +242,7 @@ class Recorder(TorchFunctionMode):
             return None
         mapped_args, mapped_kwargs = fx.node.map_aggregate((args, kwargs), self._argument)
         node = self.recording.graph.call_function(func, mapped_args, mapped_kwargs)
-        # Ask the value inside a seal, not the seal.
-        asks = not made and asks_no_values(func, *fx.node.map_aggregate((args, kwargs), _unsealed))
+        asks = not made and asks_no_values(func, args, kwargs)
         node.meta.update(call=self._calls, asks=asks, autocast=autocast_dtype(leaf.device.type for leaf in leaves))
         if len(made) == 1:
             node.meta["shape"] = _shape(made[0])
@@ -260,13 +250,12 @@ class Recorder(TorchFunctionMode):
             node.meta["shape_of_each"] = shapes.pop()
         for leaf in made:
             if id(leaf) not in self._places:
-                self._remember(_unsealed(leaf), node)
+                self._remember(leaf, node)
         return node
 
     def _argument(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        leaf = _unsealed(leaf)
         ref = self._places.get(id(leaf))
         if ref is not None:
             return self._read(ref, leaf)
@@ -338,11 +327,6 @@ def _is_made_and_lives(held: weakref.ref[torch.Tensor], nodes: Sequence[fx.Node]
 def _shape(tensor: torch.Tensor) -> Shape | None:
     # Nested tensors have no fixed sizes.
     return None if tensor.is_nested else Shape(tuple(tensor.shape), tensor.dtype)
-
-
-def _unsealed(tensor: Any) -> Any:
-    """The value inside the seal of an earlier fold; any other value is returned as is."""
-    return getattr(tensor, "sealed_value", tensor)
 
 
 def call_script(*args: Any) -> None:

@@ -12,7 +12,7 @@ from passes.program.recording import WHEN, Recorder, Run, Runs, autocast_dtype
 def recorded_runs(tree: ModelTree, context: Context) -> Runs | None:
     """The recordings of the example calls on the current tree; None if the model must not be run."""
     if tree.runs is None and context.run_inside is not None:
-        tree.runs = tree.earlier_runs = _record(tree, context)
+        tree.runs = _record(tree, context)
     return tree.runs
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from passes.program.containers import REGISTRIES, held_by
 from passes.program.storage import Extent, extents_of, kind_of, storages_of
-from passes.program.weights import PLAIN_TENSORS
+from passes.program.torch_calls import PLAIN_TENSORS
 
 
 class Place(NamedTuple):

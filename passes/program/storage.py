@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
-from passes.program.weights import PLAIN_TENSORS
+from passes.program.torch_calls import PLAIN_TENSORS
 from passes.torch_private import without_subclasses
 
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams, torch.per_channel_symmetric)

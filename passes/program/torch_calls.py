@@ -6,14 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
-from passes.program.seals import SHAPE_AND_KIND
-
+# The tensor classes whose stored values torch's operations use unchanged.
+PLAIN_TENSORS: frozenset[type[torch.Tensor]] = frozenset({torch.Tensor, nn.Parameter})
 # Attributes and methods that don't read the values of a tensor.
-METADATA = SHAPE_AND_KIND | {
+METADATA = frozenset({
+    "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_floating_point",
+    "is_complex", "size", "dim", "ndimension", "numel", "nelement", "element_size", "itemsize", "nbytes", "get_device",
     "is_meta", "is_mkldnn", "is_nested", "requires_grad", "is_leaf", "stride", "is_contiguous", "__len__", "is_mps",
     "is_xpu", "names", "has_names", "is_tensor", "is_same_size", "grad_fn",
-}  # fmt: skip
+})  # fmt: skip
 
 
 def name_of(func: Callable[..., Any]) -> str:

@@ -148,9 +148,9 @@ class WholeForward(InstanceForward):
         self._conditions = capture.conditions
         self._reads = [capture.reads[node.name] for node in graph.nodes if node.op == "placeholder"]
         self._outputs = capture.outputs
-        self._graph = fx.GraphModule(capture.origin, graph).forward
-        calls = [node for node in graph.nodes if node.op.startswith("call_") and is_tensor(node)]
+        calls = [node for node in graph.nodes if is_tensor(node) and _computes(node)]
         self.operations = [(captured.path_of(node), name_of(node)) for node in calls]
+        self._graph = _InModules(owner, captured, fx.GraphModule(capture.origin, graph))
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -160,9 +160,67 @@ class WholeForward(InstanceForward):
         if is_watched():
             inputs = self._call.inputs(args, kwargs)
             if self._conditions.hold(lambda dim: inputs[dim[1]].size(dim[2])):
-                values = self._graph(*(read(inputs) for read in self._reads))
+                values = self._graph.run(*(read(inputs) for read in self._reads))
                 return self._call.rebuild([read((*inputs, *values)) for read in self._outputs])
         return self._plain.forward(*args, **kwargs)
+
+
+class _InModules(fx.Interpreter):
+    """Runs a graph, and calls the modules around its operations, so that files name them after these modules.
+
+    Args:
+        owner: the root of the modules.
+    """
+
+    def __init__(self, owner: nn.Module, captured: CapturedGraph, graph: fx.GraphModule) -> None:
+        super().__init__(graph)
+        self._owner = owner
+        calls = {node.name: captured.calls_around(node) for node in captured.graph.nodes}
+        self._calls = {node: calls[node.name] if _computes(node) else () for node in self.graph.nodes}
+        for node in self.graph.nodes:
+            # Tracers take over these entries. The paths of modules come from the calls.
+            node.meta = {key: value for key, value in node.meta.items() if key == "stack_trace"}
+
+    def run(self, *args: Any, **_: Any) -> Any:
+        self.args_iter, self.env = iter(args), {}
+        try:
+            with torch.fx.traceback.preserve_node_meta():
+                self._run(list(self.graph.nodes), 0)
+            return self.env[self.graph.output_node()]
+        finally:
+            self.env = {}
+
+    def _run(self, nodes: Sequence[fx.Node], depth: int) -> None:
+        """Run consecutive nodes that have the same `depth` calls around them."""
+        for call, group in itertools.groupby(nodes, lambda node: self._calls[node][depth : depth + 1]):
+            inside = list(group)
+            module = self._owner.get_submodule(call[0][1]) if call else None
+            if module is not None and _can_be_entered(module):
+                self._enter(module, inside, depth + 1)
+            elif call:
+                self._run(inside, depth + 1)
+            else:
+                for node in inside:
+                    self.env[node] = self.run_node(node)
+                    for last in self.user_to_last_uses.get(node, ()):
+                        del self.env[last]
+
+    def _enter(self, module: nn.Module, nodes: Sequence[fx.Node], depth: int) -> None:
+        installed = module.__dict__.get("forward")
+        module.__dict__["forward"] = lambda: self._run(nodes, depth)
+        try:
+            module()
+        finally:
+            del module.__dict__["forward"]
+            if installed is not None:
+                module.__dict__["forward"] = installed
+
+
+def _can_be_entered(module: nn.Module) -> bool:
+    """Whether a call of the module only runs its forward."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    is_plain = type(module).__call__ is nn.Module.__call__ and not isinstance(module, torch.jit.ScriptModule)
+    return is_plain and not any(hooks)
 
 
 def _entry(
@@ -287,9 +345,13 @@ def _keep(node: fx.Node, module: nn.Module, capture: _Capture, captured: Capture
             return
     with torch.no_grad(), without_subclasses():
         value = node.target.function(*sources)
-    name = next(name for name in map("derived_{}".format, itertools.count()) if not hasattr(module, name))
-    module.register_buffer(name, value.detach(), persistent=False)
-    node.args, node.target = (), _Buffer(module, name)
+    owner = module.get_submodule(captured.path_of(node))
+    stem = re.sub(r"\W+", "_", node.target.what.removeprefix("the "))
+    numbered = (f"{stem}_{number}" if number else stem for number in itertools.count())
+    name = next(name for name in numbered if not hasattr(owner, name))
+    # Persistent, since exporters write other buffers as constants, which no external file can hold.
+    owner.register_buffer(name, value.detach())
+    node.args, node.target = (), _Buffer(owner, name)
 
 
 class _Buffer:
@@ -309,6 +371,10 @@ class _Buffer:
     def __call__(self) -> torch.Tensor:
         value: torch.Tensor = self._read(())
         return value
+
+
+def _computes(node: fx.Node) -> bool:
+    return node.op.startswith("call_") and not isinstance(node.target, _Buffer)
 
 
 def _take_out(gone: torch.Tensor, module: nn.Module, capture: _Capture) -> None:

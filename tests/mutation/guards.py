@@ -5,11 +5,10 @@ A guard is a place where the judge refuses. What counts as one follows from what
 - `_why_not…` returns a sentence or None: each sentence that it returns is a guard, and so is each part of an `or`
   chain.
 - A predicate returns a bool, and `LETS_PASS` says which answer lets the judge go on: each way to the other answer is a
-  guard, and so is each name in a tuple that it uses.
+  guard.
 - A matcher returns an object or None: each `return None` except the last statement is a guard, and so is each condition
   of a permission.
-- In all functions: each `raise`, each call of `_check_…` or `_refuse_…`, each error that is added while a state dict is
-  loaded, the hook of a checkpoint, and each argument of `are_finite`.
+- In all functions: each `raise`.
 
 If the condition of a refusal is an `or` chain, each of its parts is a guard. The same holds for each part of an `and`
 chain that permits something.
@@ -26,40 +25,21 @@ from pathlib import Path
 FILES = (
     "passes/fold_conv_bn.py",
     "passes/fold_conv_bias.py",
-    "passes/program/hooks.py",
     "passes/program/arithmetic.py",
-    "passes/program/checkpoint_guard.py",
-    "passes/program/folded.py",
-    "passes/program/judging.py",
-    "passes/program/matching.py",
-    "passes/program/moved_bias.py",
-    "passes/program/moves.py",
-    "passes/program/pairs.py",
-    "passes/program/sealed_edits.py",
-    "passes/program/seals.py",
-    "passes/program/tensor_rewriting.py",
-    "passes/program/tensors.py",
-    "passes/program/weights.py",
+    "passes/program/channels.py",
+    "passes/program/layers.py",
 )
 # The answer of each predicate that lets the judge go on.
 LETS_PASS = {
-    "has_hooks": False, "has_global_hooks": False, "is_parametrized": False, "are_finite": True, "_is_finite": True,
-    "_pads": False, "reads_zeros": False, "is_stock": True, "_scales_channels": True, "_leads_to": True, "_writes": False,
-    "_is_write": False, "_is_layer": False, "_is_beyond": False, "is_tied": False,
-    "is_gone": True, "_are_tensors": True, "is_named_by": True, "_asks": True,
-    "_may_write": True, "is_given_back": False, "is_own": True, "_is_of": True, "holds_own": True, "_adds_bias": True,
+    "is_constant": True, "_is_computed_from_constants": True, "is_move": True, "_is_partial_autocast": False, "_are_by_channel": True,
+    "_is_static": True, "_reads_zeros": False, "_reads_shape": True,
 }  # fmt: skip
 # Functions in these files that judge no fold.
 OTHER_WORK = {
-    "is_captured": "tells whether torch traces, for the kind of seal",
-    "is_as_given": "tells a run in eval from one in training",
-    "is_folded": "tells the class of a tensor",
-    "needs_unsealed": "tells whether a layer computes with unsealed tensors, not whether it may compute",
-    "_is_by_channel": "tells whether a computed scale is named, which isn't folded",
-    "_is_frozen": "asks whether a gradient is lost, of which a warning tells",
+    "_scales_a_layer": "tells whether a graph is worth a capture",
+    "is_for": "tells whether a graph is worth a capture",
+    "shifts_only": "tells whether the weight stays as it is",
 }
-# Replaces a name in a tuple: nothing has this name.
-_NOTHING = r'"\0"'
 
 
 @dataclass(frozen=True)
@@ -194,11 +174,6 @@ class _Reader:
                 yield from self._permitted(function, condition)
             for part in _parts(value, ast.And if passing else ast.Or):
                 yield self._guard(function, part, [self._swap(part, str(passing))], self._where(part, not passing))
-        values = [each.value for each, _ in _returns(function) if each.value]
-        probes = [probe for value in values for probe in self._where(value, not passing)]
-        for node in ast.walk(function):
-            for entry in node.elts if isinstance(node, ast.Tuple) and _holds_names(node) else ():
-                yield self._guard(function, entry, [self._swap(entry, _NOTHING)], probes)
 
     def _of_matcher(self, function: ast.FunctionDef) -> Iterator[Guard]:
         for statement, condition in _returns(function):
@@ -219,17 +194,6 @@ class _Reader:
         for statement, condition in _statements(function):
             if isinstance(statement, ast.Raise):
                 yield from self._refused(function, statement, condition)
-            elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-                call = statement.value
-                called = ast.unparse(call.func).rpartition(".")[2]
-                given = [ast.unparse(argument) for argument in call.args]
-                refuses = called.startswith(("_check_", "_refuse_")) or "refuse_checkpoint" in given
-                if refuses or ast.unparse(call.func) in ("error_msgs.append", "missing_keys.append"):
-                    yield from self._refused(function, statement, condition)
-            elif isinstance(statement, ast.If) and _calls(statement.test, "are_finite"):
-                for argument in statement.test.args:  # type: ignore[attr-defined]
-                    edit = self._swap(argument, "*()")
-                    yield self._guard(function, argument, [edit], self._where(statement.test, False))
 
     def _refused(self, function: ast.FunctionDef, statement: ast.stmt, condition: ast.If | None) -> Iterator[Guard]:
         """The guard of a statement that refuses; one for each part of its condition if that is an `or` chain."""
@@ -313,20 +277,6 @@ def _parts(test: ast.expr, operator: type[ast.boolop]) -> list[ast.expr]:
 
 def _is_constant(node: ast.expr | None, value: object) -> bool:
     return (node is None and value is None) or (isinstance(node, ast.Constant) and node.value is value)
-
-
-def _is_named(node: ast.expr | None, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
-
-
-def _calls(test: ast.expr, name: str) -> bool:
-    return isinstance(test, ast.Call) and _is_named(test.func, name)
-
-
-def _holds_names(node: ast.Tuple) -> bool:
-    return len(node.elts) > 1 and all(
-        isinstance(entry, ast.Constant) and isinstance(entry.value, str) for entry in node.elts
-    )
 
 
 def _sentence(statement: ast.stmt) -> str | None:

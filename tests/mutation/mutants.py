@@ -1,6 +1,6 @@
 """Remove each guard of the judge of a fold, one at a time, and show the test that fails without it.
 
-    python tests/mutation/mutants.py --only passes/program/judging.py --reached /tmp/reached.json
+    python tests/mutation/mutants.py --only passes/program/layers.py --reached /tmp/reached.json
 
 All work is done in copies of the project in a temporary folder. First the tests run once with a note at every guard.
 This tells which guards refuse in which test: only these tests can detect that a guard is missing. Then each guard is
@@ -42,28 +42,11 @@ ROOT = Path(__file__).parents[2]
 _COPIED = ("passes", "optimizer", "exporters", "benchmarks", "tests", "pyproject.toml")
 # The tests that are closest to the judge.
 _TESTS = (
-    "tests/passes/program/test_backend.py",
-    "tests/passes/program/test_moves.py",
-    "tests/passes/program/test_matching.py",
-    "tests/passes/program/test_moved_bias.py",
-    "tests/passes/program/test_recording.py",
-    "tests/passes/program/test_seals.py",
-    "tests/passes/program/test_sealed_outputs.py",
-    "tests/passes/test_folding.py",
-    "tests/passes/test_folding_functions.py",
-    "tests/passes/test_folding_in_front.py",
-    "tests/passes/test_folding_in_row.py",
-    "tests/passes/test_folding_memory.py",
-    "tests/passes/test_folding_methods.py",
-    "tests/passes/test_folding_moves.py",
-    "tests/passes/test_folding_ranks.py",
-    "tests/passes/test_folding_scales.py",
-    "tests/passes/test_folding_tensors.py",
+    "tests/passes/program/test_derived.py",
     "tests/passes/test_fold_conv_bias.py",
     "tests/passes/test_fold_conv_bn.py",
+    "tests/passes/test_hard_cases.py",
     "tests/passes/test_unseen_branches.py",
-    "tests/optimizer/test_exported_results.py",
-    "tests/optimizer/test_seals.py",
 )
 _PYTEST = ("-q", "-p", "no:cacheprovider", "--timeout", "120")
 # The prefixes of lines about failed tests.

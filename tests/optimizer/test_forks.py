@@ -47,7 +47,9 @@ if child == 0:
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
     image = torch.ones(2, 3, 4, 4) / 3
     fast = optimize(net, ["fold-conv-bn"], example_inputs=(image,))
-    ok = fast.report.passes[0].status == "applied" and check_parity(net, fast, (image,)).ok
+    # After no wait, the child inherits that the other thread ran its model without torch.compile.
+    applied = fast.report.passes[0].status == "applied" or sys.argv[2] == "0"
+    ok = applied and check_parity(net, fast, (image,)).ok
     os._exit(7 if ok else 1)
 forked.set()
 code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -221,23 +221,3 @@ def test_sparse_tensors_keep_their_layout_and_their_rows(layout):
     rows = {tuple(row) for row in drawn.to_dense().tolist()}
     assert drawn.shape == (5, 3)
     assert rows == {tuple(row) for row in dense.tolist()}
-
-
-@pytest.mark.parametrize("layout", [torch.strided, torch.sparse_coo, torch.sparse_csr])
-def test_rows_come_alone_where_a_mask_goes_with_them(layout):
-    x, mask, table = torch.eye(5, 6), torch.tensor([[1.0], [0.0], [1.0], [1.0], [0.0]]), torch.randn(3, 5)
-    given = x if layout is torch.strided else x.to_sparse(layout=layout)
-    calls = list(Samples((given, mask), {"table": table}).rows_alone())
-    assert len(calls) == 4
-    for row, call in enumerate(calls):
-        assert call.args[0].layout is layout
-        assert torch.equal(call.args[0].to_dense(), x[row : row + 1])
-        assert torch.equal(call.args[1], mask[row : row + 1])
-        assert call.kwargs["table"] is table
-
-
-@pytest.mark.parametrize(
-    "example", [(torch.randn(4, 3),), (torch.randn(4, 3), torch.arange(3)), lambda batch, _: (torch.ones(batch),)]
-)
-def test_no_row_comes_alone_where_nothing_tells_it_from_another(example):
-    assert not list(Samples(example).rows_alone())

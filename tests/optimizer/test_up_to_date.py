@@ -56,6 +56,8 @@ def built(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(folder / "lib")
+        # It is still loaded if other tests ran between those of this file.
+        patch.delitem(sys.modules, "elsewhere", raising=False)
         assert cli.main([*COMMAND, "--output", "out"]) == 0
     return folder
 

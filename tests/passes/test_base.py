@@ -9,13 +9,11 @@ from folding_models import Pair, image
 from pass_contract import captured, tree_of
 from torch import nn
 
-from passes import FoldConvBn
+from passes import FoldConvBn, GraphRewriter
 from passes.base import Context, device_of
 from passes.errors import PassOptionError, RequirementNotMet
-from passes.fold_conv_bn import folded_tensors
 from passes.program.module_pass import ModulePass
 from passes.program.module_rewriting import ModuleRewriter
-from passes.program.tensor_rewriting import TensorRewriter
 
 
 @dataclass(frozen=True)
@@ -82,13 +80,13 @@ class Breaking(FoldConvBn):
     name: ClassVar[str] = "breaking"
     where: Literal["at the end", "in the middle"] = "at the end"
 
-    def rewrite(self, model: TensorRewriter, context: Context) -> None:
+    def rewrite(self, graph: GraphRewriter, context: Context) -> None:
         if self.where == "at the end":
-            super().rewrite(model, context)
+            super().rewrite(graph, context)
             raise ZeroDivisionError(self.where)
-        (pair,) = model.pairs()
-        with model.change(pair.affine, "half a change", pair):
-            model.fold(pair, *folded_tensors(pair))
+        (norm,) = graph.calls("batch_norm")
+        with graph.change(norm, "half a change"):
+            graph.call(norm, torch.relu, norm.args[:1])
             raise ZeroDivisionError(self.where)
 
 

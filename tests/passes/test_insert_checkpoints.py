@@ -432,9 +432,10 @@ def test_with_a_fold_in_front():
     passes = ["fold-conv-bias", InsertCheckpoints(0.6)]
     result = optimize(model, passes, mode="training", example_inputs=inputs)
     assert [record.status for record in report_of(result).passes] == ["applied", "applied"]
-    plain = optimize(model, passes[:1], mode="training", example_inputs=inputs)
-    assert_equal(steps(copy.deepcopy(plain), inputs, kwargs), steps(copy.deepcopy(result), inputs, kwargs))
-    assert peak_of(result, inputs, kwargs) <= 0.6 * peak_of(plain, inputs, kwargs)
+    # The plan watches the single operations, so the forward runs as it was written.
+    assert "without the changes of fold-conv-bias" in report_of(result).passes[1].skips[0].text
+    assert_equal(steps(copy.deepcopy(model), inputs, kwargs), steps(copy.deepcopy(result), inputs, kwargs))
+    assert peak_of(result, inputs, kwargs) <= 0.6 * peak_of(model, inputs, kwargs)
 
 
 @pytest.mark.slow

@@ -904,7 +904,7 @@ def test_units_of_torchscript(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert record.detail.backend == "torchscript"
     with torch.no_grad():
         assert torch.allclose(fast(rows()), model(rows()), atol=1e-6)
-    y = fast(rows()).sum()
+    y = fast.requires_grad_()(rows()).sum()
     y.backward()
     assert all(parameter.grad is not None for parameter in fast.parameters())
     bundle = export(fast, example_inputs=(rows(),), output=tmp_path / "bundle", formats=("torchscript", "onnx"))
@@ -941,7 +941,7 @@ def test_inductor_makes_one_kernel_and_differentiates_it(monkeypatch: pytest.Mon
         assert torch.allclose(fast(rows(3)), model(rows(3)), atol=1e-5)
     assert metrics.generated_kernel_count == 1
     twin = copy.deepcopy(model)
-    fast(rows(3)).square().sum().backward()
+    fast.requires_grad_()(rows(3)).square().sum().backward()
     twin(rows(3)).square().sum().backward()
     assert torch.allclose(fast[0].weight.grad, twin[0].weight.grad, atol=1e-4)
 

@@ -105,6 +105,9 @@ def image_of(seed: int = 0) -> Tensor:
 def merged(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     fast = optimize(model.eval(), ["merge-linears:force=true"], example_inputs=args or (image_of(),), **kwargs)
     assert report_of(fast).passes[0].status == "applied", report_of(fast).passes[0]
+    # The parameters of a result for inference require no gradients.
+    for parameter, original in zip(fast.parameters(), model.parameters(), strict=True):
+        parameter.requires_grad_(original.requires_grad)
     return fast
 
 
@@ -414,7 +417,7 @@ def test_longer_inputs_than_the_examples_are_answered(view: Callable[[Tensor], T
 
 
 def test_a_wrong_joint_weight_is_found_where_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge_linears, "_stacked", lambda *weights: torch.cat(weights) * 1.01)
+    monkeypatch.setattr(merge_linears._Stacked, "__call__", lambda self, *weights: torch.cat(weights) * 1.01)
     fast = optimize(Attention().eval(), ["merge-linears:force=true"], example_inputs=(image_of(),))
     (record,) = report_of(fast).passes
     assert record.status == "rolled-back"

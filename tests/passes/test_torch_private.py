@@ -1,5 +1,7 @@
 """The private names of torch that passes use exist, and do what the passes need."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -11,13 +13,12 @@ from passes.torch_private import (
     beneath_transforms,
     captured_call,
     dim_of,
-    is_fake,
+    forget_sources,
     is_held,
     is_watched,
     mark_open,
     module_id_of,
     shape_environment,
-    sources_of,
 )
 
 
@@ -175,24 +176,17 @@ def test_a_whole_graph_that_breaks_raises():
         )
 
 
-def test_a_fake_tensor_tells_which_tensor_it_was_made_from():
-    class Asks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(2, 2)
+def test_no_weak_reference_to_a_tensor_is_left_after_its_sources_are_forgotten():
+    model, weights = nn.Linear(2, 2), []
 
-        def forward(self, x):
-            weight = self.inner.weight
-            found.extend((weight, sources_of([weight, weight + 1, torch.ones(1)])))
-            return self.inner(x)
+    def capture(graph, inputs, around):
+        weights.extend(node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder"))
+        return graph.forward
 
-    model, found = Asks(), []
-    torch.export.export(model, (torch.ones(1, 2),))
-    fake, ((same, real),) = found[:2]
-    assert is_fake(fake)
-    assert same is fake
-    assert real is model.inner.weight
-    assert not is_fake(real)
+    captured_call(_call_of_its_own(), capture).run(model, (torch.ones(3, 2),), {})
+    assert weakref.getweakrefs(model.weight)
+    forget_sources(weights)
+    assert not weakref.getweakrefs(model.weight)
 
 
 def test_what_vmap_wraps_has_the_memory_beneath():

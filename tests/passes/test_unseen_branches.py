@@ -1,7 +1,4 @@
-"""Models with branches that no example input takes, and that use tensors which a fold changed.
-
-Each branch raises `UnseenCall` or returns the output of the original. None returns anything else.
-"""
+"""Models with branches that no example input takes: each returns the output of the original."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ from tiny_models import enliven
 from torch import Tensor, nn
 
 from optimizer import optimize, report_of
-from passes.errors import UnseenCall
 
 GRAPH_PASSES = [
     "fold-conv-bias", "fold-conv-bn", "channels-last", "simplify", "merge-linears:force=true", "pad-channels:force=true",
@@ -225,42 +221,23 @@ def _parameters() -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("build", "branch", "passes"), _parameters())
-def test_an_unseen_branch_raises_or_is_right(build: Callable[[], nn.Module], branch: str, passes: str) -> None:
+def test_an_unseen_branch_is_right(build: Callable[[], nn.Module], branch: str, passes: str) -> None:
     model = _model(build)
     fast = optimize(model, PASSES[passes], example_inputs=(image(),))
     assert "fold-conv-bn" in {record.name for record in report_of(fast).passes if record.changes}
     x = image(4, 3, 8, 8, seed=1)
     torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-4)
-    expected = copy.deepcopy(model)(x, branch)
-    try:
-        given = fast(x, branch)
-        torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-4)
-    except UnseenCall as error:
-        sentence = str(error)
-    else:
-        return
-    assert "folded" in sentence
-    assert "\n" not in sentence
+    torch.testing.assert_close(fast(x, branch), copy.deepcopy(model)(x, branch), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("passes", PASSES)
-def test_features_that_a_hook_collects_raise_once_they_are_used(passes: str) -> None:
-    model = _model(Backbone)
-    fast: Any = optimize(model, PASSES[passes], example_inputs=(image(),))
-    features: dict[str, Tensor] = {}
-    fast.body.conv.register_forward_hook(lambda module, inputs, output: features.update(body=output))
-    fast(image())
-    with pytest.raises(UnseenCall, match="folded together"):
-        features["body"].mean()
-
-
-@pytest.mark.parametrize("passes", PASSES)
-def test_features_behind_the_batch_norm_are_right_in_a_hook(passes: str) -> None:
+@pytest.mark.parametrize("part", ["body", "body.conv"])
+def test_features_are_right_in_a_hook(part: str, passes: str) -> None:
     model = _model(Backbone)
     fast = optimize(model, PASSES[passes], example_inputs=(image(),))
     collected: list[Tensor] = []
     one: Any
     for one in (copy.deepcopy(model), fast):
-        one.body.register_forward_hook(lambda module, inputs, output: collected.append(output.detach()))
+        one.get_submodule(part).register_forward_hook(lambda module, inputs, output: collected.append(output.detach()))
         one(image())
     torch.testing.assert_close(collected[1], collected[0], rtol=1e-4, atol=1e-4)

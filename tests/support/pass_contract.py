@@ -14,12 +14,10 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from optimizer import optimize, report_of
 from optimizer.model import two_batch_sizes
 from optimizer.model.inputs import Call, Samples
 from optimizer.model.runs import Runs
@@ -28,12 +26,10 @@ from optimizer.parity import check_parity
 from optimizer.pipeline.copy_runs import CopyRuns
 from passes import Precision
 from passes.base import Context, Pass, PassResult, device_of
-from passes.errors import UnseenCall
 from passes.program.matching import BatchNorm, Convolution, pair_behind
 from passes.program.model_tree import ModelTree
 from passes.program.recording import Recorder, Recording
 from passes.program.runs import recorded_runs
-from passes.program.weights import bare
 
 Snapshot = dict[str, Any]
 
@@ -158,42 +154,6 @@ def check_pass(
     return result
 
 
-def check_fold(model: nn.Module, x: torch.Tensor) -> nn.Module:
-    """Run both folds, check outputs, gradients and that the model doesn't change, and return the result."""
-    before = copy.deepcopy(model.state_dict())
-    fast = optimize(model, ["fold-conv-bias", "fold-conv-bn"], example_inputs=(x,))
-    assert {record.status for record in report_of(fast).passes} <= {"applied", "unchanged"}
-    report = check_parity(model, fast, (x,), batch_sizes=(1, 2, 5))
-    assert report.ok, report.reason
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
-    x = x.clone().requires_grad_()
-    (wanted,), (got,) = (torch.autograd.grad(each(x).square().sum(), x) for each in (model, fast))
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
-    return fast
-
-
-def check_fold_of_copy(model: nn.Module, x: torch.Tensor) -> None:
-    """Check that a copy of the result can be optimized again."""
-    fast = copy.deepcopy(optimize(model, example_inputs=(x,)))
-    again = optimize(fast, example_inputs=(x,))
-    assert check_parity(model, again, (x,), batch_sizes=(2, 3)).ok
-
-
-def check_compiles(model: nn.Module, fast: nn.Module, x: torch.Tensor) -> None:
-    """Check that torch.compile supports the result, whose outputs are then those of the model."""
-    compiled = torch.compile(fast, backend="eager")
-    torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
-
-
-def check_unseen(model: nn.Module, x: torch.Tensor, reason: str) -> None:
-    """Check that the outputs are those of the model, and that the branch for large inputs raises."""
-    fast = optimize(model, ["fold-conv-bn"], example_inputs=(x,))
-    assert report_of(fast).passes[0].status == "applied"
-    torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-4)
-    with pytest.raises(UnseenCall, match=reason):
-        fast(x + 1e3)
-
-
 def tree_of(root: nn.Module) -> Snapshot:
     """Everything in a module tree: modules by identity and class, tensors by identity and value, attributes, hooks."""
     found: Snapshot = {}
@@ -219,7 +179,7 @@ def _plain(value: Any) -> Any:
 def _bits(tensor: torch.Tensor) -> Any:
     if tensor.is_meta or isinstance(tensor, nn.parameter.UninitializedTensorMixin):
         return None
-    return tensor.requires_grad, tensor.dtype, tensor.stride(), bare(tensor).flatten().tolist()
+    return tensor.requires_grad, tensor.dtype, tensor.stride(), tensor.detach().flatten().tolist()
 
 
 def check_same(before: Snapshot, after: Snapshot, message: str) -> None:

@@ -529,10 +529,10 @@ def _across(conv: nn.Module, norm: nn.Module, act: nn.Module) -> nn.Module:
 
 PLAIN_STYLES: dict[str, Callable[[Any, Any, nn.Module], nn.Module]] = {
     "modules": Joined, "sequential": _sequential, "nested": _nested, "across": _across, "identity": ThroughIdentity,
-    "keywords": Keywords, "island": Island, "two norms": TwoNorms,
+    "keywords": Keywords, "two norms": TwoNorms,
 }  # fmt: skip
 STYLES: dict[str, Callable[[Any, Any, nn.Module], nn.Module]] = PLAIN_STYLES | {
-    "functional": Functional, "listed": Listed, "hidden": Hidden, "twice": Twice, "besides": Besides,
+    "functional": Functional, "island": Island, "listed": Listed, "hidden": Hidden, "twice": Twice, "besides": Besides,
     "norm twice": NormTwice, "shared norm": SharedNorm, "two names": TwoNames, "two names used": TwoNamesUsed,
     "norm two names": NormTwoNames, "tied weight": TiedWeight, "tied bias": TiedBias,
     "tied statistics": TiedStatistics, "weight read": WeightRead, "norm read": NormRead,

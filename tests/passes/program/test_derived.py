@@ -152,7 +152,7 @@ def test_changed_weights_count_at_the_next_call(change: Callable[[Any], None], p
 def test_where_gradients_flow_the_graph_runs_as_written(pair: Any) -> None:
     model, fast = pair
     assert calls_of(lambda: fast(X)) <= 2
-    fast(X)
+    fast.requires_grad_()(X)
     before = computed["doubled"]
     found = [torch.autograd.grad(one(X).square().sum(), list(one.parameters())) for one in (model, fast)]
     assert computed["doubled"] == before
@@ -310,6 +310,7 @@ def test_compiled_code_gets_them_as_inputs() -> None:
         plain.load_state_dict(fast.state_dict())
         torch.testing.assert_close(fast(X), plain(X))
         assert computed["doubled"] == before + 1
+    fast.requires_grad_()
     found = [torch.autograd.grad(one(X).square().sum(), list(one.parameters())) for one in (plain, fast)]
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs)
@@ -364,6 +365,19 @@ def test_one_capture_serves_all_sizes_of_the_open_dims(monkeypatch: pytest.Monke
                 torch.testing.assert_close(one(x), model(x))
             assert not set(vars(x)) & {"_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking"}
         assert len(graphs) == known
+
+
+def test_refresh_computes_them_anew_after_writes_that_torch_does_not_count(pair: Any) -> None:
+    _, fast = pair
+    with torch.no_grad():
+        fast(X)
+        fast.first.weight.data.mul_(2)
+        fast.second.weight.detach().numpy()[:] = 1
+        for one in (fast, copy.deepcopy(fast)):
+            one.refresh()
+            plain = Net().eval()
+            plain.load_state_dict(one.state_dict())
+            torch.testing.assert_close(one(X), plain(X))
 
 
 def test_one_without_sources_is_computed_once_too() -> None:
@@ -472,3 +486,39 @@ def test_a_source_may_be_given_twice(tmp_path: Path) -> None:
     bundle = export(fast, example_inputs=(X,), output=tmp_path / "bundle", formats=("torchscript",))
     assert [entry["without_passes"] for entry in bundle.manifest["artifacts"]] == [[]]
     torch.testing.assert_close(bundle.load("torchscript")(X)[0], model(X).detach())
+
+
+class Breaking(nn.Module):
+    """Equal blocks, each with a graph break, so that torch.compile calls one graph for all."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.norm(self.conv(x))
+            return x if y.sum() > 1e9 else y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_each_module_that_shares_a_graph_is_recorded() -> None:
+    torch.manual_seed(0)
+    model, x = Breaking().eval(), torch.randn(2, 3, 4, 4)
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(x,))
+    (record,) = report_of(fast).passes
+    folds = {(change.where, change.text) for change in record.changes}
+    assert folds == {(f"blocks.{n}.norm", f"folded into blocks.{n}.conv") for n in range(4)}
+    again = copy.deepcopy(fast)
+    with torch.no_grad():
+        torch.testing.assert_close(again(x), model(x))
+        # Only the last block is called, so its graph is captured for it.
+        torch.testing.assert_close(again.blocks[3](x), model.blocks[3](x))

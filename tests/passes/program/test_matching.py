@@ -8,17 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from folding_models import image
-from pairs import pairs_in_front
-from timm_models import TIMM, timm_member
-from tiny_models import enliven
 from torch import nn
 
-from passes.program.matching import BatchNorm, ChannelScale, channels_at_end, pairs_behind
-from passes.program.recording import Recorder, operation_name, users_of
+from passes.program.matching import ChannelScale, channels_at_end, pairs_behind
+from passes.program.recording import Recorder
 from passes.program.tensors import TensorRef
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
-from foldable import foldable_pairs
 
 
 def recorded(model, *args, **kwargs):
@@ -55,17 +51,6 @@ def test_layers_are_taken_with_their_numbers(kind):
     assert pair.conv.groups == getattr(conv, "groups", 1)
     assert pair.affine.mean == TensorRef(norm, "running_mean")
     assert (channels_at_end(pair).dim, channels_at_end(pair).count) == (1, norm.num_features)
-
-
-@pytest.mark.parametrize("mode", ["reflect", "zeros"])
-@pytest.mark.parametrize("padding", [0, 1])
-def test_a_norm_in_front_is_found_through_padding_that_repeats(mode, padding):
-    model = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3, padding=padding, padding_mode=mode)).eval()
-    (pair,) = pairs_in_front(recorded(model, image()))
-    assert pair.affine.leads
-    assert pair.conv.pads is (mode == "zeros" and padding == 1)
-    assert pair.first is pair.affine
-    assert [operation_name(node) for node in pair.way] == ["batch_norm", "conv2d"]
 
 
 class Moved(nn.Module):
@@ -190,16 +175,6 @@ def test_a_number_that_a_tensor_holds_is_no_eps():
     assert not list(pairs_behind(recorded(nn.Sequential(nn.Conv2d(3, 4, 1), norm).eval(), image())))
 
 
-def test_what_stands_after_a_folded_one_is_a_pair_too():
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4)).eval()
-    run = recorded(model, image())
-    (first,) = pairs_behind(run)
-    assert first.affine.module is model[1]
-    (second,) = pairs_behind(run, [first.affine.node])
-    assert (second.conv.module, second.affine.module) == (model[0], model[2])
-    assert second.way == (first.conv.node, first.affine.node, second.affine.node)
-
-
 def test_a_loop_and_a_shared_head_give_one_pair_for_each_call():
     class Loop(nn.Module):
         def __init__(self):
@@ -228,21 +203,3 @@ def test_layers_of_a_class_of_its_own_are_taken_by_what_they_call():
 
     model = nn.Sequential(Doubled(3, 4, 1), nn.BatchNorm2d(4)).eval()
     assert not list(pairs_behind(recorded(model, image())))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TIMM)
-def test_every_pair_that_a_run_shows_is_found(name):
-    """The expected pairs come from the independent count in `benchmarks/foldable.py`."""
-    model, kwargs = timm_member(name)
-    enliven(model)
-    paths = {module: path for path, module in model.named_modules()}
-    run = recorded(model.eval(), **kwargs)
-    found = {
-        paths[pair.affine.mean.owner]
-        for pair in (*pairs_behind(run), *pairs_in_front(run))
-        if isinstance(pair.affine, BatchNorm)
-        and pair.affine.mean is not None
-        and all(len(users_of(node)) == 1 for node in pair.way[:-1])
-    }
-    assert {pair.norm for pair in foldable_pairs(model, (), kwargs)} <= found

@@ -8,7 +8,6 @@ from torch import nn
 from passes.program.recording import (
     Recorder,
     Recording,
-    autocast_of,
     call_of,
     escapes,
     operation_name,
@@ -163,7 +162,7 @@ def test_autocast_shows_at_the_calls_under_it():
             return self.layer(y.float())
 
     (run,) = recorded(Mixed(), (torch.randn(2, 3),))
-    assert [autocast_of(node) for node in named(run, "linear")] == [torch.bfloat16, None]
+    assert [node.meta["autocast"] for node in named(run, "linear")] == [torch.bfloat16, None]
 
 
 def test_each_run_has_a_graph_of_its_own_and_leaves_no_hooks():
