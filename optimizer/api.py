@@ -398,6 +398,7 @@ def optimize_to_export(
         progress=progress,
         check_reference=refuse,
         with_open_batch=with_open_batch,
+        is_called=False,
     )
 
 

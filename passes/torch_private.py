@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -228,9 +228,10 @@ Capture = Callable[[fx.GraphModule, Sequence[Any], nn.Module | None], Callable[.
 
 
 class _Capturing(threading.local):
-    """The module whose forward this thread is capturing; locations in graphs are relative to it."""
+    """The module whose forward this thread is capturing, to which locations in graphs are relative, and its code."""
 
     module: nn.Module | None = None
+    code: Any = None
 
 
 _capturing = _Capturing()
@@ -260,7 +261,11 @@ OpenDims = Callable[[Mapping[str, Any]], Sequence[tuple[torch.Tensor, int]]]
 
 
 def captured_call(
-    entry: Callable[..., Any], capture: Capture, *, whole: bool = False, open_dims: OpenDims | None = None
+    entry: Callable[..., Any],
+    capture: Capture,
+    *,
+    whole: bool = False,
+    open_dims: OpenDims | None = None,
 ) -> CapturedCall:
     """Capture a function with torch.compile's front end; `capture` gets each graph, and returns the callable to run.
 
@@ -280,13 +285,19 @@ def captured_call(
     """
     import torch._dynamo
 
+    # Weakly, as torch stores it with the code.
+    captured: weakref.WeakSet[Any] = weakref.WeakSet()
+
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        captured.add(_capturing.code)
         return capture(graph, inputs, _capturing.module)
 
     context = torch._dynamo.optimize(backend, nopython=whole)
     if not isinstance(context, torch._dynamo.eval_frame.OptimizeContext):
         raise RuntimeError("torch.compile is switched off by TORCHDYNAMO_DISABLE")
-    context.callback = front_end = _FrontEnd(context.callback, entry.__code__, whole=whole, open_dims=open_dims)
+    context.callback = front_end = _FrontEnd(
+        context.callback, entry.__code__, captured, whole=whole, open_dims=open_dims
+    )
     # torch keeps every backend in order to reset it, and so everything that the backend refers to.
     torch._dynamo.eval_frame.cached_backends.pop(id(backend), None)
     call = CapturedCall(context(entry), front_end)
@@ -316,7 +327,7 @@ class CapturedCall:
 
     @property
     def is_split(self) -> bool:
-        """Whether torch captured further functions, as after a graph break, besides the given one."""
+        """Whether torch captured graphs of further functions than the given one, as it does after a graph break."""
         return self._front_end.is_split
 
     @property
@@ -328,7 +339,15 @@ class CapturedCall:
 class _FrontEnd:
     """The function that torch calls for a frame for which no captured graph is valid."""
 
-    def __init__(self, callback: Any, entry: Any, *, whole: bool, open_dims: OpenDims | None) -> None:
+    def __init__(
+        self,
+        callback: Any,
+        entry: Any,
+        captured: Collection[Any],
+        *,
+        whole: bool,
+        open_dims: OpenDims | None,
+    ) -> None:
         # torch follows this attribute to the backend.
         self._torchdynamo_orig_backend = callback
         self._whole = whole
@@ -338,12 +357,13 @@ class _FrontEnd:
         # Weak keys: torch stores its captures of a frame, including this object, with the frame's code, and the garbage
         # collector doesn't find such cycles.
         self._captures: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._with_graphs = captured
         # The last error of the front end, for messages.
         self.error: Exception | None = None
 
     @property
     def is_split(self) -> bool:
-        return len(self._captures) > 1
+        return any(code is not self._entry() for code in self._with_graphs)
 
     def __call__(self, frame: Any, cache_entry: Any, frame_state: Any) -> Any:
         from torch._dynamo import config
@@ -358,6 +378,7 @@ class _FrontEnd:
             only_known = FrameExecStrategy(FrameAction.RUN_ONLY, FrameAction.RUN_ONLY)
             return ConvertFrameReturn(only_known, apply_to_code=False)
         around, _capturing.module = _capturing.module, _module_of(frame.f_locals)
+        code_around, _capturing.code = _capturing.code, frame.f_code
         is_entry = frame.f_code is self._entry()
         open_dims = self._open_dims(frame.f_locals) if is_entry and self._open_dims is not None else ()
         try:
@@ -375,7 +396,7 @@ class _FrontEnd:
                 raise
             return ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP), apply_to_code=False)
         finally:
-            _capturing.module = around
+            _capturing.module, _capturing.code = around, code_around
 
 
 _drawing = threading.local()

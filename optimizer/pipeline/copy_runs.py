@@ -80,12 +80,11 @@ class CopyRuns:
             return f"{type(error).__name__}: {first_line(error)}"
         return None
 
-    def seconds(self, ways: Sequence[Way], rounds: int, *, at_most: float) -> list[float]:
+    def seconds(self, ways: Sequence[Way], rounds: int) -> list[float]:
         """The seconds of the first example call in each way: the shortest of some rounds, in turn.
 
         Args:
             ways: each makes a context around the calls.
-            at_most: after a call that takes longer, no further rounds follow.
         """
         shortest = [math.inf] * len(ways)
         with ExitStack() as stack:
@@ -93,8 +92,7 @@ class CopyRuns:
                 stack.enter_context(kept)
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            # The first round captures and computes what later calls keep.
-            for number in range(rounds + 1):
+            for _ in range(rounds):
                 for place, way in enumerate(ways):
                     call = fresh(self.calls[0])
                     with way():
@@ -103,10 +101,7 @@ class CopyRuns:
                         if torch.cuda.is_initialized():
                             torch.cuda.synchronize()
                         seconds = time.perf_counter() - started
-                    if number:
-                        shortest[place] = min(shortest[place], seconds)
-                if number and max(shortest) > at_most:
-                    break
+                    shortest[place] = min(shortest[place], seconds)
         return shortest
 
     @contextmanager

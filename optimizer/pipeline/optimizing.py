@@ -63,11 +63,13 @@ def optimized(
     progress: ProgressFunction,
     check_reference: Callable[[Reference], None] | None = None,
     with_open_batch: Callable[[Samples], Samples] | None = None,
+    is_called: bool = True,
 ) -> nn.Module:
     """As `optimizer.optimize`.
 
     Args:
         with_open_batch: makes the samples whose batch size varies in the declared dims.
+        is_called: whether the result is called, and not only exported: its calls are then timed.
         check_reference: called with the reference before any pass runs; it may raise.
     """
     with rare_collection(), outside_inference_mode():
@@ -98,7 +100,7 @@ def optimized(
             batch_sizes=batch_sizes,
             progress=progress,
         )
-        report, outputs, operations = _run_stages(pipeline, model, chosen, check_reference)
+        report, outputs, operations = _run_stages(pipeline, model, chosen, check_reference, is_called=is_called)
         report.notes[:0] = copy.notes
         _note_modes(report, model, copy.root, mode)
         told = _notes_on_verification(copy.root, mode, report.parity)
@@ -124,6 +126,8 @@ def _run_stages(
     model: nn.Module,
     passes: Sequence[Pass],
     check_reference: Callable[[Reference], None] | None,
+    *,
+    is_called: bool,
 ) -> tuple[Report, OriginalOutputs | None, tuple[tuple[str, str], ...]]:
     """Run the original, the passes and the comparison; the report has the seconds of each stage.
 
@@ -146,7 +150,8 @@ def _run_stages(
         could_apply = pipeline.could_apply()
     with _timed(stages, "comparison"):
         parity = pipeline.verify()
-        pipeline.keep_if_worth()
+        if is_called:
+            pipeline.use_if_faster()
     report = Report(
         model=type(model).__name__,
         mode=pipeline.mode,

@@ -26,7 +26,7 @@ from optimizer.pipeline.hints import passes_that_would_apply
 from optimizer.pipeline.size import record_runs
 from optimizer.pipeline.transactions import Transactions
 from optimizer.pipeline.verification import verified
-from optimizer.pipeline.worth import without_what_slows
+from optimizer.pipeline.worth import used_if_faster
 from optimizer.report import PassRecord, Progress, ProgressFunction
 from passes.base import Context, Pass, PassResult
 from passes.program.model_tree import ModelTree
@@ -173,11 +173,12 @@ class Pipeline:
             return comparer.outputs.unchanged("No pass changed the model: there was nothing to compare.")
         return verified(self._transactions, comparer)
 
-    def keep_if_worth(self) -> None:
-        """Remove the graph passes of an inference result that is slower with them."""
+    def use_if_faster(self) -> None:
+        """Let an inference result run as written if it is slower by its rewritten graphs."""
         if self.mode == "inference":
             transactions = self._transactions
-            transactions.records = without_what_slows(self._copy.root, transactions.runs, transactions.records)
+            transactions.records, note = used_if_faster(self._copy.root, transactions.runs, transactions.records)
+            self.notes += [note] if note else []
 
     def could_apply(self) -> list[str]:
         """The passes that weren't named and would change something; empty if a named one changed something."""

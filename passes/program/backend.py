@@ -90,6 +90,7 @@ class GraphCall:
         owner: the module.
         passes: the steps that rewrite its graphs, in order.
         open_dims: the dims whose sizes vary between calls: the index of the tensor among the arguments, and the dim.
+        is_for_files: whether only files hold the rewritten graph, because calls are faster as written.
     """
 
     def __init__(
@@ -98,9 +99,10 @@ class GraphCall:
         self.owner = owner
         self.passes = passes
         self.open_dims = tuple(open_dims)
+        self.is_for_files = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_watched() or has_global_hooks() or self._is_trained_under_a_plan():
+        if self.is_for_files or is_watched() or has_global_hooks() or self._is_trained_under_a_plan():
             return self.owner._call_impl(*args, **kwargs)
         return compilation_of(self).compiled.run(self.owner, args, kwargs)
 
@@ -111,15 +113,16 @@ class GraphCall:
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphCall:
         owner = memo.get(id(self.owner), self.owner)
         twin = memo[id(self)] = GraphCall(owner, self.passes, self.open_dims)
+        twin.is_for_files = self.is_for_files
         if owner is not self.owner:
             owner.__dict__[COMPILED_CALL] = twin
         return twin
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self.owner, self.passes, self.open_dims
+        return self.owner, self.passes, self.open_dims, self.is_for_files
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.owner, self.passes, self.open_dims = state
+        self.owner, self.passes, self.open_dims, self.is_for_files = state
         self.owner.__dict__[COMPILED_CALL] = self
 
 
