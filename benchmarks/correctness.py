@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import dataclasses
 import math
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -401,6 +402,8 @@ def summary_table(results: Sequence[dict[str, Any]], names: Sequence[str]) -> Ta
 
 
 def main() -> int:
+    # Small models would run as written, where their graphs are slower.
+    os.environ["OPTIMIZE_EXPORT_NO_BENCH"] = "1"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="", help="names, by semicolons (default: all)")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="by commas (default: %(default)s)")

@@ -103,6 +103,7 @@ def main() -> int:
     parser.add_argument("--models", default="resnet50,vit_small", help="names, by commas (default: %(default)s)")
     parser.add_argument("--batch", type=positive, default=2)
     parser.add_argument("--starts", type=positive, default=3, help="processes per way (default: %(default)s)")
+    parser.add_argument("--device", choices=("cpu",), default="cpu", help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=positive, default=usable_cpus())
     parser.add_argument("--scale", type=float, default=1.0, help="of image sides and text lengths, to try things out")
     parser.add_argument("--start", type=Path, help=argparse.SUPPRESS)

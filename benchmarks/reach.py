@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -159,6 +160,8 @@ def _short(text: str) -> str:
 
 
 def main() -> int:
+    # Small models would run as written, where their graphs are slower.
+    os.environ["OPTIMIZE_EXPORT_NO_BENCH"] = "1"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", help="names separated by commas, or a library: transformers (the default) or timm")
     parser.add_argument("--threads", type=positive, default=1, help="of torch")

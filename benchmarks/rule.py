@@ -19,6 +19,7 @@ import fcntl
 import gc
 import json
 import logging
+import os
 import random
 import sys
 import tempfile
@@ -606,6 +607,8 @@ def _line(unit: Unit, results: Results) -> str:
 
 
 def main() -> int:
+    # Small models would run as written, where their graphs are slower.
+    os.environ["OPTIMIZE_EXPORT_NO_BENCH"] = "1"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", help="names separated by commas (default: all)")
     parser.add_argument(
