@@ -118,3 +118,15 @@ def test_a_pass_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_steps_for_files() -> None:
     assert [step.item.name for step in steps_for_files(simplified(Twice))] == ["simplify"]
     assert steps_for_files(Twice()) == []
+
+
+def test_the_choice_of_a_convolutions_kernel_is_no_condition() -> None:
+    """torch asks for a batch of 16 or more when it chooses; files were then proven below and above this size."""
+    x = torch.randn(2, 3, 32, 32)
+    model = nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3), nn.BatchNorm2d(64), nn.Conv2d(64, 8, 1)).eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=x)
+    module, plain = copy.deepcopy(fast), copy.deepcopy(fast)
+    assert install_whole_graph(module, plain, flat_call((x,))) == ["fold-conv-bn"]
+    conditions = module.__dict__["forward"]._conditions
+    assert all(conditions.hold(lambda dim, size=size: size) for size in (2, 15, 16, 100))
+    assert not conditions.hold(lambda dim: 1)
