@@ -105,6 +105,8 @@ def install_whole_graph(module: nn.Module, plain: nn.Module, call: FlatCall) -> 
             names.append(step.item.name)
     if not names:
         raise NoWholeGraph("the graph of the whole model contains none of its changes")
+    # The values that the rewriting judged; the file's own are computed below.
+    captured.derived.fresh.clear()
     del module.__dict__[GRAPH_CALL]
     module.__dict__[COMPILED_CALL] = None
     for node in captured.graph.nodes:
