@@ -3,7 +3,7 @@
 Tracers see the plain forward of a module, not the graphs that graph passes rewrite. Here the whole forward is captured
 once more as a single graph, with the same dynamic sizes as in the file, and rewritten by the same passes. This graph
 replaces the forward. Parameters and buffers are read from the module under their own names, derived tensors become
-buffers, and inputs and outputs stay those of the forward.
+parameters or buffers, and inputs and outputs stay those of the forward.
 """
 
 from __future__ import annotations
@@ -333,7 +333,7 @@ def _reader(module: nn.Module, path: str) -> _Read:
 
 
 def _keep(node: fx.Node, module: nn.Module, capture: _Capture, captured: CapturedGraph) -> None:
-    """Turn the value of a derived node into a buffer."""
+    """Turn the value of a derived node into a parameter or buffer."""
     assert isinstance(node.target, Derived)
     sources = []
     # Not `all_input_nodes`, which has a source only once that is given twice.
@@ -351,13 +351,17 @@ def _keep(node: fx.Node, module: nn.Module, capture: _Capture, captured: Capture
     stem = re.sub(r"\W+", "_", node.target.what.removeprefix("the "))
     numbered = (f"{stem}_{number}" if number else stem for number in itertools.count())
     name = next(name for name in numbered if not hasattr(owner, name))
-    # Persistent, since exporters write other buffers as constants, which no external file can hold.
-    owner.register_buffer(name, value.detach())
+    if value.is_floating_point() or value.is_complex():
+        # A parameter, since modules may ask the first one for its device, and may have no other left.
+        owner.register_parameter(name, nn.Parameter(value.detach(), requires_grad=False))
+    else:
+        # Persistent, since exporters write other buffers as constants, which no external file can hold.
+        owner.register_buffer(name, value.detach())
     node.args, node.target = (), _Buffer(owner, name)
 
 
 class _Buffer:
-    """A call in a graph that reads a buffer."""
+    """A call in a graph that reads a parameter or buffer."""
 
     # torch.fx requires a name for functions in a graph.
     __name__ = "buffer"
@@ -367,7 +371,7 @@ class _Buffer:
         self._module, self._name = module, name
 
     def remove(self) -> None:
-        """Remove the buffer."""
+        """Remove it from its module."""
         delattr(self._module, self._name)
 
     def __call__(self) -> torch.Tensor:

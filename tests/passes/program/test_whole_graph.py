@@ -130,3 +130,20 @@ def test_the_choice_of_a_convolutions_kernel_is_no_condition() -> None:
     conditions = module.__dict__["forward"]._conditions
     assert all(conditions.hold(lambda dim, size=size: size) for size in (2, 15, 16, 100))
     assert not conditions.hold(lambda dim: 1)
+
+
+def test_a_module_whose_weights_are_all_derived_has_parameters_left() -> None:
+    """Models of transformers ask their first parameter for the device, also when torch.jit.trace looks at them."""
+
+    class Asks(nn.Sequential):
+        @property
+        def device(self) -> torch.device:
+            return next(parameter.device for parameter in self.parameters())
+
+    x = torch.randn(2, 3, 8, 8)
+    model = nn.Sequential(Asks(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))).eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=x)
+    module = copy.deepcopy(fast)
+    assert install_whole_graph(module, copy.deepcopy(fast), flat_call((x,))) == ["fold-conv-bn"]
+    assert module[0].device == torch.device("cpu")
+    assert {name for name, _ in module.named_parameters()} == {"0.0.folded_weight", "0.0.folded_bias"}
