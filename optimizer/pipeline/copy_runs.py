@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -66,12 +66,7 @@ class CopyRuns:
     def _run_compiled(self, watch: AbstractContextManager[Any]) -> str | None:
         """As `Context.run_compiled`."""
         try:
-            with ExitStack() as stack:
-                for kept in (random_state(0), pinned_settings(), torch.no_grad(), self._private_state()):
-                    stack.enter_context(kept)
-                stack.enter_context(warnings.catch_warnings())
-                warnings.simplefilter("ignore")
-                stack.enter_context(watch)
+            with self._quiet(eager=False), watch:
                 for number, call in enumerate(self.calls):
                     copied = fresh(call)
                     seed_torch(number)
@@ -87,11 +82,7 @@ class CopyRuns:
             ways: each makes a context around the calls.
         """
         shortest = [math.inf] * len(ways)
-        with ExitStack() as stack:
-            for kept in (random_state(0), pinned_settings(), torch.no_grad(), self._private_state()):
-                stack.enter_context(kept)
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
+        with self._quiet(eager=False):
             for _ in range(rounds):
                 for place, way in enumerate(ways):
                     call = fresh(self.calls[0])
@@ -120,11 +111,11 @@ class CopyRuns:
                 parameter.grad = gradient
 
     @contextmanager
-    def _quiet(self, seed: int = 0) -> Iterator[None]:
+    def _quiet(self, seed: int = 0, *, eager: bool = True) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(random_state(seed))
             stack.enter_context(pinned_settings())
-            stack.enter_context(eager_only())
+            stack.enter_context(eager_only() if eager else nullcontext())
             stack.enter_context(torch.no_grad())
             stack.enter_context(self._private_state())
             stack.enter_context(warnings.catch_warnings())

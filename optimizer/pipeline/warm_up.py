@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from optimizer.errors import UsageError
 from optimizer.model import Call, Samples
+from optimizer.pipeline.copy_runs import fresh
 from passes.base import device_of
 
 # The bytes of example inputs that a result keeps.
@@ -64,22 +65,18 @@ class WarmUp:
         calls = [samples.at(size) for size in sizes]
         for mode in modes:
             for call in calls:
-                given = _cloned(call)
+                given = fresh(call)
                 with _MODES[mode]():
                     self.owner(*given.args, **given.kwargs)
                     if mode == "inference_mode":
                         # Inputs that are made in inference mode need another capture than those from outside.
-                        made = _cloned(call)
+                        made = fresh(call)
                         self.owner(*made.args, **made.kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WarmUp:
         twin = copy.copy(self)
         twin.owner = copy.deepcopy(self.owner, memo)
         return twin
-
-
-def _cloned(call: Call) -> Call:
-    return Call(*pytree.tree_map_only(torch.Tensor, torch.clone, (call.args, call.kwargs)))
 
 
 def _bytes_of(call: Call) -> int:

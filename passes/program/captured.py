@@ -23,7 +23,8 @@ from passes.torch_private import OpOverload, OpOverloadPacket, enter_autocast, m
 if TYPE_CHECKING:
     from passes.program.derived import DerivedTensors
 
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+# A line of a textual stack: the file and the number of the line.
+FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = Path(torch.__file__).parent
 # torch's own key in `node.meta` for the example of a node's value.
 EXAMPLE = "example_value"
@@ -138,7 +139,7 @@ class CapturedGraph:
 
     def line_of(self, node: fx.Node) -> str:
         """The innermost line outside torch that made the node: "net.py:17"; "" if it isn't known."""
-        frames = [found for found in _FRAME.finditer(node.meta.get("stack_trace") or "") if is_users(found[1])]
+        frames = [found for found in FRAME.finditer(node.meta.get("stack_trace") or "") if is_users(found[1])]
         return f"{Path(frames[-1][1]).name}:{frames[-1][2]}" if frames else ""
 
     def is_of_layer(self, node: fx.Node) -> bool:

@@ -22,9 +22,10 @@ from torch import fx, nn
 from passes.compiling.record import GraphBreak
 from passes.errors import PassesError
 from passes.program.backend import GRAPH_CALL, Applied, GraphCall, entry_of
-from passes.program.captured import CapturedGraph, Modules, is_tensor, name_of
+from passes.program.captured import FRAME, CapturedGraph, Modules, is_tensor, name_of
 from passes.program.derived import Derived, DerivedTensors
 from passes.program.forwards import InstanceForward
+from passes.program.hooks import has_hooks
 from passes.torch_private import (
     COMPILED_CALL,
     Dim,
@@ -39,9 +40,8 @@ from passes.torch_private import (
 )
 
 Place = tuple[int, int]
-# torch's message when a capture specializes a dynamic size, and the lines of its traceback.
+# torch's message when a capture specializes a dynamic size.
 _FIXED = re.compile(r"your code specialized it to be a constant \((\d+)\)")
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 # Reads one tensor or size from the module or from the flat tensors of a call.
 _Read = Callable[[Sequence[torch.Tensor]], Any]
 
@@ -220,9 +220,8 @@ class _InModules(fx.Interpreter):
 
 def _can_be_entered(module: nn.Module) -> bool:
     """Whether a call of the module only runs its forward."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     is_plain = type(module).__call__ is nn.Module.__call__ and not isinstance(module, torch.jit.ScriptModule)
-    return is_plain and not any(hooks)
+    return is_plain and not has_hooks(module)
 
 
 def _entry(
@@ -414,6 +413,6 @@ def _why(error: Exception) -> str:
     if stack:
         return f"the graph breaks at {PurePath(file).name}:{line} (`{found.line}`: {found.reason})"
     if fixed := _FIXED.search(str(error)):
-        *_, (file, line) = [("its source", "?"), *_FRAME.findall(str(error))]
+        *_, (file, line) = [("its source", "?"), *FRAME.findall(str(error))]
         return f"an open size is fixed to {fixed[1]} at {PurePath(file).name}:{line}"
     return f"torch.compile captures no graph of the whole model ({found.reason})"
