@@ -10,6 +10,7 @@ copied only to change the format. These counts are the same on every machine.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 import time
@@ -26,11 +27,10 @@ from models import MAP_SUBJECTS, Plain, Subject, subject
 from table import Table, write
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
+from torch.profiler import ProfilerActivity, profile
 
-from optimizer import optimize
+from optimizer import optimize, report_of
 from optimizer.runtime import usable_cpus
-from passes.memory_format.forwards import is_kept_contiguous
-from passes.memory_format.watch import LayoutWatch
 from passes.program.memory_formats import CHANNELS_LAST_FORMATS, is_channels_last
 
 FOLD = "fold"
@@ -81,20 +81,28 @@ class FormatWorkshop(Workshop):
         model, inputs = self.models[name], self.inputs(batch)
         if name == USER:
             inputs = tuple(tensor.contiguous(memory_format=CHANNELS_LAST_FORMATS[tensor.dim()]) for tensor in inputs)
-        watch = LayoutWatch(model)
-        with torch.no_grad(), watch:
-            model(*inputs)
+        records = (
+            [record for record in report_of(model).passes if record.name == "channels-last"] if name == OURS else []
+        )
+        made = [change.text for record in records for change in record.changes]
         convolutions = [module for module in model.modules() if isinstance(module, _ConvNd)]
         return {
             "convolutions": len(convolutions),
-            "channels_last": sum(_is_last(module) for module in convolutions),
-            "kept_contiguous": sum(map(is_kept_contiguous, convolutions)),
-            "lost": [
-                {"where": loss.where, "elements": loss.elements, "converted": loss.converted}
-                for loss in watch.layouts.losses
-            ],
-            "moved": watch.layouts.moved,
+            "channels_last": sum(map(_is_last, convolutions)) + sum(text.startswith("weight in") for text in made),
+            "kept_contiguous": made.count("kept in contiguous format"),
+            "lost": [remark.where for record in records for remark in record.remarks],
+            "moved": _moved(model, inputs),
         }
+
+
+def _moved(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> int:
+    """The number of elements of feature maps that the second call copies, which it does only to change the format."""
+    with torch.no_grad():
+        model(*inputs)
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as found:
+            model(*inputs)
+    shapes = [event.input_shapes[0] for event in found.events() if event.name == "aten::copy_"]
+    return sum(math.prod(shape) for shape in shapes if len(shape) in CHANNELS_LAST_FORMATS)
 
 
 def _is_last(module: _ConvNd) -> bool:
@@ -136,8 +144,8 @@ def table_of(results: Sequence[dict[str, Any]]) -> Table:
             table.add(*row, *time_cells(contender), weights, str(kept), str(lost), moved)
     table.caption.append(
         "Speed-up is the time of the folded model over that of the contender, taken within each round; medians with"
-        " quartiles. *lost*: places where a map comes out of an operation in another format; *moved*: elements of one call"
-        " that are copied into another format."
+        " quartiles. *lost*: places where a map comes out of an operation in another format, as the pass reports them;"
+        " *moved*: elements of maps that torch copies in one call, which it does to change their format."
     )
     table.caption += absent
     return table

@@ -3,75 +3,51 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.nn.parameter import is_lazy
 
-from passes.base import Context
-from passes.memory_format.forwards import (
-    ChannelsLastInput,
-    ChannelsLastInputs,
-    ContiguousInput,
-    DrawsInOrder,
-    FormattedForward,
-    dim_order,
-    enters_channels_last,
-    is_kept_contiguous,
-    ordered_leaves,
-    why_no_format,
-)
-from passes.memory_format.watch import Layouts, LayoutWatch, Loss
-from passes.module_interface import (
+from passes.base import Context, PassResult
+from passes.graph_interface import (
     CHANNELS_LAST_FORMATS,
-    AroundForward,
-    AttributeEdit,
-    ModuleChange,
-    ModulePass,
-    ModuleRewriter,
+    Example,
+    GraphPass,
+    GraphRewriter,
+    Layer,
+    Layers,
+    ModelTree,
     Node,
-    Run,
-    Runs,
-    TensorRef,
-    batch_norm_arguments,
-    call_of,
-    convolution_arguments,
-    exact,
-    in_place,
+    Recording,
     is_channels_last,
-    is_stock,
-    shape_of,
-    training_flags,
+    layout_of,
+    operation_name,
 )
-from passes.torch_private import AnyBatchNorm, AnyConvolution, convolution_kernel
+from passes.memory_format.costs import READING_CHANNELS_LAST, TOO_DEAR, Costs, cheapest_formats
+from passes.memory_format.losses import losses_in
+from passes.memory_format.training import ChannelsLastTraining
+from passes.program.storage import kind_of
+from passes.torch_private import convolution_kernel
 
-# The shapes of the input and the output of a layer, for each of its calls in one run.
-_Shapes = Sequence[tuple[torch.Size, torch.Size]]
-# For each output, the order of its dims in memory; None to leave the output as it is.
-_Orders = tuple[tuple[int, ...] | None, ...]
-# The layers that compute nothing but a convolution, which works in either format.
-_LAYERS: tuple[type[nn.Module], ...] = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONVOLUTIONS = ("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d")
+# The key in `node.meta` for the input of a convolution that stays contiguous.
+_KEPT = "optimize_export_kept_contiguous"
 
 
 @dataclass(frozen=True)
-class ChannelsLast(ModulePass):
+class ChannelsLast(GraphPass):
     """Run 2-D and 3-D convolutions in channels_last, and return outputs in their original memory format.
 
-    In inference, the weights are converted. A convolution with such a weight returns its output in channels_last, and
-    pointwise operations, BatchNorm and pooling keep the format. So everything from the first convolution on runs in it.
-    The outputs of the whole model get the order of dims in memory that they have in the original.
+    In inference, the weights are converted: as tensors derived from the parameters, which stay as they are. A
+    convolution with such a weight returns its output in channels_last, and pointwise operations, BatchNorm and pooling
+    keep the format. So everything from the first convolution on runs in it.
 
-    Inputs of 4 and 5 dims are converted by the first convolution. If several convolutions would convert the same input,
-    or something larger that is made from it, the input is converted once, when the model is called. A run decides which is better,
-    by the number of elements that are moved only to change the format. The caller's tensor stays as it is: an input
-    that the forward writes to or returns isn't converted.
-
-    The run with the new formats also shows where channels_last is lost, by the strides before and after each operation.
-    The `remarks` of the pass name the module and the operation, and the convolutions that convert again.
+    Where the old strides show, a value is copied to them: in the outputs of a graph, for random numbers, which fill
+    memory in its order, and for operations such as `as_strided`, or a `view` that fails. Inputs are converted by the
+    first convolution; if several read the same map, it is converted once for all of them. The caller's tensor stays as
+    it is. The `remarks` of the pass name the operations that lose channels_last, and the convolutions that convert
+    again.
 
     On a CPU, convolutions with large weights and small feature maps stay in contiguous format. Kernels for
     channels_last repack the weight at every call, and there that costs more than it saves. The map sizes are those of
@@ -88,448 +64,211 @@ class ChannelsLast(ModulePass):
 
     Does not handle:
 
-    - parametrized weights
-    - in inference, shared weights, weights that other code reads, and convolutions with hooks
+    - in inference, what torch.compile can't capture, and weights that depend on the inputs
     - in training, convolutions with a forward of their own, and inputs without a batch dim
-    - inputs in tuples, lists and dicts, which the convolutions convert
-    - operations that lose the format, which are named and left as they are
-    - outputs with gaps in memory, such as a slice of every second channel, whose strides may differ from the original's
+    - in training, inputs in tuples, lists and dicts, which the convolutions convert, and outputs with gaps in memory,
+      such as a slice of every second channel, whose strides may differ from the original's
 
-    Without example inputs it changes nothing: a `view` in the forward may depend on the old format, which only a run
-    shows.
+    Without example inputs it changes nothing: only a run shows the sizes of the maps.
     """
 
     name: ClassVar[str] = "channels-last"
+    needs_run: ClassVar[str] = ""
 
-    def rewrite(self, model: ModuleRewriter, context: Context) -> None:
-        """Convert the weights for which it is possible and pays; in training, the inputs of the convolutions."""
-        seen = model.runs(context) or Runs()
-        if seen.failure:
-            model.skip("", seen.failure)
-        elif context.mode == "training":
-            _train(model, context, seen)
-        else:
-            _infer(model, context, seen)
+    VALID: ClassVar[Sequence[Example]] = (
+        Example("conv(x)", (2, 3, 12, 12), {"conv": "nn.Conv2d(3, 8, 3)"}),
+        Example("conv(x).view(len(x), -1)", (2, 3, 12, 12), {"conv": "nn.Conv2d(3, 8, 3)"}),
+    )
+    REFUSED: ClassVar[Sequence[Example]] = (
+        Example(
+            "F.conv2d(x, conv.weight * x.mean())",
+            (2, 3, 12, 12),
+            {"conv": "nn.Conv2d(3, 8, 3)"},
+            "depends on the inputs",
+        ),
+        Example("conv(x)", (2, 16, 4, 4), {"conv": "nn.Conv2d(16, 64, 3)"}, "its weight is large"),
+    )
 
+    def run(self, tree: ModelTree, context: Context) -> PassResult:
+        """Rewrite the graphs of the example inputs; in training, the forwards of the convolutions."""
+        return ChannelsLastTraining().run(tree, context) if context.mode == "training" else super().run(tree, context)
 
-def _infer(model: ModuleRewriter, context: Context, seen: Runs) -> None:
-    convolutions = dict(_convolutions(model.tree.root))
-    reasons = {path: _why_not(model, module, context, seen) for path, module in convolutions.items()}
-    dear = _too_dear(seen, convolutions, reasons) if context.device.type == "cpu" else frozenset[str]()
-    some = any(reason is None and path not in dear for path, reason in reasons.items())
-    for path, module in convolutions.items():
-        reason = reasons[path]
-        if path in dear:
-            _keep_contiguous(model, path, module) if some else model.skip(path, _TOO_DEAR)
-        elif reason is None:
-            _convert(model, path, module)
-        elif reason:
-            model.skip(path, reason)
-    if some:
-        _audit(model, context)
-        _keep_output_orders(model, *_orders(model, seen))
-
-
-_TOO_DEAR = (
-    "its weight is large compared with its maps: repacking it at every call would cost more than channels_last saves"
-)
-
-
-def _convolutions(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for path, module in root.named_modules():
-        weight = module._parameters.get("weight") if isinstance(module, AnyConvolution) else None
-        if weight is not None and (is_lazy(weight) or weight.dim() in CHANNELS_LAST_FORMATS):
-            yield path, module
-
-
-def _why_not(model: ModuleRewriter, module: nn.Module, context: Context, seen: Runs) -> str | None:
-    """The reason why the weight can't be converted; "" if it needs no change, None to convert it."""
-    weight = module._parameters["weight"]
-    assert weight is not None
-    if reason := why_no_format(weight):
-        return reason
-    if is_channels_last(weight) or is_kept_contiguous(module):
-        return ""
-    reason = _why_not_tried(weight, context) or _why_not_converted(model, module, seen)
-    if reason is not None and weight.is_contiguous(memory_format=CHANNELS_LAST_FORMATS[weight.dim()]):
-        # Both formats order its values the same way, so nothing is lost: the kernel uses the format of its input.
-        return ""
-    return reason
-
-
-def _why_not_converted(model: ModuleRewriter, module: nn.Module, seen: Runs) -> str | None:
-    """The reason why the weight can't be replaced, or why other code may depend on its strides."""
-    ref = TensorRef(module, "weight")
-    if reason := model.why_not(ref):
-        return reason
-    for run in seen.runs:
-        for user in run.recording.uses(ref):
-            if not _convolves(user, run.recording.reader(ref)):
-                reader = model.tree.path(call_of(user).module) or "the root"
-                return f"its weight is also read by {reader}, which may depend on its memory format"
-    return None
-
-
-def _why_not_tried(weight: nn.Parameter, context: Context) -> str | None:
-    if not context.example_calls:
-        return "only a run can show that no view depends on the old format: add example inputs"
-    if weight.is_meta:
-        return "its weight is on the meta device and has no values"
-    return None
-
-
-def _convolves(user: Node, weight: Node | None) -> bool:
-    """Whether the node is a convolution with this weight, and uses it for nothing else."""
-    given = convolution_arguments(user)
-    if given is None or user.target is F.linear:
+    def would_apply(self, tree: ModelTree, context: Context) -> bool:
+        """See `Pass.would_apply`. False, since formats of memory change no operation of a file."""
         return False
-    return given.get("weight") is weight and given.get("input") is not weight
+
+    def is_for(self, recording: Recording) -> bool:
+        """Whether there is a 2-D or 3-D convolution."""
+        return any(operation_name(node) in _CONVOLUTIONS for node in recording.nodes())
+
+    def rewrite(self, graph: GraphRewriter, context: Context) -> None:
+        """Convert the weights for which it is possible and pays."""
+        layers, convolutions = Layers(graph), list[Layer]()
+        for node in graph.calls(*_CONVOLUTIONS):
+            layer = layers.layer_at(node)
+            if layer is None:
+                graph.skip(node, "its weight depends on the inputs of the forward, or is computed with side effects")
+            else:
+                convolutions.append(layer)
+        reasons = {layer.node: _why_not(graph, layers, layer) for layer in convolutions}
+        dear = _too_dear(graph, convolutions, reasons) if context.device.type == "cpu" else frozenset[Node]()
+        converted = [layer for layer in convolutions if reasons[layer.node] is None and layer.node not in dear]
+        changed = []
+        for layer in convolutions:
+            if reason := reasons[layer.node]:
+                graph.skip(layer.node, reason)
+            elif layer.node in dear and not converted:
+                graph.skip(layer.node, TOO_DEAR)
+            elif layer.node in dear or reasons[layer.node] is None:
+                changed += _changed(graph, layers, layer, layer.node in dear)
+        copies = graph.settle(changed)
+        _convert_shared_inputs(graph, changed)
+        if changed:
+            kept = {user for node in graph.nodes if _KEPT in node.meta for user in (node, *node.users)}
+            for loss in losses_in(graph, kept, copies):
+                graph.remark(loss.where, loss.text)
 
 
-@dataclass(frozen=True)
-class _Costs:
-    """The cost of one convolution, or BatchNorm in training, as a number of moved elements.
+# Judge ----------------------------------------------------------------------------------------------------------------
 
-    Attributes:
-        channels_last: the cost in channels_last.
-        contiguous: the cost in contiguous format.
-        change: the cost of converting its input from one format to the other.
+
+def _why_not(graph: GraphRewriter, layers: Layers, layer: Layer) -> str | None:
+    """The reason why the weight can't be converted; "" if it needs no change, None to convert it."""
+    own = graph.value(layer.weight)
+    if own is not None and (kind := kind_of(own)):
+        return f"its weight is {kind}"
+    weight = graph.laid_out(layer.weight)
+    if weight is None:
+        return "its weight has no known strides"
+    if is_channels_last(weight) or _is_kept(layer):
+        return ""
+    return layers.why_not_tensor(layer.node, "weight", layer.weight) or layers.why_not_constant(layer)
+
+
+def _is_kept(layer: Layer) -> bool:
+    return _KEPT in layer.input.meta
+
+
+def _too_dear(
+    graph: GraphRewriter, convolutions: Sequence[Layer], reasons: Mapping[Node, str | None]
+) -> frozenset[Node]:
+    """The convolutions that are faster in contiguous format: see `cheapest_formats`.
+
+    Convolutions on maps with one position, as in squeeze-and-excitation, are left out: such maps are in both formats.
     """
-
-    channels_last: float
-    contiguous: float
-    change: float
-
-
-def _too_dear(seen: Runs, convolutions: Mapping[str, nn.Module], reasons: Mapping[str, str | None]) -> frozenset[str]:
-    """The paths of the convolutions that are faster in contiguous format.
-
-    In channels_last, oneDNN packs the weight at every call, in a slow way. In contiguous format, it converts the input
-    to a blocked layout and the output back. Measured on a ResNet-50, both take equally long for equal numbers of
-    elements. torch's own kernels, which it selects for small inputs, pack nothing. Between two convolutions of
-    different formats, the input is converted. The cheapest formats for the whole run are the shortest path through two
-    states per convolution. Convolutions on maps with one position, as in squeeze-and-excitation, are left out: such
-    maps are in both formats.
-    """
-    paths = {id(module): path for path, module in convolutions.items()}
-    steps = [
-        (paths[key], maps)
-        for key, maps in _maps_in(seen.runs[:1]).items()
-        if key in paths and not _are_of_one_place(maps)
-    ]
-    costs = [_costs(convolutions[path], reasons[path], maps) for path, maps in steps]
-    formats = _cheapest_formats(costs)
-    dear = (path for (path, _), is_last in zip(steps, formats, strict=True) if not is_last)
-    return frozenset(path for path in dear if not is_kept_contiguous(convolutions[path]))
-
-
-def _maps_in(runs: Sequence[Run]) -> Mapping[int, _Shapes]:
-    """The shapes of inputs and outputs of each convolution and BatchNorm, by its id, in the order of execution."""
-    found: dict[int, list[tuple[torch.Size, torch.Size]]] = {}
-    for node in (node for run in runs for node in run.recording.nodes()):
-        module = call_of(node).module
-        if not isinstance(module, AnyConvolution | AnyBatchNorm):
+    steps, costs = [], []
+    for layer in convolutions:
+        given, made = graph.laid_out(layer.input), graph.laid_out(layer.node)
+        if given is None or made is None:
             continue
-        given = convolution_arguments(node) or batch_norm_arguments(node)
-        if given is not None:
-            shapes = shape_of(given["input"]), shape_of(node)
-            if shapes[0] is not None and shapes[1] is not None:
-                found.setdefault(id(module), []).append((torch.Size(shapes[0].sizes), torch.Size(shapes[1].sizes)))
-    return found
-
-
-def _are_of_one_place(maps: _Shapes) -> bool:
-    """Whether all these maps have a single position; such a map, (batch, channels, 1, 1), is in both formats."""
-    return all(shape[2:].numel() == 1 for both in maps for shape in both)
-
-
-def _read_and_written(maps: _Shapes) -> tuple[int, int]:
-    return sum(shape.numel() for shape, _ in maps), sum(shape.numel() for _, shape in maps)
-
-
-def _costs(module: nn.Module, reason: str | None, maps: _Shapes) -> _Costs:
-    read, written = _read_and_written(maps)
-    if is_kept_contiguous(module):
-        return _Costs(math.inf, 0, read)
-    weight = module._parameters["weight"]
-    assert weight is not None
-    # A contiguous weight that needs no change is in both formats, for example if its kernel has one element.
-    is_free = reason is None or (reason == "" and weight.is_contiguous())
-    has_choice = is_free and is_stock(module, _LAYERS)
-    packed = weight.numel() if not has_choice or any(_packs(module, shape) for shape, _ in maps) else 0
-    return _Costs(packed, read + written if has_choice else math.inf, read)
-
-
-# Kernels that read a channels_last weight without packing it.
-_READING_CHANNELS_LAST = frozenset({"Slow2d", "SlowDilated2d", "SlowTranspose2d"})
-# Kernels that return contiguous maps for inputs in any format.
-_CONTIGUOUS = frozenset({"Slow3d", "SlowDilated3d", "SlowTranspose3d"})
-
-
-def _packs(module: nn.Module, shape: torch.Size) -> bool:
-    """Whether the kernel for an input of this shape packs a channels_last weight at every call."""
-    return _backend(module, shape) not in _READING_CHANNELS_LAST
-
-
-def _backend(module: nn.Module, shape: torch.Size) -> str:
-    """The name of the kernel that torch selects for an input of this shape."""
-    assert isinstance(module, AnyConvolution)
-    weight = exact(module.weight)
-    batched = shape if len(shape) == weight.dim() else (1, *shape)
-    sides = module._reversed_padding_repeated_twice
-    return convolution_kernel(
-        weight.new_empty(()).expand(batched),
-        weight,
-        stride=module.stride,
-        padding=[max(pair) for pair in zip(sides[::2], sides[1::2], strict=True)][::-1],
-        dilation=module.dilation,
-        transposed=module.transposed,
-        output_padding=module.output_padding,
-        groups=module.groups,
+        if any(one.shape[-layer.dims :].numel() > 1 for one in (given, made)):
+            steps.append(layer)
+            costs.append(_costs(layer, graph.laid_out(layer.weight), reasons[layer.node], given, made))
+    formats = cheapest_formats(costs)
+    return frozenset(
+        layer.node for layer, is_last in zip(steps, formats, strict=True) if not is_last and not _is_kept(layer)
     )
 
 
-def _cheapest_formats(costs: Sequence[_Costs]) -> list[bool]:
-    """For each layer, in the order of execution, whether it is in channels_last in the cheapest run."""
-    # The costs of the cheapest runs up to here that end in contiguous format and in channels_last. `origins` has, for
-    # each layer and each of these ends, whether the layer before it is in channels_last.
-    totals = (0.0, math.inf)
-    origins: list[tuple[bool, bool]] = []
-    for cost in costs:
-        contiguous, last = totals
-        origin = (last + cost.change < contiguous, last <= contiguous + cost.change)
-        origins.append(origin)
-        totals = (
-            min(contiguous, last + cost.change) + cost.contiguous,
-            min(last, contiguous + cost.change) + cost.channels_last,
-        )
-    is_last = totals[1] <= totals[0]
-    formats = []
-    for origin in reversed(origins):
-        formats.append(is_last)
-        is_last = origin[is_last]
-    return formats[::-1]
+def _costs(layer: Layer, weight: Any, reason: str | None, given: torch.Tensor, made: torch.Tensor) -> Costs:
+    if _is_kept(layer):
+        return Costs(math.inf, 0, given.numel())
+    packed = 0 if _kernel(layer, weight, given) in READING_CHANNELS_LAST else weight.numel()
+    # One that can't be converted has the format of its weight.
+    contiguous = given.numel() + made.numel() if reason is None else math.inf
+    return Costs(packed, contiguous, given.numel())
 
 
-def _audit(model: ModuleRewriter, context: Context) -> Layouts | None:
-    """Convert the root's inputs if that moves fewer elements, and add remarks where the format is lost.
+def _kernel(layer: Layer, weight: torch.Tensor, given: torch.Tensor) -> str:
+    """The name of the kernel that torch selects for an input of this shape."""
+    named, dims = layer.arguments, layer.dims
+    batched = given.shape if given.dim() == weight.dim() else (1, *given.shape)
 
-    Returns what a run with the final formats shows; None if there is no such run.
+    def each(name: str, default: int) -> list[int]:
+        value = named.get(name, default)
+        return [value] * dims if isinstance(value, int) else list(value)
+
+    dilation = each("dilation", 1)
+    padding = named.get("padding", 0)
+    if padding == "same":
+        padding = [step * (size - 1) // 2 for step, size in zip(dilation, weight.shape[2:], strict=True)]
+    no_values = torch.empty((), dtype=weight.dtype)
+    return convolution_kernel(
+        no_values.expand(batched),
+        no_values.expand(weight.shape),
+        stride=each("stride", 1),
+        padding=[0] * dims if padding == "valid" else [padding] * dims if isinstance(padding, int) else list(padding),
+        dilation=dilation,
+        transposed=layer.transposed,
+        output_padding=each("output_padding", 0),
+        groups=layer.groups,
+    )
+
+
+# Rewrite --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _InChannelsLast:
+    """Returns a weight in channels_last; without a copy if its values lie alike in both formats."""
+
+    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
+        memory_format = CHANNELS_LAST_FORMATS[weight.dim()]
+        if weight.is_contiguous(memory_format=memory_format):
+            # A convolution goes by the strides of its weight, and `contiguous` would leave these as they are.
+            strides = torch.empty(weight.shape, device="meta", memory_format=memory_format).stride()
+            return weight.as_strided(weight.shape, strides)
+        return weight.contiguous(memory_format=memory_format)
+
+
+def _changed(graph: GraphRewriter, layers: Layers, layer: Layer, is_dear: bool) -> list[Node]:
+    """Convert the weight, or make the input contiguous if that is cheaper; returns the node if one was done.
+
+    A graph for other sizes may find another format cheaper than the one in which the convolution was proven. It gets
+    the latter.
     """
-    if context.run_inside is None:
-        return None
-    root = model.tree.root
-    layouts, problem = _watched(root, context)
-    # Below twice the size of the input, almost nothing can be gained, for example if one convolution reads it padded.
-    names = [name for name, size in layouts.input_elements.items() if layouts.inputs[name] >= 2 * size]
-    if names and problem is None:
-        change = _convert_inputs(model, names)
-        converted, problem_then = _watched(root, context)
-        if problem_then is None and converted.moved < layouts.moved:
-            layouts = converted
-        else:
-            model.withdraw(change)
-    if problem is not None:
-        model.remark("", f"no run shows where channels_last is lost ({problem})")
-        return None
-    for path in layouts.scripted:
-        model.remark(path, "it is TorchScript: whether channels_last is lost inside it can't be seen")
-    for loss in layouts.losses:
-        model.remark(loss.where, _what_is_lost(loss))
-    return layouts
+    for keep in (is_dear, not is_dear):
+        if (_keep_contiguous if keep else _convert)(graph, layers, layer):
+            return [layer.node]
+    return []
 
 
-def _watched(root: nn.Module, context: Context) -> tuple[Layouts, str | None]:
-    assert context.run_inside is not None
-    watch = LayoutWatch(root)
-    problem = context.run_inside(watch, context.smallest_call)
-    return watch.layouts, problem
-
-
-def _what_is_lost(loss: Loss) -> str:
-    first, *others = loss.convolutions or [""]
-    which = f"{first} and {len(others)} more" if others else first
-    if not loss.is_seen:
-        return f"its input is contiguous for a reason that no run shows: {loss.converted:,} elements are converted"
-    lost = f"channels_last is lost here for {loss.elements:,} elements"
-    if loss.converted:
-        return f"{lost}: {which} convert{'' if others else 's'} {loss.converted:,} elements back"
-    return f"{lost}: the operations after it run in contiguous format"
-
-
-# In training ----------------------------------------------------------------------------------------------------------
-
-# The cost per element of a contiguous weight in channels_last training, relative to an element that is read or written
-# in contiguous format. The weight is copied for the forward pass and for the backward pass, and so is its gradient.
-_COPIED = 1
-# The same if the kernel also packs these copies, in a slow way.
-_COPIED_AND_PACKED = 4
-
-
-def _train(model: ModuleRewriter, context: Context, seen: Runs) -> None:
-    """Run the feature maps in channels_last where it pays, and leave all weights as they are.
-
-    A convolution returns its output in the format of its input. So the first convolutions convert their inputs, and so
-    do those after an operation that loses the format. A run shows which ones these are.
-    """
-    root = model.tree.root
-    convolutions = dict(_convolutions(root))
-    maps = _maps_in([run for run in seen.runs if run.number == 0 and _is_training(root, run)][:1] or seen.runs[:1])
-    orders, others = _orders(model, seen)
-    reasons = {path: _why_not_entered(maps, module, context) for path, module in convolutions.items()}
-    free = [path for path, reason in reasons.items() if reason is None]
-    dear = _too_dear_in_training(model, maps, orders, reasons) if context.device.type == "cpu" else frozenset[str]()
-    entered = {path: convolutions[path] for path in free if path not in dear}
-    for path, module in convolutions.items():
-        if path in dear:
-            _keep_contiguous(model, path, module) if entered else model.skip(path, _TOO_DEAR)
-        elif reason := reasons[path]:
-            model.skip(path, reason)
-    if not entered:
-        return
-    wrapped = [
-        AttributeEdit(module, "forward", ChannelsLastInput(module, module.__dict__.get("forward")))
-        for module in entered.values()
-    ]
-    with in_place(wrapped), training_flags(root, None if root.training else True):
-        layouts = _audit(model, context)
-    for path, module in entered.items():
-        if layouts is None or path in layouts.entries:
-            with model.change(path, "input converted to channels_last", module):
-                _put_around(model, module, ChannelsLastInput(module, module.__dict__.get("forward")))
-    for path in () if layouts is None else layouts.draws:
-        module = root.get_submodule(path)
-        with model.change(path, "random numbers drawn as for contiguous maps"):
-            _put_around(model, module, DrawsInOrder(module, module.__dict__.get("forward")))
-    if model.changes:
-        _keep_output_orders(model, orders, others)
-
-
-def _is_training(root: nn.Module, run: Run) -> bool:
-    return root.training if run.flag is None else run.flag
-
-
-def _why_not_entered(maps: Mapping[int, _Shapes], module: nn.Module, context: Context) -> str | None:
-    """The reason why the convolution can't convert its input; "" if it needn't, None if it should."""
-    weight = module._parameters["weight"]
-    assert weight is not None
-    if reason := why_no_format(weight):
-        return reason
-    if is_channels_last(weight) or is_kept_contiguous(module) or enters_channels_last(module):
-        return ""
-    if reason := _why_not_tried(weight, context):
-        return reason
-    if not is_stock(module, _LAYERS):
-        return f"it is a {type(module).__name__}, which has its own computation"
-    if any(len(shape) != weight.dim() for shape, _ in maps.get(id(module), ())):
-        return "its input has no batch dim, so its kernels treat it as contiguous"
-    return None
-
-
-def _too_dear_in_training(
-    model: ModuleRewriter, maps: Mapping[int, _Shapes], orders: _Orders, reasons: Mapping[str, str | None]
-) -> frozenset[str]:
-    """The paths of the convolutions that are faster in contiguous format; see `_too_dear`.
-
-    Here a weight with more than one element per kernel costs more than in inference, because it is copied too. One with
-    1x1 kernels costs nothing, because it is in both formats. A BatchNorm takes twice as long on contiguous maps as on
-    maps in channels_last.
-    """
-    modules = {id(module): (path, module) for path, module in model.tree.root.named_modules()}
-    steps = [(*modules[key], shapes) for key, shapes in maps.items() if key in modules]
-    steps = [step for step in steps if step[0] in reasons or isinstance(step[1], AnyBatchNorm)]
-    costs = [_costs_in_training(module, reasons.get(path), shapes) for path, module, shapes in steps]
-    if steps and any(len(order or ()) in CHANNELS_LAST_FORMATS for order in orders):
-        # A map that the root returns is converted back at the end.
-        *_, (_, _, shapes) = steps
-        costs.append(_Costs(_read_and_written(shapes)[1], 0, math.inf))
-    formats = _cheapest_formats(costs)
-    dear = (path for (path, _, _), is_last in zip(steps, formats, strict=False) if not is_last)
-    return frozenset(path for path in dear if path in reasons and reasons[path] is None)
-
-
-def _costs_in_training(module: nn.Module, reason: str | None, maps: _Shapes) -> _Costs:
-    read, written = _read_and_written(maps)
-    if isinstance(module, AnyBatchNorm):
-        return _Costs(0, read, math.inf)
-    if is_kept_contiguous(module):
-        return _Costs(math.inf, 0, read)
-    weight = module._parameters["weight"]
-    assert weight is not None
-    backends = {_backend(module, shape) for shape, _ in maps}
-    if not backends.isdisjoint(_CONTIGUOUS):
-        return _Costs(2 * (read + written), 0, read)
-    copied = 0 if weight[0, 0].numel() == 1 else weight.numel()
-    factor = _COPIED if backends <= _READING_CHANNELS_LAST else _COPIED_AND_PACKED
-    # A convolution that can't convert its input keeps the input's format. One with a channels_last weight, or one that
-    # converts already, is never contiguous.
-    contiguous = math.inf if reason == "" else read + written
-    return _Costs(factor * copied, contiguous, math.inf if reason else read)
-
-
-# Writing --------------------------------------------------------------------------------------------------------------
-
-
-def _keep_contiguous(model: ModuleRewriter, path: str, module: nn.Module) -> None:
-    with model.change(path, "kept in contiguous format", module):
-        _put_around(model, module, ContiguousInput(module, module.__dict__.get("forward")))
-
-
-def _convert(model: ModuleRewriter, path: str, module: nn.Module) -> None:
-    weight = module._parameters["weight"]
-    assert weight is not None
-    memory_format = CHANNELS_LAST_FORMATS[weight.dim()]
+def _convert(graph: GraphRewriter, layers: Layers, layer: Layer) -> bool:
+    memory_format = CHANNELS_LAST_FORMATS[layer.dims + 2]
     what = f"weight in {str(memory_format).removeprefix('torch.')}"
-    with model.change(path, what, module) as change:
-        change.sources.append(TensorRef(module, "weight"))
-        model.set_memory_format(TensorRef(module, "weight"), memory_format)
+    with graph.change(layer.node, what) as change:
+        source = layers.derived_from(layer.weight)
+        weight = graph.derived(layer.node, _InChannelsLast(), source, what=what, in_autocast=False)
+        graph.redirect(layer.node, layer.weight, weight)
+        graph.drop_unused(layer.weight)
+    return not change.left_alone
 
 
-def _convert_inputs(model: ModuleRewriter, names: Sequence[str]) -> ModuleChange:
-    """Convert these arguments of the root to channels_last; `_keep_output_orders` adds its wrapper afterwards."""
-    root = model.tree.root
-    inner = root.__dict__.get("forward")
-    while isinstance(inner, ChannelsLastInputs | FormattedForward):
-        inner = inner.inner
-    with model.change("", f"input {' and '.join(names)} converted to channels_last once") as change:
-        _put_around(model, root, ChannelsLastInputs(root, frozenset(names), inner))
-    return change
+def _keep_contiguous(graph: GraphRewriter, layers: Layers, layer: Layer) -> bool:
+    # torch chooses the format of a convolution by its input as well as by its weight.
+    with graph.change(layer.node, "kept in contiguous format") as change:
+        value = graph.call(layer.node, "contiguous", (layer.input,))
+        value.meta[_KEPT] = True
+        graph.redirect(layer.node, layer.input, value)
+    return not change.left_alone
 
 
-def _orders(model: ModuleRewriter, seen: Runs) -> tuple[_Orders, _Orders | None]:
-    """The order of dims in memory of each output of the root, and the same with its training flag reversed.
-
-    The second is None if no run has that flag.
-    """
-    root = model.tree.root
-    own = [run.recording.outputs for run in seen.runs if run.flag is None]
-    other = [run.recording.outputs for run in seen.runs if run.flag is not None and run.flag is not root.training]
-    return _orders_of(own), _orders_of(other) if other else None
-
-
-def _orders_of(outputs: Sequence[Any]) -> _Orders:
-    if not outputs:
-        return ()
-    first, *others = (ordered_leaves(output) for output in outputs)
-    alike = [leaves for leaves in others if len(leaves) == len(first)]
-    return tuple(dim_order(leaves) for leaves in zip(first, *alike, strict=True))
-
-
-def _keep_output_orders(model: ModuleRewriter, orders: _Orders, others: _Orders | None) -> None:
-    """Wrap the root's forward so that its outputs get these orders of dims in memory; None leaves an output as it is.
-
-    An earlier such wrapper is replaced. The wrapper reads the outputs at each call, because they may differ between
-    calls.
-    """
-    if not any((*orders, *(others or ()))):
-        return
-    root = model.tree.root
-    inner = root.__dict__.get("forward")
-    if isinstance(inner, FormattedForward):
-        inner = inner.inner
-    with model.change("", "outputs in the memory format of the original"):
-        _put_around(model, root, FormattedForward(root, orders, inner, others))
-
-
-def _put_around(model: ModuleRewriter, module: nn.Module, forward: AroundForward) -> None:
-    model.set_attribute(module, "forward", forward)
+def _convert_shared_inputs(graph: GraphRewriter, convolutions: Sequence[Node]) -> None:
+    """Convert each contiguous map that several convolutions read, so that not each of them converts it."""
+    readers: dict[Node, list[Node]] = {}
+    for node in convolutions:
+        source: Any = graph.argument(node, 0, "input")
+        weight = graph.laid_out(graph.argument(node, 1, "weight"))
+        value = graph.laid_out(source)
+        if weight is not None and is_channels_last(weight) and layout_of(value) == "contiguous":
+            readers.setdefault(source, []).append(node)
+    memory = graph.memory()
+    for source, nodes in readers.items():
+        first, *others = sorted(nodes)
+        if not others or memory.may_be_written([source], between=(first, others[-1])):
+            continue
+        memory_format = CHANNELS_LAST_FORMATS[graph.example(source).dim()]
+        with graph.change(first, f"input converted to channels_last once, for {len(nodes)} convolutions"):
+            converted = graph.call(first, "contiguous", (source,), {"memory_format": memory_format})
+            for node in nodes:
+                graph.redirect(node, source, converted)

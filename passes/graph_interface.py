@@ -6,7 +6,7 @@ from passes.program.effects import Memory
 from passes.program.graph_pass import GraphPass
 from passes.program.graph_rewriting import GraphRewriter, Node
 from passes.program.layers import Affine, BatchNorm, ChannelScale, Layer, Layers, Pair
-from passes.program.memory_formats import CHANNELS_LAST_FORMATS, is_channels_last
+from passes.program.memory_formats import CHANNELS_LAST_FORMATS, is_channels_last, layout_of
 from passes.program.model_tree import ModelTree
 from passes.program.recording import Recording, operation_name
 
@@ -28,6 +28,7 @@ __all__ = [
     "exact",
     "float64",
     "is_channels_last",
+    "layout_of",
     "operation_name",
     "why_not_finite",
 ]

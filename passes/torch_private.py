@@ -127,6 +127,15 @@ def convolution_kernel(input: torch.Tensor, weight: torch.Tensor, **settings: An
     return name
 
 
+def hint_of(size: int | torch.SymInt) -> int | None:
+    """A size of a captured graph in the call that it was captured for; None if it depends on values.
+
+    torch documents no way to read it without a condition on the graph. Seen in 2.11 to 2.13.
+    """
+    hint = size if isinstance(size, int) else size.node.hint
+    return hint if isinstance(hint, int) else None
+
+
 def has_kernel(name: str) -> bool:
     """Whether torch can run an operator such as "aten::relu"; some operators have only a schema. Seen in 2.13."""
     return bool(torch._C._dispatch_has_kernel(name))

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from passes.program.forwards import AroundForward, standing_around
-from passes.program.memory_formats import CHANNELS_LAST_FORMATS, ORDERS, DimOrder, is_channels_last
+from passes.program.memory_formats import CHANNELS_LAST_FORMATS, ORDERS, DimOrder, is_channels_last, lies_in, order_of
 from passes.program.storage import has_strides, kind_of
 from passes.torch_private import is_transformed, without_torch_function
 
@@ -299,25 +299,16 @@ def dim_order(leaves: Sequence[Any]) -> DimOrder | None:
     orders = [_order_of(leaf) for leaf in leaves]
     if None in orders:
         return None
-    common = (order for order in orders if order and all(_lies_in(leaf, order) for leaf in leaves))
+    common = (order for order in orders if order and all(lies_in(leaf, order) for leaf in leaves))
     return next(common, orders[0])
 
 
 def _order_of(leaf: Any) -> DimOrder | None:
-    if not _is_dense(leaf) or leaf.dim() < 2:
-        return None
-    dims = range(leaf.dim())
-    strides = leaf.stride()
-    order = tuple(dims) if leaf.is_contiguous() else tuple(sorted(dims, key=lambda dim: -strides[dim]))
-    return order if _lies_in(leaf, order) else None
+    return order_of(leaf) if _is_dense(leaf) else None
 
 
 def _is_dense(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and has_strides(leaf)
-
-
-def _lies_in(leaf: torch.Tensor, order: DimOrder) -> bool:
-    return leaf.dim() == len(order) and leaf.permute(order).is_contiguous()
 
 
 def is_kept_contiguous(conv: nn.Module) -> bool:

@@ -22,10 +22,10 @@ from torch.utils import _pytree as pytree
 
 from passes.memory_format.forwards import draws_for_last, enters_channels_last, is_kept_contiguous, positional_names
 from passes.program.interception import intercepted_calls
-from passes.program.memory_formats import CHANNELS_LAST_FORMATS, is_channels_last
-from passes.program.storage import has_strides, kind_of
+from passes.program.memory_formats import CONTIGUOUS, EITHER, LAST, is_channels_last, layout_of
+from passes.program.storage import kind_of
 from passes.program.torch_calls import METADATA, name_of
-from passes.torch_private import is_transformed, share_storage, without_torch_function
+from passes.torch_private import share_storage, without_torch_function
 
 _CONVOLUTIONS = frozenset({"conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "convolution"})
 # Operations that copy only if the format requires it.
@@ -61,6 +61,18 @@ class Loss:
     def counts(self) -> bool:
         """Whether the loss makes something slower: a conversion, or operations in the other format."""
         return self.converted > 0 or (self.goes_on and self.copies)
+
+    @property
+    def text(self) -> str:
+        """What is lost, as a clause."""
+        first, *others = self.convolutions or [""]
+        which = f"{first} and {len(others)} more" if others else first
+        if not self.is_seen:
+            return f"its input is contiguous for a reason that no run shows: {self.converted:,} elements are converted"
+        lost = f"channels_last is lost here for {self.elements:,} elements"
+        if self.converted:
+            return f"{lost}: {which} convert{'' if others else 's'} {self.converted:,} elements back"
+        return f"{lost}: the operations after it run in contiguous format"
 
 
 @dataclass
@@ -324,25 +336,6 @@ class LayoutWatch(TorchFunctionMode):
     def _state_of(self, tensor: torch.Tensor) -> _State | None:
         reference, state = self._states.get(id(tensor), (None, None))
         return state if reference is not None and reference() is tensor else None
-
-
-LAST = "channels_last"
-CONTIGUOUS = "contiguous"
-EITHER = "either"
-
-
-def layout_of(value: Any) -> str | None:
-    """The format of a feature map: `LAST`, `EITHER` if it is in both, else `CONTIGUOUS`; None for other values."""
-    if not isinstance(value, torch.Tensor):
-        return None
-    if not has_strides(value) or value.dim() not in CHANNELS_LAST_FORMATS:
-        return None
-    if is_transformed(value):
-        # It represents a batch of tensors with other dims.
-        return None
-    if value.is_contiguous():
-        return EITHER if value.is_contiguous(memory_format=CHANNELS_LAST_FORMATS[value.dim()]) else CONTIGUOUS
-    return LAST if is_channels_last(value) else CONTIGUOUS
 
 
 def _held_by(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -17,7 +17,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -46,7 +46,14 @@ _numbers = itertools.count()
 
 
 class Step(Protocol):
-    """One pass in the list of passes of a `GraphCall`."""
+    """One pass in the list of passes of a `GraphCall`.
+
+    Attributes:
+        token: identifies the step; steps with the same token rewrite a graph in the same way.
+    """
+
+    @property
+    def token(self) -> object: ...
 
     def rewrite(self, captured: CapturedGraph, inputs: Sequence[Any]) -> CapturedGraph:
         """Return the graph as rewritten by the pass; the given graph is not changed."""
@@ -60,11 +67,13 @@ class Applied:
         item: the pass.
         context: the settings with which it was run.
         kept: the places of the accepted changes; the pass makes no other change.
+        token: see `Step`.
     """
 
     item: Any
     context: Any
     kept: frozenset[Place]
+    token: object = field(default_factory=object, compare=False)
 
     def rewrite(self, captured: CapturedGraph, inputs: Sequence[Any]) -> CapturedGraph:
         """See `Step.rewrite`."""
@@ -179,6 +188,7 @@ class Compilation:
         compiled: f(module, args, kwargs), which runs the call by its captured graphs.
         graphs: the captured graphs, in the order of their capture.
         error: the last error that a pass raised while it rewrote a graph; None if there was none.
+        is_complete: whether a run of all example calls has captured these graphs.
         derived: the derived tensors of these graphs.
     """
 
@@ -186,6 +196,7 @@ class Compilation:
         self._call = weakref.ref(call)
         self.graphs: list[_Program] = []
         self.error: Exception | None = None
+        self.is_complete = False
         self.derived = DerivedTensors(call.owner)
         this = weakref.ref(self)
 
@@ -243,6 +254,8 @@ class _Program:
         # The passes, and the function that their rewritten graph compiled to.
         self._made: tuple[tuple[Step, ...], Callable[..., Any]] | None = None
         self._derived: DerivedInputs | None = None
+        # The token of each step of the last rewriting, and the graph after it.
+        self._stages: list[tuple[object, CapturedGraph]] = []
 
     def other_owners(self) -> Iterator[dict[str, str]]:
         """For each further set of sources with which the graph was called, their paths by those of the first.
@@ -269,9 +282,7 @@ class _Program:
         with self._lock:
             forget_sources(map(example_of, self.captured.tensors))
             try:
-                captured = self.captured
-                for step in passes:
-                    captured = step.rewrite(captured, inputs)
+                captured = self._rewritten(passes, inputs)
                 captured.graph.lint()
                 function, self._derived = _function_of(captured, self.origin, inputs)
             except Exception as error:  # noqa: BLE001 - a pass may be anyone's code; the original graph is correct
@@ -282,6 +293,17 @@ class _Program:
                 function = _without_subclasses(function)
             self._made = passes, function
             return self._made
+
+    def _rewritten(self, passes: Sequence[Step], inputs: Sequence[Any]) -> CapturedGraph:
+        captured = self.captured
+        for number, step in enumerate(passes):
+            token, known = self._stages[number] if number < len(self._stages) else (None, captured)
+            if token is not step.token:
+                del self._stages[number:]
+                known = step.rewrite(captured, inputs)
+                self._stages.append((step.token, known))
+            captured = known
+        return captured
 
 
 def _function_of(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from passes.program.tensors import TensorRef
 from passes.torch_private import OpOverload, OpOverloadPacket, enter_autocast, module_id_of
@@ -215,7 +216,8 @@ def value_with(node: fx.Node, examples: Mapping[fx.Node, Any]) -> Any:
         return values[-1]
 
     args, kwargs = fx.map_arg(node.args, example), fx.map_arg(node.kwargs, example)
-    mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
+    leaves = pytree.tree_leaves(values)
+    mode = next((leaf.fake_mode for leaf in leaves if hasattr(leaf, "fake_mode")), None)
     if mode is None or any(value is None for value in values):
         return None
     with mode, torch.no_grad(), _autocast_at(node):

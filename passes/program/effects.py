@@ -14,7 +14,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from passes.program.captured import argument, example_of, is_tensor, name_of
-from passes.program.operations import draws_numbers, schemas
+from passes.program.operations import draws_numbers, kind_of_operator, schemas
 from passes.program.torch_calls import METADATA
 from passes.torch_private import beneath_transforms, is_transformed
 
@@ -37,6 +37,8 @@ ALSO_IN = "optimize_export_also_in"
 _IN_PLACE = frozenset({
     "iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift", "isub", "itruediv", "ixor",
 })  # fmt: skip
+# Operations that return something else for other strides.
+_SHOWING_STRIDES = frozenset({"stride", "is_contiguous", "storage_offset", "storage", "untyped_storage", "data_ptr"})
 _PYTHON = frozenset({"builtins", "math", "_operator"})
 
 
@@ -44,7 +46,7 @@ def is_pure(node: fx.Node) -> bool:
     """Whether the node only computes a value from its arguments, as far as torch's schemas and tags tell."""
     if node.op == "get_attr":
         return True
-    return node.op in ("call_function", "call_method") and not _may_write(node) and _is_known(node) and not _draws(node)
+    return node.op in ("call_function", "call_method") and not _may_write(node) and is_known(node) and not draws(node)
 
 
 def is_repeatable(node: fx.Node) -> bool:
@@ -59,15 +61,16 @@ def _may_write(node: fx.Node) -> bool:
     name = str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", ""))
     if "out" in node.kwargs or node.kwargs.get("inplace"):
         return True
+    if name in ("batch_norm", "instance_norm"):
+        # In training they update the running statistics; `instance_norm` does so by default.
+        by_place = node.args[5] if len(node.args) > 5 else name == "instance_norm"
+        is_moved = node.kwargs.get("use_input_stats", node.kwargs.get("training", by_place)) is not False
+        return is_moved and bool(_written_by(node))
     if node.kwargs.get("training") and "dropout" not in name:
         # It may update running statistics.
         return True
     if name.endswith("_") and not name.endswith("__"):
         return True
-    if name in ("batch_norm", "instance_norm"):
-        # In training they update the running statistics; `instance_norm` does so by default.
-        by_place = node.args[5] if len(node.args) > 5 else name == "instance_norm"
-        return node.kwargs.get("use_input_stats", node.kwargs.get("training", by_place)) is not False
     if node.op == "call_method":
         return name == "__setitem__" or name.strip("_") in _IN_PLACE
     home = getattr(node.target, "__module__", None) or ""
@@ -92,7 +95,7 @@ def _is_of_passes(node: fx.Node) -> bool:
     return getattr(node.target, "takes_and_gives", False) is True
 
 
-def _is_known(node: fx.Node) -> bool:
+def is_known(node: fx.Node) -> bool:
     """Whether torch or Python documents the effects of the operation."""
     name = name_of(node)
     if name in _ACTING:
@@ -112,13 +115,31 @@ def _is_known(node: fx.Node) -> bool:
     return name in _COMPOSED or name.startswith("sym_") or schemas(name) is not None
 
 
+def takes_any_strides(node: fx.Node) -> bool:
+    """Whether torch documents the operation, and its result doesn't depend on the strides of its inputs.
+
+    It may still fail with other strides, as `view` does.
+    """
+    name = name_of(node)
+    if name.startswith("as_strided") or name in _SHOWING_STRIDES or draws(node):
+        return False
+    if is_known(node):
+        return True
+    home = getattr(node.target, "__module__", None) or ""
+    if home == "_operator":
+        return name == "setitem" or name in _IN_PLACE
+    is_torchs = is_tensor(node.args[0]) if node.op == "call_method" else home.startswith("torch") or not home
+    return is_torchs and kind_of_operator(name) == "writes"
+
+
 def is_setting(node: fx.Node) -> bool:
     """Whether the node enters or leaves an autocast, or switches gradients on or off, for the following nodes."""
     name = name_of(node).lstrip("_")
     return node.op == "call_function" and name.startswith(("enter_", "exit_", "set_grad_enabled"))
 
 
-def _draws(node: fx.Node) -> bool:
+def draws(node: fx.Node) -> bool:
+    """Whether the node draws random numbers."""
     name = name_of(node)
     if name == "scaled_dot_product_attention":
         return bool(argument(node, 4, "dropout_p", 0.0) != 0)
@@ -163,7 +184,7 @@ class Memory:
         for node in graph.nodes:
             if node.op == "output":
                 leaving.update(*map(self._of, node.all_input_nodes))
-            elif node.op not in ("placeholder", "get_attr") and (_may_write(node) or not _is_known(node)):
+            elif node.op not in ("placeholder", "get_attr") and (_may_write(node) or not is_known(node)):
                 self._writes.append((node, frozenset().union(*map(self._of, _written_by(node)))))
         self._leaving = leaving
 

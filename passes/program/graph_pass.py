@@ -20,7 +20,7 @@ from passes.errors import RequirementNotMet
 from passes.examples import Example
 from passes.program.backend import GRAPH_CALL, Applied, GraphCall, Step, compilation_of
 from passes.program.captured import CapturedGraph, function_of
-from passes.program.changes import Change, Place, Skip
+from passes.program.changes import Change, Place, Remark, Skip
 from passes.program.edits import AttributeEdit, Edit, undo_all
 from passes.program.effects import Memory
 from passes.program.graph_rewriting import GraphChange, GraphRewriter
@@ -58,12 +58,10 @@ class GraphPass(Pass):
         """See `Pass.would_apply`. Rewrites the first graph of a run, and ends the run before that graph computes."""
         if not self.in_files:
             return False
-        writer, trial = _Installed(tree, context), _Trial(self, replace(context, judge=None))
+        writer, trial = _Installed(tree, context), _Trial(self, replace(context, judge=None), ends_run=True)
         try:
-            writer.install((*writer.passes, _Tried(trial, ends_run=True)))
+            writer.install((*writer.passes, _Tried(trial)))
             trial.run(writer.call)
-        except _Enough:
-            pass
         finally:
             writer.roll_back()
         return bool(trial.changes)
@@ -95,14 +93,14 @@ class GraphPass(Pass):
             checked = tuple(trial.checked())
             if trial.changes:
                 kept = frozenset(trial.changes)
-                writer.install_instead((*before, Applied(self, trial.settings, kept)))
+                writer.install_instead((*before, Applied(self, trial.settings, kept, trial.token)))
             else:
                 writer.roll_back()
         except BaseException:
             writer.roll_back()
             raise
         writer.changes = list(trial.changes.values())
-        return PassResult(tuple(writer.changes), tuple(trial.skips), writer, checked=checked)
+        return PassResult(tuple(writer.changes), tuple(trial.skips), writer, tuple(trial.remarks), checked=checked)
 
 
 class _Installed:
@@ -178,10 +176,11 @@ class _Tried:
     The reference is weak, so that code which saves and restores the state of modules doesn't reach the trial's record.
     """
 
-    def __init__(self, trial: _Trial, *, ends_run: bool = False) -> None:
+    def __init__(self, trial: _Trial) -> None:
         self._trial = weakref.ref(trial)
-        # The exception must not be raised in the child process of a forward that forks.
-        self._ends_run_of = os.getpid() if ends_run else None
+        self.token = trial.token
+        # A run must not be ended in the child process of a forward that forks.
+        self._process = os.getpid()
 
     def rewrite(self, captured: CapturedGraph, inputs: Sequence[Any]) -> CapturedGraph:
         """See `Step.rewrite`."""
@@ -189,7 +188,8 @@ class _Tried:
         if trial is None:
             return captured
         rewritten = trial.rewrite(captured, inputs)
-        if self._ends_run_of == os.getpid() and any(node.op.startswith("call") for node in captured.graph.nodes):
+        ends = trial.ends_run and self._process == os.getpid()
+        if ends and any(node.op.startswith("call") for node in captured.graph.nodes):
             raise _Enough
         return rewritten
 
@@ -204,14 +204,19 @@ class _Trial:
 
     Attributes:
         changes: the changes by place.
-        skips: the skips without duplicates, since one place may be captured more than once.
+        skips, remarks: these without duplicates, since one place may be captured more than once.
         raised: whether the run raised.
+        ends_run: whether the first graph ends the run before it computes.
+        token: see `Step`.
     """
 
     item: GraphPass
     context: Context
+    ends_run: bool = False
+    token: object = field(default_factory=object)
     changes: dict[Place, Change] = field(default_factory=dict)
     skips: dict[Skip, None] = field(default_factory=dict)
+    remarks: dict[Remark, None] = field(default_factory=dict)
     raised: bool = False
     _made: list[tuple[CapturedGraph, list[GraphChange]]] = field(default_factory=list)
     _to_check: list[_ToCheck] = field(default_factory=list)
@@ -219,6 +224,7 @@ class _Trial:
     def clear(self) -> None:
         """Drop all changes."""
         self.changes.clear()
+        self.remarks.clear()
         self._to_check.clear()
 
     @property
@@ -237,7 +243,13 @@ class _Trial:
             raise RequirementNotMet(f"The pass {self.item.name} {self.item.needs_run}: add example inputs.")
         compilation = compilation_of(call)
         compilation.error = None
-        failure = self.context.run_compiled(nullcontext())
+        # Where an earlier pass has captured the whole forward as one graph, there is nothing else to be seen.
+        self.ends_run |= compilation.is_complete and len(compilation.graphs) == 1
+        try:
+            failure = self.context.run_compiled(nullcontext())
+            compilation.is_complete = failure is None
+        except _Enough:
+            failure = None
         if compilation.error is not None:
             raise compilation.error
         if failure is not None:
@@ -267,6 +279,9 @@ class _Trial:
         graph = GraphRewriter(captured, self.context.left_alone.get, self.context.mode, explains=self.context.explain)
         self.item.rewrite(graph, self.settings)
         self.skips.update(dict.fromkeys(graph.skips))
+        # Graphs for other sizes repeat the places with other numbers.
+        known = {remark.where for remark in self.remarks}
+        self.remarks.update(dict.fromkeys(remark for remark in graph.remarks if remark.where not in known))
         self._made.append((captured, graph.changes))
         new = [change for change in graph.changes if change.place not in self.changes]
         for change in graph.changes:

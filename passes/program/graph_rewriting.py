@@ -22,7 +22,7 @@ from torch import fx
 
 from passes.program import captured, effects, layouts
 from passes.program.captured import EXAMPLE, CapturedGraph, computing, example_of, name_of, propagate
-from passes.program.changes import Change, Place, Skip
+from passes.program.changes import Change, Place, Remark, Skip
 from passes.program.derived import Derived, Unusable, Usable, compute_now
 
 Node = fx.Node
@@ -66,7 +66,7 @@ class GraphRewriter:
     Attributes:
         captured: the graph that is rewritten, with the modules that it was captured from.
         before: the original graph, which is not changed.
-        changes, skips: the record.
+        changes, skips, remarks: the record.
         mode: "inference" or "training".
         explains: whether `explain` records anything.
     """
@@ -76,11 +76,14 @@ class GraphRewriter:
         self.captured, twins = before.copied()
         self.changes: list[GraphChange] = []
         self.skips: list[Skip] = []
+        self.remarks: list[Remark] = []
         self.mode = mode
         self.explains = explains
         self._why_not = why_not
         self._words: Counter[tuple[str, str]] = Counter()
         self._open: GraphChange | None = None
+        # The last placeholder; a pass adds none.
+        self._last_input = self.captured.graph.find_nodes(op="placeholder")[-1:]
         # For each node, the node of `before` with the same value.
         self._origins = {twin: node for node, twin in twins.items()}
 
@@ -141,6 +144,7 @@ class GraphRewriter:
     is_pure = staticmethod(effects.is_pure)
     is_repeatable = staticmethod(effects.is_repeatable)
     why_layout_shows = staticmethod(layouts.why_layout_shows)
+    laid_out = staticmethod(layouts.laid_out)
 
     def is_derived(self, node: fx.Node) -> bool:
         """Whether `derived` made the node, in this pass or an earlier one."""
@@ -255,7 +259,10 @@ class GraphRewriter:
         return new
 
     def redirect(self, user: fx.Node, node: fx.Node, other: fx.Node) -> None:
-        """Make one user of the node, which reads only its shape, read another node of that shape."""
+        """Make one user of the node read another node instead, without a check of this change.
+
+        For users that read only the shape, and for the same values in other memory: see `settle`.
+        """
         if not self._writing().left_alone:
             user.replace_input_with(node, other)
 
@@ -289,11 +296,7 @@ class GraphRewriter:
         call = Derived(function, what, usable, in_autocast=in_autocast, each_call=self.mode == "training")
         new = self._insert(before, call, sources, {})
         # It needs nothing else from the graph, and may be a source of a derived tensor for an earlier node.
-        first = next(
-            each for each in self.captured.graph.nodes if each.op != "placeholder" and not self.is_derived(each)
-        )
-        if first < new:
-            first.prepend(new)
+        max([*self._last_input, *sources]).append(new)
         if self.mode == "inference":
             # A result for inference has its own buffers, which don't follow later writes to the caller's.
             places = (self.captured.modules.buffer_at(self.captured.tensors.get(source, "")) for source in sources)
@@ -314,12 +317,26 @@ class GraphRewriter:
         # A node that has a counterpart in `before` keeps it.
         self._origins.setdefault(other, self._origins.get(node, node))
 
+    def settle(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """Call it once after all changes, if nodes got inputs with other strides: see `layouts.settle`."""
+        return layouts.settle(self.captured, nodes)
+
+    def remark(self, where: str, text: str) -> None:
+        """Record a place that costs performance and that only the user can fix; the text is a clause."""
+        self.remarks.append(Remark(where, text))
+
     def drop(self, nodes: Sequence[fx.Node]) -> None:
         """Remove nodes without users, given in the order of execution."""
         self._writing()
         if self._open is not None and not self._open.left_alone:
             for node in reversed(nodes):
                 self.captured.graph.erase_node(node)
+
+    def drop_unused(self, node: fx.Node) -> None:
+        """Remove a node that has no users any more, and what only it needed, if that has no side effects."""
+        if not self._writing().left_alone:
+            for dead in reversed(self._dead([node])):
+                self.captured.graph.erase_node(dead)
 
     def _writing(self) -> GraphChange:
         if self._open is None:
@@ -329,7 +346,7 @@ class GraphRewriter:
     def _close(self, change: GraphChange) -> None:
         if not change.replaced:
             return
-        dead = self._dead(change)
+        dead = self._dead(change.replaced)
         old_outputs, new_outputs = list(change.replaced), list(change.replaced.values())
         made = set(change.made)
         region = {*dead, *old_outputs}
@@ -346,15 +363,15 @@ class GraphRewriter:
         for node in reversed(dead):
             self.captured.graph.erase_node(node)
 
-    def _dead(self, change: GraphChange) -> list[fx.Node]:
-        """The nodes that became unused, in the order of execution."""
+    def _dead(self, replaced: Collection[fx.Node]) -> list[fx.Node]:
+        """The replaced nodes and those before them that became unused, in the order of execution."""
         dead: dict[fx.Node, None] = {}
-        waiting = list(change.replaced)
+        waiting = list(replaced)
         while waiting:
             node = waiting.pop()
             if node in dead or node.op in ("placeholder", "output") or any(user not in dead for user in node.users):
                 continue
-            if node in change.replaced or effects.is_pure(node):
+            if effects.is_pure(node) or (self._open is not None and node in self._open.replaced):
                 dead[node] = None
                 waiting += node.all_input_nodes
         return sorted(dead)

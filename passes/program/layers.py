@@ -87,6 +87,11 @@ class Layer:
         return _size(self.weight, 0) if self.transposed else _size(self.weight, 1) * self.groups
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the call by name; those left to their defaults are missing."""
+        return _named(self.node, self.names)
+
+    @property
     def tensors(self) -> dict[str, Node]:
         """Its weight and, if there is one, its bias."""
         return {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias})
@@ -337,7 +342,7 @@ class Layers:
         return (
             self._why_not_value(pair)
             or self._why_not_settings(pair)
-            or next(filter(None, itertools.starmap(self._why_not_tensor, tensors)), None)
+            or next(filter(None, itertools.starmap(self.why_not_tensor, tensors)), None)
             or self._why_not_dtype(pair)
             or (self._why_not_dims(pair) if isinstance(pair.affine, BatchNorm) else None)
         )
@@ -471,7 +476,8 @@ class Layers:
         is_own = self._graph.is_parameter(tensor)
         return self._graph.path_of(tensor) if is_own else f"the {name} of {self._graph.where(owner)}"
 
-    def _why_not_tensor(self, owner: Node, name: str, tensor: Node) -> str | None:
+    def why_not_tensor(self, owner: Node, name: str, tensor: Node) -> str | None:
+        """The reason why no tensor can be derived from one that the owner reads under this name, as a clause."""
         example, what = self._graph.example(tensor), self._name_of(owner, name, tensor)
         if example.layout is not torch.strided:
             return f"{what} is of layout {str(example.layout).removeprefix('torch.')}: a fold needs dense tensors"

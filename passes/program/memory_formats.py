@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from passes.torch_private import is_tracing, without_tracing
+from passes.program.storage import has_strides
+from passes.torch_private import is_tracing, is_transformed, without_tracing
 
 # The dims of a tensor, ordered from the largest stride to the smallest: (0, 1, 2, 3) is contiguous, (0, 2, 3, 1)
 # channels_last.
@@ -45,3 +47,39 @@ def _untraced_shape(tensor: torch.Tensor) -> tuple[int, ...]:
         return tensor.shape
     with without_tracing():
         return tuple(tensor.shape)
+
+
+LAST = "channels_last"
+CONTIGUOUS = "contiguous"
+EITHER = "either"
+
+
+def layout_of(value: Any) -> str | None:
+    """The format of a feature map: `LAST`, `EITHER` if it is in both, else `CONTIGUOUS`; None for other values."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    if not has_strides(value) or value.dim() not in CHANNELS_LAST_FORMATS:
+        return None
+    if is_transformed(value):
+        # It represents a batch of tensors with other dims.
+        return None
+    if value.is_contiguous():
+        return EITHER if value.is_contiguous(memory_format=CHANNELS_LAST_FORMATS[value.dim()]) else CONTIGUOUS
+    return LAST if is_channels_last(value) else CONTIGUOUS
+
+
+def order_of(tensor: torch.Tensor) -> DimOrder | None:
+    """The order of the dims of a tensor with strides, from the largest stride to the smallest.
+
+    None for less than two dims, and for tensors with gaps or overlaps in memory.
+    """
+    if tensor.dim() < 2:
+        return None
+    dims, strides = range(tensor.dim()), tensor.stride()
+    order = tuple(dims) if tensor.is_contiguous() else tuple(sorted(dims, key=lambda dim: -strides[dim]))
+    return order if lies_in(tensor, order) else None
+
+
+def lies_in(tensor: torch.Tensor, order: DimOrder) -> bool:
+    """Whether the dims of a tensor are in this order in memory, without gaps; dims of size 1 fit anywhere."""
+    return tensor.dim() == len(order) and tensor.permute(order).is_contiguous()

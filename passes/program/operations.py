@@ -40,7 +40,9 @@ def schemas(name: str) -> tuple[Any, ...] | None:
 @functools.lru_cache(maxsize=4096)
 def draws_numbers(name: str) -> bool:
     """Whether an operator of that name may draw random numbers."""
-    return any(torch.Tag.nondeterministic_seeded in operation.tags for operation in schemas(name) or ())
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
+    overloads = packet.overloads() if isinstance(packet, OpOverloadPacket) else ()
+    return any(torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags for overload in overloads)
 
 
 @functools.cache

@@ -163,8 +163,8 @@ def run(*options):
 def test_of_each_guard_it_names_the_test_that_fails_without_it(tmp_path):
     """The given test flattens the channels. It never reaches the guards for dims that don't exist."""
     test = "tests/passes/test_fold_conv_bn.py::test_refuses_with_the_reason_and_stays_right[Merged]"
-    before = (ROOT / "passes/program/layers.py").read_bytes()
-    done = run("--matching", "layers.py: _flattened", "--tests", test, "--json", str(tmp_path / "verdicts.json"))
+    before = (ROOT / "passes/program/channels.py").read_bytes()
+    done = run("--matching", "channels.py: _flattened", "--tests", test, "--json", str(tmp_path / "verdicts.json"))
     assert done.returncode == 1, done.stdout + done.stderr
     verdicts = json.loads((tmp_path / "verdicts.json").read_text())
     found = [(verdict["text"], verdict["status"], verdict["test"], verdict["ok"]) for verdict in verdicts]
@@ -174,7 +174,7 @@ def test_of_each_guard_it_names_the_test_that_fails_without_it(tmp_path):
         ("if start < end and start <= channels.dim <= end: return None", "killed", test, True),
     ]
     assert "1 killed, 2 unreached" in done.stdout
-    assert (ROOT / "passes/program/layers.py").read_bytes() == before
+    assert (ROOT / "passes/program/channels.py").read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_run_without_tests_says_nothing(mutants):
 @pytest.mark.zoo
 def test_tests_that_cant_be_imported_are_an_error_and_no_guard_counts_as_unreached(tmp_path):
     (tmp_path / "test_a.py").write_text("import no_such_module\n")
-    done = run("--matching", "layers.py: _flattened", "--tests", str(tmp_path / "test_a.py"))
+    done = run("--matching", "channels.py: _flattened", "--tests", str(tmp_path / "test_a.py"))
     assert done.returncode == 1
     assert "RuntimeError: the tests can't be run" in done.stderr
     assert "test_a.py" in done.stderr.splitlines()[-1]
