@@ -26,7 +26,7 @@ from optimizer.pipeline.hints import passes_that_would_apply
 from optimizer.pipeline.size import record_runs
 from optimizer.pipeline.transactions import Transactions
 from optimizer.pipeline.verification import verified
-from optimizer.pipeline.worth import used_if_faster
+from optimizer.pipeline.worth import why_not_used
 from optimizer.report import PassRecord, Progress, ProgressFunction
 from passes.base import Context, Pass, PassResult
 from passes.program.model_tree import ModelTree
@@ -176,8 +176,7 @@ class Pipeline:
     def use_if_faster(self) -> None:
         """Let an inference result run as written if it is slower by its rewritten graphs."""
         if self.mode == "inference":
-            transactions = self._transactions
-            transactions.records, note = used_if_faster(self._copy.root, transactions.runs, transactions.records)
+            note = why_not_used(self._copy.root, self._transactions.runs)
             self.notes += [note] if note else []
 
     def could_apply(self) -> list[str]:

@@ -1,7 +1,8 @@
 """Capture the forward of a module as one rewritten graph, for tracers and exporters.
 
 Tracers see the plain forward of a module, not the graphs that graph passes rewrite. Here the whole forward is captured
-once more as a single graph, with the same dynamic sizes as in the file, and rewritten by the same passes. This graph
+once more as a single graph, with the same dynamic sizes as in the file, and rewritten by the same passes. If
+torch.compile's front end breaks the graph, torch.export traces it without that front end, as exporters do. This graph
 replaces the forward. Parameters and buffers are read from the module under their own names, derived tensors become
 parameters or buffers, and inputs and outputs stay those of the forward.
 """
@@ -18,11 +19,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
 
 from passes.compiling.record import GraphBreak
 from passes.errors import PassesError
 from passes.program.backend import GRAPH_CALL, Applied, GraphCall, entry_of
-from passes.program.captured import FRAME, CapturedGraph, Modules, is_tensor, name_of
+from passes.program.captured import EXAMPLE, FRAME, CapturedGraph, Modules, is_tensor, name_of
 from passes.program.derived import Derived, DerivedTensors
 from passes.program.forwards import InstanceForward
 from passes.program.hooks import has_hooks
@@ -93,7 +96,16 @@ def install_whole_graph(module: nn.Module, plain: nn.Module, call: FlatCall) -> 
             used then.
     """
     capture = _Capture(module, call)
-    captured, names = capture.run(), []
+    try:
+        captured = capture.run()
+    except NoWholeGraph as broken:
+        capture = _Trace(module, call)
+        try:
+            captured = capture.run()
+        except NoWholeGraph:
+            # The first reason names a line that the user can change.
+            raise broken from None
+    names = []
     for step in steps_for_files(module):
         try:
             rewriter = step.rewriter(captured)
@@ -118,9 +130,12 @@ def install_whole_graph(module: nn.Module, plain: nn.Module, call: FlatCall) -> 
         if isinstance(node.target, _Buffer) and not node.users:
             node.target.remove()
             captured.graph.erase_node(node)
+    held = {node: capture.reads[node.name](()) for node in captured.tensors}
+    # A trace has a placeholder for each name of a tensor.
+    in_use = {id(value) for node, value in held.items() if node.users}
     for node in [node for node in captured.graph.nodes if node.op == "placeholder" and not node.users]:
-        if node in captured.tensors:
-            _take_out(capture.reads[node.name](()), module, capture)
+        if node in held and id(held[node]) not in in_use:
+            _take_out(held[node], module, capture)
         captured.graph.erase_node(node)
     module.__dict__["forward"] = WholeForward(module, plain, capture, captured)
     return names
@@ -280,12 +295,16 @@ class _Capture:
         except Exception as error:
             # torch.compile's front end may raise anything on third-party code, and so may that code.
             raise NoWholeGraph(_why(error)) from error
-        self.conditions = SizeConditions(self._environment)
-        if not self.conditions.are_of_dims:
-            raise NoWholeGraph("it depends on sizes other than those of its inputs")
+        self.conditions = self._checked(self._environment)
         known = {id(value): number for number, value in enumerate((*self._inputs, *self._values))}
         self.outputs = [self._output(tensor, known) for tensor in self.call.outputs(result)]
         return self._captured
+
+    def _checked(self, environment: Any) -> SizeConditions:
+        conditions = SizeConditions(environment)
+        if not conditions.are_of_dims:
+            raise NoWholeGraph("it depends on sizes other than those of its inputs")
+        return conditions
 
     def _take(self, graph: fx.GraphModule, inputs: Sequence[Any], around: nn.Module | None) -> Callable[..., Any]:
         self.origin, self._environment = graph, shape_environment()
@@ -323,6 +342,106 @@ class _Capture:
             raise NoWholeGraph("it returns a tensor that its graph doesn't compute")
         self.given.add(id(tensor))
         return _reader(self.module, path)
+
+
+class _Trace(_Capture):
+    """One trace of a module's forward by torch.export, which runs the Python code instead of reading it."""
+
+    def run(self) -> CapturedGraph:
+        """See `_Capture.run`."""
+        open_dims: list[dict[int, Any]] = [{} for _ in self._inputs]
+        for number, dim in self.call.sizes:
+            open_dims[number][dim] = torch.export.Dim.DYNAMIC
+        try:
+            with torch.no_grad():
+                program = torch.export.export(
+                    _Flat(self.module, self.call, self._inputs),
+                    (self._inputs,),
+                    dynamic_shapes=(tuple(open_dims),),
+                    strict=False,
+                )
+        except Exception as error:
+            # As in a capture by torch.compile.
+            raise NoWholeGraph(_why(error)) from error
+        self.origin = program.graph_module
+        nodes = self.origin.graph.find_nodes(op="placeholder")
+        inputs = iter(enumerate(self._inputs))
+        values = [
+            self._given(node, spec, inputs, program)
+            for node, spec in zip(nodes, program.graph_signature.input_specs, strict=True)
+        ]
+        modes = [value.fake_mode for node in nodes if hasattr(value := node.meta.get("val"), "fake_mode")]
+        self.conditions = self._checked(modes[0].shape_env)
+        captured = CapturedGraph(self.origin.graph, self._modules, None, values, DerivedTensors())
+        modules = {f"module.{path}".rstrip("."): module for path, module in self.module.named_modules()}
+        for node in self.origin.graph.nodes:
+            _annotate(node, modules)
+        outputs: Any = self.origin.graph.output_node().args[0]
+        self.given = {
+            id(value) for node, value in zip(nodes, values, strict=True) if node in outputs and node in captured.tensors
+        }
+        count = len(self._inputs)
+        self.outputs = [_item(count + number) for number in range(len(outputs))]
+        return captured
+
+    def _given(self, node: fx.Node, spec: Any, inputs: Any, program: Any) -> Any:
+        """The value of a placeholder, and how to read it."""
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            self.reads[node.name] = _reader(self.module, spec.target.removeprefix("module."))
+            return self.reads[node.name](())
+        if spec.kind is InputKind.CONSTANT_TENSOR:
+            value = program.constants[spec.target]
+            self.reads[node.name] = lambda _: value
+            return value
+        if spec.kind is InputKind.USER_INPUT and isinstance(node.meta.get("val"), torch.Tensor):
+            number, value = next(inputs)
+            self.reads[node.name] = _item(number)
+            return value
+        raise NoWholeGraph(f"its graph takes {node.name}, which is neither an input nor a tensor of the model")
+
+
+def _annotate(node: fx.Node, modules: Mapping[str, nn.Module]) -> None:
+    """Give a node the notes that graphs of torch.compile have: an example, and the ids of the modules around it.
+
+    Args:
+        modules: by the paths that torch.export writes.
+    """
+    if name_of(node) == "sym_size":
+        # TorchScript's trace records a method that reads a size, and takes the operator's result for a constant.
+        node.op, node.target = "call_method", "size"
+    if "val" in node.meta:
+        node.meta[EXAMPLE] = node.meta["val"]
+    stack = {}
+    for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items():
+        if path in modules:
+            earlier = key.partition("@")[2]
+            number = id(modules[path])
+            stack[f"{number}@{earlier}" if earlier else str(number)] = (path, kind)
+    node.meta["nn_module_stack"] = stack
+
+
+class _Flat(nn.Module):
+    """Calls a module with the tensors among its arguments, and returns those among its outputs."""
+
+    def __init__(self, module: nn.Module, call: FlatCall, given: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.module = module
+        self._flat = call
+        self._leaves, self._spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
+        self._places = {
+            place: number for place, leaf in enumerate(self._leaves) for number, one in enumerate(given) if one is leaf
+        }
+
+    def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        leaves = [
+            inputs[self._places[place]] if place in self._places else leaf for place, leaf in enumerate(self._leaves)
+        ]
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        return tuple(self._flat.outputs(_entry(self.module, inputs, tuple(self._flat.sizes.items()), args, kwargs)))
+
+
+def _item(number: int) -> _Read:
+    return lambda values: values[number]
 
 
 def _reader(module: nn.Module, path: str) -> _Read:
