@@ -25,9 +25,9 @@ from passes.graph_interface import (
     operation_name,
 )
 from passes.memory_format.costs import READING_CHANNELS_LAST, TOO_DEAR, Costs, cheapest_formats
+from passes.memory_format.forwards import why_no_format
 from passes.memory_format.losses import losses_in
 from passes.memory_format.training import ChannelsLastTraining
-from passes.program.storage import kind_of
 from passes.torch_private import convolution_kernel
 
 _CONVOLUTIONS = ("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d")
@@ -135,8 +135,8 @@ class ChannelsLast(GraphPass):
 def _why_not(graph: GraphRewriter, layers: Layers, layer: Layer) -> str | None:
     """The reason why the weight can't be converted; "" if it needs no change, None to convert it."""
     own = graph.value(layer.weight)
-    if own is not None and (kind := kind_of(own)):
-        return f"its weight is {kind}"
+    if own is not None and (reason := why_no_format(own)):
+        return reason
     weight = graph.laid_out(layer.weight)
     if weight is None:
         return "its weight has no known strides"

@@ -19,7 +19,7 @@ from passes.program.storage import has_strides, kind_of
 from passes.torch_private import is_transformed, without_torch_function
 
 
-def why_no_format(weight: nn.Parameter) -> str | None:
+def why_no_format(weight: torch.Tensor) -> str | None:
     """The reason why a weight has no memory format, as a clause; None if it has one."""
     if is_lazy(weight):
         return "its weight is not initialised yet: run the model once first"
