@@ -204,14 +204,7 @@ class DerivedInputs:
         if (torch.is_grad_enabled() or self._enables_gradients) and any(map(_requires_grad, sources)):
             return None
         state = self.states.get(tuple(map(id, sources)))
-        if (
-            state is None
-            or list(map(_version_of, sources)) != state.versions
-            or list(map(_pointer_of, sources)) != state.pointers
-            or any(sources[place].stride() != strides for place, strides in state.strides)
-        ):
-            return self._made(sources)
-        return state.values
+        return self._made(sources) if state is None or state.is_past(sources) else state.values
 
     def _made(self, sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
         # What a CUDA graph records is only replayed later, so no value can be kept.
@@ -219,7 +212,11 @@ class DerivedInputs:
             return None
         key = tuple(map(id, sources))
         with self._store.lock:
-            self.states.pop(key, None)
+            state = self.states.pop(key, None)
+            if state is not None and not state.is_past(sources):
+                # Another thread has just made them.
+                self.states[key] = state
+                return state.values
             try:
                 values = self._store.values_of(self._recipes, dict(zip(self.places, sources, strict=True)))
             except Unusable:
@@ -249,6 +246,14 @@ class _State:
     pointers: list[int]
     strides: list[tuple[int, tuple[int, ...]]]
     values: tuple[torch.Tensor, ...] | None
+
+    def is_past(self, sources: Sequence[torch.Tensor]) -> bool:
+        """Whether these tensors, which have the same ids, are others by now or were written to."""
+        return (
+            list(map(_version_of, sources)) != self.versions
+            or list(map(_pointer_of, sources)) != self.pointers
+            or any(sources[place].stride() != strides for place, strides in self.strides)
+        )
 
 
 def compute_now(captured: CapturedGraph, node: fx.Node) -> None:

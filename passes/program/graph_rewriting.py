@@ -82,8 +82,8 @@ class GraphRewriter:
         self._why_not = why_not
         self._words: Counter[tuple[str, str]] = Counter()
         self._open: GraphChange | None = None
-        # The last placeholder; a pass adds none.
-        self._last_input = self.captured.graph.find_nodes(op="placeholder")[-1:]
+        # The last placeholder, of which a pass adds none, or the last derived tensor after it.
+        self._before_derived = self._last_input = self.captured.graph.find_nodes(op="placeholder")[-1:]
         # For each node, the node of `before` with the same value.
         self._origins = {twin: node for node, twin in twins.items()}
 
@@ -210,6 +210,7 @@ class GraphRewriter:
                 return
             for node in reversed(change.made):
                 self.captured.graph.erase_node(node)
+            self._before_derived = self._last_input
             if reason:
                 self.skips.append(Skip(where, reason))
         finally:
@@ -296,7 +297,8 @@ class GraphRewriter:
         call = Derived(function, what, usable, in_autocast=in_autocast, each_call=self.mode == "training")
         new = self._insert(before, call, sources, {})
         # It needs nothing else from the graph, and may be a source of a derived tensor for an earlier node.
-        max([*self._last_input, *sources]).append(new)
+        max([*self._before_derived, *sources]).append(new)
+        self._before_derived = [new]
         if self.mode == "inference":
             # A result for inference has its own buffers, which don't follow later writes to the caller's.
             places = (self.captured.modules.buffer_at(self.captured.tensors.get(source, "")) for source in sources)

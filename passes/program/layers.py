@@ -342,7 +342,7 @@ class Layers:
         return (
             self._why_not_value(pair)
             or self._why_not_settings(pair)
-            or next(filter(None, itertools.starmap(self.why_not_tensor, tensors)), None)
+            or next(filter(None, itertools.starmap(self._why_not_number, tensors)), None)
             or self._why_not_dtype(pair)
             or (self._why_not_dims(pair) if isinstance(pair.affine, BatchNorm) else None)
         )
@@ -476,13 +476,16 @@ class Layers:
         is_own = self._graph.is_parameter(tensor)
         return self._graph.path_of(tensor) if is_own else f"the {name} of {self._graph.where(owner)}"
 
+    def _why_not_number(self, owner: Node, name: str, tensor: Node) -> str | None:
+        if (dtype := self._graph.example(tensor).dtype).is_floating_point:
+            return self.why_not_tensor(owner, name, tensor)
+        return f"{self._name_of(owner, name, tensor)} has dtype {str(dtype).removeprefix('torch.')}"
+
     def why_not_tensor(self, owner: Node, name: str, tensor: Node) -> str | None:
         """The reason why no tensor can be derived from one that the owner reads under this name, as a clause."""
         example, what = self._graph.example(tensor), self._name_of(owner, name, tensor)
         if example.layout is not torch.strided:
             return f"{what} is of layout {str(example.layout).removeprefix('torch.')}: a fold needs dense tensors"
-        if not example.is_floating_point():
-            return f"{what} has dtype {str(example.dtype).removeprefix('torch.')}"
         for source in self.sources_of(tensor):
             value = self._graph.value(source)
             if value is not None and type(value) not in PLAIN_TENSORS:

@@ -45,6 +45,8 @@ from passes.torch_private import (
 Place = tuple[int, int]
 # torch's message when a capture specializes a dynamic size.
 _FIXED = re.compile(r"your code specialized it to be a constant \((\d+)\)")
+# The classes of arguments that hold no further tensors.
+_PLAIN = (torch.Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, type(None))
 # Reads one tensor or size from the module or from the flat tensors of a call.
 _Read = Callable[[Sequence[torch.Tensor]], Any]
 
@@ -349,6 +351,9 @@ class _Trace(_Capture):
 
     def run(self) -> CapturedGraph:
         """See `_Capture.run`."""
+        if not all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves((self.call.args, dict(self.call.kwargs)))):
+            # The trace would take whatever tensors it holds for constants.
+            raise NoWholeGraph("an argument is an object of its own class")
         open_dims: list[dict[int, Any]] = [{} for _ in self._inputs]
         for number, dim in self.call.sizes:
             open_dims[number][dim] = torch.export.Dim.DYNAMIC

@@ -708,7 +708,7 @@ def test_models_that_were_built_in_inference_mode_go_through(item, optimized_the
     with torch.inference_mode(optimized_there):
         fast = optimize(model, [item], example_inputs=(X.clone(),), strict=True)
     (record,) = fast.report.passes
-    if record.name == "fold-conv-bn":
+    if record.name in ("fold-conv-bn", "channels-last"):
         # torch doesn't count the writes to such tensors.
         assert record.status == "unchanged"
         assert "inference mode" in record.skips[0].text

@@ -59,6 +59,16 @@ def same(fast: nn.Module, model: nn.Module, *args: Any, **kwargs: Any) -> None:
 # The algebra ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_weight_that_is_standardised_at_every_call_is_folded_once() -> None:
+    fast = folded(models.Standardised(), models.image())
+    assert computed("batch_norm", fast, models.image()) == 0
+    with torch.no_grad():
+        fast.conv.weight.mul_(torch.linspace(1, 2, 27).view(3, 3, 3))
+    plain = models.Standardised().eval()
+    plain.load_state_dict(fast.state_dict())
+    same(fast, plain, models.image())
+
+
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
 @pytest.mark.parametrize(("bias", "affine"), [(True, True), (False, True), (True, False)])
 def test_after_a_layer_the_algebra_is_exact(kind: str, bias: bool, affine: bool) -> None:
@@ -705,7 +715,6 @@ class ComputedScale(Pair):
 COMPUTED: dict[Any, str] = {
     ComputedWeight: "the weight of the root (conv2d) is computed at every call, and not from parameters and buffers",
     ComputedScale: "its weight is computed at every call, and not from parameters and buffers alone",
-    models.Standardised: "the weight of conv (conv2d) is computed at every call, and not from parameters and buffers alone",
 }
 
 
