@@ -55,6 +55,9 @@ class Step(Protocol):
     @property
     def token(self) -> object: ...
 
+    def done(self, graph: fx.Graph) -> None:
+        """Called after each rewriting, with the graph as torch.compile captured it; may end the run."""
+
     def rewrite(self, captured: CapturedGraph, inputs: Sequence[Any]) -> CapturedGraph:
         """Return the graph as rewritten by the pass; the given graph is not changed."""
 
@@ -78,6 +81,9 @@ class Applied:
     def rewrite(self, captured: CapturedGraph, inputs: Sequence[Any]) -> CapturedGraph:
         """See `Step.rewrite`."""
         return self.rewriter(captured).captured
+
+    def done(self, graph: fx.Graph) -> None:
+        """See `Step.done`."""
 
     def rewriter(self, captured: CapturedGraph) -> GraphRewriter:
         """Rewrite the graph, and return the rewriter with the new graph and the record."""
@@ -302,6 +308,7 @@ class _Program:
                 del self._stages[number:]
                 known = step.rewrite(captured, inputs)
                 self._stages.append((step.token, known))
+                step.done(self.captured.graph)
             captured = known
         return captured
 

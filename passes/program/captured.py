@@ -220,7 +220,7 @@ def value_with(node: fx.Node, examples: Mapping[fx.Node, Any]) -> Any:
     mode = next((leaf.fake_mode for leaf in leaves if hasattr(leaf, "fake_mode")), None)
     if mode is None or any(value is None for value in values):
         return None
-    with mode, torch.no_grad(), _autocast_at(node):
+    with mode, torch.no_grad(), autocast_at(node):
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         function: Any = node.target
@@ -228,7 +228,7 @@ def value_with(node: fx.Node, examples: Mapping[fx.Node, Any]) -> Any:
 
 
 @contextmanager
-def _autocast_at(node: fx.Node) -> Iterator[None]:
+def autocast_at(node: fx.Node) -> Iterator[None]:
     """Enter the autocasts that the graph itself opens around the node; outer ones are active already."""
     with ExitStack() as stack:
         for enter in _autocasts_at(node):

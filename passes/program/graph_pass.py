@@ -187,11 +187,14 @@ class _Tried:
         trial = self._trial()
         if trial is None:
             return captured
-        rewritten = trial.rewrite(captured, inputs)
-        ends = trial.ends_run and self._process == os.getpid()
-        if ends and any(node.op.startswith("call") for node in captured.graph.nodes):
+        return trial.rewrite(captured, inputs)
+
+    def done(self, graph: fx.Graph) -> None:
+        """See `Step.done`."""
+        trial = self._trial()
+        ends = trial is not None and trial.ends_run and self._process == os.getpid()
+        if ends and any(node.op.startswith("call") for node in graph.nodes):
             raise _Enough
-        return rewritten
 
 
 class _Enough(BaseException):

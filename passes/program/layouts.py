@@ -13,9 +13,18 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from passes.program import effects
-from passes.program.captured import EXAMPLE, CapturedGraph, example_of, name_of, propagate, value_with
+from passes.program.captured import (
+    EXAMPLE,
+    CapturedGraph,
+    argument,
+    autocast_at,
+    example_of,
+    name_of,
+    propagate,
+    value_with,
+)
 from passes.program.memory_formats import CHANNELS_LAST_FORMATS, ORDERS, order_of
-from passes.torch_private import hint_of, is_transformed
+from passes.torch_private import FakeTensorMode, hint_of, is_transformed
 
 
 def why_layout_shows(node: fx.Node, instead: torch.Tensor) -> str | None:
@@ -104,6 +113,9 @@ class _Plan:
         self._memory = effects.Memory(captured.graph, captured.tensors)
         self._end = captured.graph.output_node()
         self._new: dict[fx.Node, Any] = {}
+        # Examples of fixed size, with which torch computes much faster than with sizes that are symbols.
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fixed: dict[fx.Node, Any] = {}
         # The same for the values that get copies with their old strides as soon as they are made.
         self._made: dict[fx.Node, Any] = {}
         # The nodes that need a value with its old strides, by that value.
@@ -140,9 +152,29 @@ class _Plan:
         if not effects.takes_any_strides(node):
             return None
         try:
-            return value_with(node, self._new)
+            is_apart = isinstance(example_of(node), torch.Tensor) and not self._memory.shares(node)
+            order = self._order_of_result(node) if is_apart else None
+            return value_with(node, self._new) if order is None else _in_order(example_of(node), order)
         except (RuntimeError, ValueError):
             return None
+
+    def _order_of_result(self, node: fx.Node) -> Sequence[int] | None:
+        if name_of(node) == "batch_norm":
+            # It keeps the format of its input, and takes long with examples.
+            return order_of(self._of_fixed_size(argument(node, 0, "input")))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._of_fixed_size)
+        target: Any = node.target
+        with self._mode, torch.no_grad(), autocast_at(node):
+            if node.op == "call_method":
+                return order_of(getattr(args[0], target)(*args[1:], **kwargs))
+            return order_of(target(*args, **kwargs))
+
+    def _of_fixed_size(self, node: fx.Node) -> Any:
+        if node not in self._fixed:
+            with self._mode:
+                value = self._new.get(node, example_of(node))
+                self._fixed[node] = pytree.tree_map_only((torch.Tensor, torch.SymInt), _with_hints, value)
+        return self._fixed[node]
 
     def _return(self, source: fx.Node, others: Sequence[fx.Node]) -> None:
         if self._differs(source):
@@ -185,6 +217,27 @@ class _Plan:
         return copies
 
 
+def _with_hints(value: Any, device: str | None = None) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return hint_of(value)
+    known = [hint for size in (*value.shape, *value.stride()) if (hint := hint_of(size)) is not None]
+    if len(known) < 2 * value.dim():
+        raise ValueError("a size depends on values")
+    sizes, strides = known[: value.dim()], known[value.dim() :]
+    return torch.empty_strided(sizes, strides, dtype=value.dtype, device=device or value.device)
+
+
+def _in_order(example: Any, order: Sequence[int]) -> torch.Tensor:
+    """An example of the same shape with its dims in this order in memory, from the largest stride to the smallest."""
+    strides: list[Any] = [0] * len(order)
+    step: Any = 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step = step * example.shape[dim]
+    with example.fake_mode:
+        return torch.empty_strided(example.shape, strides, dtype=example.dtype, device=example.device)
+
+
 def laid_out(node: fx.Node) -> torch.Tensor | None:
     """A tensor without memory, of the shape and strides that a node's value has in the call of the capture.
 
@@ -193,11 +246,10 @@ def laid_out(node: fx.Node) -> torch.Tensor | None:
     value = example_of(node)
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or is_transformed(value):
         return None
-    sizes = [size for each in value.shape if (size := hint_of(each)) is not None]
-    strides = [stride for each in value.stride() if (stride := hint_of(each)) is not None]
-    if len(sizes) < value.dim() or len(strides) < value.dim():
+    try:
+        return _with_hints(value, "meta")
+    except ValueError:
         return None
-    return torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
 
 
 def order_of_example(node: fx.Node) -> Sequence[int] | None:
