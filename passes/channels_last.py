@@ -24,7 +24,7 @@ from passes.graph_interface import (
     layout_of,
     operation_name,
 )
-from passes.memory_format.costs import READING_CHANNELS_LAST, TOO_DEAR, Costs, cheapest_formats
+from passes.memory_format.costs import CONTIGUOUS_KERNELS, READING_CHANNELS_LAST, TOO_DEAR, Costs, cheapest_formats
 from passes.memory_format.forwards import why_no_format
 from passes.memory_format.losses import losses_in
 from passes.memory_format.training import ChannelsLastTraining
@@ -173,10 +173,13 @@ def _too_dear(
 def _costs(layer: Layer, weight: Any, reason: str | None, given: torch.Tensor, made: torch.Tensor) -> Costs:
     if _is_kept(layer):
         return Costs(math.inf, 0, given.numel())
-    packed = 0 if _kernel(layer, weight, given) in READING_CHANNELS_LAST else weight.numel()
+    kernel = _kernel(layer, weight, given)
+    both = given.numel() + made.numel()
+    if kernel in CONTIGUOUS_KERNELS and reason is None:
+        return Costs(2 * both, 0, given.numel())
+    packed = 0 if kernel in READING_CHANNELS_LAST else weight.numel()
     # One that can't be converted has the format of its weight.
-    contiguous = given.numel() + made.numel() if reason is None else math.inf
-    return Costs(packed, contiguous, given.numel())
+    return Costs(packed, both if reason is None else math.inf, given.numel())
 
 
 def _kernel(layer: Layer, weight: torch.Tensor, given: torch.Tensor) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 TOO_DEAR = (
-    "its weight is large compared with its maps: repacking it at every call would cost more than channels_last saves"
+    "its weight is large compared with its maps, or its kernel returns contiguous maps: channels_last would cost more at "
+    "every call than it saves"
 )
 # Kernels that read a channels_last weight without packing it.
 READING_CHANNELS_LAST = frozenset({"Slow2d", "SlowDilated2d", "SlowTranspose2d"})

@@ -316,6 +316,13 @@ def test_weights_that_no_kernel_packs_are_worth_it_however_large() -> None:
     ]
 
 
+def test_kernels_that_return_contiguous_maps_get_contiguous_weights() -> None:
+    model = image_net(nn.Conv3d(3, 4, 3), nn.ReLU(), nn.Conv3d(4, 4, 3)).double()
+    done = check_pass(ChannelsLast(), model, (torch.randn(2, 3, 8, 8, 8, dtype=torch.float64),))
+    assert done.changes == ()
+    assert [(skip.where, skip.reason) for skip in done.skips] == [("0", TOO_DEAR), ("2", TOO_DEAR)]
+
+
 def test_another_device_has_no_such_rule() -> None:
     tree, context = captured(narrowing(), (image(2, 3, 34, 34),))
     done = ChannelsLast().run(tree, dataclasses.replace(context, device=torch.device("cuda")))
@@ -479,7 +486,7 @@ def test_inputs_that_are_no_maps_stay_as_they_are() -> None:
         ),
         (lambda: nn.Sequential(nn.Conv1d(3, 4, 3), nn.ReLU()), torch.randn(2, 3, 9), []),
         (lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3)), torch.randn(2, 1, 9, 9), ["0", "1"]),
-        (lambda: nn.Sequential(nn.Conv3d(1, 4, 3), nn.Conv3d(4, 4, 1)), torch.randn(2, 1, 9, 9, 9), ["0", "1"]),
+        (lambda: nn.Sequential(nn.Conv3d(1, 4, 3), nn.Conv3d(4, 4, 2)), torch.randn(2, 1, 9, 9, 9), ["0", "1"]),
     ],
 )
 def test_kinds_of_convolutions(model: Any, x: Tensor, changed: list[str]) -> None:
