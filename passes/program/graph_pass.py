@@ -192,7 +192,7 @@ class _Tried:
     def done(self, graph: fx.Graph) -> None:
         """See `Step.done`."""
         trial = self._trial()
-        ends = trial is not None and trial.ends_run and self._process == os.getpid()
+        ends = trial is not None and (trial.ends_run or graph is trial.whole) and self._process == os.getpid()
         if ends and any(node.op.startswith("call") for node in graph.nodes):
             raise _Enough
 
@@ -210,12 +210,14 @@ class _Trial:
         skips, remarks: these without duplicates, since one place may be captured more than once.
         raised: whether the run raised.
         ends_run: whether the first graph ends the run before it computes.
+        whole: a graph that ends it too, because it is the only one of the forward.
         token: see `Step`.
     """
 
     item: GraphPass
     context: Context
     ends_run: bool = False
+    whole: fx.Graph | None = None
     token: object = field(default_factory=object)
     changes: dict[Place, Change] = field(default_factory=dict)
     skips: dict[Skip, None] = field(default_factory=dict)
@@ -246,8 +248,9 @@ class _Trial:
             raise RequirementNotMet(f"The pass {self.item.name} {self.item.needs_run}: add example inputs.")
         compilation = compilation_of(call)
         compilation.error = None
-        # Where an earlier pass has captured the whole forward as one graph, there is nothing else to be seen.
-        self.ends_run |= compilation.is_complete and len(compilation.graphs) == 1
+        if compilation.is_complete and len(compilation.graphs) == 1:
+            # An earlier pass has run all calls by this graph, so there is nothing else to be seen.
+            self.whole = compilation.graphs[0].captured.graph
         try:
             failure = self.context.run_compiled(nullcontext())
             compilation.is_complete = failure is None
