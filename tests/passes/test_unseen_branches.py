@@ -227,7 +227,9 @@ def test_an_unseen_branch_is_right(build: Callable[[], nn.Module], branch: str, 
     assert "fold-conv-bn" in {record.name for record in report_of(fast).passes if record.changes}
     x = image(4, 3, 8, 8, seed=1)
     torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(fast(x, branch), copy.deepcopy(model)(x, branch), rtol=1e-4, atol=1e-4)
+    # A branch may write to the weights, whose memory is that of the model.
+    twin = copy.deepcopy(model)
+    torch.testing.assert_close(fast(x, branch), twin(x, branch), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("passes", PASSES)
