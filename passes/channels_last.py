@@ -28,11 +28,17 @@ from passes.memory_format.costs import CONTIGUOUS_KERNELS, READING_CHANNELS_LAST
 from passes.memory_format.forwards import why_no_format
 from passes.memory_format.losses import losses_in
 from passes.memory_format.training import ChannelsLastTraining
+from passes.module_interface import call_of, convolution_arguments, shape_of, tensor_of
+from passes.program.changes import Skip
 from passes.torch_private import convolution_kernel
 
 _CONVOLUTIONS = ("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d")
 # The key in `node.meta` for the input of a convolution that stays contiguous.
 _KEPT = "optimize_export_kept_contiguous"
+
+
+def _convolutions_of(recording: Recording) -> list[Node]:
+    return [node for node in recording.nodes() if operation_name(node) in _CONVOLUTIONS and convolution_arguments(node)]
 
 
 @dataclass(frozen=True)
@@ -98,8 +104,34 @@ class ChannelsLast(GraphPass):
         return False
 
     def is_for(self, recording: Recording) -> bool:
-        """Whether there is a 2-D or 3-D convolution."""
-        return any(operation_name(node) in _CONVOLUTIONS for node in recording.nodes())
+        """Whether channels_last may pay for a convolution of the run, by the sizes of its maps."""
+        costs, is_free = [], []
+        for node in _convolutions_of(recording):
+            named: Any = convolution_arguments(node)
+            ref, shapes = tensor_of(named["weight"]), (shape_of(named["input"]), shape_of(node))
+            weight = None if ref is None else ref.value
+            if weight is None or shapes[0] is None or shapes[1] is None or weight.device.type != "cpu":
+                return True
+            if why_no_format(weight):
+                continue
+            given, made = (torch.empty(shape.sizes, device="meta") for shape in shapes if shape is not None)
+            kernel = _kernel(named, weight, given.shape, "transpose" in operation_name(node))
+            is_free.append(not is_channels_last(weight))
+            costs.append(_costs(kernel, weight, given, made, is_free=is_free[-1]))
+            if is_free[-1] and _is_one_place(given, made, weight.dim() - 2):
+                return True
+        formats = cheapest_formats(costs)
+        return any(is_last and free for is_last, free in zip(formats, is_free, strict=True))
+
+    def left_out(self, tree: ModelTree, recording: Recording) -> list[Skip]:
+        """See `GraphPass.left_out`."""
+        found = []
+        for node in _convolutions_of(recording):
+            weight = tensor_of(node.args[1]) if len(node.args) > 1 else None
+            value = None if weight is None else weight.value
+            if value is not None and not (value.layout is torch.strided and is_channels_last(value)):
+                found.append(Skip(tree.path(call_of(node).module), why_no_format(value) or TOO_DEAR))
+        return found
 
     def rewrite(self, graph: GraphRewriter, context: Context) -> None:
         """Convert the weights for which it is possible and pays."""
@@ -158,34 +190,38 @@ def _too_dear(
     """
     steps, costs = [], []
     for layer in convolutions:
-        given, made = graph.laid_out(layer.input), graph.laid_out(layer.node)
-        if given is None or made is None:
+        given, made, weight = map(graph.laid_out, (layer.input, layer.node, layer.weight))
+        if given is None or made is None or weight is None or _is_one_place(given, made, layer.dims):
             continue
-        if any(one.shape[-layer.dims :].numel() > 1 for one in (given, made)):
-            steps.append(layer)
-            costs.append(_costs(layer, graph.laid_out(layer.weight), reasons[layer.node], given, made))
+        steps.append(layer)
+        if _is_kept(layer):
+            costs.append(Costs(math.inf, 0, given.numel()))
+        else:
+            kernel = _kernel(layer.arguments, weight, given.shape, layer.transposed)
+            costs.append(_costs(kernel, weight, given, made, is_free=reasons[layer.node] is None))
     formats = cheapest_formats(costs)
     return frozenset(
         layer.node for layer, is_last in zip(steps, formats, strict=True) if not is_last and not _is_kept(layer)
     )
 
 
-def _costs(layer: Layer, weight: Any, reason: str | None, given: torch.Tensor, made: torch.Tensor) -> Costs:
-    if _is_kept(layer):
-        return Costs(math.inf, 0, given.numel())
-    kernel = _kernel(layer, weight, given)
+def _is_one_place(given: torch.Tensor, made: torch.Tensor, dims: int) -> bool:
+    return all(one.shape[-dims:].numel() == 1 for one in (given, made))
+
+
+def _costs(kernel: str, weight: torch.Tensor, given: torch.Tensor, made: torch.Tensor, *, is_free: bool) -> Costs:
+    """The costs of a convolution; one that isn't free has the format of its weight."""
     both = given.numel() + made.numel()
-    if kernel in CONTIGUOUS_KERNELS and reason is None:
+    if kernel in CONTIGUOUS_KERNELS and is_free:
         return Costs(2 * both, 0, given.numel())
     packed = 0 if kernel in READING_CHANNELS_LAST else weight.numel()
-    # One that can't be converted has the format of its weight.
-    return Costs(packed, both if reason is None else math.inf, given.numel())
+    return Costs(packed, both if is_free else math.inf, given.numel())
 
 
-def _kernel(layer: Layer, weight: torch.Tensor, given: torch.Tensor) -> str:
+def _kernel(named: Mapping[str, Any], weight: torch.Tensor, given: torch.Size, transposed: bool) -> str:
     """The name of the kernel that torch selects for an input of this shape."""
-    named, dims = layer.arguments, layer.dims
-    batched = given.shape if given.dim() == weight.dim() else (1, *given.shape)
+    dims = weight.dim() - 2
+    batched = given if len(given) == weight.dim() else (1, *given)
 
     def each(name: str, default: int) -> list[int]:
         value = named.get(name, default)
@@ -202,9 +238,9 @@ def _kernel(layer: Layer, weight: torch.Tensor, given: torch.Tensor) -> str:
         stride=each("stride", 1),
         padding=[0] * dims if padding == "valid" else [padding] * dims if isinstance(padding, int) else list(padding),
         dilation=dilation,
-        transposed=layer.transposed,
+        transposed=transposed,
         output_padding=each("output_padding", 0),
-        groups=layer.groups,
+        groups=named.get("groups", 1),
     )
 
 

@@ -54,6 +54,10 @@ class GraphPass(Pass):
         """Whether a recorded eager run has a call that the pass may change; if none has, nothing is captured."""
         return True
 
+    def left_out(self, tree: ModelTree, recording: Recording) -> Sequence[Skip]:
+        """The candidates of a run that the pass isn't for, each with the reason; none by default."""
+        return ()
+
     def would_apply(self, tree: ModelTree, context: Context) -> bool:
         """See `Pass.would_apply`. Rewrites the first graph of a run, and ends the run before that graph computes."""
         if not self.in_files:
@@ -78,8 +82,10 @@ class GraphPass(Pass):
         runs = recorded_runs(tree, context)
         if runs is not None and not runs.failure and not any(self.is_for(run.recording) for run in runs.runs):
             # A capture takes the time of many calls.
-            told = (Skip("", "a run of the model makes no call that the pass is for"),) if context.explain else ()
-            return PassResult((), told, writer)
+            told = dict.fromkeys(skip for run in runs.runs for skip in self.left_out(tree, run.recording))
+            if context.explain and not told:
+                told[Skip("", "a run of the model makes no call that the pass is for")] = None
+            return PassResult((), tuple(told), writer)
         trial = _Trial(self, context)
         try:
             before = writer.passes
