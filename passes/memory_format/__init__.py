@@ -1,1 +1,1 @@
-"""The forward wrappers of `passes.channels_last`, and the detection of places where channels_last is lost."""
+"""Formats of feature maps: what they cost, where they are lost, and the forward wrappers for training."""
