@@ -24,13 +24,19 @@ from passes.graph_interface import (
     layout_of,
     operation_name,
 )
-from passes.memory_format.costs import CONTIGUOUS_KERNELS, READING_CHANNELS_LAST, TOO_DEAR, Costs, cheapest_formats
+from passes.memory_format.costs import (
+    CONTIGUOUS_KERNELS,
+    READING_CHANNELS_LAST,
+    TOO_DEAR,
+    Costs,
+    cheapest_formats,
+    kernel_of,
+)
 from passes.memory_format.forwards import why_no_format
 from passes.memory_format.losses import losses_in
 from passes.memory_format.training import ChannelsLastTraining
 from passes.module_interface import call_of, convolution_arguments, shape_of, tensor_of
 from passes.program.changes import Skip
-from passes.torch_private import convolution_kernel
 
 _CONVOLUTIONS = ("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d")
 # The key in `node.meta` for the input of a convolution that stays contiguous.
@@ -115,7 +121,7 @@ class ChannelsLast(GraphPass):
             if why_no_format(weight):
                 continue
             given, made = (torch.empty(shape.sizes, device="meta") for shape in shapes if shape is not None)
-            kernel = _kernel(named, weight, given.shape, "transpose" in operation_name(node))
+            kernel = kernel_of(named, weight, given.shape, "transpose" in operation_name(node))
             is_free.append(not is_channels_last(weight))
             costs.append(_costs(kernel, weight, given, made, is_free=is_free[-1]))
             if is_free[-1] and _is_one_place(given, made, weight.dim() - 2):
@@ -127,8 +133,9 @@ class ChannelsLast(GraphPass):
         """See `GraphPass.left_out`."""
         found = []
         for node in _convolutions_of(recording):
-            weight = tensor_of(node.args[1]) if len(node.args) > 1 else None
-            value = None if weight is None else weight.value
+            named: Any = convolution_arguments(node)
+            ref = tensor_of(named["weight"])
+            value = None if ref is None else ref.value
             if value is not None and not (value.layout is torch.strided and is_channels_last(value)):
                 found.append(Skip(tree.path(call_of(node).module), why_no_format(value) or TOO_DEAR))
         return found
@@ -197,7 +204,7 @@ def _too_dear(
         if _is_kept(layer):
             costs.append(Costs(math.inf, 0, given.numel()))
         else:
-            kernel = _kernel(layer.arguments, weight, given.shape, layer.transposed)
+            kernel = kernel_of(layer.arguments, weight, given.shape, layer.transposed)
             costs.append(_costs(kernel, weight, given, made, is_free=reasons[layer.node] is None))
     formats = cheapest_formats(costs)
     return frozenset(
@@ -218,32 +225,6 @@ def _costs(kernel: str, weight: torch.Tensor, given: torch.Tensor, made: torch.T
     return Costs(packed, both if is_free else math.inf, given.numel())
 
 
-def _kernel(named: Mapping[str, Any], weight: torch.Tensor, given: torch.Size, transposed: bool) -> str:
-    """The name of the kernel that torch selects for an input of this shape."""
-    dims = weight.dim() - 2
-    batched = given if len(given) == weight.dim() else (1, *given)
-
-    def each(name: str, default: int) -> list[int]:
-        value = named.get(name, default)
-        return [value] * dims if isinstance(value, int) else list(value)
-
-    dilation = each("dilation", 1)
-    padding = named.get("padding", 0)
-    if padding == "same":
-        padding = [step * (size - 1) // 2 for step, size in zip(dilation, weight.shape[2:], strict=True)]
-    no_values = torch.empty((), dtype=weight.dtype)
-    return convolution_kernel(
-        no_values.expand(batched),
-        no_values.expand(weight.shape),
-        stride=each("stride", 1),
-        padding=[0] * dims if padding == "valid" else [padding] * dims if isinstance(padding, int) else list(padding),
-        dilation=dilation,
-        transposed=transposed,
-        output_padding=each("output_padding", 0),
-        groups=named.get("groups", 1),
-    )
-
-
 # Rewrite --------------------------------------------------------------------------------------------------------------
 
 
@@ -254,7 +235,7 @@ class _InChannelsLast:
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
         memory_format = CHANNELS_LAST_FORMATS[weight.dim()]
         if weight.is_contiguous(memory_format=memory_format):
-            # A convolution goes by the strides of its weight, and `contiguous` would leave these as they are.
+            # A convolution takes its format from the strides of its weight, and `contiguous` wouldn't change these.
             strides = torch.empty(weight.shape, device="meta", memory_format=memory_format).stride()
             return weight.as_strided(weight.shape, strides)
         return weight.contiguous(memory_format=memory_format)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from passes.torch_private import convolution_kernel
 
 TOO_DEAR = (
     "its weight is large compared with its maps, or its kernel returns contiguous maps: channels_last would cost more at "
@@ -58,3 +63,33 @@ def cheapest_formats(costs: Sequence[Costs]) -> list[bool]:
         formats.append(is_last)
         is_last = origin[is_last]
     return formats[::-1]
+
+
+def kernel_of(named: Mapping[str, Any], weight: torch.Tensor, given: torch.Size, transposed: bool) -> str:
+    """The name of the kernel that torch selects for an input of this shape.
+
+    Args:
+        named: the further arguments of the convolution by name; those left to their defaults may be missing.
+    """
+    dims = weight.dim() - 2
+    batched = given if len(given) == weight.dim() else (1, *given)
+
+    def each(name: str, default: int) -> list[int]:
+        value = named.get(name, default)
+        return [value] * dims if isinstance(value, int) else list(value)
+
+    dilation = each("dilation", 1)
+    padding = named.get("padding", 0)
+    if padding == "same":
+        padding = [step * (size - 1) // 2 for step, size in zip(dilation, weight.shape[2:], strict=True)]
+    no_values = torch.empty((), dtype=weight.dtype)
+    return convolution_kernel(
+        no_values.expand(batched),
+        no_values.expand(weight.shape),
+        stride=each("stride", 1),
+        padding=[0] * dims if padding == "valid" else [padding] * dims if isinstance(padding, int) else list(padding),
+        dilation=dilation,
+        transposed=transposed,
+        output_padding=each("output_padding", 0),
+        groups=named.get("groups", 1),
+    )

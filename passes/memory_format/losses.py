@@ -14,7 +14,7 @@ def losses_in(graph: GraphRewriter, kept: Collection[Node], copies: Mapping[Node
     """The losses that make something slower, those with the most converted elements first.
 
     Args:
-        kept: values that are contiguous on purpose; so is what is made from them.
+        kept: values that are contiguous on purpose, like everything that is computed from them.
         copies: the copies that `GraphRewriter.settle` made, each with the operation that needs it.
     """
     found: dict[str, Loss] = {}

@@ -12,7 +12,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from passes.base import Context
-from passes.memory_format.costs import CONTIGUOUS_KERNELS, READING_CHANNELS_LAST, TOO_DEAR, Costs, cheapest_formats
+from passes.memory_format.costs import (
+    CONTIGUOUS_KERNELS,
+    READING_CHANNELS_LAST,
+    TOO_DEAR,
+    Costs,
+    cheapest_formats,
+    kernel_of,
+)
 from passes.memory_format.forwards import (
     ChannelsLastInput,
     ChannelsLastInputs,
@@ -45,7 +52,7 @@ from passes.module_interface import (
     shape_of,
     training_flags,
 )
-from passes.torch_private import AnyBatchNorm, AnyConvolution, convolution_kernel
+from passes.torch_private import AnyBatchNorm, AnyConvolution
 
 # The shapes of the input and the output of a layer, for each of its calls in one run.
 _Shapes = Sequence[tuple[torch.Size, torch.Size]]
@@ -216,19 +223,10 @@ def _read_and_written(maps: _Shapes) -> tuple[int, int]:
 def _backend(module: nn.Module, shape: torch.Size) -> str:
     """The name of the kernel that torch selects for an input of this shape."""
     assert isinstance(module, AnyConvolution)
-    weight = exact(module.weight)
-    batched = shape if len(shape) == weight.dim() else (1, *shape)
     sides = module._reversed_padding_repeated_twice
-    return convolution_kernel(
-        weight.new_empty(()).expand(batched),
-        weight,
-        stride=module.stride,
-        padding=[max(pair) for pair in zip(sides[::2], sides[1::2], strict=True)][::-1],
-        dilation=module.dilation,
-        transposed=module.transposed,
-        output_padding=module.output_padding,
-        groups=module.groups,
-    )
+    named = {name: getattr(module, name) for name in ("stride", "dilation", "output_padding", "groups")}
+    named["padding"] = [max(pair) for pair in zip(sides[::2], sides[1::2], strict=True)][::-1]
+    return kernel_of(named, exact(module.weight), shape, module.transposed)
 
 
 def _audit(model: ModuleRewriter, context: Context) -> Layouts | None:

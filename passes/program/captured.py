@@ -190,6 +190,11 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
+def take_place(new: fx.Node, node: fx.Node) -> None:
+    """Let a new node count as made where another one was: by the same modules and line."""
+    new.meta.update({name: value for name, value in node.meta.items() if name in ("nn_module_stack", "stack_trace")})
+
+
 def propagate(node: fx.Node) -> None:
     """Set the example value of a new node, computed from the examples of its arguments; sets nothing if that fails."""
     try:

@@ -191,9 +191,7 @@ class _Tried:
     def rewrite(self, captured: CapturedGraph, inputs: Sequence[Any]) -> CapturedGraph:
         """See `Step.rewrite`."""
         trial = self._trial()
-        if trial is None:
-            return captured
-        return trial.rewrite(captured, inputs)
+        return captured if trial is None else trial.rewrite(captured, inputs)
 
     def done(self, graph: fx.Graph) -> None:
         """See `Step.done`."""

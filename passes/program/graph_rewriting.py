@@ -253,9 +253,7 @@ class GraphRewriter:
         op = "call_method" if isinstance(function, str) else "call_function"
         with self.captured.graph.inserting_before(before):
             new = self.captured.graph.create_node(op, function, tuple(args), kwargs)
-        new.meta.update(
-            {name: value for name, value in before.meta.items() if name in ("nn_module_stack", "stack_trace")}
-        )
+        captured.take_place(new, before)
         change.made.append(new)
         return new
 

@@ -21,6 +21,7 @@ from passes.program.captured import (
     example_of,
     name_of,
     propagate,
+    take_place,
     value_with,
 )
 from passes.program.memory_formats import CHANNELS_LAST_FORMATS, ORDERS, order_of
@@ -113,11 +114,11 @@ class _Plan:
         self._memory = effects.Memory(captured.graph, captured.tensors)
         self._end = captured.graph.output_node()
         self._new: dict[fx.Node, Any] = {}
+        # The same for the values that get copies with their old strides as soon as they are made.
+        self._made: dict[fx.Node, Any] = {}
         # Examples of fixed size, with which torch computes much faster than with sizes that are symbols.
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._fixed: dict[fx.Node, Any] = {}
-        # The same for the values that get copies with their old strides as soon as they are made.
-        self._made: dict[fx.Node, Any] = {}
         # The nodes that need a value with its old strides, by that value.
         self._needing: dict[fx.Node, list[fx.Node]] = {}
 
@@ -284,9 +285,7 @@ def _restored(graph: fx.Graph, source: fx.Node, before: fx.Node) -> fx.Node:
             back = [order.index(dim) for dim in range(rank)]
             nodes = [moved, copied, graph.call_method("permute", (copied, *back))]
     for node in nodes:
-        node.meta.update(
-            {name: value for name, value in source.meta.items() if name in ("nn_module_stack", "stack_trace")}
-        )
+        take_place(node, source)
         propagate(node)
     nodes[-1].meta[EXAMPLE] = example_of(source)
     return nodes[-1]

@@ -15,6 +15,10 @@ _CASTS = frozenset({
 })  # fmt: skip
 
 
+def _packet(name: str) -> Any:
+    return getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
+
+
 @functools.lru_cache(maxsize=4096)
 def schemas(name: str) -> tuple[Any, ...] | None:
     """torch's operators of that name; None if there are none, or if one of them writes to an input.
@@ -22,7 +26,7 @@ def schemas(name: str) -> tuple[Any, ...] | None:
     Variants with an `out` argument, and TorchScript's variants on plain numbers, are left out.
     """
     name = "to" if name in _CASTS else name
-    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
+    packet = _packet(name)
     found = []
     for overload in packet.overloads() if isinstance(packet, OpOverloadPacket) else ():
         qualified = f"aten::{name}" if overload == "default" else f"aten::{name}.{overload}"
@@ -40,7 +44,7 @@ def schemas(name: str) -> tuple[Any, ...] | None:
 @functools.lru_cache(maxsize=4096)
 def draws_numbers(name: str) -> bool:
     """Whether an operator of that name may draw random numbers."""
-    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
+    packet = _packet(name)
     overloads = packet.overloads() if isinstance(packet, OpOverloadPacket) else ()
     return any(torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags for overload in overloads)
 
@@ -48,7 +52,7 @@ def draws_numbers(name: str) -> bool:
 @functools.cache
 def kind_of_operator(name: str) -> str:
     """Classify an operator of ATen by its schemas: "aliases" inputs, "writes" to one, or "computes" a tensor; "answers" for other names."""
-    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
+    packet = _packet(name)
     if packet is None:
         return "answers"
     schemas = [getattr(packet, overload)._schema for overload in packet.overloads() if not overload.endswith("out")]
