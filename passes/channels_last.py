@@ -27,10 +27,10 @@ from passes.graph_interface import (
 from passes.memory_format.costs import (
     CONTIGUOUS_KERNELS,
     READING_CHANNELS_LAST,
-    TOO_DEAR,
     Costs,
     cheapest_formats,
     kernel_of,
+    why_dear,
 )
 from passes.memory_format.forwards import why_no_format
 from passes.memory_format.losses import losses_in
@@ -113,18 +113,14 @@ class ChannelsLast(GraphPass):
         """Whether channels_last may pay for a convolution of the run, by the sizes of its maps."""
         costs, is_free = [], []
         for node in _convolutions_of(recording):
-            named: Any = convolution_arguments(node)
-            ref, shapes = tensor_of(named["weight"]), (shape_of(named["input"]), shape_of(node))
-            weight = None if ref is None else ref.value
-            if weight is None or shapes[0] is None or shapes[1] is None or weight.device.type != "cpu":
+            weight, maps = _weight_and_maps(node)
+            if weight is None or maps is None or weight.device.type != "cpu":
                 return True
             if why_no_format(weight):
                 continue
-            given, made = (torch.empty(shape.sizes, device="meta") for shape in shapes if shape is not None)
-            kernel = kernel_of(named, weight, given.shape, "transpose" in operation_name(node))
             is_free.append(not is_channels_last(weight))
-            costs.append(_costs(kernel, weight, given, made, is_free=is_free[-1]))
-            if is_free[-1] and _is_one_place(given, made, weight.dim() - 2):
+            costs.append(_costs(_recorded_kernel(node, weight, maps[0]), weight, *maps, is_free=is_free[-1]))
+            if is_free[-1] and _is_one_place(*maps, weight.dim() - 2):
                 return True
         formats = cheapest_formats(costs)
         return any(is_last and free for is_last, free in zip(formats, is_free, strict=True))
@@ -133,11 +129,11 @@ class ChannelsLast(GraphPass):
         """See `GraphPass.left_out`."""
         found = []
         for node in _convolutions_of(recording):
-            named: Any = convolution_arguments(node)
-            ref = tensor_of(named["weight"])
-            value = None if ref is None else ref.value
-            if value is not None and not (value.layout is torch.strided and is_channels_last(value)):
-                found.append(Skip(tree.path(call_of(node).module), why_no_format(value) or TOO_DEAR))
+            weight, maps = _weight_and_maps(node)
+            if weight is None or maps is None or (weight.layout is torch.strided and is_channels_last(weight)):
+                continue
+            reason = why_no_format(weight) or why_dear([_recorded_kernel(node, weight, maps[0])])
+            found.append(Skip(tree.path(call_of(node).module), reason))
         return found
 
     def rewrite(self, graph: GraphRewriter, context: Context) -> None:
@@ -157,7 +153,7 @@ class ChannelsLast(GraphPass):
             if reason := reasons[layer.node]:
                 graph.skip(layer.node, reason)
             elif layer.node in dear and not converted:
-                graph.skip(layer.node, TOO_DEAR)
+                graph.skip(layer.node, why_dear([_kernel(graph, layer)]))
             elif layer.node in dear or reasons[layer.node] is None:
                 changed += _changed(graph, layers, layer, layer.node in dear)
         copies = graph.settle(changed)
@@ -204,12 +200,33 @@ def _too_dear(
         if _is_kept(layer):
             costs.append(Costs(math.inf, 0, given.numel()))
         else:
-            kernel = kernel_of(layer.arguments, weight, given.shape, layer.transposed)
-            costs.append(_costs(kernel, weight, given, made, is_free=reasons[layer.node] is None))
+            costs.append(_costs(_kernel(graph, layer), weight, given, made, is_free=reasons[layer.node] is None))
     formats = cheapest_formats(costs)
     return frozenset(
         layer.node for layer, is_last in zip(steps, formats, strict=True) if not is_last and not _is_kept(layer)
     )
+
+
+def _kernel(graph: GraphRewriter, layer: Layer) -> str:
+    given, weight = map(graph.laid_out, (layer.input, layer.weight))
+    assert given is not None
+    assert weight is not None
+    return kernel_of(layer.arguments, weight, given.shape, layer.transposed)
+
+
+def _weight_and_maps(node: Node) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
+    """The weight of a recorded convolution, and its input and output as meta tensors; None where one isn't known."""
+    named: Any = convolution_arguments(node)
+    ref, given, made = tensor_of(named["weight"]), shape_of(named["input"]), shape_of(node)
+    weight = None if ref is None else ref.value
+    if given is None or made is None:
+        return weight, None
+    return weight, (torch.empty(given.sizes, device="meta"), torch.empty(made.sizes, device="meta"))
+
+
+def _recorded_kernel(node: Node, weight: torch.Tensor, given: torch.Tensor) -> str:
+    named: Any = convolution_arguments(node)
+    return kernel_of(named, weight, given.shape, "transpose" in operation_name(node))
 
 
 def _is_one_place(given: torch.Tensor, made: torch.Tensor, dims: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,6 @@ import torch
 
 from passes.torch_private import convolution_kernel
 
-TOO_DEAR = (
-    "its weight is large compared with its maps, or its kernel returns contiguous maps: channels_last would cost more at "
-    "every call than it saves"
-)
 # Kernels that read a channels_last weight without packing it.
 READING_CHANNELS_LAST = frozenset({"Slow2d", "SlowDilated2d", "SlowTranspose2d"})
 # Kernels that return contiguous maps for inputs in any format.
@@ -63,6 +59,13 @@ def cheapest_formats(costs: Sequence[Costs]) -> list[bool]:
         formats.append(is_last)
         is_last = origin[is_last]
     return formats[::-1]
+
+
+def why_dear(kernels: Collection[str]) -> str:
+    """Why a convolution that these kernels compute is faster in contiguous format."""
+    if CONTIGUOUS_KERNELS.isdisjoint(kernels):
+        return "its weight is large compared with its maps: channels_last would cost more at every call than it saves"
+    return "its kernel returns contiguous maps for inputs in any format"
 
 
 def kernel_of(named: Mapping[str, Any], weight: torch.Tensor, given: torch.Size, transposed: bool) -> str:

@@ -15,10 +15,10 @@ from passes.base import Context
 from passes.memory_format.costs import (
     CONTIGUOUS_KERNELS,
     READING_CHANNELS_LAST,
-    TOO_DEAR,
     Costs,
     cheapest_formats,
     kernel_of,
+    why_dear,
 )
 from passes.memory_format.forwards import (
     ChannelsLastInput,
@@ -101,7 +101,7 @@ def _train(model: ModuleRewriter, context: Context, seen: Runs) -> None:
     entered = {path: convolutions[path] for path in free if path not in dear}
     for path, module in convolutions.items():
         if path in dear:
-            _keep_contiguous(model, path, module) if entered else model.skip(path, TOO_DEAR)
+            _keep_contiguous(model, path, module) if entered else model.skip(path, why_dear(_kernels(module, maps)))
         elif reason := reasons[path]:
             model.skip(path, reason)
     if not entered:
@@ -218,6 +218,10 @@ def _maps_in(runs: Sequence[Run]) -> Mapping[int, _Shapes]:
 
 def _read_and_written(maps: _Shapes) -> tuple[int, int]:
     return sum(shape.numel() for shape, _ in maps), sum(shape.numel() for _, shape in maps)
+
+
+def _kernels(module: nn.Module, maps: Mapping[int, _Shapes]) -> set[str]:
+    return {_backend(module, shape) for shape, _ in maps[id(module)]}
 
 
 def _backend(module: nn.Module, shape: torch.Size) -> str:
