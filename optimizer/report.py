@@ -179,7 +179,6 @@ class Report:
         seconds: the total time.
         stages: the seconds of each stage: "original" (its runs, which are recorded in inference mode), "passes" and
             "comparison" (with the measurements for it).
-        could_apply: if no pass changed anything, the passes that weren't named and would rewrite something.
     """
 
     model: str
@@ -194,7 +193,6 @@ class Report:
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
     warnings: list[str] = field(default_factory=list)
-    could_apply: list[str] = field(default_factory=list)
     stages: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -217,7 +215,6 @@ class Report:
             "after": self.after.to_json(),
             "notes": list(self.notes),
             "warnings": list(self.warnings),
-            "could_apply": list(self.could_apply),
             "seconds": round(self.seconds, 4),
             "stages": {name: round(seconds, 4) for name, seconds in self.stages.items()},
         }
@@ -241,8 +238,6 @@ class Report:
         if self.stages:
             parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.stages.items())
             lines.append(f"time: {self.seconds:.1f} s ({parts})")
-        if self.could_apply:
-            lines.append(f"no pass changed the model; these could: {', '.join(self.could_apply)}")
         lines += [f"{'warning' if note in self.warnings else 'note'}: {note}" for note in self.notes]
         return printable_lines("\n".join(lines))
 

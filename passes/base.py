@@ -212,13 +212,6 @@ class Pass(ABC):
         if self.needs_run and not context.example_calls:
             raise RequirementNotMet(f"The pass {self.name} {self.needs_run}: add example inputs.")
 
-    def would_apply(self, tree: ModelTree, context: Context) -> bool:
-        """Whether the pass would change something that exported files also contain; leaves the model unchanged.
-
-        Used for passes that the user didn't select, if the selected ones changed nothing. The default is False.
-        """
-        return False
-
     @property
     def options(self) -> dict[str, Any]:
         """The fields and their values."""

@@ -40,7 +40,7 @@ from passes.module_interface import (
     is_atom,
     paths_matching,
 )
-from passes.torch_private import AnyConvolution, AnyNorm
+from passes.torch_private import AnyNorm
 
 # The maximum error of a layer in the dtype, in units of the dtype (its spacing at 1). The error is a root mean square,
 # relative to that of the output. Rounding inputs and weights once explains about half a unit.
@@ -150,17 +150,6 @@ class CastPrecision(ModulePass):
                     f"The pass {self.name} can't use bfloat16 on a GPU of compute capability {found[0]}.{found[1]}, "
                     "which has no arithmetic for it: use dtype='float16'."
                 )
-
-    def would_apply(self, tree: ModelTree, context: Context) -> bool:
-        """See `Pass.would_apply`. False on a CPU, whose runtimes lack kernels for many operations in the dtype.
-
-        It only looks for float32 layers. Casting all weights for a hint would take too much memory.
-        """
-        if context.device.type == "cpu":
-            return False
-        return any(
-            isinstance(m, nn.Linear | AnyConvolution) and m.weight.dtype == torch.float32 for m in tree.modules()
-        )
 
     def rewrite(self, model: ModuleRewriter, context: Context) -> None:
         """Measure the precision loss of each layer, keep the sensitive ones in float32, and cast the others."""

@@ -105,10 +105,6 @@ class ChannelsLast(GraphPass):
         """Rewrite the graphs of the example inputs; in training, the forwards of the convolutions."""
         return ChannelsLastTraining().run(tree, context) if context.mode == "training" else super().run(tree, context)
 
-    def would_apply(self, tree: ModelTree, context: Context) -> bool:
-        """See `Pass.would_apply`. False, since formats of memory change no operation of a file."""
-        return False
-
     def is_for(self, recording: Recording) -> bool:
         """Whether channels_last may pay for a convolution of the run, by the sizes of its maps."""
         costs, is_free = [], []

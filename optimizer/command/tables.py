@@ -65,8 +65,6 @@ def _lines(document: Document, width: int, *, details: bool) -> Iterable[Text | 
         yield from _passes(document["passes"], width, details=details)
         for each in document["passes"]:
             yield from remark_lines(each)
-        if could := report.get("could_apply"):
-            yield _could_apply(could)
         yield ""
     artifacts = document.get("artifacts", ())
     missing = document.get("missing") or {}
@@ -224,10 +222,6 @@ def _passes(passes: Sequence[Document], width: int, *, details: bool) -> Iterabl
         for row, each in zip(rows, passes, strict=True):
             row.insert(4, f"{each.get('seconds') or 0:.2f}")
     yield from table(columns, rows, width, wraps=True)
-
-
-def _could_apply(names: Sequence[str]) -> str:
-    return f"no pass changed the model; {' and '.join(names)} could: --passes {','.join(names)}"
 
 
 def _artifacts(artifacts: Sequence[Document], width: int) -> Iterable[Text]:

@@ -146,8 +146,6 @@ def _run_stages(
     operations = recorded_operations(tree, context)
     with _timed(stages, "passes"):
         pipeline.run(passes)
-        # This must precede the verification, because it tries further passes on the result and undoes them.
-        could_apply = pipeline.could_apply()
     with _timed(stages, "comparison"):
         parity = pipeline.verify()
         if is_called:
@@ -163,7 +161,6 @@ def _run_stages(
         before=before,
         after=size_of(tree),
         notes=list(pipeline.notes),
-        could_apply=could_apply,
         stages=stages,
     )
     return report, outputs, operations

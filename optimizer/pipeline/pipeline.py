@@ -22,7 +22,6 @@ from optimizer.parity import OriginalOutputs, ParityReport, RecordedRuns
 from optimizer.pipeline.applied import Lowered, is_own, lowered_by
 from optimizer.pipeline.comparer import Comparer
 from optimizer.pipeline.copy_runs import CopyRuns
-from optimizer.pipeline.hints import passes_that_would_apply
 from optimizer.pipeline.size import record_runs
 from optimizer.pipeline.transactions import Transactions
 from optimizer.pipeline.verification import verified
@@ -178,13 +177,6 @@ class Pipeline:
         if self.mode == "inference":
             note = why_not_used(self._copy.root, self._transactions.runs)
             self.notes += [note] if note else []
-
-    def could_apply(self) -> list[str]:
-        """The passes that weren't named and would change something; empty if a named one changed something."""
-        named = {item.name for item in self._transactions.passes}
-        if self.mode != "inference" or not named or any(record.status == "applied" for record in self.records):
-            return []
-        return passes_that_would_apply(self.tree, self.context(), but=named)
 
     def _may_differ(self) -> bool:
         """Whether the result may differ from the model.

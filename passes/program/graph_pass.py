@@ -8,7 +8,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -57,18 +57,6 @@ class GraphPass(Pass):
     def left_out(self, tree: ModelTree, recording: Recording) -> Sequence[Skip]:
         """The candidates of a run that the pass isn't for, each with the reason; none by default."""
         return ()
-
-    def would_apply(self, tree: ModelTree, context: Context) -> bool:
-        """See `Pass.would_apply`. Rewrites the first graph of a run, and ends the run before that graph computes."""
-        if not self.in_files:
-            return False
-        writer, trial = _Installed(tree, context), _Trial(self, replace(context, judge=None), ends_run=True)
-        try:
-            writer.install((*writer.passes, _Tried(trial)))
-            trial.run(writer.call)
-        finally:
-            writer.roll_back()
-        return bool(trial.changes)
 
     def run(self, tree: ModelTree, context: Context) -> PassResult:
         """Rewrite the graphs of the example inputs, and check each change on real activations.
@@ -196,13 +184,13 @@ class _Tried:
     def done(self, graph: fx.Graph) -> None:
         """See `Step.done`."""
         trial = self._trial()
-        ends = trial is not None and (trial.ends_run or graph is trial.whole) and self._process == os.getpid()
+        ends = trial is not None and graph is trial.whole and self._process == os.getpid()
         if ends and any(node.op.startswith("call") for node in graph.nodes):
             raise _Enough
 
 
 class _Enough(BaseException):
-    """Ends a run after its first graph. A BaseException, so that the forward doesn't catch it as an error."""
+    """Ends a run after its only graph. A BaseException, so that the forward doesn't catch it as an error."""
 
 
 @dataclass(eq=False)
@@ -213,14 +201,12 @@ class _Trial:
         changes: the changes by place.
         skips, remarks: these without duplicates, since one place may be captured more than once.
         raised: whether the run raised.
-        ends_run: whether the first graph ends the run before it computes.
-        whole: a graph that ends it too, because it is the only one of the forward.
+        whole: the only graph of the forward, if an earlier pass has shown it; it ends the run before it computes.
         token: see `Step`.
     """
 
     item: GraphPass
     context: Context
-    ends_run: bool = False
     whole: fx.Graph | None = None
     token: object = field(default_factory=object)
     changes: dict[Place, Change] = field(default_factory=dict)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,13 +47,6 @@ class ModulePass(Pass):
             precision=writer.precision,
             checked=checked,
         )
-
-    def would_apply(self, tree: ModelTree, context: Context) -> bool:
-        """See `Pass.would_apply`. Rewrites without running the model, and rolls that back."""
-        runless = replace(context, run_inside=None, run_compiled=None, apart=None, judge=None)
-        result = self.run(tree, runless)
-        result.rewriter.roll_back()
-        return bool(result.changes)
 
 
 def _checked(writer: ModuleRewriter, context: Context) -> Iterator[tuple[ModuleChange, Sequence[tuple[Any, Any]]]]:

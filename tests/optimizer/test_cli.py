@@ -619,13 +619,6 @@ def test_the_most_frequent_reason_of_a_skip_is_shown_with_its_count(skips, shown
     assert row.split(maxsplit=4)[4:] == ([shown] if shown else [])
 
 
-def test_passes_that_would_change_something_are_named():
-    report = {**DONE["report"], "could_apply": ["simplify", "merge-linears"]}
-    line = "no pass changed the model; simplify and merge-linears could: --passes simplify,merge-linears"
-    assert line in as_text({**DONE, "report": report}, terminal=False).splitlines()
-    assert "would" not in as_text(DONE, terminal=False)
-
-
 def test_nothing_is_said_of_reach_where_the_inputs_reach_everything():
     report = {**DONE["report"], "coverage": {"reached": 107, "parameterised": 107, "unreached": []}}
     assert "107" not in as_text({**DONE, "report": report}, terminal=False)

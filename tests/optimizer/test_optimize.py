@@ -21,7 +21,6 @@ from optimizer import optimize, report_of
 from optimizer.errors import LoadError, UsageError
 from passes.program.module_pass import ModulePass
 from passes.program.tensors import TensorRef
-from passes.simplify import Simplify
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
@@ -315,17 +314,6 @@ def test_a_warning_names_the_norms_that_were_left_in_training():
     assert any(note.startswith("3 is in training mode") for note in report.notes)
 
 
-class Repeating(nn.Module):
-    """Computes the same value twice, which `simplify` finds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).sin() + self.linear(x).sin()
-
-
 def test_the_report_shows_why_places_were_skipped():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)).eval()
     fast = optimize(model, ["fold-conv-bn"], example_inputs=(X,))
@@ -335,40 +323,6 @@ def test_the_report_shows_why_places_were_skipped():
     assert line.endswith(
         f"{len(skips)} skips, {fast.report.passes[0].seconds:.2f} s: {skips[0].text} (1 of {len(skips)})"
     )
-
-
-def test_where_no_pass_applies_those_that_would_are_named():
-    model, x = Repeating().eval(), torch.randn(2, 8)
-    fast = optimize(model, example_inputs=(x,))
-    assert fast.report.could_apply == ["simplify"]
-    assert "no pass changed the model; these could: simplify" in str(fast.report)
-    assert torch.equal(fast(x), model(x))
-    assert optimize(model, ["simplify"], example_inputs=(x,)).report.passes[0].status == "applied"
-
-
-@pytest.mark.parametrize(
-    ("model", "passes"),
-    [
-        (nn.Sequential(nn.Linear(8, 8)), None),
-        (Repeating(), ["simplify"]),
-        (Repeating(), ["channels-last", "simplify"]),
-        (Repeating(), []),
-    ],
-)
-def test_nothing_is_named_without_a_place_after_a_pass_that_applied_or_where_no_pass_was_wanted(model, passes):
-    assert optimize(model.eval(), passes, example_inputs=(torch.randn(2, 8),)).report.could_apply == []
-
-
-def test_a_pass_that_raises_when_nobody_asked_for_it_isnt_named(monkeypatch):
-    def rewrite(self, graph):
-        graph.tree.root.linear = None
-        raise RuntimeError("a defect")
-
-    monkeypatch.setattr(Simplify, "rewrite", rewrite)
-    model, x = Repeating().eval(), torch.randn(2, 8)
-    fast = optimize(model, example_inputs=(x,), strict=True)
-    assert fast.report.could_apply == []
-    assert torch.equal(fast(x), model(x))
 
 
 def test_a_module_that_stays_in_training_is_not_said_to_be_in_eval():
