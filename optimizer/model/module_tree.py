@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 # Values of these types contain no module. Most attributes of a module have one of these types.
 _WITHOUT_MODULES = (type(None), bool, int, float, complex, str, bytes, torch.Tensor)
+_CONTAINERS = (dict, OrderedDict, list, tuple, set)
 # Maximum depth of containers to search, starting at the attributes of a module.
 _DEPTH = 3
 
@@ -67,7 +69,7 @@ def is_script(module: nn.Module) -> bool:
 
 def holds_no_module(value: Any) -> bool:
     """Whether a search for modules can skip a value, because of its type or because it is empty."""
-    return type(value) in _WITHOUT_MODULES or (type(value) in (dict, list, tuple, set) and not value)
+    return type(value) in _WITHOUT_MODULES or (type(value) in _CONTAINERS and not value)
 
 
 def _modules_in(value: Any, path: str, depth: int) -> Iterator[tuple[str, nn.Module]]:

@@ -372,8 +372,9 @@ def conclusions(rounding: RoundingNoise, noises: Mapping[str, OutputNoise]) -> l
     notes += _notes_on_ties(rounding.original.calls)
     for name in noises:
         values = (one.own.values[name] for one in rounding.original.calls if name in one.own.values)
-        if odd := sum(int((special(value) == 1).count_nonzero()) for value in values if not is_exact(value)):
-            notes.append(f"{name} of the original has NaN in {odd} elements on these inputs.")
+        odd = (value for value in values if not is_exact(value) and not all_finite(value))
+        if count := sum(int((special(value) == 1).count_nonzero()) for value in odd):
+            notes.append(f"{name} of the original has NaN in {count} elements on these inputs.")
     return notes
 
 

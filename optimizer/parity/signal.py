@@ -9,7 +9,7 @@ import torch
 
 from optimizer.parity.original import Original, OriginalCall, shared_rows
 from optimizer.parity.pools import Pool
-from optimizer.parity.tensors import is_exact, lost_in_noise, special
+from optimizer.parity.tensors import all_finite, is_exact, lost_in_noise, special
 from optimizer.parity.verdict import no_signal
 
 
@@ -17,7 +17,7 @@ def missing_signal(original: Original, name: str, rms: float, noise_rms: float) 
     """Why an output proves nothing; None if it proves something.
 
     Args:
-        rms: root mean square of the output.
+        rms: root mean square of the output, 0 for integers; infinite if it isn't known.
         noise_rms: of its rounding noise.
     """
     here = [one for one in original.calls if name in one.own.values]
@@ -29,9 +29,9 @@ def missing_signal(original: Original, name: str, rms: float, noise_rms: float) 
         return "decided by rounding alone in every element"
     if not exact and all(name in one.cut and bool(one.cut[name].all()) for one in here):
         return "chosen by equal scores alone in every element"
-    if not exact and all(bool((special(value) != 0).all()) for value in values):
+    if not exact and all(not all_finite(value) and bool((special(value) != 0).all()) for value in values):
         return "NaN or infinite in every element"
-    if all(not bool(value.any()) for value in values):
+    if rms in (0.0, math.inf) and all(not bool(value.any()) for value in values):
         return "all zero"
     if not exact and lost_in_noise(rms, noise_rms):
         return "hardly larger than its rounding noise"

@@ -108,9 +108,9 @@ def same_values(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
 def _equal(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     if mine.shape != theirs.shape:
         return False
-    same = mine == theirs
-    if bool(same.all()):
+    if torch.equal(mine, theirs):
         return True
     # NaN != NaN.
+    same = mine == theirs
     is_inexact = mine.is_floating_point() or mine.is_complex()
     return is_inexact and bool((same | ((mine != mine) & (theirs != theirs))).all())
