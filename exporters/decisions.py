@@ -112,6 +112,8 @@ class Watch(TorchFunctionMode):
                 self._dependent[tensor] = "value"
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.sizes and getattr(func, "__name__", "") == "lstm":
+            args = _with_checked_states(args)
         result = func(*args, **(kwargs or {}))
         if not is_tracing():
             return result
@@ -223,6 +225,18 @@ def reads_an_open_size(adapter: Adapter, calls: Sequence[Sequence[torch.Tensor]]
     fixed = [[len(set(each)) == 1 for each in zip(*sizes, strict=True)] for sizes in zip(*asked, strict=True)]
     _, watch = traced(adapter, calls[0], fixed)
     return bool(watch.sizes or watch.pieces)
+
+
+def _with_checked_states(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of `torch.lstm`, with states that raise in a file if their batch size isn't that of the inputs.
+
+    The function itself would read beyond the end of states with too few rows, which ends the process.
+    """
+    is_packed = isinstance(args[1], torch.Tensor)
+    place, batch_first = (2, False) if is_packed else (1, args[-1])
+    rows = args[1][0] if is_packed else args[0].size(0 if batch_first else 1)
+    states = [state.expand(-1, rows, -1) for state in args[place]]
+    return *args[:place], states, *args[place + 1 :]
 
 
 class _Reads(TorchFunctionMode):

@@ -79,6 +79,8 @@ FakeTensorMode = torch._subclasses.FakeTensorMode
 # One overload of a torch operator, and all overloads of one name. In torch's docs on custom operators. Seen in 2.13.
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
+# The modules with the Python functions of operators. Seen in 2.13.
+FUNCTIONS = (torch, torch._C._nn)
 # The `__torch_function__` of tensor classes that don't define their own, such as Parameter. Seen in 2.13.
 no_torch_function = torch._C._disabled_torch_function_impl
 
@@ -536,7 +538,9 @@ class SizeConditions:
         from torch.utils._sympy.interp import sympy_interp
         from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-        sizes = {symbol: size(dim) for symbol, dim in self._dims.items()}
+        found = ((symbol, size(dim)) for symbol, dim in self._dims.items())
+        # A traced number is a tensor, which the interpreter of conditions doesn't take.
+        sizes = {symbol: int(value) if isinstance(value, torch.Tensor) else value for symbol, value in found}
         return all(value >= self._least[symbol] for symbol, value in sizes.items()) and all(
             sympy_interp(PythonReferenceAnalysis, sizes, condition) for condition in self._conditions
         )

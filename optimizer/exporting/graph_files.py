@@ -21,14 +21,8 @@ from optimizer.pipeline import Provenance, kind_of
 from optimizer.wording import listed, quote
 from passes.base import Pass
 from passes.program.graph_pass import GraphPass
-from passes.program.whole_graph import (
-    FlatCall,
-    NoWholeGraph,
-    Place,
-    install_whole_graph,
-    operations_of_whole_graph,
-    steps_for_files,
-)
+from passes.program.whole_captures import FlatCall, NoWholeGraph, Place
+from passes.program.whole_graph import install_whole_graph, operations_of_whole_graph, steps_for_files
 
 _MOST_NAMES = 4
 

@@ -21,6 +21,27 @@ def export(model, calls, tmp_path, **options):
     return TorchScriptExporter().export(ExportRequest(model.eval(), calls, **options), tmp_path)
 
 
+class OwnState(nn.Module):
+    """Makes the first state of an LSTM for as many rows as it has read in Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 3, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros(1, int(x.shape[0]), 3)
+        return self.lstm(x, (state, state))[0]
+
+
+def test_an_lstm_with_a_state_of_a_fixed_size_refuses_its_trace_and_does_not_end_the_process(tmp_path):
+    artifact = export(enliven(OwnState()), [((floats(size, 5, 4),), {}) for size in (2, 64)], tmp_path)
+    assert artifact.route == "script"
+    ((route, reason),) = artifact.refused
+    assert route == "trace"
+    assert "must match the existing size (2)" in reason
+    assert "the model reads a size in Python at `state = torch.zeros(1, int(x.shape[0]), 3)`" in reason
+
+
 class Loop(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = []

@@ -325,6 +325,33 @@ def test_folds_of_a_broken_graph_are_in_files(tmp_path: Any, format: str) -> Non
         torch.testing.assert_close(torch.as_tensor(got["rest"][0]), wanted["rest"][0], rtol=1e-4, atol=1e-4)
 
 
+class Sized(nn.Module):
+    """Breaks the graph, and gives sizes to operators: of the state of an LSTM, in views, slices and factories."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.lstm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.LSTM(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x))
+        print(end="")
+        rows = y.shape[0]
+        y, _ = self.lstm(y.permute(2, 0, 1, 3).reshape(8, rows, 32))
+        y = y.reshape(8 * rows, 5).view(8, rows, 5)[:, : rows - 1] + y[:, 1:rows] + y.new_zeros(8, rows - 1, 5)
+        y = torch.cat([y, torch.full((8, 1, 5), 2.0), torch.ones(1, 1, 5).expand(8, rows, 5)], 1)
+        y = y[:, :rows] * torch.arange(rows).view(1, rows, 1) + y.split([rows, rows], 1)[1]
+        return F.interpolate(F.pad(y.permute(1, 2, 0), (0, 1)), scale_factor=2.0)
+
+
+def test_sizes_stay_open_in_the_files_of_a_broken_graph(tmp_path: Any) -> None:
+    model, x = enliven(Sized()).eval(), torch.randn(4, 3, 8, 8)
+    bundle = exported(model, ["fold-conv-bn"], tmp_path, x, formats=("torchscript",))
+    assert entries(bundle) == {"torchscript": []}
+    run = load(bundle.path)
+    for given in (x, torch.cat([x, x, x]), x[:2]):
+        torch.testing.assert_close(run(given), model(given), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.slow
 def test_a_graph_break_is_named_and_the_files_are_right(tmp_path: Any) -> None:
     class Addresses(Net):

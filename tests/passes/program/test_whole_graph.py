@@ -10,7 +10,8 @@ from torch.utils import _pytree as pytree
 
 from optimizer import optimize
 from passes import Simplify
-from passes.program.whole_graph import FlatCall, NoWholeGraph, install_whole_graph, steps_for_files
+from passes.program.whole_captures import FlatCall, NoWholeGraph
+from passes.program.whole_graph import install_whole_graph, steps_for_files
 
 
 class Twice(nn.Module):
