@@ -29,6 +29,7 @@ from optimizer.faults.module_calls import (
     tensors_in,
     watched_calls,
 )
+from optimizer.model import eager_only
 from optimizer.parity import OutputParity, Reference, distance, is_exact, judged_values, reference_at
 
 logger = logging.getLogger(__name__)
@@ -130,7 +131,9 @@ class _Verdicts:
         self._own, self._raised = own, raised or {}
         names = list(_values_of(own))
         one = reference.call_at(where)
-        expected = reference_at(_AllValues(target), reference.original.inputs_of(one), where, seed=one.seed)
+        with eager_only():
+            # A capture of a graph would break at every module that is watched.
+            expected = reference_at(_AllValues(target), reference.original.inputs_of(one), where, seed=one.seed)
         judged = judged_values(expected, [got.get(name) for name in names])
         self._worst: dict[tuple[Key, str], OutputParity] = {}
         for (key, side, *_), found in zip(names, judged, strict=True):
