@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from passes.base import Context, Pass, PassResult
-from passes.compiling.blocks import COMPILED_CALL, Blocks, FusibleWork, repeated_blocks
+from passes.compiling.blocks import Blocks, FusibleWork, repeated_blocks
 from passes.compiling.calls import (
     BlocksTrial,
     CompiledCall,
@@ -24,7 +24,7 @@ from passes.compiling.record import CompileRecord, RecordingBackend
 from passes.errors import RequirementNotMet
 from passes.module_interface import ModelTree, ModuleRewriter
 from passes.program.backend import GraphCall, compiled, without_graph_call
-from passes.torch_private import compiler_named, options_of_mode
+from passes.torch_private import COMPILED_CALL, compiler_named, options_of_mode
 
 # With "auto", blocks are compiled if they do this share of the work that compiling can save: the rest isn't compiled.
 _LEAST_SHARE = 0.9

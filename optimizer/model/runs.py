@@ -21,6 +21,7 @@ from optimizer.model.written_parameters import WriteGuard, WritesToWeights, layo
 from optimizer.wording import error_summary, listed
 from passes.program.interception import is_compiled
 from passes.program.storage import storages_of
+from passes.torch_private import COMPILED_CALL
 
 _T = TypeVar("_T")
 
@@ -184,7 +185,7 @@ def called(module: Callable[..., Any], call: Call) -> Any:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return is_compiled(module) or getattr(module, "__dict__", {}).get("_compiled_call_impl") is not None
+    return is_compiled(module) or getattr(module, "__dict__", {}).get(COMPILED_CALL) is not None
 
 
 @contextmanager

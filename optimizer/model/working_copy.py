@@ -27,7 +27,9 @@ from optimizer.model.held_modules import functions_over_modules
 from optimizer.model.module_tree import REGISTRIES, is_script, reachable_modules, unregistered_modules
 from optimizer.torch_private import copied_script
 from optimizer.wording import a_type, lack_of_memory, listed, quote, type_name
+from passes.program.backend import GraphCall
 from passes.program.forwards import unbound_forward
+from passes.torch_private import COMPILED_CALL
 
 Mode = Literal["inference", "training"]
 
@@ -160,7 +162,7 @@ def private_state(root: nn.Module, written: Iterable[str] = ()) -> Iterator[None
     try:
         with copying_tensors(shared):
             for module, _ in before:
-                module.__dict__.update(_copied_attributes(module, memo, leave=("_compiled_call_impl",)))
+                module.__dict__.update(_copied_attributes(module, memo, leave=(COMPILED_CALL,)))
         yield
     finally:
         for module, attributes in before:
@@ -348,7 +350,7 @@ def _copied(module: nn.Module, name: str, value: Any, memo: dict[int, Any]) -> A
         copies = type(value)((key, _registered(item, memo)) for key, item in value.items())
         memo[id(value)] = copies
         return copies
-    if name == "_compiled_call_impl":
+    if name == COMPILED_CALL and not isinstance(value, GraphCall):
         # It would run the caller's module.
         return None
     where = f"attribute {name!r} of {type(module).__name__}"

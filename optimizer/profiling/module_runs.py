@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, record_function
 from exporters.places import paths_of
 from optimizer.profiling.operations import Operation, Place, Spent, operations_of
 from passes.program.interception import intercepted_calls, is_compiled
+from passes.torch_private import COMPILED_CALL
 
 # The names of ranges in the trace: one run, and the call of the module with this path.
 _RUN, _MODULE = "one run", "module "
@@ -93,9 +94,7 @@ def _named_calls(root: nn.Module) -> Iterator[None]:
             return forward(*args, **kwargs)
 
     compiled = [
-        module
-        for module in root.modules()
-        if is_compiled(module) or getattr(module, "_compiled_call_impl", None) is not None
+        module for module in root.modules() if is_compiled(module) or getattr(module, COMPILED_CALL, None) is not None
     ]
     apart = {id(inner) for module in compiled for inner in module.modules()}
     with intercepted_calls(root, around, leave=apart):

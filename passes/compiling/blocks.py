@@ -15,12 +15,10 @@ from torch.utils.flop_counter import flop_registry
 
 from passes.program.forwards import AroundForward
 from passes.program.hooks import has_hooks
+from passes.torch_private import COMPILED_CALL
 
 # With fewer blocks, the saved compile time doesn't make up for the cost of separate calls.
 FEWEST = 3
-
-# The attribute in which torch stores the compiled call of a module; `Module.compile` sets it.
-COMPILED_CALL = "_compiled_call_impl"
 
 Block = tuple[str, nn.Module]
 Blocks = Sequence[Block]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.compiling.blocks import COMPILED_CALL
 from passes.compiling.holdings import Holding, holdings_from
+from passes.torch_private import COMPILED_CALL
 
 
 class BakedTensors:

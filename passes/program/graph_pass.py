@@ -127,7 +127,9 @@ class _Installed:
             # Reuse the captures of an earlier pass that changed nothing.
             call = self.tree.graph_call = self.tree.graph_call or GraphCall(self.root, (), self._open_dims)
             self._do(AttributeEdit(self.root, GRAPH_CALL, call))
-            self._do(AttributeEdit(self.root, COMPILED_CALL, call))
+        # The copy of an earlier result has a `GraphCall`, but runs as written.
+        self._do(AttributeEdit(self.root, COMPILED_CALL, self.call))
+        self._do(AttributeEdit(self.call, "is_for_files", False))
         self._do(AttributeEdit(self.call, "passes", passes))
 
     def install_instead(self, passes: tuple[Step, ...]) -> None:

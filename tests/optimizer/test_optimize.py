@@ -19,8 +19,10 @@ from torch import nn
 
 from optimizer import optimize, report_of
 from optimizer.errors import LoadError, UsageError
+from passes.program.backend import GRAPH_CALL
 from passes.program.module_pass import ModulePass
 from passes.program.tensors import TensorRef
+from passes.torch_private import COMPILED_CALL
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
@@ -257,6 +259,26 @@ def test_copies_of_the_result(again, inputs):
     gc.collect()
     assert [module() for module in first] == [None] * len(first)
     twin(X)
+
+
+@pytest.mark.parametrize("again", [_deepcopied, _pickled, _saved])
+@pytest.mark.parametrize("runs_as_written", [False, True])
+def test_copies_of_the_result_stay_rewritten_and_take_further_passes(again, runs_as_written):
+    model = enliven(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout())).eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(X,))
+    fast.__dict__[GRAPH_CALL].is_for_files = runs_as_written
+    twin = again(fast)
+    same = optimize(twin, ["fold-conv-bn"], example_inputs=(X,))
+    assert same.report.passes[0].status == "unchanged"
+    further = optimize(twin, ["simplify"], example_inputs=(X,))
+    assert further.report.passes[0].status == "applied"
+    for result, steps in ((same, 1), (further, 2)):
+        call = result.__dict__[COMPILED_CALL]
+        assert call is result.__dict__[GRAPH_CALL]
+        assert (len(call.passes), call.owner) == (steps, result)
+        torch.testing.assert_close(result(X), model(X), rtol=1e-4, atol=1e-5)
+    assert same.__dict__[GRAPH_CALL].is_for_files is runs_as_written
+    assert not further.__dict__[GRAPH_CALL].is_for_files
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
