@@ -134,7 +134,10 @@ def working_copy(
             if is_script(module):
                 _copy_script(module, memo, mode, apart)
             elif is_plain(module):
-                memo[id(module)].__dict__.update(_copied_attributes(module, memo))
+                # Another compiled call would run the caller's module.
+                is_ours = isinstance(vars(module).get(COMPILED_CALL), GraphCall)
+                leave = () if is_ours else (COMPILED_CALL,)
+                memo[id(module)].__dict__.update(_copied_attributes(module, memo, leave=leave))
             elif id(module) not in memo:
                 _copy_by_itself(module, memo)
     originals = {id(memo[id(module)]): module for module in modules if id(module) in memo}
@@ -350,9 +353,6 @@ def _copied(module: nn.Module, name: str, value: Any, memo: dict[int, Any]) -> A
         copies = type(value)((key, _registered(item, memo)) for key, item in value.items())
         memo[id(value)] = copies
         return copies
-    if name == COMPILED_CALL and not isinstance(value, GraphCall):
-        # It would run the caller's module.
-        return None
     where = f"attribute {name!r} of {type(module).__name__}"
     value = unbound_forward(value)
     try:

@@ -281,6 +281,17 @@ def test_copies_of_the_result_stay_rewritten_and_take_further_passes(again, runs
     assert not further.__dict__[GRAPH_CALL].is_for_files
 
 
+@pytest.mark.slow
+def test_a_compiled_result_that_is_optimized_again_keeps_its_rewritten_graphs():
+    model = enliven(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))).eval()
+    fast = optimize(model, ["fold-conv-bn", "torch-compile"], example_inputs=(X,))
+    assert fast.report.passes[1].status == "applied"
+    again = optimize(fast, [], example_inputs=(X,))
+    call = again.__dict__[COMPILED_CALL]
+    assert call is again.__dict__[GRAPH_CALL]
+    assert [step.item.name for step in call.passes] == ["fold-conv-bn"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_conversion_of_the_result(dtype):
     model = net()
