@@ -58,6 +58,8 @@ _ABOUT_THE_KIND = frozenset({
 _TO_CONSTANTS = frozenset({"tensor", "new_tensor", "as_tensor", "asarray"})
 # Functions that take the shape of their result from a number among the arguments.
 _BY_A_NUMBER = frozenset({"arange", "linspace", "zeros", "ones", "full", "empty", "eye", "rand", "randn", "new_zeros"})
+# The number of arguments of `torch.lstm`, for packed inputs too.
+_ARGS_OF_LSTM = 9
 # Functions that read a size; `__get__` does so for attributes with one of these names.
 _SIZES = frozenset({"size", "numel", "nelement", "__len__", "shape", "sym_size", "stride"})
 
@@ -112,7 +114,7 @@ class Watch(TorchFunctionMode):
                 self._dependent[tensor] = "value"
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.sizes and getattr(func, "__name__", "") == "lstm":
+        if self.sizes and getattr(func, "__name__", "").partition(".")[0] == "lstm" and len(args) == _ARGS_OF_LSTM:
             args = _with_checked_states(args)
         result = func(*args, **(kwargs or {}))
         if not is_tracing():
