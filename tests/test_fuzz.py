@@ -244,7 +244,7 @@ def test_a_refused_result_that_is_wrong_in_float64_too_fails(monkeypatch: pytest
         check_or_count(Description(blocks=(Pair(), Pair(norm=Norm(running=False)))), TENSOR_PASSES, True, False)
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 def test_the_generator_makes_something_of_everything() -> None:
     kinds: set[str] = set()
 
@@ -260,7 +260,7 @@ def test_the_generator_makes_something_of_everything() -> None:
     assert not missing, f"no description has {missing}"
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 def test_every_kind_of_fold_happens() -> None:
     wanted = {f"style {style}" for style in (*PLAIN_STYLES, *PLAIN_WAYS, "listed", "over rows", "no grad")}
     wanted |= {"in front", "behind", "linear", "convolution", "transposed", "grouped", "a branch in the way", "frozen"}

@@ -254,11 +254,8 @@ def test_a_convolutional_net_with_folds(tmp_path: Any) -> None:
     assert not {"batch_norm", "dropout"} & set(operators(bundle, "pt2"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "passes"),
-    [("bert", ["simplify", MergeRows()]), pytest.param("llama", ["simplify"], marks=pytest.mark.zoo)],
-)
+@pytest.mark.zoo
+@pytest.mark.parametrize(("name", "passes"), [("bert", ["simplify", MergeRows()]), ("llama", ["simplify"])])
 def test_transformers(name: str, passes: list[Any], tmp_path: Any) -> None:
     model, args, kwargs = REAL_MODELS[name]()
     bundle = exported(model, passes, tmp_path, *args, kwargs=kwargs)
