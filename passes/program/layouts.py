@@ -5,7 +5,8 @@ Most operations accept any strides.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -52,13 +53,30 @@ def why_layout_shows(node: fx.Node, instead: torch.Tensor) -> str | None:
         try:
             value = value_with(user, known)
         except (RuntimeError, ValueError):
-            return f"its output goes to {name}, which doesn't accept rows of a wider tensor"
+            try:
+                # torch's linear layers don't take such rows at open sizes, and do at fixed ones. Seen in 2.11.
+                value = _at_fixed_sizes(user, known)
+            except (RuntimeError, ValueError):
+                return f"its output goes to {name}, which doesn't accept rows of a wider tensor"
+            if _hints(value) == _hints(example_of(user)):
+                continue
+            value = None
         if value is None:
             return f"its output goes to {name}, which isn't known to accept rows of a wider tensor"
         if _strides(value) != _strides(example_of(user)):
             known[user] = value
             waiting |= dict.fromkeys(user.users)
     return None
+
+
+def _at_fixed_sizes(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
+    """An example of a node's value at the sizes of the capture."""
+    fixed = {}
+    for source in node.all_input_nodes:
+        example = known.get(source, example_of(source))
+        with getattr(example, "fake_mode", nullcontext()):
+            fixed[source] = pytree.tree_map_only((torch.Tensor, torch.SymInt), _with_hints, example)
+    return value_with(node, fixed)
 
 
 def _strides(value: Any) -> list[Any]:
