@@ -257,7 +257,9 @@ def test_a_weight_in_mkldnns_own_layout_is_left_alone() -> None:
     fast = optimize(model, [ChannelsLast()], example_inputs=(image(2, 3, 12, 12),))
     (record,) = report_of(fast).passes
     assert [change.where for change in record.changes] == ["conv"]
-    assert [(skip.where, skip.text) for skip in record.skips] == [("first", "its weight is in mkldnn's own layout")]
+    # From 2.15 on, torch leaves the layer out of its graphs.
+    told = [("first", "its weight is in mkldnn's own layout")] if torch.__version__ < (2, 15) else []
+    assert [(skip.where, skip.text) for skip in record.skips] == told
     assert torch.allclose(fast(image(2, 3, 12, 12)), model(image(2, 3, 12, 12)), atol=1e-5)
 
 
