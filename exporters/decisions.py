@@ -114,6 +114,7 @@ class Watch(TorchFunctionMode):
                 self._dependent[tensor] = "value"
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A state may have a wrong number of rows only if Python has read a size, which the trace freezes.
         if self.sizes and getattr(func, "__name__", "").partition(".")[0] == "lstm" and len(args) == _ARGS_OF_LSTM:
             args = _with_checked_states(args)
         result = func(*args, **(kwargs or {}))
@@ -230,9 +231,10 @@ def reads_an_open_size(adapter: Adapter, calls: Sequence[Sequence[torch.Tensor]]
 
 
 def _with_checked_states(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of `torch.lstm`, with states that raise in a file if their batch size isn't that of the inputs.
+    """The arguments of `torch.lstm`, with states that raise in a file if they have too few rows; one row is repeated.
 
-    The function itself would read beyond the end of states with too few rows, which ends the process.
+    The function itself would read beyond the end of such states, which ends the process. It takes (inputs, states, …,
+    batch_first), or for packed inputs (inputs, batch sizes, states, …).
     """
     is_packed = isinstance(args[1], torch.Tensor)
     place, batch_first = (2, False) if is_packed else (1, args[-1])

@@ -128,7 +128,9 @@ class ChannelsLast(GraphPass):
             weight, maps = _weight_and_maps(node)
             if weight is None or maps is None or (weight.layout is torch.strided and is_channels_last(weight)):
                 continue
-            reason = why_no_format(weight) or why_dear([_recorded_kernel(node, weight, maps[0])])
+            if not (reason := why_no_format(weight)):
+                kernel = _recorded_kernel(node, weight, maps[0])
+                reason = why_dear(_costs(kernel, weight, *maps, is_free=True), [kernel])
             found.append(Skip(tree.path(call_of(node).module), reason))
         return found
 
@@ -149,7 +151,7 @@ class ChannelsLast(GraphPass):
             if reason := reasons[layer.node]:
                 graph.skip(layer.node, reason)
             elif layer.node in dear and not converted:
-                graph.skip(layer.node, why_dear([_kernel(graph, layer)]))
+                graph.skip(layer.node, _why_dear(graph, layer))
             elif layer.node in dear or reasons[layer.node] is None:
                 changed += _changed(graph, layers, layer, layer.node in dear)
         copies = graph.settle(changed)
@@ -196,18 +198,21 @@ def _too_dear(
         if _is_kept(layer):
             costs.append(Costs(math.inf, 0, given.numel()))
         else:
-            costs.append(_costs(_kernel(graph, layer), weight, given, made, is_free=reasons[layer.node] is None))
+            kernel = kernel_of(layer.arguments, weight, given.shape, layer.transposed)
+            costs.append(_costs(kernel, weight, given, made, is_free=reasons[layer.node] is None))
     formats = cheapest_formats(costs)
     return frozenset(
         layer.node for layer, is_last in zip(steps, formats, strict=True) if not is_last and not _is_kept(layer)
     )
 
 
-def _kernel(graph: GraphRewriter, layer: Layer) -> str:
-    given, weight = map(graph.laid_out, (layer.input, layer.weight))
+def _why_dear(graph: GraphRewriter, layer: Layer) -> str:
+    given, made, weight = map(graph.laid_out, (layer.input, layer.node, layer.weight))
     assert given is not None
+    assert made is not None
     assert weight is not None
-    return kernel_of(layer.arguments, weight, given.shape, layer.transposed)
+    kernel = kernel_of(layer.arguments, weight, given.shape, layer.transposed)
+    return why_dear(_costs(kernel, weight, given, made, is_free=True), [kernel])
 
 
 def _weight_and_maps(node: Node) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:

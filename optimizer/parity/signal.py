@@ -29,7 +29,7 @@ def missing_signal(original: Original, name: str, rms: float, noise_rms: float) 
         return "decided by rounding alone in every element"
     if not exact and all(name in one.cut and bool(one.cut[name].all()) for one in here):
         return "chosen by equal scores alone in every element"
-    if not exact and all(not all_finite(value) and bool((special(value) != 0).all()) for value in values):
+    if not exact and all(_has_no_finite(value) for value in values):
         return "NaN or infinite in every element"
     if rms in (0.0, math.inf) and all(not bool(value.any()) for value in values):
         return "all zero"
@@ -63,6 +63,10 @@ def gives_the_same(original: Original) -> bool:
         return False
     changes = (_change(original, name) for name in original.calls[0].own.of_kind("output"))
     return any(change is not None and change.largest == 0 for change in changes)
+
+
+def _has_no_finite(value: torch.Tensor) -> bool:
+    return not value.numel() or (not all_finite(value) and bool((special(value) != 0).all()))
 
 
 def _is_tied(one: OriginalCall, name: str) -> bool:

@@ -61,11 +61,16 @@ def cheapest_formats(costs: Sequence[Costs]) -> list[bool]:
     return formats[::-1]
 
 
-def why_dear(kernels: Collection[str]) -> str:
-    """Why a convolution that these kernels compute is faster in contiguous format."""
-    if CONTIGUOUS_KERNELS.isdisjoint(kernels):
+def why_dear(cost: Costs, kernels: Collection[str]) -> str:
+    """Why a convolution with this cost, which these kernels compute, is contiguous in the cheapest run."""
+    if not CONTIGUOUS_KERNELS.isdisjoint(kernels):
+        return "its kernel returns contiguous maps for inputs in any format"
+    if cost.channels_last > cost.contiguous:
         return "its weight is large compared with its maps: channels_last would cost more at every call than it saves"
-    return "its kernel returns contiguous maps for inputs in any format"
+    return (
+        "the convolutions around it are faster in contiguous format, and converting between the formats would cost more "
+        "than it saves"
+    )
 
 
 def kernel_of(named: Mapping[str, Any], weight: torch.Tensor, given: torch.Size, transposed: bool) -> str:

@@ -101,7 +101,7 @@ def _train(model: ModuleRewriter, context: Context, seen: Runs) -> None:
     entered = {path: convolutions[path] for path in free if path not in dear}
     for path, module in convolutions.items():
         if path in dear:
-            _keep_contiguous(model, path, module) if entered else model.skip(path, why_dear(_kernels(module, maps)))
+            _keep_contiguous(model, path, module) if entered else model.skip(path, _why_dear(module, maps[id(module)]))
         elif reason := reasons[path]:
             model.skip(path, reason)
     if not entered:
@@ -220,8 +220,8 @@ def _read_and_written(maps: _Shapes) -> tuple[int, int]:
     return sum(shape.numel() for shape, _ in maps), sum(shape.numel() for _, shape in maps)
 
 
-def _kernels(module: nn.Module, maps: Mapping[int, _Shapes]) -> set[str]:
-    return {_backend(module, shape) for shape, _ in maps[id(module)]}
+def _why_dear(module: nn.Module, maps: _Shapes) -> str:
+    return why_dear(_costs_in_training(module, None, maps), {_backend(module, shape) for shape, _ in maps})
 
 
 def _backend(module: nn.Module, shape: torch.Size) -> str:

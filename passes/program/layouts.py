@@ -53,14 +53,12 @@ def why_layout_shows(node: fx.Node, instead: torch.Tensor) -> str | None:
         try:
             value = value_with(user, known)
         except (RuntimeError, ValueError):
-            try:
-                # torch's linear layers don't take such rows at open sizes, and do at fixed ones. Seen in 2.11.
-                value = _at_fixed_sizes(user, known)
-            except (RuntimeError, ValueError):
+            value = _at_fixed_sizes(user, known)
+            if value is None:
                 return f"its output goes to {name}, which doesn't accept rows of a wider tensor"
-            if _hints(value) == _hints(example_of(user)):
-                continue
-            value = None
+            if _hints(value) != _hints(example_of(user)):
+                return f"its output goes to {name}, whose result isn't known for rows of a wider tensor"
+            continue
         if value is None:
             return f"its output goes to {name}, which isn't known to accept rows of a wider tensor"
         if _strides(value) != _strides(example_of(user)):
@@ -70,13 +68,22 @@ def why_layout_shows(node: fx.Node, instead: torch.Tensor) -> str | None:
 
 
 def _at_fixed_sizes(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
-    """An example of a node's value at the sizes of the capture."""
-    fixed = {}
-    for source in node.all_input_nodes:
-        example = known.get(source, example_of(source))
-        with getattr(example, "fake_mode", nullcontext()):
-            fixed[source] = pytree.tree_map_only((torch.Tensor, torch.SymInt), _with_hints, example)
-    return value_with(node, fixed)
+    """An example of a node's value at the sizes of the capture; None if the operation fails.
+
+    torch's linear layers fail on rows of a wider tensor at open sizes, and not at fixed ones. Seen in 2.11.
+    """
+    examples = {source: known.get(source, example_of(source)) for source in node.all_input_nodes}
+    leaves = pytree.tree_leaves(list(examples.values()))
+    mode = next((leaf.fake_mode for leaf in leaves if hasattr(leaf, "fake_mode")), nullcontext())
+    try:
+        with mode:
+            fixed = {
+                source: pytree.tree_map_only((torch.Tensor, torch.SymInt), _with_hints, example)
+                for source, example in examples.items()
+            }
+        return value_with(node, fixed)
+    except (RuntimeError, ValueError):
+        return None
 
 
 def _strides(value: Any) -> list[Any]:

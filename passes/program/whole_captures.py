@@ -23,9 +23,7 @@ from passes.program.backend import entry_of
 from passes.program.captured import EXAMPLE, FRAME, CapturedGraph, Modules, name_of
 from passes.program.derived import DerivedTensors
 from passes.torch_private import (
-    FUNCTIONS,
     Dim,
-    OpOverload,
     SizeConditions,
     captured_call,
     dim_of,
@@ -238,8 +236,9 @@ def _annotate(node: fx.Node, modules: Mapping[str, nn.Module]) -> None:
     Args:
         modules: by the paths that torch.export writes.
     """
-    if isinstance(node.target, OpOverload):
-        _call_in_python(node)
+    if name_of(node) == "sym_size":
+        # TorchScript's trace records a method that reads a size, and takes the operator's result for a constant.
+        node.op, node.target = "call_method", "size"
     if "val" in node.meta:
         node.meta[EXAMPLE] = node.meta["val"]
     stack = {}
@@ -249,27 +248,6 @@ def _annotate(node: fx.Node, modules: Mapping[str, nn.Module]) -> None:
             number = id(modules[path])
             stack[f"{number}@{earlier}" if earlier else str(number)] = (path, kind)
     node.meta["nn_module_stack"] = stack
-
-
-def _call_in_python(node: fx.Node) -> None:
-    """Call torch's Python function instead of the operator, if sizes that aren't numbers are read or given.
-
-    TorchScript's trace records sizes in calls of Python functions, and takes those of operators for constants.
-    """
-    name = name_of(node)
-    if name == "sym_size":
-        node.op, node.target = "call_method", "size"
-    elif any(isinstance(given.meta.get("val"), torch.SymInt) for given in node.all_input_nodes):
-        if name == "slice":
-            node.target = _sliced
-        elif isinstance(node.args[0], fx.Node) and hasattr(torch.Tensor, name):
-            node.op, node.target = "call_method", name
-        else:
-            node.target = next((vars(home)[name] for home in FUNCTIONS if name in vars(home)), node.target)
-
-
-def _sliced(tensor: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> torch.Tensor:
-    return tensor[(*[slice(None)] * (dim % tensor.dim()), slice(start, end, step))]
 
 
 class _Flat(nn.Module):

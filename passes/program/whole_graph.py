@@ -18,12 +18,12 @@ import torch
 from torch import fx, nn
 
 from passes.program.backend import GRAPH_CALL, Applied, GraphCall
-from passes.program.captured import CapturedGraph, is_tensor, name_of
+from passes.program.captured import CapturedGraph, example_of, is_tensor, name_of
 from passes.program.derived import Derived
 from passes.program.forwards import InstanceForward
 from passes.program.hooks import has_hooks
 from passes.program.whole_captures import FlatCall, NoWholeGraph, WholeCapture, WholeTrace, reader
-from passes.torch_private import COMPILED_CALL, is_watched, without_subclasses
+from passes.torch_private import COMPILED_CALL, FUNCTIONS, OpOverload, is_tracing, is_watched, without_subclasses
 
 
 def steps_for_files(module: nn.Module) -> list[Applied]:
@@ -75,6 +75,9 @@ def install_whole_graph(module: nn.Module, plain: nn.Module, call: FlatCall) -> 
     module.__dict__[COMPILED_CALL] = None
     for node in captured.graph.nodes:
         node.target = _AUTOCAST.get(name_of(node), node.target)
+        is_of_torch = isinstance(node.target, OpOverload) and node.target.namespace == "aten"
+        if is_of_torch and any(map(_is_size, node.all_input_nodes)):
+            node.target = _SizedOperator(node.target)
         if isinstance(node.target, Derived):
             _keep(node, module, capture, captured)
     for node in reversed(captured.graph.nodes):
@@ -217,6 +220,34 @@ def _keep(node: fx.Node, module: nn.Module, capture: WholeCapture, captured: Cap
         # Persistent, since exporters write other buffers as constants, which no external file can hold.
         owner.register_buffer(name, value.detach())
     node.args, node.target = (), _Buffer(owner, name)
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(example_of(node), torch.SymInt)
+
+
+class _SizedOperator:
+    """An operator that takes sizes; while TorchScript traces, torch's Python function for it.
+
+    The trace records sizes in calls of Python functions only. It would take those of an operator for constants.
+    """
+
+    def __init__(self, operator: Any) -> None:
+        self._operator = operator
+        # torch.fx requires a name for functions in a graph.
+        self.__name__ = name = operator._schema.name.removeprefix("aten::")
+        if name == "slice":
+            self._in_python: Any = _sliced
+        else:
+            homes = (*FUNCTIONS, torch.Tensor)
+            self._in_python = next((getattr(home, name) for home in homes if hasattr(home, name)), operator)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self._in_python if is_tracing() else self._operator)(*args, **kwargs)
+
+
+def _sliced(tensor: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> torch.Tensor:
+    return tensor[(*[slice(None)] * (dim % tensor.dim()), slice(start, end, step))]
 
 
 class _Buffer:

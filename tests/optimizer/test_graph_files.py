@@ -337,15 +337,41 @@ class Sized(nn.Module):
         y = y.reshape(8 * rows, 5).view(8, rows, 5)[:, : rows - 1] + y[:, 1:rows] + y.new_zeros(8, rows - 1, 5)
         y = torch.cat([y, torch.full((8, 1, 5), 2.0), torch.ones(1, 1, 5).expand(8, rows, 5)], 1)
         y = y[:, :rows] * torch.arange(rows).view(1, rows, 1) + y.split([rows, rows], 1)[1]
+        y = torch.where(y > 0, y, rows) + rows ** y.clamp(0, 1) + rows % (y.abs() + 1)
         return F.interpolate(F.pad(y.permute(1, 2, 0), (0, 1)), scale_factor=2.0)
 
 
-def test_sizes_stay_open_in_the_files_of_a_broken_graph(tmp_path: Any) -> None:
+@pytest.mark.parametrize("format", ["torchscript", "onnx", "pt2"])
+def test_sizes_stay_open_in_the_files_of_a_broken_graph(tmp_path: Any, format: str) -> None:
     model, x = enliven(Sized()).eval(), torch.randn(4, 3, 8, 8)
-    bundle = exported(model, ["fold-conv-bn"], tmp_path, x, formats=("torchscript",))
-    assert entries(bundle) == {"torchscript": []}
+    bundle = exported(model, ["fold-conv-bn"], tmp_path, x, formats=(format,))
+    assert entries(bundle) == {format: []}
     run = load(bundle.path)
     for given in (x, torch.cat([x, x, x]), x[:2]):
+        torch.testing.assert_close(run(given), model(given), rtol=1e-4, atol=1e-4)
+
+
+class Sliced(nn.Module):
+    """Breaks the graph, and merges layers and repeats an operation around slices of an open size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        print(end="")
+        rows = x.shape[0]
+        y = (self.q(x)[: rows - 1] * self.k(x)[: rows - 1]).relu()
+        return y[: rows - 1].sin() + y[: rows - 1].sin()
+
+
+@pytest.mark.parametrize("format", ["torchscript", "pt2"])
+def test_passes_see_through_slices_of_a_broken_graph(tmp_path: Any, format: str) -> None:
+    model, x = enliven(Sliced()).eval(), torch.randn(4, 8)
+    bundle = exported(model, ["merge-linears:force=true", "simplify"], tmp_path, x, formats=(format,))
+    assert entries(bundle) == {format: []}
+    run = load(bundle.path)
+    for given in (x, torch.cat([x, x])):
         torch.testing.assert_close(run(given), model(given), rtol=1e-4, atol=1e-4)
 
 

@@ -307,6 +307,16 @@ def test_weights_that_are_all_large_are_left_alone() -> None:
     assert {skip.reason.split(":")[0] for skip in done.skips} == {"its weight is large compared with its maps"}
 
 
+def test_a_small_weight_between_large_ones_is_left_alone_because_of_these() -> None:
+    model = image_net(
+        nn.Conv2d(64, 256, 3, padding=1), nn.Conv2d(256, 2, 1), nn.Conv2d(2, 512, 3), nn.Conv2d(512, 512, 3)
+    )
+    done = check_pass(ChannelsLast(), model, (image(2, 64, 8, 8),))
+    reasons = {skip.where: skip.reason for skip in done.skips}
+    assert reasons["0"].startswith("its weight is large compared with its maps: ")
+    assert reasons["1"].startswith("the convolutions around it are faster in contiguous format, ")
+
+
 def test_weights_that_no_kernel_packs_are_worth_it_however_large() -> None:
     """torch uses kernels that don't pack the weight for small inputs with one row, and for float64."""
     model = image_net(nn.Conv2d(16, 64, 3, padding="same"), nn.ReLU(), nn.ConvTranspose2d(64, 64, 2))

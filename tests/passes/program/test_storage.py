@@ -78,3 +78,10 @@ def test_every_part_of_a_tensor_has_its_bytes(layout: str) -> None:
 def test_what_has_no_numbers_has_no_bytes() -> None:
     assert extents_of(torch.zeros(3, device="meta")) == ()
     assert extents_of(nn.UninitializedParameter()) == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.float8_e4m3fn, torch.uint16])
+def test_values_of_dtypes_for_which_torch_lacks_functions(dtype: torch.dtype) -> None:
+    ones, zeros = (torch.full((8,), byte, dtype=torch.uint8).view(dtype) for byte in (1, 0))
+    assert same_values(ones, ones.clone())
+    assert not same_values(ones, zeros)
