@@ -80,6 +80,7 @@ def test_what_has_no_numbers_has_no_bytes() -> None:
     assert extents_of(nn.UninitializedParameter()) == ()
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.float8_e4m3fn, torch.uint16])
 def test_values_of_dtypes_for_which_torch_lacks_functions(dtype: torch.dtype) -> None:
     ones, zeros = (torch.full((8,), byte, dtype=torch.uint8).view(dtype) for byte in (1, 0))
