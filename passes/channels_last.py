@@ -144,14 +144,14 @@ class ChannelsLast(GraphPass):
             else:
                 convolutions.append(layer)
         reasons = {layer.node: _why_not(graph, layers, layer) for layer in convolutions}
-        dear = _too_dear(graph, convolutions, reasons) if context.device.type == "cpu" else frozenset[Node]()
+        dear = _too_dear(graph, convolutions, reasons) if context.device.type == "cpu" else {}
         converted = [layer for layer in convolutions if reasons[layer.node] is None and layer.node not in dear]
         changed = []
         for layer in convolutions:
             if reason := reasons[layer.node]:
                 graph.skip(layer.node, reason)
             elif layer.node in dear and not converted:
-                graph.skip(layer.node, _why_dear(graph, layer))
+                graph.skip(layer.node, dear[layer.node])
             elif layer.node in dear or reasons[layer.node] is None:
                 changed += _changed(graph, layers, layer, layer.node in dear)
         copies = graph.settle(changed)
@@ -184,35 +184,27 @@ def _is_kept(layer: Layer) -> bool:
 
 def _too_dear(
     graph: GraphRewriter, convolutions: Sequence[Layer], reasons: Mapping[Node, str | None]
-) -> frozenset[Node]:
-    """The convolutions that are faster in contiguous format: see `cheapest_formats`.
+) -> dict[Node, str]:
+    """The convolutions that are faster in contiguous format, each with the reason: see `cheapest_formats`.
 
     Convolutions on maps with one position, as in squeeze-and-excitation, are left out: such maps are in both formats.
     """
-    steps, costs = [], []
+    steps, costs, kernels = [], [], []
     for layer in convolutions:
         given, made, weight = map(graph.laid_out, (layer.input, layer.node, layer.weight))
         if given is None or made is None or weight is None or _is_one_place(given, made, layer.dims):
             continue
         steps.append(layer)
+        kernels.append(kernel_of(layer.arguments, weight, given.shape, layer.transposed))
         if _is_kept(layer):
             costs.append(Costs(math.inf, 0, given.numel()))
         else:
-            kernel = kernel_of(layer.arguments, weight, given.shape, layer.transposed)
-            costs.append(_costs(kernel, weight, given, made, is_free=reasons[layer.node] is None))
-    formats = cheapest_formats(costs)
-    return frozenset(
-        layer.node for layer, is_last in zip(steps, formats, strict=True) if not is_last and not _is_kept(layer)
-    )
-
-
-def _why_dear(graph: GraphRewriter, layer: Layer) -> str:
-    given, made, weight = map(graph.laid_out, (layer.input, layer.node, layer.weight))
-    assert given is not None
-    assert made is not None
-    assert weight is not None
-    kernel = kernel_of(layer.arguments, weight, given.shape, layer.transposed)
-    return why_dear(_costs(kernel, weight, given, made, is_free=True), [kernel])
+            costs.append(_costs(kernels[-1], weight, given, made, is_free=reasons[layer.node] is None))
+    return {
+        layer.node: why_dear(cost, [kernel])
+        for layer, cost, kernel, is_last in zip(steps, costs, kernels, cheapest_formats(costs), strict=True)
+        if not is_last and not _is_kept(layer)
+    }
 
 
 def _weight_and_maps(node: Node) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
