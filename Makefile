@@ -49,7 +49,7 @@ test-all: $(VENV)/test $(TIMM)
 
 coverage: $(VENV)/dev $(TIMM)
 	$(PYTEST) -m "not slow and not zoo and not bench" \
-		--cov=optimizer --cov=passes --cov=exporters --cov-report=term:skip-covered --cov-fail-under=90
+		--cov=optimize_export --cov=optimizer --cov=passes --cov=exporters --cov-report=term:skip-covered --cov-fail-under=90
 
 # The pins but torch's. torchvision's minor version is 15 above torch's, or the newest below that: new versions of torch
 # appear first. The variable replaces constraints that a machine sets for every installation.

@@ -18,7 +18,7 @@ def main() -> int:
     package = module_from_spec(spec)
     sys.modules["optimizer"] = package
     spec.loader.exec_module(package)
-    from optimizer.errors import missing_package
+    from optimize_export.errors import missing_package
 
     try:
         from optimizer.command.cli import main as run

@@ -29,9 +29,9 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.profiler import ProfilerActivity, profile
 
+from optimize_export.runtime import usable_cpus
 from optimizer import optimize, report_of
-from optimizer.runtime import usable_cpus
-from passes.program.memory_formats import CHANNELS_LAST_FORMATS, is_channels_last
+from passes.graph.memory_formats import CHANNELS_LAST_FORMATS, is_channels_last
 
 FOLD = "fold"
 OURS = "ours"

@@ -41,8 +41,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 from torch.utils.checkpoint import checkpoint
 
+from optimize_export.runtime import usable_cpus
 from optimizer.model.working_copy import working_copy
-from optimizer.runtime import usable_cpus
 from optimizer.tuning import PeakMemory
 from passes import InsertCheckpoints
 from passes.base import Context
@@ -50,7 +50,7 @@ from passes.checkpointing.fake import faked
 from passes.checkpointing.live_bytes import LiveBytes
 from passes.checkpointing.profile import loss_of, measure, profile, there_before
 from passes.checkpointing.solve import Solver
-from passes.program.model_tree import ModelTree
+from passes.graph.model_tree import ModelTree
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from goal_steps import GOALS, STEPS, TrainingStep, llama70b, step_of

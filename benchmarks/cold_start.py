@@ -30,8 +30,8 @@ from models import PASS_SUBJECTS, Plain, Subject, subject
 from table import Table, publish, seconds
 from torch import nn
 
+from optimize_export.runtime import usable_cpus
 from optimizer import optimize
-from optimizer.runtime import usable_cpus
 
 BLOCKS, WHOLE, EAGER = "torch-compile, by blocks", "torch.compile", "eager"
 # Goals: at most this share of the whole's time to the first answer, and of its latency.

@@ -32,8 +32,8 @@ from torch.fx.proxy import TraceError
 
 from exporters.isolation import silent
 from exporters.torchscript_deprecation import torchscript_allowed
+from optimize_export.errors import OptimizeExportError
 from optimizer import optimize, report_of
-from optimizer.errors import OptimizeExportError
 from passes.errors import PassesError
 
 RIGHT, WRONG, REFUSED, CRASHED = "right", "wrong", "refused", "crashed"

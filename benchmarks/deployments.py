@@ -10,8 +10,8 @@ from file_runs import OnnxRun, OpenvinoRun, default_threads, quantize, size_of
 from models import Subject, flat
 
 from exporters.isolation import silent
+from optimize_export.runtime import load, openvino_precisions
 from optimizer import export, optimize
-from optimizer.runtime import load, openvino_precisions
 
 # The least cosine that the goals ask for, of this project's result and of a peer's.
 ACCURACY = 0.999

@@ -30,8 +30,8 @@ from models import PASS_SUBJECTS, Plain, Subject, subject
 from table import Table, mebibytes, write
 from torch import nn
 
+from optimize_export.runtime import usable_cpus
 from optimizer import optimize, report_of
-from optimizer.runtime import usable_cpus
 from optimizer.tuning import PeakMemory
 
 # The ways without this project; they have no passes.

@@ -19,9 +19,9 @@ from exporters.torchscript_deprecation import torchscript_allowed
 from optimizer import optimize
 from optimizer.model.inputs import Call
 from passes.base import Context
-from passes.program.module_pass import ModulePass
-from passes.program.module_rewriting import ModuleRewriter
-from passes.program.tensors import TensorRef
+from passes.graph.module_pass import ModulePass
+from passes.graph.module_rewriting import ModuleRewriter
+from passes.graph.tensors import TensorRef
 
 BY_A_PASS = "a pass scales a weight by 1 %"
 IN_TORCHSCRIPT = "weight off by 1 %"

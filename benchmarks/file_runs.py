@@ -10,8 +10,8 @@ from typing import Any
 import onnxruntime as ort
 import torch
 
-from exporters.onnx_runtime import providers
 from exporters.registry import load_artifact
+from optimize_export.onnx_runtime import providers
 
 _NUMPY_NAMES = {torch.float32: "float32", torch.int64: "int64"}
 

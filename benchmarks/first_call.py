@@ -25,8 +25,8 @@ from measure import Spread, caption, positive, prepared, refuse_unknown
 from models import PASS_SUBJECTS, Plain, subject
 from table import Table, publish, seconds
 
+from optimize_export.runtime import usable_cpus
 from optimizer import optimize
-from optimizer.runtime import usable_cpus
 
 EAGER, RESULT, WARM = "eager", "optimize", "optimize, after warm_up"
 WAYS = (EAGER, RESULT, WARM)

@@ -21,8 +21,8 @@ from measure import Spread, caption, latencies_of, numbers, positive, prepared, 
 from table import Table, publish, seconds
 from torch import nn
 
+from optimize_export.runtime import usable_cpus
 from optimizer import optimize, report_of
-from optimizer.runtime import usable_cpus
 
 EAGER, OURS, COMPILE, COPY = "eager", "jit-fusion", "torch.compile", "copy of the same bytes"
 # The duration of one measurement in one round; shorter calls are repeated.

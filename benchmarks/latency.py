@@ -60,7 +60,7 @@ from measure import (
 from models import ALL_SUBJECTS, CLASSIFIERS, LATENCY_SUBJECTS, subject
 from table import Table, mebibytes, publish, seconds, write
 
-from optimizer.runtime import usable_cpus
+from optimize_export.runtime import usable_cpus
 
 # The other contenders are measured only if they are named.
 DEFAULT = (

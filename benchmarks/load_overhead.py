@@ -25,8 +25,8 @@ from measure import Spread, caption, interleaved, latency_of, positive, prepared
 from table import Table, publish, seconds
 from torch import nn
 
-from exporters.onnx_runtime import ort
 from exporters.torchscript_deprecation import torchscript_allowed
+from optimize_export.onnx_runtime import ort
 from optimizer import Bundle, export, load
 
 # Goal: at most this cost of a call, in seconds, above that of the runtime's own call.

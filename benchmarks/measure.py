@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from optimizer.manifest import version_of
-from optimizer.runtime import processor, usable_cpus
+from optimize_export.manifest import version_of
+from optimize_export.runtime import processor, usable_cpus
 from optimizer.tuning import settle
 
 _PACKAGES = (

@@ -56,7 +56,7 @@ from passes import (
     Simplify,
 )
 from passes.base import Context
-from passes.program.model_tree import ModelTree
+from passes.graph.model_tree import ModelTree
 from passes.registry import make_passes
 
 # Goal: at most this ratio of the time per operation at the largest size to that at the smallest.

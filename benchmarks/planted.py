@@ -15,9 +15,9 @@ from onnx import helper, numpy_helper
 
 from exporters.torchscript_deprecation import torchscript_allowed
 from passes.base import Context
-from passes.program.module_pass import ModulePass
-from passes.program.module_rewriting import ModuleRewriter
-from passes.program.tensors import TensorRef
+from passes.graph.module_pass import ModulePass
+from passes.graph.module_rewriting import ModuleRewriter
+from passes.graph.tensors import TensorRef
 
 SCALE = 1.01
 

@@ -42,9 +42,9 @@ from torch import nn
 
 from exporters import ExporterError
 from exporters.base import Adapter
+from optimize_export.errors import ParityError
+from optimize_export.manifest import plain
 from optimizer import export, optimize, verify_bundle
-from optimizer.errors import ParityError
-from optimizer.manifest import plain
 from optimizer.model.inputs import Call, Samples
 from optimizer.model.structure import rebuild
 from optimizer.parity import FACTOR, OutputNoise, ParityReport, Reference, judge, measure_reference

@@ -27,6 +27,8 @@ from contextlib import contextmanager
 
 import torch
 
+from optimize_export.wording import first_clause
+
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM})
 
 
@@ -141,20 +143,3 @@ def one_line(error: BaseException, limit: int = 200) -> str:
     line = re.sub(r"<([\w.]+) object at 0x\w+>", r"\1", line)
     line = re.sub(r"(?:[A-Za-z]:)?(?:[\\/][\w.\-+@]+){2,}[\\/]([\w.\-+@]+)", r"\1", line).rstrip(".:; ")
     return line if len(line) <= limit else f"{line[: limit - 1].rstrip()}…"
-
-
-# A message that goes on with a place, as in "could not be resolved. At" before the lines of a file.
-_BEFORE_A_PLACE = re.compile(r"[.,:;]?\s+(?:at|in|from|here|see|where)\s*:?$", re.IGNORECASE)
-
-
-def first_clause(lines: list[str]) -> str:
-    """The first line of a message of torch, or the line with its cause, without words that belong to the next line."""
-    line = lines[0] if lines else ""
-    if "TorchScript interpreter" in line:
-        return lines[-1]
-    if len(lines) == 1:
-        return line
-    before_a_place = _BEFORE_A_PLACE.sub("", line)
-    if before_a_place != line:
-        return before_a_place
-    return f"{line} {lines[1]}" if line.endswith(":") and not lines[1].startswith("File ") else line

@@ -23,8 +23,8 @@ from exporters.file_values import Program, operations_of
 from exporters.guards import UnreadableGuard, guard_holds
 from exporters.isolation import silent, undisturbed
 from exporters.places import place_in_stack
-from exporters.relations import can_be_declared
 from exporters.torch_private import at_least, lstm_in_one_piece
+from optimize_export.relations import can_be_declared
 
 # Node metadata about the origin of a node: files and lines of this machine, and how the graph was made.
 _TRACES = ("stack_trace", "from_node", "source_fn_stack", "custom", "original_aten")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from exporters.onnx_runtime import ort, without_graph
+from optimize_export.onnx_runtime import ort, without_graph
 
 
 class BoundSession:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from exporters.child_runtime import BFLOAT16
-from exporters.onnx_runtime import CPU, ort
+from optimize_export.onnx_runtime import CPU, ort
 
 AssignedNode = tuple[str, str, str]
 """Execution provider, node name, operator type."""

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from exporters.errors import CalibrationError
 from exporters.onnx_quantization import Calibration, Kind, QuantizedFile, check_calibration, name_nodes, prepared
-from exporters.onnx_runtime import ort
+from optimize_export.onnx_runtime import ort
 
 # Each call takes a run of the file per node, so one row of two calls must do.
 _CALLS = 2

@@ -15,7 +15,7 @@ from exporters.child_process import InChild, can_start
 from exporters.errors import ProviderFallback, refusing
 from exporters.onnx_binding import BoundSession
 from exporters.onnx_plain import AssignedNode, PlainSession, assigned_nodes, placement_of
-from exporters.onnx_runtime import CUDA, NO_CUDA, ort, providers
+from optimize_export.onnx_runtime import CUDA, NO_CUDA, ort, providers
 
 # Nodes that compute nothing. A runtime on the GPU places them on the CPU by design.
 _NO_COMPUTATION = frozenset({"Shape", "Size", "Constant", "MemcpyToHost", "MemcpyFromHost"})

@@ -13,8 +13,8 @@ import onnx
 import torch
 
 from exporters.onnx_binding import BoundSession
-from exporters.onnx_runtime import ort
 from exporters.onnx_session import providers_for
+from optimize_export.onnx_runtime import ort
 
 _FAILING_NODE = re.compile(r"Name:'(?P<name>[^']*)'")
 _FOLDER_OF_WEIGHTS = "session.model_external_initializers_file_folder_path"

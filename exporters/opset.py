@@ -10,7 +10,7 @@ import onnx
 import torch.onnx
 
 from exporters.errors import UnknownOpset
-from exporters.onnx_runtime import ort
+from optimize_export.onnx_runtime import ort
 
 # Not a public API. If a version of torch has it elsewhere, its exporters themselves report what they can't write.
 limits: Any = getattr(torch.onnx, "_constants", None)

@@ -17,7 +17,7 @@ from torch import nn
 
 _TORCH = Path(torch.__file__).parent
 _IN_TORCH = f"{_TORCH}{os.sep}"
-_OURS = tuple(Path(__file__).parents[1] / name for name in ("exporters", "optimizer", "passes"))
+_OURS = tuple(Path(__file__).parents[1] / name for name in ("exporters", "optimize_export", "optimizer", "passes"))
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _LONGEST_LINE = 80
 

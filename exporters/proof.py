@@ -22,8 +22,8 @@ from exporters.evidence import Evidence, Shapes, TooLarge, dtype_name
 from exporters.exported_program import guards_in_force, guards_refuse
 from exporters.isolation import silent, undisturbed
 from exporters.open_dims import BATCH
-from exporters.relations import Relation
 from exporters.trace_conditions import conditions_at
+from optimize_export.relations import Relation
 
 # Largest error that rounding could explain, relative to the largest value of the output.
 _ROUNDING = {torch.float16: 2e-2, torch.bfloat16: 6e-2}

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from optimize_export.runtime import LoadedModel, load
     from optimizer.api import export, optimize
     from optimizer.bundle import Bundle, open_bundle, rejudge_bundle, verify_bundle
     from optimizer.diagnosis import Diagnosis, Finding, diagnose
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from optimizer.pipeline import report_of
     from optimizer.profiling import Profile, profile
     from optimizer.report import Report
-    from optimizer.runtime import LoadedModel, load
 
 __all__ = [
     "Bundle",
@@ -57,8 +57,8 @@ _HOMES = {
     "Profile": "optimizer.profiling",
     "profile": "optimizer.profiling",
     "Report": "optimizer.report",
-    "LoadedModel": "optimizer.runtime",
-    "load": "optimizer.runtime",
+    "LoadedModel": "optimize_export.runtime",
+    "load": "optimize_export.runtime",
 }
 
 
@@ -68,7 +68,7 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
-        from optimizer.errors import missing_package
+        from optimize_export.errors import missing_package
 
         if (sentence := missing_package(error, f"optimizer.{name}")) is None:
             raise

@@ -2,7 +2,7 @@
 
 import sys
 
-from optimizer.errors import missing_package
+from optimize_export.errors import missing_package
 
 if __name__ == "__main__":
     try:

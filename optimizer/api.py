@@ -13,8 +13,8 @@ from torch import nn
 
 from exporters.base import Exporter
 from exporters.child_process import one_child
+from optimize_export.errors import UsageError
 from optimizer.bundle import Bundle, write_bundle
-from optimizer.errors import UsageError
 from optimizer.exporting import (
     CalibrationCall,
     ExportJob,

@@ -3,14 +3,13 @@
 import math
 import os
 import pickletools
-import re
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar, get_args
 
-from optimizer.errors import LoadError, UsageError
+from optimize_export.errors import LoadError, UsageError
 
 DEFAULT_FORMATS = ("torchscript", "onnx")
 # The command's own stage, which comes before the stages of the library.
@@ -222,24 +221,6 @@ def parse_seed(text: str) -> int:
     if not (_is_number(text) and int(text) < 2**63):
         raise UsageError(f"--seed: {text!r} is not a whole number from 0 to {2**63 - 1}.")
     return int(text)
-
-
-def other_gpu(device: str) -> str:
-    """How to take a GPU by its number, as a clause; empty for any other device."""
-    kind, _, number = device.partition(":")
-    if kind != "cuda" or not number.isdecimal():
-        return ""
-    return f"set CUDA_VISIBLE_DEVICES={number} before Python starts, and use 'cuda'"
-
-
-def parse_digest(option: str, text: str) -> str:
-    """Parse a SHA-256 and convert it to lower case; raise `UsageError` for anything else."""
-    if not isinstance(text, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", text.strip()):
-        raise UsageError(
-            f"{option}: {text!r} is not a SHA-256, which has 64 hexadecimal digits; use the one that the export of "
-            "the bundle printed."
-        )
-    return text.strip().lower()
 
 
 def parse_opset(text: str) -> int:

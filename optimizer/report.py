@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from optimizer.errors import printable_lines
+from optimize_export.errors import printable_lines
 from optimizer.parity import ParityReport
 from optimizer.showing import checkpoint_plot, fragment
 from passes.base import Detail

@@ -12,13 +12,13 @@ from passes.channels_last import ChannelsLast
 from passes.errors import RequirementNotMet
 from passes.fold_conv_bias import FoldConvBias
 from passes.fold_conv_bn import FoldConvBn
+from passes.graph.changes import Change, Skip
 from passes.graph_interface import *  # noqa: F403 - both files define `__all__`
 from passes.insert_checkpoints import InsertCheckpoints
 from passes.jit_fusion import JitFusion
 from passes.merge_linears import MergeLinears
 from passes.module_interface import *  # noqa: F403
 from passes.pad_channels import PadChannels
-from passes.program.changes import Change, Skip
 from passes.simplify import Simplify
 from passes.sync_batch_norm import SyncBatchNorm
 from passes.torch_compile import TorchCompile

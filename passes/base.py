@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from passes.errors import PassOptionError, RequirementNotMet
-from passes.program.changes import Change, Place, Remark, Skip
-from passes.program.edits import Edit
-from passes.program.model_tree import ModelTree
+from passes.graph.changes import Change, Place, Remark, Skip
+from passes.graph.edits import Edit
+from passes.graph.model_tree import ModelTree
 
 RunCompiled = Callable[[AbstractContextManager[Any]], str | None]
 # (old, new, values) -> one result per comparison, as a pair of `optimizer.parity` measures: the error in exact

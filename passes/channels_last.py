@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from passes.base import Context, PassResult
+from passes.graph.changes import Skip
 from passes.graph_interface import (
     CHANNELS_LAST_FORMATS,
     Example,
@@ -36,7 +37,6 @@ from passes.memory_format.forwards import why_no_format
 from passes.memory_format.losses import losses_in
 from passes.memory_format.training import ChannelsLastTraining
 from passes.module_interface import call_of, convolution_arguments, shape_of, tensor_of
-from passes.program.changes import Skip
 
 _CONVOLUTIONS = ("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d")
 # The key in `node.meta` for the input of a convolution that stays contiguous.

@@ -1,14 +1,14 @@
 """The names for writing a `GraphPass`, which rewrites the graphs of torch.compile. `passes` exports them too."""
 
 from passes.examples import Example
-from passes.program.arithmetic import exact, float64, why_not_finite
-from passes.program.effects import Memory
-from passes.program.graph_pass import GraphPass
-from passes.program.graph_rewriting import GraphRewriter, Node
-from passes.program.layers import Affine, BatchNorm, ChannelScale, Layer, Layers, Pair
-from passes.program.memory_formats import CHANNELS_LAST_FORMATS, is_channels_last, layout_of
-from passes.program.model_tree import ModelTree
-from passes.program.recording import Recording, operation_name
+from passes.graph.arithmetic import exact, float64, why_not_finite
+from passes.graph.effects import Memory
+from passes.graph.graph_pass import GraphPass
+from passes.graph.graph_rewriting import GraphRewriter, Node
+from passes.graph.layers import Affine, BatchNorm, ChannelScale, Layer, Layers, Pair
+from passes.graph.memory_formats import CHANNELS_LAST_FORMATS, is_channels_last, layout_of
+from passes.graph.model_tree import ModelTree
+from passes.graph.recording import Recording, operation_name
 
 __all__ = [
     "CHANNELS_LAST_FORMATS",

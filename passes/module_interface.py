@@ -1,17 +1,17 @@
 """The names for writing a `ModulePass`, which changes how modules store tensors and run. `passes` exports them too."""
 
-from passes.program.arithmetic import exact
-from passes.program.backend import names_of_graph_passes
-from passes.program.edits import AttributeEdit, Edit, TensorEdit, in_place
-from passes.program.forwards import AroundForward, inner_forward, is_atom
-from passes.program.hooks import is_parametrized
-from passes.program.matching import batch_norm_arguments, convolution_arguments, is_stock
-from passes.program.memory_formats import CHANNELS_LAST_FORMATS, is_channels_last
-from passes.program.model_tree import ModelTree, paths_matching, training_flags
-from passes.program.module_pass import ModulePass
-from passes.program.module_rewriting import ModuleChange, ModuleRewriter
-from passes.program.recording import Node, Run, Runs, call_of, shape_of, tensor_of
-from passes.program.tensors import TensorRef
+from passes.graph.arithmetic import exact
+from passes.graph.backend import names_of_graph_passes
+from passes.graph.edits import AttributeEdit, Edit, TensorEdit, in_place
+from passes.graph.forwards import AroundForward, inner_forward, is_atom
+from passes.graph.hooks import is_parametrized
+from passes.graph.matching import batch_norm_arguments, convolution_arguments, is_stock
+from passes.graph.memory_formats import CHANNELS_LAST_FORMATS, is_channels_last
+from passes.graph.model_tree import ModelTree, paths_matching, training_flags
+from passes.graph.module_pass import ModulePass
+from passes.graph.module_rewriting import ModuleChange, ModuleRewriter
+from passes.graph.recording import Node, Run, Runs, call_of, shape_of, tensor_of
+from passes.graph.tensors import TensorRef
 
 __all__ = [
     "CHANNELS_LAST_FORMATS",

@@ -22,8 +22,8 @@ from passes.compiling.compiler import import_inductor, missing_compiler
 from passes.compiling.frozen import Compile, FrozenCall
 from passes.compiling.record import CompileRecord, RecordingBackend
 from passes.errors import RequirementNotMet
+from passes.graph.backend import GraphCall, compiled, without_graph_call
 from passes.module_interface import ModelTree, ModuleRewriter
-from passes.program.backend import GraphCall, compiled, without_graph_call
 from passes.torch_private import COMPILED_CALL, compiler_named, options_of_mode
 
 # With "auto", blocks are compiled if they do this share of the work that compiling can save: the rest isn't compiled.

@@ -18,10 +18,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from optimize_export.manifest import damage_of
 from optimizer.bundle import exchange, open_bundle
 from optimizer.command import cli
 from optimizer.command.user_code import import_own_packages
-from optimizer.manifest import damage_of
 
 # The longest time in seconds from the start of the replacement to the kill.
 PUBLISHING = 0.02

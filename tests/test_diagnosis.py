@@ -13,11 +13,11 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from optimize_export.errors import LoadError, UsageError
 from optimizer import diagnose
 from optimizer.diagnosis import LEVELS, RULES, Diagnosis, evidence, kernels, settings, steps
 from optimizer.diagnosis import attention as attention_rule
-from optimizer.errors import LoadError, UsageError
-from passes.program.matching import convolution_at
+from passes.graph.matching import convolution_at
 
 
 class Net(nn.Module):

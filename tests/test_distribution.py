@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("hatchling", reason="part of the extra `test`")
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("optimizer", "passes", "exporters")
+PACKAGES = ("optimize_export", "optimizer", "passes", "exporters")
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 
 

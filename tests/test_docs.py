@@ -148,7 +148,11 @@ def _is_said(sentence: str, texts: list[str]) -> bool:
 def test_the_sentences_of_the_troubleshooting_page_are_those_of_the_program():
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     sentences = re.findall(r"^### (.+)$", page, re.MULTILINE)
-    files = [file for package in ("optimizer", "passes", "exporters") for file in (ROOT / package).rglob("*.py")]
+    files = [
+        file
+        for package in ("optimize_export", "optimizer", "passes", "exporters")
+        for file in (ROOT / package).rglob("*.py")
+    ]
     texts = [text for file in files for text in _texts(file.read_text(encoding="utf-8")) if " " in text]
     assert len(sentences) > 20
     assert [sentence for sentence in sentences if not _is_said(sentence, texts)] == []

@@ -51,8 +51,8 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 from training_models import peak_of
 
+from optimize_export.errors import LoadError, OptimizeFailed
 from optimizer import check_parity, optimize, report_of
-from optimizer.errors import LoadError, OptimizeFailed
 from optimizer.model.runs import Runs
 from optimizer.report import PassRecord
 from passes import InsertCheckpoints, insert_checkpoints

@@ -10,11 +10,11 @@ import synced_steps
 import torch
 from real_models import REAL_MODELS
 
-from exporters.gpu_settings import GpuSettings
+from optimize_export.gpu_settings import GpuSettings
+from optimize_export.runtime import Route, open_route
+from optimize_export.runtime.cuda_graphs import Graphed
 from optimizer import check_parity, export, load, open_bundle, optimize, profile, rejudge_bundle, verify_bundle
 from optimizer.model import pinned_settings
-from optimizer.runtime import Route, open_route
-from optimizer.runtime.cuda_graphs import Graphed
 from optimizer.tuning import bench_bundle
 
 pytestmark = pytest.mark.gpu

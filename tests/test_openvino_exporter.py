@@ -17,8 +17,8 @@ from torch import nn
 
 import exporters
 from exporters import ExporterError, exporter_named, exporter_names
+from optimize_export.errors import ParityError
 from optimizer import export
-from optimizer.errors import ParityError
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "openvino_exporter"

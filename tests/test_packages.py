@@ -8,8 +8,8 @@ import pytest
 from package_models import PACKAGE_MODELS, package_member
 
 from exporters import ExportError
+from optimize_export.errors import ExportFailed
 from optimizer import export, optimize, verify_bundle
-from optimizer.errors import ExportFailed
 
 GRAPH = {"x": {0: "nodes"}, "edge_index": {1: "edges"}}
 DYNAMIC = {"torch-geometric-gat": GRAPH, "torch-geometric-gcn": GRAPH}

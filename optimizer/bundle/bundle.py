@@ -21,15 +21,15 @@ import torch
 from exporters.base import Artifact, Limit, LoadedArtifact, TensorSpec
 from exporters.child_process import one_child
 from exporters.registry import load_artifact, load_for_proof
+from optimize_export.arguments import other_gpu, parse_digest
+from optimize_export.errors import BundleError, DeviceError, UsageError
+from optimize_export.manifest import MANIFEST, file_problem, read_manifest, sums_digest, sums_problem
+from optimize_export.wording import listed
 from optimizer.bundle import exchange
 from optimizer.bundle.disk import absolute, speaking
 from optimizer.bundle.golden import GoldenCall, read_golden
 from optimizer.bundle.report import fragment_of
 from optimizer.bundle.verify import VerifyReport, verify_contents
-from optimizer.errors import BundleError, DeviceError, UsageError
-from optimizer.manifest import MANIFEST, file_problem, read_manifest, sums_digest, sums_problem
-from optimizer.options import other_gpu, parse_digest
-from optimizer.wording import listed
 
 
 @dataclass(frozen=True)

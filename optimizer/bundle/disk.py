@@ -12,8 +12,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from exporters.errors import ExporterError
-from optimizer.errors import BundleError, OptimizeExportError
-from optimizer.manifest import entries_below
+from optimize_export.errors import BundleError, OptimizeExportError
+from optimize_export.manifest import entries_below
 from optimizer.options import is_utf8
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)

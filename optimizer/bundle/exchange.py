@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from optimizer.manifest import read_json
+from optimize_export.manifest import read_json
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 
+from optimize_export.errors import BundleError
+from optimize_export.manifest import GOLDEN, SCHEMA_NAME, number, parse_json, read_checked
+from optimize_export.wording import dtype_name
 from optimizer.bundle.manifest import describe_device
-from optimizer.errors import BundleError
-from optimizer.manifest import GOLDEN, SCHEMA_NAME, number, parse_json, read_checked
 from optimizer.parity import GoldenEntry, OutputNoise, Tolerance
-from optimizer.wording import dtype_name
 
 Flatten = Callable[[tuple[Any, ...], Mapping[str, Any]], Sequence[torch.Tensor]]
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from optimizer.errors import BundleError, printable, printable_lines
-from optimizer.manifest import PROGRAM, SUMS, plain
-from optimizer.runtime import processor
+from optimize_export.errors import BundleError, printable, printable_lines
+from optimize_export.manifest import PROGRAM, SUMS, plain
+from optimize_export.runtime import processor
+from optimize_export.wording import dtype_name
 from optimizer.showing import number_text
-from optimizer.wording import dtype_name
 
 _CHUNK = 1 << 24
 

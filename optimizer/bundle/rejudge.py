@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from optimize_export.errors import BundleError, UsageError
+from optimize_export.manifest import sums_problem
 from optimizer.bundle.bundle import open_bundle
 from optimizer.bundle.golden import stored_tolerances
 from optimizer.bundle.verify import ArtifactFigures, VerifyReport, factor_between
-from optimizer.errors import BundleError, UsageError
-from optimizer.manifest import sums_problem
 from optimizer.options import AccuracyBudget
 from optimizer.parity import FACTOR, Accuracy, Measurement, Tolerance, judge
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from optimizer.manifest import PROGRAM, REPORT, REPORT_PAGE, local_roots, plain, to_json_text, without_local_paths
+from optimize_export.manifest import PROGRAM, REPORT, REPORT_PAGE, local_roots, plain, to_json_text, without_local_paths
 from optimizer.parity import accuracy_text, allowed_share
 from optimizer.report import reason_shown
 from optimizer.showing import accuracy_plot, checkpoint_plot, fragment, memory_plot, page, parity_plot

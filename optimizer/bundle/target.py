@@ -4,11 +4,11 @@ import os
 import stat
 from pathlib import Path
 
+from optimize_export.errors import BundleError
+from optimize_export.manifest import MANIFEST, changed_files, read_manifest, unlisted
+from optimize_export.wording import listed
 from optimizer.bundle import exchange
 from optimizer.bundle.disk import absolute, speaking
-from optimizer.errors import BundleError
-from optimizer.manifest import MANIFEST, changed_files, read_manifest, unlisted
-from optimizer.wording import listed
 
 
 def check_target(target: str | Path, *, force: bool = False) -> None:

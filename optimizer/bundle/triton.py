@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from optimize_export.errors import BundleError, UsageError
+from optimize_export.manifest import MANIFEST, file_problem, sums_problem
+from optimize_export.runtime import Route, own_routes
 from optimizer.bundle.bundle import open_bundle
 from optimizer.bundle.disk import absolute
 from optimizer.bundle.writing import new_folder
-from optimizer.errors import BundleError, UsageError
-from optimizer.manifest import MANIFEST, file_problem, sums_problem
 from optimizer.parity import WITHIN_BUDGET, accuracy_text
-from optimizer.runtime import Route, own_routes
 
 _VERSION = "1"
 # The types that both backends take, and those of onnxruntime_backend alone.

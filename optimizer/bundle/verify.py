@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 import torch
 
 from exporters.base import LoadedArtifact
+from optimize_export.errors import BundleError, printable
+from optimize_export.manifest import SUMS, damage_of, plain
+from optimize_export.wording import listed
 from optimizer.bundle.golden import GoldenCall, read_golden, stored_noises, stored_tolerances
 from optimizer.bundle.manifest import describe_device, lacks
-from optimizer.errors import BundleError, printable
-from optimizer.manifest import SUMS, damage_of, plain
 from optimizer.model import Call, in_turn, pinned_settings, random_state
 from optimizer.options import AccuracyBudget
 from optimizer.parity import (
@@ -25,7 +26,6 @@ from optimizer.parity import (
     compare_golden,
 )
 from optimizer.showing import number_text
-from optimizer.wording import listed
 
 # The noise was measured on one device. Another device sums in a different order and fuses different instructions, so
 # its rounding errors are a different sample of the same distribution. These factors multiply parity's own factor to

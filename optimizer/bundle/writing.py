@@ -7,13 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from optimizer.bundle import exchange
-from optimizer.bundle.bundle import Bundle, open_bundle
-from optimizer.bundle.disk import absolute, disk_failures, speaking
-from optimizer.bundle.manifest import creation_time, usage_text
-from optimizer.bundle.target import check_standing, check_target
-from optimizer.errors import BundleError
-from optimizer.manifest import (
+from optimize_export.errors import BundleError
+from optimize_export.manifest import (
     MANIFEST,
     README,
     SCHEMA_NAME,
@@ -31,6 +26,11 @@ from optimizer.manifest import (
     to_json_text,
     without_local_paths,
 )
+from optimizer.bundle import exchange
+from optimizer.bundle.bundle import Bundle, open_bundle
+from optimizer.bundle.disk import absolute, disk_failures, speaking
+from optimizer.bundle.manifest import creation_time, usage_text
+from optimizer.bundle.target import check_standing, check_target
 
 # The order of the manifest's fields. Other fields that `fill` returns come after these; `files` is always last.
 _ORDER = (

@@ -11,8 +11,8 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from optimize_export.errors import UsageError, failure_document
 from optimizer.command.user_code import ROOT
-from optimizer.errors import UsageError, failure_document
 from optimizer.options import NO_BENCH, AllOptions
 
 Document = dict[str, Any]

@@ -13,6 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from optimize_export.errors import (
+    DeviceError,
+    ExportFailed,
+    ParityError,
+    failure_document,
+)
+from optimize_export.manifest import REPORT_PAGE, plain
 from optimizer.api import check_choices, check_dynamic, export, optimize_to_export, report_of
 from optimizer.bundle import Bundle
 from optimizer.command.checks import checked_passes
@@ -20,13 +27,6 @@ from optimizer.command.first_run import load_and_run
 from optimizer.command.loading import Loaded
 from optimizer.command.own_errors import own_errors, unlogged
 from optimizer.command.user_code import hard_exits_raise, names_restored
-from optimizer.errors import (
-    DeviceError,
-    ExportFailed,
-    ParityError,
-    failure_document,
-)
-from optimizer.manifest import REPORT_PAGE, plain
 from optimizer.model import in_turn
 from optimizer.options import ExportOptions
 from optimizer.report import Progress

@@ -3,11 +3,11 @@
 from dataclasses import MISSING, asdict
 from pathlib import Path
 
+from optimize_export.errors import BundleError, ParityError
+from optimize_export.manifest import plain
 from optimizer.bundle import VerifyReport, rejudge_bundle, verify_bundle, write_triton_model
 from optimizer.command.build import Document, chosen_device
 from optimizer.command.own_errors import own_errors
-from optimizer.errors import BundleError, ParityError
-from optimizer.manifest import plain
 from optimizer.options import BenchOptions, LayoutOptions, RejudgeOptions, VerifyOptions
 from optimizer.tuning import bench_bundle
 from passes.registry import describe_passes

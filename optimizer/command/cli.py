@@ -23,13 +23,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 from click.core import ParameterSource
 
-from optimizer.command.all_models import builds, joined, parse_jobs, parse_shard, summary
-from optimizer.command.config import FOLDERS, Config, is_named, may_be_named, read_config
-from optimizer.command.early_checks import check_early, check_names
-from optimizer.command.option_names import all_with_options, suggestion, with_options
-from optimizer.command.up_to_date import changes, up_to_date_document
-from optimizer.command.user_code import import_own_packages
-from optimizer.errors import (
+from optimize_export.arguments import other_gpu, parse_digest
+from optimize_export.errors import (
     BundleError,
     OptimizeExportError,
     Terminated,
@@ -39,6 +34,12 @@ from optimizer.errors import (
     missing_package,
     printable,
 )
+from optimizer.command.all_models import builds, joined, parse_jobs, parse_shard, summary
+from optimizer.command.config import FOLDERS, Config, is_named, may_be_named, read_config
+from optimizer.command.early_checks import check_early, check_names
+from optimizer.command.option_names import all_with_options, suggestion, with_options
+from optimizer.command.up_to_date import changes, up_to_date_document
+from optimizer.command.user_code import import_own_packages
 from optimizer.options import (
     DEFAULT_FORMATS,
     AllOptions,
@@ -53,9 +54,7 @@ from optimizer.options import (
     VerifyOptions,
     default_output,
     is_to_be_tuned,
-    other_gpu,
     parse_batch_sizes,
-    parse_digest,
     parse_dynamic,
     parse_factor,
     parse_metadata,

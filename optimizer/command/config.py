@@ -22,10 +22,10 @@ from typing import Any
 
 import click
 
+from optimize_export.errors import UsageError
+from optimize_export.manifest import read_text_bytes
 from optimizer.command.option_names import suggestion
 from optimizer.command.up_to_date import find_package
-from optimizer.errors import UsageError
-from optimizer.manifest import read_text_bytes
 
 _TOOL, _NAME = "optimize-export", re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 _DEFAULT = Path("pyproject.toml")

@@ -4,17 +4,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from optimize_export.errors import FindingsFound, failure_document
+from optimize_export.wording import listed
 from optimizer.command.build import Document, chosen_device
 from optimizer.command.first_run import load_and_run
 from optimizer.command.loading import required_arguments
 from optimizer.command.own_errors import own_errors, unlogged
 from optimizer.command.user_code import hard_exits_raise, names_restored
 from optimizer.diagnosis import Diagnosis, diagnose
-from optimizer.errors import FindingsFound, failure_document
 from optimizer.model import in_turn
 from optimizer.options import DiagnoseOptions
 from optimizer.report import Progress
-from optimizer.wording import listed
 
 
 @in_turn

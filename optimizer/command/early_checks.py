@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from optimize_export.errors import LoadError, UsageError
+from optimize_export.manifest import MANIFEST
 from optimizer.command.input_syntax import parts_of_input
-from optimizer.errors import LoadError, UsageError
-from optimizer.manifest import MANIFEST
 from optimizer.options import (
     ExportOptions,
     check_debug_folder,

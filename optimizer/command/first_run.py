@@ -11,15 +11,15 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from optimize_export.errors import LoadError
+from optimize_export.wording import dtype_name, listed, type_name
 from optimizer.command.loading import Loaded, load
 from optimizer.command.opened_files import opened_files
 from optimizer.command.up_to_date import inputs_of
 from optimizer.command.user_errors import errors_of_user_code
-from optimizer.errors import LoadError
 from optimizer.model import Call, Runs, called, eager_only, leaves_of, random_state
 from optimizer.options import LOAD_STAGE, ExportOptions, parse_accuracy
 from optimizer.report import Progress, ProgressFunction
-from optimizer.wording import dtype_name, listed, type_name
 
 
 def load_and_run(options: ExportOptions, progress: ProgressFunction) -> Loaded:

@@ -16,10 +16,10 @@ from torch import nn
 
 from exporters.base import named_inputs
 from exporters.errors import StructureError
+from optimize_export.errors import LoadError
+from optimize_export.wording import listed, quote
 from optimizer.command.preprocessing import Preprocessing, kind_of, preprocessed
-from optimizer.errors import LoadError
 from optimizer.model import Call, leaves_of, rebuild
-from optimizer.wording import listed, quote
 
 
 def read_calls(

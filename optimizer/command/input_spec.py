@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from optimize_export.errors import LoadError, UsageError
+from optimize_export.wording import dtype_name, quote
 from optimizer.command.input_syntax import parts_of_input, refuse_input
-from optimizer.errors import LoadError, UsageError
-from optimizer.wording import dtype_name, quote
 
 _SHORT_DTYPES = {
     "f16": "float16",

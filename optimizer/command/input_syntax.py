@@ -4,7 +4,7 @@ import math
 import re
 from typing import NoReturn
 
-from optimizer.errors import UsageError
+from optimize_export.errors import UsageError
 
 INPUT_EXAMPLE = "2x3x224x224, float32[2,3,224,224], mask=bool[2,128] or ids=int64[2,128]:0..30000"
 

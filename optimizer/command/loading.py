@@ -28,6 +28,8 @@ import numpy
 import torch
 from torch import nn
 
+from optimize_export.errors import LoadError, UsageError
+from optimize_export.wording import a_type, listed
 from optimizer.command.early_checks import (
     SUFFIXES,
     files_of,
@@ -42,7 +44,6 @@ from optimizer.command.library_models import LibraryModel, library_model, open_l
 from optimizer.command.preprocessing import Preprocessing
 from optimizer.command.user_code import put_first
 from optimizer.command.user_errors import errors_of_user_code
-from optimizer.errors import LoadError, UsageError
 from optimizer.model import (
     Call,
     FurtherInputs,
@@ -54,7 +55,6 @@ from optimizer.model import (
     refuse_unmade_module,
 )
 from optimizer.options import LIBRARIES, refuse_missing_weights
-from optimizer.wording import a_type, listed
 
 FACTORY_NAMES = ("get_model", "build_model", "create_model")
 ExampleInputs = tuple[Any, ...] | Callable[[int, torch.Generator], Call]

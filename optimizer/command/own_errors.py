@@ -1,4 +1,4 @@
-"""Convert errors of the other packages to the classes of `optimizer.errors`, which have exit codes."""
+"""Convert errors of the other packages to the classes of `optimize_export.errors`, which have exit codes."""
 
 import errno
 import logging
@@ -13,8 +13,7 @@ from exporters.errors import (
     UnknownFormat,
     UnknownOpset,
 )
-from optimizer.command.user_errors import exit_call
-from optimizer.errors import (
+from optimize_export.errors import (
     BundleError,
     ExportFailed,
     LoadError,
@@ -23,7 +22,8 @@ from optimizer.errors import (
     ParityError,
     UsageError,
 )
-from optimizer.wording import one_line
+from optimize_export.wording import one_line
+from optimizer.command.user_errors import exit_call
 from passes.errors import (
     DuplicatePass,
     PassesError,

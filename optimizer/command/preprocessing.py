@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import torch
 
+from optimize_export.errors import LoadError
+from optimize_export.wording import quote
 from optimizer.command.early_checks import SUFFIXES
 from optimizer.command.user_errors import errors_of_user_code
-from optimizer.errors import LoadError
-from optimizer.wording import quote
 
 Kind = Literal["image", "text"]
 

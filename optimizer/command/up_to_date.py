@@ -17,10 +17,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from optimizer.command.early_checks import SUFFIXES, files_of, split_library, split_target
-from optimizer.command.user_code import OWN_PACKAGES, ROOT
-from optimizer.errors import BundleError
-from optimizer.manifest import (
+from optimize_export.errors import BundleError
+from optimize_export.manifest import (
     MANIFEST,
     PROGRAM,
     damage_of,
@@ -34,6 +32,8 @@ from optimizer.manifest import (
     version_of,
     without_local_paths,
 )
+from optimizer.command.early_checks import SUFFIXES, files_of, split_library, split_target
+from optimizer.command.user_code import OWN_PACKAGES, ROOT
 from optimizer.options import ExportOptions, library_of, split_weights
 
 Document = dict[str, Any]

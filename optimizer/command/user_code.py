@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-OWN_PACKAGES = ("optimizer", "passes", "exporters")
+OWN_PACKAGES = ("optimize_export", "optimizer", "passes", "exporters")
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 

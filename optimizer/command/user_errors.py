@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from optimize_export.errors import LoadError, Terminated
+from optimize_export.wording import quote
 from optimizer.command.user_code import OWN_PACKAGES, ROOT, HardExit
-from optimizer.errors import LoadError, Terminated
-from optimizer.wording import quote
 
 _OURS = tuple(str(ROOT / name) + os.sep for name in OWN_PACKAGES)
 

@@ -12,7 +12,7 @@ from optimizer.diagnosis.evidence import Evidence, Seen, inputs_of, replayed
 from optimizer.diagnosis.rule import rule
 from optimizer.showing import percent_text, seconds_text
 from passes.fusion.pointwise import computes_each_element
-from passes.program.recording import Node, escapes, operation_name, shape_of, users_of
+from passes.graph.recording import Node, escapes, operation_name, shape_of, users_of
 
 # The least number of operations in a chain, and the least share of the time, that are reported.
 _SHORTEST, _LEAST_SHARE = 3, 0.03

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from optimize_export.errors import UsageError
 from optimizer.diagnosis.findings import LEVELS, Diagnosis
 from optimizer.diagnosis.rules import RULES
 from optimizer.diagnosis.runs import evidence_of, recorded, unmoved_tensors, watched_step
-from optimizer.errors import UsageError
 from optimizer.model import (
     ExampleInputs,
     Runs,

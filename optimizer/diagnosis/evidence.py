@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from exporters.places import is_users
+from passes.graph.model_tree import ModelTree
+from passes.graph.recording import Node, Recorder, Recording, call_of, operation_name, shape_of, shape_of_each
 from passes.memory_format.watch import Loss
-from passes.program.model_tree import ModelTree
-from passes.program.recording import Node, Recorder, Recording, call_of, operation_name, shape_of, shape_of_each
 
 _TORCH = Path(torch.__file__).parent
 # Functions of torch that a call may be inside of, by the names that rules use.

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from optimizer.errors import printable_lines
+from optimize_export.errors import printable_lines
+from optimize_export.wording import listed
 from optimizer.showing import fragment
-from optimizer.wording import listed
 
 Level = Literal["error", "warning", "note"]
 """An "error" makes results wrong, a "warning" costs time or memory, a "note" does so on some hardware only."""

@@ -10,13 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from exporters.places import paths_of
+from optimize_export.wording import listed
 from optimizer.diagnosis.evidence import Evidence, Line, Seen
 from optimizer.diagnosis.rule import rule
 from optimizer.showing import percent_text, seconds_text
-from optimizer.wording import listed
-from passes.memory_format.watch import Loss
-from passes.pad_channels import BALANCE, IMAGE_CHANNELS
-from passes.program.matching import (
+from passes.graph.matching import (
     BatchNorm,
     Convolution,
     Pair,
@@ -27,8 +25,10 @@ from passes.program.matching import (
     convolution_at,
     pairs_behind,
 )
-from passes.program.operations import kind_of_operator
-from passes.program.recording import Node, call_of, operation_name, shape_of, users_of
+from passes.graph.operations import kind_of_operator
+from passes.graph.recording import Node, call_of, operation_name, shape_of, users_of
+from passes.memory_format.watch import Loss
+from passes.pad_channels import BALANCE, IMAGE_CHANNELS
 
 # Tensor cores are fastest with multiples of this number of channels, which are 16 bytes in half precision (NVIDIA,
 # Matrix Multiplication Background User's Guide, "Tensor Core Requirements").

@@ -9,9 +9,9 @@ from torch import nn
 
 from optimizer.diagnosis.evidence import Evidence, Line, Seen
 from optimizer.diagnosis.rule import rule
-from passes.program.effects import is_dropout_off
-from passes.program.matching import batch_norm_at
-from passes.program.recording import Node, call_of, operation_name
+from passes.graph.effects import is_dropout_off
+from passes.graph.matching import batch_norm_at
+from passes.graph.recording import Node, call_of, operation_name
 from passes.torch_private import AnyBatchNorm
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

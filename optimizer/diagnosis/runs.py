@@ -15,8 +15,9 @@ from torch.profiler import ProfilerActivity
 from torch.utils import _pytree as pytree
 
 from exporters.places import line_of_error
+from optimize_export.errors import LoadError, UsageError
+from optimize_export.wording import error_summary
 from optimizer.diagnosis.evidence import Evidence, LineRecorder, PlainTensors, Step, plain_tensors
-from optimizer.errors import LoadError, UsageError
 from optimizer.model import (
     Call,
     Runs,
@@ -27,12 +28,11 @@ from optimizer.model import (
     unregistered_modules,
 )
 from optimizer.torch_private import is_profiling
-from optimizer.wording import error_summary
+from passes.graph.matching import STOCK_CONVOLUTIONS
+from passes.graph.memory_formats import CHANNELS_LAST_FORMATS, is_channels_last
+from passes.graph.model_tree import ModelTree
+from passes.graph.recording import Recording
 from passes.memory_format.watch import LayoutWatch, Loss
-from passes.program.matching import STOCK_CONVOLUTIONS
-from passes.program.memory_formats import CHANNELS_LAST_FORMATS, is_channels_last
-from passes.program.model_tree import ModelTree
-from passes.program.recording import Recording
 
 # torch's names of the ranges in which a step waits for a DataLoader.
 _LOADER = "enumerate(DataLoader)"

@@ -9,8 +9,8 @@ import torch
 from optimizer.diagnosis.evidence import Evidence, Line, Seen
 from optimizer.diagnosis.rule import rule
 from optimizer.showing import seconds_text
-from passes.program.matching import convolution_at
-from passes.program.recording import shape_of
+from passes.graph.matching import convolution_at
+from passes.graph.recording import shape_of
 
 # The least speed-up of the forward for which a setting is reported.
 _LEAST_GAIN = 1.05

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from optimizer.diagnosis.evidence import Evidence, Line, Seen
 from optimizer.diagnosis.rule import rule
 from optimizer.showing import percent_text
-from passes.program.recording import Node, operation_name
+from passes.graph.recording import Node, operation_name
 
 # The least share of a step spent waiting for a DataLoader that is reported.
 _LEAST_WAIT = 0.05

@@ -12,8 +12,8 @@ from exporters.base import Exporter, named_inputs
 from exporters.metadata import refuse_metadata
 from exporters.opset import refuse_opset
 from exporters.registry import exporter_named, register
+from optimize_export.errors import UsageError
 from optimizer.bundle import check_target
-from optimizer.errors import UsageError
 from optimizer.model import Dynamic, OpenDims, Samples, open_dims
 from optimizer.options import check_debug_folder, check_profile_folder
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from exporters.base import Artifact, Exporter, LoadedArtifact
+from optimize_export.manifest import file_digest
 from optimizer.bundle import describe_device, factor_between
 from optimizer.faults import Located, fault_of_runtime, located, named_first, write_reproduction
-from optimizer.manifest import file_digest
 from optimizer.parity import FACTOR, Flatten, Measurement, ParityReport, Reference, Rows, Tolerance, golden_entry, judge
 
 Measured = tuple[Measurement, Mapping[str, int] | None]

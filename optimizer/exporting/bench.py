@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from exporters.gpu_settings import GpuSettings
+from optimize_export.gpu_settings import GpuSettings
+from optimize_export.runtime import Route, Runner
 from optimizer.exporting.copies import exportable
 from optimizer.exporting.job import ExportJob
 from optimizer.exporting.measuring import MeasuredExport
 from optimizer.exporting.nonfinite import NonFinite
 from optimizer.exporting.optional_passes import with_other_passes
 from optimizer.exporting.writing import WrittenFiles
-from optimizer.runtime import Route, Runner
 from optimizer.tuning import (
     EAGER,
     Benchmark,

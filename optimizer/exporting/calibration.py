@@ -10,9 +10,9 @@ import torch
 
 from exporters.base import Adapter, ExportRequest
 from exporters.errors import StructureError
-from optimizer.errors import UsageError
+from optimize_export.errors import UsageError
+from optimize_export.wording import dtype_name
 from optimizer.model import Call, Samples
-from optimizer.wording import dtype_name
 
 CalibrationCall = torch.Tensor | tuple[Any, ...] | Mapping[str, Any] | Call
 """One call: a tensor, a tuple of positional arguments, a dict of keyword arguments, or a `Call` of both.

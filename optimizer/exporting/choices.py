@@ -10,11 +10,11 @@ from typing import Any
 
 from exporters.onnx_quantization import Recipe
 from exporters.registry import QUANTIZED, exported_format
-from optimizer.errors import BundleError, UsageError
-from optimizer.manifest import MANIFEST, read_json, read_manifest, sums_problem
+from optimize_export.errors import BundleError, UsageError
+from optimize_export.manifest import MANIFEST, read_json, read_manifest, sums_problem
+from optimize_export.runtime import Route
+from optimize_export.wording import quote
 from optimizer.options import AccuracyBudget
-from optimizer.runtime import Route
-from optimizer.wording import quote
 
 
 @dataclass(frozen=True)

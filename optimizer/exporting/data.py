@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from optimize_export.errors import BundleError
+from optimize_export.manifest import check_benchmark, plain
 from optimizer.bundle import (
     describe_device,
     graph_of,
@@ -18,11 +20,9 @@ from optimizer.bundle import (
     write_golden,
     write_report,
 )
-from optimizer.errors import BundleError
 from optimizer.exporting.job import ExportJob
 from optimizer.exporting.measuring import MeasuredExport
 from optimizer.exporting.writing import WrittenFiles, all_notes
-from optimizer.manifest import check_benchmark, plain
 from optimizer.parity import WITHIN_BUDGET, ParityReport, golden_entries
 from optimizer.profiling import profile_export
 from optimizer.report import Report

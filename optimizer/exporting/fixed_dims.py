@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from optimizer.errors import UsageError
+from optimize_export.errors import UsageError
 from optimizer.model import BATCH, Call, OpenDims, Samples, keeps_values, open_dims, rebuild
 from optimizer.parity import Reference, outputs_on, runs_on
 

@@ -14,15 +14,15 @@ from exporters.base import Adapter, Artifact, Captures, Exporter, ExportRequest,
 from exporters.errors import ExporterError, ExportError, StructureError
 from exporters.exported_program import captured_operations
 from exporters.isolation import silent
+from optimize_export.wording import listed, quote
 from optimizer.exporting.artifact_parity import FileProof
 from optimizer.model import pinned_settings, random_state
 from optimizer.parity import Measurement
 from optimizer.pipeline import Provenance, kind_of
-from optimizer.wording import listed, quote
 from passes.base import Pass
-from passes.program.graph_pass import GraphPass
-from passes.program.whole_captures import FlatCall, NoWholeGraph, Place
-from passes.program.whole_graph import install_whole_graph, operations_of_whole_graph, steps_for_files
+from passes.graph.graph_pass import GraphPass
+from passes.graph.whole_captures import FlatCall, NoWholeGraph, Place
+from passes.graph.whole_graph import install_whole_graph, operations_of_whole_graph, steps_for_files
 
 _MOST_NAMES = 4
 

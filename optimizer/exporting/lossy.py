@@ -13,14 +13,14 @@ import torch
 from exporters.errors import ExporterError
 from exporters.onnx_quantization import KINDS, QuantizedFile, Recipe, quantized
 from exporters.onnx_sensitivity import within_budget
-from optimizer.errors import DeviceError
+from optimize_export.errors import DeviceError
+from optimize_export.runtime import Route, Runner, open_route
 from optimizer.exporting.calibration import Calibration
 from optimizer.exporting.graph_files import remove
 from optimizer.exporting.measuring import MeasuredExport
 from optimizer.model import Call, errors_of_model
 from optimizer.options import AccuracyBudget
 from optimizer.parity import WITHIN_BUDGET, Accuracy, accuracy_between, accuracy_of
-from optimizer.runtime import Route, Runner, open_route
 from optimizer.tuning import Candidate, Files, Refused, open_in_child
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from optimize_export.runtime import Runner
 from optimizer.exporting.measuring import MeasuredExport
 from optimizer.model import Call, keeps_values
 from optimizer.parity import outputs_on
-from optimizer.runtime import Runner
 
 _VALUES = {"NaN": math.nan, "infinity": math.inf}
 

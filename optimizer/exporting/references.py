@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from optimizer.errors import UsageError
+from optimize_export.errors import UsageError
 from optimizer.exporting.vacuous import refuse_vacuous
 from optimizer.model import Samples
 from optimizer.options import Effort

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from exporters.registry import QUANTIZED, exported_format
-from optimizer.errors import ExportFailed, ParityError
+from optimize_export.errors import ExportFailed, ParityError
 from optimizer.exporting.bench import Bench
 from optimizer.exporting.choices import Choices, is_lossy
 from optimizer.exporting.graph_files import remove

@@ -8,15 +8,15 @@ from typing import Any
 from torch import nn
 
 from exporters.base import Adapter, ExportRequest
-from optimizer.errors import ExportFailed, UsageError
+from optimize_export.errors import ExportFailed, UsageError
+from optimize_export.wording import listed
 from optimizer.exporting.fixed_dims import Suggestions
 from optimizer.exporting.job import ExportJob
 from optimizer.exporting.references import sizes_of
 from optimizer.parity import Reference
 from optimizer.pipeline import notes_on_modes
-from optimizer.wording import listed
 from passes.base import fewest_rows
-from passes.program.forwards import dtype_inside
+from passes.graph.forwards import dtype_inside
 
 # The maximum number of fixed numbers that a note names.
 _NUMBERS_TOLD = 4

@@ -18,13 +18,13 @@ import torch
 
 from exporters.onnx_quantization import Recipe
 from exporters.registry import QUANTIZED, exported_format
+from optimize_export.errors import BundleError
+from optimize_export.manifest import check_benchmark, file_digest, plain, read_json, to_json_text, version_of
+from optimize_export.runtime import Route
 from optimizer.bundle import describe_device, weights_hash
-from optimizer.errors import BundleError
 from optimizer.exporting.bench import Bench
 from optimizer.exporting.choices import is_lossy
 from optimizer.exporting.lossy import Lossy, quantized_path
-from optimizer.manifest import check_benchmark, file_digest, plain, read_json, to_json_text, version_of
-from optimizer.runtime import Route
 from optimizer.tuning import Benchmark, Figure, candidate_name, recommendation
 
 _DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d UTC"

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from exporters.registry import QUANTIZED
+from optimize_export.runtime import Route, Runner, Setting, is_installed, openvino_precisions, usable_cpus
 from optimizer.exporting.bench import Bench
 from optimizer.exporting.choices import is_lossy
 from optimizer.exporting.lossy import Lossy
-from optimizer.runtime import Route, Runner, Setting, is_installed, openvino_precisions, usable_cpus
 from optimizer.tuning import (
     Benchmark,
     Candidate,

@@ -1,6 +1,6 @@
 """Refuse vacuous outputs, which can't prove a file right or wrong, before any file is written."""
 
-from optimizer.errors import VacuousError
+from optimize_export.errors import VacuousError
 from optimizer.parity import Reference, why_vacuous
 
 

@@ -10,15 +10,15 @@ from typing import Any
 from exporters.base import Artifact, Exporter
 from exporters.child_process import start_early
 from exporters.errors import ExporterError, ExportError, MetadataError, StructureError
+from optimize_export.errors import ParityError
+from optimize_export.manifest import plain
 from optimizer.bundle import (
     artifact_entry,
 )
-from optimizer.errors import ParityError
 from optimizer.exporting.artifact_parity import FileProof
 from optimizer.exporting.graph_files import remove
 from optimizer.exporting.job import ExportJob
 from optimizer.exporting.measuring import MeasuredExport
-from optimizer.manifest import plain
 from optimizer.model import release_memory
 from optimizer.parity import ParityReport
 

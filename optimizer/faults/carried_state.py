@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from optimizer.errors import ExportFailed
+from optimize_export.errors import ExportFailed
+from optimize_export.wording import listed
 from optimizer.faults.locating import named_first
 from optimizer.faults.module_calls import ROOT, ModuleCall, in_order_of_ending, watched_calls
 from optimizer.model import REGISTRIES, AsItIs
@@ -24,9 +25,8 @@ from optimizer.parity import (
     unit,
     wide,
 )
-from optimizer.wording import listed
-from passes.program.containers import contents_of, items_of, numbers_in, slots_of
-from passes.program.storage import same_values
+from passes.graph.containers import contents_of, items_of, numbers_in, slots_of
+from passes.graph.storage import same_values
 
 # The maximum number of changed attributes that the message names.
 _NAMED = 3

@@ -21,12 +21,12 @@ from torch import nn
 
 from exporters.base import Artifact
 from exporters.file_values import FileValues, Program
+from optimize_export.wording import quote
 from optimizer.faults.divergence import Divergence
 from optimizer.faults.locating_modules import first_module_without_value, first_wrong_module, first_wrong_part
 from optimizer.model import Call, random_state
 from optimizer.parity import Flatten, Measurement, Reference, judged_values, reference_at
-from optimizer.wording import quote
-from passes.program.storage import same_values
+from passes.graph.storage import same_values
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from torch import nn
 from exporters.places import is_users, source_line
 from optimizer.model import Runs, eager_only, leaves_of, one_at_a_time, pinned_settings
 from optimizer.parity import Reference, rerun
-from passes.program.interception import intercepted_calls
+from passes.graph.interception import intercepted_calls
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from optimizer.wording import quote
+from optimize_export.wording import quote
 from passes.base import Pass
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from optimizer.errors import UsageError
-from optimizer.wording import listed
+from optimize_export.errors import UsageError
+from optimize_export.wording import listed
 
 Dynamic = Mapping[str, Sequence[int] | Mapping[int, str | None]]
 

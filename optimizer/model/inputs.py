@@ -28,12 +28,12 @@ from typing import Any
 import numpy
 import torch
 
-from optimizer.errors import LoadError, UsageError
+from optimize_export.errors import LoadError, UsageError
+from optimize_export.wording import dtype_name, quote
 from optimizer.model.dynamic import OpenDims
 from optimizer.model.settings import random_state
 from optimizer.model.structure import first_difference, leaves_of, rebuild
-from optimizer.wording import dtype_name, quote
-from passes.program.storage import has_strides
+from passes.graph.storage import has_strides
 
 FurtherInputs = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 # Sizes of open dims except the batch, by name, as a hashable key: (("time", 17),).

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from optimizer.errors import DeviceError, UsageError
+from optimize_export.arguments import other_gpu
+from optimize_export.errors import DeviceError, UsageError
 from optimizer.model.inputs import Call, ExampleInputs, FurtherInputs, Samples
 from optimizer.model.weights import (
     refuse_circular_modules,
@@ -17,9 +18,8 @@ from optimizer.model.weights import (
     refuse_unrunnable,
 )
 from optimizer.model.working_copy import working_copy
-from optimizer.options import other_gpu
 from passes.base import device_of
-from passes.program.interception import is_compiled
+from passes.graph.interception import is_compiled
 
 
 def check_model(model: object, *, runs: bool) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from optimizer.errors import LoadError
+from optimize_export.errors import LoadError
 from passes.torch_private import without_torch_function
 
 # The graph node of torch's `CheckpointFunction`. Those of Megatron and DeepSpeed do the same and have the same name.

@@ -11,16 +11,16 @@ import numpy
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from optimizer.errors import LoadError, OptimizeExportError
+from optimize_export.errors import LoadError, OptimizeExportError
+from optimize_export.wording import error_summary, listed
 from optimizer.model.held_modules import functions_over_modules
 from optimizer.model.inputs import Call
 from optimizer.model.module_tree import reachable_modules
 from optimizer.model.structure import clone, leaves_of
 from optimizer.model.working_copy import is_plain, private_state, working_copy
 from optimizer.model.written_parameters import WriteGuard, WritesToWeights, layouts_of, named_tensors
-from optimizer.wording import error_summary, listed
-from passes.program.interception import is_compiled
-from passes.program.storage import storages_of
+from passes.graph.interception import is_compiled
+from passes.graph.storage import storages_of
 from passes.torch_private import COMPILED_CALL
 
 _T = TypeVar("_T")

@@ -22,13 +22,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from optimizer.errors import LoadError
+from optimize_export.errors import LoadError
+from optimize_export.wording import a_type, lack_of_memory, listed, quote, type_name
 from optimizer.model.held_modules import functions_over_modules
 from optimizer.model.module_tree import REGISTRIES, is_script, reachable_modules, unregistered_modules
 from optimizer.torch_private import copied_script
-from optimizer.wording import a_type, lack_of_memory, listed, quote, type_name
-from passes.program.backend import GraphCall
-from passes.program.forwards import unbound_forward
+from passes.graph.backend import GraphCall
+from passes.graph.forwards import unbound_forward
 from passes.torch_private import COMPILED_CALL
 
 Mode = Literal["inference", "training"]

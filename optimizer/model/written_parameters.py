@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimizer.errors import LoadError
+from optimize_export.errors import LoadError
 from optimizer.model.module_tree import reachable_modules, unregistered_modules
 from optimizer.torch_private import schema_of
-from passes.program.storage import storages_of
+from passes.graph.storage import storages_of
 from passes.torch_private import without_torch_function
 
 # Batch normalization kernels write to these arguments if one of the flags is set; not all schemas say so.

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from optimize_export.wording import dtype_name
 from optimizer.options import AccuracyBudget
 from optimizer.parity.json_data import from_json, to_json
 from optimizer.parity.pools import Pool
 from optimizer.parity.results import CallErrors, Measurement
 from optimizer.parity.statistics import error_statistics, has_classes, top1_agreement
 from optimizer.parity.tensors import all_finite, distance, special
-from optimizer.wording import dtype_name
 
 WITHIN_BUDGET = "within budget"
 """The verdict on a file that differs from the original by more than rounding, and that the user's budget allows."""

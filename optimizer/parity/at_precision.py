@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from optimizer.errors import UsageError
+from optimize_export.errors import UsageError
+from optimize_export.wording import append_once, error_summary
 from optimizer.model import pinned_settings
 from optimizer.parity.lower_precision import computing_in, error_scale
 from optimizer.parity.modes import run_in
@@ -20,7 +21,6 @@ from optimizer.parity.pools import Pool, Slices
 from optimizer.parity.results import OutputNoise
 from optimizer.parity.signal import missing_signal
 from optimizer.parity.tensors import all_finite, distance, is_exact
-from optimizer.wording import append_once, error_summary
 from passes.base import Precision
 
 

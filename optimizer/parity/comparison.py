@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from optimizer.errors import LoadError
+from optimize_export.errors import LoadError
+from optimize_export.wording import append_once, dtype_name, error_summary
 from optimizer.model import Call, Runs, first_difference
 from optimizer.parity.frontier import frontier
 from optimizer.parity.observe import Flatten, Observation, observe
@@ -19,7 +20,6 @@ from optimizer.parity.results import CallErrors, Measurement, OutputDifference, 
 from optimizer.parity.statistics import error_statistics, has_classes, integer_agreement, top1_agreement
 from optimizer.parity.tensors import all_finite, distance, is_exact, lost_in_noise, special, unit, wide
 from optimizer.parity.verdict import FACTOR, SLICE_FACTOR, in_units_of
-from optimizer.wording import append_once, dtype_name, error_summary
 
 # An error that is larger than allowed by at most this factor may be rounding that only further samples show.
 DOUBTFUL = 64.0

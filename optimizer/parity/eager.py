@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import torch
 
-from optimizer.errors import LoadError
+from optimize_export.errors import LoadError
+from optimize_export.wording import error_summary
 from optimizer.model import pinned_by
 from optimizer.parity.observe import Observation
 from optimizer.parity.original import Original, OriginalCall, without_warnings
 from optimizer.parity.results import OutputNoise
 from optimizer.parity.tensors import distance, is_exact, special
 from optimizer.parity.verdict import FACTOR
-from optimizer.wording import error_summary
 
 EagerRun = tuple[OriginalCall, Observation | str]
 """A call, and its outputs under the user's settings, or the error there."""

@@ -23,8 +23,8 @@ from optimizer.parity.tensors import half_as_float32
 from optimizer.parity.torch_functions import is_question, mapped, written_ids
 from passes.base import Precision
 from passes.casting.forwards import Loan, takes_one_dtype
-from passes.program.interception import intercepted_calls
-from passes.program.torch_calls import name_of
+from passes.graph.interception import intercepted_calls
+from passes.graph.torch_calls import name_of
 
 _RUN_IN = torch.bfloat16
 # These accept float32 statistics and weights next to an input of another dtype.

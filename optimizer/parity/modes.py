@@ -15,7 +15,7 @@ from optimizer.parity.observe import Observation, observe, own_dtype
 from optimizer.parity.original import Original, OriginalCall, mixed_seed, without_warnings
 from optimizer.parity.random_draws import Layout, MaskedLayouts
 from optimizer.parity.rounding import PerturbedMode, RoundedMode, off_by_one_ulp, random_signs, stands_for_infinity
-from passes.program.shared_memory import groups_of, places_in
+from passes.graph.shared_memory import groups_of, places_in
 
 ModeOf = Callable[[Any], AbstractContextManager[Any]]
 """Makes the mode for the copy that is run."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from optimize_export.wording import append_once, dtype_name, error_summary
 from optimizer.model import Call, first_difference, is_script, modules_of, pinned_settings
 from optimizer.parity.modes import in_float64, perturbed, rounded, run_in
 from optimizer.parity.observe import Observation
@@ -21,7 +22,6 @@ from optimizer.parity.signal import missing_signal
 from optimizer.parity.tensors import all_finite, floors, is_exact, special, unit
 from optimizer.parity.ties import BrokenTies, find_ties
 from optimizer.parity.verdict import FACTOR, SLICE_FACTOR
-from optimizer.wording import append_once, dtype_name, error_summary
 
 logger = logging.getLogger(__name__)
 

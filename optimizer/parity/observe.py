@@ -24,7 +24,7 @@ from optimizer.model import (
     rebuild,
 )
 from optimizer.parity.float64 import Float64Mode, raised
-from passes.program.storage import same_values
+from passes.graph.storage import same_values
 
 _OTHER_KINDS = re.compile(r"^(output|gradient of|buffer) | \(changed in place\)$")
 

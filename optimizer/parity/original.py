@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from exporters.places import place_of_error
-from optimizer.errors import LoadError, UsageError
+from optimize_export.errors import LoadError, UsageError
+from optimize_export.wording import error_summary
 from optimizer.model import (
     Call,
     Runs,
@@ -31,8 +32,7 @@ from optimizer.parity.observe import Observation, input_names, observe
 from optimizer.parity.recorded_runs import RecordedRuns
 from optimizer.parity.results import Measurement
 from optimizer.parity.ties import Tie, settled
-from optimizer.wording import error_summary
-from passes.program.storage import same_values
+from passes.graph.storage import same_values
 
 logger = logging.getLogger(__name__)
 

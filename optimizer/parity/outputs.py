@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from optimizer.errors import UsageError
+from optimize_export.errors import UsageError
 from optimizer.model import Mode, Samples, Taken, ladder, one_at_a_time, pinned_settings
 from optimizer.parity.eager import eager_runs, notes_on_eager
 from optimizer.parity.noise import RoundingNoise

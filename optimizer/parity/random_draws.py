@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from optimizer.parity.torch_functions import mapped
-from passes.program.torch_calls import argument, name_of
+from passes.graph.torch_calls import argument, name_of
 
 _FACTORIES = frozenset({"rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "normal"})
 _FILLS = frozenset(

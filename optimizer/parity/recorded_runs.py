@@ -6,12 +6,12 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from optimizer.errors import LoadError
+from optimize_export.errors import LoadError
+from optimize_export.wording import first_line
 from optimizer.model import Call, RunsOfCopy, eager_only
 from optimizer.parity.observe import Observation, observe
-from optimizer.wording import first_line
-from passes.program.model_tree import ModelTree
-from passes.program.recording import Recorder, Recording, Run, Runs
+from passes.graph.model_tree import ModelTree
+from passes.graph.recording import Recorder, Recording, Run, Runs
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from optimizer.errors import LoadError, UsageError
+from optimize_export.errors import LoadError, UsageError
 from optimizer.model import Call, clone, one_at_a_time, pinned_settings
 from optimizer.parity.float64 import Float64Mode
 from optimizer.parity.noise import RoundingNoise

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from optimizer.parity.float64 import raised
 from optimizer.parity.torch_functions import is_question, mapped, moved_tensor, written_ids
 from optimizer.torch_private import decomposition_of, schema_of
-from passes.program.torch_calls import name_of
+from passes.graph.torch_calls import name_of
 
 # Norms subtract a mean inside, and the difference may be far smaller than the rounded numbers.
 _NORMS = re.compile("norm(?!al)")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from optimizer.errors import ParityError, UsageError
+from optimize_export.errors import ParityError, UsageError
+from optimize_export.wording import error_summary
 from optimizer.model import Call, Runs, one_at_a_time, pinned_settings
 from optimizer.parity.close_look import rows_may_be_rounding
 from optimizer.parity.observe import Flatten, observe
@@ -16,7 +17,6 @@ from optimizer.parity.original import without_warnings
 from optimizer.parity.results import RowMeasurement
 from optimizer.parity.rows import Batch, Rows
 from optimizer.parity.verdict import FACTOR, allowed_by, judge_rows
-from optimizer.wording import error_summary
 
 if TYPE_CHECKING:
     from optimizer.parity.reference import Reference

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from optimizer.errors import UsageError
+from optimize_export.errors import UsageError
+from optimize_export.wording import listed
 from optimizer.parity.results import (
     Measurement,
     OutputDifference,
@@ -18,7 +19,6 @@ from optimizer.parity.results import (
     RowMeasurement,
     RowReport,
 )
-from optimizer.wording import listed
 
 FACTOR = 4.0
 # The allowed error of one channel, column or band of magnitude, in units of its own noise. An output has thousands of

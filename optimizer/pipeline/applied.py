@@ -11,8 +11,8 @@ from optimizer.model import is_script
 from optimizer.parity import RegionParity
 from optimizer.report import PassRecord
 from passes.base import DeclaredError, Pass, PassResult, Precision
-from passes.program.changes import Change, Place
-from passes.program.edits import Edit
+from passes.graph.changes import Change, Place
+from passes.graph.edits import Edit
 
 Lowered = Precision | DeclaredError
 """The reason why a result may be less precise than the original."""

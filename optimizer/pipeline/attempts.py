@@ -10,16 +10,16 @@ from typing import Any
 from torch import nn
 
 from exporters.places import line_of_error
+from optimize_export.wording import first_line
 from optimizer.model import WorkingCopy
 from optimizer.parity import RegionParity, check_change
 from optimizer.pipeline.applied import TreeState
 from optimizer.pipeline.callers_tensors import CallersTensors
 from optimizer.report import PassRecord, PlaceRecord
-from optimizer.wording import first_line
 from passes.base import Context, DeclaredError, Pass, PassResult
 from passes.casting.forwards import AutocastForward, root_cast
 from passes.errors import PassesError
-from passes.program.model_tree import ModelTree
+from passes.graph.model_tree import ModelTree
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from optimizer.errors import OptimizeFailed
+from optimize_export.errors import OptimizeFailed
 from optimizer.model import Source, WorkingCopy, is_script, reachable_modules
 from passes.base import Pass
-from passes.program.model_tree import ModelTree
-from passes.program.storage import same_values
+from passes.graph.model_tree import ModelTree
+from passes.graph.storage import same_values
 
 
 class CallersTensors:

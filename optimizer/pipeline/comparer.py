@@ -8,11 +8,11 @@ from typing import Literal
 
 from torch import nn
 
-from optimizer.errors import LoadError
+from optimize_export.errors import LoadError
+from optimize_export.wording import first_line
 from optimizer.model import Mode, Samples
 from optimizer.parity import OriginalOutputs, ParityReport, Reference, judge, measure_reference
 from optimizer.pipeline.applied import AppliedPass, Lowered, lowered_by, with_changes
-from optimizer.wording import first_line
 
 
 class Comparer:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from optimize_export.wording import first_line
 from optimizer.model import Call, Mode, clone, eager_only, pinned_settings, private_state, random_state, seed_torch
-from optimizer.wording import first_line
 from passes.base import Context
 
 Way = Callable[[], AbstractContextManager[Any]]

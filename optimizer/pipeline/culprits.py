@@ -9,7 +9,7 @@ from optimizer.faults import located_module
 from optimizer.parity import ParityReport
 from optimizer.pipeline.applied import AppliedPass, edits_of, is_lossy, lowered_by, with_changes
 from optimizer.pipeline.comparer import Comparer
-from passes.program.edits import taken_back
+from passes.graph.edits import taken_back
 
 if TYPE_CHECKING:
     from optimizer.pipeline.transactions import Transactions

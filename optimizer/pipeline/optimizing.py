@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from optimizer.errors import UsageError
+from optimize_export.errors import UsageError
+from optimize_export.wording import listed
 from optimizer.model import (
     ExampleInputs,
     FurtherInputs,
@@ -36,7 +37,6 @@ from optimizer.pipeline.pipeline import Pipeline
 from optimizer.pipeline.provenance import Provenance, attach, detach
 from optimizer.pipeline.size import coverage_record, recorded_operations, size_of
 from optimizer.report import ProgressFunction, Report
-from optimizer.wording import listed
 from passes.base import Context, Pass, PassResult, device_of
 from passes.registry import make_passes
 

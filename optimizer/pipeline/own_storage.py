@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.program.shared_memory import copied_together, groups_of
-from passes.program.storage import storages_of
+from passes.graph.shared_memory import copied_together, groups_of
+from passes.graph.storage import storages_of
 
 
 class OwnStorage:

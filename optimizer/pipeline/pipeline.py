@@ -28,7 +28,7 @@ from optimizer.pipeline.verification import verified
 from optimizer.pipeline.worth import why_not_used
 from optimizer.report import PassRecord, Progress, ProgressFunction
 from passes.base import Context, Pass, PassResult
-from passes.program.model_tree import ModelTree
+from passes.graph.model_tree import ModelTree
 
 
 class Pipeline:

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from optimizer.errors import ExportFailed, UsageError
+from optimize_export.errors import ExportFailed, UsageError
 from optimizer.model import Samples, Source
 from optimizer.parity import OriginalOutputs
 from optimizer.pipeline.warm_up import WarmUp
 from optimizer.report import Report
 from passes.base import DeclaredError, Pass, Precision
 from passes.errors import UnknownPass
-from passes.program.backend import refresh
+from passes.graph.backend import refresh
 from passes.registry import pass_named
 
 _ATTRIBUTE = "_optimize_export"

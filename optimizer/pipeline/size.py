@@ -6,9 +6,9 @@ from torch.nn.parameter import is_lazy
 
 from optimizer.report import CoverageRecord, Size
 from passes.base import Context
-from passes.program.model_tree import ModelTree
-from passes.program.recording import call_of, operation_name, tensor_of
-from passes.program.runs import recorded_runs
+from passes.graph.model_tree import ModelTree
+from passes.graph.recording import call_of, operation_name, tensor_of
+from passes.graph.runs import recorded_runs
 
 
 def size_of(tree: ModelTree) -> Size:

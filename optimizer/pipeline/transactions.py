@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from optimizer.errors import OptimizeFailed
+from optimize_export.errors import OptimizeFailed
 from optimizer.model import WorkingCopy
 from optimizer.pipeline.applied import AppliedPass, CheckedChanges, is_lossy
 from optimizer.pipeline.attempts import attempt, judge_change
@@ -18,8 +18,8 @@ from optimizer.pipeline.copy_runs import CopyRuns
 from optimizer.pipeline.culprits import find_wrong_after
 from optimizer.report import PassRecord, Progress, ProgressFunction
 from passes.base import Context, Pass, PassResult
-from passes.program.changes import Place
-from passes.program.model_tree import ModelTree
+from passes.graph.changes import Place
+from passes.graph.model_tree import ModelTree
 
 # Maximum number of runs of a pass. Each run leaves out the imprecise changes of the one before, but may make new ones.
 _MOST_TRIES = 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from optimizer.errors import ParityError
+from optimize_export.errors import ParityError
 from optimizer.parity import ParityReport
 from optimizer.pipeline.applied import with_changes
 from optimizer.pipeline.comparer import Comparer

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from optimizer.errors import UsageError
+from optimize_export.errors import UsageError
 from optimizer.model import Call, Samples
 from optimizer.pipeline.copy_runs import fresh
 from passes.base import device_of

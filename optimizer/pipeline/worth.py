@@ -13,7 +13,7 @@ from torch import nn
 
 from optimizer.options import is_to_be_timed
 from optimizer.pipeline.copy_runs import CopyRuns
-from passes.program.backend import GraphCall, compilation_of, without_graph_call
+from passes.graph.backend import GraphCall, compilation_of, without_graph_call
 from passes.torch_private import COMPILED_CALL
 
 # What the graphs of a model with slower calls cost doesn't count: of one graph, and of several.

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 from exporters.places import paths_of
 from optimizer.profiling.operations import Operation, Place, Spent, operations_of
-from passes.program.interception import intercepted_calls, is_compiled
+from passes.graph.interception import intercepted_calls, is_compiled
 from passes.torch_private import COMPILED_CALL
 
 # The names of ranges in the trace: one run, and the call of the module with this path.

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from optimizer.errors import printable_lines
+from optimize_export.errors import printable_lines
 from optimizer.model import Mode
 from optimizer.profiling.operations import Operation, one_path, without_numbers
 from optimizer.profiling.peak_memory import PeakMemory

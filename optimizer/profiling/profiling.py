@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from optimizer.errors import BundleError, UsageError
+from optimize_export.errors import BundleError, UsageError
 from optimizer.model import (
     Call,
     ExampleInputs,

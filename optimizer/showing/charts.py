@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from optimizer.manifest import number
+from optimize_export.manifest import number
 from optimizer.showing.plots import Axis, Plot, Point, categories, linear, logarithmic
 from optimizer.showing.texts import number_text, seconds_text, size_text
 

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from optimizer.errors import printable_lines
+from optimize_export.errors import printable_lines
 from optimizer.showing import texts
 
 _CODE = re.compile("`([^`]+)`")

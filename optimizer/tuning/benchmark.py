@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from optimize_export.runtime import Route
+from optimize_export.wording import quote
 from optimizer.parity import WITHIN_BUDGET, Accuracy
-from optimizer.runtime import Route
 from optimizer.tuning.memory import PeakMemory
 from optimizer.tuning.timing import LEAST_GAIN, Latency, Ratio, interleaved, ratio
-from optimizer.wording import quote
 
 EAGER = "eager"
 # The share of the time for all candidates; the rest is for two of them, if the choice is in doubt.

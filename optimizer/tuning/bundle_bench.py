@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from exporters.child_process import one_child
+from optimize_export.errors import BundleError
+from optimize_export.manifest import damage_of
+from optimize_export.runtime import Route, is_installed
 from optimizer.bundle import open_bundle
-from optimizer.errors import BundleError
-from optimizer.manifest import damage_of
 from optimizer.parity import Accuracy
-from optimizer.runtime import Route, is_installed
 from optimizer.tuning.benchmark import Benchmark, Refused, opened_all, timed
 from optimizer.tuning.files import Files, frozen
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from exporters.child_process import InChild, can_start
-from exporters.gpu_settings import GpuSettings
+from optimize_export.gpu_settings import GpuSettings
+from optimize_export.runtime import Route, Runner, open_route, own_routes, require_runtime
 from optimizer.parity import Accuracy
-from optimizer.runtime import Route, Runner, open_route, own_routes, require_runtime
 from optimizer.tuning.benchmark import Candidate, Run
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from passes.program.forwards import AroundForward, is_atom, standing_around
+from passes.graph.forwards import AroundForward, is_atom, standing_around
 from passes.torch_private import AnyNorm, is_tracing
 
 HALF = (torch.bfloat16, torch.float16)

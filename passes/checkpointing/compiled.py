@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from passes.checkpointing.choice import Choice, possible
 from passes.checkpointing.profile import Profile
 from passes.checkpointing.simulation import Simulation
-from passes.program.forwards import AroundForward
+from passes.graph.forwards import AroundForward
 from passes.torch_private import compiler_of_now
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from passes.checkpointing.plan import Plan
 from passes.checkpointing.sharding import Units
 from passes.checkpointing.tape import Tape
-from passes.program.forwards import AroundForward
+from passes.graph.forwards import AroundForward
 from passes.torch_private import (
     DefaultDevice,
     active_function_modes,

@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from passes.program.forwards import AroundForward
-from passes.program.hooks import has_hooks
+from passes.graph.forwards import AroundForward
+from passes.graph.hooks import has_hooks
 from passes.torch_private import COMPILED_CALL
 
 # With fewer blocks, the saved compile time doesn't make up for the cost of separate calls.

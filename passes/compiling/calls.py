@@ -14,7 +14,7 @@ from torch import nn
 
 from passes.compiling.blocks import Blocks, calls_set
 from passes.compiling.record import CompileRecord, GraphBreak, RecordingBackend
-from passes.program.forwards import bound_forward
+from passes.graph.forwards import bound_forward
 from passes.torch_private import graph_break
 
 # Blocks count as sharing their code if they need at most `_MOST_KINDS` programs per run, and no more than one for

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from passes.program.containers import REGISTRIES, contents_of
+from passes.graph.containers import REGISTRIES, contents_of
 
 # The search stops after this number of objects.
 _MOST = 1 << 20

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from passes.program.captured import is_tensor, name_of
-from passes.program.effects import is_repeatable
-from passes.program.operations import schemas
+from passes.graph.captured import is_tensor, name_of
+from passes.graph.effects import is_repeatable
+from passes.graph.operations import schemas
 
 # Names of Python operators and torch functions whose operation torch tags under another name.
 _SAME_AS = {

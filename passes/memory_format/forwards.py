@@ -13,9 +13,9 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from passes.program.forwards import AroundForward, standing_around
-from passes.program.memory_formats import CHANNELS_LAST_FORMATS, ORDERS, DimOrder, is_channels_last, lies_in, order_of
-from passes.program.storage import has_strides, kind_of
+from passes.graph.forwards import AroundForward, standing_around
+from passes.graph.memory_formats import CHANNELS_LAST_FORMATS, ORDERS, DimOrder, is_channels_last, lies_in, order_of
+from passes.graph.storage import has_strides, kind_of
 from passes.torch_private import is_transformed, without_torch_function
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from passes.graph.memory_formats import CONTIGUOUS, EITHER, LAST
 from passes.graph_interface import CHANNELS_LAST_FORMATS, GraphRewriter, Node, is_channels_last, layout_of
 from passes.memory_format.watch import Loss
-from passes.program.memory_formats import CONTIGUOUS, EITHER, LAST
 
 
 def losses_in(graph: GraphRewriter, kept: Collection[Node], copies: Mapping[Node, Node]) -> list[Loss]:

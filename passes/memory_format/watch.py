@@ -20,11 +20,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from passes.graph.interception import intercepted_calls
+from passes.graph.memory_formats import CONTIGUOUS, EITHER, LAST, is_channels_last, layout_of
+from passes.graph.storage import kind_of
+from passes.graph.torch_calls import METADATA, name_of
 from passes.memory_format.forwards import draws_for_last, enters_channels_last, is_kept_contiguous, positional_names
-from passes.program.interception import intercepted_calls
-from passes.program.memory_formats import CONTIGUOUS, EITHER, LAST, is_channels_last, layout_of
-from passes.program.storage import kind_of
-from passes.program.torch_calls import METADATA, name_of
 from passes.torch_private import share_storage, without_torch_function
 
 _CONVOLUTIONS = frozenset({"conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "convolution"})

@@ -9,8 +9,8 @@ import torch
 from benchmark_runs import imported, run_benchmark
 from torch import nn
 
+from optimize_export.manifest import plain
 from optimizer.exporting import artifact_parity
-from optimizer.manifest import plain
 from optimizer.parity import check_parity
 
 OPTIONS = ("--models=resnet,vit", "--inputs=1", "--faults=1")

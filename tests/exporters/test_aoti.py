@@ -186,7 +186,7 @@ try:
     model(ids, ids > 0, torch.ones(size, 4, dtype=torch.float16))
 except RuntimeError as error:
     print("refused")
-assert not {"exporters", "optimizer", "passes"} & set(sys.modules)
+assert not {"exporters", "optimize_export", "optimizer", "passes"} & set(sys.modules)
 """
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from exporters.base import ExportRequest
 from exporters.errors import ExportError
 from exporters.registry import exporter_named
+from optimize_export.errors import ParityError
 from optimizer import export, verify_bundle
-from optimizer.errors import ParityError
 
 
 class Drawing(nn.Module):

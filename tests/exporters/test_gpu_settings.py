@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from exporters.gpu_settings import GpuSettings
+from optimize_export.gpu_settings import GpuSettings
 
 SETTINGS = [GpuSettings(matmul, cudnn, not matmul) for matmul in (False, True) for cudnn in (False, True)]
 

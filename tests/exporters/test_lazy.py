@@ -25,7 +25,9 @@ def test_the_public_names_are_listed_and_no_others_exist():
         exporters.Exporters  # noqa: B018
 
 
-@pytest.mark.parametrize("module", ["exporters", "exporters.onnx_runtime", "optimizer.runtime", "optimizer.manifest"])
+@pytest.mark.parametrize(
+    "module", ["exporters", "optimize_export.onnx_runtime", "optimize_export.runtime", "optimize_export.manifest"]
+)
 def test_what_runs_onnx_files_imports_no_torch(module):
     script = f"import sys, {module}; print({{'torch', 'onnx', 'safetensors', 'click', 'rich'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)

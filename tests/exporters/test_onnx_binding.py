@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from exporters.onnx_binding import BoundSession
-from exporters.onnx_runtime import ort
-from optimizer.runtime import Route, open_route
+from optimize_export.onnx_runtime import ort
+from optimize_export.runtime import Route, open_route
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ import exporters.onnx_files
 import exporters.onnx_sensitivity
 from exporters.errors import CalibrationError, NothingToQuantize, QuantizationError
 from exporters.onnx_quantization import quantized
-from exporters.onnx_runtime import ort
 from exporters.onnx_sensitivity import sensitivities, within_budget
+from optimize_export.onnx_runtime import ort
 
 KINDS = ("int8-static", "int8-dynamic", "uint8-dynamic", "int4-weights")
 RANDOM = np.random.default_rng(0)
@@ -268,7 +268,7 @@ def test_what_cannot_be_converted_to_float16_is_refused(tmp_path):
 
 def test_after_the_conversion_to_float16_quantization_works_and_the_path_of_modules_is_as_before():
     script = (
-        "import sys; before = list(sys.path); from exporters.onnx_runtime import float16_conversion, quantization;"
+        "import sys; before = list(sys.path); from optimize_export.onnx_runtime import float16_conversion, quantization;"
         "float16_conversion(); quantization()"
     )
     subprocess.run([sys.executable, "-c", f"{script}; assert sys.path == before"], check=True, cwd=ROOT)

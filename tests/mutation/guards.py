@@ -25,9 +25,9 @@ from pathlib import Path
 FILES = (
     "passes/fold_conv_bn.py",
     "passes/fold_conv_bias.py",
-    "passes/program/arithmetic.py",
-    "passes/program/channels.py",
-    "passes/program/layers.py",
+    "passes/graph/arithmetic.py",
+    "passes/graph/channels.py",
+    "passes/graph/layers.py",
 )
 # The answer of each predicate that lets the judge go on.
 LETS_PASS = {

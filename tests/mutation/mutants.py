@@ -1,6 +1,6 @@
 """Remove each guard of the judge of a fold, one at a time, and show the test that fails without it.
 
-    python tests/mutation/mutants.py --only passes/program/layers.py --reached /tmp/reached.json
+    python tests/mutation/mutants.py --only passes/graph/layers.py --reached /tmp/reached.json
 
 All work is done in copies of the project in a temporary folder. First the tests run once with a note at every guard.
 This tells which guards refuse in which test: only these tests can detect that a guard is missing. Then each guard is
@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 _COPIED = ("passes", "optimizer", "exporters", "benchmarks", "tests", "pyproject.toml")
 # The tests that are closest to the judge.
 _TESTS = (
-    "tests/passes/program/test_derived.py",
+    "tests/passes/graph/test_derived.py",
     "tests/passes/test_fold_conv_bias.py",
     "tests/passes/test_fold_conv_bn.py",
     "tests/passes/test_hard_cases.py",

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from optimizer.errors import UsageError
+from optimize_export.errors import UsageError
 from optimizer.options import AccuracyBudget, parse_accuracy
 from optimizer.parity import Accuracy, accuracy_between
 

@@ -22,8 +22,16 @@ from exporters.onnx import OnnxExporter
 from exporters.onnx_session import judge_placement
 from exporters.registry import exporter_named
 from exporters.torchscript import TorchScriptExporter
+from optimize_export.errors import (
+    BundleError,
+    DeviceError,
+    ExportFailed,
+    LoadError,
+    ParityError,
+    UsageError,
+    VacuousError,
+)
 from optimizer import export, open_bundle, optimize, rejudge_bundle, report_of, verify_bundle
-from optimizer.errors import BundleError, DeviceError, ExportFailed, LoadError, ParityError, UsageError, VacuousError
 from optimizer.exporting.artifact_parity import ArtifactParity, Failures, FileProof
 from optimizer.report import STAGES, Progress
 from passes import TorchCompile

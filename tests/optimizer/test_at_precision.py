@@ -13,15 +13,15 @@ from folding_models import image
 from tiny_models import enliven
 from torch import Tensor, nn
 
+from optimize_export.errors import UsageError
 from optimizer import check_parity, export, optimize, report_of, verify_bundle
-from optimizer.errors import UsageError
 from optimizer.model.inputs import Samples
 from optimizer.parity import Measurement, ParityReport, Reference, judge, measure_reference
 from passes import CastPrecision, Precision
 from passes.base import Context
-from passes.program.module_pass import ModulePass
-from passes.program.module_rewriting import ModuleRewriter
-from passes.program.tensors import TensorRef
+from passes.graph.module_pass import ModulePass
+from passes.graph.module_rewriting import ModuleRewriter
+from passes.graph.tensors import TensorRef
 
 BFLOAT16 = Precision(torch.bfloat16)
 FLOAT16 = Precision(torch.float16)

@@ -30,6 +30,19 @@ from exporters.base import Adapter, Artifact, ExportRequest, TensorSpec
 from exporters.errors import ExporterError
 from exporters.registry import exporter_named, load_artifact, load_for_proof
 from exporters.torchscript import TorchScriptExporter
+from optimize_export.errors import BundleError, DeviceError, UsageError
+from optimize_export.manifest import (
+    MANIFEST,
+    check_benchmark,
+    check_manifest,
+    file_digest,
+    number,
+    plain,
+    sums_problem,
+    sums_text,
+    to_json_text,
+    without_local_paths,
+)
 from optimizer import export
 from optimizer.bundle import (
     Bundle,
@@ -50,19 +63,6 @@ from optimizer.bundle.golden import stored_noises, stored_tolerances
 from optimizer.bundle.manifest import usage_text
 from optimizer.bundle.verify import device_factor
 from optimizer.bundle.writing import _seal
-from optimizer.errors import BundleError, DeviceError, UsageError
-from optimizer.manifest import (
-    MANIFEST,
-    check_benchmark,
-    check_manifest,
-    file_digest,
-    number,
-    plain,
-    sums_problem,
-    sums_text,
-    to_json_text,
-    without_local_paths,
-)
 from optimizer.model.inputs import Call, Samples
 from optimizer.parity import GoldenEntry, OutputNoise, Reference, golden_entries, judge, measure_reference
 

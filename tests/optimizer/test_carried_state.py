@@ -11,8 +11,8 @@ from torch import nn
 
 from exporters.errors import StructureError
 from exporters.torchscript_deprecation import torchscript_allowed
+from optimize_export.errors import ExportFailed
 from optimizer import export, optimize
-from optimizer.errors import ExportFailed
 
 
 class Linear(nn.Module):

@@ -16,10 +16,10 @@ from torch import nn
 
 from exporters.errors import ExportError
 from exporters.torchscript import TorchScriptExporter
+from optimize_export.errors import BundleError, DeviceError, ExportFailed, ParityError, UsageError
+from optimize_export.manifest import MANIFEST, SUMS, file_digest, sums_text
 from optimizer import Bundle, export, load, open_bundle, rejudge_bundle, verify_bundle
 from optimizer.bundle import write_triton_model
-from optimizer.errors import BundleError, DeviceError, ExportFailed, ParityError, UsageError
-from optimizer.manifest import MANIFEST, SUMS, file_digest, sums_text
 
 LEVELS = {"int8-static": 100}
 Manifest = dict[str, Any]
@@ -355,7 +355,7 @@ def test_a_runtime_that_is_missing_is_named(
     def recommend(manifest: Manifest) -> None:
         manifest["benchmark"]["recommended"] |= {"runtime": "openvino", "settings": {}}
 
-    monkeypatch.setattr("optimizer.runtime.route.is_installed", lambda runtime: False)
+    monkeypatch.setattr("optimize_export.runtime.route.is_installed", lambda runtime: False)
     with pytest.raises(DeviceError, match="openvino isn't installed here: pip install"):
         made(tmp_path, formats=("torchscript",), choices=edited(exact, tmp_path, recommend))
 

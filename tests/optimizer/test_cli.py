@@ -17,10 +17,7 @@ from torch import nn
 import exporters.registry
 import passes.registry
 from exporters.metadata import metadata_of
-from optimizer.command import cli, early_checks
-from optimizer.command import tables as result_table
-from optimizer.command.tables import as_text
-from optimizer.errors import (
+from optimize_export.errors import (
     BundleError,
     DeviceError,
     ExportFailed,
@@ -31,6 +28,9 @@ from optimizer.errors import (
     UsageError,
     VacuousError,
 )
+from optimizer.command import cli, early_checks
+from optimizer.command import tables as result_table
+from optimizer.command.tables import as_text
 from optimizer.options import (
     DiagnoseOptions,
     ExportOptions,

@@ -8,10 +8,10 @@ from safetensors.torch import save_file
 from tiny_models import enliven
 from torch import nn
 
+from optimize_export.errors import UsageError
 from optimizer import check_parity, export, optimize, verify_bundle
 from optimizer.command.cli import main
 from optimizer.command.input_files import read_calls
-from optimizer.errors import UsageError
 from optimizer.model.inputs import Call
 from optimizer.model.structure import leaves_of
 from optimizer.parity import input_names

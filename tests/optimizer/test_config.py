@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from optimize_export.errors import UsageError
 from optimizer.command import all_models, cli
-from optimizer.errors import UsageError
 from optimizer.options import AllOptions, ExportOptions
 
 ROOT = Path(cli.__file__).parent.parent.parent

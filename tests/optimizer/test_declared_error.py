@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from tiny_models import enliven
 from torch import Tensor, nn
 
+from optimize_export.errors import OptimizeFailed
 from optimizer import export, optimize, verify_bundle
-from optimizer.errors import OptimizeFailed
 from passes.base import Context, Pass
 from passes.errors import PassOptionError
-from passes.program.graph_pass import GraphPass
-from passes.program.graph_rewriting import GraphRewriter
-from passes.program.module_pass import ModulePass
-from passes.program.module_rewriting import ModuleRewriter
-from passes.program.tensors import TensorRef
+from passes.graph.graph_pass import GraphPass
+from passes.graph.graph_rewriting import GraphRewriter
+from passes.graph.module_pass import ModulePass
+from passes.graph.module_rewriting import ModuleRewriter
+from passes.graph.tensors import TensorRef
 
 
 class Net(nn.Module):

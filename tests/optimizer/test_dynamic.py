@@ -9,9 +9,9 @@ from tiny_models import enliven
 from torch import nn
 
 from exporters.errors import StructureError
+from optimize_export.errors import ExportFailed, ParityError, UsageError
 from optimizer import export, open_bundle, optimize, verify_bundle
 from optimizer.command.cli import main
-from optimizer.errors import ExportFailed, ParityError, UsageError
 from optimizer.exporting.artifact_parity import FileProof
 from optimizer.model.dynamic import OpenDims, open_dims
 from optimizer.model.inputs import Samples

@@ -11,9 +11,9 @@ import torch
 from tiny_models import enliven
 from torch import Tensor, nn
 
+from optimize_export.errors import UsageError
 from optimizer import export, optimize
 from optimizer.command import cli
-from optimizer.errors import UsageError
 from optimizer.exporting.references import measured_reference, sizes_of
 from optimizer.model import Samples
 from optimizer.parity import judge

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 
 from exporters.onnx import OnnxExporter
 from exporters.onnx_session import judge_placement
+from optimize_export.errors import Terminated
 from optimizer.command import cli
-from optimizer.errors import Terminated
 from optimizer.exporting import artifact_parity
 from optimizer.exporting.artifact_parity import FileProof
 from optimizer.parity import judge

@@ -8,8 +8,8 @@ import torch
 from tiny_models import enliven
 from torch import nn
 
+from optimize_export.errors import ParityError
 from optimizer import export, optimize
-from optimizer.errors import ParityError
 from optimizer.model.inputs import Samples
 from optimizer.parity import judge, measure_reference
 from optimizer.pipeline import provenance_of

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from exporters import ExportError
 from optimizer import export, load, optimize, verify_bundle
 from passes.base import Context
-from passes.program.graph_pass import GraphPass
-from passes.program.graph_rewriting import GraphRewriter
+from passes.graph.graph_pass import GraphPass
+from passes.graph.graph_rewriting import GraphRewriter
 
 FORMATS = ("torchscript", "onnx", "pt2")
 # For each format, the passes whose changes its file lacks: none.

@@ -11,7 +11,7 @@ from torch import nn
 
 from optimizer import optimize
 from passes import JitFusion, MergeLinears, PadChannels, Simplify
-from passes.program.graph_pass import GraphPass
+from passes.graph.graph_pass import GraphPass
 from passes.registry import pass_names
 
 FEW, MANY = 20, 160

@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from exporters.base import named_inputs
+from optimize_export.errors import LoadError, UsageError
 from optimizer import check_parity, export, open_bundle, optimize
 from optimizer.command import cli
 from optimizer.command.input_files import read_calls
 from optimizer.command.loading import load
-from optimizer.errors import LoadError, UsageError
 from optimizer.model import first_difference, leaves_of
 from optimizer.model.inputs import Call, Samples
 from optimizer.parity import golden_entries, measure_reference

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from optimize_export.errors import LoadError, UsageError
 from optimizer.command.input_spec import InputSpec, draw_inputs, parse_input
-from optimizer.errors import LoadError, UsageError
 
 
 @pytest.mark.parametrize(

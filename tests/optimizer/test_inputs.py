@@ -4,7 +4,7 @@ import pytest
 import torch
 from laid_out import laid_out
 
-from optimizer.errors import LoadError, UsageError
+from optimize_export.errors import LoadError, UsageError
 from optimizer.model.inputs import Call, Samples
 
 

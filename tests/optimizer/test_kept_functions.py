@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from tiny_models import enliven
 from torch import nn
 
+from optimize_export.errors import LoadError
 from optimizer import check_parity, optimize
-from optimizer.errors import LoadError
 from optimizer.model.working_copy import working_copy
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))

@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 from torch import nn
 from user_folder import UserFolder, refused
 
+from optimize_export.errors import UsageError
 from optimizer.command import cli
 from optimizer.command.early_checks import split_library
 from optimizer.command.loading import Loaded, load
 from optimizer.command.up_to_date import BuildInputs, inputs_of
 from optimizer.command.user_code import names_restored
-from optimizer.errors import UsageError
 from optimizer.options import default_output
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "its", "dog", "ran", "far", "away"]

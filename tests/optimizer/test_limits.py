@@ -10,9 +10,9 @@ from tiny_models import enliven
 from torch import nn
 
 from exporters.errors import ExporterError
-from exporters.relations import Relation, can_be_declared
+from optimize_export.errors import BundleError, UsageError
+from optimize_export.relations import Relation, can_be_declared
 from optimizer import export, load
-from optimizer.errors import BundleError, UsageError
 
 # TorchScript can't script it.
 DOUBLED = operator.methodcaller("mul", 2)

@@ -23,13 +23,13 @@ from tiny_models import enliven
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-import optimizer.runtime.loading as loading
-import optimizer.runtime.route as route
+import optimize_export.runtime.loading as loading
+import optimize_export.runtime.route as route
+from optimize_export.errors import BundleError, DeviceError, UsageError
+from optimize_export.manifest import MANIFEST, SUMS, file_digest, sums_text
+from optimize_export.runtime import Route, open_route, processor
+from optimize_export.runtime.structure import Outputs
 from optimizer import Bundle, LoadedModel, export, load
-from optimizer.errors import BundleError, DeviceError, UsageError
-from optimizer.manifest import MANIFEST, SUMS, file_digest, sums_text
-from optimizer.runtime import Route, open_route, processor
-from optimizer.runtime.structure import Outputs
 
 ROOT = Path(__file__).parents[2]
 RUNTIMES = [("onnx", "onnxruntime"), ("onnx", "openvino"), ("torchscript", "torch"), ("pt2", "torch")]
@@ -695,7 +695,7 @@ def test_a_file_that_a_runtime_cannot_load_is_one_sentence(tmp_path: Path) -> No
 def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "optimizer.runtime.torch_runner", raising=False)
+    monkeypatch.delitem(sys.modules, "optimize_export.runtime.torch_runner", raising=False)
     monkeypatch.setitem(sys.modules, "exporters.registry", None)
     with pytest.raises(DeviceError, match=r"^torch can't load model without exporters: pip install exporters$"):
         open_route(tmp_path / "model", Route("torchscript", "torch"))

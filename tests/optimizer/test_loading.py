@@ -11,9 +11,9 @@ import pytest
 import torch
 from user_folder import UserFolder, refused
 
+from optimize_export.errors import LoadError, UsageError
 from optimizer.command.loading import load, parse_target
 from optimizer.command.user_code import names_restored
-from optimizer.errors import LoadError, UsageError
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from exporters import Artifact, ExportRequest, OnnxExporter
 from exporters.places import Place
+from optimize_export.errors import ParityError
 from optimizer import export
-from optimizer.errors import ParityError
 from optimizer.exporting.artifact_parity import FileProof
 from optimizer.faults.divergence import Divergence
 from optimizer.faults.locating import first_wrong_value

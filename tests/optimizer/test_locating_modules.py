@@ -12,15 +12,15 @@ from torch import nn
 
 from exporters import TorchScriptExporter
 from exporters.torchscript_deprecation import torchscript_allowed
+from optimize_export.errors import ParityError
 from optimizer import export, optimize
-from optimizer.errors import ParityError
 from optimizer.faults.locating_modules import first_wrong_module, first_wrong_part
 from optimizer.model.inputs import Samples
 from optimizer.parity import measure_reference
 from passes.base import Context
-from passes.program.module_pass import ModulePass
-from passes.program.module_rewriting import ModuleRewriter
-from passes.program.tensors import TensorRef
+from passes.graph.module_pass import ModulePass
+from passes.graph.module_rewriting import ModuleRewriter
+from passes.graph.tensors import TensorRef
 
 
 @dataclass(frozen=True)

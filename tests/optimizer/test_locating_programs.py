@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from exporters import ExportRequest, Pt2Exporter
 from exporters.file_values import Program, ProgramValues
+from optimize_export.errors import ParityError
 from optimizer import export
-from optimizer.errors import ParityError
 from optimizer.faults.locating import first_wrong_value
 from optimizer.faults.locating_modules import first_module_without_value
 from optimizer.model.inputs import Samples

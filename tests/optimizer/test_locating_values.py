@@ -16,8 +16,8 @@ from torch import nn
 import exporters.onnx
 from exporters import OnnxExporter
 from exporters.errors import RouteRefused
+from optimize_export.errors import ParityError
 from optimizer import export, optimize
-from optimizer.errors import ParityError
 
 
 @pytest.fixture

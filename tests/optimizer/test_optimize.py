@@ -17,11 +17,11 @@ from pass_contract import conv_bn_chains
 from tiny_models import enliven
 from torch import nn
 
+from optimize_export.errors import LoadError, UsageError
 from optimizer import optimize, report_of
-from optimizer.errors import LoadError, UsageError
-from passes.program.backend import GRAPH_CALL
-from passes.program.module_pass import ModulePass
-from passes.program.tensors import TensorRef
+from passes.graph.backend import GRAPH_CALL
+from passes.graph.module_pass import ModulePass
+from passes.graph.tensors import TensorRef
 from passes.torch_private import COMPILED_CALL
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from exporters.errors import ExporterError
+from optimize_export.errors import OptimizeExportError
 from optimizer import export, optimize
 from optimizer.command import cli
 from optimizer.command.option_names import _BY_NAME, _OPTION, suggestion, with_options
-from optimizer.errors import OptimizeExportError
 from passes.errors import PassesError
 
 KNOWN = cli._option_names()

@@ -6,8 +6,8 @@ from tiny_models import enliven
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from optimize_export.errors import ParityError
 from optimizer import export
-from optimizer.errors import ParityError
 from optimizer.model.inputs import Samples
 from optimizer.parity import measure_reference
 

@@ -16,8 +16,8 @@ from tiny_models import enliven
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from optimize_export.errors import DeviceError, LoadError, UsageError
 from optimizer import optimize
-from optimizer.errors import DeviceError, LoadError, UsageError
 from optimizer.model.inputs import Samples
 from optimizer.parity import (
     SLICE_FACTOR,

@@ -16,18 +16,18 @@ from tiny_models import enliven
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from optimize_export.errors import OptimizeFailed, ParityError
 from optimizer import optimize, report_of
-from optimizer.errors import OptimizeFailed, ParityError
 from optimizer.parity import float64
 from passes import FoldConvBn, Pass, PassResult, fold_conv_bn, registry
 from passes.base import Context
-from passes.program.arithmetic import exact
-from passes.program.model_tree import ModelTree
-from passes.program.module_pass import ModulePass
-from passes.program.module_rewriting import ModuleRewriter
-from passes.program.recording import call_of
-from passes.program.storage import same_values
-from passes.program.tensors import TensorRef
+from passes.graph.arithmetic import exact
+from passes.graph.model_tree import ModelTree
+from passes.graph.module_pass import ModulePass
+from passes.graph.module_rewriting import ModuleRewriter
+from passes.graph.recording import call_of
+from passes.graph.storage import same_values
+from passes.graph.tensors import TensorRef
 from passes.registry import register
 
 
@@ -389,7 +389,7 @@ def test_a_pass_whose_changes_no_run_can_be_watched_for_fails(monkeypatch: pytes
     def too_deep(*args: Any, **kwargs: Any) -> None:
         raise RecursionError("maximum recursion depth exceeded")
 
-    monkeypatch.setattr("passes.program.module_pass._Check._judged", too_deep)
+    monkeypatch.setattr("passes.graph.module_pass._Check._judged", too_deep)
     model = enliven(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)))
     fast = optimize(model, ["channels-last"], example_inputs=(torch.randn(2, 3, 48, 48),), mode="training")
     (record,) = report_of(fast).passes

@@ -14,8 +14,8 @@ from laid_out import NESTED, SPARSE, laid_out, numbers_in
 from tiny_models import enliven
 from torch import nn
 
+from optimize_export.errors import LoadError
 from optimizer import check_parity, optimize
-from optimizer.errors import LoadError
 from optimizer.model.runs import Runs
 
 

@@ -14,10 +14,10 @@ from torch.nn.modules import module as hooks_of_torch
 from torch.utils.checkpoint import checkpoint
 
 from exporters.onnx_profile import _node_runs
+from optimize_export.errors import BundleError, LoadError, UsageError
 from optimizer import Profile, export, optimize, profile
 from optimizer.command import cli
 from optimizer.command.tables import as_text
-from optimizer.errors import BundleError, LoadError, UsageError
 from optimizer.model import Samples
 from optimizer.profiling import ModuleBytes, Operation, profile_export
 from optimizer.profiling.operations import Spent, one_path, operations_of

@@ -10,8 +10,8 @@ from folding_models import Pair, image
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from optimize_export.errors import LoadError
 from optimizer import check_parity, optimize, report_of
-from optimizer.errors import LoadError
 from optimizer.model.inputs import Call
 from optimizer.parity.float64 import Float64Mode
 from optimizer.parity.observe import Observation, observe

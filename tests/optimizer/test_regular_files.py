@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from optimize_export.manifest import open_regular, parse_json, read_json, read_text_bytes
+from optimize_export.manifest.regular_files import LARGEST_TEXT
 from optimizer.bundle.exchange import MARKER, SUFFIX, recover
-from optimizer.manifest import open_regular, parse_json, read_json, read_text_bytes
-from optimizer.manifest.regular_files import LARGEST_TEXT
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(os.name != "posix", reason="files of POSIX")]
 

@@ -11,10 +11,10 @@ import torch
 from tiny_models import enliven
 from torch import nn
 
+from optimize_export.errors import BundleError, UsageError
+from optimize_export.manifest import file_digest, sums_text
 from optimizer import Bundle, export, open_bundle, optimize, rejudge_bundle, verify_bundle
 from optimizer.command import cli
-from optimizer.errors import BundleError, UsageError
-from optimizer.manifest import file_digest, sums_text
 
 
 class Net(nn.Module):

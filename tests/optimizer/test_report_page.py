@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from optimize_export.manifest import plain
 from optimizer import Bundle, check_parity, export, optimize, report_of, verify_bundle
 from optimizer.bundle.report import BundleReport, ModuleOperations, graph_of, page_of, summary_of, tree_of
-from optimizer.manifest import plain
 from optimizer.profiling import profile_lines
 from optimizer.showing import accuracy_plot, checkpoint_plot, memory_plot, parity_plot
 from optimizer.showing.plots import linear, logarithmic

@@ -14,8 +14,8 @@ from torch import nn
 
 from exporters import AotiExporter, OnnxExporter, Pt2Exporter, TorchScriptExporter
 from exporters.torchscript_deprecation import torchscript_allowed
+from optimize_export.errors import ParityError, UsageError
 from optimizer import export
-from optimizer.errors import ParityError, UsageError
 
 
 class Net(nn.Module):

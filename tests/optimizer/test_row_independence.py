@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from tiny_models import enliven
 from torch import nn
 
+from optimize_export.errors import ParityError, UsageError
 from optimizer import check_parity, export, rejudge_bundle
 from optimizer.command.tables import as_text
-from optimizer.errors import ParityError, UsageError
 from optimizer.model.inputs import Samples
 from optimizer.parity import Measurement, ParityReport, independent_rows, judge, measure_reference
 

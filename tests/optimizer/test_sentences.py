@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from optimize_export.errors import LoadError, Terminated
+from optimize_export.wording import error_summary, quote
 from optimizer.command.user_errors import errors_of_user_code
-from optimizer.errors import LoadError, Terminated
-from optimizer.wording import error_summary, quote
 
 
 class Speechless(Exception):

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import pytest
 
-from exporters.gpu_settings import GpuSettings
+from optimize_export.gpu_settings import GpuSettings
 from optimizer.tuning import (
     Candidate,
     Latency,

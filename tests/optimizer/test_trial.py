@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from user_folder import UserFolder
 
+from optimize_export.errors import LoadError
 from optimizer.command.first_run import check_runs
 from optimizer.command.loading import Loaded, load
 from optimizer.command.user_code import names_restored
-from optimizer.errors import LoadError
 
 
 @pytest.fixture(autouse=True)

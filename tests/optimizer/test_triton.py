@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from optimize_export.errors import BundleError, UsageError
 from optimizer import export
 from optimizer.bundle.triton import _artifact, _config
 from optimizer.command.cli import main
-from optimizer.errors import BundleError, UsageError
 
 BATCHED = [{"name": "x", "dtype": "float32", "shape": ["batch", 3, "width"]}]
 

@@ -27,9 +27,10 @@ from torch import nn
 
 from exporters.onnx_quantization import KINDS, Recipe
 from exporters.registry import QUANTIZED
+from optimize_export.errors import DeviceError, LoadError, UsageError
+from optimize_export.runtime import Route
 from optimizer import export, optimize
 from optimizer.bundle import open_bundle
-from optimizer.errors import DeviceError, LoadError, UsageError
 from optimizer.exporting import choose
 from optimizer.exporting.bench import Bench
 from optimizer.exporting.job import ExportJob
@@ -40,7 +41,6 @@ from optimizer.exporting.tuner import Tuner, settings_of
 from optimizer.model import Call, Samples
 from optimizer.parity import Accuracy, measure_reference
 from optimizer.pipeline import provenance_of
-from optimizer.runtime import Route
 from optimizer.tuning import Candidate, Figure, Files, PeakMemory, Ratio, recommendation
 
 

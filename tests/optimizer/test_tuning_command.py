@@ -16,14 +16,14 @@ from tiny_models import enliven
 from torch import nn
 from user_folder import UserFolder, refused
 
+from optimize_export.manifest import file_digest
+from optimize_export.runtime import Route
 from optimizer import Bundle, export
 from optimizer.command import cli
 from optimizer.command.loading import load
 from optimizer.command.tables import as_text
 from optimizer.command.user_code import names_restored
-from optimizer.manifest import file_digest
 from optimizer.parity import Accuracy
-from optimizer.runtime import Route
 from optimizer.tuning import Benchmark, Figure, Ratio
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from optimize_export.manifest import MANIFEST, SUMS, check_manifest, file_digest, read_manifest, sums_text
 from optimizer.command import cli, up_to_date
 from optimizer.command.up_to_date import changes, inputs_of
-from optimizer.manifest import MANIFEST, SUMS, check_manifest, file_digest, read_manifest, sums_text
 from optimizer.options import ExportOptions
 
 ROOT = Path(cli.__file__).parent.parent.parent

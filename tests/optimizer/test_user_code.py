@@ -11,10 +11,10 @@ import pytest
 import torch
 from user_folder import UserFolder
 
+from optimize_export.errors import LoadError
 from optimizer.command.first_run import check_runs
 from optimizer.command.loading import load
 from optimizer.command.user_code import names_restored, put_first
-from optimizer.errors import LoadError
 
 ROOT = Path(sys.modules["optimizer.command.user_code"].__file__).parent.parent.parent
 
@@ -31,8 +31,8 @@ def write(tmp_path):
 
 
 def test_the_users_modules_of_our_names_are_found_by_the_users_code(write, tmp_path):
+    import optimize_export.errors
     import optimizer
-    import optimizer.errors
     import passes
     import passes.errors
 
@@ -59,7 +59,7 @@ def test_the_users_modules_of_our_names_are_found_by_the_users_code(write, tmp_p
         check_runs(loaded)
         output = loaded.model(torch.zeros(1, 4))
         assert torch.allclose(output, loaded.model.linear.bias * 3 + 1)
-        assert sys.modules["optimizer.errors"] is optimizer.errors
+        assert sys.modules["optimize_export.errors"] is optimize_export.errors
     assert sys.modules["optimizer"] is optimizer
     assert sys.modules["passes"] is passes
     assert sys.modules["passes.errors"] is passes.errors
@@ -88,7 +88,7 @@ def test_a_model_file_called_optimizer(write):
 def test_our_names_stay_ours_where_the_user_has_none(write, tmp_path):
     (tmp_path / "optimizer").mkdir()
     (tmp_path / "optimizer" / "step_100.pt").write_bytes(b"")
-    load(str(write("from optimizer.errors import LoadError\nfrom passes.errors import PassesError")))
+    load(str(write("from optimize_export.errors import LoadError\nfrom passes.errors import PassesError")))
     assert sys.modules["model"].LoadError is LoadError
 
 

@@ -8,9 +8,9 @@ import torch
 from tiny_models import enliven
 from torch import Tensor, nn
 
+from optimize_export.errors import UsageError
 from optimizer import optimize
-from optimizer.errors import UsageError
-from passes.program import backend
+from passes.graph import backend
 
 MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "grad": torch.enable_grad}
 

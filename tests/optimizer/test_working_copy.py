@@ -12,8 +12,8 @@ from tiny_models import enliven
 from torch import fx, nn
 from torch.nn.utils import parametrizations
 
+from optimize_export.errors import LoadError
 from optimizer import optimize
-from optimizer.errors import LoadError
 from optimizer.model.working_copy import private_state, working_copy
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)

@@ -10,8 +10,8 @@ from laid_out import laid_out
 from tiny_models import enliven
 from torch import nn
 
+from optimize_export.errors import LoadError
 from optimizer import check_parity, export, optimize
-from optimizer.errors import LoadError
 from optimizer.model.runs import Runs
 from optimizer.parity.float64 import Float64Mode
 

@@ -11,14 +11,14 @@ import torch
 from tiny_models import enliven
 from torch import nn
 
+from optimize_export.errors import ParityError
 from optimizer import export, optimize
-from optimizer.errors import ParityError
 from optimizer.faults.wrong_pass import pass_to_blame
 from passes import Pass
 from passes.base import Context
-from passes.program.module_pass import ModulePass
-from passes.program.module_rewriting import ModuleRewriter
-from passes.program.tensors import TensorRef
+from passes.graph.module_pass import ModulePass
+from passes.graph.module_rewriting import ModuleRewriter
+from passes.graph.tensors import TensorRef
 
 
 class Late(nn.Module):

@@ -12,8 +12,8 @@ from torch import nn
 from passes import FoldConvBn, GraphRewriter
 from passes.base import Context, device_of
 from passes.errors import PassOptionError, RequirementNotMet
-from passes.program.module_pass import ModulePass
-from passes.program.module_rewriting import ModuleRewriter
+from passes.graph.module_pass import ModulePass
+from passes.graph.module_rewriting import ModuleRewriter
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from torch.utils import _pytree as pytree
 
 from optimizer import optimize, report_of
 from passes import ChannelsLast
+from passes.graph.backend import GRAPH_CALL, compilation_of
+from passes.graph.captured import example_of, name_of
+from passes.graph.layouts import laid_out as laid_out_example
+from passes.graph.memory_formats import CONTIGUOUS, LAST, is_channels_last, layout_of
 from passes.memory_format.costs import Costs, cheapest_formats
-from passes.program.backend import GRAPH_CALL, compilation_of
-from passes.program.captured import example_of, name_of
-from passes.program.layouts import laid_out as laid_out_example
-from passes.program.memory_formats import CONTIGUOUS, LAST, is_channels_last, layout_of
 
 
 class Many(Pair):

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from optimize_export.errors import UsageError
 from optimizer import optimize, report_of
-from optimizer.errors import UsageError
 from passes import InsertCheckpoints, paths_matching
 from passes.errors import RequirementNotMet
 

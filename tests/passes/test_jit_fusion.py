@@ -37,10 +37,10 @@ from passes.errors import RequirementNotMet
 from passes.fusion import fused, kernel_trial, kernels
 from passes.fusion.fused import FusedUnit
 from passes.fusion.pointwise import pointwise_groups
+from passes.graph.captured import CapturedGraph, Modules
+from passes.graph.derived import DerivedTensors
+from passes.graph.graph_rewriting import GraphRewriter
 from passes.jit_fusion import FusionRecord
-from passes.program.captured import CapturedGraph, Modules
-from passes.program.derived import DerivedTensors
-from passes.program.graph_rewriting import GraphRewriter
 from passes.torch_private import captured_call, torchscript_fuses
 
 CPU = Context("inference", torch.device("cpu"), example_calls=(((), {}),))

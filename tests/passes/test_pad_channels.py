@@ -26,8 +26,8 @@ from exporters.torchscript_deprecation import torchscript_allowed
 from optimizer import check_parity, export, optimize, report_of
 from passes import PadChannels, PassResult
 from passes.errors import PassOptionError
-from passes.program.captured import name_of
-from passes.program.memory_formats import is_channels_last
+from passes.graph.captured import name_of
+from passes.graph.memory_formats import is_channels_last
 from passes.registry import parse_pass
 
 ANYWHERE = PadChannels(force=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from optimizer import check_parity, optimize, report_of
 from passes import PassResult, Simplify
-from passes.program import derived
+from passes.graph import derived
 
 
 class Around(nn.Module):

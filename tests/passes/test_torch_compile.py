@@ -29,7 +29,7 @@ from passes.compiling.calls import CompiledCall
 from passes.compiling.frozen import FrozenCall
 from passes.compiling.record import CompileRecord, RecordingBackend
 from passes.errors import PassOrderError, RequirementNotMet
-from passes.program.backend import GraphCall
+from passes.graph.backend import GraphCall
 
 CPU = Context("inference", torch.device("cpu"))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from exporters.onnx_plain import PlainSession
-from optimizer.runtime import Route, Runner, open_route
+from optimize_export.runtime import Route, Runner, open_route
 
 
 class Runs:

@@ -7,9 +7,9 @@ from unittest.mock import patch
 import torch
 from torch import fx, nn
 
-from passes.program.backend import GRAPH_CALL, _Program
-from passes.program.captured import CapturedGraph
-from passes.program.derived import lifted
+from passes.graph.backend import GRAPH_CALL, _Program
+from passes.graph.captured import CapturedGraph
+from passes.graph.derived import lifted
 
 
 def values_in(fast: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[CapturedGraph, fx.Node, Any]]:

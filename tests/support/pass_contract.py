@@ -26,10 +26,10 @@ from optimizer.parity import check_parity
 from optimizer.pipeline.copy_runs import CopyRuns
 from passes import Precision
 from passes.base import Context, Pass, PassResult, device_of
-from passes.program.matching import BatchNorm, Convolution, pair_behind
-from passes.program.model_tree import ModelTree
-from passes.program.recording import Recorder, Recording
-from passes.program.runs import recorded_runs
+from passes.graph.matching import BatchNorm, Convolution, pair_behind
+from passes.graph.model_tree import ModelTree
+from passes.graph.recording import Recorder, Recording
+from passes.graph.runs import recorded_runs
 
 Snapshot = dict[str, Any]
 

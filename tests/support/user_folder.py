@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from optimize_export.errors import LoadError
 from optimizer.command.loading import load
-from optimizer.errors import LoadError
 
 NET = """
 import torch

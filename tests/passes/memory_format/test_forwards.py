@@ -12,8 +12,8 @@ from folding_models import image
 from laid_out import NESTED, SPARSE, laid_out
 from torch import Tensor, nn
 
+from passes.graph.forwards import inner_forward
 from passes.memory_format.forwards import ChannelsLastInputs, FormattedForward, dim_order, ordered_leaves
-from passes.program.forwards import inner_forward
 
 
 class Formats(nn.Module):

@@ -1,0 +1,66 @@
+"""Make a PyTorch module faster, put it into deployable files, and prove that it still computes the same.
+
+    from optimize_export import export, load, optimize
+
+No other distribution has this name, so it works beside a user's own `optimizer.py`. `load` needs numpy and one runtime;
+the other names are imported from `optimizer` when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from optimize_export.runtime import LoadedModel, load
+    from optimizer import (
+        Bundle,
+        Diagnosis,
+        Finding,
+        ParityReport,
+        Profile,
+        Report,
+        check_parity,
+        diagnose,
+        export,
+        open_bundle,
+        optimize,
+        profile,
+        rejudge_bundle,
+        report_of,
+        verify_bundle,
+    )
+
+__all__ = [
+    "Bundle",
+    "Diagnosis",
+    "Finding",
+    "LoadedModel",
+    "ParityReport",
+    "Profile",
+    "Report",
+    "check_parity",
+    "diagnose",
+    "export",
+    "load",
+    "open_bundle",
+    "optimize",
+    "profile",
+    "rejudge_bundle",
+    "report_of",
+    "verify_bundle",
+]
+
+_HERE = ("LoadedModel", "load")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return metadata.version("optimize-export")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("optimize_export.runtime" if name in _HERE else "optimizer"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

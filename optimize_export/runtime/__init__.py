@@ -1,0 +1,22 @@
+"""Run the artifacts of a bundle. An ONNX file needs numpy and onnxruntime only, not torch."""
+
+from optimize_export.runtime.loading import LoadedModel, Runner, load, open_route
+from optimize_export.runtime.openvino_runner import openvino_precisions
+from optimize_export.runtime.processor import processor, usable_cpus
+from optimize_export.runtime.route import SETTINGS, Route, Setting, is_installed, own_routes, require_runtime
+
+__all__ = [
+    "SETTINGS",
+    "LoadedModel",
+    "Route",
+    "Runner",
+    "Setting",
+    "is_installed",
+    "load",
+    "open_route",
+    "openvino_precisions",
+    "own_routes",
+    "processor",
+    "require_runtime",
+    "usable_cpus",
+]

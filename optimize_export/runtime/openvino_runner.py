@@ -1,0 +1,66 @@
+"""Run an ONNX file in OpenVINO on the CPU, on numpy arrays or torch tensors."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from optimize_export.errors import DeviceError
+from optimize_export.runtime.openvino_runtime import openvino
+from optimize_export.runtime.route import PRECISIONS, Route, require_runtime
+
+
+class OpenvinoRunner:
+    """A compiled file. Calls may run in several threads at once; each has its own request.
+
+    Raises:
+        DeviceError: OpenVINO isn't installed, or the device isn't the CPU.
+    """
+
+    placement: dict[str, int] | None = None
+
+    def __init__(self, path: Path, route: Route, device: str) -> None:
+        require_runtime("openvino")
+        if device != "cpu":
+            raise DeviceError(f"OpenVINO runs on the CPU here, not on {device}.")
+        package = openvino()
+        precision = str(route.settings.get("precision", "float32"))
+        config: dict[str, Any] = {
+            "PERFORMANCE_HINT": "LATENCY",
+            # By itself, OpenVINO computes in bfloat16 where the processor is faster at it.
+            "INFERENCE_PRECISION_HINT": PRECISIONS[precision],
+        }
+        if "threads" in route.settings:
+            config["INFERENCE_NUM_THREADS"] = int(route.settings["threads"])
+        self._compiled = package.Core().compile_model(str(path), "CPU", config)
+        self._local = threading.local()
+        self._openvino = package
+        self.device = "cpu"
+        self.settings = {"openvino_precision": precision}
+
+    def __call__(self, *tensors: Any) -> tuple[Any, ...]:
+        torch = sys.modules.get("torch")
+        is_torch = torch is not None and any(isinstance(tensor, torch.Tensor) for tensor in tensors)
+        arrays = tensors
+        if is_torch:
+            assert torch is not None
+            arrays = tuple(each.numpy(force=True) if isinstance(each, torch.Tensor) else each for each in tensors)
+        request = getattr(self._local, "request", None)
+        if request is None:
+            request = self._local.request = self._compiled.create_infer_request()
+        for index, array in enumerate(arrays):
+            # OpenVINO can't share the memory of a view or of an array that it may not write to; it copies these.
+            shared = array.flags.c_contiguous and array.flags.writeable
+            request.set_input_tensor(index, self._openvino.Tensor(array, shared_memory=shared))
+        request.infer()
+        # The request reuses the memory of its outputs.
+        outputs = tuple(request.get_output_tensor(index).data.copy() for index in range(len(self._compiled.outputs)))
+        return tuple(map(torch.from_numpy, outputs)) if is_torch and torch is not None else outputs
+
+
+def openvino_precisions() -> list[str]:
+    """The precisions below float32 in which this machine's processor computes faster, as OpenVINO says."""
+    capabilities = openvino().Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    return [name for name, short in (("bfloat16", "BF16"), ("float16", "FP16")) if short in capabilities]

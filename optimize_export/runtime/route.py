@@ -1,0 +1,120 @@
+"""Ways to run a file: the runtime and its settings."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from optimize_export.errors import BundleError, DeviceError
+from optimize_export.manifest import MOST_THREADS
+
+Setting = bool | int | str
+
+# The runtimes, each with the types of its settings:
+#   threads          of one call; for torch, of the process
+#   precision        in which products are computed, the dtype of inputs and outputs stays
+#   spinning         whether idle threads wait busily for the next operation
+#   freeze           run torch.jit.optimize_for_inference after loading
+#   cuda_graph       record the kernels of each input shape once and replay them
+#   tf32             round the factors of float32 products to 11 significant bits
+#   cudnn_benchmark  time cuDNN's algorithms for each new input shape
+#   nhwc             run convolutions in channels-last
+SETTINGS: Mapping[str, Mapping[str, type]] = {
+    "onnxruntime": {"threads": int, "spinning": bool, "cuda_graph": bool, "tf32": bool, "nhwc": bool},
+    "openvino": {"threads": int, "precision": str},
+    "torch": {"threads": int, "freeze": bool, "cuda_graph": bool, "tf32": bool, "cudnn_benchmark": bool},
+}
+# The values of `precision`, by OpenVINO's names.
+PRECISIONS: Mapping[str, str] = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+_INSTALL = {
+    "onnxruntime": "pip install onnxruntime",
+    "openvino": "pip install 'optimize-export[openvino]'",
+    "torch": "pip install torch",
+}
+
+
+@dataclass(frozen=True)
+class Route:
+    """One way to run an artifact of a bundle.
+
+    Attributes:
+        format: of the artifact.
+        runtime: "onnxruntime", "openvino" or "torch".
+        settings: of the runtime, by the names in `SETTINGS`; the defaults of the runtime apply to all others.
+    """
+
+    format: str
+    runtime: str
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return ", ".join([f"{self.format} in {self.runtime}", *map(_said, self.settings.items())])
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether it computes at a lower precision than the file."""
+        return self.settings.get("precision", "float32") != "float32" or self.settings.get("tf32", False) is True
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": self.format, "runtime": self.runtime, "settings": dict(self.settings)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Route:
+        """Read a route.
+
+        Raises:
+            BundleError: a field is missing, the runtime or a setting is unknown, or a value is invalid.
+        """
+        format, runtime, settings = (data.get(name) for name in ("format", "runtime", "settings"))
+        if not (isinstance(format, str) and isinstance(runtime, str) and isinstance(settings, Mapping)):
+            raise BundleError(
+                "A route has a `format`, a `runtime` and `settings`, and one of these is missing or broken."
+            )
+        if runtime not in SETTINGS:
+            raise BundleError(f"The runtime {runtime!r} is unknown; the runtimes are {', '.join(SETTINGS)}.")
+        for name, value in settings.items():
+            if type(value) is not SETTINGS[runtime].get(name):
+                raise BundleError(f"{name}={value!r} is not a setting of {runtime}.")
+        if not 1 <= settings.get("threads", 1) <= MOST_THREADS:
+            raise BundleError(f"threads={settings['threads']} is not a number from 1 to {MOST_THREADS}.")
+        if settings.get("precision", "float32") not in PRECISIONS:
+            raise BundleError(f"The settings {dict(settings)} of {runtime} are invalid.")
+        return cls(format, runtime, dict(settings))
+
+
+def _said(setting: tuple[str, Setting]) -> str:
+    name, value = setting
+    if name == "threads":
+        return f"{value} thread{'' if value == 1 else 's'}"
+    if name == "precision":
+        return str(value)
+    words = name.replace("_", " ")
+    return words if value else f"no {words}"
+
+
+def own_runtime(format: str) -> str:
+    """The runtime that a format is made for."""
+    return "onnxruntime" if format.startswith("onnx") else "torch"
+
+
+# The simplest to ship first: an ONNX file needs no torch.
+_SIMPLEST_FIRST = ("onnx", "torchscript", "pt2", "aoti")
+
+
+def own_routes(formats: Iterable[str]) -> list[Route]:
+    """Each format in the runtime that it is made for, the simplest to ship first, and those of other packages last."""
+    places = {name: place for place, name in enumerate(_SIMPLEST_FIRST)}
+    return [Route(name, own_runtime(name)) for name in sorted(formats, key=lambda name: places.get(name, len(places)))]
+
+
+def is_installed(runtime: str) -> bool:
+    """Whether the runtime can be imported here; nothing is imported."""
+    return importlib.util.find_spec(runtime) is not None
+
+
+def require_runtime(runtime: str) -> None:
+    """Raise `DeviceError`, with the line that installs it, if a runtime isn't installed."""
+    if not is_installed(runtime):
+        raise DeviceError(f"{runtime} isn't installed here: {_INSTALL[runtime]}")

@@ -1,0 +1,79 @@
+"""Run a file in torch: TorchScript, torch.export's programs, compiled packages, and formats of other packages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from optimize_export.errors import DeviceError
+from optimize_export.gpu_settings import GpuSettings
+from optimize_export.runtime.cuda_graphs import Graphed
+from optimize_export.runtime.route import Route
+
+
+class TorchRunner:
+    """A file that torch runs. Calls may run in several threads at once.
+
+    Args:
+        route: `threads` is set for the process, since torch has one pool of threads. On a GPU, each call also sets the
+            process's TF32 settings and `cudnn.benchmark`, and leaves them so: another thread may run meanwhile.
+
+    Raises:
+        DeviceError: the device is a GPU, and torch finds none.
+    """
+
+    def __init__(self, path: Path, route: Route, device: str) -> None:
+        if device == "cuda" and not torch.cuda.is_available():
+            raise DeviceError("The bundle is to run on a GPU, but torch finds none here: pass device='cpu'.")
+        # The formats, which import torch.onnx; a file that onnxruntime runs needs none of them.
+        from exporters.registry import load_artifact
+        from exporters.torchscript import TorchScriptExporter
+
+        settings = route.settings
+        if "threads" in settings:
+            torch.set_num_threads(int(settings["threads"]))
+        frozen = route.format == "torchscript" and settings.get("freeze")
+        loaded = TorchScriptExporter.frozen(path, device) if frozen else load_artifact(route.format, path, device)
+        self.device = device
+        self.placement = loaded.placement
+        self.settings = dict(loaded.settings)
+        tf32 = bool(settings.get("tf32"))
+        self._gpu_settings = GpuSettings(tf32, tf32, bool(settings.get("cudnn_benchmark")))
+        if device == "cuda":
+            self.settings["torch_tf32"] = "on" if tf32 else "off"
+        self._run: Any = Graphed(loaded) if settings.get("cuda_graph") and device == "cuda" else loaded
+
+    def __call__(self, *tensors: Any) -> tuple[Any, ...]:
+        arrays = [each for each in tensors if isinstance(each, numpy.ndarray)]
+        given = tensors
+        if arrays:
+            given = tuple([_of_numpy(each) if isinstance(each, numpy.ndarray) else each for each in tensors])
+        # The loaded file runs without gradients, but not in inference mode: nobody can write to the tensors of that mode
+        # or train with them afterwards.
+        outputs = self._run(*given) if self.device == "cpu" else self._on_gpu(given)
+        as_numpy = arrays and len(arrays) == len(tensors)
+        return tuple([output.numpy(force=True) for output in outputs]) if as_numpy else outputs
+
+    def _on_gpu(self, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        # Those of the proof; other code of the process may have changed them.
+        self._gpu_settings.put_in_force()
+        home = given[0].device if given else torch.device("cuda")
+        # From pinned memory, a copy doesn't wait for the GPU. torch keeps the pinned memory for the next call.
+        there = [each if each.is_cuda else each.pin_memory().to("cuda", non_blocking=True) for each in given]
+        with torch.no_grad():
+            outputs = self._run(*there)
+        if home.type == "cuda":
+            return tuple(outputs)
+        back = tuple(output.to("cpu", non_blocking=True) for output in outputs)
+        torch.cuda.current_stream().synchronize()
+        return back
+
+
+def _of_numpy(array: numpy.ndarray) -> torch.Tensor:
+    flags = array.flags
+    # torch shares the memory. It warns if it may not write there, and refuses negative strides (a flipped image).
+    shared = flags.c_contiguous and flags.writeable
+    return torch.from_numpy(array if shared else array.copy())

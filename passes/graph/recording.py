@@ -1,0 +1,368 @@
+"""Record an eager run of a module: every torch call in one flat graph, with its module and tensors.
+
+A `TorchFunctionMode` sees each torch call, and module hooks keep the stack of the current module calls. This works for
+any forward: branches, decorators, loops, keyword arguments. A recording shows only what happened in that run.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from passes.graph.tensors import TensorRef
+from passes.torch_private import without_torch_function
+
+Node = fx.Node
+"""A torch call, or the read of a parameter or buffer, in the graph of a run."""
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of a module.
+
+    Attributes:
+        module: the module.
+        number: the index of the call in the run, counted from 1; 0 stands for the caller of the root.
+        around: the enclosing module call; None for the outermost.
+    """
+
+    module: nn.Module
+    number: int
+    around: ModuleCall | None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes and dtype of a tensor that a call returned."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Recording:
+    """The torch calls of one run.
+
+    Attributes:
+        graph: a flat graph. A `get_attr` node reads a parameter or buffer; each occurs once. A `placeholder` node is
+            another tensor that no recorded call made. A `call_function` node is a torch call; tensor methods are
+            functions too.
+        outputs: the output of the root, with its tensors replaced by meta tensors of the same shape and strides; None
+            for tensors without strides.
+    """
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.outputs: Any = None
+        self._reads: dict[tuple[int, str], fx.Node] = {}
+
+    def nodes(self) -> list[Node]:
+        """All nodes, in the order of execution."""
+        return list(self.graph.nodes)
+
+    def reader(self, ref: TensorRef) -> Node | None:
+        """The node that reads the parameter or buffer; None if no call does."""
+        return self._reads.get((id(ref.owner), ref.name))
+
+    def uses(self, ref: TensorRef) -> list[Node]:
+        """The calls that use the values of a parameter or buffer."""
+        node = self.reader(ref)
+        return [] if node is None else users_of(node)
+
+
+def users_of(node: Node) -> list[Node]:
+    """The calls that use the values of a node, and not just its shape or dtype."""
+    return [user for user in node.users if not user.meta["asks"] and not _takes_shape_alone(user, node)]
+
+
+def tensor_of(node: Any) -> TensorRef | None:
+    """The parameter or buffer that a node of a recorded run reads; None for anything else."""
+    return node.meta["tensor"] if isinstance(node, fx.Node) and node.op == "get_attr" else None
+
+
+def call_of(node: Node) -> ModuleCall:
+    """The module call in which a recorded torch call was made: `.module`, and the enclosing call `.around`."""
+    call: ModuleCall = node.meta["call"]
+    return call
+
+
+def shape_of(node: Node) -> Shape | None:
+    """The shape (`.sizes`, `.dtype`) of a recorded node's value; None if the value isn't one tensor."""
+    return node.meta.get("shape")
+
+
+def shape_of_each(node: Node) -> Shape | None:
+    """The shape that all tensors in a recorded node's value have, as those of `unbind`; None if they differ."""
+    return node.meta.get("shape_of_each", shape_of(node))
+
+
+def escapes(node: Node) -> bool:
+    """Whether the value is still alive after the run, for example because the root returned it."""
+    return bool(node.meta.get("escapes"))
+
+
+def is_returned(node: Node) -> bool:
+    """Whether the root returns the value."""
+    return bool(node.meta.get("returned"))
+
+
+def operation_name(node: Node) -> str:
+    """A short name for the node's operation."""
+    target: Any = node.target
+    name = str(getattr(target, "__name__", target))
+    # Reading a tensor property calls its `__get__`.
+    name = str(getattr(target.__self__, "__name__", name)) if name == "__get__" else name
+    return name[2:-2] if name.startswith("__") and name.endswith("__") else name
+
+
+# Methods that use only the shape of their second argument.
+_SHAPED_AS = frozenset({"reshape_as", "view_as", "expand_as"})
+
+
+def _takes_shape_alone(user: Node, value: Node) -> bool:
+    return operation_name(user) in _SHAPED_AS and user.args[0] is not value
+
+
+@dataclass(frozen=True)
+class Run:
+    """One recorded run of the model.
+
+    Attributes:
+        number: the index of the example call.
+        flag: the training flag of all modules; None for their own flags.
+        recording: the torch calls of the run, in order: `.nodes()`, `.uses(ref)` of a parameter, and the `.outputs`.
+    """
+
+    number: int
+    flag: bool | None
+    recording: Recording
+
+    @property
+    def when(self) -> str:
+        """The training state for reports: "in eval", "in training", or "" for the modules' own flags."""
+        return WHEN[self.flag]
+
+
+WHEN = {None: "", False: "in eval", True: "in training"}
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The recorded runs of a model.
+
+    Attributes:
+        runs: one run per example call and, in training mode, per state of the training flags; up to the first failure.
+        failure: the reason why a run couldn't be recorded, as a clause; "" if all were.
+    """
+
+    runs: tuple[Run, ...] = ()
+    failure: str = ""
+
+
+class Recorder(TorchFunctionMode):
+    """Records one run. It keeps no tensor of the run alive, so that tensors which outlive the run can be found."""
+
+    def __init__(self, root: nn.Module, modules: Callable[[], Iterable[nn.Module]]) -> None:
+        super().__init__()
+        self.recording = Recording()
+        self._root = root
+        self._modules = modules
+        self._thread = threading.get_ident()
+        self._calls = ModuleCall(root, 0, None)
+        self._count = 0
+        self._places: dict[int, TensorRef] = {}
+        self._values: dict[int, tuple[weakref.ref[torch.Tensor], list[fx.Node]]] = {}
+        self._output: Any = None
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> Any:
+        for module in self._modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self._places.setdefault(id(tensor), TensorRef(module, name))
+        _recorders.add(self)
+        self._hooks.callback(register_module_forward_pre_hook(self._enter_module).remove)
+        self._hooks.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._hooks.close()
+        _recorders.discard(self)
+        if error[0] is None:
+            self._mark_escapes()
+        self._values.clear()
+        self._output = None
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        self._count += 1
+        self._calls = ModuleCall(module, self._count, self._calls)
+        if isinstance(module, torch.jit.ScriptModule):
+            # The operations inside aren't Python calls, so the module call is recorded as one operation.
+            self._add(call_script, args, {}, None)
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        call: ModuleCall | None = self._calls
+        while call is not None and call.module is not module:
+            call = call.around
+        if call is not None and call.around is not None:
+            self._calls = call.around
+        if module is self._root:
+            self._output = output
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._add(func, args, kwargs, result)
+        return result
+
+    def _add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> fx.Node | None:
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if not leaves and not made:
+            return None
+        mapped_args, mapped_kwargs = fx.node.map_aggregate((args, kwargs), self._argument)
+        node = self.recording.graph.call_function(func, mapped_args, mapped_kwargs)
+        asks = not made and asks_no_values(func, args, kwargs)
+        node.meta.update(call=self._calls, asks=asks, autocast=autocast_dtype(leaf.device.type for leaf in leaves))
+        if len(made) == 1:
+            node.meta["shape"] = _shape(made[0])
+        elif len(shapes := set(map(_shape, made))) == 1:
+            node.meta["shape_of_each"] = shapes.pop()
+        for leaf in made:
+            if id(leaf) not in self._places:
+                self._remember(leaf, node)
+        return node
+
+    def _argument(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        ref = self._places.get(id(leaf))
+        if ref is not None:
+            return self._read(ref, leaf)
+        known = self._values.get(id(leaf))
+        if known is not None and known[0]() is leaf:
+            return known[1][-1]
+        node = self.recording.graph.placeholder(f"value_{len(self._values)}")
+        node.meta.update(call=self._calls, asks=False, shape=_shape(leaf))
+        self._remember(leaf, node)
+        return node
+
+    def _read(self, ref: TensorRef, tensor: torch.Tensor) -> fx.Node:
+        key = id(ref.owner), ref.name
+        node = self.recording._reads.get(key)
+        if node is None:
+            node = self.recording.graph.create_node("get_attr", ref.name)
+            node.meta.update(call=self._calls, asks=False, tensor=ref, shape=_shape(tensor))
+            self.recording._reads[key] = node
+        return node
+
+    def _remember(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        known = self._values.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            # The call wrote to its argument in place, or returned it.
+            known[1].append(node)
+        else:
+            self._values[id(tensor)] = weakref.ref(tensor), [node]
+
+    def _mark_escapes(self) -> None:
+        self.recording.outputs = pytree.tree_map_only(torch.Tensor, _strides_alone, self._output)
+        returned = {id(leaf) for leaf in pytree.tree_leaves(self._output) if isinstance(leaf, torch.Tensor)}
+        # Free the tensors that only reference cycles keep alive, such as those of an exception. Most are in a young
+        # generation.
+        with without_torch_function():
+            kept = returned | {id(base) for base in map(_base_of, pytree.tree_leaves(self._output)) if base is not None}
+        for generation in (1, 2):
+            if not any(_is_made_and_lives(*value) for key, value in self._values.items() if key not in kept):
+                break
+            gc.collect(generation)
+        for key, (held, nodes) in self._values.items():
+            if held() is not None:
+                for node in nodes:
+                    node.meta.update(escapes=True, returned=key in returned)
+
+
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+def _stop_other_threads() -> None:
+    """Remove the hooks of recorders whose threads don't exist in a forked child."""
+    for recorder in list(_recorders):
+        if recorder._thread != threading.get_ident():
+            recorder._hooks.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_stop_other_threads)
+
+
+def _base_of(leaf: Any) -> torch.Tensor | None:
+    """The tensor that a view belongs to, which lives as long as the view; None if it isn't a view."""
+    return leaf._base if isinstance(leaf, torch.Tensor) else None
+
+
+def _is_made_and_lives(held: weakref.ref[torch.Tensor], nodes: Sequence[fx.Node]) -> bool:
+    return held() is not None and any(node.op == "call_function" for node in nodes)
+
+
+def _shape(tensor: torch.Tensor) -> Shape | None:
+    # Nested tensors have no fixed sizes.
+    return None if tensor.is_nested else Shape(tuple(tensor.shape), tensor.dtype)
+
+
+def call_script(*args: Any) -> None:
+    """Represents the call of a scripted module in a graph."""
+
+
+def asks_no_values(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call only asks for shapes or dtypes: it returns no tensor, and works on meta tensors."""
+    if getattr(func, "__name__", "") == "data_ptr":
+        return False
+    try:
+        with without_torch_function():
+            meta_args, meta_kwargs = pytree.tree_map_only(torch.Tensor, _without_values, (tuple(args), kwargs))
+            answer = func(*meta_args, **meta_kwargs)
+    except Exception:  # noqa: BLE001 - any error means that the call needs values
+        return False
+    return answer is not None and all(isinstance(leaf, _PLAIN_ANSWERS) for leaf in pytree.tree_leaves(answer))
+
+
+# Without storages and arrays, which give access to values.
+_PLAIN_ANSWERS = (bool, int, float, str, tuple, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _strides_alone(tensor: torch.Tensor) -> torch.Tensor | None:
+    with without_torch_function():
+        has_strides = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+        return _without_values(tensor) if has_strides else None
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def autocast_dtype(devices: Iterable[str]) -> torch.dtype | None:
+    """The current autocast dtype for one of these device types; None if autocast is off for all of them."""
+    for device in devices:
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+    return None

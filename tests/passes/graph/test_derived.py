@@ -1,0 +1,524 @@
+"""Derived tensors are inputs of the rewritten graph, computed once, and anew when a source changes."""
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+from optimizer import export, optimize, report_of
+from passes import Context, GraphPass, GraphRewriter, TorchCompile
+from passes.graph.backend import Compilation
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+computed: Counter[str] = Counter()
+
+
+@dataclass(frozen=True)
+class Doubled:
+    """Twice a weight."""
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        computed["doubled"] += not isinstance(weight, FakeTensor)
+        return 2 * weight
+
+
+@dataclass(frozen=True)
+class DoubleWeights(GraphPass):
+    """Replace linear(x, w) by linear(x / 2, 2 * w); a weight above `most` can't be used."""
+
+    name: ClassVar[str] = "double-weights"
+
+    most: float = 1e9
+
+    def rewrite(self, graph: GraphRewriter, context: Context) -> None:
+        for node in graph.calls("linear"):
+            if graph.is_derived(node.args[1]):
+                continue
+            with graph.change(node, "weights doubled"):
+                weight = graph.derived(node, Doubled(), node.args[1], what="twice the weight", usable=self._why_not)
+                half = graph.call(node, torch.div, (node.args[0], 2))
+                graph.replace_call(node, F.linear, (half, weight, graph.argument(node, 2, "bias")))
+
+    def _why_not(self, value: Tensor) -> str | None:
+        return None if value.abs().max() <= self.most else "twice the weight is too large"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu())
+
+
+@pytest.fixture
+def pair() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = Net().eval()
+    fast = optimize(model, [DoubleWeights()], example_inputs=(X,))
+    assert [len(record.changes) for record in report_of(fast).passes] == [2]
+    return model, fast
+
+
+def calls_of(function: Callable[[], Any]) -> int:
+    before = computed["doubled"]
+    with torch.no_grad():
+        function()
+    return computed["doubled"] - before
+
+
+def test_each_is_computed_once_and_shared_by_all_graphs(pair: Any) -> None:
+    _, fast = pair
+    calls_of(lambda: fast(X))
+    assert calls_of(lambda: fast(X)) == 0
+    # Other graphs: batch size 1, and inference mode.
+    assert calls_of(lambda: fast(X[:1])) == 0
+    with torch.inference_mode():
+        assert calls_of(lambda: fast(X)) == 0
+    with torch.no_grad():
+        fast.first.weight.mul_(2)
+    assert calls_of(lambda: fast(X)) == 1
+    assert calls_of(lambda: fast(X[:1])) == 0
+
+
+def _replace_layer(fast: Any) -> None:
+    fast.first = nn.Linear(4, 4)
+
+
+def _assign(fast: Any) -> None:
+    fast.load_state_dict({name: torch.randn_like(value) for name, value in fast.state_dict().items()}, assign=True)
+
+
+def _load(fast: Any) -> None:
+    fast.load_state_dict({name: torch.randn_like(value) for name, value in fast.state_dict().items()})
+
+
+def _set_data(fast: Any) -> None:
+    fast.first.weight.data = torch.randn(4, 4)
+
+
+def _transpose_data(fast: Any) -> None:
+    # The same object, version and address.
+    fast.first.weight.data = fast.first.weight.data.t()
+
+
+def _from_vector(fast: Any) -> None:
+    size = sum(parameter.numel() for parameter in fast.parameters())
+    nn.utils.vector_to_parameters(torch.randn(size), fast.parameters())
+
+
+def _write(fast: Any) -> None:
+    with torch.no_grad():
+        fast.second.weight[0, 0] += 1
+
+
+def _new_parameter(fast: Any) -> None:
+    fast.second.weight = nn.Parameter(torch.randn(4, 4))
+
+
+def _double(fast: Any) -> None:
+    fast.double()
+    fast.float()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_replace_layer, _assign, _load, _set_data, _transpose_data, _from_vector, _write, _new_parameter, _double],
+)
+def test_changed_weights_count_at_the_next_call(change: Callable[[Any], None], pair: Any) -> None:
+    _, fast = pair
+    with torch.no_grad():
+        fast(X)
+        change(fast)
+        plain = Net().eval()
+        plain.load_state_dict(fast.state_dict())
+        for x in (X, X[:1], X):
+            torch.testing.assert_close(fast(x), plain(x))
+
+
+def test_where_gradients_flow_the_graph_runs_as_written(pair: Any) -> None:
+    model, fast = pair
+    assert calls_of(lambda: fast(X)) <= 2
+    fast.requires_grad_()(X)
+    before = computed["doubled"]
+    found = [torch.autograd.grad(one(X).square().sum(), list(one.parameters())) for one in (model, fast)]
+    assert computed["doubled"] == before
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_result_for_training_computes_them_at_each_call() -> None:
+    model = Net()
+    fast = optimize(model, [DoubleWeights()], example_inputs=(X,), mode="training")
+    fast(X)
+    before = computed["doubled"]
+    found = [torch.autograd.grad(one(X).square().sum(), list(one.parameters())) for one in (model, fast)]
+    assert computed["doubled"] == before + 2
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_value_that_cannot_be_used_is_a_reason() -> None:
+    model = Net().eval()
+    with torch.no_grad():
+        model.first.weight[0, 0] = 100
+    fast = optimize(model, [DoubleWeights(most=50)], example_inputs=(X,))
+    (record,) = report_of(fast).passes
+    assert [change.where for change in record.changes] == ["second"]
+    assert [(skip.where, skip.text) for skip in record.skips] == [("first", "twice the weight is too large")]
+    with torch.no_grad():
+        fast(X)
+        fast.second.weight[0, 0] = 200
+        before = computed["doubled"]
+        plain = Net().eval()
+        plain.load_state_dict(fast.state_dict())
+        assert torch.equal(fast(X), plain(X))
+        assert computed["doubled"] == before + 1
+        # The reason is kept as long as the weight is.
+        fast(X)
+        assert computed["doubled"] == before + 1
+
+
+def test_copies_and_pickles_have_values_of_their_own(pair: Any) -> None:
+    _, fast = pair
+    for twin in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        with torch.no_grad():
+            twin.first.weight.mul_(3)
+            plain = Net().eval()
+            plain.load_state_dict(twin.state_dict())
+            torch.testing.assert_close(twin(X), plain(X))
+            assert not torch.allclose(fast(X), plain(X))
+
+
+def test_values_are_freed_with_the_model_and_with_their_sources() -> None:
+    fast: Any = optimize(Net().eval(), [DoubleWeights()], example_inputs=(X,))
+    values: list[weakref.ref[Tensor]] = []
+    real = Doubled.__call__
+
+    def watched(self: Doubled, weight: Tensor) -> Tensor:
+        value = real(self, weight)
+        values.append(weakref.ref(value.untyped_storage()))
+        return value
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(Doubled, "__call__", watched)
+        fast.first.weight.mul_(2)
+        fast.second.weight.mul_(2)
+        fast(X)
+        first = [value for value in values if value() is not None]
+        assert len(first) == 2
+        fast.first = nn.Linear(4, 4)
+        fast(X)
+        gc.collect()
+        assert [value() is not None for value in first] == [False, True]
+    del fast
+    gc.collect()
+    assert not any(value() is not None for value in values)
+
+
+def test_threads_compute_each_value_once(pair: Any) -> None:
+    model, fast = pair
+    with torch.no_grad():
+        fast(X)
+        model.first.weight.mul_(2)
+        fast.load_state_dict(model.state_dict())
+        before, wanted, got = computed["doubled"], model(X), []
+
+        def run() -> None:
+            with torch.no_grad():
+                got.append(fast(X))
+
+        threads = [threading.Thread(target=run) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert computed["doubled"] <= before + 2
+    for value in got:
+        torch.testing.assert_close(value, wanted)
+
+
+def test_a_function_without_a_hash_is_refused() -> None:
+    @dataclass
+    class Unhashable:
+        def __call__(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    @dataclass(frozen=True)
+    class Wrong(GraphPass):
+        name: ClassVar[str] = "wrong"
+
+        def rewrite(self, graph: GraphRewriter, context: Context) -> None:
+            node = graph.calls("linear")[0]
+            with graph.change(node, "nothing"):
+                graph.derived(node, Unhashable(), node.args[1], what="twice")
+
+    fast = optimize(Net().eval(), [Wrong()], example_inputs=(X,))
+    assert "derived() takes a hashable function" in str(report_of(fast).passes[0])
+
+
+class Twice(nn.Module):
+    """One block at two places, with a graph break in each call: the two share one captured graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Net() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            print(end="")
+            x = block(x)
+        return x
+
+
+def test_equal_blocks_have_their_own_values() -> None:
+    model = Twice().eval()
+    fast = optimize(model, [DoubleWeights()], example_inputs=(X,))
+    with torch.no_grad():
+        torch.testing.assert_close(fast(X), model(X))
+        fast.blocks[1].first.weight.mul_(2)
+        plain = Twice().eval()
+        plain.load_state_dict(fast.state_dict())
+        torch.testing.assert_close(fast(X), plain(X))
+
+
+def test_compiled_code_gets_them_as_inputs() -> None:
+    torch.manual_seed(0)
+    model = Net().eval()
+    fast = optimize(model, [DoubleWeights(), TorchCompile(backend="aot_eager")], example_inputs=(X,))
+    with torch.no_grad():
+        torch.testing.assert_close(fast(X), model(X))
+        before = computed["doubled"]
+        for x in (X, X + 1, X):
+            torch.testing.assert_close(fast(x), model(x))
+        assert computed["doubled"] == before
+        fast.first.weight.mul_(3)
+        plain = Net().eval()
+        plain.load_state_dict(fast.state_dict())
+        torch.testing.assert_close(fast(X), plain(X))
+        assert computed["doubled"] == before + 1
+    fast.requires_grad_()
+    found = [torch.autograd.grad(one(X).square().sum(), list(one.parameters())) for one in (plain, fast)]
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_one_may_be_computed_from_others() -> None:
+    """The second pass doubles the weight that the first one has doubled; the first value is kept nowhere."""
+
+    @dataclass(frozen=True)
+    class DoubleAgain(GraphPass):
+        name: ClassVar[str] = "double-again"
+
+        def rewrite(self, graph: GraphRewriter, context: Context) -> None:
+            for node in graph.calls("linear"):
+                if graph.is_derived(node.args[1]):
+                    with graph.change(node, "weights doubled again"):
+                        weight = graph.derived(node, Doubled(), node.args[1], what="twice the weight")
+                        half = graph.call(node, torch.div, (node.args[0], 2))
+                        graph.replace_call(node, F.linear, (half, weight, graph.argument(node, 2, "bias")))
+
+    model = Net().eval()
+    fast = optimize(model, [DoubleWeights(), DoubleAgain()], example_inputs=(X,))
+    assert [len(record.changes) for record in report_of(fast).passes] == [2, 2]
+    with torch.no_grad():
+        torch.testing.assert_close(fast(X), model(X))
+        before = computed["doubled"]
+        fast.first.weight.mul_(3)
+        plain = Net().eval()
+        plain.load_state_dict(fast.state_dict())
+        torch.testing.assert_close(fast(X), plain(X))
+        assert computed["doubled"] == before + 2
+
+
+def test_one_capture_serves_all_sizes_of_the_open_dims(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[list[Any]] = []
+    real = Compilation._captured
+
+    def counted(self: Compilation, graph: Any, inputs: Any, around: Any) -> Any:
+        graphs.append([tuple(value.shape) for value in inputs if isinstance(value, Tensor)])
+        return real(self, graph, inputs, around)
+
+    monkeypatch.setattr(Compilation, "_captured", counted)
+    model = Net().eval()
+    fast = optimize(model, [DoubleWeights(), "simplify"], example_inputs=(X,))
+    assert len(graphs) == 1
+    twin = pickle.loads(pickle.dumps(fast))
+    for one, known in ((fast, 0), (twin, 1)):
+        graphs.clear()
+        for rows in (2, 3, 7):
+            x = torch.randn(rows, 4)
+            with torch.no_grad():
+                torch.testing.assert_close(one(x), model(x))
+            assert not set(vars(x)) & {"_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking"}
+        assert len(graphs) == known
+
+
+def test_refresh_computes_them_anew_after_writes_that_torch_does_not_count(pair: Any) -> None:
+    _, fast = pair
+    with torch.no_grad():
+        fast(X)
+        fast.first.weight.data.mul_(2)
+        fast.second.weight.detach().numpy()[:] = 1
+        for one in (fast, copy.deepcopy(fast)):
+            one.refresh()
+            plain = Net().eval()
+            plain.load_state_dict(one.state_dict())
+            torch.testing.assert_close(one(X), plain(X))
+
+
+def test_one_without_sources_is_computed_once_too() -> None:
+    """A constant that the graph computes from numbers alone, as positions are."""
+
+    @dataclass(frozen=True)
+    class KeepPositions(GraphPass):
+        name: ClassVar[str] = "keep-positions"
+
+        def rewrite(self, graph: GraphRewriter, context: Context) -> None:
+            for node in graph.calls("arange"):
+                if not graph.is_derived(node):
+                    with graph.change(node, "positions kept"):
+                        function = graph.function_of(node, [])
+                        graph.replace(node, graph.derived(node, function, what="the positions"))
+
+    class Positions(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.arange(4)
+
+    fast = optimize(Positions(), [KeepPositions()], example_inputs=(X,))
+    assert [record.status for record in report_of(fast).passes] == ["applied"]
+    torch.testing.assert_close(fast(X), Positions()(X))
+
+
+def test_inputs_are_told_apart_where_the_names_of_their_calls_have_gaps() -> None:
+    """Names have gaps after a change that was given up: the fourth input got the value of the second."""
+
+    @dataclass(frozen=True)
+    class ScaleWeights(GraphPass):
+        """Replace linear(x, w, b) by linear(x, 2 * w, 2 * b) / 2; the second layer's change is given up at first."""
+
+        name: ClassVar[str] = "scale-weights"
+
+        def rewrite(self, graph: GraphRewriter, context: Context) -> None:
+            for number, node in enumerate(graph.calls("linear")):
+                for given_up in (True, False) if number == 1 else (False,):
+                    with graph.change(node, f"{given_up}"):
+                        usable = (lambda value: "given up") if given_up else None
+                        weight = graph.derived(node, Doubled(), node.args[1], what="twice the weight")
+                        bias = graph.derived(node, Doubled(), node.args[2], what="twice the bias", usable=usable)
+                        double = graph.call(node, F.linear, (node.args[0], weight, bias))
+                        graph.replace_call(node, torch.div, (double, 2))
+
+    class Three(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layers(x)
+            return y
+
+    torch.manual_seed(0)
+    model = Three().eval()
+    fast = optimize(model, [ScaleWeights()], example_inputs=(X,))
+    assert [(record.status, len(record.changes)) for record in report_of(fast).passes] == [("applied", 3)]
+    with torch.no_grad():
+        for x in (X, X[:1]):
+            torch.testing.assert_close(fast(x), model(x))
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Two weights, one after the other."""
+
+    def __call__(self, *weights: Tensor) -> Tensor:
+        return torch.cat(weights)
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, on one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) + 2 * self.second(x)
+
+
+@dataclass(frozen=True)
+class JoinLinears(GraphPass):
+    """Compute two products with one joint weight."""
+
+    name: ClassVar[str] = "join-linears"
+
+    def rewrite(self, graph: GraphRewriter, context: Context) -> None:
+        first, second = graph.calls("linear") if not any(map(graph.is_derived, graph.nodes)) else (None, None)
+        if first is not None:
+            with graph.change(first, "computed together with the second"):
+                weight = graph.derived(first, Joined(), first.args[1], second.args[1], what="both weights")
+                both = graph.call(first, F.linear, (first.args[0], weight))
+                for start, node in ((0, first), (4, second)):
+                    graph.replace_call(node, torch.narrow, (both, -1, start, 4))
+
+
+def test_a_source_may_be_given_twice(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Tied().eval()
+    fast = optimize(model, [JoinLinears()], example_inputs=(X,))
+    assert [record.status for record in report_of(fast).passes] == ["applied"]
+    with torch.no_grad():
+        torch.testing.assert_close(fast(X), model(X))
+    bundle = export(fast, example_inputs=(X,), output=tmp_path / "bundle", formats=("torchscript",))
+    assert [entry["without_passes"] for entry in bundle.manifest["artifacts"]] == [[]]
+    torch.testing.assert_close(bundle.load("torchscript")(X)[0], model(X).detach())
+
+
+class Breaking(nn.Module):
+    """Equal blocks, each with a graph break, so that torch.compile calls one graph for all."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.norm(self.conv(x))
+            return x if y.sum() > 1e9 else y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_each_module_that_shares_a_graph_is_recorded() -> None:
+    torch.manual_seed(0)
+    model, x = Breaking().eval(), torch.randn(2, 3, 4, 4)
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(x,))
+    (record,) = report_of(fast).passes
+    folds = {(change.where, change.text) for change in record.changes}
+    assert folds == {(f"blocks.{n}.norm", f"folded into blocks.{n}.conv") for n in range(4)}
+    again = copy.deepcopy(fast)
+    with torch.no_grad():
+        torch.testing.assert_close(again(x), model(x))
+        # Only the last block is called, so its graph is captured for it.
+        torch.testing.assert_close(again.blocks[3](x), model.blocks[3](x))

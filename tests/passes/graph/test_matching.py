@@ -1,0 +1,205 @@
+"""Find the calls of a recorded run that form a foldable pair."""
+
+import sys
+from pathlib import Path
+
+import folding_models as models
+import pytest
+import torch
+import torch.nn.functional as F
+from folding_models import image
+from torch import nn
+
+from passes.graph.matching import ChannelScale, channels_at_end, pairs_behind
+from passes.graph.recording import Recorder
+from passes.graph.tensors import TensorRef
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+
+
+def recorded(model, *args, **kwargs):
+    recorder = Recorder(model, model.modules)
+    with torch.no_grad(), recorder:
+        model(*args, **kwargs)
+    return recorder.recording
+
+
+def norms_of(pairs):
+    return [pair.affine.named_by for pair in pairs]
+
+
+@pytest.mark.parametrize("cls", models.FOLDED)
+def test_every_spelling_is_found(cls):
+    model = cls().eval()
+    found = list(pairs_behind(recorded(model, image())))
+    assert len(found) >= 1
+    assert all(pair.conv.bias is None or pair.conv.bias.owner is pair.conv.weight.owner for pair in found)
+
+
+@pytest.mark.parametrize("kind", models.CONVOLUTIONS)
+def test_layers_are_taken_with_their_numbers(kind):
+    make, shape = models.CONVOLUTIONS[kind]
+    conv = make()
+    norm = models.norm_behind(conv, shape)
+    (pair,) = pairs_behind(recorded(nn.Sequential(conv, norm).eval(), image(*shape)))
+    assert (pair.conv.module, pair.affine.module) == (conv, norm)
+    assert pair.conv.weight == TensorRef(conv, "weight")
+    assert pair.conv.dims == len(shape) - 2
+    assert pair.conv.transposed is isinstance(conv, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d)
+    assert pair.conv.channels == norm.num_features
+    assert pair.conv.input_channels == shape[1]
+    assert pair.conv.groups == getattr(conv, "groups", 1)
+    assert pair.affine.mean == TensorRef(norm, "running_mean")
+    assert (channels_at_end(pair).dim, channels_at_end(pair).count) == (1, norm.num_features)
+
+
+class Moved(nn.Module):
+    def __init__(self, move):
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.bn = nn.BatchNorm1d(4)
+        self.move = move
+
+    def forward(self, x):
+        return self.bn(self.move(self.linear(x)))
+
+
+@pytest.mark.parametrize(
+    ("move", "dim"),
+    [
+        (lambda y: y.flatten(0, 1), 1),
+        (lambda y: y.transpose(1, 2), 1),
+        (lambda y: torch.transpose(y, -1, -2).contiguous(), 1),
+        (lambda y: y.permute(0, 2, 1), 1),
+        (lambda y: F.dropout(y.reshape(-1, 4), 0.5, False), 1),
+        (lambda y: y.view(-1, 4), 1),
+        (lambda y: y.expand(y.shape), None),
+        (lambda y: y.relu().flatten(0, 1), None),
+        (lambda y: F.dropout(y.flatten(0, 1), 0.5, True), None),
+        (lambda y: y[:, 0], None),
+    ],
+)
+def test_moves_between_the_two(move, dim):
+    found = [channels_at_end(pair) for pair in pairs_behind(recorded(Moved(move).eval(), image(2, 4, 3)))]
+    assert [channels.dim for channels in found if channels] == ([] if dim is None else [dim])
+
+
+class Scaled(nn.Module):
+    def __init__(self, compute, shape):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.scale = nn.Parameter(torch.ones(shape))
+        self.compute = compute
+
+    def forward(self, x):
+        return self.compute(self.conv(x), self.scale)
+
+
+@pytest.mark.parametrize(
+    ("compute", "operation"),
+    [
+        (lambda y, s: y * s, "mul"), (lambda y, s: s * y, "mul"), (lambda y, s: y.mul(s), "mul"),
+        (lambda y, s: y + s, "add"), (lambda y, s: s - y, "rsub"), (lambda y, s: y - s, "sub"),
+        (lambda y, s: y / s, "div"), (lambda y, s: torch.add(y, s), "add"), (torch.div, "div"),
+        (lambda y, s: s / y, None), (lambda y, s: torch.add(y, s, alpha=2), None), (lambda y, s: y**s, None),
+        (torch.maximum, None),
+    ],
+)  # fmt: skip
+def test_products_and_sums(compute, operation):
+    found = list(pairs_behind(recorded(Scaled(compute, (1, 4, 1, 1)), image())))
+    assert [pair.affine.operation for pair in found] == ([] if operation is None else [operation])
+
+
+@pytest.mark.parametrize(
+    ("shape", "count"),
+    [
+        ((4, 1, 1), 1),
+        ((1,), 1),
+        ((), 1),
+        ((1, 4, 1, 1), 1),
+        ((8,), 0),
+        ((4, 1, 1, 1), 0),
+        ((1, 1, 4, 1, 1), 0),
+        ((1, 4, 1, 1, 1), 0),
+    ],
+)
+def test_only_what_has_one_number_for_each_channel_scales_them(shape, count):
+    found = list(pairs_behind(recorded(Scaled(lambda y, s: y * s, shape), image(4, 3, 8, 8))))
+    assert len(found) == count
+    assert all(isinstance(pair.affine, ChannelScale) for pair in found)
+
+
+def test_what_scales_channels_that_were_mixed_is_no_pair():
+    model = Scaled(lambda y, s: y.flatten(1) * s, (1,))
+    assert not list(pairs_behind(recorded(model, image())))
+
+
+def test_a_layer_with_its_bias_from_elsewhere_is_taken_as_a_function():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)).eval()
+    del model[0]._parameters["bias"]
+    model[0].__dict__["bias"] = model[2].bias
+    (pair,) = pairs_behind(recorded(model, image()))
+    assert pair.conv.module is None
+    assert pair.conv.bias == TensorRef(model[2], "bias")
+
+
+@pytest.mark.parametrize("patched", ["forward", "_conv_forward"])
+def test_a_layer_with_a_forward_of_its_own_is_taken_as_a_function(patched):
+    class Own(nn.Conv2d):
+        def _conv_forward(self, *args):
+            return super()._conv_forward(*args)
+
+    conv = Own(3, 4, 1) if patched == "_conv_forward" else nn.Conv2d(3, 4, 1)
+    if patched == "forward":
+        conv.forward = lambda x: F.conv2d(x, conv.weight, conv.bias)
+    (pair,) = pairs_behind(recorded(nn.Sequential(conv, nn.BatchNorm2d(4)).eval(), image()))
+    assert pair.conv.module is None
+
+
+def test_a_norm_that_refuses_more_inputs_is_taken_as_a_function():
+    class Own(nn.BatchNorm2d):
+        def _check_input_dim(self, input):
+            super()._check_input_dim(input)
+
+    (pair,) = pairs_behind(recorded(nn.Sequential(nn.Conv2d(3, 4, 1), Own(4)).eval(), image()))
+    assert pair.affine.module is None
+
+
+def test_a_number_that_a_tensor_holds_is_no_eps():
+    class Norm(nn.BatchNorm2d):
+        def forward(self, x):
+            return F.batch_norm(x, self.running_mean, self.running_var, eps=self.epsilon)
+
+    norm = Norm(4)
+    norm.register_buffer("epsilon", torch.tensor(1e-3))
+    assert not list(pairs_behind(recorded(nn.Sequential(nn.Conv2d(3, 4, 1), norm).eval(), image())))
+
+
+def test_a_loop_and_a_shared_head_give_one_pair_for_each_call():
+    class Loop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = [nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)]
+
+        def forward(self, x):
+            for _ in range(3):
+                for layer in self.layers:
+                    x = layer(x)
+            return x
+
+    model = Loop()
+    for layer in model.layers:
+        layer.eval()
+    model.held = nn.ModuleList(model.layers)
+    found = list(pairs_behind(recorded(model, image())))
+    assert len(found) == 3
+    assert len({pair.conv.weight for pair in found}) == len(set(norms_of(found))) == 1
+
+
+def test_layers_of_a_class_of_its_own_are_taken_by_what_they_call():
+    class Doubled(nn.Conv2d):
+        def forward(self, input):
+            return super().forward(input) * 2
+
+    model = nn.Sequential(Doubled(3, 4, 1), nn.BatchNorm2d(4)).eval()
+    assert not list(pairs_behind(recorded(model, image())))
