@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from optimizer import check_parity, diagnose, errors, export, optimize, profile, rejudge_bundle, verify_bundle
+from optimize_export import errors
+from optimizer import check_parity, diagnose, export, optimize, profile, rejudge_bundle, verify_bundle
 from optimizer.diagnosis import RULES
 from passes.registry import pass_names
 
