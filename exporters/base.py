@@ -235,7 +235,7 @@ class ExportRequest:
         open_dims: open dims by input name, each with the name of its size: {"ids": {0: "batch", 1: "time"}}. Dims with
             the same name have the same size. For the inputs listed here, this replaces `dynamic_batch`.
         input_names, output_names: names that replace the derived ones, one per tensor.
-        opset: version of the ONNX operator set, one of `exporters.opset.opsets()`; None for the exporter's default.
+        opset: version of the ONNX operator set, one of `exporters.onnx.opsets()`; None for the exporter's default.
             Other formats ignore it.
         computes_in: the half precision that the model computes in, whatever the dtypes of its outputs; None if there is
             none.

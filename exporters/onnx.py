@@ -7,28 +7,33 @@ reproduces the model's values at every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import onnx
 import onnx_ir as ir
 import torch
+import torch.onnx
 from google.protobuf.message import DecodeError
 
-from exporters.base import Artifact, Exporter, ExportRequest, Limit, LoadedArtifact, TensorSpec
-from exporters.errors import MetadataError, RouteRefused, refusing
+from exporters.base import Artifact, Exporter, ExportRequest, Limit, LoadedArtifact, TensorSpec, clones
+from exporters.conditions import Condition
+from exporters.errors import MetadataError, RouteRefused, UnknownOpset, refusing
 from exporters.evidence import Evidence, gather
+from exporters.exported_program import conditions_of_program, named_dims, shared_program
 from exporters.file_values import FileValues, Program
 from exporters.isolation import silent
-from exporters.onnx_captures import Captured, by_dynamo, by_torchscript
-from exporters.onnx_files import save
-from exporters.onnx_pads import keep_pads
-from exporters.onnx_session import LoadedOnnx, on_cpu, session_for_proof
-from exporters.onnx_values import OnnxValues
+from exporters.onnx_operators import keep_pads, translations
+from exporters.onnx_session import LoadedOnnx, OnnxValues, on_cpu, session_for_proof
 from exporters.proof import prove_file
 from exporters.routes import Route, first_right
+from exporters.structure import unique
+from exporters.torch_private import with_kept_onnx_registry, without_onnx_log
+from exporters.trace_conditions import watched
+from optimize_export.onnx_runtime import ort
 
 # Operators whose number of output rows depends on the data. Equal sizes at all calls don't prove that the size is
 # constant.
@@ -36,6 +41,16 @@ _DATA_DEPENDENT = frozenset({"NonZero", "Unique", "Compress", "NonMaxSuppression
 
 # The first IR version that supports functions.
 _IR_WITH_FUNCTIONS = 8
+
+# Bytes of weights from which they are saved as external data. Protobuf can't hold more than 2 GiB, and long before that
+# its readers keep three copies of a file. External data is read tensor by tensor.
+EXTERNAL_DATA_FROM = 2**25
+
+# Not a public API. If a version of torch has it elsewhere, its exporters themselves report what they can't write.
+limits: Any = getattr(torch.onnx, "_constants", None)
+
+Captured = tuple[ir.Model, Sequence[Condition], Program | None]
+"""The model in the file, the conditions on the batch, and the program it was made from, where there is one."""
 
 
 class OnnxExporter(Exporter):
@@ -128,6 +143,83 @@ class OnnxExporter(Exporter):
             onnx.checker.check_model(str(files[0]), full_check=True)
         prove_file(evidence, session_for_proof(files[0]), files, conditions, limits)
         return files
+
+
+def by_dynamo(evidence: Evidence, opset: int | None, *, optimize: bool) -> Captured:
+    # These only name the dims: they are open in the capture.
+    names = tuple(named_dims(spec) or None for spec in evidence.input_specs)
+    with with_kept_onnx_registry():
+        program = torch.onnx.export(
+            shared_program(evidence),
+            opset_version=opset,
+            dynamo=True,
+            dynamic_shapes=names if any(names) else None,
+            custom_translation_table=translations(),
+            optimize=optimize,
+            verbose=False,
+        )
+    if program is None or program.exported_program is None:
+        raise RouteRefused("torch.onnx.export returned no program")
+    exported = program.exported_program
+    renamed = _name_ends(program.model, evidence.adapter.input_names, evidence.adapter.output_names)
+    known = Program.of(exported, evidence.adapter.model, renamed)
+    return program.model, conditions_of_program(exported, evidence), known
+
+
+def _name_ends(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> dict[str, str]:
+    """Name the inputs and outputs of a file, and rename the values inside that have one of these names.
+
+    torch's exporter renames only the ends, although it names the values inside after operations: `mean`, `relu`.
+
+    Returns:
+        The new names by torch's names.
+    """
+    graph = model.graph
+    seen = {*graph.inputs, *graph.initializers.values()}
+    for index, value in enumerate(graph.outputs):
+        # A value with another name of its own, such as an input that is returned, gets the second one from a node.
+        if value in seen:
+            copy = ir.Value(name=f"{value.name}_output_{index}", type=value.type, shape=value.shape)
+            graph.append(ir.Node("", "Identity", [value], outputs=[copy]))
+            graph.outputs[index] = copy
+        seen.add(graph.outputs[index])
+    ends = dict(zip((*graph.inputs, *graph.outputs), (*inputs, *outputs), strict=True))
+    inside = [
+        *(value for each in (graph, *graph.subgraphs()) for value in (*each.initializers.values(), *each.inputs)),
+        *(value for node in graph.all_nodes() for value in node.outputs),
+    ]
+    inside = [value for value in dict.fromkeys(inside) if value not in ends and value.name]
+    kept = [value.name for value in inside if value.name not in ends.values()]
+    changed = [value for value in inside if value.name in ends.values()]
+    free = unique([value.name for value in changed], {*ends.values(), *kept})
+    renamed = {value.name: name for value, name in zip((*changed, *ends), (*free, *ends.values()), strict=True)}
+    for value, name in zip((*changed, *ends), (*free, *ends.values()), strict=True):
+        value.name = name
+    return renamed
+
+
+def by_torchscript(evidence: Evidence, opset: int | None, folder: Path) -> Captured:
+    adapter = evidence.adapter
+    axes = {spec.name: named_dims(spec) for spec in (*evidence.input_specs, *evidence.output_specs)}
+    # Export to a file: above 2 GiB this exporter writes the weights next to it. The folder is removed after the export.
+    raw = folder / "raw"
+    raw.mkdir()
+    # By default the exporter switches a module in training mode to eval.
+    mode: dict[str, Any] = {"training": torch.onnx.TrainingMode.PRESERVE} if adapter.training else {}
+    with without_onnx_log(), watched(evidence) as conditions:
+        torch.onnx.export(
+            adapter,
+            clones(evidence.inputs[0]),
+            str(raw / "model.onnx"),
+            input_names=list(adapter.input_names),
+            output_names=list(adapter.output_names),
+            opset_version=opset,
+            dynamo=False,
+            dynamic_axes={name: dims for name, dims in axes.items() if dims},
+            verbose=False,
+            **mode,
+        )
+    return ir.load(raw / "model.onnx"), conditions(), None
 
 
 def _refuse_what_no_runtime_gives(evidence: Evidence) -> None:
@@ -250,3 +342,76 @@ def _read_specs(graph: onnx.GraphProto, evidence: Evidence) -> tuple[tuple[Tenso
 def _dims(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
     dims = value.type.tensor_type.shape.dim
     return tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in dims)
+
+
+def save(model: ir.Model, path: Path) -> tuple[Path, ...]:
+    """Write `model` to `path`, large weights to `<path>.data`; return the files.
+
+    The shapes of weights are removed from `model`, also from its list of shapes in the file. The weights themselves
+    hold them, and tools change a weight without that list: `onnxruntime.quantization` transposes the weight of a Gemm
+    and then fails, since the list still has the old shape.
+    """
+    size = 0
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            size += 0 if value.const_value is None else value.const_value.nbytes
+            if not value.is_graph_input():
+                value.shape = value.type = None
+    if size < EXTERNAL_DATA_FROM:
+        ir.save(model, path)
+        return (path,)
+    weights = path.with_name(f"{path.name}.data")
+    ir.save(model, path, external_data=weights.name)
+    return (path, weights)
+
+
+def refuse_opset(opset: object, formats: Sequence[str]) -> None:
+    """Raise UnknownOpset if no file can be written with that opset, or if no requested format has an opset.
+
+    Args:
+        opset: the user's choice; None means the exporter's default and is always valid.
+        formats: the names of the requested formats.
+    """
+    if opset is None:
+        return
+    if not isinstance(opset, int) or isinstance(opset, bool):
+        raise UnknownOpset(f"The opset must be a whole number, not {opset!r}.")
+    if "onnx" not in formats:
+        raise UnknownOpset(
+            f"opset applies to ONNX files only, but the formats are {', '.join(formats)}: add onnx, or leave out opset."
+        )
+    known = opsets()
+    if opset not in known:
+        raise UnknownOpset(
+            f"Opset {opset} isn't available here: torch's exporters write, and onnxruntime {ort.__version__} reads, "
+            f"opsets {known[0]} to {known[-1]}."
+        )
+
+
+@cache
+def opsets() -> range:
+    """The opsets that torch's exporters write and the installed onnxruntime reads."""
+    # onnxruntime doesn't report its newest opset, so try to load a file.
+    known = getattr(limits, "ONNX_MAX_OPSET", onnx.defs.onnx_opset_version())
+    newest = next(opset for opset in range(known, 0, -1) if is_read(opset))
+    # Below the base opset, the weights are inputs of the file.
+    return range(getattr(limits, "ONNX_BASE_OPSET", 9), newest + 1)
+
+
+def is_read(opset: int) -> bool:
+    """Whether the installed onnxruntime loads a file with an opset."""
+    value = onnx.helper.make_tensor_value_info
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Identity", ["x"], ["y"])],
+        "probe",
+        [value("x", onnx.TensorProto.FLOAT, [1])],
+        [value("y", onnx.TensorProto.FLOAT, [1])],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)], ir_version=8)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except ort.capi.onnxruntime_pybind11_state.Fail:
+        return False
+    return True

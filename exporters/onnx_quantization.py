@@ -41,7 +41,7 @@ import onnx_ir as ir
 
 from exporters.errors import CalibrationError, NothingToQuantize, QuantizationError, refusing
 from exporters.isolation import silent
-from exporters.onnx_files import save
+from exporters.onnx import save
 from optimize_export.onnx_runtime import float16_conversion, quantization
 
 Kind = Literal["int8-static", "int8-dynamic", "uint8-dynamic", "int4-weights", "float16"]

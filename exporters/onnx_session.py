@@ -1,8 +1,12 @@
-"""Load an ONNX file in onnxruntime, run it on torch tensors, and tell where its nodes run."""
+"""ONNX files in onnxruntime, on torch tensors: their outputs, where their nodes run, their values and their times."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import os
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +17,18 @@ import torch
 from exporters.base import LoadedArtifact
 from exporters.child_process import InChild, can_start
 from exporters.errors import ProviderFallback, refusing
-from exporters.onnx_binding import BoundSession
 from exporters.onnx_plain import AssignedNode, PlainSession, assigned_nodes, placement_of
 from optimize_export.onnx_runtime import CUDA, NO_CUDA, ort, providers
+from optimize_export.runtime.onnx_binding import BoundSession
 
 # Nodes that compute nothing. A runtime on the GPU places them on the CPU by design.
 _NO_COMPUTATION = frozenset({"Shape", "Size", "Constant", "MemcpyToHost", "MemcpyFromHost"})
+
+_FAILING_NODE = re.compile(r"Name:'(?P<name>[^']*)'")
+_FOLDER_OF_WEIGHTS = "session.model_external_initializers_file_folder_path"
+
+# onnxruntime's name of the event for one run of a node is the node's name and this.
+_KERNEL = "_kernel_time"
 
 
 def session_for_proof(path: Path) -> LoadedArtifact:
@@ -152,3 +162,129 @@ def shape_only_nodes(graph: onnx.GraphProto) -> frozenset[str]:
             names.add(node.name)
             known.update(node.output)
     return frozenset(names)
+
+
+class OnnxValues:
+    """A file that returns its values with the given names, or all.
+
+    A run holds all of them at once. This takes as much memory as one call of the model that frees nothing.
+
+    Attributes:
+        names: the requested values that the file computes.
+        outputs: the names of the file's outputs.
+    """
+
+    def __init__(self, path: Path, device: torch.device, names: Collection[str] | None) -> None:
+        self._folder = path.parent
+        self._device = torch.device(device.type, device.index or 0)
+        self._model = onnx.load(path, load_external_data=False)
+        computed = frozenset(name for node in self._model.graph.node for name in node.output if name)
+        self.names = computed if names is None else computed & frozenset(names)
+        self.outputs = tuple(value.name for value in self._model.graph.output)
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[dict[str, torch.Tensor], str]:
+        end, error = len(self._model.graph.node), ""
+        while any(name in self.names for node in self._model.graph.node[:end] for name in node.output):
+            session = self._session(end)
+            try:
+                values = BoundSession(session, self._device)(*tensors)
+            except RuntimeError as raised:
+                error = str(raised)
+                # onnxruntime follows this order too, so no earlier node raised. If it runs a later node first, the next
+                # session, which ends before that node, continues the search.
+                end = self._number_of(error, end)
+                continue
+            names = [node.name for node in session.get_outputs()]
+            return {name: value.cpu() for name, value in zip(names, values, strict=True)}, error
+        return {}, error
+
+    def _number_of(self, error: str, end: int) -> int:
+        """The index of the node among the first `end` that onnxruntime's error names; the last one if it names none."""
+        found = _FAILING_NODE.search(error)
+        # Node names needn't be unique. The last match isn't before the node that raised. If it is after that node, the
+        # next session raises again.
+        numbers = [
+            number for number, node in enumerate(self._model.graph.node[:end]) if found and node.name == found["name"]
+        ]
+        return numbers[-1] if numbers else end - 1
+
+    def _session(self, end: int) -> ort.InferenceSession:
+        """A session with the first `end` nodes, whose outputs are the requested values."""
+        model = onnx.ModelProto()
+        model.CopyFrom(self._model)
+        graph = model.graph
+        del graph.node[end:], graph.output[:]
+        # Leave out the types: onnxruntime infers them, and the types in the file may be the error.
+        graph.output.extend(
+            onnx.ValueInfoProto(name=name) for node in graph.node for name in node.output if name in self.names
+        )
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.add_session_config_entry(_FOLDER_OF_WEIGHTS, str(self._folder))
+        return ort.InferenceSession(model.SerializeToString(), options, providers=providers_for(self._device))
+
+
+@dataclass(frozen=True)
+class NodeRun:
+    """One run of a node of the graph as onnxruntime optimized it.
+
+    Attributes:
+        name: of the node; onnxruntime's own nodes, such as those that reorder a layout, have names of their own.
+        op_type: its operator.
+        shapes: of its inputs.
+        seconds: its time, without that of the nodes in its subgraphs. On a GPU this is the time to launch it.
+    """
+
+    name: str
+    op_type: str
+    shapes: Any
+    seconds: float
+
+
+def profile_nodes(
+    path: Path, device: torch.device, tensors: Sequence[torch.Tensor], trace: Path, *, runs: int
+) -> tuple[float, list[NodeRun]]:
+    """Run a file under the profiler, after one run to warm up.
+
+    Args:
+        tensors: the inputs of the file, in its order.
+        trace: the path of the Chrome trace to write; it includes the warm-up.
+
+    Returns:
+        The seconds of one run, and the nodes of all `runs`.
+
+    Raises:
+        ProviderFallback: the file would run on another device.
+        OSError: the trace can't be written.
+    """
+    session = LoadedOnnx(path, device, profile=trace)
+    for _ in range(1 + runs):
+        session(*tensors)
+    os.replace(session.end_profile(), trace)
+    events = json.loads(trace.read_text(encoding="utf-8"))
+    whole = [event for event in events if event.get("cat") == "Session" and event["name"] == "model_run"][1:]
+    nodes = [event for event in events if event.get("cat") == "Node" and event["name"].endswith(_KERNEL)]
+    measured = [event for event in nodes if event["ts"] >= whole[0]["ts"]]
+    return sum(event["dur"] for event in whole) / 1e6 / runs, _node_runs(measured)
+
+
+def _node_runs(events: Sequence[Any]) -> list[NodeRun]:
+    """Convert the events; a node with subgraphs contains the events of their nodes."""
+    own = {id(event): event["dur"] for event in events}
+    around: list[Any] = []
+    # If two start at once, the longer one is around the other.
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        while around and around[-1]["ts"] + around[-1]["dur"] <= event["ts"]:
+            around.pop()
+        if around:
+            own[id(around[-1])] -= event["dur"]
+        around.append(event)
+    return [_node_run(event, max(0, own[id(event)]) / 1e6) for event in events]
+
+
+def _node_run(event: Any, seconds: float) -> NodeRun:
+    details = event["args"]
+    op_type = details["op_name"]
+    name = event["name"].removesuffix(_KERNEL)
+    return NodeRun(name or op_type, op_type, details.get("input_type_shape"), seconds)

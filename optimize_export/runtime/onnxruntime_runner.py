@@ -78,7 +78,10 @@ class OnnxruntimeRunner:
 
     def _by_address(self) -> Callable[..., tuple[Any, ...]]:
         """A run by address: on the GPU, and for dtypes that numpy doesn't have."""
-        torch, binding = importlib.import_module("torch"), importlib.import_module("exporters.onnx_binding")
+        torch, binding = (
+            importlib.import_module("torch"),
+            importlib.import_module("optimize_export.runtime.onnx_binding"),
+        )
         target = torch.device(self.device, 0) if self.device == "cuda" else torch.device("cpu")
         bound = binding.BoundSession(self._session, target, graphs=self._in_graphs)
         if not self._in_graphs:

@@ -1,7 +1,7 @@
 """Checks of the options that need the passes and exporters; they run before the user's code."""
 
 from exporters.metadata import refuse_metadata
-from exporters.opset import refuse_opset
+from exporters.onnx import refuse_opset
 from exporters.registry import exporter_named
 from optimizer.bundle import check_target
 from optimizer.command.early_checks import check_early

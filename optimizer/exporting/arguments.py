@@ -10,7 +10,7 @@ from torch import nn
 
 from exporters.base import Exporter, named_inputs
 from exporters.metadata import refuse_metadata
-from exporters.opset import refuse_opset
+from exporters.onnx import refuse_opset
 from exporters.registry import exporter_named, register
 from optimize_export.errors import UsageError
 from optimizer.bundle import check_target

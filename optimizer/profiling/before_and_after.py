@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from exporters.onnx_profile import profile_nodes
+from exporters.onnx_session import profile_nodes
 from optimizer.model import Samples, in_turn
 from optimizer.profiling.module_runs import RUNS
 from optimizer.profiling.operations import Place, Spent, operations_of

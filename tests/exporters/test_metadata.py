@@ -8,7 +8,7 @@ import torch
 from exportable_models import Mlp, floats, mlp_calls
 from spoiling import only_the_old_onnx_exporter
 
-import exporters.onnx_files
+import exporters.onnx
 from exporters import ExportRequest, MetadataError, exporter_named
 from exporters.metadata import EXTRA_FILE, OURS, refuse_metadata
 from exporters.torchscript_deprecation import torchscript_allowed
@@ -64,7 +64,7 @@ def test_plain_torch_gives_them_as_an_extra_file(tmp_path):
 
 
 def test_files_with_weights_beside_them_and_those_of_the_old_exporter_hold_them_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(exporters.onnx_files, "EXTERNAL_DATA_FROM", 10)
+    monkeypatch.setattr(exporters.onnx, "EXTERNAL_DATA_FROM", 10)
     only_the_old_onnx_exporter(monkeypatch)
     artifact = export("onnx", tmp_path, metadata=GIVEN)
     assert (artifact.route, len(artifact.files)) == ("torchscript", 2)

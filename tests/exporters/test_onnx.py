@@ -8,7 +8,7 @@ from onnxruntime.quantization import quant_pre_process, quantize_dynamic
 from tiny_models import enliven
 from torch import nn
 
-import exporters.onnx_files
+import exporters.onnx
 from exporters import ExportError, ExportRequest, OnnxExporter, ProviderFallback, onnx_session, silent
 from exporters.onnx_session import added_for_shapes, judge_placement, shape_only_nodes
 
@@ -130,7 +130,7 @@ def test_the_next_route_is_taken_and_is_as_good(failing, tmp_path, monkeypatch):
 
 
 def test_weights_above_the_limit_go_into_a_file_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(exporters.onnx_files, "EXTERNAL_DATA_FROM", 1000)
+    monkeypatch.setattr(exporters.onnx, "EXTERNAL_DATA_FROM", 1000)
     model = nn.Linear(30, 30)
     artifact = export(model, tuple(((floats(size, 30),), {}) for size in (2, 3)), tmp_path)
     assert [path.name for path in artifact.files] == ["model.onnx", "model.onnx.data"]

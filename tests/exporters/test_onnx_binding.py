@@ -6,9 +6,9 @@ import onnx
 import pytest
 import torch
 
-from exporters.onnx_binding import BoundSession
 from optimize_export.onnx_runtime import ort
 from optimize_export.runtime import Route, open_route
+from optimize_export.runtime.onnx_binding import BoundSession
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-import exporters.onnx_files
+import exporters.onnx
 import exporters.onnx_sensitivity
 from exporters.errors import CalibrationError, NothingToQuantize, QuantizationError
 from exporters.onnx_quantization import quantized
@@ -209,7 +209,7 @@ def test_uint8_weights_lose_less_than_int8_ones(mlp, tmp_path):
 def test_large_weights_go_into_a_file_of_their_own(kind, mlp, tmp_path, monkeypatch):
     target = tmp_path / "small.onnx"
     small = quantized(mlp, target, kind, rows(64)).files
-    monkeypatch.setattr(exporters.onnx_files, "EXTERNAL_DATA_FROM", 1000)
+    monkeypatch.setattr(exporters.onnx, "EXTERNAL_DATA_FROM", 1000)
     large = quantized(mlp, target, kind, rows(64)).files
     assert [path.name for path in large] == ["small.onnx", "small.onnx.data"]
     assert relative_error(mlp, target, rows(64)[0]) < 0.2

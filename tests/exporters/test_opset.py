@@ -5,9 +5,9 @@ from exportable_models import Mlp, floats, mlp_calls
 from tiny_models import enliven
 from torch import nn
 
-import exporters.opset
+import exporters.onnx
 from exporters import ExportError, ExportRequest, OnnxExporter, UnknownOpset
-from exporters.opset import is_read, opsets, refuse_opset
+from exporters.onnx import is_read, opsets, refuse_opset
 
 
 class Normed(nn.Module):
@@ -106,7 +106,7 @@ def test_an_opset_that_no_file_can_have_is_one_sentence(opset, formats, sentence
 
 
 def test_the_range_is_known_to_a_torch_without_its_own_limits(monkeypatch):
-    monkeypatch.setattr(exporters.opset, "limits", None)
+    monkeypatch.setattr(exporters.onnx, "limits", None)
     found = opsets.__wrapped__()
     assert found[0] == 9
     assert found[-1] >= opsets()[-1]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules import module as hooks_of_torch
 from torch.utils.checkpoint import checkpoint
 
-from exporters.onnx_profile import _node_runs
+from exporters.onnx_session import _node_runs
 from optimize_export.errors import BundleError, LoadError, UsageError
 from optimizer import Profile, export, optimize, profile
 from optimizer.command import cli
