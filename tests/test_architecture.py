@@ -244,9 +244,8 @@ def test_the_readers_find_what_they_look_for() -> None:
 # copy in the right mode, whose run leaves no trace. Everything else goes through these two, or calls such a module.
 CALLERS = {
     "optimizer/model/runs.py": {"module"},
-    "optimizer/parity/observe.py": {"target"},
-    # Inside a call by `observe`.
-    "optimizer/parity/recorded_runs.py": {"module"},
+    # `module` is called inside a call by `observe`.
+    "optimizer/parity/observe.py": {"target", "module"},
     "optimizer/faults/locating_modules.py": {"self.model"},
     # The module that `Runs` yields, timed without the copies of its inputs.
     "optimizer/profiling/module_runs.py": {"module"},

@@ -13,21 +13,17 @@ rule.
 
 from optimizer.parity.accuracy import WITHIN_BUDGET, Accuracy, accuracy_between, accuracy_of, accuracy_text
 from optimizer.parity.check import check_parity
+from optimizer.parity.differences import distance, is_exact, special, unit, wide
 from optimizer.parity.float64 import raised
 from optimizer.parity.golden import GoldenEntry, compare_golden, golden_entries, golden_entry
-from optimizer.parity.observe import Flatten, input_names
+from optimizer.parity.observe import Flatten, RecordedRuns, input_names
 from optimizer.parity.outputs import BATCH_SIZES, OriginalOutputs, measure_reference
-from optimizer.parity.recorded_runs import RecordedRuns
-from optimizer.parity.reference import Reference
+from optimizer.parity.reference import Reference, independent_rows, outputs_on, runs_on
 from optimizer.parity.regions import RegionParity, RegionReference, check_change, check_region
-from optimizer.parity.reruns import judged_values, reference_at, rerun
+from optimizer.parity.reruns import after_all_calls, judged_values, measure_in_sequence, reference_at, rerun
 from optimizer.parity.results import CallErrors, Measurement, OutputNoise, OutputParity, ParityReport
-from optimizer.parity.row_runs import independent_rows, outputs_on, runs_on
 from optimizer.parity.rows import Rows
-from optimizer.parity.sequences import after_all_calls, measure_in_sequence
-from optimizer.parity.shares import allowed_share
-from optimizer.parity.tensors import distance, is_exact, special, unit, wide
-from optimizer.parity.verdict import FACTOR, SLICE_FACTOR, Tolerance, by_output, judge, why_vacuous
+from optimizer.parity.verdict import FACTOR, SLICE_FACTOR, Tolerance, allowed_share, by_output, judge, why_vacuous
 
 __all__ = [
     "BATCH_SIZES",

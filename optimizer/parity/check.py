@@ -14,8 +14,8 @@ from optimize_export.wording import a_type
 from optimizer.model import ExampleInputs, FurtherInputs, Mode, Samples, in_turn, refuse_unrunnable, resolved_device
 from optimizer.options import check_numbers
 from optimizer.parity.outputs import measure_reference
+from optimizer.parity.reference import independent_rows
 from optimizer.parity.results import ParityReport
-from optimizer.parity.row_runs import independent_rows
 from optimizer.parity.verdict import Tolerance, by_output, judge
 from passes.base import Precision
 

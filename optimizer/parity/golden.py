@@ -9,11 +9,11 @@ import torch
 
 from optimizer.model import Call, Sizes
 from optimizer.parity.comparison import Comparison
+from optimizer.parity.differences import is_exact, special
 from optimizer.parity.observe import Observation
 from optimizer.parity.original import OriginalCall
 from optimizer.parity.reference import Reference
 from optimizer.parity.results import Measurement, OutputNoise, ParityReport
-from optimizer.parity.tensors import is_exact, special
 from optimizer.parity.verdict import FACTOR, Tolerance, judge
 
 

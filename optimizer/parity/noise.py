@@ -13,13 +13,22 @@ import torch
 
 from optimize_export.wording import append_once, dtype_name, error_summary
 from optimizer.model import Call, first_difference, is_script, modules_of, pinned_settings
-from optimizer.parity.modes import in_float64, perturbed, rounded, run_in
+from optimizer.parity.differences import (
+    Pool,
+    SliceNoise,
+    Slices,
+    all_finite,
+    floors,
+    is_exact,
+    slice_noise,
+    special,
+    unit,
+)
 from optimizer.parity.observe import Observation
 from optimizer.parity.original import Original, OriginalCall
-from optimizer.parity.pools import Pool, SliceNoise, Slices, slice_noise
 from optimizer.parity.results import OutputNoise
+from optimizer.parity.rounding import in_float64, perturbed, rounded, run_in
 from optimizer.parity.signal import missing_signal
-from optimizer.parity.tensors import all_finite, floors, is_exact, special, unit
 from optimizer.parity.ties import BrokenTies, find_ties
 from optimizer.parity.verdict import FACTOR, SLICE_FACTOR
 

@@ -28,8 +28,7 @@ from optimizer.model import (
     named_tensors,
     refuse_arrays,
 )
-from optimizer.parity.observe import Observation, input_names, observe
-from optimizer.parity.recorded_runs import RecordedRuns
+from optimizer.parity.observe import Observation, RecordedRuns, input_names, observe
 from optimizer.parity.results import Measurement
 from optimizer.parity.ties import Tie, settled
 from passes.graph.storage import same_values

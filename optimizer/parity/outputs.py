@@ -1,27 +1,47 @@
-"""The outputs of the original at all calls; their rounding noise is measured when it is first needed."""
+"""The outputs of the original at all calls: which calls are made, and when their rounding noise is measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from optimize_export.errors import UsageError
-from optimizer.model import Mode, Samples, Taken, ladder, one_at_a_time, pinned_settings
-from optimizer.parity.eager import eager_runs, notes_on_eager
-from optimizer.parity.noise import RoundingNoise
-from optimizer.parity.original import CallKey, Original, same_inputs
-from optimizer.parity.other_sizes import run_other_sizes
-from optimizer.parity.other_values import run_other_values
-from optimizer.parity.recorded_runs import RecordedRuns
-from optimizer.parity.reference import Reference
-from optimizer.parity.results import ParityReport
-from optimizer.parity.signal import gives_the_same, why_vacuous
-from optimizer.parity.verdict import report_without_outputs
+import torch
 
+from optimize_export.errors import LoadError, UsageError
+from optimize_export.wording import error_summary
+from optimizer.model import (
+    ENOUGH,
+    Call,
+    Mode,
+    Samples,
+    Sizes,
+    Taken,
+    ladder,
+    leaves_of,
+    one_at_a_time,
+    pinned_by,
+    pinned_settings,
+    rebuild,
+)
+from optimizer.parity.differences import distance, is_exact, special
+from optimizer.parity.noise import RoundingNoise
+from optimizer.parity.observe import Observation, RecordedRuns, observe
+from optimizer.parity.original import CallKey, Original, OriginalCall, same_inputs, without_warnings
+from optimizer.parity.reference import Reference
+from optimizer.parity.results import OutputNoise, ParityReport
+from optimizer.parity.signal import gives_the_same, why_vacuous
+from optimizer.parity.verdict import FACTOR, report_without_outputs
+
+logger = logging.getLogger(__name__)
 BATCH_SIZES = (1, 2, 3, 5, 8)
 # Maximum number of larger batch sizes to find where the original accepts no other size.
 _LARGER = 2
+# The draws of calls with other values; those of the samples are smaller.
+_FIRST_DRAW = 1000
+EagerRun = tuple[OriginalCall, Observation | str]
+"""A call, and its outputs under the user's settings, or the error there."""
 
 
 def measure_reference(
@@ -242,3 +262,166 @@ def _draws_of(draws: int | None, sizes: Sequence[int | None]) -> int:
     if not isinstance(draws, int) or draws < 1:
         raise UsageError(f"draws must be 1 or more, not {draws!r}.")
     return draws
+
+
+def run_other_sizes(original: Original) -> Taken:
+    """Run the original at other sizes of its open dims except the batch: each dim alone, then all growing together."""
+    samples = original.samples
+    assert samples is not None
+    batches = [one.batch_size for one in original.calls if one.batch_size is not None]
+    larger = sorted(size for size in batches if size > 1)
+    batch = samples.batch_size if samples.batch_size in larger or not larger else larger[0]
+    taken = Taken(batch, samples.sizes)
+    original.base_batch = batch
+    if not original.calls:
+        return taken
+    for name, given in samples.sizes.items():
+        worked = taken.alone.setdefault(name, [])
+        for size in ladder(given):
+            if len(worked) < ENOUGH and _run_at(original, batch, ((name, size),)):
+                worked.append(size)
+    step, steps = taken.steps(batch, batches)
+    if samples.sizes and (step > 0) + sum(size > 0 for size in steps.values()) > 1:
+        for count in (1, 2):
+            sizes = tuple((name, taken.base(name) + count * size) for name, size in steps.items())
+            rows = None if batch is None else batch + count * step
+            if not _run_at(original, rows, sizes):
+                break
+            taken.together.append((rows, sizes))
+    for name, worked in taken.alone.items():
+        sizes_told = ", ".join(map(str, sorted({taken.given[name], *worked})))
+        original.notes.append(f"{name} was checked at the sizes {sizes_told}.")
+    return taken
+
+
+def _run_at(original: Original, batch_size: int | None, sizes: Sizes) -> bool:
+    assert original.samples is not None
+    return original.run(batch_size, 0, original.samples.at(batch_size, 0, sizes), sizes=sizes)
+
+
+def run_other_values(original: Original) -> None:
+    """Run the original on other values, and keep the calls in which an output has another shape."""
+    assert original.samples is not None
+    given = original.samples.batch_size
+    first = next((one for one in original.calls if one.key == (given, 0) and not one.sizes), None)
+    if first is None:
+        return
+    for number, (what, call) in enumerate(_other_values(original.inputs_of(first))):
+        try:
+            with without_warnings(), original.runs.fresh() as module:
+                own = observe(module, call, seed=first.seed, training=False, names=first.names)
+        except Exception as error:  # noqa: BLE001 - the original is foreign code, and the values may make no sense to it
+            logger.debug("the original raises with %s: %s", what, error)
+            continue
+        if own.values.keys() == first.own.values.keys() and any(
+            value.shape != first.own.values[name].shape for name, value in own.values.items()
+        ):
+            where = what if given is None else f"batch size {given}, {what}"
+            draw = _FIRST_DRAW + number
+            original.calls.append(OriginalCall(given, draw, first.seed, call, own, own, first.names, where))
+
+
+def _other_values(call: Call) -> Iterator[tuple[str, Call]]:
+    """The call with smaller numbers and lengths, and with the ends of its sequences and masks cleared."""
+    for what, changed in (("smaller lengths", _smaller), ("shorter masks", _shorter)):
+        found = False
+
+        def change(
+            tensor: torch.Tensor, changed: Callable[[torch.Tensor], torch.Tensor | None] = changed
+        ) -> torch.Tensor:
+            nonlocal found
+            if tensor.layout is not torch.strided or tensor.is_floating_point() or tensor.is_complex():
+                return tensor
+            other = changed(tensor) if tensor.numel() and not tensor.is_quantized else None
+            found |= other is not None
+            return tensor if other is None else other
+
+        args, kwargs = rebuild((call.args, call.kwargs), change)
+        if found and leaves_of((args, kwargs)).structure == leaves_of((call.args, call.kwargs)).structure:
+            yield what, Call(args, kwargs)
+
+
+def _smaller(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Each number as the smallest, but at least 1; or one less where all are equal."""
+    if tensor.dim() > 1 or tensor.dtype == torch.bool:
+        return None
+    least = max(int(tensor.min()), 1)
+    largest = int(tensor.max())
+    bound = least if least < largest else largest - 1
+    return tensor.clamp(max=bound) if bound > 0 else None
+
+
+def _shorter(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The second half of the last dim has the smallest value: False in a mask, usually the padding in token ids."""
+    size = tensor.shape[-1] if tensor.dim() else 0
+    if size < 2 or (tensor.dim() < 2 and tensor.dtype != torch.bool):
+        return None
+    other = tensor.clone()
+    other[..., size // 2 :] = False if tensor.dtype == torch.bool else int(tensor.min())
+    return other
+
+
+def eager_runs(original: Original) -> list[EagerRun]:
+    """Run the user's own calls under the settings in force; empty if pinning changes none that the model may notice."""
+    if original.mode != "inference" or not any(pinned_by(original.target, original.device)):
+        return []
+    given = [one for one in original.calls if not one.sizes]
+    calls = [one for one in given if one is given[0] or one.key in original.asked]
+    return [(one, _run(original, one)) for one in calls]
+
+
+def notes_on_eager(original: Original, runs: list[EagerRun], noises: dict[str, OutputNoise]) -> list[str]:
+    """A note on the first difference beyond rounding; empty if there is none."""
+    differences = (text for one, seen in runs for text in _differences(one, seen, noises))
+    first = next(differences, None)
+    if first is None:
+        return []
+    pinned, remedy = zip(*pinned_by(original.target, original.device), strict=True)
+    return [
+        f"The original ran without {' and '.join(pinned)}, which eager uses here and files don't: with it, {first}. "
+        f"To see the numbers of the files in eager, call {' and '.join(remedy)}."
+    ]
+
+
+def _run(original: Original, one: OriginalCall) -> Observation | str:
+    try:
+        with without_warnings():
+            return original.run_again(one)
+    except LoadError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the original is foreign code; what it raises is part of the note
+        return error_summary(error)
+
+
+def _differences(one: OriginalCall, seen: Observation | str, noises: dict[str, OutputNoise]) -> Iterator[str]:
+    if isinstance(seen, str):
+        yield f"it raises at {one.where}: {seen}"
+        return
+    values = one.settled(seen.values)
+    for name in one.own.of_kind("output"):
+        own, value = one.own.values[name], values.get(name)
+        if value is None or not noises[name].deterministic:
+            continue
+        if (text := _difference(own, value, one.unstable[name], noises[name])) is not None:
+            yield f"{name} {text} ({one.where})"
+
+
+def _difference(own: torch.Tensor, value: torch.Tensor, unstable: torch.Tensor, noise: OutputNoise) -> str | None:
+    if own.shape != value.shape:
+        return f"has the shape {tuple(value.shape)} instead of {tuple(own.shape)}"
+    if is_exact(own):
+        count = int(((own != value) & ~unstable).count_nonzero())
+        return f"differs in {count} elements" if count else None
+    odd_own, odd_value = special(own), special(value)
+    others = (odd_value != odd_own) & ~unstable
+    if count := int((others & (odd_value != 0)).count_nonzero()):
+        return f"has NaN or infinity in {count} elements that are different without it"
+    if count := int(others.count_nonzero()):
+        return f"is finite in {count} elements that are NaN or infinite without it"
+    error = distance(value, own)[(odd_own == 0) & (odd_value == 0)]
+    largest = float(error.max()) if error.numel() else 0.0
+    # Two runs are compared, and each of them may have the allowed error.
+    if largest <= 2 * noise.allowed(FACTOR)[0]:
+        return None
+    count = int((error > 2 * noise.allowed(FACTOR)[0]).count_nonzero())
+    return f"differs by up to {largest:.2g} in {count} of {own.numel()} elements"

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from optimizer.model import Call, Runs, Sizes, Taken, one_at_a_time, pinned_settings
-from optimizer.parity.at_precision import errors_at, noise_at
-from optimizer.parity.close_look import closer_noises, hold_to_algebra, rows_may_be_rounding, settle_kinks
-from optimizer.parity.comparison import Comparison
-from optimizer.parity.noise import RoundingNoise, conclusions
+from optimize_export.errors import ParityError, UsageError
+from optimizer.model import Call, Runs, Sizes, Taken, is_script, one_at_a_time, pinned_settings
+from optimizer.parity.comparison import DOUBTFUL, Comparison, is_beyond
+from optimizer.parity.differences import Pool, all_finite, distance
+from optimizer.parity.half_precision import errors_at, noise_at
+from optimizer.parity.noise import MORE_SAMPLES, RoundingNoise, conclusions
 from optimizer.parity.observe import Flatten, Observation, observe
 from optimizer.parity.original import Original, OriginalCall, without_warnings
-from optimizer.parity.results import Measurement, OutputNoise
-from optimizer.parity.row_runs import measure_rows
-from optimizer.parity.rows import Rows
+from optimizer.parity.results import Measurement, OutputNoise, RowMeasurement
+from optimizer.parity.rounding import in_float64, perturbed
+from optimizer.parity.rows import Batch, Rows, measure_rows
+from optimizer.parity.verdict import FACTOR, allowed_by, in_units_of, judge_rows
 from passes.base import DeclaredError, Precision
+
+logger = logging.getLogger(__name__)
+
+# The numbers of further samples start here; those of the first samples are smaller.
+_OTHER_SEEDS = 1000
 
 
 class Reference:
@@ -188,13 +198,17 @@ class Reference:
                 comparison.run(runs, one, self.original.inputs_of(one), flatten, training=training)
             if flatten is None and self.truth_in_float64:
                 settle_kinks(self._rounding, runs, comparison)
-        seen = None if rows is None or comparison.problems else measure_rows(self, runs, rows, flatten)
+        seen = None if rows is None or comparison.problems else self.measure_rows(runs, rows, flatten)
         if not self._rounding.is_least and (comparison.is_doubtful() or rows_may_be_rounding(seen, self.noises)):
             self.look_closely()
             comparison.noises, comparison.slices = dict(self.noises), self.slices
             if flatten is None and self._precision is None and self._few_samples and self.truth_in_float64:
                 hold_to_algebra(self._rounding, self._few_samples, runs, comparison)
         return replace(comparison.finish(self.blank), rows=seen, settings=settings)
+
+    def measure_rows(self, runs: Runs, rows: Rows, flatten: Flatten | None = None) -> RowMeasurement:
+        """The difference between rows that run together and rows that run alone or among others."""
+        return measure_rows(rows, runs, flatten, names=self.output_names, seed=self.blank.seed)
 
     def look_closely(self) -> None:
         """Measure the noise at all batch sizes and in more samples, the first time that a candidate needs it.
@@ -256,3 +270,189 @@ class Reference:
     def call_at(self, where: str) -> OriginalCall:
         """The call with this description, such as "batch size 3, draw 1"."""
         return next(one for one in self.original.calls if one.where == where)
+
+
+def independent_rows(reference: Reference, *, atol: Mapping[str, float], rtol: Mapping[str, float]) -> Rows:
+    """The rows of the calls, after a check that in the original no row depends on the other rows of its batch.
+
+    Args:
+        atol, rtol: the user's tolerances, by the reference's names of the outputs.
+
+    Raises:
+        UsageError: there is no batch of two rows or more, or no output that has rows.
+        ParityError: a row of the original depends on the others.
+    """
+    rows = _rows_of(reference)
+    seen = reference.measure_rows(reference.original.runs, rows)
+    if rows_may_be_rounding(seen, reference.noises):
+        reference.look_closely()
+    names = {name: name for name in reference.noises}
+    report = judge_rows(seen, allowed_by(reference.noises.values(), names, atol, rtol), FACTOR)
+    if not report.ok:
+        raise ParityError(
+            f"{report.problem}, in the original itself: its rows aren't independent, so leave out row independence, "
+            "or fix the model."
+        )
+    return rows
+
+
+def runs_on(reference: Reference, call: Call) -> bool:
+    """Whether the original runs on a call without an error."""
+    return outputs_on(reference, call) is not None
+
+
+def outputs_on(reference: Reference, call: Call) -> dict[str, torch.Tensor] | None:
+    """The outputs of the original on a call, by name; None if it raises."""
+    try:
+        seen = reference.run(call)
+    except Exception as error:  # noqa: BLE001 - the original is foreign code, and may refuse other sizes and values
+        logger.debug("the original raises on another call: %s", error)
+        return None
+    return {name: seen.values[name] for name in seen.of_kind("output")}
+
+
+def _rows_of(reference: Reference) -> Rows:
+    original, samples = reference.original, reference.original.samples
+    calls = [one for one in original.calls if one.draw == 0 and not one.sizes and (one.batch_size or 0) > 1]
+    if not calls or samples is None:
+        raise UsageError("Row independence needs a batch of two rows or more: add one.")
+    batches = [
+        Batch(one.batch_size or 0, original.inputs_of(one), samples.at(one.batch_size, 1), one.unstable)
+        for one in calls
+    ]
+    outputs = [{name: one.own.values[name] for name in one.own.of_kind("output")} for one in calls]
+    rows = Rows(batches, outputs)
+    if not rows.with_rows:
+        raise UsageError("No output has as many rows as the batch, so there are no rows to check.")
+    # A file with a fixed batch can't be run on one row.
+    sizes = reference.batch_sizes
+    rows.alone = len(sizes) > 1 and (1 in sizes or runs_on(reference, rows.one_row()))
+    return rows
+
+
+def rows_may_be_rounding(seen: RowMeasurement | None, noises: Mapping[str, OutputNoise]) -> bool:
+    """Whether rounding that the first samples don't show may explain a difference between rows."""
+    if seen is None or seen.problem or any(one.mismatches for one in seen.outputs):
+        return False
+    beyond = [
+        max(in_units_of(noise.noise, one.max_difference), in_units_of(noise.noise_rms, one.rms_difference))
+        for one in seen.outputs
+        if (noise := noises[one.name]).deterministic
+    ]
+    return 2 * FACTOR < max(beyond, default=0.0) <= DOUBTFUL * FACTOR
+
+
+def closer_noises(
+    noise: RoundingNoise, noises: Mapping[str, OutputNoise], precision: Precision | None
+) -> tuple[dict[str, OutputNoise], dict[str, Pool]]:
+    """The noises over all calls and over more samples; and the response in these samples alone.
+
+    Args:
+        precision: the half precision of the candidate; None if it has none.
+    """
+    found = dict(noises)
+    with one_at_a_time, pinned_settings():
+        for name, more in noise.measure_the_rest().items():
+            before = found[name]
+            largest, rms = max(before.noise, more.noise), max(before.noise_rms, more.noise_rms)
+            found[name] = replace(before, noise=largest, noise_rms=rms)
+        seen = noise.more_samples() if precision is None else errors_at(noise, precision, MORE_SAMPLES)
+    return found | {name: _at_least(found[name], pool) for name, pool in seen.items()}, seen
+
+
+def settle_kinks(noise: RoundingNoise, candidate: Runs, comparison: Comparison) -> None:
+    """Judge gradients in float64 if a kink may explain their error.
+
+    At a kink (ReLU at zero, the maximum of a window) the slope jumps. If a number rounds to the other side, its
+    gradient changes, and is as right as the original's. One number in a million is that close to a kink, and one is
+    enough. Large errors of long sums that a kernel adds sequentially are as rare in the samples of rounding. Neither
+    occurs in float64, so there the candidate's gradients must equal the true ones.
+    """
+    names = comparison.kinked()
+    if not names:
+        return
+    errors = _errors_in_float64(noise, candidate, names, training=True)
+    if errors:
+        comparison.settle(errors)
+
+
+def hold_to_algebra(
+    noise: RoundingNoise, few: Mapping[str, OutputNoise], candidate: Runs, comparison: Comparison
+) -> None:
+    """Judge an error more strictly again if float64 has it too, because internal rounding can't explain it then.
+
+    More samples allow larger errors, and an error of that size may also come from a wrong weight. In float64, the
+    weights of a correct candidate are wrong by one rounding at most, and its outputs by their response to one ulp.
+
+    Args:
+        few: the noises before more samples were taken.
+    """
+    if any(one.declared for one in few.values()) or noise.original.mode == "training":
+        return
+    if not isinstance(candidate.target, nn.Module) or is_script(candidate.target):
+        return
+    excused = comparison.beyond(few) - comparison.beyond(comparison.noises)
+    if not excused:
+        return
+    with one_at_a_time, pinned_settings():
+        errors = _errors_in_float64(noise, candidate, excused, training=False)
+        moved = _more_response(noise, excused) if errors else {}
+    noises = {name: _at_least(few[name], moved[name]) for name in excused & errors.keys() & moved.keys()}
+    wrong = {name: each for name, each in noises.items() if is_beyond(errors[name], each)}
+    comparison.noises = {**comparison.noises, **wrong}
+    if wrong:
+        why = "float64 has the same error, so rounding inside the model can't explain it"
+        comparison.notes.append(
+            f"Judged only by the response to changes of one ulp, because {why}: {', '.join(wrong)}."
+        )
+
+
+def _at_least(noise: OutputNoise, moved: Pool) -> OutputNoise:
+    """The noise, raised to the response in further samples."""
+    return replace(
+        noise,
+        response=max(noise.response, moved.largest),
+        response_rms=max(noise.response_rms, moved.rms),
+        noise=max(noise.noise, moved.largest),
+        noise_rms=max(noise.noise_rms, moved.rms),
+    )
+
+
+def _errors_in_float64(noise: RoundingNoise, candidate: Runs, names: Set[str], *, training: bool) -> dict[str, Pool]:
+    """The errors of a candidate that runs in float64.
+
+    Empty if it raises there, if a value is missing or isn't finite, or if it computes in a coarser dtype than the
+    original, which float64 would hide.
+    """
+    errors = {name: Pool() for name in names}
+    for one in noise.calls:
+        if not names & one.own.values.keys():
+            continue
+        call = noise.original.inputs_of(one)
+        try:
+            mode, seen = in_float64(noise.original, one, call, training=training, runs=candidate)
+        except Exception as error:  # noqa: BLE001 - the candidate is foreign code: its plain outputs are judged
+            logger.debug("the candidate raised in float64: %s", error)
+            return {}
+        if mode.coarsest > noise.coarsest:
+            return {}
+        values = one.settled(seen.values)
+        for name in names & one.own.values.keys():
+            own, truth, value = one.own.values[name], one.truth.values[name], values.get(name)
+            if value is None or value.shape != own.shape or not all_finite(own, truth, value):
+                return {}
+            errors[name].add(distance(value, truth), of=own)
+    return errors
+
+
+def _more_response(noise: RoundingNoise, names: Set[str]) -> dict[str, Pool]:
+    """The response to one ulp in inputs and parameters, in several samples; empty if it can't be measured."""
+    moved = {name: Pool() for name in names}
+    for one, number in itertools.product(noise.calls, range(MORE_SAMPLES)):
+        if not noise.can_be_perturbed:
+            return {}
+        call = noise.original.inputs_of(one)
+        other = one.settled(perturbed(noise.original, one, call, _OTHER_SEEDS + number, training=False).values)
+        for name in names & one.own.values.keys():
+            moved[name].add_distance(one.own.values[name], other[name])
+    return moved

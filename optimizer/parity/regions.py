@@ -12,13 +12,13 @@ from torch.utils import _pytree as pytree
 
 from optimize_export.errors import LoadError, UsageError
 from optimizer.model import Call, clone, one_at_a_time, pinned_settings
+from optimizer.parity.differences import HALF, floors, half_as_float32
 from optimizer.parity.float64 import Float64Mode
 from optimizer.parity.noise import RoundingNoise
 from optimizer.parity.original import Original
 from optimizer.parity.reference import Reference
 from optimizer.parity.results import OutputNoise, ParityReport
 from optimizer.parity.rounding import off_by_one_ulp, random_signs
-from optimizer.parity.tensors import HALF, floors, half_as_float32
 from optimizer.parity.verdict import FACTOR, judge
 from passes.base import DeclaredError
 

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
-from optimizer.model import Call, leaves_of, rebuild
-from optimizer.parity.frontier import frontier
-from optimizer.parity.pools import Pool
+from optimize_export.wording import error_summary
+from optimizer.model import Call, Runs, leaves_of, one_at_a_time, pinned_settings, rebuild
+from optimizer.parity.comparison import frontier
+from optimizer.parity.differences import Pool, distance, is_exact, special, where_finite, wide
+from optimizer.parity.observe import Flatten, observe
+from optimizer.parity.original import without_warnings
 from optimizer.parity.results import RowDifference, RowMeasurement
-from optimizer.parity.tensors import distance, is_exact, special, where_finite, wide
 
 # Number of rows of a larger batch that are run alone, the first and the last included. All are run at other positions.
 _ALONE = 8
@@ -191,3 +193,27 @@ def _has_rows(tensor: torch.Tensor, size: int) -> bool:
 
 def _coo(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.layout is torch.strided else tensor.to_sparse_coo()
+
+
+def measure_rows(rows: Rows, runs: Runs, flatten: Flatten | None, *, names: Sequence[str], seed: int) -> RowMeasurement:
+    """The difference between rows that run together and rows that run alone or among others.
+
+    Args:
+        runs: of the original or of a candidate; an exception becomes a problem in the result.
+        names: the original's output names, by which flat outputs are matched.
+        seed: of the random numbers in each run.
+    """
+
+    def run(call: Call) -> dict[str, torch.Tensor]:
+        with runs.fresh() as target:
+            seen = observe(target, call, seed=seed, flatten=flatten)
+        given = seen.of_kind("output")
+        return {name: seen.values[own] for name, own in zip(given if flatten is None else names, given, strict=True)}
+
+    with one_at_a_time, pinned_settings(), without_warnings():
+        try:
+            return rows.measure(run)
+        except Exception as error:  # noqa: BLE001 - the candidate is foreign code; what it raises is a result
+            problem = f"Running rows alone or among other rows raises: {error_summary(error)}"
+            sizes = tuple(batch.size for batch in rows.batches)
+            return RowMeasurement((), sizes, rows.alone, rows.without_rows, problem)

@@ -7,9 +7,8 @@ import math
 
 import torch
 
+from optimizer.parity.differences import Pool, all_finite, is_exact, lost_in_noise, special
 from optimizer.parity.original import Original, OriginalCall, shared_rows
-from optimizer.parity.pools import Pool
-from optimizer.parity.tensors import all_finite, is_exact, lost_in_noise, special
 from optimizer.parity.verdict import no_signal
 
 

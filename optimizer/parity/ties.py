@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimizer.parity.tensors import unit
+from optimizer.parity.differences import unit
 from optimizer.torch_private import schema_of
 from passes.graph.torch_calls import argument, name_of
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from optimize_export.errors import UsageError
 from optimize_export.wording import listed
@@ -366,3 +367,22 @@ def _judge_rows_of(one: RowDifference, by: Allowed, factor: float) -> RowJudgeme
     place = f"Row {one.row} of {by.name} at batch size {one.batch_size}"
     problem = None if why is None else f"{place} depends on the other rows: {why}"
     return RowJudgement(by.name, why is None, one.max_difference, allowed, problem)
+
+
+def allowed_share(parity: Mapping[str, Any]) -> float | None:
+    """The largest error as a share of the allowed error; None if no output was judged by its noise.
+
+    An output counts with the larger share of two: that of the whole output, and that of its worst channel, column or
+    band.
+
+    Args:
+        parity: a `ParityReport` as JSON.
+    """
+    factor = parity.get("factor", FACTOR)
+    judged = [each for each in parity.get("outputs", ()) if each.get("judged", True) and not each.get("by_user")]
+    return max((_share(output, factor) for output in judged), default=None)
+
+
+def _share(output: Mapping[str, Any], factor: float) -> float:
+    whole, part = (float(output.get(name) or 0) for name in ("ratio", "slice_ratio"))
+    return max(whole / factor, part / (factor / FACTOR * SLICE_FACTOR))

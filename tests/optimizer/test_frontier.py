@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optimizer.parity import frontier as frontier_module
-from optimizer.parity.frontier import frontier
+from optimizer.parity import comparison
+from optimizer.parity.comparison import frontier
 
 KINDS = ("any", "in proportion", "often equal", "no error", "falling")
 
@@ -42,7 +42,7 @@ def by_definition(points: set[tuple[float, float]]) -> tuple[tuple[float, float]
 def test_the_frontier_is_what_no_other_pair_stands_above(
     kind: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frontier_module, "_SORTED_AT_ONCE", at_once)
+    monkeypatch.setattr(comparison, "_SORTED_AT_ONCE", at_once)
     errors, sizes = pairs(kind, 1000)
     expected = by_definition(set(zip(errors.flatten().tolist(), sizes.flatten().tolist(), strict=True)))
     assert len(expected) == 1 if kind in ("no error", "falling") else len(expected) > 2

@@ -34,8 +34,8 @@ from optimizer.parity import (
     judge,
     measure_reference,
 )
+from optimizer.parity.differences import Pool, Slices, pieces_of, slice_noise
 from optimizer.parity.noise import RoundingNoise
-from optimizer.parity.pools import Pool, Slices, pieces_of, slice_noise
 
 
 class ConvNet(nn.Module):
@@ -1162,7 +1162,7 @@ def test_pieces_pool_to_the_same_as_a_whole(shape, spoilt, monkeypatch):
         calls[0][0].view(-1)[::3] = math.nan
     whole = pooled()
     for size in (1, 2, 3, 6, 10):
-        monkeypatch.setattr("optimizer.parity.pools.PIECE", size)
+        monkeypatch.setattr("optimizer.parity.differences.PIECE", size)
         covered = torch.zeros(shape)
         for at in pieces_of(covered):
             covered[at] += 1

@@ -9,8 +9,8 @@ from torch import nn
 
 from optimizer import check_parity
 from optimizer.model.inputs import Samples
-from optimizer.parity import Measurement, ParityReport, judge, measure_reference, statistics
-from optimizer.parity.statistics import cosine, has_classes, percentile_999, top1_agreement
+from optimizer.parity import Measurement, ParityReport, judge, measure_reference
+from optimizer.parity.accuracy import cosine, has_classes, percentile_999, top1_agreement
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -38,7 +38,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [1, 2, 999, 1000, 1001, 2000, 12345])
 def test_the_percentile_is_the_one_of_the_definition(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "_SAMPLE", 64)
+    monkeypatch.setattr("optimizer.parity.accuracy._SAMPLE", 64)
     errors = KINDS[kind](count)
     by_definition = float(errors.sort().values[math.ceil(count * 999 / 1000) - 1])
     assert percentile_999(errors) == by_definition
@@ -49,7 +49,7 @@ def test_the_percentile_is_the_one_of_the_definition(kind: str, count: int, monk
 def test_the_cosine_is_that_of_the_angle_whatever_the_scale(
     scale: float, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(statistics, "PIECE", piece)
+    monkeypatch.setattr("optimizer.parity.accuracy.PIECE", piece)
     a, b = draw(50), draw(50, seed=1)
     expected = float(torch.dot(a, b) / (a.norm() * b.norm()))
     assert cosine(a * scale, b) == pytest.approx(expected, rel=1e-12)
@@ -65,7 +65,7 @@ def test_the_cosine_of_zeros_is_one_only_beside_zeros() -> None:
 
 @pytest.mark.parametrize("piece", [1, 4, 1 << 20])
 def test_rows_that_tie_or_have_no_largest_score_are_left_out(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "PIECE", piece)
+    monkeypatch.setattr("optimizer.parity.accuracy.PIECE", piece)
     inf = math.inf
     reference = torch.tensor(
         [[3.0, 1, 2], [3, 1, 2], [1, 1 + 1e-3, 0], [math.nan, 0, 1], [inf, inf, 0], [-inf, 5, -inf], [1, 2, 3]]

@@ -1,4 +1,4 @@
-"""The errors of one output, pooled over all calls: of the whole output, and of each slice of it.
+"""Differences of tensors: of each element, and over all calls of the whole output and of each slice of it.
 
 A `Pool` keeps two norms. The largest error finds a single wrong element. The root mean square finds a small error in
 many elements, which the element with the worst rounding hides from the first norm.
@@ -10,14 +10,116 @@ numbers of that column. So `Slices` also keeps the largest error of each band of
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import EllipsisType
+from typing import Any
 
 import torch
 
-from optimizer.parity.tensors import PIECE, distance, least_noise, unit, where_finite, wide
+HALF = frozenset({torch.float16, torch.bfloat16})
+"""The dtypes of 16-bit floats."""
+
+
+PIECE = 1 << 18
+"""Number of elements to convert to float64 at once.
+
+Larger pieces leave the cache, and the memory for each is mapped anew: on a language model's logits, most operations take
+ten times as long.
+"""
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """|a - b| in float64, elementwise; for complex numbers the modulus."""
+    difference = wide(a) - wide(b)
+    # In place, because a second tensor of a language model's logits takes as long to allocate as to compute.
+    return difference.abs() if difference.is_complex() else difference.abs_()
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in float64 or complex128."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def is_exact(tensor: torch.Tensor) -> bool:
+    """Whether elements are integers or booleans, which are equal or wrong: rounding excuses no difference."""
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def unit(dtype: torch.dtype) -> float:
+    """The spacing of a float dtype at 1; 0 for integers."""
+    return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
+
+
+def least_noise(dtype: torch.dtype) -> float:
+    """The error that a correct output may always have, in ulps of the output's scale.
+
+    float32 and float64 accumulate in their own precision. A folded convolution that adds its bias before its 300
+    products, and not after them, had an error of 6 ulps, which the original's own rounding doesn't show. The half
+    precisions accumulate in float32 and round once.
+    """
+    return 1.0 if dtype in HALF else 4.0
+
+
+def floors(dtype: torch.dtype, scale: float, rms: float) -> tuple[float, float]:
+    """The errors that a correct output may always have: the largest error, and the root mean square of its errors.
+
+    Args:
+        scale: the output's largest magnitude.
+        rms: the output's root mean square.
+    """
+    least = least_noise(dtype) * unit(dtype)
+    return least * scale, least * rms / 2
+
+
+def special(tensor: torch.Tensor) -> torch.Tensor:
+    """An int8 code per element: 0 where it is finite, and one code for each kind of NaN, inf and -inf."""
+    if all_finite(tensor):
+        return torch.zeros((), dtype=torch.int8).expand(tensor.shape)
+    parts = (tensor.real, tensor.imag) if tensor.is_complex() else (tensor,)
+    code = torch.zeros(tensor.shape, dtype=torch.int8)
+    for place, part in enumerate(parts):
+        values = part.to(torch.float64)
+        if bool(values.isfinite().all()):
+            continue
+        kind = torch.where(
+            values.isnan(), 1, torch.where(values == math.inf, 2, torch.where(values == -math.inf, 3, 0))
+        )
+        code += kind.to(torch.int8) * 4**place
+    return code
+
+
+def all_finite(*tensors: torch.Tensor) -> bool:
+    """Whether every element of every tensor is finite."""
+    return all(_finite(torch.view_as_real(t) if t.is_complex() else t) for t in tensors)
+
+
+def where_finite(*tensors: torch.Tensor) -> torch.Tensor | None:
+    """The elements at which every tensor is finite, as bools of their shape; None if these are all elements."""
+    if all_finite(*tensors):
+        return None
+    return functools.reduce(operator.and_, (special(tensor) == 0 for tensor in tensors))
+
+
+def half_as_float32(leaf: Any) -> Any:
+    """Cast a tensor of 16-bit floats to float32; return anything else unchanged."""
+    return leaf.to(torch.float32) if isinstance(leaf, torch.Tensor) and leaf.dtype in HALF else leaf
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    # The sum needs one pass and no temporary, and one element that isn't finite makes it not finite. A sum of finite
+    # elements may overflow too, so then the elements are checked. A sum in another dtype would convert element by element.
+    total = tensor.sum(dtype=torch.float32 if tensor.dtype in HALF else None)
+    return bool(total.isfinite()) or bool(tensor.isfinite().all())
+
+
+def lost_in_noise(rms: float, noise_rms: float) -> bool:
+    """Whether rounding noise is a quarter of the values or more, in the root mean square."""
+    return 4 * noise_rms > rms
+
 
 # The key of the bands of magnitude among the dims: numbers below 2**8, from 2**8 to 2**16, and so on; the last band has
 # no upper end.
