@@ -43,18 +43,18 @@ def build(
     is_publishing, begins = os.pipe()
     child = os.fork()
     if child == 0:
-        publish = exchange.publish
+        publish = exchange._publish
 
         def told(*arguments: Any) -> None:
             os.write(begins, b"x")
             publish(*arguments)
 
-        exchange.publish = told
+        exchange._publish = told
         log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
         if renames:
-            exchange._exchange = lambda first, second: False
+            exchange._exchange_in_one_step = lambda first, second: False
         options = ["--formats", "torchscript", "--no-bench", "--force", "--quiet", "--device", "cpu"]
         os._exit(cli.main([f"{folder}/net.py", f"--output={folder}/dist/bundle", f"--seed={seed}", *options]))
     os.close(begins)
@@ -107,8 +107,8 @@ def main() -> None:
             outcomes["killed"] += killed
             before = found
         build(folder, arguments.runs + 1)
-        # A hidden folder without its marker can't be told from a user's folder, so it stays.
-        left = [path.name for path in target.parent.iterdir() if (path / exchange.MARKER).exists()]
+        # A hidden folder without its lock file can't be told from a user's folder, so it stays.
+        left = [path.name for path in target.parent.iterdir() if (path / exchange.LOCK).exists()]
         if content(target) != arguments.runs + 1 or left:
             sys.exit(f"The last build didn't succeed, or left {left}.")
     print(f"{outcomes['killed']} of {arguments.runs} builds were killed, from 0 to {seconds:.1f} s after their start.")

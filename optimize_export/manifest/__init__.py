@@ -20,8 +20,16 @@ from optimize_export.manifest.files import (
     sums_text,
     unlisted,
 )
-from optimize_export.manifest.reading import number, parse_json, plain, read_json, read_manifest, to_json_text
-from optimize_export.manifest.regular_files import open_regular, read_text_bytes
+from optimize_export.manifest.reading import (
+    number,
+    open_regular,
+    parse_json,
+    plain,
+    read_json,
+    read_manifest,
+    read_text_bytes,
+    to_json_text,
+)
 from optimize_export.manifest.schema import (
     GOLDEN,
     MANIFEST,

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from optimize_export.errors import BundleError
-from optimize_export.manifest.reading import parse_json
-from optimize_export.manifest.regular_files import open_regular, read_text_bytes
+from optimize_export.manifest.reading import open_regular, parse_json, read_text_bytes
 from optimize_export.manifest.schema import MANIFEST, SUMS
 
 

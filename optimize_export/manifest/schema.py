@@ -1,13 +1,15 @@
-"""The schema of `manifest.json`: the type of each field, and how fields depend on each other.
+"""The schema of `manifest.json`: the fields with their kinds, and how fields depend on each other.
 
 The manifest is strict JSON. Numbers that JSON doesn't have are the strings "NaN", "Infinity" and "-Infinity".
+docs/bundle.md explains every field.
 """
 
 import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -27,124 +29,16 @@ MOST_THREADS = 4096
 
 NOT_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
-Check = Callable[[object, str], None]
+
+# --------------------------------------------------------------------------------------------------- kinds of values
 
 
-def _wrong(where: str, expected: str, value: object) -> BundleError:
-    shown = json.dumps(value, default=str)
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return BundleError(f"{MANIFEST} is broken: `{where}` must be {expected}, not {shown}.")
+@dataclass(frozen=True)
+class _Kind:
+    """Which values a field may have, for a message and as a test."""
 
-
-def _kind(expected: str, *types: type) -> Check:
-    def check(value: object, where: str) -> None:
-        # In JSON, true isn't a number; in Python, bool is a subclass of int.
-        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            raise _wrong(where, expected, value)
-
-    return check
-
-
-def _record(required: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
-    def check(value: object, where: str) -> None:
-        if not isinstance(value, dict):
-            raise _wrong(where or MANIFEST, "an object", value)
-        prefix = f"{where}." if where else ""
-        for name, inner in required.items():
-            if name not in value:
-                raise BundleError(f"{MANIFEST} is broken: the field `{prefix}{name}` is missing.")
-            inner(value[name], prefix + name)
-        for name, inner in (optional or {}).items():
-            if name in value:
-                inner(value[name], prefix + name)
-
-    return check
-
-
-def _each(inner: Check, *, at_least: int = 0) -> Check:
-    def check(value: object, where: str) -> None:
-        if not isinstance(value, list) or len(value) < at_least:
-            raise _wrong(where, f"a list of at least {at_least}" if at_least else "a list", value)
-        for index, item in enumerate(value):
-            inner(item, f"{where}[{index}]")
-
-    return check
-
-
-def _or_null(inner: Check) -> Check:
-    def check(value: object, where: str) -> None:
-        if value is not None:
-            inner(value, where)
-
-    return check
-
-
-def _number(value: object, where: str) -> None:
-    if isinstance(value, str) and value in NOT_NUMBERS:
-        return
-    # Python reads JSON's 1e999 as infinity, and a JSON integer may be too large for a float.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-        raise _wrong(where, "a number", value)
-
-
-def _size(value: object, where: str) -> None:
-    _number(value, where)
-    if value == "NaN" or value == "-Infinity" or (isinstance(value, int | float) and value < 0):
-        raise _wrong(where, "a number of 0 or more", value)
-
-
-def _tolerance(value: object, where: str) -> None:
-    _size(value, where)
-    if value == "Infinity":
-        raise _wrong(where, "a finite number", value)
-
-
-def _positive(value: object, where: str) -> None:
-    """A measured time, or a quotient of two."""
-    _number(value, where)
-    if isinstance(value, str) or not (isinstance(value, int | float) and value > 0):
-        raise _wrong(where, "a finite number above 0", value)
-
-
-def _finite(value: object, where: str) -> None:
-    _number(value, where)
-    if isinstance(value, str):
-        raise _wrong(where, "a finite number", value)
-
-
-def _count(value: object, where: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise _wrong(where, "a whole number", value)
-
-
-def _threads(value: object, where: str) -> None:
-    _count(value, where)
-    if isinstance(value, int) and not 1 <= value <= MOST_THREADS:
-        raise _wrong(where, f"a number of threads from 1 to {MOST_THREADS}", value)
-
-
-def _seed(value: object, where: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**64:
-        raise _wrong(where, "a whole number below 2**64", value)
-
-
-def _dimension(value: object, where: str) -> None:
-    if isinstance(value, str) and value:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise _wrong(where, "a whole number or the name of a dimension", value)
-
-
-def _digest(value: object, where: str) -> None:
-    if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{64}", value):
-        raise _wrong(where, "a SHA-256 of 64 hexadecimal digits", value)
-
-
-def _pair(value: object, where: str) -> None:
-    if not isinstance(value, list) or len(value) != 2:
-        raise _wrong(where, "two numbers", value)
-    for index, item in enumerate(value):
-        _number(item, f"{where}[{index}]")
+    expected: str
+    allows: Callable[[Any], bool]
 
 
 def is_inside_path(text: str) -> bool:
@@ -155,270 +49,262 @@ def is_inside_path(text: str) -> bool:
     return not path.is_absolute() and ".." not in path.parts and path.as_posix() == text and text != "."
 
 
-def _path(value: object, where: str) -> None:
-    if not isinstance(value, str) or not is_inside_path(value):
-        raise _wrong(where, "the path of a file inside the bundle", value)
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
-_text = _kind("a text", str)
-_flag = _kind("true or false", bool)
-_object = _kind("an object", dict)
-_texts = _each(_text)
+def _is_word(value: Any) -> bool:
+    return _is_text(value) and bool(value.strip())
 
 
-def _digests_by_key(value: object, where: str) -> None:
-    _object(value, where)
-    assert isinstance(value, dict)
-    for key, digest in value.items():
-        if "\0" in key:
-            raise _wrong(where, "digests by the names of files", key)
-        _or_null(_digest)(digest, f"{where}.{key}")
+def _is_whole(value: Any, end: int = 2**63) -> bool:
+    # In JSON, true isn't a number; in Python, bool is a subclass of int.
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < end
 
 
-_tensor = _record({"name": _text, "dtype": _text, "shape": _each(_dimension)})
-_file = _record({"path": _path, "sha256": _digest, "bytes": _count})
+def _is_finite(value: Any) -> bool:
+    # Python reads JSON's 1e999 as infinity, and a JSON integer may be too large for a float.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _counts(value: object, where: str) -> None:
-    _object(value, where)
-    assert isinstance(value, dict)
-    for name, count in value.items():
-        _count(count, f"{where}.{name}")
+def _is_number(value: Any) -> bool:
+    return _is_finite(value) or (_is_text(value) and value in NOT_NUMBERS)
 
 
-def _versions(value: object, where: str) -> None:
-    _texts_by_key(value, where)
-    assert isinstance(value, dict)
-    for name, version in value.items():
-        if not name.strip() or not version.strip():
-            raise _wrong(where, "versions by the names of packages", value)
+def _is_digest(value: Any) -> bool:
+    return _is_text(value) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
-def _texts_by_key(value: object, where: str) -> None:
-    _object(value, where)
-    assert isinstance(value, dict)
-    for key, text in value.items():
-        _text(text, f"{where}.{key}")
+_TEXT = _Kind("a text", _is_text)
+_FLAG = _Kind("true or false", lambda value: isinstance(value, bool))
+_OBJECT = _Kind("an object", lambda value: isinstance(value, dict))
+_NUMBER = _Kind("a number", _is_number)
+_FINITE = _Kind("a finite number", _is_finite)
+_SIZE = _Kind("a number of 0 or more", lambda value: value == "Infinity" or (_is_finite(value) and value >= 0))
+_TOLERANCE = _Kind("a finite number of 0 or more", lambda value: _is_finite(value) and value >= 0)
+_POSITIVE = _Kind("a finite number above 0", lambda value: _is_finite(value) and value > 0)
+_COUNT = _Kind("a whole number", _is_whole)
+_SEED = _Kind("a whole number below 2**64", lambda value: _is_whole(value, 2**64))
+_THREADS = _Kind(
+    f"a number of threads from 1 to {MOST_THREADS}", lambda value: _is_whole(value, MOST_THREADS + 1) and value > 0
+)
+_DIMENSION = _Kind(
+    "a whole number or the name of a dimension", lambda value: bool(value) if _is_text(value) else _is_whole(value)
+)
+_DIGEST = _Kind("a SHA-256 of 64 hexadecimal digits", _is_digest)
+_PATH = _Kind("the path of a file inside the bundle", lambda value: _is_text(value) and is_inside_path(value))
+_POINT = _Kind("two numbers", lambda value: isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)))
+_VERSIONS = _Kind(
+    "versions by the names of packages",
+    lambda value: isinstance(value, dict) and all(_is_word(text) for pair in value.items() for text in pair),
+)
+_DIGESTS = _Kind(
+    "digests by the names of files",
+    lambda value: (
+        isinstance(value, dict)
+        and all("\0" not in key and (digest is None or _is_digest(digest)) for key, digest in value.items())
+    ),
+)
 
 
-_noise: dict[str, Check] = {
-    "name": _text,
-    "kind": _text,
-    "dtype": _text,
-    "scale": _number,
-    "rms": _number,
-    "own_error": _number,
-    "own_error_rms": _number,
-    "response": _number,
-    "response_rms": _number,
-    "noise": _size,
-    "noise_rms": _size,
-    "signal": _or_null(_text),
-    "deterministic": _flag,
-    "tied": _count,
+# ------------------------------------------------------------------------------------------------------------ fields
+# A dict is an object with these fields; "name?" may be missing. {str: kind} is an object with any keys, [kind] is a
+# list, [kind, ...] a list that isn't empty, and (kind, None) may be null.
+
+_DEVICE = {"type": _TEXT, "name": _TEXT}
+_TENSOR = {"name": _TEXT, "dtype": _TEXT, "shape": [_DIMENSION]}
+_NOISE = {
+    "name": _TEXT,
+    "kind": _TEXT,
+    "dtype": _TEXT,
+    "scale": _NUMBER,
+    "rms": _NUMBER,
+    "own_error": _NUMBER,
+    "own_error_rms": _NUMBER,
+    "response": _NUMBER,
+    "response_rms": _NUMBER,
+    "noise": _SIZE,
+    "noise_rms": _SIZE,
+    "signal": (_TEXT, None),
+    "deterministic": _FLAG,
+    "tied": _COUNT,
+    "declared?": _SIZE,
 }
-_declared: dict[str, Check] = {"declared": _size}
-_call = _record(
-    {"batch_size": _or_null(_count), "draw": _count},
-    {
-        **dict.fromkeys(("max_error", "mean_error", "p999_error", "cosine", "agreement"), _or_null(_number)),
-        "undecided": _count,
-        "sizes": _counts,
-    },
-)
-_parity = _record(
-    {"ok": _flag, "verdict": _text, "reason": _text},
-    {
-        "effort": _text,
-        "factor": _positive,
-        "outputs": _each(
-            _record(
-                {"name": _text, "tolerance": _or_null(_size)},
-                {
-                    **dict.fromkeys(("ratio", "slice_ratio"), _or_null(_number)),
-                    **dict.fromkeys(("judged", "by_user"), _flag),
-                    "calls": _each(_call),
-                },
-            )
-        ),
-    },
-)
-_difference = _record(
-    {
-        "noise": _record(_noise, _declared),
-        "max_error": _number,
-        "rms_error": _number,
-        "mismatches": _count,
-        "problems": _texts,
-        "where": _text,
-        "frontier": _each(_pair),
-    },
-    {"slice": _text, "slice_error": _number, "slice_noise": _number, "calls": _each(_call)},
-)
-_rows = _record(
-    {
-        "outputs": _each(
-            _record(
-                {
-                    "name": _text,
-                    "max_difference": _number,
-                    "rms_difference": _number,
-                    "mismatches": _count,
-                    "batch_size": _count,
-                    "row": _count,
-                    "how": _text,
-                    "frontier": _each(_pair),
-                }
-            )
-        ),
-        "batch_sizes": _each(_count),
-        "alone": _flag,
-        "without_rows": _texts,
-        "problem": _or_null(_text),
-    }
-)
-_measurement = _record(
-    {
-        "outputs": _each(_difference, at_least=1),
-        "problems": _texts,
-        "notes": _texts,
-        "reference": _text,
-        "reference_reason": _text,
-        "mode": _text,
-        "device": _text,
-        "batch_sizes": _each(_count),
-        "draws": _count,
-        "seed": _seed,
-        "settings": _texts_by_key,
-    },
-    {"precision": _text, "rows": _or_null(_rows), "reference_device": _text},
-)
-_accuracy_figures: dict[str, Check] = {
-    **dict.fromkeys(("cosine", "top1", "equal", "snr"), _or_null(_finite)),
-    "max_error": _or_null(_size),
-    "calls": _count,
-    "problem": _or_null(_text),
+_CALL = {
+    "batch_size": (_COUNT, None),
+    "draw": _COUNT,
+    **dict.fromkeys(("max_error?", "mean_error?", "p999_error?", "cosine?", "agreement?"), (_NUMBER, None)),
+    "undecided?": _COUNT,
+    "sizes?": {str: _COUNT},
 }
-_accuracy = _record({"budget": _record({"cosine": _or_null(_finite), "top1": _or_null(_finite)}), **_accuracy_figures})
-_artifact = _record(
-    {
-        "format": _text,
-        "path": _path,
-        "files": _each(_path, at_least=1),
-        "sha256": _digest,
-        "bytes": _count,
-        "route": _text,
-        "refused": _each(_record({"route": _text, "reason": _text})),
-        "inputs": _each(_tensor),
-        "outputs": _each(_tensor, at_least=1),
-        "notes": _texts,
-        "parity": _or_null(_parity),
-    },
-    {
-        "measurement": _or_null(_measurement),
-        "placement": _or_null(_counts),
-        "opset": _or_null(_count),
-        "metadata": _texts_by_key,
-        "accuracy": _accuracy,
-        "quantization": _record({"kind": _text, "kept": _texts}),
-        "limits": _each(_record({"condition": _text, "size": _text, "largest": _count})),
-        "without_passes": _each(_record({"name": _text, "reason": _text})),
-    },
-)
-_pass = _record(
-    {"name": _text, "options": _object, "status": _text}, {"max_error": _or_null(_number), "error": _or_null(_number)}
-)
-_golden = _record(
-    {
-        "path": _path,
-        "device": _record({"type": _text, "name": _text}),
-        "calls": _each(
-            _record(
-                {
-                    "name": _text,
-                    "batch_size": _or_null(_count),
-                    "draw": _count,
-                    "inputs": _texts,
-                    "outputs": _texts,
-                    "tied": _texts,
-                },
-                {"sizes": _counts, "seed": _seed},
-            ),
-            at_least=1,
-        ),
-        "outputs": _each(
-            _record({**_noise, "atol": _or_null(_tolerance), "rtol": _or_null(_tolerance)}, _declared),
-            at_least=1,
-        ),
-    },
-    {"precision": _text},
-)
-_route = _record({"format": _text, "runtime": _text, "settings": _object})
-_ratio = _record({**dict.fromkeys(("median", "low", "high"), _positive), "rounds": _count})
-_benchmark = _record(
-    {},
-    {
-        "batch_sizes": _each(_count),
-        "threads": _threads,
-        "rounds": _count,
-        "figures": _each(
-            _record(
-                {
-                    "name": _text,
-                    "route": _or_null(_route),
-                    "bytes": _or_null(_count),
-                    "memory": _or_null(_count),
-                    "seconds": _or_null(_positive),
-                    "p95": _or_null(_positive),
-                    "speed_up": _or_null(_ratio),
-                    "accuracy": _or_null(_record(_accuracy_figures)),
-                    "dropped": _or_null(_text),
-                }
-            )
-        ),
-        "recommended": _or_null(_route),
-        "reason": _text,
-        "notes": _texts,
-    },
-)
-_build = _record(
-    {"options": _object, "files": _digests_by_key, "versions": _versions},
-    # Bundles of earlier versions lack it.
-    {"program": _digest},
-)
-_manifest = _record(
-    {
-        "schema": _record({"name": _text, "version": _count}),
-        "created": _text,
-        "program": _record({"name": _text, "version": _text}),
-        "environment": _record({"python": _text, "platform": _text, "libraries": _versions}),
-        "device": _record({"type": _text, "name": _text}),
-        "mode": _text,
-        "seed": _seed,
-        "model": _record(
-            {"class": _text, "source": _text, "parameters": _count, "bytes": _count, "weights_sha256": _digest}
-        ),
-        "passes": _each(_pass),
-        "artifacts": _each(_artifact, at_least=1),
-        "parity": _parity,
-        "golden": _golden,
-        "files": _each(_file, at_least=1),
-    },
-    {
-        "coverage": _or_null(_object),
-        "positional": _texts,
-        "benchmark": _or_null(_benchmark),
-        "build": _build,
-        "notes": _texts,
-        "example_sizes": _counts,
-        "missing": _texts_by_key,
-    },
-)
+_PARITY = {
+    "ok": _FLAG,
+    "verdict": _TEXT,
+    "reason": _TEXT,
+    "effort?": _TEXT,
+    "factor?": _POSITIVE,
+    "outputs?": [
+        {
+            "name": _TEXT,
+            "tolerance": (_SIZE, None),
+            "ratio?": (_NUMBER, None),
+            "slice_ratio?": (_NUMBER, None),
+            "judged?": _FLAG,
+            "by_user?": _FLAG,
+            "calls?": [_CALL],
+        }
+    ],
+}
+_DIFFERENCE = {
+    "noise": _NOISE,
+    "max_error": _NUMBER,
+    "rms_error": _NUMBER,
+    "mismatches": _COUNT,
+    "problems": [_TEXT],
+    "where": _TEXT,
+    "frontier": [_POINT],
+    "slice?": _TEXT,
+    "slice_error?": _NUMBER,
+    "slice_noise?": _NUMBER,
+    "calls?": [_CALL],
+}
+_ROWS = {
+    "outputs": [
+        {
+            "name": _TEXT,
+            "max_difference": _NUMBER,
+            "rms_difference": _NUMBER,
+            "mismatches": _COUNT,
+            "batch_size": _COUNT,
+            "row": _COUNT,
+            "how": _TEXT,
+            "frontier": [_POINT],
+        }
+    ],
+    "batch_sizes": [_COUNT],
+    "alone": _FLAG,
+    "without_rows": [_TEXT],
+    "problem": (_TEXT, None),
+}
+_MEASUREMENT = {
+    "outputs": [_DIFFERENCE, ...],
+    "problems": [_TEXT],
+    "notes": [_TEXT],
+    "reference": _TEXT,
+    "reference_reason": _TEXT,
+    "mode": _TEXT,
+    "device": _TEXT,
+    "batch_sizes": [_COUNT],
+    "draws": _COUNT,
+    "seed": _SEED,
+    "settings": {str: _TEXT},
+    "precision?": _TEXT,
+    "rows?": (_ROWS, None),
+    "reference_device?": _TEXT,
+}
+_ACCURACY = {
+    **dict.fromkeys(("cosine", "top1", "equal", "snr"), (_FINITE, None)),
+    "max_error": (_SIZE, None),
+    "calls": _COUNT,
+    "problem": (_TEXT, None),
+}
+_ARTIFACT = {
+    "format": _TEXT,
+    "path": _PATH,
+    "files": [_PATH, ...],
+    "sha256": _DIGEST,
+    "bytes": _COUNT,
+    "route": _TEXT,
+    "refused": [{"route": _TEXT, "reason": _TEXT}],
+    "inputs": [_TENSOR],
+    "outputs": [_TENSOR, ...],
+    "notes": [_TEXT],
+    "parity": (_PARITY, None),
+    "measurement?": (_MEASUREMENT, None),
+    "placement?": ({str: _COUNT}, None),
+    "opset?": (_COUNT, None),
+    "metadata?": {str: _TEXT},
+    "accuracy?": {"budget": {"cosine": (_FINITE, None), "top1": (_FINITE, None)}, **_ACCURACY},
+    "quantization?": {"kind": _TEXT, "kept": [_TEXT]},
+    "limits?": [{"condition": _TEXT, "size": _TEXT, "largest": _COUNT}],
+    "without_passes?": [{"name": _TEXT, "reason": _TEXT}],
+}
+_PASS = {
+    "name": _TEXT,
+    "options": _OBJECT,
+    "status": _TEXT,
+    "max_error?": (_NUMBER, None),
+    "error?": (_NUMBER, None),
+}
+_GOLDEN_CALL = {
+    "name": _TEXT,
+    "batch_size": (_COUNT, None),
+    "draw": _COUNT,
+    "inputs": [_TEXT],
+    "outputs": [_TEXT],
+    "tied": [_TEXT],
+    "sizes?": {str: _COUNT},
+    "seed?": _SEED,
+}
+_GOLDEN = {
+    "path": _PATH,
+    "device": _DEVICE,
+    "calls": [_GOLDEN_CALL, ...],
+    "outputs": [{**_NOISE, "atol": (_TOLERANCE, None), "rtol": (_TOLERANCE, None)}, ...],
+    "precision?": _TEXT,
+}
+_ROUTE = {"format": _TEXT, "runtime": _TEXT, "settings": _OBJECT}
+_FIGURE = {
+    "name": _TEXT,
+    "route": (_ROUTE, None),
+    "bytes": (_COUNT, None),
+    "memory": (_COUNT, None),
+    "seconds": (_POSITIVE, None),
+    "p95": (_POSITIVE, None),
+    "speed_up": ({"median": _POSITIVE, "low": _POSITIVE, "high": _POSITIVE, "rounds": _COUNT}, None),
+    "accuracy": (_ACCURACY, None),
+    "dropped": (_TEXT, None),
+}
+_BENCHMARK = {
+    "batch_sizes?": [_COUNT],
+    "threads?": _THREADS,
+    "rounds?": _COUNT,
+    "figures?": [_FIGURE],
+    "recommended?": (_ROUTE, None),
+    "reason?": _TEXT,
+    "notes?": [_TEXT],
+}
+_MANIFEST = {
+    "schema": {"name": _TEXT, "version": _COUNT},
+    "created": _TEXT,
+    "program": {"name": _TEXT, "version": _TEXT},
+    "environment": {"python": _TEXT, "platform": _TEXT, "libraries": _VERSIONS},
+    "device": _DEVICE,
+    "mode": _TEXT,
+    "seed": _SEED,
+    "model": {"class": _TEXT, "source": _TEXT, "parameters": _COUNT, "bytes": _COUNT, "weights_sha256": _DIGEST},
+    "passes": [_PASS],
+    "artifacts": [_ARTIFACT, ...],
+    "parity": _PARITY,
+    "golden": _GOLDEN,
+    "files": [{"path": _PATH, "sha256": _DIGEST, "bytes": _COUNT}, ...],
+    "coverage?": (_OBJECT, None),
+    "positional?": [_TEXT],
+    "benchmark?": (_BENCHMARK, None),
+    # Bundles of earlier versions lack `build.program`.
+    "build?": {"options": _OBJECT, "files": _DIGESTS, "versions": _VERSIONS, "program?": _DIGEST},
+    "notes?": [_TEXT],
+    "example_sizes?": {str: _COUNT},
+    "missing?": {str: _TEXT},
+}
+
+
+# ---------------------------------------------------------------------------------------------------------- checking
 
 
 def check_benchmark(benchmark: Any) -> None:
     """Check a benchmark against the schema; raise `BundleError` if it doesn't match."""
-    _benchmark(benchmark, "benchmark")
+    _check(_BENCHMARK, benchmark, "benchmark")
 
 
 def check_manifest(manifest: Any) -> None:
@@ -440,9 +326,50 @@ def check_manifest(manifest: Any) -> None:
             f"{MANIFEST} has schema version {version!r}, but this program reads version {SCHEMA_VERSION}: use the "
             "version of the program that wrote the bundle."
         )
-    _manifest(manifest, "")
+    _check(_MANIFEST, manifest, "")
     for problem in _contradictions(manifest):
         raise BundleError(f"{MANIFEST} contradicts itself: {problem}.")
+
+
+def _check(kind: Any, value: Any, where: str) -> None:
+    match kind:
+        case _Kind():
+            if not kind.allows(value):
+                raise _wrong(where, kind.expected, value)
+        case (inner, None):
+            if value is not None:
+                _check(inner, value, where)
+        case [inner, *more]:
+            _check_list(inner, value, where, may_be_empty=not more)
+        case dict() if not isinstance(value, dict):
+            raise _wrong(where, "an object", value)
+        case dict() if str in kind:
+            for key, item in value.items():
+                _check(kind[str], item, f"{where}.{key}")
+        case _:
+            _check_fields(kind, value, f"{where}." if where else "")
+
+
+def _check_list(kind: Any, value: Any, where: str, *, may_be_empty: bool) -> None:
+    if not isinstance(value, list) or not (value or may_be_empty):
+        raise _wrong(where, "a list" if may_be_empty else "a list of at least 1", value)
+    for index, item in enumerate(value):
+        _check(kind, item, f"{where}[{index}]")
+
+
+def _check_fields(fields: dict[str, Any], value: dict[str, Any], prefix: str) -> None:
+    for key, kind in fields.items():
+        name = key.removesuffix("?")
+        if name in value:
+            _check(kind, value[name], prefix + name)
+        elif name == key:
+            raise BundleError(f"{MANIFEST} is broken: the field `{prefix}{name}` is missing.")
+
+
+def _wrong(where: str, expected: str, value: object) -> BundleError:
+    shown = json.dumps(value, default=str)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return BundleError(f"{MANIFEST} is broken: `{where}` must be {expected}, not {shown}.")
 
 
 def _contradictions(manifest: dict[str, Any]) -> Iterator[str]:

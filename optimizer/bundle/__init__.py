@@ -1,14 +1,12 @@
 """The bundle that an export writes (manifest, artifacts, golden data), and its verification."""
 
-from optimizer.bundle.bundle import Bundle, artifact_entry, open_bundle, verify_bundle
+from optimizer.bundle.bundle import Bundle, artifact_entry, open_bundle
 from optimizer.bundle.golden import read_golden, write_golden
 from optimizer.bundle.manifest import describe_device, is_to_be_repeated, usage_text, weights_hash
-from optimizer.bundle.rejudge import rejudge_bundle
 from optimizer.bundle.report import graph_of, write_report
-from optimizer.bundle.target import check_target
 from optimizer.bundle.triton import write_triton_model
-from optimizer.bundle.verify import VerifyReport, factor_between
-from optimizer.bundle.writing import write_bundle
+from optimizer.bundle.verify import VerifyReport, factor_between, rejudge_bundle, verify_bundle
+from optimizer.bundle.writing import check_target, write_bundle
 
 __all__ = [
     "Bundle",

@@ -1,4 +1,4 @@
-"""Open a bundle, and verify it without the original model.
+"""Open a bundle.
 
 A bundle is the folder that users deploy:
 
@@ -16,20 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from exporters.base import Artifact, Limit, LoadedArtifact, TensorSpec
-from exporters.child_process import one_child
-from exporters.registry import load_artifact, load_for_proof
-from optimize_export.arguments import other_gpu, parse_digest
-from optimize_export.errors import BundleError, DeviceError, UsageError
+from exporters.registry import load_artifact
+from optimize_export.errors import BundleError
 from optimize_export.manifest import MANIFEST, file_problem, read_manifest, sums_digest, sums_problem
 from optimize_export.wording import listed
 from optimizer.bundle import exchange
 from optimizer.bundle.disk import absolute, speaking
 from optimizer.bundle.golden import GoldenCall, read_golden
 from optimizer.bundle.report import fragment_of
-from optimizer.bundle.verify import VerifyReport, verify_contents
 
 
 @dataclass(frozen=True)
@@ -44,23 +39,20 @@ class BundleParity:
 
 @dataclass(frozen=True, repr=False)
 class Bundle:
-    """A bundle on disk. Files are read on demand, each after a check of its hash.
-
-    Attributes:
-        missing: the requested formats that the bundle lacks, each with the reason as a sentence.
-        unproven: the entries of files that the export wrote, couldn't prove and removed, in the form of the manifest's
-            `artifacts`. Empty for a bundle that was opened from disk.
-        benchmark: the latency and memory of the files, and the recommended one, in the form of the manifest's
-            `benchmark`; None if nothing was measured.
-        profile: the profiles that the export was asked for, as in `profile.json`.
-    """
+    """A bundle on disk. Files are read on demand, each after a check of its hash."""
 
     path: Path
     manifest: Mapping[str, Any]
     missing: Mapping[str, str] = field(default_factory=dict)
+    """The requested formats that the bundle lacks, each with the reason as a sentence."""
     unproven: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
+    """The entries of files that the export wrote, couldn't prove and removed, in the form of the manifest's
+    `artifacts`. Empty for a bundle that was opened from disk."""
     benchmark: Mapping[str, Any] | None = field(default=None, repr=False)
+    """The latency and memory of the files, and the recommended one, in the form of the manifest's `benchmark`; None if
+    nothing was measured."""
     profile: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The profiles that the export was asked for, as in `profile.json`."""
 
     def __repr__(self) -> str:
         files = ", ".join(entry["path"] for entry in self.manifest["artifacts"])
@@ -205,9 +197,6 @@ def artifact_entry(
     return entry
 
 
-# -------------------------------------------------------------------------------------------------- opening and judging
-
-
 def open_bundle(path: str | Path) -> Bundle:
     """Open a bundle, given its folder or its `manifest.json`.
 
@@ -223,54 +212,3 @@ def open_bundle(path: str | Path) -> Bundle:
         exchange.recover(folder)
     manifest = read_manifest(folder)
     return Bundle(folder, manifest, manifest.get("missing", {}), benchmark=manifest.get("benchmark"))
-
-
-@one_child()
-def verify_bundle(
-    path: str | Path,
-    *,
-    device: str = "cpu",
-    require_gpu: bool = False,
-    expect: str | None = None,
-    run: bool = True,
-) -> VerifyReport:
-    """Check the hash of every file of a bundle, then run its artifacts on the golden inputs.
-
-    A model file is a program with all the rights of the user who loads it. Verify a bundle only if you trust its
-    builder, and pass the hash from the builder as `expect`. The report names each missing, changed or unknown file, and
-    each output whose error is too large. If any file is missing, changed or unknown, no artifact is loaded.
-
-    On the CPU, ONNX files run in a child process, so that a crash of onnxruntime is a problem in the report.
-
-    Args:
-        device: "cpu", "cuda" or "auto" (cuda if there is one).
-        require_gpu: refuse to verify on the CPU.
-        expect: the SHA-256 that the bundle's SHA256SUMS must have, as 64 hexadecimal digits. The builder reads it from
-            `Bundle.sha256sums`. Without it the hashes detect accidents, not attacks.
-        run: False checks the hashes and the golden data, and loads no artifact.
-
-    Raises:
-        BundleError: there is no readable manifest.
-        DeviceError: the device is unknown or missing, or a GPU is required and there is none.
-        UsageError: `expect` isn't a SHA-256, or a device is given together with `run=False`.
-    """
-    if not run and (require_gpu or device != "cpu"):
-        raise UsageError("run=False runs nothing: leave out device and require_gpu.")
-    expected = None if expect is None else parse_digest("expect", expect)
-    bundle = open_bundle(path)
-    where = _device(device, require_gpu) if run else None
-    return verify_contents(bundle.path, bundle.manifest, where, load_for_proof, expect=expected)
-
-
-def _device(device: str, require_gpu: bool) -> str:
-    if device not in {"cpu", "cuda", "auto"}:
-        raise DeviceError(f"A bundle can't be verified on {device!r}: {other_gpu(device) or 'use cpu, cuda or auto'}.")
-    if require_gpu and device == "cpu":
-        raise DeviceError("A GPU is required, but the requested device is cpu: use cuda or auto.")
-    if torch.cuda.is_available():
-        return "cpu" if device == "cpu" else "cuda"
-    if require_gpu or device == "cuda":
-        raise DeviceError(
-            "A GPU is required, but torch finds none here: verify on the CPU, or on a machine with a GPU."
-        )
-    return "cpu"

@@ -54,6 +54,7 @@ def _cause(error: OSError) -> str:
     known = {
         errno.EACCES: "this user may not write there; choose another folder or change its permissions",
         errno.EPERM: "the system doesn't allow it; choose another folder",
+        errno.ENOTEMPTY: "another program wrote there at the same time; run again to replace its result",
         errno.EROFS: "the file system is read-only; choose another folder",
         errno.ENAMETOOLONG: "the path is too long; choose a shorter one",
         errno.ENOTDIR: "a part of the path is a file; choose another folder",

@@ -27,23 +27,20 @@ Flatten = Callable[[tuple[Any, ...], Mapping[str, Any]], Sequence[torch.Tensor]]
 
 @dataclass(frozen=True)
 class GoldenCall:
-    """One stored call: flat inputs and outputs by name, in the order of the artifacts, on the CPU.
-
-    Attributes:
-        outputs: the reference outputs, in the dtypes that an artifact must return.
-        tied: bool masks, True for elements that aren't compared because rounding or equal scores decide them in the
-            original. Only outputs with such elements have a mask.
-        sizes: of open dims other than the batch, by name, where they differ from the example inputs.
-        seed: of torch's random numbers; None if the original draws none.
-    """
+    """One stored call: flat inputs and outputs by name, in the order of the artifacts, on the CPU."""
 
     inputs: Mapping[str, torch.Tensor]
     outputs: Mapping[str, torch.Tensor]
+    """The reference outputs, in the dtypes that an artifact must return."""
     tied: Mapping[str, torch.Tensor]
+    """Bool masks, True for elements that aren't compared because rounding or equal scores decide them in the original.
+    Only outputs with such elements have a mask."""
     batch_size: int | None
     draw: int
     sizes: Mapping[str, int] = field(default_factory=dict)
+    """Of open dims other than the batch, by name, where they differ from the example inputs."""
     seed: int | None = None
+    """Of torch's random numbers; None if the original draws none."""
 
 
 def write_golden(

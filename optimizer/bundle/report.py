@@ -18,21 +18,18 @@ Manifest = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class FileSummary:
-    """One file of the bundle.
-
-    Attributes:
-        bytes: the size of all its files.
-        verdict: "ok", "within budget", "failed" or "vacuous".
-        share: the largest error as a share of the allowed error; None for a lossy file, and with your tolerances.
-        accuracy: the worst figures of a lossy file; None where only rounding is allowed.
-    """
+    """One file of the bundle."""
 
     path: str
     format: str
     bytes: int
+    """The size of all its files."""
     verdict: str
+    """One of "ok", "within budget", "failed" and "vacuous"."""
     share: float | None
+    """The largest error as a share of the allowed error; None for a lossy file, and with your tolerances."""
     accuracy: Mapping[str, Any] | None
+    """The worst figures of a lossy file; None where only rounding is allowed."""
 
     @property
     def said(self) -> str:
@@ -42,51 +39,41 @@ class FileSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """The files, their speed-up, their proof and the recommendation.
-
-    Attributes:
-        model: the class.
-        ok: whether all requested formats are there and proven.
-        files: those of the bundle.
-        missing: by requested format that isn't there, the reason.
-        share: the largest error of the files as a share of the allowed error; None where none is judged by its noise.
-        batch_sizes: at which the files were compared with the original.
-        ship: the recommended file and runtime; None if nothing was measured or chosen.
-        reason: a sentence about the recommendation.
-        seconds, speed_up: of a call of the recommended file; the latter as in the manifest. None without times.
-        eager_seconds: of a call of the original.
-        accuracy: the figures of the recommended way to run if it is lossy; "" otherwise.
-    """
+    """The files, their speed-up, their proof and the recommendation."""
 
     model: str
     ok: bool
+    """Whether all requested formats are there and proven."""
     files: tuple[FileSummary, ...]
     missing: Mapping[str, str]
+    """The reason for each requested format that isn't there."""
     share: float | None
+    """The largest error of the files as a share of the allowed error; None where none is judged by its noise."""
     batch_sizes: tuple[int, ...]
+    """Those at which the files were compared with the original."""
     ship: str | None
+    """The recommended file and runtime; None if nothing was measured or chosen."""
     reason: str
     seconds: float | None
+    """The time of a call of the recommended file; None without times."""
     speed_up: Mapping[str, Any] | None
     eager_seconds: float | None
+    """The time of a call of the original."""
     accuracy: str = ""
+    """The figures of the recommended way to run if it is lossy; "" otherwise."""
 
 
 @dataclass(frozen=True)
 class ModuleOperations:
-    """The operations that one module's own forward calls, without those of its children.
-
-    Attributes:
-        module: the path; "" for the root.
-        kind: the module's class.
-        before: the number of calls of each operation in the original; empty where nothing was recorded.
-        after: the same in the graph that the files were made from.
-    """
+    """The operations that one module's own forward calls, without those of its children."""
 
     module: str
+    """The path; "" for the root."""
     kind: str
     before: Mapping[str, int]
+    """The number of calls of each operation in the original; empty where nothing was recorded."""
     after: Mapping[str, int]
+    """The same in the graph that the files were made from."""
 
 
 @dataclass(frozen=True)
@@ -116,21 +103,17 @@ class ModuleNode:
 
 @dataclass(frozen=True)
 class BundleReport:
-    """The content of `report.json`, which the page shows next to the manifest.
-
-    Attributes:
-        summary: the first screen.
-        optimize: the report of `optimize` as JSON, without what the manifest has; None if there was none.
-        graph: in the order of the first call; empty if nothing was captured.
-        profile: the profiles as in `profile.json`; empty if none was asked for.
-        unproven: the files that were written, not proven and removed, in the form of the manifest's `artifacts`.
-    """
+    """The content of `report.json`, which the page shows next to the manifest."""
 
     summary: Summary
     optimize: Mapping[str, Any] | None
+    """The report of `optimize` as JSON, without what the manifest has; None if there was none."""
     graph: tuple[ModuleOperations, ...]
+    """The modules in the order of their first call; empty if nothing was captured."""
     profile: Mapping[str, Any]
+    """The profiles as in `profile.json`; empty if none was asked for."""
     unproven: tuple[Mapping[str, Any], ...]
+    """The files that were written, not proven and removed, in the form of the manifest's `artifacts`."""
 
 
 def summary_of(manifest: Manifest) -> Summary:

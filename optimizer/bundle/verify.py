@@ -1,16 +1,24 @@
-"""Verify a bundle without the original model: its files by their hashes, its artifacts by the golden data."""
+"""Judge a bundle without the original model.
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+`verify_bundle` checks the files by their hashes and runs the artifacts on the golden data. `rejudge_bundle` judges the
+measurements that the manifest has, and runs nothing.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from exporters.base import LoadedArtifact
-from optimize_export.errors import BundleError, printable
-from optimize_export.manifest import SUMS, damage_of, plain
+from exporters.child_process import one_child
+from exporters.registry import load_for_proof
+from optimize_export.arguments import other_gpu, parse_digest
+from optimize_export.errors import BundleError, DeviceError, UsageError, printable
+from optimize_export.manifest import SUMS, damage_of, plain, sums_problem
 from optimize_export.wording import listed
+from optimizer.bundle.bundle import open_bundle
 from optimizer.bundle.golden import GoldenCall, read_golden, stored_noises, stored_tolerances
 from optimizer.bundle.manifest import describe_device, lacks
 from optimizer.model import Call, in_turn, pinned_settings, random_state
@@ -21,9 +29,12 @@ from optimizer.parity import (
     Accuracy,
     CallErrors,
     GoldenEntry,
+    Measurement,
     ParityReport,
+    Tolerance,
     accuracy_between,
     compare_golden,
+    judge,
 )
 from optimizer.showing import number_text
 
@@ -38,8 +49,6 @@ _OTHER_KIND = {
     "bfloat16": 4.0,  # as for float16
 }
 _OTHER_KIND_DEFAULT = 4.0
-
-Loader = Callable[[str, Path, str], LoadedArtifact]
 
 
 def device_factor(measured: Mapping[str, str], here: Mapping[str, str], dtype: str) -> float:
@@ -56,24 +65,21 @@ def factor_between(measured: Mapping[str, str], here: Mapping[str, str], dtypes:
 
 @dataclass(frozen=True)
 class ArtifactFigures:
-    """The result of one artifact: the judgement of its outputs, or the error that prevented it.
-
-    Attributes:
-        parity: None if the artifact couldn't be loaded or run; `error` says why. Also None for a lossy artifact.
-        accuracy, budget: of a lossy artifact: its figures at the golden calls, and what its user allowed.
-        outputs: of a lossy artifact: the figures of each output at each call, as in its `parity` in the manifest.
-        placement: the number of nodes that ran on each provider.
-    """
+    """The result of one artifact: the judgement of its outputs, or the error that prevented it."""
 
     format: str
     path: str
     device: str
     calls: int
+    # None for a lossy artifact, and if the artifact couldn't be loaded or run; then `error` says why.
     parity: ParityReport | None
+    # The number of nodes that ran on each provider.
     placement: Mapping[str, int] | None = None
     error: str | None = None
+    # Of a lossy artifact: its figures at the golden calls, and what its user allowed.
     accuracy: Accuracy | None = None
     budget: AccuracyBudget = field(default_factory=AccuracyBudget)
+    # Of a lossy artifact: the figures of each output at each call, as in its `parity` in the manifest.
     outputs: Sequence[Mapping[str, Any]] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
 
@@ -118,21 +124,18 @@ class ArtifactFigures:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The outcome of `verify_bundle`.
-
-    Attributes:
-        device: the requested device; None if no artifact was to be loaded.
-        damage: a sentence for each file that is missing, changed or not listed, and for unusable golden data.
-        unproven: if no artifact was to be loaded, the reason why the golden data can't prove anything.
-    """
+    """The outcome of `verify_bundle` and `rejudge_bundle`."""
 
     path: Path
+    # The requested device, or the type of the device where the artifacts were measured; None if none was to be loaded.
     device: str | None
+    # A sentence for each file that is missing, changed or not listed, and for unusable golden data.
     damage: tuple[str, ...]
     artifacts: tuple[ArtifactFigures, ...]
     notes: tuple[str, ...] = ()
+    # If no artifact was to be loaded, the reason why the golden data can't prove anything.
     unproven: tuple[str, ...] = ()
-    said: ClassVar[str] = "verified"
+    said: str = "verified"
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -181,47 +184,84 @@ class VerifyReport:
         return "\n".join(map(printable, lines))
 
 
-# -------------------------------------------------------------------------------------------------------- the artifacts
+# ---------------------------------------------------------------------------------------------------------- verifying
 
 
+@one_child()
 @in_turn
-def verify_contents(
-    folder: Path, manifest: Mapping[str, Any], device: str | None, load: Loader, *, expect: str | None = None
+def verify_bundle(
+    path: str | Path,
+    *,
+    device: str = "cpu",
+    require_gpu: bool = False,
+    expect: str | None = None,
+    run: bool = True,
 ) -> VerifyReport:
-    """Check the hashes of a bundle's files, then run its artifacts on a device.
+    """Check the hash of every file of a bundle, then run its artifacts on the golden inputs.
 
-    If any file was changed, no artifact is loaded: an artifact is a program, and the manifest determines how it is run
-    and judged.
+    A model file is a program with all the rights of the user who loads it. Verify a bundle only if you trust its
+    builder, and pass the hash from the builder as `expect`. The report names each missing, changed or unknown file, and
+    each output whose error is too large. If any file is missing, changed or unknown, no artifact is loaded.
+
+    On the CPU, ONNX files run in a child process, so that a crash of onnxruntime is a problem in the report.
 
     Args:
-        device: where to run the artifacts. None checks the hashes and the golden data, and loads no artifact.
-        load: loads an artifact, given its format, path and device.
-        expect: the SHA-256 that SHA256SUMS must have.
+        device: "cpu", "cuda" or "auto" (cuda if there is one).
+        require_gpu: refuse to verify on the CPU.
+        expect: the SHA-256 that the bundle's SHA256SUMS must have, as 64 hexadecimal digits. The builder reads it from
+            `Bundle.sha256sums`. Without it the hashes detect accidents, not attacks.
+        run: False checks the hashes and the golden data, and loads no artifact.
+
+    Raises:
+        BundleError: there is no readable manifest.
+        DeviceError: the device is unknown or missing, or a GPU is required and there is none.
+        UsageError: `expect` isn't a SHA-256, or a device is given together with `run=False`.
     """
-    if damage := damage_of(folder, manifest, expect=expect):
+    if not run and (require_gpu or device != "cpu"):
+        raise UsageError("run=False runs nothing: leave out device and require_gpu.")
+    expected = None if expect is None else parse_digest("expect", expect)
+    bundle = open_bundle(path)
+    folder, manifest = bundle.path, bundle.manifest
+    where = _device(device, require_gpu) if run else None
+    # An artifact is a program, and the manifest determines how it is run and judged: any change, and nothing is loaded.
+    if damage := damage_of(folder, manifest, expect=expected):
         note = f"no artifact was loaded, because some files are wrong: {listed([*damage])}"
-        return VerifyReport(folder, device, tuple(damage.values()), (), (note,))
+        return VerifyReport(folder, where, tuple(damage.values()), (), (note,))
     golden = manifest["golden"]
     try:
         calls = read_golden(folder, manifest)
     except BundleError as error:
-        return VerifyReport(folder, device, (str(error),), ())
-    if device is None:
-        return _not_run(folder, golden, calls, expect)
-    here = describe_device(device)
+        return VerifyReport(folder, where, (str(error),), ())
+    if where is None:
+        return _not_run(folder, golden, calls, expected)
+    here = describe_device(where)
     notes = [*lacks(manifest), f"the noise was measured on {golden['device']['name']} ({golden['device']['type']})"]
     factor = factor_between(golden["device"], here, (output["dtype"] for output in golden["outputs"]))
     if factor > 1:
         notes.append(f"errors on {here['name']} ({here['type']}) may be {factor:g} times as large as there")
     figures = []
     for artifact in manifest["artifacts"]:
-        ran = _run_artifact(folder, artifact, golden, calls, FACTOR * factor, device, load)
+        ran = _run_artifact(folder, artifact, golden, calls, FACTOR * factor, where)
         # The manifest's metadata were read from this file, which is unchanged.
         figures.append(replace(ran, metadata=artifact.get("metadata", {})))
     unjudged = [noise.name for noise in stored_noises(golden).values() if not noise.deterministic]
     if unjudged:
         notes.append(f"not judged, because the original is not deterministic there: {listed(unjudged)}")
-    return VerifyReport(folder, device, (), tuple(figures), tuple(notes))
+    return VerifyReport(folder, where, (), tuple(figures), tuple(notes))
+
+
+def _device(device: str, require_gpu: bool) -> str:
+    if device not in {"cpu", "cuda", "auto"}:
+        raise DeviceError(f"A bundle can't be verified on {device!r}: {other_gpu(device) or 'use cpu, cuda or auto'}.")
+    if require_gpu and device == "cpu":
+        raise DeviceError("A GPU is required, but the requested device is cpu: use cuda or auto.")
+    if torch.cuda.is_available():
+        return "cpu" if device == "cpu" else "cuda"
+    if require_gpu or device == "cuda":
+        raise DeviceError(
+            "A GPU is required, but torch finds none here: verify on the CPU, or on a machine with a GPU."
+        )
+    return "cpu"
 
 
 def _not_run(folder: Path, golden: Mapping[str, Any], calls: Sequence[GoldenCall], expect: str | None) -> VerifyReport:
@@ -245,13 +285,12 @@ def _run_artifact(
     calls: Sequence[GoldenCall],
     factor: float,
     device: str,
-    load: Loader,
 ) -> ArtifactFigures:
     placement: Mapping[str, int] | None = None
     answers: list[Sequence[torch.Tensor]] = []
     try:
         with pinned_settings() as pinned, torch.no_grad():
-            loaded = load(artifact["format"], folder / artifact["path"], device)
+            loaded = load_for_proof(artifact["format"], folder / artifact["path"], device)
             placement, settings = loaded.placement, {**pinned, **loaded.settings}
             for call in calls:
                 # Copies, because a file may write to its inputs, and the next file gets the same inputs.
@@ -308,3 +347,80 @@ def _judged(
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"
+
+
+# ------------------------------------------------------------------------------------------------------ judging again
+
+_REJUDGED = "correct by its stored measurements"
+
+
+def rejudge_bundle(
+    path: str | Path, *, atol: Tolerance = None, rtol: Tolerance = None, factor: float | None = None
+) -> VerifyReport:
+    """Judge the stored measurements of a bundle again. This runs, loads and changes nothing.
+
+    Without arguments, this repeats the judgement of the export with the tolerances of the export. Any argument discards
+    those tolerances.
+
+    Args:
+        atol, rtol: tolerances that replace the noise: a number, or a dict by output name. The names are those in the
+            files, or those in the model if they differ.
+        factor: the allowed error of an output in units of its noise. The default is 4, or more if the original ran on
+            another device.
+
+    Returns:
+        A report as that of `verify_bundle`.
+
+    Raises:
+        BundleError: there is no readable manifest, or the program version that wrote the bundle kept no measurements.
+        UsageError: a tolerance is negative or names an unknown output, or the factor isn't a number above 0.
+    """
+    bundle = open_bundle(path)
+    folder, manifest = bundle.path, bundle.manifest
+    if factor is not None and not 0 < factor < math.inf:
+        raise UsageError(f"factor must be a number above 0, not {factor!r}.")
+    device = manifest["device"]["type"]
+    if problem := sums_problem(folder, manifest):
+        # The measurements in a changed manifest can't be trusted.
+        return VerifyReport(folder, device, (problem,), (), said=_REJUDGED)
+    if lacking := [artifact["path"] for artifact in manifest["artifacts"] if not _can_be_judged(artifact)]:
+        raise BundleError(
+            f"{folder} has no measurement of {', '.join(lacking)}, because the program version that wrote it stored "
+            "none: export the model again, or verify the bundle."
+        )
+    notes = [f"judged by the measurements on {manifest['device']['name']} ({device}); nothing was run"]
+    by_user: dict[str, Any] = {"atol": atol, "rtol": rtol}
+    if atol is None and rtol is None and factor is None:
+        by_user = dict(stored_tolerances(manifest["golden"]))
+    if factor is None:
+        golden = manifest["golden"]
+        dtypes = (output["dtype"] for output in golden["outputs"])
+        factor = FACTOR * factor_between(golden["device"], manifest["device"], dtypes)
+    figures = []
+    for artifact in manifest["artifacts"]:
+        if (accuracy := artifact.get("accuracy")) is not None:
+            figures.append(_lossy(artifact, accuracy, device))
+            continue
+        measurement = Measurement.from_json(artifact["measurement"])
+        own = (output.noise.name for output in measurement.outputs)
+        names = dict(zip(own, (tensor["name"] for tensor in artifact["outputs"]), strict=True))
+        parity = judge(measurement, **by_user, factor=factor, names=names)
+        calls = max((len(output.calls) for output in measurement.outputs), default=0)
+        placement = artifact.get("placement")
+        figures.append(
+            ArtifactFigures(artifact["format"], artifact["path"], measurement.device, calls, parity, placement)
+        )
+    return VerifyReport(folder, device, (), tuple(figures), tuple(notes), said=_REJUDGED)
+
+
+def _can_be_judged(artifact: Mapping[str, Any]) -> bool:
+    return bool(artifact.get("measurement") or artifact.get("accuracy"))
+
+
+def _lossy(artifact: Mapping[str, Any], stored: Mapping[str, Any], device: str) -> ArtifactFigures:
+    """The figures of a lossy artifact, which its user's budget judges."""
+    accuracy = Accuracy.from_json(stored)
+    budget = AccuracyBudget(**stored["budget"])
+    figures = ArtifactFigures(artifact["format"], artifact["path"], device, accuracy.calls, None)
+    outputs = (artifact.get("parity") or {}).get("outputs", ())
+    return replace(figures, accuracy=accuracy, budget=budget, outputs=outputs)

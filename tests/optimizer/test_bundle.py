@@ -53,6 +53,7 @@ from optimizer.bundle import (
     open_bundle,
     read_golden,
     rejudge_bundle,
+    verify,
     verify_bundle,
     weights_hash,
     write_bundle,
@@ -61,7 +62,7 @@ from optimizer.bundle import (
 from optimizer.bundle import bundle as bundles
 from optimizer.bundle.golden import stored_noises, stored_tolerances
 from optimizer.bundle.manifest import usage_text
-from optimizer.bundle.verify import device_factor
+from optimizer.bundle.verify import VerifyReport, device_factor
 from optimizer.bundle.writing import _seal
 from optimizer.model.inputs import Call, Samples
 from optimizer.parity import GoldenEntry, OutputNoise, Reference, golden_entries, judge, measure_reference
@@ -89,8 +90,8 @@ class Affine:
 @pytest.fixture(autouse=True)
 def affine_format(monkeypatch: pytest.MonkeyPatch) -> None:
     Affine.loaded = []
-    for name in ("load_artifact", "load_for_proof"):
-        monkeypatch.setattr(bundles, name, lambda format, path, device: Affine(path))
+    monkeypatch.setattr(bundles, "load_artifact", lambda format, path, device: Affine(path))
+    monkeypatch.setattr(verify, "load_for_proof", lambda format, path, device: Affine(path))
 
 
 @functools.cache
@@ -149,6 +150,17 @@ def fill(folder: Path, *, weight: torch.Tensor = WEIGHT, **changes: Any) -> dict
     }
 
 
+def filling(change: Callable[[Path, dict[str, Any]], object]) -> Callable[[Path], dict[str, Any]]:
+    """Fill a bundle, and change its folder or the body of its manifest."""
+
+    def filled(folder: Path) -> dict[str, Any]:
+        body = fill(folder)
+        change(folder, body)
+        return body
+
+    return filled
+
+
 @pytest.fixture
 def bundle(tmp_path: Path) -> Bundle:
     return write_bundle(tmp_path / "parent" / "net", fill)
@@ -185,12 +197,7 @@ def test_a_bundle_has_its_files_and_nothing_is_left_beside_it(bundle: Bundle) ->
         "manifest.json",
         "model.affine",
     ]
-
-
-def test_a_bundle_is_shown_in_one_line(bundle: Bundle) -> None:
-    files = ", ".join(entry["path"] for entry in bundle.manifest["artifacts"])
-    verdict = bundle.manifest["parity"]["verdict"]
-    assert str(bundle) == repr(bundle) == f"Bundle('{bundle.path}', files: {files}, parity: {verdict})"
+    assert str(bundle) == repr(bundle) == f"Bundle('{bundle.path}', files: model.affine, parity: ok)"
 
 
 def test_the_manifest_has_what_was_given_and_what_is_added(bundle: Bundle) -> None:
@@ -266,11 +273,8 @@ def test_the_hashes_are_those_of_sha256sum(bundle: Bundle) -> None:
 
 
 def test_a_readme_of_the_writer_is_kept(tmp_path: Path) -> None:
-    def with_readme(folder: Path) -> dict[str, Any]:
-        (folder / "README.md").write_text("mine")
-        return fill(folder)
-
-    assert (write_bundle(tmp_path / "net", with_readme).path / "README.md").read_text() == "mine"
+    bundle = write_bundle(tmp_path / "net", filling(lambda folder, _: (folder / "README.md").write_text("mine")))
+    assert (bundle.path / "README.md").read_text() == "mine"
 
 
 def test_the_readme_shows_how_to_run_what_is_there(bundle: Bundle) -> None:
@@ -297,45 +301,23 @@ def test_the_readme_shows_how_to_run_what_is_there(bundle: Bundle) -> None:
         compile(snippet.partition("```")[0], "README.md", "exec")
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "SHA256SUMS", "a\\b", "line\nbreak"])
-def test_a_file_name_that_a_bundle_cannot_have_is_refused(tmp_path: Path, name: str) -> None:
-    def with_name(folder: Path) -> dict[str, Any]:
-        (folder / name).write_text("x")
-        return fill(folder)
+NOT_WRITTEN = {
+    "manifest.json": (lambda folder, _: (folder / "manifest.json").touch(), "can't be a file of a bundle"),
+    "SHA256SUMS": (lambda folder, _: (folder / "SHA256SUMS").touch(), "can't be a file of a bundle"),
+    "backslash": (lambda folder, _: (folder / "a\\b").touch(), "can't be a file of a bundle"),
+    "line break": (lambda folder, _: (folder / "line\nbreak").touch(), "can't be a file of a bundle"),
+    "link": (lambda folder, _: (folder / "link").symlink_to("/etc/passwd"), "link can't be a file"),
+    "no seed": (lambda _, body: body.pop("seed"), "the field `seed` is missing"),
+    "no file": (lambda folder, _: (folder / "model.affine").unlink(), "model.affine, which wasn't written"),
+}
 
-    with pytest.raises(BundleError, match="can't be a file of a bundle"):
-        write_bundle(tmp_path / "net", with_name)
+
+@pytest.mark.parametrize("case", NOT_WRITTEN)
+def test_a_bundle_that_readers_would_refuse_is_not_written(tmp_path: Path, case: str) -> None:
+    change, message = NOT_WRITTEN[case]
+    with pytest.raises(BundleError, match=message):
+        write_bundle(tmp_path / "net", filling(change))
     assert names(tmp_path) == []
-
-
-def test_a_link_in_a_bundle_is_refused(tmp_path: Path) -> None:
-    def with_link(folder: Path) -> dict[str, Any]:
-        (folder / "link").symlink_to("/etc/passwd")
-        return fill(folder)
-
-    with pytest.raises(BundleError, match="link can't be a file"):
-        write_bundle(tmp_path / "net", with_link)
-
-
-def test_an_incomplete_manifest_is_not_published(tmp_path: Path) -> None:
-    def without_seed(folder: Path) -> dict[str, Any]:
-        body = fill(folder)
-        del body["seed"]
-        return body
-
-    with pytest.raises(BundleError, match="the field `seed` is missing"):
-        write_bundle(tmp_path / "net", without_seed)
-    assert names(tmp_path) == []
-
-
-def test_an_artifact_that_was_not_written_is_refused(tmp_path: Path) -> None:
-    def without_file(folder: Path) -> dict[str, Any]:
-        body = fill(folder)
-        (folder / "model.affine").unlink()
-        return body
-
-    with pytest.raises(BundleError, match=r"names model\.affine, which wasn't written"):
-        write_bundle(tmp_path / "net", without_file)
 
 
 # ------------------------------------------------------------------------------------------------------ allowed targets
@@ -351,19 +333,17 @@ def test_force_replaces_a_bundle_and_without_it_nothing(bundle: Bundle) -> None:
     assert names(bundle.path.parent) == ["net"]
 
 
-@pytest.mark.parametrize("name", ["README.md", "extra/report.json", "model.affine", "golden.safetensors", "SHA256SUMS"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "extra/report.json", "golden.safetensors", "SHA256SUMS", "manifest.json"]
+)
 def test_a_bundle_with_a_file_that_was_changed_is_not_replaced(bundle: Bundle, name: str) -> None:
-    flip(bundle.path / name, 1)
+    flip(bundle.path / name, 1 if name != "manifest.json" else content(bundle.path)[name].index(b"Affine"))
     before = content(bundle.path)
-    with pytest.raises(BundleError, match=rf"changed since this program wrote them \(.*{name}\): move them elsewhere"):
+    with pytest.raises(
+        BundleError, match=rf"changed since this program wrote them \(.*{name}.*\): move them elsewhere"
+    ):
         write_bundle(bundle.path, must_not_fill, force=True)
     assert content(bundle.path) == before
-
-
-def test_a_manifest_that_was_changed_is_not_replaced(bundle: Bundle) -> None:
-    edit_manifest(bundle, put("mine", "later"))
-    with pytest.raises(BundleError, match=r"wrote them \(manifest.json or SHA256SUMS\)"):
-        check_target(bundle.path, force=True)
 
 
 def test_a_bundle_that_lacks_a_file_is_replaced(bundle: Bundle) -> None:
@@ -372,14 +352,11 @@ def test_a_bundle_that_lacks_a_file_is_replaced(bundle: Bundle) -> None:
     assert verify_bundle(bundle.path).ok
 
 
-def test_a_readme_that_the_user_edits_while_the_new_bundle_is_made_is_kept(bundle: Bundle) -> None:
-    def fill_meanwhile(folder: Path) -> dict[str, Any]:
-        (bundle.path / "README.md").write_text("mine")
-        return fill(folder)
-
-    with pytest.raises(BundleError, match=r"wrote them \(README.md\)"):
-        write_bundle(bundle.path, fill_meanwhile, force=True)
-    assert (bundle.path / "README.md").read_text() == "mine"
+@pytest.mark.parametrize("name", ["README.md", "notes.txt"])
+def test_a_file_that_the_user_writes_while_the_new_bundle_is_made_is_kept(bundle: Bundle, name: str) -> None:
+    with pytest.raises(BundleError, match=name):
+        write_bundle(bundle.path, filling(lambda *_: (bundle.path / name).write_text("mine")), force=True)
+    assert (bundle.path / name).read_text() == "mine"
     assert names(bundle.path.parent) == ["net"]
 
 
@@ -392,24 +369,9 @@ def test_a_bundle_with_files_of_the_user_is_not_replaced(bundle: Bundle) -> None
     assert (bundle.path / "notes.txt").exists()
 
 
-def test_a_file_that_the_user_adds_while_the_new_bundle_is_made_is_kept(bundle: Bundle) -> None:
-    def and_meanwhile(folder: Path) -> dict[str, Any]:
-        (bundle.path / "notes.txt").write_text("mine")
-        return fill(folder)
-
-    with pytest.raises(BundleError, match=r"notes\.txt"):
-        write_bundle(bundle.path, and_meanwhile, force=True)
-    assert (bundle.path / "notes.txt").read_text() == "mine"
-    assert names(bundle.path.parent) == ["net"]
-
-
 def test_a_bundle_that_another_writer_puts_there_meanwhile_is_not_replaced_without_force(tmp_path: Path) -> None:
-    def and_meanwhile(folder: Path) -> dict[str, Any]:
-        write_bundle(tmp_path / "net", lambda other: fill(other, seed=1))
-        return fill(folder, seed=2)
-
     with pytest.raises(BundleError, match="is already a bundle"):
-        write_bundle(tmp_path / "net", and_meanwhile)
+        write_bundle(tmp_path / "net", filling(lambda *_: write_bundle(tmp_path / "net", lambda f: fill(f, seed=1))))
     assert open_bundle(tmp_path / "net").manifest["seed"] == 1
 
 
@@ -459,12 +421,6 @@ def test_a_link_to_a_bundle_is_not_replaced_but_opened(bundle: Bundle) -> None:
     assert open_bundle(link).manifest == bundle.manifest
 
 
-def test_an_empty_folder_is_used(tmp_path: Path) -> None:
-    (tmp_path / "net").mkdir()
-    write_bundle(tmp_path / "net", fill)
-    assert verify_bundle(tmp_path / "net").ok
-
-
 @pytest.mark.parametrize("target", [".", "..", "", "/", "~", "../.."])
 def test_the_folders_that_one_works_in_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
@@ -487,16 +443,11 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert verify_bundle("~/net").ok
 
 
-def test_an_empty_current_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    with pytest.raises(BundleError, match="the current folder"):
-        check_target(tmp_path / "work")
-
-
 def test_a_relative_target_stands_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert write_bundle("dist/net", fill).path == tmp_path.resolve() / "dist" / "net"
+    with pytest.raises(BundleError, match="the current folder"):
+        check_target(tmp_path)
 
 
 @pytest.mark.parametrize("below", ["inner", "extra/inner", "a/b/c"])
@@ -513,16 +464,14 @@ def test_a_file_in_place_of_the_parent_is_named(tmp_path: Path) -> None:
             write_bundle(target, must_not_fill)
 
 
-def test_a_name_that_is_too_long_is_named(tmp_path: Path) -> None:
+def test_a_name_that_no_file_can_have_is_named_and_checking_leaves_nothing(tmp_path: Path) -> None:
     for target in (tmp_path / ("n" * 300), tmp_path / "a" / ("n" * 300) / "net"):
         with pytest.raises(BundleError, match="too long"):
             write_bundle(target, must_not_fill)
-    assert names(tmp_path) == []
-
-
-def test_a_null_character_is_named() -> None:
     with pytest.raises(BundleError, match="null character"):
         check_target("a\0b")
+    check_target(tmp_path / "a" / "b" / "net")
+    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -541,28 +490,24 @@ def test_a_folder_that_cannot_be_written_is_named_before_any_work(
     assert str(tmp_path / "net") in str(caught.value)
 
 
-def test_checking_a_target_leaves_nothing(tmp_path: Path) -> None:
-    check_target(tmp_path / "a" / "b" / "net")
-    assert names(tmp_path) == []
-
-
 def test_an_exchange_that_stopped_halfway_is_finished_at_the_next_open(bundle: Bundle) -> None:
-    with exchange.staged(bundle.path) as staging:
-        _seal(staging.folder, fill(staging.folder, seed=9))
-        os.rename(bundle.path, staging.place / "old")
-        assert open_bundle(bundle.path).manifest["seed"] == 9
-        assert verify_bundle(bundle.path).ok
+    place = bundle.path.parent / exchange.staging_name(bundle.path)
+    (place / "new").mkdir(parents=True)
+    (place / exchange.LOCK).write_text(bundle.path.name)
+    _seal(place / "new", fill(place / "new", seed=9))
+    os.rename(bundle.path, place / "old")
+    assert open_bundle(bundle.path).manifest["seed"] == 9
+    assert verify_bundle(bundle.path).ok
 
 
 # -------------------------------------------------------------------------------------------------------- failed writes
 
 
 def raising(error: BaseException) -> Callable[[Path], dict[str, Any]]:
-    def half(folder: Path) -> dict[str, Any]:
-        fill(folder)
+    def fail(*_: object) -> None:
         raise error
 
-    return half
+    return filling(fail)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), UsageError("x"), RuntimeError("x"), SystemExit(1)], ids=repr)
@@ -733,8 +678,8 @@ BROKEN = [
     (put({"threads": 1000000}, "benchmark"), r"threads` must be a number of threads from 1 to 4096, not 1000000"),
     (put({"threads": 0}, "benchmark"), r"threads` must be a number of threads from 1 to 4096, not 0"),
     (put({"figures": [{}]}, "benchmark"), r"the field `benchmark\.figures\[0\]\.name` is missing"),
-    (put("Infinity", "golden", "outputs", 0, "atol"), r"atol` must be a finite number, not \"Infinity\""),
-    (put(-1.0, "golden", "outputs", 0, "rtol"), r"rtol` must be a number of 0 or more, not -1"),
+    (put("Infinity", "golden", "outputs", 0, "atol"), r"atol` must be a finite number of 0 or more, not \"Infinity\""),
+    (put(-1.0, "golden", "outputs", 0, "rtol"), r"rtol` must be a finite number of 0 or more, not -1"),
     (drop("golden", "calls", 1, "inputs"), r"`golden\.calls\[1\]\.inputs` is missing"),
     (put("../secret", "files", 0, "path"), "the path of a file inside the bundle"),
     (put("/etc/passwd", "artifacts", 0, "path"), "the path of a file inside the bundle"),
@@ -867,22 +812,18 @@ def test_a_missing_an_added_and_a_cut_file_are_named(bundle: Bundle) -> None:
     assert "NOT verified" in str(report)
 
 
-def test_a_link_in_place_of_a_file_is_named(bundle: Bundle, tmp_path: Path) -> None:
-    shutil.move(bundle.path / "README.md", tmp_path / "README.md")
-    (bundle.path / "README.md").symlink_to(tmp_path / "README.md")
-    assert verify_bundle(bundle.path).problems == ("README.md can't be read: it is not a regular file.",)
-
-
-def published(tmp_path: Path, run: Callable[[torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+def published(tmp_path: Path, run: Callable[[torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch) -> VerifyReport:
     """The report on an intact bundle whose artifact computes `run` instead of the golden outputs."""
-    bundle = write_bundle(tmp_path / "net", fill)
+    computes(run, monkeypatch)
+    return verify_bundle(write_bundle(tmp_path / "net", fill).path)
 
+
+def computes(run: Callable[[torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     class Other(Affine):
         def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return run(x)
 
-    monkeypatch.setattr(bundles, "load_for_proof", lambda format, path, device: Other(path))
-    return verify_bundle(bundle.path)
+    monkeypatch.setattr(verify, "load_for_proof", lambda format, path, device: Other(path))
 
 
 def exact(x: torch.Tensor) -> torch.Tensor:
@@ -920,9 +861,7 @@ def test_an_artifact_that_computes_something_else_fails(
     report = published(tmp_path, run, monkeypatch)
     assert not report.ok
     assert report.intact
-    assert len(report.problems) >= 1
-    with pytest.raises(AssertionError, match=message):
-        raise AssertionError(" | ".join(report.problems))
+    assert re.search(message, " | ".join(report.problems))
 
 
 def test_an_error_within_the_noise_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -930,19 +869,13 @@ def test_an_error_within_the_noise_passes(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_tolerances_of_the_user_are_used_instead_of_the_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def loose(folder: Path) -> dict[str, Any]:
-        return fill(folder) | {"golden": golden(folder, atol={"output_0": 0.5})}
+    def loosen(folder: Path, body: dict[str, Any]) -> None:
+        body["golden"] = golden(folder, atol={"output_0": 0.5})
 
-    bundle = write_bundle(tmp_path / "net", loose)
+    bundle = write_bundle(tmp_path / "net", filling(loosen))
     assert stored_tolerances(bundle.manifest["golden"]) == {"atol": {"y": 0.5}}
     for shift, ok in ((0.4, True), (0.6, False)):
-        monkeypatch.setattr(
-            bundles,
-            "load_for_proof",
-            lambda format, path, device, shift=shift: type(
-                "Shifted", (Affine,), {"__call__": lambda self, x: (exact(x) + shift, exact(x) > 0)}
-            )(path),
-        )
+        computes(lambda x, shift=shift: (exact(x) + shift, exact(x) > 0), monkeypatch)
         assert verify_bundle(bundle.path).ok is ok
 
 
@@ -952,13 +885,12 @@ def test_nan_and_infinity_where_the_reference_has_them_pass(tmp_path: Path, monk
     noises = {"a": noise("a"), "b": noise("b", dtype="bool")}
     names = {"flatten": flat, "input_names": ["x"], "output_names": ["y", "positive"]}
 
-    def with_special(folder: Path) -> dict[str, Any]:
-        return fill(folder) | {"golden": write_golden(folder, [entry], noises, **names)}
+    def with_special(folder: Path, body: dict[str, Any]) -> None:
+        body["golden"] = write_golden(folder, [entry], noises, **names)
 
-    bundle = write_bundle(tmp_path / "net", with_special)
+    bundle = write_bundle(tmp_path / "net", filling(with_special))
     for output, ok in ((special, True), (-special, False), (special.nan_to_num(nan=0.0), False)):
-        other = type("Other", (Affine,), {"__call__": lambda self, x, output=output: (output, special > 0)})
-        monkeypatch.setattr(bundles, "load_for_proof", lambda format, path, device, other=other: other(path))
+        computes(lambda x, output=output: (output, special > 0), monkeypatch)
         assert verify_bundle(bundle.path).ok is ok
 
 
@@ -1008,12 +940,7 @@ NOTHING_PROVEN = {
 @pytest.mark.parametrize("case", NOTHING_PROVEN)
 def test_golden_data_that_prove_nothing_fail(tmp_path: Path, case: str, run: bool) -> None:
     change, reason = NOTHING_PROVEN[case]
-
-    def filled(folder: Path) -> dict[str, Any]:
-        body = fill(folder)
-        change(folder, body["golden"])
-        return body
-
+    filled = filling(lambda folder, body: change(folder, body["golden"]))
     report = verify_bundle(write_bundle(tmp_path / "net", filled).path, run=run)
     assert not report.ok
     assert report.intact
@@ -1023,11 +950,7 @@ def test_golden_data_that_prove_nothing_fail(tmp_path: Path, case: str, run: boo
 
 
 def test_an_output_that_is_not_judged_is_noted(tmp_path: Path) -> None:
-    def filled(folder: Path) -> dict[str, Any]:
-        body = fill(folder)
-        body["golden"]["outputs"][1]["deterministic"] = False
-        return body
-
+    filled = filling(lambda _, body: body["golden"]["outputs"][1].update(deterministic=False))
     report = verify_bundle(write_bundle(tmp_path / "net", filled).path)
     assert report.ok
     assert "not judged, because the original is not deterministic there: positive" in report.notes
@@ -1071,11 +994,7 @@ def test_without_running_hashes_and_golden_data_are_checked(bundle: Bundle) -> N
 
 
 def test_golden_data_that_cannot_be_read_are_named_without_running(tmp_path: Path) -> None:
-    def filled(folder: Path) -> dict[str, Any]:
-        body = fill(folder)
-        (folder / "golden.safetensors").write_bytes(b"nothing")
-        return body
-
+    filled = filling(lambda folder, _: (folder / "golden.safetensors").write_bytes(b"nothing"))
     report = verify_bundle(write_bundle(tmp_path / "net", filled).path, run=False)
     assert "golden.safetensors can't be read" in report.problems[0]
 
@@ -1131,29 +1050,25 @@ def test_what_is_no_plain_file_of_a_sane_size_is_never_read(
     assert name in told(lambda: verify_bundle(bundle.path, expect="0" * 64))
     if name in {"SHA256SUMS", "manifest.json"}:
         assert name in told(lambda: rejudge_bundle(bundle.path))
+    if name != "model.affine":
+        with pytest.raises(BundleError, match=name):
+            bundle.golden()
     with pytest.raises(BundleError, match=r"is not replaced|which this program|changed since|with other contents"):
         check_target(bundle.path, force=True)
     assert Affine.loaded == []
 
 
-@pytest.mark.timeout(60)
-def test_golden_data_of_a_bundle_that_was_not_verified_are_no_fifo(bundle: Bundle) -> None:
-    as_fifo(bundle.path / "golden.safetensors")
-    with pytest.raises(BundleError, match=r"golden\.safetensors can't be read: it is not a regular file"):
-        bundle.golden()
-
-
-def sealed_anew(folder: Path) -> None:
+def seal_anew(folder: Path, manifest: dict[str, Any] | None = None) -> None:
     """Compute all hashes again, as an attacker who changes a file would."""
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = json.loads((folder / MANIFEST).read_text()) if manifest is None else manifest
     for file in manifest["files"]:
         data = (folder / file["path"]).read_bytes()
         file.update(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
     digests = {file["path"]: file["sha256"] for file in manifest["files"]}
     for artifact in manifest["artifacts"]:
         artifact["sha256"] = digests[artifact["path"]]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    (folder / "SHA256SUMS").write_text(sums_text(digests | {"manifest.json": file_digest(folder / "manifest.json")}))
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    (folder / "SHA256SUMS").write_text(sums_text(digests | {MANIFEST: file_digest(folder / MANIFEST)}))
 
 
 def test_the_factor_grows_with_the_distance_of_the_devices() -> None:
@@ -1289,11 +1204,7 @@ def test_golden_data_of_another_dtype_or_shape_are_damage(bundle: Bundle, kind: 
     else:
         tensors[key] = tensors[key].to(torch.float64)
     save_file(tensors, path, metadata=metadata)
-    (entry,) = (file for file in manifest["files"] if file["path"] == path.name)
-    entry["sha256"], entry["bytes"] = file_digest(path), path.stat().st_size
-    (bundle.path / MANIFEST).write_text(to_json_text(manifest), encoding="utf-8")
-    digests = {file["path"]: file["sha256"] for file in manifest["files"]}
-    (bundle.path / "SHA256SUMS").write_text(sums_text(digests | {MANIFEST: file_digest(bundle.path / MANIFEST)}))
+    seal_anew(bundle.path, manifest)
     report = verify_bundle(bundle.path)
     assert not report.intact
     (problem,) = report.problems
@@ -1302,25 +1213,20 @@ def test_golden_data_of_another_dtype_or_shape_are_damage(bundle: Bundle, kind: 
     assert report.artifacts == ()
 
 
-def test_the_hash_of_weights_is_of_their_values_alone() -> None:
+def test_the_hash_of_weights_is_of_their_names_and_values_alone() -> None:
     weight = torch.arange(6.0).reshape(2, 3)
     known = weights_hash({"a": weight, "b": torch.ones(2)})
     assert known == weights_hash({"b": torch.ones(2), "a": weight.t().contiguous().t()})
     assert known == weights_hash({"b": torch.ones(4)[::2], "a": torch.nn.Parameter(weight.clone())})
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
+    others: list[dict[str, torch.Tensor]] = [
+        {"a": torch.zeros(2, 2)},
         {"a": torch.zeros(4)},
         {"a": torch.zeros(2, 2, dtype=torch.int32)},
         {"a": torch.zeros(2, 2), "b": torch.zeros(0)},
         {"c": torch.zeros(2, 2)},
         {"a": torch.tensor([[0.0, 0.0], [0.0, -0.0]])},
-    ],
-)
-def test_the_hash_of_weights_sees_names_shapes_dtypes_and_bits(other: dict[str, torch.Tensor]) -> None:
-    assert weights_hash(other) != weights_hash({"a": torch.zeros(2, 2)})
+    ]
+    assert len({*map(weights_hash, others)}) == len(others)
 
 
 def test_the_hash_of_weights_takes_every_kind_of_entry() -> None:
@@ -1445,7 +1351,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 @pytest.fixture
 def real_copy(real: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(bundles, "load_artifact", load_artifact)
-    monkeypatch.setattr(bundles, "load_for_proof", load_for_proof)
+    monkeypatch.setattr(verify, "load_for_proof", load_for_proof)
     return Path(shutil.copytree(real.path, tmp_path / "moved"))
 
 
@@ -1503,7 +1409,7 @@ def test_a_program_of_a_stranger_is_loaded_without_expect_only(real: Bundle, rea
         for name, data in records.items():
             archive.writestr(name, hostile.getvalue() if name.endswith("sample_inputs/model.pt") else data)
     assert "model.pt2" in verify_bundle(real_copy).problems[0]
-    sealed_anew(real_copy)
+    seal_anew(real_copy)
     assert "not the expected bundle" in verify_bundle(real_copy, expect=real.sha256sums).problems[0]
     assert verify_bundle(real_copy, run=False).ok
     assert not (tmp_path / "ran").exists()

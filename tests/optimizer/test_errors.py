@@ -678,9 +678,9 @@ def test_an_interrupt_after_the_exchange_says_that_the_bundle_is_there(folder, c
     exchange = importlib.import_module("optimizer.bundle.exchange")
 
     def work(*_):
-        with exchange.staged(folder / "new") as staging:
-            exchange.publish(staging, lambda standing: None)
-            raise error
+        with exchange.replacement(folder / "new", lambda standing: None):
+            pass
+        raise error
 
     monkeypatch.setattr(cli, "_work", work)
     assert cli.main(["model.py"]) == code

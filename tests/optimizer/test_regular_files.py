@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from optimize_export.manifest import open_regular, parse_json, read_json, read_text_bytes
-from optimize_export.manifest.regular_files import LARGEST_TEXT
-from optimizer.bundle.exchange import MARKER, SUFFIX, recover
+from optimize_export.manifest.reading import LARGEST_TEXT
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(os.name != "posix", reason="files of POSIX")]
 
@@ -89,10 +88,3 @@ def test_json_that_other_programs_cannot_read_is_refused(data: bytes, reason: st
 def test_brackets_in_texts_are_no_nesting() -> None:
     text = '["' + "[" * 1000 + '\\"{{", "\\ud83d\\ude00"]'
     assert parse_json(text.encode()) == ["[" * 1000 + '"{{', "\U0001f600"]
-
-
-def test_a_marker_that_is_a_fifo_is_none(tmp_path: Path) -> None:
-    place = tmp_path / f".net.0123{SUFFIX}"
-    place.mkdir()
-    os.mkfifo(place / MARKER)
-    assert not recover(tmp_path / "net")

@@ -55,7 +55,7 @@ def bundle(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bu
     (copy / "model.torchscript.pt").unlink()
     (copy / "golden.safetensors").unlink()
     monkeypatch.setattr("optimizer.bundle.bundle.load_artifact", None)
-    monkeypatch.setattr("optimizer.bundle.bundle.load_for_proof", None)
+    monkeypatch.setattr("optimizer.bundle.verify.load_for_proof", None)
     return open_bundle(copy)
 
 

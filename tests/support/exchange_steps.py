@@ -14,7 +14,17 @@ from optimizer.bundle import exchange
 
 FILES = {"a.bin": 3000, "below/b.bin": 10, "manifest": 5}
 # What Python's audit hooks report before it is done. The exchange itself goes through ctypes.
-STEPS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "open", "ctypes.dlsym", "os.listdir", "os.scandir"}
+STEPS = {
+    "os.mkdir",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "open",
+    "fcntl.flock",
+    "ctypes.dlsym",
+    "os.listdir",
+    "os.scandir",
+}
 
 
 def write(folder: Path, text: str) -> None:
@@ -39,10 +49,8 @@ def content(folder: Path) -> str | None:
 
 
 def publish(target: Path, letter: str) -> None:
-    exchange.remove_stale(target)
-    with exchange.staged(target) as staging:
-        write(staging.folder, letter)
-        exchange.publish(staging, content)
+    with exchange.replacement(target, content) as folder:
+        write(folder, letter)
 
 
 def killed_before_step(target: Path, step: int) -> bool:
@@ -85,50 +93,38 @@ def every_step(parent: Path, before: str | None) -> tuple[int, set[str | None], 
         publish(target, "z")
         if content(target) != "z":
             raise AssertionError("the next writer didn't succeed")
-        # A folder whose marker wasn't written yet can't be told from a user's folder, so it stays.
-        left = [path for path in target.parent.iterdir() if path != target and (path / exchange.MARKER).exists()]
-        if any((path / exchange.MARKER).stat().st_size for path in left):
+        # A folder without its lock file can't be told from a user's folder, so it stays.
+        if left := [path for path in target.parent.iterdir() if (path / exchange.LOCK).exists()]:
             raise AssertionError(f"left over: {left}")
     return step, outcomes, recoveries
 
 
-def many_writers(parent: Path) -> tuple[int, int]:
-    """Replace one folder in eight processes, ten times each. Returns the numbers of successful and refused writes."""
+def many_writers(parent: Path) -> None:
+    """Replace one folder in eight processes, ten times each."""
     target = parent / "target"
     publish(target, "o")
-    read, written = os.pipe()
     children = []
     for writer in range(8):
         child = os.fork()
         if child == 0:
             for _ in range(10):
-                try:
-                    publish(target, "abcdefgh"[writer])
-                    os.write(written, b"w")
-                except exchange.Occupied:
-                    os.write(written, b"o")
+                publish(target, "abcdefgh"[writer])
             os._exit(0)
         children.append(child)
     failed = [child for child in children if os.waitpid(child, 0)[1]]
-    os.close(written)
-    with open(read, "rb") as pipe:
-        outcomes = pipe.read()
     if failed or content(target) not in tuple("abcdefgh"):
         raise AssertionError(f"{len(failed)} writers failed; the target is {content(target)}")
     if left := [path.name for path in parent.iterdir() if path != target]:
         raise AssertionError(f"left over: {left}")
-    return outcomes.count(b"w"), outcomes.count(b"o")
 
 
 def main() -> None:
     parent, kind = Path(sys.argv[1]), sys.argv[2]
+    if kind.endswith("renames"):
+        exchange._exchange_in_one_step = lambda first, second: False
     if kind.startswith("many"):
-        if kind == "many-renames":
-            exchange._exchange = lambda first, second: False
-        print(*many_writers(parent))
+        many_writers(parent)
         return
-    if kind == "renames":
-        exchange._exchange = lambda first, second: False
     steps, outcomes, recoveries = every_step(parent, None if kind == "fresh" else "o")
     print(steps, "".join(sorted(letter or "-" for letter in outcomes)), recoveries)
 
