@@ -53,7 +53,7 @@ from exporters.places import Place, line_of
 from exporters.torchscript_deprecation import torchscript_allowed
 from optimizer import optimize, report_of
 from optimizer.faults import located
-from optimizer.faults.divergence import Divergence
+from optimizer.faults.locating_modules import Divergence
 from optimizer.model.inputs import Samples
 from optimizer.parity import Reference, measure_reference
 from passes.registry import PRESETS

@@ -155,7 +155,7 @@ def test_few_files_stand_at_the_root_of_the_optimizer() -> None:
 
 # Files that look at frames, to name a line in a message.
 NAMING_LINES = {
-    "optimizer/faults/module_calls.py",
+    "optimizer/faults/locating_modules.py",
     "optimizer/diagnosis/evidence.py",
     "exporters/draws.py",
     "exporters/ranks.py",
@@ -248,7 +248,7 @@ CALLERS = {
     "optimizer/parity/observe.py": {"target", "module"},
     "optimizer/faults/locating_modules.py": {"self.model"},
     # The module that `Runs` yields, timed without the copies of its inputs.
-    "optimizer/profiling/module_runs.py": {"module"},
+    "optimizer/profiling/operations.py": {"module"},
     # A torch call of a recording, once more.
     "optimizer/diagnosis/evidence.py": {"target"},
     # The working copy.

@@ -1,9 +1,8 @@
-"""Diagnose a wrong result: find the pass, the module and the operation where it first diverges from the original."""
+"""Diagnose a wrong result: find the module and the operation where it first diverges from the original."""
 
 from optimizer.faults.carried_state import refuse_carried_state
 from optimizer.faults.locating import Located, fault_of_runtime, located, located_module, named_first, place_in_refused
 from optimizer.faults.reproducing import write_reproduction
-from optimizer.faults.wrong_pass import pass_to_blame
 
 __all__ = [
     "Located",
@@ -11,7 +10,6 @@ __all__ = [
     "located",
     "located_module",
     "named_first",
-    "pass_to_blame",
     "place_in_refused",
     "refuse_carried_state",
     "write_reproduction",

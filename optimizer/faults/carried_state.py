@@ -13,7 +13,7 @@ from torch import nn
 from optimize_export.errors import ExportFailed
 from optimize_export.wording import listed
 from optimizer.faults.locating import named_first
-from optimizer.faults.module_calls import ROOT, ModuleCall, in_order_of_ending, watched_calls
+from optimizer.faults.locating_modules import ROOT, ModuleCall, in_order_of_ending, watched_calls
 from optimizer.model import REGISTRIES, AsItIs
 from optimizer.parity import (
     Reference,

@@ -22,8 +22,12 @@ from torch import nn
 from exporters.base import Artifact
 from exporters.file_values import FileValues, Program
 from optimize_export.wording import quote
-from optimizer.faults.divergence import Divergence
-from optimizer.faults.locating_modules import first_module_without_value, first_wrong_module, first_wrong_part
+from optimizer.faults.locating_modules import (
+    Divergence,
+    first_module_without_value,
+    first_wrong_module,
+    first_wrong_part,
+)
 from optimizer.model import Call, random_state
 from optimizer.parity import Flatten, Measurement, Reference, judged_values, reference_at
 from passes.graph.storage import same_values
@@ -126,15 +130,12 @@ def located_module(reference: Reference, measurement: Measurement, candidate: nn
 
 @dataclass(frozen=True)
 class _FileSearch:
-    """Searches a file at one call.
-
-    Attributes:
-        exported: the module that the file was made from.
-    """
+    """Searches a file at one call."""
 
     artifact: Artifact
     reference: Reference
     exported: nn.Module
+    """The module that the file was made from."""
     device: str
 
     def by_value(self, tensors: Sequence[torch.Tensor], where: str) -> Divergence | None:

@@ -1,38 +1,232 @@
 """Find the first module that diverges from the original, for passes and for files whose values have no known names.
 
-The inputs and outputs of all module calls are judged by the rule for a model's outputs. Modules are matched by path,
-because both models have the same tree. A correct rewrite may change intermediate values. After conv–BN folding, the
-output of the convolution differs, but the output of the following BatchNorm, which only passes the values on, doesn't.
-So a call that differs isn't at fault if a call that reads its output is right again. Of the remaining calls, the first
-one with right inputs is at fault, and the search continues inside it.
+The inputs and outputs of all module calls are recorded and judged by the rule for a model's outputs. Modules are matched
+by path, because both models have the same tree. A correct rewrite may change intermediate values. After conv–BN folding,
+the output of the convolution differs, but the output of the following BatchNorm, which only passes the values on,
+doesn't. So a call that differs isn't at fault if a call that reads its output is right again. Of the remaining calls, the
+first one with right inputs is at fault, and the search continues inside it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
 from exporters.file_values import FileParts, FileValues
-from exporters.places import Place, line_of_forward
-from optimizer.faults.divergence import Divergence
-from optimizer.faults.module_calls import (
-    ROOT,
-    Key,
-    ModuleCall,
-    Watch,
-    copies_of,
-    in_order_of_ending,
-    tensors_in,
-    watched_calls,
-)
-from optimizer.model import eager_only
-from optimizer.parity import OutputParity, Reference, distance, is_exact, judged_values, reference_at
+from exporters.places import Place, is_users, line_of_forward, source_line
+from optimizer.model import Runs, eager_only, leaves_of, one_at_a_time, pinned_settings
+from optimizer.parity import FACTOR, OutputParity, Reference, distance, is_exact, judged_values, reference_at, rerun
+from passes.graph.interception import intercepted_calls
+
+# ----------------------------------------------------------------------------------------------------------- the result
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first value that differs from the original's."""
+
+    # Its place in the model, as in `exporters.places.Place`.
+    module: str
+    call: int
+    line: str
+    operation: str
+    # The largest error, and the rounding noise there; 0 if `problem` isn't about the size of an error.
+    error: float
+    noise: float
+    problem: str
+    """A description of the error."""
+    where: str
+    """The call that shows it: "batch size 3, draw 1"."""
+    value: str
+    """The name of the wrong value in the file; "" for the output of a module."""
+    also: tuple[Place, ...] = ()
+    """Other places that may be at fault instead, in the order of the model. The file has no values between them."""
+
+    @property
+    def place(self) -> Place:
+        return Place(self.module, self.call, self.line, self.operation)
+
+    def __str__(self) -> str:
+        return f"first differs at {self.place}: {self.problem}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "also": [asdict(place) for place in self.also]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Divergence:
+        return cls(**{**data, "also": tuple(Place(**place) for place in data["also"])})
+
+    @classmethod
+    def at(
+        cls, place: Place, wrong: OutputParity | str, where: str, value: str = "", also: tuple[Place, ...] = ()
+    ) -> Divergence:
+        """The divergence at a place.
+
+        Args:
+            wrong: the judgement of the wrong value, or what happened instead of a value: "raises".
+        """
+        error = noise = 0.0
+        if isinstance(wrong, str):
+            problem = f"{wrong} at {where}"
+        elif wrong.ratio > FACTOR:
+            error, noise = wrong.max_error, wrong.noise
+            problem = f"off by {error:.2e}, {wrong.ratio:.3g} times its rounding noise at {where}"
+        else:
+            problem = str(wrong.problem).removeprefix("it: ")
+        return cls(**asdict(place), error=error, noise=noise, problem=problem, where=where, value=value, also=also)
+
+
+# ------------------------------------------------------------------------------------------------------------ recording
 
 logger = logging.getLogger(__name__)
+
+Key = tuple[str, int]
+"""The path of a module, and the number of its call, counted from 1."""
+
+ROOT: Key = ("", 1)
+
+
+@dataclass
+class ModuleCall:
+    """One call of a module."""
+
+    path: str
+    """The path of the module; "" for the root."""
+    number: int
+    """The index of this call among the calls of the module, counted from 1."""
+    line: str
+    """The line of the call, such as "modeling_resnet.py:66"; "" if unknown."""
+    kind: str
+    """The class name of the module."""
+    alone: bool
+    """Whether its only argument is one tensor."""
+    reads: frozenset[Key]
+    """The calls whose output tensors are its inputs, unchanged."""
+    # Copies on the CPU; no outputs if the call raised.
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    children: list[ModuleCall] = field(default_factory=list)
+    """The calls that it makes, in order."""
+    beside: Any = None
+    """Its arguments other than tensors: the structure of the arguments, and the float numbers in them."""
+
+    @property
+    def key(self) -> Key:
+        return self.path, self.number
+
+
+class Watch:
+    """Records the module calls of one run. Another run of the module, or of a copy, starts a new record."""
+
+    def __init__(self) -> None:
+        self.root: nn.Module | None = None
+        self.calls: dict[Key, ModuleCall] = {}
+        self._paths: dict[int, str] = {}
+        self._numbers: Counter[str] = Counter()
+        self._open: list[ModuleCall] = []
+        self._frames: list[FrameType] = []
+        # By the id of a returned tensor: the tensor, and the calls that returned it. Keeping the tensor alive keeps its
+        # id unique.
+        self._givers: dict[int, tuple[torch.Tensor, set[Key]]] = {}
+
+    @contextmanager
+    def watching(self, root: nn.Module) -> Iterator[None]:
+        self.root, self._paths = root, {id(module): path for path, module in root.named_modules()}
+        with intercepted_calls(self.root, self._around):
+            yield
+
+    def _around(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if module is self.root and not self._open:
+            self.calls, self._givers = {}, {}
+            self._numbers.clear()
+        path = self._paths[id(module)]
+        self._numbers[path] += 1
+        leaves = leaves_of((args, kwargs))
+        given = [tensor for _, tensor in leaves.tensors()]
+        reads = frozenset(key for tensor in given for key in self._givers.get(id(tensor), (tensor, ()))[1])
+        number, kind = self._numbers[path], type(module).__name__
+        alone = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
+        beside = leaves.structure, [value for value in leaves.values if isinstance(value, float)]
+        made = ModuleCall(path, number, self._line(), kind, alone, reads, copies_of(given), beside=beside)
+        self.calls[made.key] = made
+        if self._open:
+            self._open[-1].children.append(made)
+        self._open.append(made)
+        self._frames.append(sys._getframe())
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            self._open.pop()
+            self._frames.pop()
+        gave = tensors_in(result)
+        made.outputs = copies_of(gave)
+        for tensor in gave:
+            self._givers.setdefault(id(tensor), (tensor, set()))[1].add(made.key)
+        return result
+
+    def _line(self) -> str:
+        """The innermost line of user code between here and the call of the root.
+
+        A module that a torch container calls has the line of the container's call.
+        """
+        frame = sys._getframe(1)
+        end = self._frames[0] if self._frames else frame
+        while frame is not end and frame.f_back is not None:
+            if is_users(frame.f_code.co_filename):
+                return source_line(frame.f_code.co_filename, frame.f_lineno)
+            frame = frame.f_back
+        return ""
+
+
+def watched_calls(
+    reference: Reference, where: str, target: Runs | nn.Module, *, may_raise: bool = False
+) -> dict[Key, ModuleCall]:
+    """The module calls of one run of a module at one call of the reference.
+
+    Args:
+        where: one of the reference's `calls`.
+        may_raise: if the run raises, return the calls up to then; those that didn't end have no outputs.
+    """
+    watch = Watch()
+    runs, run = rerun(reference, where, target)
+    with one_at_a_time, pinned_settings(), eager_only():
+        runs.watch = watch.watching
+        try:
+            run()
+        except Exception as error:  # the module is foreign code
+            if not may_raise:
+                raise
+            logger.debug("the module raised while it was watched: %s", error)
+        finally:
+            runs.watch = None
+    return watch.calls
+
+
+def in_order_of_ending(call: ModuleCall) -> Iterator[ModuleCall]:
+    for child in call.children:
+        yield from in_order_of_ending(child)
+    yield call
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [tensor for _, tensor in leaves_of(tree).tensors()]
+
+
+def copies_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    # Copies, because later in-place operations may change the tensors.
+    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+
+
+# ------------------------------------------------------------------------------------------------------------ searching
 
 _Calls = Mapping[Key, ModuleCall]
 _Name = tuple[Key, str, int, int]

@@ -17,8 +17,8 @@ from exporters.places import Place
 from optimize_export.errors import ParityError
 from optimizer import export
 from optimizer.exporting.artifact_parity import FileProof
-from optimizer.faults.divergence import Divergence
 from optimizer.faults.locating import first_wrong_value
+from optimizer.faults.locating_modules import Divergence
 
 
 class Attention(nn.Module):

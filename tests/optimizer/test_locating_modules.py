@@ -119,10 +119,8 @@ def test_a_result_that_was_spoilt_after_it_was_made_is_found_when_it_is_exported
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("path", "number"), [("stem", 1), ("blocks.0.first", 1), ("blocks.1.second", 1), ("shared", 1), ("head", 1)]
-)
-def test_a_torchscript_file_that_was_spoilt_is_found_by_its_module(net, tmp_path, monkeypatch, path, number):
+@pytest.mark.parametrize("path", ["stem", "blocks.1.second", "shared"])
+def test_a_torchscript_file_that_was_spoilt_is_found_by_its_module(net, tmp_path, monkeypatch, path):
     def spoil(file):
         with torchscript_allowed():
             module = torch.jit.load(file)
@@ -138,7 +136,7 @@ def test_a_torchscript_file_that_was_spoilt_is_found_by_its_module(net, tmp_path
     fast = optimize(net, example_inputs=(X,))
     with pytest.raises(ParityError, match=rf"It first differs at {path} \(located_models\.py:") as caught:
         export(fast, example_inputs=(X,), output=tmp_path / "net", formats=["torchscript"])
-    assert caught.value.figures["artifacts"][0]["divergence"]["call"] == number
+    assert caught.value.figures["artifacts"][0]["divergence"]["call"] == 1
 
 
 class Branching(nn.Module):
@@ -166,7 +164,7 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["first", "scaled.inner", "head"])
+@pytest.mark.parametrize("path", ["first", "scaled.inner"])
 def test_a_scripted_file_that_was_spoilt_is_found_by_its_module(tmp_path, monkeypatch, path):
     def spoil(file):
         with torchscript_allowed(), torch.no_grad():

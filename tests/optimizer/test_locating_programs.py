@@ -95,14 +95,12 @@ def found_in(model: nn.Module, inputs: torch.Tensor, folder: Path, monkeypatch, 
 
 PLACES = {
     "conv.weight": ("conv", "conv1d", "x = self.norm(self.conv(x)).transpose(1, 2)"),
-    "norm.bias": ("norm", "batch_norm", "x = self.norm(self.conv(x)).transpose(1, 2)"),
     "blocks.1.key.weight": ("blocks.1.key", "linear", "query, key = self.query(x), self.key(x)"),
     "blocks.0.norm.weight": (
         "blocks.0.norm",
         "layer_norm",
         "return self.norm(functional.dropout(x, 0.5, self.training) + mixed.to(torch.float32))",
     ),
-    "head.weight": ("head", "linear", 'return {"logits": self.head(pooled), "pooled": pooled}'),
 }
 
 

@@ -73,9 +73,10 @@ PLACES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("passes", [None, ()], ids=["optimized", "as it is"])
 @pytest.mark.parametrize("node", PLACES)
-def test_a_weight_that_is_off_by_a_percent_is_found_at_its_module(net, tmp_path, monkeypatch, node, passes):
+def test_a_weight_that_is_off_by_a_percent_is_found_at_its_module(net, tmp_path, monkeypatch, node):
+    # Every other one in a model that the passes leave as it is.
+    passes = None if list(PLACES).index(node) % 2 == 0 else ()
     found = found_in(net, tmp_path, monkeypatch, lambda graph: scale(graph, node), passes)
     module, line = PLACES[node]
     assert (found["module"], found["line"]) == (module, line_with(line))

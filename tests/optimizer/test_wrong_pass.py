@@ -13,7 +13,7 @@ from torch import nn
 
 from optimize_export.errors import ParityError
 from optimizer import export, optimize
-from optimizer.faults.wrong_pass import pass_to_blame
+from optimizer.exporting.blame import pass_to_blame
 from passes import Pass
 from passes.base import Context
 from passes.graph.module_pass import ModulePass
@@ -80,7 +80,7 @@ def net() -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [0, 1, 2, 3])
+@pytest.mark.parametrize("place", [0, 2])
 def test_a_pass_that_shows_at_a_larger_batch_alone_is_named_when_a_file_fails(net, tmp_path, place):
     passes: list[Pass] = [Harmless(), Harmless("last"), Harmless("last", "bias")]
     fast = optimize(net, [*passes[:place], Set(), *passes[place:]], example_inputs=X)
