@@ -23,20 +23,16 @@ STAGES = ("capture", "optimize", "export", "parity", "bench", "tune", "bundle", 
 
 @dataclass(frozen=True)
 class Progress:
-    """One step of the work.
-
-    Attributes:
-        stage: one of `STAGES`; the command adds `LOAD_STAGE`.
-        done, total: the number of finished steps and of all steps of the stage.
-        text: the current step.
-        name: the pass or exporter that runs now; "" in other steps.
-    """
+    """One step of the work."""
 
     stage: str
+    """One of `STAGES`; the command adds `LOAD_STAGE`."""
+    # The number of finished steps and of all steps of the stage.
     done: int
     total: int
     text: str
     name: str = ""
+    """The pass or exporter that runs now; "" in other steps."""
 
 
 ProgressFunction = Callable[[Progress], None]
@@ -48,15 +44,12 @@ def no_progress(progress: Progress) -> None:
 
 @dataclass(frozen=True)
 class PlaceRecord:
-    """One place that a pass changed or skipped.
-
-    Attributes:
-        where: the module path; "" for the root.
-        text: the change, or the reason for the skip.
-    """
+    """One place that a pass changed or skipped."""
 
     where: str
+    """The module path; "" for the root."""
     text: str
+    """The change, or the reason for the skip."""
 
     def to_json(self) -> dict[str, str]:
         """Convert to plain data."""
@@ -65,36 +58,30 @@ class PlaceRecord:
 
 @dataclass
 class PassRecord:
-    """The outcome of one pass.
-
-    Attributes:
-        name, options: the name and options of the pass.
-        status: "applied"; "unchanged": there was nothing to change; "rolled-back": the result computed something
-            different, and `reason` has the figures; "failed": the pass raised an error, which is in `reason`.
-        changes, skips: the changed and the skipped places; for a rolled-back pass, those before the rollback.
-        remarks: places that cost something and that the user can fix; empty for a rolled-back pass.
-        detail: the pass-specific part of the report, as plain data in JSON and as text for people; None if there is
-            none.
-        parity: the largest error of its changes, each at its own outputs, in units of the rounding noise there; None if
-            nothing was checked.
-        max_error: the error that the pass declares, as a share of an output's largest magnitude; None if it declares
-            none.
-        error: the largest error of its changes, each at its own outputs, as such a share; None if nothing was checked.
-        seconds: the time of the pass itself, without its checks.
-    """
+    """The outcome of one pass."""
 
     name: str
     options: dict[str, Any]
     status: Status
+    """Of them, "unchanged": there was nothing to change; "rolled-back": the result computed something different, and `reason` has
+    the figures; "failed": the pass raised an error, which is in `reason`."""
     reason: str = ""
+    # The changed and the skipped places; for a rolled-back pass, those before the rollback.
     changes: tuple[PlaceRecord, ...] = ()
     skips: tuple[PlaceRecord, ...] = ()
     remarks: tuple[PlaceRecord, ...] = ()
+    """Places that cost something and that the user can fix; empty for a rolled-back pass."""
     detail: Detail | None = None
+    """The pass-specific part of the report, as plain data in JSON and as text for people; None if there is none."""
     parity: float | None = None
+    """The largest error of its changes, each at its own outputs, in units of the rounding noise there; None if nothing
+    was checked."""
     max_error: float | None = None
+    """The error that the pass declares, as a share of an output's largest magnitude; None if it declares none."""
     error: float | None = None
+    """The largest error of its changes, each at its own outputs, as such a share; None if nothing was checked."""
     seconds: float = 0.0
+    """The time of the pass itself, without its checks."""
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain data."""
@@ -116,17 +103,14 @@ class PassRecord:
 
 @dataclass
 class CoverageRecord:
-    """The part of the model that the example calls show to the passes.
-
-    Attributes:
-        reached: the number of modules that hold parameters directly, and of which some torch call reads one.
-        parameterised: the number of all modules that hold parameters directly.
-        unreached: the paths of the others; empty without example inputs, because nothing is known then.
-    """
+    """The part of the model that the example calls show to the passes."""
 
     reached: int
+    """The number of modules that hold parameters directly, and of which some torch call reads one."""
     parameterised: int
+    """The number of all modules that hold parameters directly."""
     unreached: tuple[str, ...] = ()
+    """The paths of the others; empty without example inputs, because nothing is known then."""
 
     @property
     def share(self) -> float:
@@ -145,12 +129,7 @@ class CoverageRecord:
 
 @dataclass
 class Size:
-    """The size of a model.
-
-    Attributes:
-        parameters: the number of elements in all parameters.
-        parameter_bytes: their size in bytes.
-    """
+    """The number of elements in all parameters of a model, and their size in bytes."""
 
     parameters: int
     parameter_bytes: int
@@ -165,35 +144,28 @@ class Size:
 
 @dataclass
 class Report:
-    """The record of one `optimize`.
-
-    Attributes:
-        model: the model's class.
-        mode, device, torch: the mode, the device and torch's version.
-        coverage: the part of the model that the passes could reach.
-        passes: one record per pass, in the given order.
-        parity: the result compared with the original; None if there were no example inputs and nothing was verified.
-        before, after: the size of the model before and after the passes.
-        notes: sentences that the user should read.
-        warnings: the notes about a difference between the result and the given model.
-        seconds: the total time.
-        stages: the seconds of each stage: "original" (its runs, which are recorded in inference mode), "passes" and
-            "comparison" (with the measurements for it).
-    """
+    """The record of one `optimize`."""
 
     model: str
+    """The name of the model's class."""
     mode: Literal["inference", "training"]
     device: str
     torch: str
     coverage: CoverageRecord
+    """The part of the model that the passes could reach."""
     passes: list[PassRecord]
     parity: ParityReport | None
+    """The result compared with the original; None if there were no example inputs and nothing was verified."""
     before: Size
     after: Size
     notes: list[str] = field(default_factory=list)
+    """Sentences that the user should read."""
     seconds: float = 0.0
     warnings: list[str] = field(default_factory=list)
+    """The notes about a difference between the result and the given model."""
     stages: dict[str, float] = field(default_factory=dict)
+    """The seconds of each stage: "original" (its runs, which are recorded in inference mode), "passes" and "comparison"
+    (with the measurements for it)."""
 
     @property
     def verified(self) -> bool:

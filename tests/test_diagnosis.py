@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from optimize_export.errors import LoadError, UsageError
 from optimizer import diagnose
-from optimizer.diagnosis import LEVELS, RULES, Diagnosis, evidence, kernels, settings, steps
+from optimizer.diagnosis import LEVELS, RULES, Diagnosis, evidence, kernels, settings
 from optimizer.diagnosis import attention as attention_rule
 from passes.graph.matching import convolution_at
 
@@ -481,7 +481,7 @@ def training(**options):
 
 def test_a_training_step_shows_its_loader_and_its_gradients(monkeypatch):
     # A busy machine may pause the step for longer than the DataLoader takes.
-    monkeypatch.setattr(steps, "_LEAST_WAIT", 1e-6)
+    monkeypatch.setattr(settings, "_LEAST_WAIT", 1e-6)
     model, step = training(set_to_none=False)
     findings = {each.rule: each for each in diagnose(model, (torch.randn(2, 8),), training_step=step).findings}
     assert set(findings) == {"loader-without-workers", "gradients-zeroed"}

@@ -1,7 +1,6 @@
 """Diagnose a model: what good practice would change in its own code, with the line, the effect and the remedy."""
 
-from optimizer.diagnosis.diagnosing import diagnose
+from optimizer.diagnosis.diagnosing import RULES, diagnose
 from optimizer.diagnosis.findings import LEVELS, Diagnosis, Finding, diagnosis_lines
-from optimizer.diagnosis.rules import RULES
 
 __all__ = ["LEVELS", "RULES", "Diagnosis", "Finding", "diagnose", "diagnosis_lines"]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from optimizer.diagnosis.evidence import Evidence, Seen, elements_of, inputs_of, replayed
-from optimizer.diagnosis.rule import rule
+from optimizer.diagnosis.findings import rule
 from optimizer.showing import seconds_text
 from passes.graph.recording import Node, is_returned, operation_name, shape_of, shape_of_each, users_of
 
@@ -28,17 +28,14 @@ _FARTHEST = 12
 
 
 class Attention(NamedTuple):
-    """The product of queries and keys, softmax, and the product with the values.
-
-    Attributes:
-        nodes: all operations, from the first product to the second.
-        softmax: the one among them that computes the weights.
-        masks: the tensors that are added to the scores, or that choose some of them.
-    """
+    """The product of queries and keys, softmax, and the product with the values."""
 
     nodes: tuple[Node, ...]
+    """All operations, from the first product to the second."""
     softmax: Node
+    """The one among them that computes the weights."""
     masks: tuple[Node, ...]
+    """The tensors that are added to the scores, or that choose some of them."""
 
     @property
     def scores(self) -> Node:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from optimizer.diagnosis.evidence import Evidence, Seen, inputs_of, replayed
-from optimizer.diagnosis.rule import rule
+from optimizer.diagnosis.findings import rule
 from optimizer.showing import percent_text, seconds_text
 from passes.fusion.pointwise import computes_each_element
 from passes.graph.recording import Node, escapes, operation_name, shape_of, users_of

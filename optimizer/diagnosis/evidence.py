@@ -202,15 +202,11 @@ class Seen:
 
 @dataclass(frozen=True)
 class Step:
-    """A training step.
-
-    Attributes:
-        recording: its torch calls.
-        waiting: the share of its time that it waited for a DataLoader, from 0 to 1.
-    """
+    """A training step."""
 
     recording: Recording
     waiting: float
+    """The share of its time that it waited for a DataLoader, from 0 to 1."""
 
     @cached_property
     def calls(self) -> list[Node]:
@@ -220,27 +216,23 @@ class Step:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The evidence that rules read.
-
-    Attributes:
-        model: the user's model; it is never run.
-        tree: the copy that ran, in eval mode.
-        recording: the torch calls of its second run.
-        device: the device of the run.
-        losses: where feature maps lose the channels_last format; empty if the model has no such convolutions.
-        step: a training step; None without one.
-        unmoved: the paths of tensors that the model doesn't register, and that stay behind when it moves.
-        forward: runs the copy once more, to time other settings.
-    """
+    """The evidence that rules read."""
 
     model: nn.Module
+    """The user's model; it is never run."""
     tree: ModelTree
+    """The copy that ran, in eval mode."""
     recording: Recording
+    """The torch calls of its second run."""
     device: torch.device
     losses: Sequence[Loss] = ()
+    """Where feature maps lose the channels_last format; empty if the model has no such convolutions."""
     step: Step | None = None
+    """A training step; None without one."""
     unmoved: frozenset[str] = frozenset()
+    """The paths of tensors that the model doesn't register, and that stay behind when it moves."""
     forward: Callable[[], object] = field(default=lambda: None)
+    """Runs the copy once more, to time other settings."""
 
     @cached_property
     def calls(self) -> list[Node]:

@@ -1,14 +1,16 @@
-"""The findings of a diagnosis, as data, as text and as HTML."""
+"""The findings of a diagnosis as data, as text and as HTML, and the rules that make them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from optimize_export.errors import printable_lines
 from optimize_export.wording import listed
+from optimizer.diagnosis.evidence import Evidence, Seen
 from optimizer.showing import fragment
 
 Level = Literal["error", "warning", "note"]
@@ -20,26 +22,22 @@ _NAMES_SHOWN = 2
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the model's code that good practice would change.
-
-    Attributes:
-        rule: the name of the rule that found it.
-        level: "error", "warning" or "note".
-        modules: the paths of the modules that run the line, "" for the model itself; empty outside of the model.
-        file, line: the innermost line outside of torch; "" and 0 if there is none.
-        reason: what the code does, as a sentence without the full stop.
-        effect: what it costs, or what a change gains, measured where that is cheap.
-        remedy: the edit, or the pass, that fixes it.
-    """
+    """One line of the model's code that good practice would change."""
 
     rule: str
+    """The name of the rule that found it."""
     level: Level
     modules: tuple[str, ...]
+    """The paths of the modules that run the line, "" for the model itself; empty outside of the model."""
+    # The innermost line outside of torch; "" and 0 if there is none.
     file: str
     line: int
     reason: str
+    """What the code does, as a sentence without the full stop."""
     effect: str
+    """What it costs, or what a change gains, measured where that is cheap."""
     remedy: str
+    """The edit, or the pass, that fixes it."""
 
     @property
     def module(self) -> str:
@@ -61,15 +59,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The findings of one model, those of the highest level first.
-
-    Attributes:
-        model: the name of the model's class.
-        device: the device of the runs.
-    """
+    """The findings of one model, those of the highest level first."""
 
     model: str
+    """The name of the model's class."""
     device: str
+    """The device of the runs."""
     findings: tuple[Finding, ...]
 
     def at_least(self, level: Level) -> tuple[Finding, ...]:
@@ -99,3 +94,36 @@ def diagnosis_lines(diagnosis: Mapping[str, Any]) -> Iterator[str]:
     for each in diagnosis["findings"]:
         yield f"{each['level']:<7}  {each['rule']}  {each['where']}"
         yield f"         {each['reason']}: {each['effect']}; {each['remedy']}."
+
+
+# ---------------------------------------------------------------------------------------------------------------- rules
+
+Find = Callable[[Evidence], Iterator[Seen]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule; its name is that of its function with hyphens, and its description the function's docstring."""
+
+    level: Level
+    find: Find
+
+    @property
+    def name(self) -> str:
+        """The name, such as "data-dependent-branch"."""
+        return self.find.__name__.replace("_", "-")
+
+    @property
+    def description(self) -> str:
+        """The docstring of the function."""
+        return inspect.cleandoc(self.find.__doc__ or "")
+
+    def findings(self, evidence: Evidence) -> Iterator[Finding]:
+        """The findings of this rule."""
+        for seen in self.find(evidence):
+            yield Finding(self.name, self.level, seen.modules, *seen.place, seen.reason, seen.effect, seen.remedy)
+
+
+def rule(level: Level) -> Callable[[Find], Rule]:
+    """Make a rule of a function."""
+    return lambda find: Rule(level, find)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from exporters.places import paths_of
 from optimize_export.wording import listed
 from optimizer.diagnosis.evidence import Evidence, Line, Seen
-from optimizer.diagnosis.rule import rule
+from optimizer.diagnosis.findings import rule
 from optimizer.showing import percent_text, seconds_text
 from passes.graph.matching import (
     BatchNorm,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from optimizer.diagnosis.evidence import Evidence, Line, Seen
-from optimizer.diagnosis.rule import rule
+from optimizer.diagnosis.findings import rule
 from passes.graph.effects import is_dropout_off
 from passes.graph.matching import batch_norm_at
 from passes.graph.recording import Node, call_of, operation_name

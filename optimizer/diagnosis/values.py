@@ -10,7 +10,7 @@ import torch
 
 from optimize_export.wording import listed
 from optimizer.diagnosis.evidence import Evidence, Seen, elements_of, has_array, is_moved_to_host, names_device
-from optimizer.diagnosis.rule import rule
+from optimizer.diagnosis.findings import rule
 from optimizer.showing import percent_text
 from passes.graph.recording import Node, escapes, operation_name, shape_of, users_of
 

@@ -1,10 +1,9 @@
 """Profile a model or an ONNX file: its most expensive operations with their modules, and its memory in training."""
 
-from optimizer.profiling.before_and_after import profile_export
 from optimizer.profiling.operations import Operation
 from optimizer.profiling.peak_memory import ModuleBytes, PeakMemory
 from optimizer.profiling.profiles import Profile, profile_lines
-from optimizer.profiling.profiling import profile
+from optimizer.profiling.profiling import profile, profile_export
 
 __all__ = [
     "ModuleBytes",

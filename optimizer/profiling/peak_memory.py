@@ -29,16 +29,14 @@ class PeakMemory:
 
     Each storage counts once, and belongs to the innermost module whose forward made it: mostly to be saved for the
     backward pass. The temporary memory of kernels isn't included, nor what an allocator adds when it rounds up.
-
-    Attributes:
-        bytes: the bytes of all tensors that are alive at the peak.
-        modules: the modules that hold some of them, the largest first.
-        outside: the bytes that belong to no module: the loss, and the gradients.
     """
 
     bytes: int
+    """The bytes of all tensors that are alive at the peak."""
     modules: tuple[ModuleBytes, ...]
+    """The modules that hold some of them, the largest first."""
     outside: int
+    """The bytes that belong to no module: the loss, and the gradients."""
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain data."""

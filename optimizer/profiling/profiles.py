@@ -20,22 +20,18 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class Profile:
-    """The time of one run by operation and module.
-
-    Attributes:
-        seconds: the time of one run under the profiler, which itself takes some: on a CPU the wall-clock time, on a
-            GPU the sum of its kernels' times.
-        operations: the most expensive first. On a CPU the rest of the time is spent between them, in Python.
-        device: "cpu" or "cuda".
-        mode: "inference" for a forward without gradients, "training" for a training step.
-        peak_memory: the memory of a training step; None in inference.
-    """
+    """The time of one run by operation and module."""
 
     seconds: float
+    """The time of one run under the profiler, which itself takes some: on a CPU the wall-clock time, on a GPU the sum
+    of its kernels' times."""
     operations: tuple[Operation, ...]
+    """The most expensive first. On a CPU the rest of the time is spent between them, in Python."""
     device: str
     mode: Mode = "inference"
+    """In "inference", a run is a forward without gradients, and in "training" a training step."""
     peak_memory: PeakMemory | None = None
+    """The memory of a training step; None in inference."""
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain data."""

@@ -1,9 +1,9 @@
-"""Profile a module: its time by operation, and in training its memory by module."""
+"""Profile a module, or an export before and after: its time by operation, and in training its memory by module."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -13,12 +13,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from exporters.onnx_session import profile_nodes
 from optimize_export.errors import BundleError, UsageError
 from optimizer.model import (
     Call,
     ExampleInputs,
     Mode,
     Runs,
+    Samples,
     called,
     check_model,
     clone,
@@ -33,9 +35,10 @@ from optimizer.model import (
     unsynchronised,
 )
 from optimizer.options import check_profile_folder
-from optimizer.profiling.module_runs import Arguments, named_call, timed
+from optimizer.profiling.operations import RUNS, Arguments, Place, Spent, named_call, operations_of, timed
 from optimizer.profiling.peak_memory import PeakMemory, peak_memory_of
 from optimizer.profiling.profiles import Profile
+from optimizer.report import Progress, ProgressFunction
 from optimizer.torch_private import is_profiling
 from passes.checkpointing.profile import NoProfile, loss_of
 
@@ -164,3 +167,60 @@ def new_folder(path: Path) -> Iterator[Path]:
 def write_json(path: Path, data: Any) -> None:
     """Write plain data as strict JSON."""
     path.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------------------------------ an export
+
+
+@in_turn
+def profile_export(
+    original: nn.Module,
+    optimized: nn.Module,
+    samples: Samples,
+    *,
+    onnx: Path | None,
+    inputs: Sequence[torch.Tensor],
+    device: torch.device,
+    directory: Path,
+    progress: ProgressFunction,
+) -> dict[str, Any]:
+    """Profile inference before and after, at the example inputs, and write the profiles.
+
+    Args:
+        onnx: an ONNX file to profile too, if there is one.
+        inputs: its inputs, in its order.
+        directory: a folder that doesn't exist yet. It gets one Chrome trace of each, and `profile.json`.
+
+    Returns:
+        The content of `profile.json`: by "original", "optimized" and "onnx", the JSON of a `Profile`.
+
+    Raises:
+        LoadError: a module raises.
+        BundleError: the folder can't be written.
+    """
+    found: dict[str, Any] = {}
+    with new_folder(directory) as folder:
+        for number, (name, module) in enumerate((("original", original), ("optimized", optimized))):
+            progress(Progress("profile", number, 3, name, name))
+            trace = _trace(folder, name)
+            found[name] = profile_module(module, samples.given, "inference", device, trace=trace).to_json()
+        if onnx is not None:
+            progress(Progress("profile", 2, 3, "onnx", "onnx"))
+            found["onnx"] = _profile_file(onnx, inputs, device, folder).to_json()
+        write_json(folder / "profile.json", found)
+    progress(Progress("profile", 3, 3, str(directory)))
+    return found
+
+
+def _profile_file(path: Path, inputs: Sequence[torch.Tensor], device: torch.device, folder: Path) -> Profile:
+    seconds, nodes = profile_nodes(path, device, tuple(inputs), _trace(folder, "onnx"), runs=RUNS)
+    spent: dict[Place, Spent] = {}
+    for node in nodes:
+        each = spent.setdefault((node.op_type, node.name), Spent(shapes=node.shapes))
+        each.calls += 1
+        each.seconds += node.seconds
+    return Profile(seconds, operations_of(spent, seconds=seconds, runs=RUNS), device.type)
+
+
+def _trace(folder: Path, name: str) -> Path:
+    return folder / f"{name}.trace.json"

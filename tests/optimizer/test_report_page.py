@@ -16,7 +16,7 @@ from optimizer import Bundle, check_parity, export, optimize, report_of, verify_
 from optimizer.bundle.report import BundleReport, ModuleOperations, graph_of, page_of, summary_of, tree_of
 from optimizer.profiling import profile_lines
 from optimizer.showing import accuracy_plot, checkpoint_plot, memory_plot, parity_plot
-from optimizer.showing.plots import linear, logarithmic
+from optimizer.showing.charts import linear, logarithmic
 
 
 class Net(nn.Module):
