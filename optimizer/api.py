@@ -16,20 +16,16 @@ from exporters.child_process import one_child
 from optimize_export.errors import UsageError
 from optimizer.bundle import Bundle, write_bundle
 from optimizer.exporting import (
-    CalibrationCall,
     ExportJob,
     WrittenFiles,
     add_report,
-    calibration_of,
     check_folders,
-    choose,
     exporters_of,
     is_vacuous,
     measure,
     measured_reference,
     opened,
     profiled,
-    read_choices,
     sizes_of,
     write_data,
     write_files,
@@ -58,7 +54,7 @@ from optimizer.options import (
 from optimizer.parity import Reference, Tolerance
 from optimizer.pipeline import optimized, provenance_of, report_of
 from optimizer.report import ProgressFunction, no_progress
-from optimizer.tuning import Benchmark
+from optimizer.tuning import Benchmark, CalibrationCall, calibration_of, choose, read_choices
 from passes.base import Pass
 
 __all__ = ["export", "optimize", "report_of"]
@@ -311,8 +307,6 @@ def export(
         tune_seconds=tune_seconds,
         accuracy=budget,
         finite_inputs=finite_inputs,
-        calibration=calibration,
-        choices=chosen,
         tell=progress or no_progress,
     )
     measured = measure(job)
@@ -325,8 +319,11 @@ def export(
 
     def fill(folder: Path) -> Mapping[str, Any]:
         written.append(write_files(job, measured, folder))
-        benchmarks.append(choose(job, measured, calls, written[0], folder))
-        body = write_data(job, measured, written[0], folder, benchmarks[0])
+        benchmark = choose(job, measured, calls, written[0], folder, chosen)
+        benchmarks.append(benchmark)
+        lossy = {} if benchmark is None else benchmark.lossy_choice()
+        body = write_data(job, measured, written[0], folder, lossy)
+        body |= {} if benchmark is None else benchmark.in_manifest()
         if profile_dir is not None:
             profiles.update(profiled(job, measured, written[0], folder, profile_dir))
         return {**body, "build": build} if build else body

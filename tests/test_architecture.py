@@ -120,8 +120,8 @@ FLOORS = (
     "profiling",
     "diagnosis",
     "pipeline",
-    "tuning",
     "exporting",
+    "tuning",
     "command",
 )
 INSIDE = [path for path in FILES if name_of(path).startswith("optimizer/")]

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from optimize_export.errors import BundleError
-from optimize_export.manifest import check_benchmark, plain
 from optimizer.bundle import (
     describe_device,
     graph_of,
@@ -26,13 +23,16 @@ from optimizer.exporting.writing import WrittenFiles, all_notes
 from optimizer.parity import WITHIN_BUDGET, ParityReport, golden_entries
 from optimizer.profiling import profile_export
 from optimizer.report import Report
-from optimizer.tuning import Benchmark
 
 
 def write_data(
-    job: ExportJob, measured: MeasuredExport, written: WrittenFiles, folder: Path, benchmark: Benchmark | None
+    job: ExportJob, measured: MeasuredExport, written: WrittenFiles, folder: Path, lossy: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Write the golden data, and return the fields of the manifest."""
+    """Write the golden data, and return the fields of the manifest.
+
+    Args:
+        lossy: the accuracy of the recommended way to run a file, by its name, if that is lossy; otherwise empty.
+    """
     job.progress("bundle", 0, 1, str(job.output))
     reference, adapter = measured.reference, measured.adapter
     golden = write_golden(
@@ -62,41 +62,23 @@ def write_data(
         "artifacts": written.entries,
         "missing": {name: str(error) for name, error in written.missing.items()},
         "parity": {
-            **_overall(written, measured, benchmark),
+            **_overall(written, measured, lossy),
             "effort": job.effort,
             "reference_device": describe_device(job.home),
         },
         "golden": golden,
-        **_kept(benchmark),
         "coverage": None if report is None else report.coverage.to_json(),
         "passes": [] if told is None else told["passes"],
         "notes": all_notes([*before, *measured.notes, *written.notes], written.reports),
     }
 
 
-def _kept(benchmark: Benchmark | None) -> dict[str, Any]:
-    """The manifest's `benchmark`; none if the bundle must be reproducible byte for byte, as times vary.
-
-    Times that the manifest's readers would refuse are left out: proven files are published all the same.
-    """
-    is_measured = benchmark is not None and (benchmark.rounds > 0 or benchmark.recommended is None)
-    if benchmark is None or (is_measured and is_to_be_repeated()):
-        return {}
-    kept = plain(benchmark.to_json())
-    try:
-        check_benchmark(kept)
-    except BundleError as error:
-        unknown = replace(benchmark, figures=(), rounds=0, notes=(*benchmark.notes, f"no times are kept: {error}"))
-        return {"benchmark": unknown.to_json()}
-    return {"benchmark": kept}
-
-
-def _overall(written: WrittenFiles, measured: MeasuredExport, benchmark: Benchmark | None) -> dict[str, Any]:
+def _overall(written: WrittenFiles, measured: MeasuredExport, lossy: Mapping[str, str]) -> dict[str, Any]:
     reports = written.reports
     worst = max(reports.values(), key=lambda report: report.ratio)
     return {
         "ok": all(report.ok for report in reports.values()),
-        **_verdict(worst, written, benchmark),
+        **_verdict(worst, written, lossy),
         "reference": worst.reference,
         "precision": worst.precision,
         "batch_sizes": list(measured.reference.batch_sizes),
@@ -106,19 +88,15 @@ def _overall(written: WrittenFiles, measured: MeasuredExport, benchmark: Benchma
     }
 
 
-def _verdict(worst: ParityReport, written: WrittenFiles, benchmark: Benchmark | None) -> dict[str, str]:
+def _verdict(worst: ParityReport, written: WrittenFiles, lossy_choice: Mapping[str, str]) -> dict[str, str]:
     """The verdict on all files and on the recommended way to run one."""
     lossy = {entry["path"]: entry["parity"]["reason"] for entry in written.entries if entry.get("accuracy")}
-    chosen = None if benchmark is None else benchmark.recommended
-    for figure in () if benchmark is None else benchmark.figures:
-        is_chosen = chosen is not None and figure.route == chosen
-        if is_chosen and figure.accuracy is not None and not lossy:
-            lossy[figure.name] = str(figure.accuracy)
-    if not lossy:
-        return {"verdict": worst.verdict, "reason": worst.reason}
     told = ", and ".join(
-        f"{name} differs from the original within the accuracy budget: {said}" for name, said in lossy.items()
+        f"{name} differs from the original within the accuracy budget: {said}"
+        for name, said in (lossy or lossy_choice).items()
     )
+    if not told:
+        return {"verdict": worst.verdict, "reason": worst.reason}
     rest = f"In the exact files, {worst.reason[:1].lower()}{worst.reason[1:]}"
     return {"verdict": WITHIN_BUDGET, "reason": f"{told}. {rest}"}
 

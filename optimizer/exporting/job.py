@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,6 @@ import torch
 from torch import nn
 
 from exporters.base import Exporter
-from optimizer.exporting.calibration import CalibrationCall
-from optimizer.exporting.choices import Choices
 from optimizer.model import Dynamic, OpenDims, Samples
 from optimizer.options import AccuracyBudget, Effort
 from optimizer.parity import Tolerance
@@ -39,8 +37,6 @@ class ExportJob:
         bench: whether to time the files.
         tune: whether to try runtimes, precisions and settings, for about `tune_seconds`.
         accuracy: what a lossy route may cost.
-        calibration: calls for static quantization; None to draw them at random.
-        choices: a route that was chosen earlier, which is used instead of timing.
         tell: receives the progress.
     """
 
@@ -73,8 +69,6 @@ class ExportJob:
     tune_seconds: float
     accuracy: AccuracyBudget
     finite_inputs: bool
-    calibration: Iterable[CalibrationCall] | None
-    choices: Choices | None
     tell: ProgressFunction
 
     def progress(self, stage: str, done: int, total: int, text: str, name: str = "") -> None:

@@ -1,52 +1,26 @@
 """Measure the ways to run a model, prove their accuracy, and recommend one."""
 
-from optimizer.tuning.benchmark import (
-    EAGER,
-    Benchmark,
-    Candidate,
-    Figure,
-    Opened,
-    Refused,
-    Run,
-    attempted,
-    budget_text,
-    chosen,
-    dropped_figure,
-    opened_all,
-    recommendation,
-    timed,
-)
-from optimizer.tuning.bundle_bench import bench_bundle
-from optimizer.tuning.files import Files, calling, candidate_name, frozen, open_in_child
-from optimizer.tuning.memory import PeakMemory, available_memory
-from optimizer.tuning.timing import Latency, Ratio, interleaved, ratio, settle
+from optimizer.tuning.benchmark import Benchmark, Candidate, Figure, Refused, recommendation
+from optimizer.tuning.choice import choose, read_choices
+from optimizer.tuning.files import Files, bench_bundle
+from optimizer.tuning.lossy import CalibrationCall, calibration_of
+from optimizer.tuning.timing import Latency, PeakMemory, Ratio, available_memory, settle
 
 __all__ = [
-    "EAGER",
     "Benchmark",
+    "CalibrationCall",
     "Candidate",
     "Figure",
     "Files",
     "Latency",
-    "Opened",
     "PeakMemory",
     "Ratio",
     "Refused",
-    "Run",
-    "attempted",
     "available_memory",
     "bench_bundle",
-    "budget_text",
-    "calling",
-    "candidate_name",
-    "chosen",
-    "dropped_figure",
-    "frozen",
-    "interleaved",
-    "open_in_child",
-    "opened_all",
-    "ratio",
+    "calibration_of",
+    "choose",
+    "read_choices",
     "recommendation",
     "settle",
-    "timed",
 ]

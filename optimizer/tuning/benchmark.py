@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from optimize_export.errors import BundleError
+from optimize_export.manifest import check_benchmark, plain
 from optimize_export.runtime import Route
 from optimize_export.wording import quote
+from optimizer.bundle import is_to_be_repeated
 from optimizer.parity import WITHIN_BUDGET, Accuracy
-from optimizer.tuning.memory import PeakMemory
-from optimizer.tuning.timing import LEAST_GAIN, Latency, Ratio, interleaved, ratio
+from optimizer.tuning.timing import LEAST_GAIN, Latency, PeakMemory, Ratio, interleaved, ratio
 
 EAGER = "eager"
 # The share of the time for all candidates; the rest is for two of them, if the choice is in doubt.
@@ -121,6 +123,27 @@ class Benchmark:
             "reason": self.reason,
             "notes": list(self.notes),
         }
+
+    def in_manifest(self) -> dict[str, Any]:
+        """The manifest's `benchmark`; empty if the bundle must be reproducible byte for byte, as times vary.
+
+        Times that the manifest's readers would refuse are left out: proven files are published all the same.
+        """
+        is_measured = self.rounds > 0 or self.recommended is None
+        if is_measured and is_to_be_repeated():
+            return {}
+        kept = plain(self.to_json())
+        try:
+            check_benchmark(kept)
+        except BundleError as error:
+            unknown = replace(self, figures=(), rounds=0, notes=(*self.notes, f"no times are kept: {error}"))
+            return {"benchmark": unknown.to_json()}
+        return {"benchmark": kept}
+
+    def lossy_choice(self) -> dict[str, str]:
+        """The accuracy of the recommended candidate, by its name; empty if it is exact or there is none."""
+        chosen = (each for each in self.figures if each.route is not None and each.route == self.recommended)
+        return next(({each.name: str(each.accuracy)} for each in chosen if each.accuracy is not None), {})
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Benchmark:

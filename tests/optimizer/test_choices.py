@@ -44,7 +44,7 @@ def lossy(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     folder = tmp_path_factory.mktemp("lossy")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        monkeypatch.setattr("optimizer.exporting.bench.missing_compiler", lambda device: "none here")
+        monkeypatch.setattr("optimizer.tuning.bench.missing_compiler", lambda device: "none here")
         fake_clock(monkeypatch).seconds = {"eager": 1.0, "int8.onnx in onnxruntime": 0.1, "": 0.5}
         fake_quantization(monkeypatch).levels = LEVELS
         return made(folder, formats=("onnx",), tune=True, tune_seconds=600, accuracy="0.999")
@@ -382,7 +382,7 @@ def test_a_reproducible_bundle_does_not_say_why_nothing_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
-    monkeypatch.setattr("optimizer.exporting.bench.available_memory", lambda: 1000)
+    monkeypatch.setattr("optimizer.tuning.bench.available_memory", lambda: 1000)
     bundle = made(tmp_path, formats=("onnx",), bench=True)
     assert "1000" not in json.dumps(bundle.manifest)
     assert "benchmark" not in bundle.manifest

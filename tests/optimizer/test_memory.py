@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from optimizer.tuning import PeakMemory, available_memory, memory
+from optimizer.tuning import PeakMemory, available_memory, timing
 
 
 @pytest.fixture
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that stands for /proc; `self/clear_refs` can be written."""
     real = Path
-    monkeypatch.setattr(memory, "Path", lambda path: real(str(path).replace("/proc", str(tmp_path))))
+    monkeypatch.setattr(timing, "Path", lambda path: real(str(path).replace("/proc", str(tmp_path))))
     (tmp_path / "self").mkdir()
     return tmp_path
 

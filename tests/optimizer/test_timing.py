@@ -11,18 +11,10 @@ from fractions import Fraction
 import pytest
 
 from optimize_export.gpu_settings import GpuSettings
-from optimizer.tuning import (
-    Candidate,
-    Latency,
-    Opened,
-    Ratio,
-    calling,
-    chosen,
-    interleaved,
-    ratio,
-    timed,
-    timing,
-)
+from optimizer.tuning import Candidate, Latency, Ratio, timing
+from optimizer.tuning.benchmark import Opened, chosen, timed
+from optimizer.tuning.files import calling
+from optimizer.tuning.timing import interleaved, ratio
 
 
 class Clock:

@@ -24,9 +24,9 @@ from fake_tuning import (
     prepare,
 )
 
-from optimizer.exporting import tune_cache
-from optimizer.exporting.tune_cache import cache_file
 from optimizer.options import AccuracyBudget
+from optimizer.tuning import cache
+from optimizer.tuning.cache import cache_file
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +232,7 @@ def test_a_folder_that_cannot_be_written_is_a_note(tune: Choose, tmp_path: Path,
 def test_nothing_is_kept_where_nothing_could_be_measured(
     tune: Choose, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("optimizer.exporting.bench.available_memory", lambda: 1000)
+    monkeypatch.setattr("optimizer.tuning.bench.available_memory", lambda: 1000)
     assert tune().benchmark.recommended is None
     assert not kept.exists()
 
@@ -300,7 +300,7 @@ def lose_lossy(parts: Any) -> None:
 
 
 def change_device(parts: Any) -> None:
-    parts.patch.setattr(tune_cache, "describe_device", lambda device: {"type": "cpu", "name": "another"})
+    parts.patch.setattr(cache, "describe_device", lambda device: {"type": "cpu", "name": "another"})
 
 
 def change_threads(parts: Any) -> None:
@@ -308,8 +308,8 @@ def change_threads(parts: Any) -> None:
 
 
 def change_version(parts: Any) -> None:
-    real = tune_cache.version_of
-    parts.patch.setattr(tune_cache, "version_of", lambda name: None if name == "openvino" else real(name) or "1")
+    real = cache.version_of
+    parts.patch.setattr(cache, "version_of", lambda name: None if name == "openvino" else real(name) or "1")
 
 
 @pytest.mark.parametrize(

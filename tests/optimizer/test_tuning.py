@@ -31,17 +31,14 @@ from optimize_export.errors import DeviceError, LoadError, UsageError
 from optimize_export.runtime import Route
 from optimizer import export, optimize
 from optimizer.bundle import open_bundle
-from optimizer.exporting import choose
-from optimizer.exporting.bench import Bench
 from optimizer.exporting.job import ExportJob
-from optimizer.exporting.lossy import Lossy
-from optimizer.exporting.nonfinite import NonFinite
-from optimizer.exporting.optional_passes import with_other_passes
-from optimizer.exporting.tuner import Tuner, settings_of
 from optimizer.model import Call, Samples
 from optimizer.parity import Accuracy, measure_reference
 from optimizer.pipeline import provenance_of
-from optimizer.tuning import Candidate, Figure, Files, PeakMemory, Ratio, recommendation
+from optimizer.tuning import Candidate, Figure, Files, PeakMemory, Ratio, choose, recommendation
+from optimizer.tuning.bench import Bench, NonFinite, with_other_passes
+from optimizer.tuning.lossy import Lossy
+from optimizer.tuning.tuner import Tuner, settings_of
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +270,7 @@ def test_an_original_that_needs_gradients_is_not_measured(choosing: Choose, monk
 def test_files_too_large_for_the_memory_are_not_measured(
     choosing: Choose, speeds: Speeds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("optimizer.exporting.bench.available_memory", lambda: 1000)
+    monkeypatch.setattr("optimizer.tuning.bench.available_memory", lambda: 1000)
     for tune in (False, True):
         found = choosing(tune=tune)
         assert found.benchmark.recommended is None
@@ -287,7 +284,7 @@ def test_files_too_large_for_the_memory_are_not_measured(
 @pytest.fixture
 def openvino(choosing: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("openvino")
-    monkeypatch.setattr("optimizer.exporting.tuner.is_installed", lambda runtime: True)
+    monkeypatch.setattr("optimizer.tuning.tuner.is_installed", lambda runtime: True)
 
 
 @pytest.mark.usefixtures("openvino")
@@ -324,7 +321,7 @@ def test_a_file_is_recommended_even_if_python_is_far_faster(choosing: Choose, sp
 
 @pytest.fixture
 def other_passes(choosing: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optimizer.exporting.bench.with_other_passes", with_other_passes)
+    monkeypatch.setattr("optimizer.tuning.bench.with_other_passes", with_other_passes)
 
 
 @pytest.mark.usefixtures("other_passes")
@@ -384,7 +381,7 @@ def test_the_proof_of_a_slower_file_waits(
     speeds.seconds = {"eager": 1.0, "int8-dynamic": 0.4, "openvino": 0.52, "model.torchscript.pt": 2.0, "": 0.5}
     rounding.levels = {"int8-dynamic": 100}
     now, proven = [0.0], []
-    monkeypatch.setattr("optimizer.exporting.tuner.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("optimizer.tuning.tuner.time.monotonic", lambda: now[0])
     prove, make = Bench.prove, Lossy.made
 
     def counted(self: Bench, route: Route) -> None:
@@ -414,7 +411,7 @@ def test_the_proof_of_a_slower_file_waits(
 def test_few_files_stay_open(choosing: Choose, speeds: Speeds, monkeypatch: pytest.MonkeyPatch) -> None:
     speeds.seconds = {"eager": 1.0, "no spinning": 0.45, "1 thread": 0.42, "thread": 0.4, "openvino": 0.41, "": 0.5}
     # With 8 CPUs, most settings are slower than the best, so that their proofs wait.
-    monkeypatch.setattr("optimizer.exporting.tuner.usable_cpus", lambda: 8)
+    monkeypatch.setattr("optimizer.tuning.tuner.usable_cpus", lambda: 8)
     attempt, still_open = Tuner._try, []
 
     def counted(self: Tuner, candidate: Candidate) -> None:
@@ -435,7 +432,7 @@ def test_candidates_after_the_time_is_up_are_not_tried(
 ) -> None:
     speeds.seconds = {"eager": 1.0, "": 0.5}
     seconds = iter(range(0, 1000, 5))
-    monkeypatch.setattr("optimizer.exporting.tuner.time.monotonic", lambda: next(seconds))
+    monkeypatch.setattr("optimizer.tuning.tuner.time.monotonic", lambda: next(seconds))
     found = choosing(tune=True, tune_seconds=10)
     assert found.route == ONNX
     assert "not tried: the time was up" in found.dropped.values()
@@ -446,7 +443,7 @@ def test_a_candidate_that_cant_end_in_time_is_not_begun(
 ) -> None:
     speeds.seconds = {"eager": 1.0, "": 0.5}
     now, told = [0.0], []
-    monkeypatch.setattr("optimizer.exporting.tuner.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("optimizer.tuning.tuner.time.monotonic", lambda: now[0])
     opened = Tuner._opened
 
     def slowly(self: Tuner, *rest: Any, **more: Any) -> Any:
@@ -470,7 +467,7 @@ def test_a_quantized_file_that_was_made_in_time_is_judged_and_timed(
     speeds.seconds = {"eager": 1.0, "int8": 0.1, "": 0.5}
     rounding.levels = {"int8-dynamic": levels, "uint8-dynamic": 100, "int8-static": 100}
     now = [0.0]
-    monkeypatch.setattr("optimizer.exporting.tuner.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("optimizer.tuning.tuner.time.monotonic", lambda: now[0])
     make = Lossy.made
 
     def late(self: Lossy, format: str, files: Files, recipe: Recipe | None = None) -> dict[str, Any]:
@@ -629,7 +626,7 @@ def test_a_quantized_file_that_cannot_be_loaded_is_dropped(
 
     rounding.levels = {"int8-static": 100}
     speeds.seconds = {"eager": 1.0, "": 0.5}
-    monkeypatch.setattr("optimizer.exporting.lossy.open_in_child", refuse)
+    monkeypatch.setattr("optimizer.tuning.lossy.open_in_child", refuse)
     found = choosing(tune=True, accuracy="0.999")
     assert found.route == ONNX
     assert found.dropped["onnx-int8"] == "it can't be made: onnxruntime can't load model.int8.onnx: no kernel"
@@ -641,7 +638,7 @@ def test_a_lower_precision_of_openvino_is_judged_by_the_budget(
     choosing: Choose, speeds: Speeds, rounding: Rounding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     speeds.seconds = {"eager": 1.0, "bfloat16": 0.1, "": 0.5}
-    monkeypatch.setattr("optimizer.exporting.tuner.openvino_precisions", lambda: ["bfloat16"])
+    monkeypatch.setattr("optimizer.tuning.tuner.openvino_precisions", lambda: ["bfloat16"])
     opening(monkeypatch, lambda runner, route: Wrong(runner) if "precision" in route.settings else runner)
     found = choosing(tune=True, accuracy="0.99")
     assert found.route == "onnx in openvino, bfloat16"
@@ -708,8 +705,8 @@ def test_settings_and_float16_come_before_slow_quantization_on_a_gpu(
     files = Files(Path(), [entry("onnx")], device, [])
     bench = SimpleNamespace(files=files, in_python=lambda: iter(()))
     tuner = Tuner(bench, SimpleNamespace(made=lambda format, _: entry(format)), 1000.0)  # type: ignore[arg-type]
-    monkeypatch.setattr("optimizer.exporting.tuner.is_installed", lambda runtime: False)
-    monkeypatch.setattr("optimizer.exporting.tuner.usable_cpus", lambda: 1)
+    monkeypatch.setattr("optimizer.tuning.tuner.is_installed", lambda runtime: False)
+    monkeypatch.setattr("optimizer.tuning.tuner.usable_cpus", lambda: 1)
     tried = []
     for candidate in tuner._candidates():
         tried.append(str(candidate.route))

@@ -213,7 +213,7 @@ def digests(bundle: Bundle) -> dict[str, str]:
 def test_bench_times_every_file_of_a_bundle_and_leaves_it_unchanged(
     bundle: Bundle, speeds: Speeds, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("optimizer.tuning.bundle_bench.is_installed", lambda runtime: False)
+    monkeypatch.setattr("optimizer.tuning.files.is_installed", lambda runtime: False)
     speeds.seconds = {"freeze": 0.001, "onnxruntime": 0.004, "torch": 0.002}
     before = digests(bundle)
     assert cli.main(["--bench", str(bundle.path), "--device", "cpu"]) == 0

@@ -21,9 +21,8 @@ from torch import nn
 import optimizer.api
 from exporters.errors import ExporterError
 from optimizer import export, optimize
-from optimizer.exporting import CalibrationCall, calibration_of, choose
 from optimizer.options import parse_accuracy
-from optimizer.tuning import Benchmark, Latency, files
+from optimizer.tuning import Benchmark, CalibrationCall, Latency, calibration_of, choose, files
 
 ROUNDS = 21
 
@@ -108,7 +107,7 @@ class Rounding:
 
 def fake_clock(monkeypatch: pytest.MonkeyPatch) -> Speeds:
     speeds = Speeds()
-    for module in ("optimizer.tuning.benchmark", "optimizer.exporting.tuner"):
+    for module in ("optimizer.tuning.benchmark", "optimizer.tuning.tuner"):
         monkeypatch.setattr(f"{module}.interleaved", speeds.interleaved)
     return speeds
 
@@ -116,7 +115,7 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch) -> Speeds:
 def fake_quantization(monkeypatch: pytest.MonkeyPatch) -> Rounding:
     rounding = Rounding()
     for name in ("quantized", "within_budget"):
-        monkeypatch.setattr(f"optimizer.exporting.lossy.{name}", getattr(rounding, name))
+        monkeypatch.setattr(f"optimizer.tuning.lossy.{name}", getattr(rounding, name))
     return rounding
 
 
@@ -171,7 +170,7 @@ def prepare(folder: Path, formats: Sequence[str], model: nn.Module | None = None
     """Export a model, by default a `ConvNet`, and return the arguments of `choose`: the job, the measured export, the files, their folder."""
     found: list[Any] = []
 
-    def keep(job: Any, measured: Any, calibration: Any, written: Any, staging: Path) -> None:
+    def keep(job: Any, measured: Any, calibration: Any, written: Any, staging: Path, choices: Any) -> None:
         shutil.copytree(staging, folder / "files")
         found.extend((job, measured, written))
 
@@ -218,9 +217,9 @@ def chooser(prepared: Prepared, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     Other passes and torch.compile are left out too, because they take long and give no file.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    monkeypatch.setattr("optimizer.exporting.bench.missing_compiler", lambda device: "none here")
-    monkeypatch.setattr("optimizer.exporting.bench.with_other_passes", lambda job: ())
-    monkeypatch.setattr("optimizer.exporting.tuner.is_installed", lambda runtime: False)
+    monkeypatch.setattr("optimizer.tuning.bench.missing_compiler", lambda device: "none here")
+    monkeypatch.setattr("optimizer.tuning.bench.with_other_passes", lambda job: ())
+    monkeypatch.setattr("optimizer.tuning.tuner.is_installed", lambda runtime: False)
     number = iter(range(100))
 
     def choosing(

@@ -1,10 +1,12 @@
-"""The candidates of one export, and their comparison with the original."""
+"""The candidates of one export: the original, its files, the module in Python; and the proof of each."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +15,27 @@ from torch import nn
 
 from optimize_export.gpu_settings import GpuSettings
 from optimize_export.runtime import Route, Runner
-from optimizer.exporting.copies import exportable
-from optimizer.exporting.job import ExportJob
-from optimizer.exporting.measuring import MeasuredExport
-from optimizer.exporting.nonfinite import NonFinite
-from optimizer.exporting.optional_passes import with_other_passes
-from optimizer.exporting.writing import WrittenFiles
-from optimizer.tuning import (
+from optimizer.exporting import ExportJob, MeasuredExport, WrittenFiles, exportable, optimized_again
+from optimizer.model import Call, keeps_values
+from optimizer.parity import outputs_on
+from optimizer.pipeline import report_of
+from optimizer.tuning.benchmark import (
     EAGER,
     Benchmark,
     Candidate,
     Figure,
-    Files,
     Opened,
     Refused,
     Run,
-    available_memory,
-    calling,
     opened_all,
     recommendation,
     timed,
 )
+from optimizer.tuning.files import Files, calling
+from optimizer.tuning.timing import available_memory
+from passes.base import Pass
 from passes.compiling.compiler import import_inductor, missing_compiler
+from passes.registry import parse_pass
 
 # How much memory open files take at most, as a multiple of their size: a timing opens each file at most twice, and a
 # runtime copies the weights while it loads them. Tuning keeps more of them open.
@@ -213,3 +214,119 @@ class Bench:
             f"not measured: the files need up to {needed / 2**30:.1f} GiB side by side, and {free / 2**30:.1f} GiB are "
             "free; optimize-export --bench measures on another machine"
         )
+
+
+_VALUES = {"NaN": math.nan, "infinity": math.inf}
+
+
+class NonFinite:
+    """The original's outputs for the example inputs with NaN or infinity in them, computed at the first comparison.
+
+    Args:
+        measured: the original.
+        inputs: the flat inputs of the example call, on the device of the files.
+    """
+
+    def __init__(self, measured: MeasuredExport, inputs: Sequence[torch.Tensor]) -> None:
+        self._measured = measured
+        self._inputs = inputs
+
+    def lost_by(self, runner: Runner) -> str | None:
+        """How a runner differs from the original, as a clause; None if it has NaN or infinity at the same elements."""
+        for word, tensors, originals in self._calls:
+            outputs = runner(*tensors)
+            for name, value, target in zip(self._measured.adapter.output_names, outputs, originals, strict=True):
+                # The order of NaN isn't defined: a label, or the number of detections, says nothing.
+                if not target.is_floating_point() or value.shape != target.shape:
+                    continue
+                finite, should_be = value.cpu().isfinite(), target.isfinite()
+                for mine, theirs, wrong in (
+                    ("finite numbers", "NaN or infinity", finite & ~should_be),
+                    ("NaN or infinity", "finite numbers", ~finite & should_be),
+                ):
+                    if count := int(wrong.count_nonzero()):
+                        return (
+                            f"with {word} in an input, it gives {mine} where the original gives {theirs} "
+                            f"({count} of {target.numel()} elements of {name})"
+                        )
+        return None
+
+    @cached_property
+    def _calls(self) -> list[tuple[str, tuple[torch.Tensor, ...], list[torch.Tensor]]]:
+        """The kind of value, the inputs and the original's outputs of each call."""
+        reference, found = self._measured.reference, []
+        # Masks and the like are left out: nobody puts NaN there.
+        floats = [
+            number
+            for number, each in enumerate(self._inputs)
+            if each.is_floating_point() and each.numel() and not keeps_values(each)
+        ]
+        for word, value in _VALUES.items() if floats else ():
+            tensors = tuple(each.clone() for each in self._inputs)
+            for order, number in enumerate(floats):
+                _put(value, tensors[number], order, len(floats))
+            there = [each.to(reference.original.device) for each in tensors]
+            outputs = outputs_on(reference, Call(*self._measured.adapter.call_arguments(there)))
+            # It may refuse such inputs.
+            if outputs is not None:
+                found.append((word, tensors, list(outputs.values())))
+        return found
+
+
+def _put(value: float, tensor: torch.Tensor, order: int, count: int) -> None:
+    """Write a value into the middle of some rows of an input; of several inputs, each has rows of its own if it can."""
+    rows = tensor if tensor.dim() > 1 else tensor.reshape(1, -1)
+    step = min(len(rows), count)
+    middle: tuple[Any, ...] = tuple(size // 2 for size in rows.shape[1:])
+    rows[slice(order % step, None, step), *middle] = value
+
+
+# Exact passes that make some models faster on some devices, and others slower.
+_OPTIONAL = ("channels-last", "merge-linears", "pad-channels", "jit-fusion")
+
+
+@dataclass(frozen=True)
+class OtherPasses:
+    """The passes of the export with one more, or without one.
+
+    Attributes:
+        changed: the name of that pass.
+        more: whether it was added; otherwise it was left out.
+        passes: the resulting passes, in order.
+    """
+
+    changed: str
+    more: bool
+    passes: tuple[Pass, ...]
+
+    @property
+    def name(self) -> str:
+        return f"the module {'with' if self.more else 'without'} {self.changed}"
+
+    def made(self, job: ExportJob) -> nn.Module:
+        """Optimize the original with these passes; each change is proven.
+
+        Raises:
+            Refused: the pass doesn't change the model.
+        """
+        module = optimized_again(job, self.passes, job.target)
+        record = next((each for each in report_of(module).passes if each.name == self.changed), None)
+        if record is not None and record.status != "applied":
+            reasons = [record.reason, *(skip.text for skip in record.skips), "it finds nothing to change"]
+            raise Refused(f"the pass is {record.status}: {next(filter(None, reasons))}")
+        return module
+
+
+def with_other_passes(job: ExportJob) -> Iterator[OtherPasses]:
+    """Each optional pass added to those of the export, or left out if the module has it already."""
+    provenance = job.provenance
+    if provenance is not None and (provenance.original is None or provenance.report.mode != "inference"):
+        return
+    used, applied = ((), ()) if provenance is None else (provenance.passes, provenance.applied)
+    exported = {item.name for item in applied}
+    for name in _OPTIONAL:
+        if name in exported:
+            yield OtherPasses(name, False, tuple(item for item in used if item.name != name))
+        elif all(item.name != name for item in used):
+            tail = next((index for index, item in enumerate(used) if item.is_barrier), len(used))
+            yield OtherPasses(name, True, (*used[:tail], parse_pass(name), *used[tail:]))

@@ -10,24 +10,20 @@ from typing import Any
 
 from exporters.registry import QUANTIZED
 from optimize_export.runtime import Route, Runner, Setting, is_installed, openvino_precisions, usable_cpus
-from optimizer.exporting.bench import Bench
-from optimizer.exporting.choices import is_lossy
-from optimizer.exporting.lossy import Lossy
-from optimizer.tuning import (
+from optimizer.tuning.bench import Bench
+from optimizer.tuning.benchmark import (
     Benchmark,
     Candidate,
     Figure,
-    Latency,
     Opened,
-    Ratio,
     Refused,
     attempted,
     dropped_figure,
-    frozen,
-    interleaved,
     opened_all,
-    ratio,
 )
+from optimizer.tuning.files import frozen
+from optimizer.tuning.lossy import Lossy, is_lossy
+from optimizer.tuning.timing import Latency, Ratio, interleaved, ratio
 
 # Seconds of the first timing of each candidate, next to the first file: eager would take several times as long.
 _FIRST_TIMING = 0.6

@@ -22,10 +22,10 @@ from optimize_export.errors import BundleError
 from optimize_export.manifest import check_benchmark, file_digest, plain, read_json, to_json_text, version_of
 from optimize_export.runtime import Route
 from optimizer.bundle import describe_device, weights_hash
-from optimizer.exporting.bench import Bench
-from optimizer.exporting.choices import is_lossy
-from optimizer.exporting.lossy import Lossy, quantized_path
-from optimizer.tuning import Benchmark, Figure, candidate_name, recommendation
+from optimizer.tuning.bench import Bench
+from optimizer.tuning.benchmark import Benchmark, Figure, recommendation
+from optimizer.tuning.files import candidate_name
+from optimizer.tuning.lossy import Lossy, is_lossy, quantized_path
 
 _DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d UTC"
 # What the choice depends on, besides the files and the machine.

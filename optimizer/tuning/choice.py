@@ -1,0 +1,246 @@
+"""Choose the file of an export to ship and the way to run it: by timing, by tuning, or as chosen earlier."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from exporters.onnx_quantization import Recipe
+from exporters.registry import QUANTIZED, exported_format
+from optimize_export.errors import BundleError, ExportFailed, ParityError, UsageError
+from optimize_export.manifest import MANIFEST, read_json, read_manifest, sums_problem
+from optimize_export.runtime import Route
+from optimize_export.wording import quote
+from optimizer.exporting import ExportJob, MeasuredExport, WrittenFiles, remove
+from optimizer.model import random_state, release_memory
+from optimizer.options import AccuracyBudget
+from optimizer.parity import Accuracy
+from optimizer.tuning.bench import Bench
+from optimizer.tuning.benchmark import Benchmark, Candidate, Figure, Opened, Refused, budget_text, opened_all
+from optimizer.tuning.cache import Kept, cache_file, keep, read_kept
+from optimizer.tuning.files import frozen
+from optimizer.tuning.lossy import Calibration, Lossy, is_lossy
+from optimizer.tuning.tuner import Tuner
+
+# Seconds for all rounds of the timing that every export ends with.
+_SECONDS = 3.0
+
+
+def choose(
+    job: ExportJob,
+    measured: MeasuredExport,
+    calibration: Calibration | None,
+    written: WrittenFiles,
+    folder: Path,
+    choices: Choices | None = None,
+) -> Benchmark | None:
+    """Recommend one of the files; None if nobody asks for it. A chosen quantized file is added to those written.
+
+    Args:
+        calibration: None if nothing lossy is allowed.
+        choices: a route that was chosen earlier, which is proven instead of timing.
+
+    Raises:
+        ExportFailed: what was chosen earlier couldn't be exported.
+        ParityError: what was chosen earlier isn't proven, or is outside the budget.
+    """
+    if not (job.bench or job.tune or choices):
+        return None
+    # Once, because a collection takes long after an export: it visits all objects of torch's exporters.
+    gc.collect()
+    bench = Bench.of(job, measured, written, folder)
+    lossy = None if calibration is None else Lossy(measured, job.accuracy, calibration)
+    try:
+        # The timed model may draw random numbers.
+        with random_state():
+            if choices is not None:
+                return replayed(bench, lossy, written, choices)
+            if (reason := bench.too_large) is not None:
+                return bench.unmeasured(reason)
+            return tuned(bench, lossy, written) if job.tune else _timed(bench)
+    finally:
+        if bench.settings is not None:
+            bench.settings.put_in_force()
+        release_memory()
+
+
+def _timed(bench: Bench) -> Benchmark:
+    """Time each file in its own runtime next to the original."""
+    bench.job.progress("bench", 0, 1, "latency and memory")
+    candidates = [bench.files.candidate(route) for route in bench.files.own_routes]
+
+    def proven(opened: Opened) -> Opened:
+        assert opened.candidate.route is not None
+        bench.prove(opened.candidate.route)
+        return opened
+
+    variants = [bench.files.candidate(route) for each in candidates if (route := frozen(each.route)) is not None]
+    try:
+        eager = bench.opened_eager()
+        ready, dropped = opened_all(candidates, proven)
+        more, refused = opened_all(variants, proven)
+        return bench.concluded([eager, *ready, *more], [*dropped, *refused], _SECONDS)
+    except Refused as reason:
+        return bench.unmeasured(f"not measured: {reason}")
+
+
+def tuned(bench: Bench, lossy: Lossy | None, written: WrittenFiles) -> Benchmark:
+    """Recommend one of the files. A recommended quantized file is added to those written."""
+    path = cache_file(bench, lossy)
+    kept = read_kept(path, bench, lossy)
+    if kept is not None and _is_still_proven(kept, bench, lossy, written):
+        return replace(kept.found, notes=(*kept.found.notes, kept.note))
+    found, entry = _newly_tuned(bench, lossy, written)
+    if found.recommended is None:
+        return found
+    note = keep(path, found, None if entry is None else entry["quantization"], bench.job.tune_seconds)
+    return found if note is None else replace(found, notes=(*found.notes, note))
+
+
+def _is_still_proven(kept: Kept, bench: Bench, lossy: Lossy | None, written: WrittenFiles) -> bool:
+    route = kept.found.recommended
+    assert route is not None
+
+    choices = Choices(kept.path, route, kept.recipe)
+    # A runtime's own errors count too: the file of the cache may ask for a setting that the runtime lacks.
+    proof = Candidate(str(route), lambda: lambda: prove_again(bench, lossy, written, choices))
+    proven, _ = opened_all([proof])
+    return bool(proven)
+
+
+def _newly_tuned(
+    bench: Bench, lossy: Lossy | None, written: WrittenFiles
+) -> tuple[Benchmark, Mapping[str, Any] | None]:
+    """The result, and the manifest's entry of the quantized file if one is recommended; the others are removed."""
+    tuner = Tuner(bench, lossy, bench.job.tune_seconds)
+    try:
+        found = tuner.run()
+    except Refused as reason:
+        found = bench.unmeasured(f"not measured: {reason}")
+    chosen = tuner.entries.pop("" if found.recommended is None else found.recommended.format, None)
+    if chosen is not None:
+        written.entries.append(chosen)
+    for entry in tuner.entries.values():
+        remove(bench.files.folder / name for name in entry["files"])
+    return with_notes(found, lossy), chosen
+
+
+def with_notes(found: Benchmark, lossy: Lossy | None) -> Benchmark:
+    return found if lossy is None else replace(found, notes=(*found.notes, *lossy.notes))
+
+
+def replayed(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choices: Choices) -> Benchmark:
+    """Take the route that was chosen earlier, and prove it again; nothing is timed."""
+    try:
+        accuracy = prove_again(bench, lossy, written, choices)
+    except Refused as refused:
+        raise ParityError(
+            f"{choices.route}, which {choices.path} chooses, can't be used: {refused}. If it was chosen for another "
+            "model, tune this one."
+        ) from refused
+    found = bench.unmeasured(f"ship {choices.route}, as chosen earlier{budget_text(accuracy)}")
+    figures = () if accuracy is None else (Figure(str(choices.route), choices.route, accuracy=accuracy),)
+    notes = tuple(f"{route}: {lost}" for route, lost in bench.lost.items())
+    found = replace(found, recommended=choices.route, figures=figures, notes=notes)
+    return with_notes(found, lossy)
+
+
+def prove_again(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choices: Choices) -> Accuracy | None:
+    """Prove a route. If its file is a quantized one, it is made before, and added to those written afterwards.
+
+    Returns:
+        The accuracy of a lossy route; None for an exact one.
+
+    Raises:
+        Refused: it isn't proven, or is outside the budget. No file is left then.
+        ExportFailed: its file couldn't be exported.
+    """
+    route = choices.route
+    needed = exported_format(route.format)
+    if needed in written.missing:
+        raise ExportFailed(
+            f"{choices.path} chooses {route}, and its file couldn't be exported: {written.missing[needed]}"
+        )
+    if not is_lossy(route):
+        bench.prove(route)
+        return None
+    assert lossy is not None
+    if route.format not in QUANTIZED:
+        accuracy = lossy.proven(bench.files.candidate(route), bench.files).accuracy
+        bench.keep_nonfinite(route, bench.files.opened_for_proof(route))
+        return accuracy
+    entry = lossy.made(route.format, bench.files, choices.recipe)
+    files = replace(bench.files, entries=[*bench.files.entries, entry])
+    try:
+        accuracy = lossy.proven(files.candidate(route), files).accuracy
+        bench.keep_nonfinite(route, files.opened_for_proof(route))
+    except BaseException:
+        remove(files.folder / name for name in entry["files"])
+        raise
+    written.entries.append(entry)
+    return accuracy
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A route that was chosen earlier.
+
+    Attributes:
+        path: the manifest.
+        recipe: how its file is made, if it is a quantized one.
+    """
+
+    path: Path
+    route: Route
+    recipe: Recipe | None = None
+
+
+def read_choices(path: str | Path, formats: Collection[str], budget: AccuracyBudget) -> Choices:
+    """Read the recommended route of a bundle or of its manifest.
+
+    Args:
+        formats: those of this export.
+        budget: that of this export.
+
+    Raises:
+        UsageError: there is no recommended route, or this export can't have it.
+        BundleError: the bundle is damaged.
+    """
+    place = Path(os.path.expanduser(path))
+    is_bundle = place.is_dir()
+    file = place / MANIFEST if is_bundle else place
+    try:
+        manifest = read_manifest(place) if is_bundle else read_json(file, follow=True)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else quote(error)
+        raise UsageError(f"The choices {file} can't be read: {reason}.") from error
+    if is_bundle and (problem := sums_problem(place, manifest)):
+        raise BundleError(f"{place} is damaged: {problem}")
+    benchmark = manifest.get("benchmark") if isinstance(manifest, dict) else None
+    recommended = benchmark.get("recommended") if isinstance(benchmark, dict) else None
+    if not isinstance(recommended, dict):
+        raise UsageError(f"{file} recommends no file: pass a bundle that was tuned or timed, or its {MANIFEST}.")
+    try:
+        route = Route.from_json(recommended)
+    except BundleError as error:
+        raise UsageError(f"{file} recommends a route that can't be used: {error}") from error
+    needed = exported_format(route.format)
+    if needed not in formats:
+        raise UsageError(f"{file} chooses {route}, which needs the format {needed}: add it to the formats.")
+    if is_lossy(route) and budget.is_exact:
+        raise UsageError(f"{file} chooses {route}, which is lossy: add a budget, such as `accuracy=0.999`.")
+    return Choices(file, route, _recipe(manifest, route.format, file))
+
+
+def _recipe(manifest: Mapping[str, Any], format: str, file: Path) -> Recipe | None:
+    if format not in QUANTIZED:
+        return None
+    try:
+        artifact = next(each for each in manifest["artifacts"] if each["format"] == format)
+        return Recipe.from_json(artifact["quantization"], format)
+    except (KeyError, TypeError, ValueError, StopIteration) as error:
+        raise UsageError(f"{file} doesn't say how its {format} file was quantized: pass a whole {MANIFEST}.") from error
