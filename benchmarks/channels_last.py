@@ -9,7 +9,6 @@ copied only to change the format. These counts are the same on every machine.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from contenders import Run, Workshop, calling
 from latency import measure_batch, time_cells
-from measure import caption, environment, numbers, positive, refuse_unknown
+from measure import caption, command, prepared, refuse_unknown
 from models import MAP_SUBJECTS, Plain, Subject, subject
 from table import Table, write
 from torch import nn
@@ -152,22 +151,13 @@ def table_of(results: Sequence[dict[str, Any]]) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MAP_SUBJECTS), help="names, by commas (default: %(default)s)")
-    parser.add_argument("--batch", type=numbers, default=[1, 8], help="batch sizes (default: 1,8)")
-    parser.add_argument("--rounds", type=positive, default=11, help="figures per contender (default: %(default)s)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=positive, default=usable_cpus(), help="of torch")
-    parser.add_argument("--scale", type=float, default=1.0, help="of image sides, to try things out")
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--markdown", type=Path, help="write the table here")
+    parser = command(
+        __doc__, models=",".join(MAP_SUBJECTS), batch=[1, 8], rounds=11, device=True, threads=usable_cpus(), scale=True
+    )
     arguments = parser.parse_args()
     models = arguments.models.split(",")
     refuse_unknown(parser, "model", models, MAP_SUBJECTS)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no GPU that torch finds")
-    torch.set_num_threads(arguments.threads)
-    where = environment(arguments.threads, arguments.device)
+    where = prepared(parser, arguments)
     settings = {"models": models, **{key: getattr(arguments, key) for key in ("batch", "rounds", "scale", "device")}}
     results: list[dict[str, Any]] = []
     data = {"benchmark": "channels_last", "environment": where, "settings": settings, "results": results}

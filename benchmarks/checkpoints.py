@@ -25,17 +25,7 @@ from typing import Any
 
 import torch
 from contenders import sentence_of
-from measure import (
-    Spread,
-    Stopwatch,
-    caption,
-    latency_of,
-    positive,
-    prepared,
-    ratios,
-    refuse_unknown,
-    synchronize,
-)
+from measure import Spread, Stopwatch, caption, command, latency_of, prepared, ratios, refuse_unknown, synchronize
 from table import Table, mebibytes, seconds, write
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
@@ -513,18 +503,12 @@ def large_table(large: Mapping[str, Any]) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, device=True, threads=usable_cpus(), scale=True, check=True)
     parser.add_argument("--models", default=",".join(STEPS), help="names, by commas; none for an empty text")
     parser.add_argument("--ways", default=",".join(each for each in LABELS if each != COMPILE), help="names, by commas")
     parser.add_argument("--compile", default="", help=f"models, by commas, that are measured with {COMPILE} too")
     parser.add_argument("--rounds", type=int, default=7, help="figures per way; 0 for no times (default: %(default)s)")
     parser.add_argument("--llama70b", action="store_true", help="plan a step of 70 billion parameters too (a minute)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=positive, default=usable_cpus(), help="of torch")
-    parser.add_argument("--scale", type=float, default=1.0, help="of image sides and text lengths, to try things out")
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--markdown", type=Path, help="write the tables here")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a goal is missed")
     arguments = parser.parse_args()
     models = [name for name in arguments.models.split(",") if name]
     compiled = [name for name in arguments.compile.split(",") if name]

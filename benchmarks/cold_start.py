@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from contenders import Run, calling
-from measure import Spread, caption, latencies_of, positive, prepared, ratios, refuse_unknown, synchronize
+from measure import Spread, caption, command, latencies_of, positive, prepared, ratios, refuse_unknown, synchronize
 from models import PASS_SUBJECTS, Plain, Subject, subject
 from table import Table, publish, seconds
 from torch import nn
@@ -163,18 +163,11 @@ def misses(results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="vit_small,gpt2", help="names, by commas (default: %(default)s)")
-    parser.add_argument("--batch", type=positive, default=1)
+    parser = command(
+        __doc__, models="vit_small,gpt2", batch=1, rounds=15, device=True, threads=usable_cpus(), scale=True, check=True
+    )
     parser.add_argument("--starts", type=positive, default=3, help="processes per way (default: %(default)s)")
-    parser.add_argument("--rounds", type=positive, default=15, help="latencies per way (default: %(default)s)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=positive, default=usable_cpus())
-    parser.add_argument("--scale", type=float, default=1.0, help="of image sides and text lengths, to try things out")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a goal isn't reached")
     parser.add_argument("--start", choices=(BLOCKS, WHOLE, _OTHER), help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--markdown", type=Path, help="write the table here")
     arguments = parser.parse_args()
     names = arguments.models.split(",")
     refuse_unknown(parser, "model", names, PASS_SUBJECTS)

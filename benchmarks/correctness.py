@@ -8,7 +8,6 @@ batch sizes 2, 1 and 5 and on unseen inputs, and compared with the model in floa
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import math
@@ -17,13 +16,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from contenders import FUSE, JIT, LABELS, OURS, sentence_of
 from hard_cases import CASES, Case, Inputs
-from measure import caption, environment, positive, refuse_unknown
+from measure import caption, command, prepared, refuse_unknown
 from table import Table, publish
 from torch import nn
 from torch.autograd import profiler_legacy
@@ -404,22 +402,15 @@ def summary_table(results: Sequence[dict[str, Any]], names: Sequence[str]) -> Ta
 def main() -> int:
     # Small models would run as written, where their graphs are slower.
     os.environ["OPTIMIZE_EXPORT_NO_BENCH"] = "1"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, check=True)
     parser.add_argument("--cases", default="", help="names, by semicolons (default: all)")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="by commas (default: %(default)s)")
-    parser.add_argument("--threads", type=positive, default=1, help="of torch")
-    parser.add_argument("--json", type=Path, help="write everything here")
-    parser.add_argument("--markdown", type=Path, help="write the tables here")
-    parser.add_argument(
-        "--check", action="store_true", help="exit with 1 where this project is wrong, crashes, or misses a fold"
-    )
     arguments = parser.parse_args()
     cases = [name.strip() for name in arguments.cases.split(";")] if arguments.cases else list(CASES)
     refuse_unknown(parser, "case", cases, CASES, separator="; ")
     names = arguments.contenders.split(",")
     refuse_unknown(parser, "contender", names, CONTENDERS)
-    torch.set_num_threads(arguments.threads)
-    where = environment(arguments.threads)
+    where = prepared(parser, arguments)
 
     results = []
     for name in cases:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from contenders import Run, calling, error_against, sentence_of
 from latency import time_cells
-from measure import Spread, caption, latencies_of, numbers, positive, prepared, ratios, refuse_unknown
+from measure import Spread, caption, command, latencies_of, prepared, ratios, refuse_unknown
 from models import PASS_SUBJECTS, Plain, Subject, subject
 from table import Table, mebibytes, write
 from torch import nn
@@ -250,17 +250,11 @@ def _did(statuses: Sequence[str]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(PASS_SUBJECTS), help="names, by commas (default: %(default)s)")
-    parser.add_argument("--batch", type=numbers, default=[1, 8], help="batch sizes (default: 1,8)")
-    parser.add_argument("--rounds", type=positive, default=9, help="figures per way (default: %(default)s)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=positive, default=usable_cpus())
+    parser = command(
+        __doc__, models=",".join(PASS_SUBJECTS), batch=[1, 8], rounds=9, device=True, threads=usable_cpus(), scale=True
+    )
     parser.add_argument("--dtype", choices=_HALVES, help="cast the models beforehand, so that all ways compute in it")
     parser.add_argument("--ways", help="names, by semicolons (default: all)")
-    parser.add_argument("--scale", type=float, default=1.0, help="of image sides and text lengths, to try things out")
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--markdown", type=Path, help="write the table here")
     parser.add_argument("--resume", action="store_true", help="go on where the run that wrote --json was interrupted")
     arguments = parser.parse_args()
     models = arguments.models.split(",")

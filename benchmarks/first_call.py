@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import Spread, caption, positive, prepared, refuse_unknown
+from measure import Spread, caption, command, positive, prepared, refuse_unknown
 from models import PASS_SUBJECTS, Plain, subject
 from table import Table, publish, seconds
 
@@ -99,17 +99,10 @@ def table_of(results: Sequence[dict[str, Any]]) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="resnet50,vit_small", help="names, by commas (default: %(default)s)")
-    parser.add_argument("--batch", type=positive, default=2)
+    parser = command(__doc__, models="resnet50,vit_small", batch=2, threads=usable_cpus(), scale=True)
     parser.add_argument("--starts", type=positive, default=3, help="processes per way (default: %(default)s)")
-    parser.add_argument("--device", choices=("cpu",), default="cpu", help=argparse.SUPPRESS)
-    parser.add_argument("--threads", type=positive, default=usable_cpus())
-    parser.add_argument("--scale", type=float, default=1.0, help="of image sides and text lengths, to try things out")
     parser.add_argument("--start", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--markdown", type=Path, help="write the table here")
     arguments = parser.parse_args()
     names = arguments.models.split(",")
     refuse_unknown(parser, "model", names, PASS_SUBJECTS)

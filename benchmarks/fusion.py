@@ -8,16 +8,14 @@ a copy of the same bytes. No kernel that reads and writes these bytes once can b
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from measure import Spread, caption, latencies_of, numbers, positive, prepared, ratios
+from measure import Spread, caption, command, latencies_of, numbers, prepared, ratios
 from table import Table, publish, seconds
 from torch import nn
 
@@ -101,15 +99,9 @@ def misses(results: Sequence[dict[str, Any]], device: str) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, rounds=11, device=True, threads=usable_cpus(), check=True)
     parser.add_argument("--elements", type=numbers, default=[10**5, 10**6, 10**7, 10**8], help="default: 10^5 to 10^8")
-    parser.add_argument("--rounds", type=positive, default=11, help="figures per way (default: %(default)s)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
-    parser.add_argument("--threads", type=positive, default=usable_cpus())
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a goal isn't reached")
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--markdown", type=Path, help="write the table here")
     arguments = parser.parse_args()
     where = prepared(parser, arguments)
     dtype: torch.dtype = getattr(torch, arguments.dtype)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import caption, environment, positive
+from measure import caption, command, environment, positive
 from table import Table, publish
 from torch import nn
 from torch.nn import functional
@@ -182,13 +182,9 @@ def is_ours(result: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, check=True)
     parser.add_argument("--mebibytes", type=positive, default=2500, help="of weights")
     parser.add_argument("--formats", help=f"of {', '.join(TORCH)} (default: all)")
-    parser.add_argument("--threads", type=positive, default=1, help="of torch")
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--markdown", type=Path, help="write the table here")
-    parser.add_argument("--check", action="store_true", help=f"exit with 1 where an export takes more than {GOAL}")
     parser.add_argument("--only", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

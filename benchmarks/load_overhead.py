@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy
 import torch
-from measure import Spread, caption, interleaved, latency_of, positive, prepared, refuse_unknown
+from measure import Spread, caption, command, interleaved, latency_of, prepared, refuse_unknown
 from table import Table, publish, seconds
 from torch import nn
 
@@ -171,16 +171,9 @@ def misses(results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS), help="names, by commas (default: %(default)s)")
+    parser = command(__doc__, models=",".join(MODELS), rounds=51, check=True)
     parser.add_argument("--ways", default=",".join(WAYS), help="names, by commas (default: %(default)s)")
-    parser.add_argument("--rounds", type=positive, default=51, help="values per call (default: %(default)s)")
-    parser.add_argument("--threads", type=positive, default=1)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a goal isn't reached")
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--markdown", type=Path, help="write the table here")
     arguments = parser.parse_args()
-    arguments.device = "cpu"
     names, ways = arguments.models.split(","), arguments.ways.split(",")
     refuse_unknown(parser, "model", names, MODELS)
     refuse_unknown(parser, "way", ways, WAYS)

@@ -37,7 +37,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import torch
-from measure import caption, environment, positive
+from measure import caption, command, environment, positive
 from models import bring_to_life
 from planted import KINDS, SCALE, File, Plant, ScaleWeight, scaled_parameter, scaled_weight
 from table import Table, publish
@@ -459,17 +459,13 @@ def chosen(parser: argparse.ArgumentParser, given: str | None, known: Sequence[s
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, check=True)
     parser.add_argument("--models", help=f"of {', '.join(MODELS)} (default: all)")
-    parser.add_argument("--kinds", help=f"of {', '.join(DRAWS)} (default: all)")
+    parser.add_argument("--kinds", help=f"of {', '.join(DRAWS)} (default: all)".replace("%", "%%"))
     parser.add_argument(
         "--width", type=float, default=0.25, help="of the models; 1 is that of a ResNet-50 (default: 0.25)"
     )
     parser.add_argument("--faults", type=positive, default=40, help="of each kind in each model")
-    parser.add_argument("--threads", type=positive, default=1, help="of torch")
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--markdown", type=Path, help="write the tables here")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where fewer than 38 of 40 are named right")
     arguments = parser.parse_args()
     models = chosen(parser, arguments.models, list(MODELS))
     kinds = chosen(parser, arguments.kinds, list(DRAWS))

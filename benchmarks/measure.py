@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,6 +62,46 @@ def interleaved(contenders: Mapping[str, Callable[[], dict[str, float]]], rounds
             for figure, value in contenders[name]().items():
                 figures.setdefault(figure, []).append(value)
     return figures
+
+
+def command(
+    description: str | None,
+    *,
+    models: str | None = None,
+    batch: int | list[int] | None = None,
+    rounds: int | None = None,
+    device: bool = False,
+    threads: int = 1,
+    scale: bool = False,
+    check: bool = False,
+) -> argparse.ArgumentParser:
+    """A parser with the options that benchmarks share. Those that are None or False are left out.
+
+    Args:
+        models: the default of --models, names by commas.
+        batch: the default of --batch, which takes several sizes if this is a list.
+        device: whether the GPU can be chosen; without it, `device` is "cpu".
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if models is not None:
+        parser.add_argument("--models", default=models, help="names, by commas (default: %(default)s)")
+    if batch is not None:
+        several = isinstance(batch, list)
+        what = "batch sizes" if several else "rows of the inputs"
+        parser.add_argument("--batch", type=numbers if several else positive, default=batch, help=what)
+    if rounds is not None:
+        parser.add_argument("--rounds", type=positive, default=rounds, help="values per figure (default: %(default)s)")
+    if device:
+        parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.set_defaults(device="cpu")
+    parser.add_argument("--threads", type=positive, default=threads, help="of torch (default: %(default)s)")
+    if scale:
+        parser.add_argument("--scale", type=float, default=1.0, help="of image sides and text lengths, to try it out")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--markdown", type=Path, help="write the tables here")
+    if check:
+        parser.add_argument("--check", action="store_true", help="exit with 1 where a goal is missed")
+    return parser
 
 
 def prepared(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dict[str, Any]:

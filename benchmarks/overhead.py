@@ -7,7 +7,6 @@ For comparison, torch's counterparts run in the same rounds: `torch.fx.symbolic_
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import math
@@ -26,11 +25,12 @@ from measure import (
     Spread,
     Stopwatch,
     caption,
-    environment,
+    command,
     interleaved,
     latencies_of,
     numbers,
     positive,
+    prepared,
     ratios,
     refuse_unknown,
     seconds_of,
@@ -327,7 +327,7 @@ def misses(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, check=True)
     parser.add_argument("--nodes", type=numbers, default=[100, 300, 900], help="operations of the synthetic graphs")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="some of: %(default)s")
     parser.add_argument("--repeat", type=positive, default=5, help="rounds")
@@ -336,17 +336,12 @@ def main() -> int:
     parser.add_argument(
         "--memory-cases", default=",".join(CASES), help="what to measure memory of (default: %(default)s)"
     )
-    parser.add_argument("--threads", type=positive, default=1, help="of torch")
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--markdown", type=Path, help="write the tables here")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a goal is missed")
     arguments = parser.parse_args()
     shapes = arguments.shapes.split(",")
     refuse_unknown(parser, "shape", shapes, SHAPES)
     cases = arguments.memory_cases.split(",")
     refuse_unknown(parser, "case", cases, CASES)
-    torch.set_num_threads(arguments.threads)
-    where = environment(arguments.threads)
+    where = prepared(parser, arguments)
     sizes = sorted(set(arguments.nodes))
 
     # Run once over a small graph first: imports and set-up at the first use belong to no contender.

@@ -27,7 +27,7 @@ from typing import Any
 
 import onnxruntime as ort
 import torch
-from measure import caption, positive, prepared, refuse_unknown
+from measure import caption, command, prepared, refuse_unknown
 from models import PROOF_SUBJECTS, Plain, Subject, subject
 from table import Table, publish, seconds
 from torch import nn
@@ -255,17 +255,9 @@ def table_of(results: list[dict[str, Any]], environment: dict[str, Any], batch: 
 
 def main() -> int:
     """Run the program and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(PROOF_SUBJECTS), help="names, by commas")
-    parser.add_argument("--batch", type=positive, default=2, help="rows of the example inputs (2)")
-    parser.add_argument("--threads", type=positive, default=1, help="of torch")
-    parser.add_argument("--scale", type=float, default=1.0, help="of image sides and text lengths, to try things out")
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--markdown", type=Path, help="write the table here")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a goal is missed")
+    parser = command(__doc__, models=",".join(PROOF_SUBJECTS), batch=2, scale=True, check=True)
     parser.add_argument("--only", choices=(OURS, PLAIN, BY_HAND), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    arguments.device = "cpu"
     names = arguments.models.split(",")
     refuse_unknown(parser, "model", names, PROOF_SUBJECTS)
     environment = prepared(parser, arguments)

@@ -9,7 +9,6 @@ table shows what `fuse` of torch.fx folds.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 from foldable import foldable_pairs
-from measure import caption, environment, positive, refuse_unknown
+from measure import caption, command, environment, refuse_unknown
 from table import Table, publish
 from torch import fx, nn
 from torch.fx.experimental.optimization import fuse
@@ -162,12 +161,8 @@ def _short(text: str) -> str:
 def main() -> int:
     # Small models would run as written, where their graphs are slower.
     os.environ["OPTIMIZE_EXPORT_NO_BENCH"] = "1"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, check=True)
     parser.add_argument("--models", help="names separated by commas, or a library: transformers (the default) or timm")
-    parser.add_argument("--threads", type=positive, default=1, help="of torch")
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--markdown", type=Path, help="write the tables here")
-    parser.add_argument("--check", action="store_true", help=f"exit with 1 below {100 * GOAL:.0f} %%")
     arguments = parser.parse_args()
     asked = arguments.models or "transformers"
     names = list(LIBRARIES.get(asked, asked.split(",")))

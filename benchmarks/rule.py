@@ -34,7 +34,7 @@ from typing import Any
 import onnxruntime as ort
 import torch
 from faulty import BY_A_PASS, IN_TORCHSCRIPT, Fault, by_a_pass, in_onnx, in_torchscript
-from measure import caption, environment, positive, refuse_unknown
+from measure import caption, command, environment, positive, refuse_unknown
 from planted import KINDS
 from reach import NAMES, made
 from table import Table, publish
@@ -609,7 +609,7 @@ def _line(unit: Unit, results: Results) -> str:
 def main() -> int:
     # Small models would run as written, where their graphs are slower.
     os.environ["OPTIMIZE_EXPORT_NO_BENCH"] = "1"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, check=True)
     parser.add_argument("--models", help="names separated by commas (default: all)")
     parser.add_argument(
         "--runs", type=positive, default=2000, help="stop when so many are judged (default: %(default)s)"
@@ -622,10 +622,6 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="of inputs and places (default: %(default)s)")
     parser.add_argument("--part", type=part, default=(1, 1), help="1/2 is every second model, from the first on")
-    parser.add_argument("--threads", type=positive, default=1, help="of torch")
-    parser.add_argument("--json", type=Path, help="write everything here, and go on with what stands there")
-    parser.add_argument("--markdown", type=Path, help="write the tables here")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a verdict is wrong")
     arguments = parser.parse_args()
     names = arguments.models.split(",") if arguments.models else list(NAMES)
     refuse_unknown(parser, "model", names, NAMES)
