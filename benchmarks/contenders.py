@@ -18,8 +18,7 @@ from models import Plain, Subject
 from torch import nn
 from torch.fx.experimental.optimization import fuse
 
-from exporters.isolation import silent
-from exporters.torchscript_deprecation import torchscript_allowed
+from exporters.isolation import silent, torchscript_allowed
 from optimize_export.gpu_settings import GpuSettings
 from optimizer import export, optimize
 from optimizer.tuning import available_memory

@@ -28,8 +28,7 @@ from torch.autograd import profiler_legacy
 from torch.fx.experimental.optimization import fuse
 from torch.fx.proxy import TraceError
 
-from exporters.isolation import silent
-from exporters.torchscript_deprecation import torchscript_allowed
+from exporters.isolation import silent, torchscript_allowed
 from optimize_export.errors import OptimizeExportError
 from optimizer import optimize, report_of
 from passes.errors import PassesError

@@ -13,9 +13,9 @@ import torch
 from planted import KINDS, File
 from torch import nn
 
+from exporters.isolation import torchscript_allowed
 from exporters.onnx import OnnxExporter
 from exporters.torchscript import TorchScriptExporter
-from exporters.torchscript_deprecation import torchscript_allowed
 from optimizer import optimize
 from optimizer.model.inputs import Call
 from passes.base import Context

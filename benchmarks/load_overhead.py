@@ -25,7 +25,7 @@ from measure import Spread, caption, command, interleaved, latency_of, prepared,
 from table import Table, publish, seconds
 from torch import nn
 
-from exporters.torchscript_deprecation import torchscript_allowed
+from exporters.isolation import torchscript_allowed
 from optimize_export.onnx_runtime import ort
 from optimizer import Bundle, export, load
 

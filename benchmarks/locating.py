@@ -47,10 +47,9 @@ import exporters.onnx
 from exporters import Pt2Exporter, TorchScriptExporter
 from exporters.base import Artifact, ExportRequest
 from exporters.errors import RouteRefused
-from exporters.isolation import silent
+from exporters.isolation import silent, torchscript_allowed
 from exporters.onnx import OnnxExporter
 from exporters.places import Place, line_of
-from exporters.torchscript_deprecation import torchscript_allowed
 from optimizer import optimize, report_of
 from optimizer.faults import located
 from optimizer.faults.locating_modules import Divergence

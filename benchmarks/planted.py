@@ -13,7 +13,7 @@ import onnx
 import torch
 from onnx import helper, numpy_helper
 
-from exporters.torchscript_deprecation import torchscript_allowed
+from exporters.isolation import torchscript_allowed
 from passes.base import Context
 from passes.graph.module_pass import ModulePass
 from passes.graph.module_rewriting import ModuleRewriter

@@ -30,10 +30,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from exporters.autograd_functions import traced_by_their_forwards
 from exporters.base import Adapter, clones
 from exporters.errors import RouteRefused, refusing
-from exporters.isolation import silent, undisturbed
+from exporters.isolation import silent, torchscript_allowed, undisturbed
 from exporters.places import called_in_torch, paths_of, place_of, place_of_error, user_frame
 from exporters.torch_private import is_tracing
-from exporters.torchscript_deprecation import torchscript_allowed
 
 Dependence = Literal["size", "count", "value", "length"]
 """How a tensor depends on the inputs.

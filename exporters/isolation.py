@@ -15,6 +15,12 @@ import numpy as np
 import torch
 from torch import nn
 
+_ABOUT_TORCHSCRIPT = (
+    r"`?torch\.jit\.",
+    r"(?s).*TorchScript",
+    r"You are using the legacy TorchScript-based ONNX export",
+)
+
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
@@ -67,6 +73,21 @@ def silent() -> Iterator[None]:
             yield
         finally:
             logging.disable(disabled)
+
+
+@contextlib.contextmanager
+def torchscript_allowed() -> Iterator[None]:
+    """Trace, script, save, load or use the old ONNX exporter inside without deprecation warnings.
+
+    Users ask for files that `torch.jit.load` and libtorch read, and the old ONNX exporter supports models that the new
+    one doesn't. The warnings (a DeprecationWarning, from torch 2.14 on a FutureWarning) ask the author of the code to
+    migrate; users of the exporters can't act on them.
+    """
+    with warnings.catch_warnings():
+        for message in _ABOUT_TORCHSCRIPT:
+            for category in (DeprecationWarning, FutureWarning):
+                warnings.filterwarnings("ignore", message=message, category=category)
+        yield
 
 
 @contextlib.contextmanager

@@ -1,15 +1,16 @@
-"""The metadata in a file: texts by key, from the user and from this program.
+"""The metadata in a file, and the archives of torch that hold it as an extra file.
 
-Each format stores them in its own way, and `Exporter.read_metadata` reads them. This program's entries don't depend on
+Metadata are texts by key, from the user and from this program. Each format stores them in its own way, and `Exporter.read_metadata` reads them. This program's entries don't depend on
 the machine, the user or the time, so that two builds from one input are identical.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import unicodedata
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata as distributions
 from pathlib import Path
 
@@ -23,6 +24,9 @@ OURS = "optimize_export"
 
 # The record that holds the metadata as JSON, in archives written by torch.
 EXTRA_FILE = "metadata.json"
+
+# Maximum bytes of weights to write through memory.
+WRITTEN_THROUGH_MEMORY = 100_000_000
 
 
 def refuse_metadata(metadata: object) -> None:
@@ -105,3 +109,28 @@ def read_extra_file(path: Path) -> dict[str, str]:
     if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
         raise MetadataError(f"The metadata of {path.name} aren't strings by key.")
     return found
+
+
+def write_archive(path: Path, weights: int, in_memory: Callable[[], bytes], to_file: Callable[[str], object]) -> None:
+    """Write an archive with this many bytes of weights to `path`.
+
+    torch's own writer ends the process when the disk is full. A small archive is written to memory first, where a full disk can't end the process. This briefly takes three times
+    the memory of the weights. A large archive is written directly by torch, after its disk space was reserved.
+
+    Raises:
+        OSError: the file can't be written, for example because the disk is full.
+    """
+    if weights <= WRITTEN_THROUGH_MEMORY:
+        path.write_bytes(in_memory())
+    else:
+        _reserve(path, weights + weights // 8)
+        to_file(str(path))
+
+
+def _reserve(path: Path, size: int) -> None:
+    """Raise OSError, as any write does, if `path` can't hold `size` bytes."""
+    if not hasattr(os, "posix_fallocate"):
+        return
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+    path.unlink()

@@ -23,10 +23,9 @@ from exporters.exported_program import captured, conditions_of_program, guards_i
 from exporters.file_values import FileValues, Program, ProgramValues
 from exporters.input_checks import refuse_unfit
 from exporters.isolation import silent
-from exporters.metadata import extra_files, read_extra_file
+from exporters.metadata import extra_files, read_extra_file, write_archive
 from exporters.proof import prove_at_calls, prove_program
 from exporters.routes import Route, first_right
-from exporters.writing import write_archive
 
 
 class Pt2Exporter(Exporter):

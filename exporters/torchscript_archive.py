@@ -13,10 +13,8 @@ from pathlib import Path
 import torch
 
 from exporters.errors import refusing
-from exporters.isolation import silent
-from exporters.torchscript_deprecation import torchscript_allowed
-from exporters.torchscript_names import ascii_name, readable
-from exporters.writing import write_archive
+from exporters.isolation import silent, torchscript_allowed
+from exporters.metadata import write_archive
 
 # torch.jit.save aligns every record to this many bytes, so that weights can be memory-mapped.
 _ALIGNMENT = 64
@@ -24,6 +22,17 @@ _ALIGNMENT = 64
 _IDENTITY = "model/.data/serialization_id"
 # The constants of a class in the archive's source. torch takes them from a set, in the order of the process's hashes.
 _CONSTANTS = re.compile(rb"(?:^  \w+ : Final\[.*\n){2,}", re.MULTILINE)
+
+# torch writes non-ASCII names of classes, files and attributes but can't read them: its parser accepts only ASCII
+# identifiers, and it escapes the bytes of an attribute's name as signed numbers, `"\\0)+"` for the byte 0xc3.
+
+# A text in double quotes, or non-ASCII letters outside any text.
+_TEXT_OR_LETTERS = re.compile(rb'"(?:\\.|[^"\\])*"|[\x80-\xff]+', re.DOTALL)
+_LETTERS = re.compile(rb"[\x80-\xff]+")
+# An escaped byte has three octal digits. The digits of a negative number run from "0" down to ")".
+_ESCAPE = re.compile(rb"\\([)-7]{3}|.)", re.DOTALL)
+# The opcode that names a class in a pickle. The classes of a TorchScript module are below `__torch__`.
+_CLASS = re.compile(rb"c__torch__\.[^\n]*\n[^\n]*\n")
 
 
 def save(module: torch.jit.ScriptModule, path: Path, extra: dict[str, str]) -> None:
@@ -101,3 +110,30 @@ def _padding(offset: int, name: str) -> bytes:
     header = 30 + len(name.encode())
     size = -(offset + header + 4) % _ALIGNMENT
     return b"FB" + size.to_bytes(2, "little") + b"\0" * size
+
+
+def ascii_name(name: str) -> str:
+    """The name of a record or class in ASCII, with `_e9_` for an é."""
+    return _LETTERS.sub(_spelled, name.encode()).decode()
+
+
+def readable(name: str, content: bytes) -> bytes:
+    """The content of a record (source or pickled attributes), readable for torch; attributes keep their names."""
+    if name.endswith(".py"):
+        return _TEXT_OR_LETTERS.sub(lambda found: _escaped(found) if found[0][:1] == b'"' else _spelled(found), content)
+    return _CLASS.sub(lambda found: _LETTERS.sub(_spelled, found[0]), content)
+
+
+def _spelled(letters: re.Match[bytes]) -> bytes:
+    return "".join(f"_{ord(letter):x}_" for letter in letters[0].decode()).encode()
+
+
+def _escaped(text: re.Match[bytes]) -> bytes:
+    return _ESCAPE.sub(_octal, text[0])
+
+
+def _octal(escape: re.Match[bytes]) -> bytes:
+    if len(escape[1]) < 3:
+        return escape[0]
+    high, middle, low = (digit - ord("0") for digit in escape[1])
+    return b"\\%03o" % (64 * high + 8 * middle + low & 0xFF)

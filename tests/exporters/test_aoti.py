@@ -16,7 +16,6 @@ from tiny_models import enliven
 from torch import nn
 
 import exporters.aoti
-import exporters.aoti_package
 from exporters import Adapter, AotiExporter, ExportError, ExportRequest, OtherMachine, exporter_named
 
 
@@ -215,13 +214,13 @@ def test_another_device_is_refused(artifact):
 
 
 def test_another_kind_of_machine_is_refused(artifact, monkeypatch):
-    monkeypatch.setattr(exporters.aoti_package.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(exporters.aoti.platform, "machine", lambda: "riscv64")
     with pytest.raises(OtherMachine, match=r"but the target here is riscv64"):
         artifact.load()
 
 
 def test_another_processor_is_refused(artifact, monkeypatch):
-    needs = exporters.aoti_package.package_metadata(artifact.path)["optimize_export"]["needs"]
+    needs = exporters.aoti.package_metadata(artifact.path)["optimize_export"]["needs"]
     assert needs, "a processor without vector instructions shows nothing here"
     able = {name: has for name, has in torch.cpu.get_capabilities().items() if name.replace("_", "") != needs[0]}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able)

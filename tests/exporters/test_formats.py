@@ -13,7 +13,7 @@ from tiny_models import enliven
 from torch import nn
 
 from exporters import Adapter, ExportError, ExportRequest, StructureError, exporter_named
-from exporters.torchscript_deprecation import torchscript_allowed
+from exporters.isolation import torchscript_allowed
 
 FORMATS = ("torchscript", "onnx", "pt2")
 

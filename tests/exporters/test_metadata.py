@@ -10,8 +10,8 @@ from spoiling import only_the_old_onnx_exporter
 
 import exporters.onnx
 from exporters import ExportRequest, MetadataError, exporter_named
+from exporters.isolation import torchscript_allowed
 from exporters.metadata import EXTRA_FILE, OURS, refuse_metadata
-from exporters.torchscript_deprecation import torchscript_allowed
 
 FORMATS = ("torchscript", "onnx", "pt2")
 GIVEN = {"license": "MIT", "author": "Žofie 日本", "notes": "two\nlines = one value", "empty": ""}

@@ -11,7 +11,7 @@ from exportable_models import Branch, Mlp, exportable, floats, mlp_calls
 from tiny_models import enliven
 from torch import nn
 
-import exporters.writing
+import exporters.metadata
 from exporters import ExportError, ExportRequest, Pt2Exporter, RouteRefused
 from exporters.evidence import gather
 from exporters.exported_program import captured, conditions_of_program, take_guards
@@ -271,7 +271,7 @@ def test_a_second_export_writes_the_same_bytes(tmp_path):
 def test_large_weights_are_written_by_torch(tmp_path, monkeypatch):
     model, x = enliven(Mlp()), floats(4, 3)
     small = records(export(model, mlp_calls(2, 3), tmp_path).path)
-    monkeypatch.setattr(exporters.writing, "WRITTEN_THROUGH_MEMORY", 0)
+    monkeypatch.setattr(exporters.metadata, "WRITTEN_THROUGH_MEMORY", 0)
     artifact = export(model, mlp_calls(2, 3), tmp_path)
     large = records(artifact.path)
     assert {name: large[name] for name in small if name != ".data/serialization_id"} == {

@@ -8,8 +8,7 @@ import torch._inductor
 from torch import nn
 
 from exporters import torch_private
-from exporters.isolation import silent
-from exporters.torchscript_deprecation import torchscript_allowed
+from exporters.isolation import silent, torchscript_allowed
 
 
 def test_a_trace_says_that_it_records():

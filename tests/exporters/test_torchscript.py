@@ -12,9 +12,9 @@ from tiny_models import enliven
 from torch import nn
 from torch._higher_order_ops import while_loop
 
-import exporters.writing
+import exporters.metadata
 from exporters import ExportError, ExportRequest, TorchScriptExporter
-from exporters.torchscript_deprecation import torchscript_allowed
+from exporters.isolation import torchscript_allowed
 
 
 def export(model, calls, tmp_path, **options):
@@ -200,7 +200,7 @@ def test_the_archive_is_plain(tmp_path):
 
 def test_large_weights_are_written_by_torch_to_a_place_made_sure_of(tmp_path, monkeypatch):
     small = export(Mlp(), mlp_calls(2, 3), tmp_path).path.stat().st_size
-    monkeypatch.setattr(exporters.writing, "WRITTEN_THROUGH_MEMORY", 0)
+    monkeypatch.setattr(exporters.metadata, "WRITTEN_THROUGH_MEMORY", 0)
     artifact = export(Mlp(), mlp_calls(2, 3), tmp_path)
     assert abs(artifact.path.stat().st_size - small) < 200  # class names contain a per-process number
     x = floats(4, 3)

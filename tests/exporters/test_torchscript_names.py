@@ -7,9 +7,9 @@ import torch
 from exportable_models import floats
 
 from exporters import ExportRequest
+from exporters.isolation import torchscript_allowed
 from exporters.registry import exporter_named
-from exporters.torchscript_deprecation import torchscript_allowed
-from exporters.torchscript_names import ascii_name, readable
+from exporters.torchscript_archive import ascii_name, readable
 
 SOURCE = """
 from typing import NamedTuple

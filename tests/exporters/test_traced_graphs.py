@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from exporters.torchscript_deprecation import torchscript_allowed
+from exporters.isolation import torchscript_allowed
 from exporters.traced_graphs import follow_inputs, follow_settings
 
 

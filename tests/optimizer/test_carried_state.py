@@ -10,7 +10,7 @@ from exportable_models import enliven
 from torch import nn
 
 from exporters.errors import StructureError
-from exporters.torchscript_deprecation import torchscript_allowed
+from exporters.isolation import torchscript_allowed
 from optimize_export.errors import ExportFailed
 from optimizer import export, optimize
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_norm
 
 from exporters.errors import ExporterError
-from exporters.torchscript_deprecation import torchscript_allowed
+from exporters.isolation import torchscript_allowed
 from optimizer import export, optimize, verify_bundle
 from optimizer.exporting.copies import exportable
 

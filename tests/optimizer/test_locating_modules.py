@@ -11,7 +11,7 @@ from tiny_models import enliven
 from torch import nn
 
 from exporters import TorchScriptExporter
-from exporters.torchscript_deprecation import torchscript_allowed
+from exporters.isolation import torchscript_allowed
 from optimize_export.errors import ParityError
 from optimizer import export, optimize
 from optimizer.faults.locating_modules import first_wrong_module, first_wrong_part

@@ -15,7 +15,7 @@ import exporters.pt2
 import exporters.torchscript
 from exporters import ExportError
 from exporters.errors import RouteRefused
-from exporters.torchscript_deprecation import torchscript_allowed
+from exporters.isolation import torchscript_allowed
 from optimizer import export
 
 

@@ -13,7 +13,7 @@ from tiny_models import enliven
 from torch import nn
 
 from exporters import AotiExporter, OnnxExporter, Pt2Exporter, TorchScriptExporter
-from exporters.torchscript_deprecation import torchscript_allowed
+from exporters.isolation import torchscript_allowed
 from optimize_export.errors import ParityError, UsageError
 from optimizer import export
 

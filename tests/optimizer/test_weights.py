@@ -11,7 +11,7 @@ from safetensors.torch import save_file, save_model
 from torch import nn
 from user_folder import UserFolder, refused
 
-from exporters.torchscript_deprecation import torchscript_allowed
+from exporters.isolation import torchscript_allowed
 from optimizer.command.loading import load
 from optimizer.command.user_code import names_restored
 

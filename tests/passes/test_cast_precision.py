@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import exporters.onnx
 from exporters import ExportError
 from exporters.errors import RouteRefused
-from exporters.torchscript_deprecation import torchscript_allowed
+from exporters.isolation import torchscript_allowed
 from optimizer import export, optimize, report_of, verify_bundle
 from optimizer.command import cli
 from passes import CastPrecision

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from exporters.torchscript_deprecation import torchscript_allowed
+from exporters.isolation import torchscript_allowed
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 # With torch.fx's `fuse`, torch imports TorchScript modules of its own.

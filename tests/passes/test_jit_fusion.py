@@ -19,7 +19,7 @@ from pass_contract import captured
 from tiny_models import enliven
 from torch import nn
 
-from exporters.torchscript_deprecation import torchscript_allowed
+from exporters.isolation import torchscript_allowed
 from optimizer import export, optimize, report_of
 from optimizer.report import PassRecord
 from passes import (

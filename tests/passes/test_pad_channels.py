@@ -22,7 +22,7 @@ from torch.nn.utils import parametrizations
 from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, BertForSequenceClassification, ResNetConfig, ResNetForImageClassification
 
-from exporters.torchscript_deprecation import torchscript_allowed
+from exporters.isolation import torchscript_allowed
 from optimizer import check_parity, export, optimize, report_of
 from passes import PadChannels, PassResult
 from passes.errors import PassOptionError
