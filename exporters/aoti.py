@@ -23,13 +23,21 @@ from typing import Any, ClassVar
 
 import torch
 
-from exporters.base import Artifact, Exporter, ExportRequest, Limit, LoadedArtifact, TensorSpec, captured_names
+from exporters.base import (
+    Artifact,
+    Exporter,
+    ExportRequest,
+    Limit,
+    LoadedArtifact,
+    TensorSpec,
+    captured_names,
+    refuse_unfit,
+)
+from exporters.conditions import guard_holds
 from exporters.errors import ExportError, OtherMachine, RouteRefused, refusing
 from exporters.evidence import Evidence, gather
 from exporters.exported_program import captured, conditions_of_program, guards_in_force, take_guards
 from exporters.file_values import Program
-from exporters.guards import guard_holds
-from exporters.input_checks import refuse_unfit
 from exporters.isolation import silent
 from exporters.metadata import extra_files, read_extra_file, write_archive
 from exporters.proof import prove_at_calls, prove_program

@@ -26,6 +26,7 @@ from exporters.structure import (
     output_names,
     positional_parameters,
 )
+from optimize_export.wording import dtype_name
 
 T = TypeVar("T")
 
@@ -506,3 +507,19 @@ def _held(value: Any) -> Iterator[nn.Module | nn.Parameter]:
 def moved(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """The tensors on the device. Those that are there already skip `to`, which takes a microsecond even then."""
     return [each if each.device == device else each.to(device) for each in tensors]
+
+
+def refuse_unfit(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError if the number, dtype or shape of inputs is wrong; dims with one name must have one size."""
+    if len(tensors) != len(specs):
+        raise ValueError(f"The file takes {len(specs)} tensors, not {len(tensors)}.")
+    sizes: dict[str, int] = {}
+    for spec, tensor in zip(specs, tensors, strict=True):
+        dtype, shape = dtype_name(tensor.dtype), list(tensor.shape)
+        fits = len(shape) == len(spec.shape) and all(
+            size == (sizes.setdefault(wanted, size) if isinstance(wanted, str) else wanted)
+            for wanted, size in zip(spec.shape, shape, strict=True)
+        )
+        if dtype != spec.dtype or not fits:
+            wanted = ", ".join(str(sizes.get(size, size) if isinstance(size, str) else size) for size in spec.shape)
+            raise ValueError(f"Input `{spec.name}` of the file is {spec.dtype}[{wanted}], but got {dtype}{shape}.")

@@ -1,11 +1,13 @@
-"""Conditions on the batch under which a capture takes the model's path, and the batches that break them.
+"""Conditions on sizes: those under which a capture takes the model's path, and the guards of captured programs.
 
 "Batch" here means any size that grows: the size of another open dim, or the step number when all sizes grow together.
+Guards are comparisons of input sizes as Python source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 # Every batch up to the first number is checked, then powers of two up to the second. Numbers near these and near
@@ -104,3 +106,44 @@ def _turning_point(condition: Condition, holds: int, breaks: int) -> int:
         else:
             breaks = middle
     return breaks
+
+
+class UnreadableGuard(ValueError):
+    """A guard compares something other than input sizes; the message is a clause."""
+
+
+@dataclass(frozen=True)
+class _Sized:
+    """Placeholder for an input in a guard."""
+
+    shape: Sequence[int]
+
+    def size(self) -> Sequence[int]:
+        return self.shape
+
+
+class _Torch:
+    """The functions of torch in guards, as they are for numbers: `int(n / 4)` is `trunc(sym_float(n) / 4)`."""
+
+    sym_float, sym_int, sym_max, sym_min = float, int, max, min
+
+
+def guard_holds(guard: str, sizes: Mapping[str, Sequence[int]]) -> bool:
+    """Whether a guard holds for inputs of these sizes, by parameter name.
+
+    The guard comes from torch, or from a file that can run any code when it is loaded, so it is passed to `eval`.
+
+    Raises:
+        UnreadableGuard: it reads something other than sizes.
+        ArithmeticError: it is undefined at these sizes (a division by zero).
+    """
+    names = {
+        "L": {name: _Sized(shape) for name, shape in sizes.items()},
+        **{"len": len, "max": max, "min": min, "math": math, "torch": _Torch},
+    }
+    try:
+        return bool(eval(guard, {"__builtins__": {}, **names}))
+    except ArithmeticError:
+        raise
+    except Exception as error:
+        raise UnreadableGuard(f"`{guard[:80]}` is not a comparison of sizes") from error

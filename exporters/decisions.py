@@ -11,14 +11,11 @@ produces outputs, and the trace holds that one.
 from __future__ import annotations
 
 import ast
-import builtins
 import linecache
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
-from operator import length_hint
 from types import FrameType
 from typing import Any, Literal
 
@@ -27,11 +24,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from exporters.autograd_functions import traced_by_their_forwards
-from exporters.base import Adapter, clones
-from exporters.errors import RouteRefused, refusing
-from exporters.isolation import silent, torchscript_allowed, undisturbed
-from exporters.places import called_in_torch, paths_of, place_of, place_of_error, user_frame
+from exporters.base import Adapter
+from exporters.eager_runs import number_of_pieces
+from exporters.errors import RouteRefused
+from exporters.isolation import silent, undisturbed
+from exporters.places import paths_of, place_of, user_frame
 from exporters.torch_private import is_tracing
 
 Dependence = Literal["size", "count", "value", "length"]
@@ -61,10 +58,6 @@ _BY_A_NUMBER = frozenset({"arange", "linspace", "zeros", "ones", "full", "empty"
 _ARGS_OF_LSTM = 9
 # Functions that read a size; `__get__` does so for attributes with one of these names.
 _SIZES = frozenset({"size", "numel", "nelement", "__len__", "shape", "sym_size", "stride"})
-
-
-# Part of torch's message when compiled code is traced; in each eager call, `torch.cond` compiles itself.
-_NO_COMPILED_CODE = "torch.jit.trace a dynamo-optimized function"
 _TO_NUMPY = frozenset({"numpy", "__array__", "__dlpack__"})
 _LEVELS: tuple[Dependence | None, ...] = (None, "size", "count", "value", "length")
 
@@ -175,60 +168,6 @@ class Watch(TorchFunctionMode):
         return frame, place_of(frame, frame.f_lineno if frame else 0, self._paths)
 
 
-@contextmanager
-def watching(adapter: Adapter, fixed: Sequence[Sequence[bool]] = ()) -> Iterator[Watch]:
-    """Record where Python reads traced values in traces of `adapter` made inside; `fixed` is as for `Watch`.
-
-    Raises:
-        RouteRefused: the model calls a function of torch that compiles itself, such as `torch.cond`.
-    """
-    watch = Watch(adapter, fixed)
-    hook = adapter.register_forward_pre_hook(watch.start)
-    try:
-        with watch:
-            yield watch
-    except RuntimeError as error:
-        if _NO_COMPILED_CODE not in str(error) or not (place := place_of_error(error, adapter.model)):
-            raise
-        raise RouteRefused(
-            f"TorchScript's tracer can't record torch's `{called_in_torch(error)}`, which the model calls at {place}: "
-            "export to pt2, which can hold it"
-        ) from error
-    finally:
-        hook.remove()
-
-
-def traced(
-    adapter: Adapter, inputs: Sequence[torch.Tensor], fixed: Sequence[Sequence[bool]] = ()
-) -> tuple[torch.jit.ScriptModule, Watch]:
-    """Trace the adapter on these inputs, and record where Python reads traced values; `fixed` is as for `Watch`.
-
-    Raises:
-        RouteRefused: it can't be traced.
-    """
-    with (
-        undisturbed(adapter), refusing(), silent(), torchscript_allowed(), traced_by_their_forwards(),
-        watching(adapter, fixed) as watch,
-    ):  # fmt: skip
-        module = torch.jit.trace(adapter, clones(inputs), check_trace=False)
-    return module, watch
-
-
-def reads_an_open_size(adapter: Adapter, calls: Sequence[Sequence[torch.Tensor]]) -> bool:
-    """Whether Python reads a size or a number of pieces, in a trace of the first call, that changes between the calls.
-
-    Raises:
-        RouteRefused: the adapter can't be traced at one of the calls.
-    """
-    asked = [traced(adapter, inputs)[1].asked for inputs in calls]
-    if len({tuple(map(len, sizes)) for sizes in asked}) > 1:
-        # The model takes another path at another size.
-        return True
-    fixed = [[len(set(each)) == 1 for each in zip(*sizes, strict=True)] for sizes in zip(*asked, strict=True)]
-    _, watch = traced(adapter, calls[0], fixed)
-    return bool(watch.sizes or watch.pieces)
-
-
 def _with_checked_states(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of `torch.lstm`, with states that raise in a file if they have too few rows; one row is repeated.
 
@@ -308,26 +247,6 @@ def _has_open_length(func: Any, args: Any) -> bool:
     return any(torch.Tag.dynamic_output_shape in overload.tags for overload in overloads)
 
 
-def number_of_pieces(func: Any, args: Any, result: Any) -> int | None:
-    """The number of tensors into which a call splits its first argument; None for any other call."""
-    name = getattr(func, "__name__", "")
-    if name == "__iter__":
-        # `len` of the tensor would be recorded in the trace.
-        return length_hint(result) if isinstance(args[0], torch.Tensor) else None
-    return len(result) if _splits(name) and type(result) in (list, tuple) else None
-
-
-@lru_cache(maxsize=1024)
-def _splits(name: str) -> bool:
-    packet = None if name.startswith("_") else getattr(torch.ops.aten, name, None)
-    schemas = [] if packet is None else [getattr(packet, each)._schema for each in packet.overloads()]
-    return any(
-        [str(returned.type) for returned in schema.returns] == ["List[Tensor]"]
-        and [str(taken.type) for taken in schema.arguments[:1]] == ["Tensor"]
-        for schema in schemas
-    )
-
-
 def _lengths(func: Any, args: Any) -> Any:
     """The arguments that determine the shape of the result as numbers."""
     name = getattr(func, "__name__", "")
@@ -385,53 +304,68 @@ def _only_raises(frame: FrameType) -> bool:
 
     Or one of torch's methods that only check arguments: `GRU.check_forward_args`.
     """
-    raised = _raised_by(frame)
-    return raised is not None and not _is_caught(_class_named(raised, frame), frame)
+    return _is_check(frame) and not _may_be_caught(frame)
 
 
-def _raised_by(frame: FrameType) -> str | None:
-    """The name of the class that a check in this frame raises, "" if it isn't known; None if the frame runs no check."""
+def _is_check(frame: FrameType) -> bool:
     if frame.f_code.co_name.startswith("check_") and user_frame(frame) is not frame:
-        return ""
+        return True
     positions = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
     line, end_line, column, end_column = positions
     if line is None or end_line is None or column is None or end_column is None:
-        return None
+        return False
     start, end = (line, column), (end_line, end_column)
     # The instruction that converts a test to bool has the position of the test or of the whole statement.
-    return next(
-        (
-            raised
-            for (first, last), statement, raised in _raising_tests(frame.f_code.co_filename)
-            if (first <= start and end <= last) or (start, end) == statement
-        ),
-        None,
+    return any(
+        (first <= start and end <= last) or (start, end) == statement
+        for (first, last), statement in _raising_tests(frame.f_code.co_filename)
     )
 
 
-def _is_caught(raised: type[BaseException] | None, frame: FrameType) -> bool:
-    """Whether the model continues after an error raised in this frame; the check then decides as any other test."""
+def _may_be_caught(frame: FrameType) -> bool:
+    """Whether the model may continue after an error raised in this frame; the check then decides as any other test."""
     outer: FrameType | None = frame
     while outer is not None and outer.f_code is not Adapter.forward.__code__:
         # torch calls a module in a `try`, and raises the error again.
         own = outer is frame or user_frame(outer) is outer
-        for first, last, names, is_replaced in _tries(outer.f_code.co_filename) if own else ():
-            if first <= outer.f_lineno <= last:
-                classes = [_class_named(name, outer) for name in names]
-                if any(raised is None or each is None or issubclass(raised, each) for each in classes):
-                    return True
-                raised = None if is_replaced else raised
+        if own and any(first <= outer.f_lineno <= last for first, last in _tries(outer.f_code.co_filename)):
+            return True
         outer = outer.f_back
     return False
 
 
-def _class_named(name: str, frame: FrameType) -> type[BaseException] | None:
-    found = frame.f_globals.get(name, getattr(builtins, name, None)) if name else None
-    return found if isinstance(found, type) and issubclass(found, BaseException) else None
-
-
 _Span = tuple[tuple[int, int], tuple[int, int]]
 """First and last (line, column)."""
+
+
+@lru_cache(maxsize=256)
+def _raising_tests(path: str) -> tuple[tuple[_Span, _Span], ...]:
+    """The spans of each test in the file that only chooses between continuing and raising, and of its statement."""
+    statements = [
+        node
+        for node in ast.walk(_parsed(path))
+        if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and (_raises(node.body) or _raises(node.orelse)))
+    ]
+    return tuple(
+        (_span(statement.test), _span(statement))
+        for statement in statements
+        # A name assigned in the test can be used afterwards.
+        if not any(isinstance(node, ast.NamedExpr) for node in ast.walk(statement.test))
+    )
+
+
+@lru_cache(maxsize=256)
+def _tries(path: str) -> tuple[tuple[int, int], ...]:
+    """The first and last line of each block that some errors may not leave.
+
+    These are the bodies of `try`, unless all handlers raise, and of `with suppress(...)`.
+    """
+    return tuple(
+        (node.body[0].lineno, node.body[-1].end_lineno or 0)
+        for node in ast.walk(_parsed(path))
+        if (isinstance(node, ast.Try | ast.TryStar) and not all(_raises(handler.body) for handler in node.handlers))
+        or (isinstance(node, ast.With) and any("suppress" in ast.unparse(item.context_expr) for item in node.items))
+    )
 
 
 def _parsed(path: str) -> ast.Module:
@@ -439,63 +373,6 @@ def _parsed(path: str) -> ast.Module:
         return ast.parse("".join(linecache.getlines(path)))
     except (SyntaxError, ValueError):  # not Python, or edited since
         return ast.Module([], [])
-
-
-@lru_cache(maxsize=256)
-def _raising_tests(path: str) -> tuple[tuple[_Span, _Span, str], ...]:
-    """The spans of each test in the file that only chooses between continuing and raising, and of its statement.
-
-    The third is the name of the class that it raises; "" for anything but a name.
-    """
-    statements = [
-        node
-        for node in ast.walk(_parsed(path))
-        if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and (_raises(node.body) or _raises(node.orelse)))
-    ]
-    return tuple(
-        (_span(statement.test), _span(statement), _raised(statement))
-        for statement in statements
-        # A name assigned in the test can be used afterwards.
-        if not any(isinstance(node, ast.NamedExpr) for node in ast.walk(statement.test))
-    )
-
-
-def _raised(statement: ast.Assert | ast.If) -> str:
-    if isinstance(statement, ast.Assert):
-        return "AssertionError"
-    last = (statement.body if _raises(statement.body) else statement.orelse)[-1]
-    error = last.exc if isinstance(last, ast.Raise) else None
-    return _name(error.func if isinstance(error, ast.Call) else error)
-
-
-@lru_cache(maxsize=256)
-def _tries(path: str) -> tuple[tuple[int, int, tuple[str, ...], bool], ...]:
-    """The first and last line of each block in the file that errors don't leave, with the names of their classes.
-
-    These are the bodies of `try` and `with suppress(...)`; "" stands for any class but a name. The last value is whether
-    a handler raises, perhaps an error of another class.
-    """
-    found = []
-    for node in ast.walk(_parsed(path)):
-        caught: list[ast.expr | None] = []
-        is_replaced = False
-        if isinstance(node, ast.Try | ast.TryStar):
-            caught = [handler.type for handler in node.handlers if not _raises(handler.body)]
-            is_replaced = len(caught) < len(node.handlers)
-        elif isinstance(node, ast.With):
-            calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
-            caught = [each for call in calls if "suppress" in ast.unparse(call.func) for each in call.args]
-        else:
-            continue
-        kinds = [kind for each in caught for kind in (each.elts if isinstance(each, ast.Tuple) else [each])]
-        found.append((node.body[0].lineno, node.body[-1].end_lineno or 0, tuple(map(_name, kinds)), is_replaced))
-    # Inner blocks first: their handlers determine what the outer ones meet.
-    found.sort(key=lambda block: block[1] - block[0])
-    return tuple(found)
-
-
-def _name(node: ast.expr | None) -> str:
-    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _span(node: ast.expr | ast.stmt) -> _Span:

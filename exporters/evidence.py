@@ -11,12 +11,12 @@ import torch
 
 from exporters.base import Adapter, Captures, ExportRequest, Proof, TensorSpec
 from exporters.conditions import Line, line_through
-from exporters.draws import place_of_draws
+from exporters.eager_runs import dims_that_change, place_of_draws
 from exporters.errors import RouteRefused, StructureError
 from exporters.isolation import silent, undisturbed
 from exporters.metadata import metadata_of
 from exporters.open_dims import BATCH, Direction, directions_of, open_inputs
-from exporters.ranks import dims_that_change
+from optimize_export.wording import dtype_name
 
 # Maximum bytes of one input that is built only to try a batch outside the calls.
 LARGEST_TRIAL = 64 * 2**20
@@ -260,10 +260,7 @@ def gather(request: ExportRequest) -> Evidence:
     given = bool(outputs) and all(len(flat) == len(adapter.output_names) for flat in outputs)
     if not given:
         outputs, unstable = _run_at_each(adapter, inputs, request.open_dims)
-    draws = ""
-    if unstable:
-        with undisturbed(adapter), silent():
-            draws = place_of_draws(adapter, inputs[0])
+    draws = place_of_draws(adapter, inputs[0]) if unstable else ""
     symbols = {sizes: name for (_, _), (name, sizes) in open_dims.items()}
     return Evidence(
         adapter,
@@ -274,7 +271,7 @@ def gather(request: ExportRequest) -> Evidence:
         tuple(
             TensorSpec(
                 name,
-                dtype_name(tensor),
+                dtype_name(tensor.dtype),
                 tuple(open_dims.get((index, dim), (size, ()))[0] for dim, size in enumerate(tensor.shape)),
             )
             for index, (name, tensor) in enumerate(zip(adapter.input_names, inputs[0], strict=True))
@@ -357,7 +354,7 @@ def _output_specs(
                 continue
             constant = len(set(sizes)) == 1
             shape.append(sizes[0] if constant else symbols.get(sizes, f"{name}_dim_{dim}"))
-        specs.append(TensorSpec(name, dtype_name(tensors[0]), tuple(shape)))
+        specs.append(TensorSpec(name, dtype_name(tensors[0].dtype), tuple(shape)))
     return tuple(specs)
 
 
@@ -382,11 +379,6 @@ def _change_of_dims(
     if given[0][0] == 1 != given[1][0]:
         told += ", or leave batch size 1 out, as in `batch_sizes=(2, 3, 5)`"
     return f"{told}."
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """The name of a tensor's dtype: `float32` for torch.float32."""
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def joined(words: Sequence[str]) -> str:

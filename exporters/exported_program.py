@@ -15,15 +15,15 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from exporters.base import Captures, TensorSpec, captured_names, clones
-from exporters.conditions import Condition, Line, batches_near
-from exporters.decisions import refuse_values, traced
+from exporters.conditions import Condition, Line, UnreadableGuard, batches_near, guard_holds
+from exporters.decisions import refuse_values
 from exporters.errors import RouteRefused, refusing
 from exporters.evidence import Evidence, Shapes
 from exporters.file_values import Program, operations_of
-from exporters.guards import UnreadableGuard, guard_holds
 from exporters.isolation import silent, undisturbed
 from exporters.places import place_in_stack
 from exporters.torch_private import at_least, lstm_in_one_piece
+from exporters.tracing import traced
 from optimize_export.relations import can_be_declared
 
 # Node metadata about the origin of a node: files and lines of this machine, and how the graph was made.

@@ -18,12 +18,13 @@ import torch
 from exporters.base import Adapter, Limit, LoadedArtifact, clones
 from exporters.conditions import Condition, breaks
 from exporters.errors import RouteRefused, RuntimeCrashed, StructureError, WrongFile, refusing
-from exporters.evidence import Evidence, Shapes, TooLarge, dtype_name
+from exporters.evidence import Evidence, Shapes, TooLarge
 from exporters.exported_program import guards_in_force, guards_refuse
 from exporters.isolation import silent, undisturbed
 from exporters.open_dims import BATCH
 from exporters.trace_conditions import conditions_at
 from optimize_export.relations import Relation
+from optimize_export.wording import dtype_name
 
 # Largest error that rounding could explain, relative to the largest value of the output.
 _ROUNDING = {torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -518,7 +519,7 @@ def difference(
     if got.shape != expected.shape:
         return f"its shape is {list(got.shape)} instead of {list(expected.shape)}"
     if got.dtype != expected.dtype:
-        return f"its dtype is {dtype_name(got)} instead of {dtype_name(expected)}"
+        return f"its dtype is {dtype_name(got.dtype)} instead of {dtype_name(expected.dtype)}"
     if not values or expected.numel() == 0:
         return None
     if not (expected.is_floating_point() or expected.is_complex()):

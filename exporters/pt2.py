@@ -16,16 +16,16 @@ from typing import Any, ClassVar
 import torch
 from torch.export.passes import move_to_device_pass
 
-from exporters.base import Artifact, Exporter, ExportRequest, Limit, LoadedArtifact, TensorSpec, moved
+from exporters.base import Artifact, Exporter, ExportRequest, Limit, LoadedArtifact, TensorSpec, moved, refuse_unfit
 from exporters.errors import refusing
-from exporters.evidence import Evidence, dtype_name, gather
+from exporters.evidence import Evidence, gather
 from exporters.exported_program import captured, conditions_of_program, guards_in_force, take_guards
 from exporters.file_values import FileValues, Program, ProgramValues
-from exporters.input_checks import refuse_unfit
 from exporters.isolation import silent
 from exporters.metadata import extra_files, read_extra_file, write_archive
 from exporters.proof import prove_at_calls, prove_program
 from exporters.routes import Route, first_right
+from optimize_export.wording import dtype_name
 
 
 class Pt2Exporter(Exporter):
@@ -130,7 +130,7 @@ def input_specs(program: torch.export.ExportedProgram) -> tuple[TensorSpec, ...]
 
 def _spec(name: Any, value: torch.Tensor) -> TensorSpec:
     shape: Sequence[int | str] = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
-    return TensorSpec(name, dtype_name(value), tuple(shape))
+    return TensorSpec(name, dtype_name(value.dtype), tuple(shape))
 
 
 def _save(program: torch.export.ExportedProgram, path: Path, extra: dict[str, str]) -> None:

@@ -10,12 +10,12 @@ import torch
 
 from exporters.base import Captures
 from exporters.conditions import Condition
-from exporters.decisions import Watch, reads_an_open_size, refuse_values, traced, watching
+from exporters.decisions import Watch, refuse_values
+from exporters.eager_runs import splits_an_open_dim
 from exporters.errors import RouteRefused
 from exporters.evidence import Evidence
 from exporters.exported_program import conditions_of_numbers, conditions_of_program, shared_program
-from exporters.lists import splits_an_open_dim
-from exporters.traced_graphs import follow_inputs, follow_settings
+from exporters.tracing import follow_inputs, follow_settings, traced, watching
 
 # How much larger a size is than in the calls when it is tried whether Python reads it; the strides of a model multiply to
 # less, so that a size that they divide differs, too.
@@ -93,7 +93,9 @@ def _refuse_branches_on_counts(evidence: Evidence, watch: Watch) -> None:
 
 
 def _reads_an_open_size(evidence: Evidence, *, far: bool) -> bool:
-    """Whether Python reads a size in the trace that isn't the same at all sizes; also if that can't be determined.
+    """Whether Python reads a size or a number of pieces in the trace that isn't the same at all sizes.
+
+    Also if that can't be determined.
 
     Args:
         far: whether to compare much larger sizes, too.
@@ -102,9 +104,15 @@ def _reads_an_open_size(evidence: Evidence, *, far: bool) -> bool:
     try:
         if far:
             calls += [_far_from_the_calls(view) for view in evidence.along if not view.steps]
-        return reads_an_open_size(evidence.adapter, calls)
+        asked = [traced(evidence.adapter, inputs)[1].asked for inputs in calls]
+        if len({tuple(map(len, sizes)) for sizes in asked}) > 1:
+            # The model takes another path at another size.
+            return True
+        fixed = [[len(set(each)) == 1 for each in zip(*sizes, strict=True)] for sizes in zip(*asked, strict=True)]
+        _, watch = traced(evidence.adapter, calls[0], fixed)
     except RouteRefused:
         return True
+    return bool(watch.sizes or watch.pieces)
 
 
 def _far_from_the_calls(view: Evidence) -> tuple[torch.Tensor, ...]:

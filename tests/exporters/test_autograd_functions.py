@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from exporters import ExportError, ExportRequest, TorchScriptExporter
-from exporters.autograd_functions import traced_by_their_forwards
+from exporters.tracing import traced_by_their_forwards
 
 
 class Doubled(torch.autograd.Function):

@@ -1,6 +1,6 @@
 import pytest
 
-from exporters.guards import UnreadableGuard, guard_holds
+from exporters.conditions import UnreadableGuard, guard_holds
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from exporters.isolation import torchscript_allowed
-from exporters.traced_graphs import follow_inputs, follow_settings
+from exporters.tracing import follow_inputs, follow_settings
 
 
 class Positions(nn.Module):
