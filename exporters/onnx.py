@@ -18,6 +18,7 @@ import onnx_ir as ir
 import torch
 import torch.onnx
 from google.protobuf.message import DecodeError
+from onnx_ir.passes.common import NameFixPass
 
 from exporters.base import Artifact, Exporter, ExportRequest, Limit, LoadedArtifact, TensorSpec, clones
 from exporters.conditions import Condition
@@ -240,27 +241,14 @@ def _refuse_what_no_runtime_gives(evidence: Evidence) -> None:
 
 def _strip(model: ir.Model) -> None:
     """Remove details of the build machine and of the model's source, and name every node."""
-    model.doc_string = None
-    model.metadata_props.clear()
+    # onnx_ir's ClearMetadataAndDocStringPass leaves those of the model and of values.
     graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
-    for graph in graphs:
-        graph.doc_string = None
-        graph.metadata_props.clear()
-        for value in graph.inputs:
-            _strip_value(value)
-        for index, node in enumerate(graph.all_nodes()):
-            node.doc_string = None
-            node.metadata_props.clear()
-            node.name = node.name or f"{node.op_type}_{index}"
-            for value in node.outputs:
-                _strip_value(value)
-    for initializer in model.graph.initializers.values():
-        _strip_value(initializer)
-
-
-def _strip_value(value: ir.Value) -> None:
-    value.doc_string = None
-    value.metadata_props.clear()
+    nodes = [node for graph in graphs for node in graph.all_nodes()]
+    values = [value for owner in (*graphs, *nodes) for value in (*owner.inputs, *owner.outputs) if value is not None]
+    for each in (model, *graphs, *nodes, *values, *model.graph.initializers.values()):
+        each.doc_string = None
+        each.metadata_props.clear()
+    NameFixPass()(model)
 
 
 def _name_open_dims(model: ir.Model, evidence: Evidence) -> None:

@@ -38,6 +38,7 @@ from typing import Any, Literal
 import numpy as np
 import onnx
 import onnx_ir as ir
+from onnx_ir.passes.common import NameFixPass
 
 from exporters.errors import CalibrationError, NothingToQuantize, QuantizationError, refusing
 from exporters.isolation import silent
@@ -128,8 +129,7 @@ def quantized(
     Args:
         calibration: calls with typical inputs; only int8-static needs them.
         keep: names of nodes to leave in float. They compute in float, but with int8-static they may read an activation
-            that was rounded for another node: a second copy costs time and gains no accuracy. A node without a
-            unique name is called `<operator>_<index>`.
+            that was rounded for another node: a second copy costs time and gains no accuracy.
 
     Raises:
         NothingToQuantize: the file has nothing to quantize, or `keep` names all of it.
@@ -144,7 +144,7 @@ def quantized(
 def prepared(source: Path, folder: Path, kind: Kind, calibration: Calibration) -> Iterator[Quantizer]:
     """A quantizer of the file `source`, with temporary files in `folder`. It calibrates once for all files it writes."""
     model = ir.load(source)
-    name_nodes(model)
+    NameFixPass()(model)
     names = {node.name or "" for node in model.graph}
     if kind != "float16":
         _transpose_weights(model)
@@ -317,20 +317,6 @@ class _Calls:
     def get_next(self) -> dict[str, np.ndarray] | None:
         call = next(self._calls, None)
         return None if call is None else dict(call)
-
-
-def name_nodes(model: ir.Model) -> None:
-    """Give a name to each node of the main graph that has none, or that of an earlier node."""
-    names = {node.name for node in model.graph}
-    seen: set[str | None] = {None, ""}
-    for index, node in enumerate(model.graph):
-        if node.name in seen:
-            name = f"{node.op_type}_{index}"
-            while name in names:
-                name += "_"
-            node.name = name
-            names.add(name)
-        seen.add(node.name)
 
 
 def check_calibration(model: ir.Model, calibration: Calibration, *, required: bool) -> None:

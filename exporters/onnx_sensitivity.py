@@ -10,9 +10,10 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes.common import NameFixPass
 
 from exporters.errors import CalibrationError
-from exporters.onnx_quantization import Calibration, Kind, QuantizedFile, check_calibration, name_nodes, prepared
+from exporters.onnx_quantization import Calibration, Kind, QuantizedFile, check_calibration, prepared
 from optimize_export.onnx_runtime import ort
 
 # Each call takes a run of the file per node, so one row of two calls must do.
@@ -87,7 +88,7 @@ def sensitivities(
         CalibrationError: there are no calls, or one doesn't fit the file's inputs.
     """
     exact, rounded = ir.load(float_file), ir.load(quantized_file.files[0])
-    name_nodes(exact)
+    NameFixPass()(exact)
     if not calibration:
         raise CalibrationError("Measuring the errors of nodes needs calibration calls: pass some typical inputs.")
     check_calibration(exact, calibration, required=True)
