@@ -1,4 +1,4 @@
-"""Operators that torch's own ONNX exporter translates incorrectly."""
+"""Operators that torch translates wrongly to ONNX, and pads that onnxruntime would fuse wrongly."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tiny_models import enliven
 from torch import Tensor, nn
 
-from exporters import onnx_operators
+from exporters import ExportError, ExportRequest, OnnxExporter, onnx_operators
 from optimizer import export
 
 QUERIES, KEYS, HEADS = 3, 5, 4
@@ -151,3 +151,72 @@ def test_whether_all_are_true(tmp_path: Path) -> None:
     artifact = exported(AllTrue().eval(), (drawn(2, 5),), tmp_path)
     for x in (drawn(3, 5), torch.full((2, 5), 10.0), torch.tensor([[1.0, 2.0, 3.0, 4.0, 9.5]])):
         assert torch.equal(artifact.load()(x)[0], AllTrue()(x))
+
+
+class Padded(nn.Module):
+    """Pads negative numbers, with zeros by default, and pools the result."""
+
+    def __init__(self, dims: int, pool: str = "max_pool", value: float = 0.0) -> None:
+        super().__init__()
+        self.dims, self.value = dims, value
+        self.pool = getattr(F, f"{pool}{dims}d")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pool(F.pad(-x.abs() - 1, [1] * 2 * self.dims, value=self.value), 3, 2)
+
+
+def exported_pads(model: nn.Module, dims: int, folder: Path) -> Any:
+    calls = tuple(((torch.randn(size, 2, *[6] * dims),), {}) for size in (2, 3, 1))
+    artifact = OnnxExporter().export(ExportRequest(model.eval(), calls), folder)
+    x = torch.randn(5, 2, *[6] * dims)
+    torch.testing.assert_close(artifact.load()(x)[0], model(x))
+    return artifact, [node for node in onnx.load(artifact.path).graph.node if node.op_type == "Pad"]
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_zeros_in_front_of_a_maximum_are_kept(dims: int, tmp_path: Path) -> None:
+    artifact, (pad,) = exported_pads(Padded(dims), dims, tmp_path)
+    assert artifact.route == "dynamo"
+    assert len(pad.input) == 4
+
+
+class PadLayer(nn.Module):
+    """Padding by `nn.ConstantPad2d` before max pooling."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.pad = nn.ConstantPad2d(1, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(self.pad(x), 3, 2)
+
+
+# The calls have no negative numbers, so padding with minus infinity instead of zero would not show.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("opset", "value"), [(opset, value) for opset in (10, 11, 13, 17, 18) for value in (0.0, 0.5, -3.0)][1:]
+)
+def test_zeros_are_kept_in_old_operator_sets_where_no_call_shows_it(opset: int, value: float, tmp_path: Path) -> None:
+    calls = tuple(((torch.rand(size, 2, 6, 6),), {}) for size in (2, 3))
+    artifact = OnnxExporter().export(ExportRequest(PadLayer(value).eval(), calls, opset=opset), tmp_path)
+    x = -torch.rand(4, 2, 6, 6) - 1
+    torch.testing.assert_close(artifact.load()(x)[0], PadLayer(value)(x))
+
+
+def test_an_operator_set_in_which_zeros_can_not_be_kept_is_refused(tmp_path: Path) -> None:
+    calls = tuple(((torch.rand(size, 2, 6, 6),), {}) for size in (2, 3))
+    with pytest.raises(ExportError, match="treats zero padding before a maximum as minus infinity in opset 10: use 18"):
+        OnnxExporter().export(ExportRequest(PadLayer().eval(), calls, opset=10), tmp_path)
+
+
+def test_other_pads_stay_as_they_are(tmp_path: Path) -> None:
+    _, (pad,) = exported_pads(Padded(2, "avg_pool"), 2, tmp_path)
+    assert len(pad.input) < 4
+
+
+def test_two_pads_of_one_rank_share_their_axes(tmp_path: Path) -> None:
+    model = nn.Sequential(Padded(2), nn.Upsample(scale_factor=2), Padded(2))
+    artifact, pads = exported_pads(model, 2, tmp_path)
+    assert len(pads) == 2
+    assert len({pad.input[3] for pad in pads}) == 1
+    assert sum("axes_of_pads" in each.name for each in onnx.load(artifact.path).graph.initializer) == 1

@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 import torch
-from exportable_models import Branch, Mlp, Replacement, floats, mlp_calls
+from exportable_models import Branch, Mlp, floats, mlp_calls
 from tiny_models import enliven
 from torch import nn
 from torch._higher_order_ops import while_loop
@@ -236,12 +236,6 @@ def test_a_process_that_knows_nothing_of_this_project_loads_it(tmp_path):
         check=True,
     )
     assert done.stdout == "(1, 4)\n(7, 4)\n"
-
-
-def test_another_forward_is_not_confused_with_the_class(tmp_path):
-    model = enliven(Mlp())
-    vars(model)["forward"] = Replacement(model)
-    assert export(model, mlp_calls(2, 3), tmp_path).route == "trace"
 
 
 def test_nothing_but_torchscript_is_silenced():

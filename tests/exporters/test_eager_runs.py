@@ -1,7 +1,10 @@
-"""Models that draw random numbers in eval: formats that draw as torch does, and ONNX, which can't."""
+"""Models whose eager run shows what no file can hold: drawn numbers, and a number of dims that follows the batch size."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +13,12 @@ from tiny_models import enliven
 from torch import nn
 
 from exporters.base import ExportRequest
-from exporters.errors import ExportError
+from exporters.errors import ExportError, StructureError
+from exporters.evidence import gather
 from exporters.registry import exporter_named
 from optimize_export.errors import ParityError
 from optimizer import export, verify_bundle
+from optimizer.command import cli
 
 
 class Drawing(nn.Module):
@@ -79,7 +84,7 @@ def test_no_onnx_file_is_made_of_a_model_that_draws_and_the_line_is_told(tmp_pat
     message = str(raised.value)
     assert "dynamo, dynamo-unoptimized and torchscript: the model draws random numbers at" in message
     assert line in message
-    assert "test_draws.py" in message
+    assert "test_eager_runs.py" in message
     assert "export to torchscript or pt2" in message
 
 
@@ -120,3 +125,86 @@ def test_the_folder_that_shows_what_is_wrong_draws_the_same_numbers(tmp_path):
     assert sampled.startswith("sampled: off by ")
     assert sampled.endswith(": right")
     assert kept.endswith(": wrong")
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 5)
+
+
+class Method(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x.mean((2, 3), keepdim=True).squeeze())
+
+
+class Function(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pooled = x.mean((2, 3))
+        return torch.squeeze(self.head(pooled))
+
+
+class Branch(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.head(x.mean((2, 3)))
+        return y[0] if len(y) == 1 else y
+
+
+class Mended(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x.mean((2, 3), keepdim=True).flatten(1))
+
+
+REMEDY = ", or leave batch size 1 out, as in `batch_sizes=(2, 3, 5)`."
+SQUEEZE = "also removes the dim that changes. Name the dims to remove, as in `squeeze(-1)`, or use `flatten(1)`"
+
+
+@pytest.mark.parametrize("rows", [(2, 1), (4, 1, 2)])
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (
+            Method,
+            "`return self.head(x.mean((2, 3), keepdim=True).squeeze())` in the model's forward (test_eager_runs.py:…) "
+            + SQUEEZE,
+        ),
+        (
+            Function,
+            "`return torch.squeeze(self.head(pooled))` in the model's forward (test_eager_runs.py:…) " + SQUEEZE,
+        ),
+        (Branch, "Return the same number of dims at all sizes"),
+    ],
+)
+def test_a_lost_dim_is_told_with_its_line_and_the_remedy(kind: type[nn.Module], told: str, rows: Any) -> None:
+    calls = tuple(((torch.randn(size, 3, 4, 4),), {}) for size in rows)
+    with pytest.raises(StructureError) as caught:
+        gather(ExportRequest(model=kind().eval(), calls=calls, dynamic_batch=True))
+    sentence = str(caught.value)
+    assert sentence.startswith("Output `output` has shape (5,) where `x` has (1, 3, 4, 4), and (")
+    assert re.sub(r"\.py:\d+", ".py:…", sentence).endswith(told + REMEDY)
+    if kind is Method:
+        gather(ExportRequest(model=Mended().eval(), calls=calls, dynamic_batch=True))
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [(Method, (2, 3, 5)), (Mended, (2, 3, 5)), (Mended, None)])
+def test_a_batch_size_of_one_that_is_left_out_is_noted(kind: type[nn.Module], sizes: Any, tmp_path: Path) -> None:
+    inputs = (torch.randn(2, 3, 4, 4),)
+    bundle = export(
+        kind().eval(), inputs, output=tmp_path / "net", formats=["torchscript"], batch_sizes=sizes, bench=False
+    )
+    noted = [note for note in bundle.manifest["notes"] if note.startswith("batch size 1 isn't compared, because")]
+    assert len(noted) == (sizes is not None)
+
+
+def test_the_command_names_its_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(
+        "import torch\nfrom torch import nn\nclass Net(nn.Module):\n    def forward(self, x):\n"
+        "        return (x * 2).squeeze()\nexample_inputs = (torch.ones(2, 3) + torch.arange(3),)\n"
+    )
+    assert cli.main(["net.py", "--formats", "torchscript", "--quiet"]) == 2
+    error = capsys.readouterr().err
+    assert "`return (x * 2).squeeze()` in the model's forward (net.py:5)" in error
+    assert "as in --batch-sizes 2,3,5." in error
