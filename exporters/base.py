@@ -39,16 +39,13 @@ class Adapter(nn.Module):
     non-tensors are constants of the file. The model is run once to learn the structure of its outputs, unless `outputs`
     is passed.
 
-    Attributes:
-        inputs, outputs: the structures of the arguments (by name) and of the output.
-        input_names: one name per tensor, from the signature of the model's forward: `x`, `past_key_values_0_1`.
-        output_names: one name per tensor, from the keys of the output (`logits`), or else `output`, `output_0`, …
-
     Raises:
         StructureError: an argument or output isn't a tree of tensors and constants; the outputs contain no tensor; the
             model holds a sparse, nested or mkldnn tensor; the names passed are invalid, duplicates or the wrong number.
     """
 
+    # One name per tensor, from the signature of the model's forward (`past_key_values_0_1`), and from the keys of the
+    # output (`logits`), or else `output`, `output_0`, …
     input_names: tuple[str, ...]
     output_names: tuple[str, ...]
 
@@ -79,6 +76,7 @@ class Adapter(nn.Module):
         self.training = model.training
         bound = bind(model, args, kwargs or {})
         self._positional = len(args)
+        # The structures of the arguments (by name) and of the output.
         self.inputs = Structure(bound, side="argument")
         if outputs is None:
             with undisturbed(self), silent():
@@ -181,13 +179,10 @@ def clones(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 class Captures:
-    """The captures of one model by torch.export, each made when it is first needed and shared by all formats.
-
-    Attributes:
-        adapter: wraps the copy of the model that is captured. Formats trace and run other copies.
-    """
+    """The captures of one model by torch.export, each made when it is first needed and shared by all formats."""
 
     def __init__(self, adapter: Adapter) -> None:
+        # It wraps the copy of the model that is captured. Formats trace and run other copies.
         self.adapter = adapter
         self._made: dict[Hashable, Any] = {}
 
@@ -215,98 +210,78 @@ class Captures:
         return None if isinstance(made, RouteRefused) else made
 
 
-class Proof(Protocol):
-    """The type of `ExportRequest.proof`."""
-
-    def __call__(self, loaded: LoadedArtifact, files: Sequence[Path]) -> bool: ...
-
-
 @dataclass(frozen=True)
 class ExportRequest:
-    """A model to export, with example calls and options.
+    """A model to export, with example calls and options."""
 
-    Attributes:
-        model: any module, in the mode (training or eval) in which to export it.
-        calls: (args, kwargs) of several calls with the same structure. The first one is traced, and the file must be
-            right for all of them. With a dynamic batch, the first call has at least two rows, since every tracer
-            specializes a size of 1. The other calls have other batch sizes. With several open sizes, each one changes
-            by itself in at least one call, better in two; the others keep their size of the first call. In further
-            calls all may grow together, by equal steps.
-        dynamic_batch: whether to leave dim 0 open for every input tensor whose dim 0 differs between the calls.
-        open_dims: open dims by input name, each with the name of its size: {"ids": {0: "batch", 1: "time"}}. Dims with
-            the same name have the same size. For the inputs listed here, this replaces `dynamic_batch`.
-        input_names, output_names: names that replace the derived ones, one per tensor.
-        opset: version of the ONNX operator set, one of `exporters.onnx.opsets()`; None for the exporter's default.
-            Other formats ignore it.
-        computes_in: the half precision that the model computes in, whatever the dtypes of its outputs; None if there is
-            none.
-        metadata: the user's metadata for the file, in addition to the standard entries (`exporters.metadata`).
-        outputs: the model's flat outputs at each call, if the caller has them; None makes the exporter run the model.
-            They are assumed to be the same in every run.
-        varying: the dims of outputs, each as output index and dim, whose size depends on input values as far as known.
-        undecided: indices of outputs whose order or choice the model leaves to equal scores; only `proof` compares
-            their values by place.
-        chosen: those of the undecided outputs that equal scores choose, with the share of their elements that other
-            choices may change.
-        output_structure: the structure of the model's output, if the caller has it.
-        proof: compares the artifact loaded from these files with the model, at these calls and others, and returns
-            whether it is right. None makes the exporter compare all calls itself.
-        captures: the captures that the formats of one export share: of `model` or of a copy of it, at the same calls.
-            None makes the exporter capture for itself.
-        place_of: locates the first difference between a refused file and the model at the given inputs of the file, as
-            a clause: "first differs at …"; "" if unknown. It is called if every route was refused.
-    """
-
+    # Any module, in the mode (training or eval) in which to export it.
     model: nn.Module
+    # (args, kwargs) of several calls with the same structure. The first one is traced, and the file must be right for all
+    # of them. With a dynamic batch, the first call has at least two rows, since every tracer specializes a size of 1. The
+    # other calls have other batch sizes. With several open sizes, each one changes by itself in at least one call, better
+    # in two; the others keep their size of the first call. In further calls all may grow together, by equal steps.
     calls: tuple[tuple[tuple[Any, ...], Mapping[str, Any]], ...]
+    # Whether to leave dim 0 open for every input tensor whose dim 0 differs between the calls.
     dynamic_batch: bool = True
+    # Open dims by input name, each with the name of its size: {"ids": {0: "batch", 1: "time"}}. Dims with the same name
+    # have the same size. For the inputs listed here, this replaces `dynamic_batch`.
     open_dims: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    # Names that replace the derived ones, one per tensor.
     input_names: tuple[str, ...] | None = None
     output_names: tuple[str, ...] | None = None
+    # The version of the ONNX operator set, one of `exporters.onnx.opsets()`; None for the exporter's default.
     opset: int | None = None
+    # The half precision that the model computes in, whatever the dtypes of its outputs; None if there is none.
     computes_in: torch.dtype | None = None
+    # The user's metadata for the file, in addition to the standard entries (`exporters.metadata`).
     metadata: Mapping[str, str] = field(default_factory=dict)
+    # The model's flat outputs at each call, if the caller has them; None makes the exporter run the model. They are
+    # assumed to be the same in every run.
     outputs: tuple[tuple[torch.Tensor, ...], ...] | None = None
+    # The dims of outputs, each as output index and dim, whose size depends on input values as far as known.
     varying: frozenset[tuple[int, int]] = frozenset()
+    # Indices of outputs whose order or choice the model leaves to equal scores; only `proof` compares their values by
+    # place. `chosen` has those that equal scores choose, with the share of elements that other choices may change.
     undecided: frozenset[int] = frozenset()
     chosen: Mapping[int, float] = field(default_factory=dict)
+    # The structure of the model's output, if the caller has it.
     output_structure: Structure | None = None
-    proof: Proof | None = None
+    # Compares the artifact loaded from these files with the model, at these calls and others, and returns whether it is
+    # right. None makes the exporter compare all calls itself.
+    proof: Callable[[LoadedArtifact, Sequence[Path]], bool] | None = None
+    # The captures that the formats of one export share: of `model` or of a copy of it, at the same calls. None makes the
+    # exporter capture for itself.
     captures: Captures | None = None
+    # Locates the first difference between a refused file and the model at the given inputs of the file, as a clause:
+    # "first differs at …"; "" if unknown. It is called if every route was refused.
     place_of: Callable[[Artifact, tuple[torch.Tensor, ...]], str] | None = None
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An input or output of a file.
-
-    Attributes:
-        dtype: as in "float32".
-        shape: a number per fixed dim and a name ("batch") per open dim.
-    """
+    """An input or output of a file."""
 
     name: str
+    # As in "float32".
     dtype: str
+    # A number per fixed dim and a name ("batch") per open dim.
     shape: tuple[int | str, ...]
 
 
 class LoadedArtifact(Protocol):
-    """A file ready to run.
-
-    Attributes:
-        device: "cpu" or "cuda"; the file runs there and returns its outputs there.
-        placement: the number of operators by provider, for formats that choose a device per operator; else None.
-        settings: runtime settings that affect precision, as the runtime reports them: {"onnxruntime_tf32": "off"}.
-    """
+    """A file ready to run."""
 
     @property
-    def device(self) -> str: ...
+    def device(self) -> str:
+        """The file's device, "cpu" or "cuda": it runs there and returns its outputs there."""
 
     @property
-    def placement(self) -> dict[str, int] | None: ...
+    def placement(self) -> dict[str, int] | None:
+        """The number of operators by provider, for formats that choose a device per operator; else None."""
 
     @property
-    def settings(self) -> dict[str, str]: ...
+    def settings(self) -> dict[str, str]:
+        """Runtime settings that affect precision, as the runtime reports them: {"onnxruntime_tf32": "off"}."""
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the file: inputs and outputs are flat, in the file's order; inputs may be on any device."""
@@ -314,62 +289,54 @@ class LoadedArtifact(Protocol):
 
 @dataclass(frozen=True)
 class Limit:
-    """A condition on sizes beyond which a file was not compared, because the inputs would be too large to build.
+    """A condition on sizes beyond which a file was not compared, because the inputs would be too large to build."""
 
-    Attributes:
-        condition: a relation of sizes by name, such as `4096*batch <= 2147483648`.
-        size, largest: the name of a size, and its largest value where the others are as in the example inputs.
-    """
-
+    # A relation of sizes by name, such as `4096*batch <= 2147483648`.
     condition: str
+    # The name of a size, and its largest value where the others are as in the example inputs.
     size: str
     largest: int
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """An exported file.
+    """An exported file."""
 
-    Attributes:
-        format: name of the exporter.
-        path: the file to load.
-        files: all files of the artifact: `path` first, then external data if there is any.
-        route: how it was made: "trace", "script", "dynamo", "dynamo-unoptimized", "torchscript", "export",
-            "export-strict", "aotinductor", "aotinductor-strict".
-        refused: (route, reason) of the routes that were tried before.
-        inputs, outputs: the file's signature.
-        notes: sentences about checks that weren't possible, and about the machine that the file was made for.
-        limits: the file is right only where all of these conditions hold.
-        crashes: a clause for each route that was refused because the runtime crashed on its file.
-        loader: the exporter's `load`.
-        opset: version of the ONNX operator set of the file; None for other formats.
-        metadata: the metadata in the file.
-        unoptimized: like `loader`, but without the runtime's graph optimizations; None where the runtime has none.
-        program: the program that the file was made from, where there is one; not stored in the file.
-        values: loads the file so that it returns the values with these names, or all for None; None where unsupported.
-        parts: loads the file's modules as callables; None where the file has none.
-    """
-
+    # The name of the exporter.
     format: str
+    # The file to load, and all files: `path` first, then external data if there is any.
     path: Path
     files: tuple[Path, ...]
+    # How it was made: "trace", "script", "dynamo", "dynamo-unoptimized", "torchscript", "export", "export-strict",
+    # "aotinductor", "aotinductor-strict".
     route: str
+    # (route, reason) of the routes that were tried before.
     refused: tuple[tuple[str, str], ...]
+    # The file's signature.
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    # Sentences about checks that weren't possible, and about the machine that the file was made for.
     notes: tuple[str, ...] = ()
+    # The file is right only where all of these conditions hold.
     limits: tuple[Limit, ...] = field(default=(), kw_only=True)
+    # A clause for each route that was refused because the runtime crashed on its file.
     crashes: tuple[str, ...] = field(default=(), kw_only=True)
+    # The exporter's `load`.
     loader: Callable[[Path, str], LoadedArtifact] = field(kw_only=True, repr=False, compare=False)
+    # The version of the ONNX operator set of the file; None for other formats.
     opset: int | None = field(default=None, kw_only=True)
     metadata: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    # Like `loader`, but without the runtime's graph optimizations; None where the runtime has none.
     unoptimized: Callable[[Path, str], LoadedArtifact] | None = field(
         default=None, kw_only=True, repr=False, compare=False
     )
+    # The program that the file was made from, where there is one; not stored in the file.
     program: Program | None = field(default=None, kw_only=True, repr=False, compare=False)
+    # Loads the file so that it returns the values with these names, or all for None; None where unsupported.
     values: Callable[[Path, str, Collection[str] | None], FileValues] | None = field(
         default=None, kw_only=True, repr=False, compare=False
     )
+    # Loads the file's modules as callables; None where the file has none.
     parts: Callable[[Path, str], FileParts] | None = field(default=None, kw_only=True, repr=False, compare=False)
 
     def load(self, device: str = "cpu") -> LoadedArtifact:
@@ -378,13 +345,9 @@ class Artifact:
 
 
 class Exporter(ABC):
-    """One file format.
+    """One file format."""
 
-    Attributes:
-        name: the user's name for the format.
-        file_name: name of the file inside a bundle.
-    """
-
+    # The user's name for the format, and the name of the file inside a bundle.
     name: ClassVar[str]
     file_name: ClassVar[str]
 

@@ -18,21 +18,17 @@ _LARGEST = 1 << 20
 
 @dataclass(frozen=True)
 class Condition:
-    """An assumption that a capture made.
+    """An assumption that a capture made."""
 
-    Attributes:
-        what: the condition or its location in the source, for messages.
-        holds: whether it holds at a batch.
-        hints: batches worth checking, such as a number that the batch is compared with.
-        along: the index of the view in `Evidence.along` whose size the condition is about.
-        relation: the condition as a relation of sizes by name, such as `4096*batch <= 2147483648`; "" if a bundle can't
-            declare it.
-    """
-
+    # The condition or its location in the source, for messages.
     what: str
+    # Whether it holds at a batch.
     holds: Callable[[int], bool]
+    # Batches worth checking, such as a number that the batch is compared with.
     hints: frozenset[int] = frozenset()
+    # The index of the view in `Evidence.along` whose size the condition is about.
     along: int = 0
+    # The condition as a relation of sizes by name: `4096*batch <= 2147483648`; "" if a bundle can't declare it.
     relation: str = ""
 
 

@@ -66,14 +66,6 @@ class Watch(TorchFunctionMode):
     """Record where Python reads values and sizes of the inputs while an adapter is traced.
 
     It sees calls of torch in the model's code, but not those inside torch's own Python functions.
-
-    Attributes:
-        values: places where Python reads a value that depends on the inputs' values.
-        counts: places where Python branches on a size that depends on the inputs' values.
-        sizes: places where Python reads a size of a tensor that is computed from the inputs.
-        pieces: places where a tensor computed from the inputs is split into a number of tensors that may follow a size.
-        asked: the sizes and numbers of pieces that the model's code read, one tuple per call that gives them.
-        in_numpy: those of the places at which a tensor becomes a numpy array.
     """
 
     def __init__(self, adapter: Adapter, fixed: Sequence[Sequence[bool]] = ()) -> None:
@@ -83,11 +75,16 @@ class Watch(TorchFunctionMode):
             fixed: which of the `asked` sizes are the same in all calls; reading these isn't recorded.
         """
         super().__init__()
+        # Places where Python reads a value that depends on the inputs' values, or branches on a size that does.
         self.values: list[str] = []
         self.counts: list[str] = []
+        # Places where Python reads a size of a tensor that is computed from the inputs, or where such a tensor is split
+        # into a number of tensors that may follow a size.
         self.sizes: list[str] = []
         self.pieces: list[str] = []
+        # The sizes and numbers of pieces that the model's code read, one tuple per call that gives them.
         self.asked: list[tuple[int, ...]] = []
+        # Those of the places at which a tensor becomes a numpy array.
         self.in_numpy: set[str] = set()
         self._fixed = fixed
         self._paths = paths_of(adapter.model)

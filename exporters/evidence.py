@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
-from exporters.base import Adapter, Captures, ExportRequest, Proof, TensorSpec
+from exporters.base import Adapter, Captures, ExportRequest, LoadedArtifact, TensorSpec
 from exporters.conditions import Line, line_through
 from exporters.eager_runs import dims_that_change, place_of_draws
 from exporters.errors import RouteRefused, StructureError
@@ -31,46 +32,39 @@ class TooLarge(RouteRefused):
 
 @dataclass(frozen=True)
 class Evidence:
-    """The model's inputs and outputs at every call, and the open dims of both.
-
-    Attributes:
-        unstable: indices of outputs that differ between two runs on the same inputs; only their shapes and dtypes can
-            be compared.
-        open_dims: the (input, dim) pairs that change between calls.
-        computes_in: the half precision that the model computes in, whatever the dtypes of its outputs; None if there is
-            none.
-        metadata: all metadata to write into the file.
-        declared: those `open_dims` that the request names.
-        directions: the ways in which the sizes change, where there are several.
-        steps: the `steps` of the direction, in the evidence for a single direction.
-        fixed: the names and values of sizes that the calls change, but that are fixed here at others.
-        draws: the source location where the model draws the random numbers that make outputs unstable; "" if there is
-            none.
-        outputs_given: whether the caller supplied the outputs, so that the model wasn't run for them.
-        proof, undecided, chosen: those of the request.
-        captures: the `captures` of the request, or new ones of the adapter.
-        in_a_row: the largest number of terms that a format's loops add sequentially, where torch sums pairwise.
-    """
+    """The model's inputs and outputs at every call, and the open dims of both."""
 
     adapter: Adapter
     inputs: tuple[tuple[torch.Tensor, ...], ...]
     outputs: tuple[tuple[torch.Tensor, ...], ...]
+    # Indices of outputs that differ between two runs on the same inputs; only their shapes and dtypes can be compared.
     unstable: frozenset[int]
+    # The (input, dim) pairs that change between calls.
     open_dims: tuple[tuple[int, int], ...]
     input_specs: tuple[TensorSpec, ...]
     output_specs: tuple[TensorSpec, ...]
+    # The half precision that the model computes in, whatever the dtypes of its outputs; None if there is none.
     computes_in: torch.dtype | None = None
+    # All metadata to write into the file.
     metadata: Mapping[str, str] = field(default_factory=dict)
+    # Those `open_dims` that the request names.
     declared: frozenset[tuple[int, int]] = frozenset()
+    # The ways in which the sizes change, where there are several; and the `steps` of the one of a single view.
     directions: tuple[Direction, ...] = ()
     steps: tuple[int, ...] = ()
+    # The names and values of sizes that the calls change, but that are fixed here at others.
     fixed: tuple[tuple[str, int], ...] = ()
+    # The line where the model draws the random numbers that make outputs unstable; "" if there is none.
     draws: str = ""
+    # Whether the caller supplied the outputs, so that the model wasn't run for them.
     outputs_given: bool = False
-    proof: Proof | None = None
+    # Those of the request.
+    proof: Callable[[LoadedArtifact, Sequence[Path]], bool] | None = None
     undecided: frozenset[int] = frozenset()
     chosen: Mapping[int, float] = field(default_factory=dict)
+    # The largest number of terms that a format's loops add sequentially, where torch sums pairwise.
     in_a_row: int = 1
+    # Those of the request, or new ones of the adapter.
     captures: Captures = field(kw_only=True)
 
     @contextmanager

@@ -129,28 +129,21 @@ def _computes_tensor(node: Any) -> bool:
 
 @dataclass(frozen=True)
 class Program:
-    """The program that a file was made from. Its values have their names in the file.
-
-    Attributes:
-        places: the place of each value in the model.
-        inputs: the names of the values that each value is computed from.
-        in_file: the names in the file of values that have another name in the program.
-    """
+    """The program that a file was made from. Its values have their names in the file."""
 
     exported: torch.export.ExportedProgram
+    # The place of each value in the model.
     places: Mapping[str, Place]
+    # The names of the values that each value is computed from.
     inputs: Mapping[str, Sequence[str]]
+    # The names in the file of values that have another name in the program.
     in_file: Mapping[str, str]
 
     @classmethod
     def of(
         cls, exported: torch.export.ExportedProgram, model: nn.Module, in_file: Mapping[str, str] | None = None
     ) -> Program:
-        """The exported program of an adapter around `model`, with the places that its nodes name now.
-
-        Args:
-            in_file: as for the attribute.
-        """
+        """The exported program of an adapter around `model`, with the places that its nodes name now."""
         in_file = in_file or {}
         # All but sizes: tensors, and operations with several results.
         nodes = {

@@ -80,13 +80,10 @@ KINDS: Mapping[str, tuple[Kind, ...]] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a quantized file was made.
-
-    Attributes:
-        kept: the names of the nodes that stay in float.
-    """
+    """How a quantized file was made."""
 
     kind: Kind
+    # The names of the nodes that stay in float.
     kept: tuple[str, ...] = ()
 
     @classmethod
@@ -104,17 +101,12 @@ class Recipe:
 
 @dataclass(frozen=True)
 class QuantizedFile:
-    """A quantized ONNX file.
+    """A quantized ONNX file."""
 
-    Attributes:
-        files: the file, and its external data if it is large.
-        kind: how it was quantized.
-        kept: names of the nodes that were left in float on request.
-        quantized: names of the nodes of the float file that were quantized.
-    """
-
+    # The file, and its external data if it is large.
     files: tuple[Path, ...]
     kind: Kind
+    # Names of nodes of the float file: those that were left in float on request, and those that were quantized.
     kept: tuple[str, ...]
     quantized: tuple[str, ...]
 

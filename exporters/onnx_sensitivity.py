@@ -25,16 +25,13 @@ _MOST_KEPT = 1 / 4
 
 @dataclass(frozen=True)
 class Search:
-    """The outcome of `within_budget`.
+    """The outcome of `within_budget`."""
 
-    Attributes:
-        accepted: the first accepted file; None if none was.
-        last: the last file written, with the most nodes in float. It is the one on disk.
-        tried: how many files were written.
-    """
-
+    # The first accepted file; None if none was.
     accepted: QuantizedFile | None
+    # The last file written, with the most nodes in float. It is the one on disk.
     last: QuantizedFile
+    # How many files were written.
     tried: int
 
 

@@ -168,10 +168,6 @@ class OnnxValues:
     """A file that returns its values with the given names, or all.
 
     A run holds all of them at once. This takes as much memory as one call of the model that frees nothing.
-
-    Attributes:
-        names: the requested values that the file computes.
-        outputs: the names of the file's outputs.
     """
 
     def __init__(self, path: Path, device: torch.device, names: Collection[str] | None) -> None:
@@ -227,18 +223,14 @@ class OnnxValues:
 
 @dataclass(frozen=True)
 class NodeRun:
-    """One run of a node of the graph as onnxruntime optimized it.
+    """One run of a node of the graph as onnxruntime optimized it."""
 
-    Attributes:
-        name: of the node; onnxruntime's own nodes, such as those that reorder a layout, have names of their own.
-        op_type: its operator.
-        shapes: of its inputs.
-        seconds: its time, without that of the nodes in its subgraphs. On a GPU this is the time to launch it.
-    """
-
+    # onnxruntime's own nodes, such as those that reorder a layout, have names of their own.
     name: str
     op_type: str
+    # The shapes of its inputs.
     shapes: Any
+    # Without the time of the nodes in its subgraphs. On a GPU this is the time to launch it.
     seconds: float
 
 

@@ -19,16 +19,13 @@ OpenDims = dict[tuple[int, int], tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Direction:
-    """Calls in which certain open dims change while the others keep their size.
+    """Calls in which certain open dims change while the others keep their size."""
 
-    Attributes:
-        calls: indices of the calls; the first one is always call 0.
-        dims: the (input, dim) pairs that change.
-        steps: where several sizes grow together, the step number of each call, starting at 1; otherwise empty.
-    """
-
+    # Indices of the calls; the first one is always call 0.
     calls: tuple[int, ...]
+    # The (input, dim) pairs that change.
     dims: tuple[tuple[int, int], ...]
+    # Where several sizes grow together, the step number of each call, starting at 1; otherwise empty.
     steps: tuple[int, ...] = ()
 
 

@@ -24,18 +24,15 @@ _LONGEST_LINE = 80
 
 @dataclass(frozen=True)
 class Place:
-    """The location of an operation in the model.
+    """The location of an operation in the model."""
 
-    Attributes:
-        module: path of the module whose forward runs the operation; "" for the model itself.
-        call: the number of that module's call, starting at 1.
-        line: "modeling_bert.py:175", the innermost line outside torch; "" if it is unknown.
-        operation: the name of the operation: "linear".
-    """
-
+    # The path of the module whose forward runs the operation; "" for the model itself.
     module: str
+    # The number of that module's call, starting at 1.
     call: int
+    # "modeling_bert.py:175", the innermost line outside torch; "" if it is unknown.
     line: str
+    # The name of the operation: "linear".
     operation: str
 
     def __str__(self) -> str:

@@ -54,15 +54,12 @@ _MOST_AT_ONE = 4
 
 @dataclass(frozen=True)
 class _Untried:
-    """The first batch that breaks a condition and is too large to try, with the refusal if nothing excludes it.
-
-    Attributes:
-        is_alone: whether the other sizes are those of the calls.
-    """
+    """The first batch that breaks a condition and is too large to try, with the refusal if nothing excludes it."""
 
     shapes: Shapes
     refusal: RouteRefused
     limit: Limit
+    # Whether the other sizes are those of the calls.
     is_alone: bool
 
 

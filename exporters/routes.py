@@ -24,14 +24,11 @@ _LARGEST_KEPT = 2**30
 
 @dataclass(frozen=True)
 class Route:
-    """One way to produce a format.
-
-    Attributes:
-        write: writes the files into an empty folder, proves them, and returns them, main file first. Raises
-            RouteRefused if the result isn't right.
-    """
+    """One way to produce a format."""
 
     name: str
+    # Writes the files into an empty folder, proves them, and returns them, main file first. Raises RouteRefused if the
+    # result isn't right.
     write: Callable[[Path], tuple[Path, ...]]
 
 
