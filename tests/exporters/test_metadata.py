@@ -123,13 +123,4 @@ def test_an_archive_with_other_things_in_their_place_is_one_sentence(content, tm
 def test_what_no_file_can_say_is_one_sentence(metadata, sentence):
     with pytest.raises(MetadataError, match=sentence):
         refuse_metadata(metadata)
-
-
-def test_an_exporter_takes_none_of_ours_from_the_user(tmp_path):
-    with pytest.raises(MetadataError, match=r"'optimize_export\.torch' is reserved for this program"):
-        export("torchscript", tmp_path, metadata={"optimize_export.torch": "1.0"})
-    assert not list(tmp_path.iterdir())
-
-
-def test_keys_that_only_look_like_ours_are_the_users():
     refuse_metadata({"optimize_exporter": "x", "my.optimize_export.torch": "y", "model": "z", **GIVEN})

@@ -97,6 +97,7 @@ ones = torch.ones(4, 50)
         (ones, ones * float("nan"), "its largest error is nan, where the model's largest value is 1"),
         (ones * float("nan"), ones * float("nan"), None),
         (ones * float("nan"), ones, "NaN or infinity occur in different places"),
+        (ones * float("nan"), ones * 0, "NaN or infinity occur in different places"),
         (ones * float("inf"), -ones * float("inf"), "NaN or infinity occur in different places"),
         (ones.half(), ones.half() * 1.01, None),
         (ones.half(), ones.half() * 1.1, "its largest error is 0.1, where the model's largest value is 1"),

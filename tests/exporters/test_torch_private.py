@@ -26,13 +26,6 @@ def test_a_trace_says_that_it_records():
     assert seen == [False, True]
 
 
-def test_a_size_without_an_upper_bound_holds_any_number():
-    bounds = torch_private.at_least(2)
-    assert 2 in bounds
-    assert 10**9 in bounds
-    assert 1 not in bounds
-
-
 def test_the_log_is_off_inside_and_back_afterwards(monkeypatch):
     before = torch._C._jit_onnx_log
     with torch_private.without_onnx_log():
@@ -68,14 +61,6 @@ def test_an_lstm_is_captured_for_any_number_of_steps(monkeypatch):
     monkeypatch.delattr(torch._decomp.decompositions, "select_one_layer_lstm_function")
     with torch_private.lstm_in_one_piece():
         assert not hasattr(torch._decomp.decompositions, "select_one_layer_lstm_function")
-
-
-def test_what_inductor_needs_is_there(tmp_path):
-    assert isinstance(torch_private.vector_flags(), str)
-    assert callable(torch_private.package_writer())
-    assert callable(torch_private.package_loader().load_metadata_from_package)
-    with torch_private.inductor_cache(tmp_path):
-        pass
 
 
 def test_options_that_this_torch_lacks_are_left_out(monkeypatch):

@@ -114,13 +114,6 @@ def test_every_byte_of_an_escaped_name_is_read_back():
     assert read == b'getattr(self, "' + b"".join(b"\\%03o" % byte for byte in range(256)) + b'")'
 
 
-def test_what_torch_reads_is_left_as_it_is():
-    source = b'x = getattr(self, "a\\t\\"\\\\\\001/)+ \xc3\xa9")\ny : __torch__.Net = self.y\n'
-    assert readable("code/net.py", source) == source
-    attributes = b"\x80\x02c__torch__.net\nNet\nq\x00)\x81}(X\x04\x00\x00\x00fc\xc3\xa9q\x01K\x00ub."
-    assert readable("data.pkl", attributes) == attributes
-
-
 def test_names_stay_apart():
     assert len({ascii_name(name) for name in ("Netz", "Nétz", "Nètz", "Nêtz")}) == 4
     assert ascii_name("code/__torch__/modèle.py").isascii()
