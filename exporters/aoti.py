@@ -84,7 +84,7 @@ class AotiExporter(Exporter):
                 )
             program, placed = captured(evidence, strict=strict)
             programs.append(placed)
-            return self._compiled(program, evidence, folder, limits)
+            return self._write_proven(program, evidence, folder, limits)
 
         routes = (
             Route("aotinductor", partial(compiled, strict=False)),
@@ -105,7 +105,7 @@ class AotiExporter(Exporter):
     def read_metadata(path: Path) -> Mapping[str, str]:
         return read_extra_file(path)
 
-    def _compiled(
+    def _write_proven(
         self, program: torch.export.ExportedProgram, evidence: Evidence, folder: Path, limits: list[Limit]
     ) -> tuple[Path, ...]:
         guards = take_guards(program)
@@ -115,15 +115,15 @@ class AotiExporter(Exporter):
                 files = _compile(program, folder)
             # Compiling adds further conditions.
             conditions = conditions_of_program(program, evidence)
-            loaded = self._packaged(files, evidence, (), path)
+            loaded = self._package(files, evidence, (), path)
             agreed = prove_program(evidence, loaded, conditions, guards, limits)
             if kept := guards_in_force(guards, evidence, agreed):
                 del loaded
-                loaded = self._packaged(files, evidence, kept, path)
+                loaded = self._package(files, evidence, kept, path)
             prove_at_calls(evidence, loaded, [path])
         return (path,)
 
-    def _packaged(self, files: Sequence[Path], evidence: Evidence, guards: Sequence[str], path: Path) -> LoadedArtifact:
+    def _package(self, files: Sequence[Path], evidence: Evidence, guards: Sequence[str], path: Path) -> LoadedArtifact:
         """Package these files and load the package."""
         with refusing("the package can't be written"), silent():
             write_package(files, evidence, guards, path)

@@ -467,7 +467,7 @@ def _held(value: Any) -> Iterator[nn.Module | nn.Parameter]:
             yield from _held(item)
 
 
-def moved(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+def move_to(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """The tensors on the device. Those that are there already skip `to`, which takes a microsecond even then."""
     return [each if each.device == device else each.to(device) for each in tensors]
 

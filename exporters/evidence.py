@@ -20,7 +20,7 @@ from exporters.open_dims import BATCH, Direction, directions_of, open_inputs
 from optimize_export.wording import dtype_name
 
 # Maximum bytes of one input that is built only to try a batch outside the calls.
-LARGEST_TRIAL = 64 * 2**20
+_LARGEST_INPUT = 64 * 2**20
 
 # The shapes of all inputs in one call.
 Shapes = list[tuple[int, ...]]
@@ -127,7 +127,7 @@ class Evidence:
         """The growing sizes as a phrase for a message."""
         if self.steps:
             sizes = dict.fromkeys(str(self.input_specs[index].shape[dim]) for index, dim in self.open_dims)
-            return joined(list(sizes))
+            return join_words(list(sizes))
         return f"the {self.size}" if self.size == BATCH else f"`{self.size}`"
 
     def at(self, batch: int) -> str:
@@ -138,7 +138,7 @@ class Evidence:
             sizes |= {str(self.input_specs[index].shape[dim]): shapes[index][dim] for index, dim in self.open_dims}
         if list(sizes) == [BATCH]:
             return f"batch size {batch}"
-        return joined([f"{name} = {size}" for name, size in sizes.items()])
+        return join_words([f"{name} = {size}" for name, size in sizes.items()])
 
     def way_out(self, size: str) -> str:
         """Advice for a size that can't be open, given by name; empty if no input has a dim with that name."""
@@ -150,7 +150,7 @@ class Evidence:
         ]
         if not dims or not self.declared.issuperset(dims):
             return " Fixing the batch size with `static_batch=True` may help: that wasn't tried." if dims else ""
-        named = joined([f"dim {dim} of `{self.input_specs[index].name}`" for index, dim in dims])
+        named = join_words([f"dim {dim} of `{self.input_specs[index].name}`" for index, dim in dims])
         return f" Leaving {named} out of `dynamic=…` may help: that wasn't tried."
 
     @property
@@ -207,7 +207,7 @@ class Evidence:
         made = list(self.inputs[0])
         shapes = self.shapes_at(batch)
         for index in {index for index, _ in self.open_dims}:
-            if made[index].element_size() * math.prod(shapes[index]) > LARGEST_TRIAL:
+            if made[index].element_size() * math.prod(shapes[index]) > _LARGEST_INPUT:
                 raise TooLarge("the inputs would be too large for a comparison", size=self.size)
         for index, dim in self.open_dims:
             rows = made[index]
@@ -317,7 +317,7 @@ def _run_at(
             raise
         shapes = dict(zip(adapter.input_names, inputs[call], strict=True))
         sizes = ", ".join(f"dim {dim} of {name} is {shapes[name].shape[dim]}" for name, dim in varied)
-        named = joined([f"dim {dim} of `{name}`" for name, dim in varied if name in declared])
+        named = join_words([f"dim {dim} of `{name}`" for name, dim in varied if name in declared])
         remedies = [
             f"leaving {named} out of `dynamic=…`" if named else "",
             "`static_batch=True`" if any(not dim for _, dim in varied) else "",
@@ -375,6 +375,6 @@ def _change_of_dims(
     return f"{told}."
 
 
-def joined(words: Sequence[str]) -> str:
+def join_words(words: Sequence[str]) -> str:
     """The words with commas, and "and" before the last one."""
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))

@@ -23,7 +23,7 @@ from exporters.file_values import Program, operations_of
 from exporters.isolation import silent, undisturbed
 from exporters.places import place_in_stack
 from exporters.torch_private import at_least, lstm_in_one_piece
-from exporters.tracing import traced
+from exporters.tracing import trace
 from optimize_export.relations import can_be_declared
 
 # Node metadata about the origin of a node: files and lines of this machine, and how the graph was made.
@@ -118,7 +118,7 @@ def _name_the_line_that_reads_a_value(evidence: Evidence) -> None:
     """
     adapter = evidence.captures.adapter
     try:
-        _, watch = traced(adapter, evidence.inputs[0])
+        _, watch = trace(adapter, evidence.inputs[0])
     except RouteRefused:  # it can't be traced either, for reasons of its own
         return
     refuse_values(watch)

@@ -73,7 +73,7 @@ class OnnxExporter(Exporter):
         def route(name: str) -> Route:
             def write(folder: Path) -> tuple[Path, ...]:
                 limits.clear()
-                return self._proven(name, captures[name], request, evidence, folder, programs, limits)
+                return self._write_proven(name, captures[name], request, evidence, folder, programs, limits)
 
             return Route(name, write)
 
@@ -117,7 +117,7 @@ class OnnxExporter(Exporter):
         """Load the file so that it returns the values with these names; None means all."""
         return OnnxValues(path, torch.device(device), names)
 
-    def _proven(
+    def _write_proven(
         self,
         route: str,
         capture: Callable[[Path], Captured],

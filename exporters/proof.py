@@ -104,7 +104,7 @@ def _prove_at_calls(evidence: Evidence, loaded: LoadedArtifact, files: Sequence[
     if evidence.proof is not None and evidence.proof(loaded, files):
         return None
     # No other comparison is left for the outputs that only the request's own proof compares.
-    return _proven_at(replace(evidence, undecided=frozenset(), chosen={}), loaded, range(len(evidence.inputs)))
+    return _compare_at(replace(evidence, undecided=frozenset(), chosen={}), loaded, range(len(evidence.inputs)))
 
 
 def prove_program(
@@ -132,7 +132,7 @@ def prove_program(
     """
     calls = range(len(evidence.inputs)) if evidence.proof is None else [_smallest(evidence)]
     with evidence.undisturbed(), silent():
-        errors = _proven_at(evidence, loaded, calls)
+        errors = _compare_at(evidence, loaded, calls)
         return _prove_beyond(evidence, loaded, conditions, errors, guards, limits)
 
 
@@ -140,7 +140,7 @@ def _smallest(evidence: Evidence) -> int:
     return min(range(len(evidence.inputs)), key=lambda call: sum(each.numel() for each in evidence.inputs[call]))
 
 
-def _proven_at(evidence: Evidence, loaded: LoadedArtifact, calls: Iterable[int]) -> tuple[float, ...]:
+def _compare_at(evidence: Evidence, loaded: LoadedArtifact, calls: Iterable[int]) -> tuple[float, ...]:
     errors = []
     for inputs, expected in ((evidence.inputs[call], evidence.outputs[call]) for call in calls):
         try:
@@ -184,13 +184,13 @@ def _prove_beyond(
 
     @cache
     def known() -> Sequence[float]:
-        return _proven_at(evidence, loaded, [_smallest(evidence)]) if errors is None else errors
+        return _compare_at(evidence, loaded, [_smallest(evidence)]) if errors is None else errors
 
     agreed: list[Shapes] = [[tuple(tensor.shape) for tensor in tensors] for tensors in evidence.inputs]
     untried: list[_Untried] = []
-    agreed += _proven_from(evidence, loaded, conditions, known, untried, set())
+    agreed += _prove_from(evidence, loaded, conditions, known, untried, set())
     for inputs in _several_at_one(evidence):
-        if _proven_on(evidence, loaded, inputs, known()):
+        if _prove_on(evidence, loaded, inputs, known()):
             agreed.append([tuple(tensor.shape) for tensor in inputs])
     kept = guards_in_force(guards, evidence, agreed)
     for each in untried:
@@ -240,7 +240,7 @@ def _several_at_one(evidence: Evidence) -> Iterator[tuple[torch.Tensor, ...]]:
             yield tuple(made)
 
 
-def _proven_from(
+def _prove_from(
     evidence: Evidence,
     loaded: LoadedArtifact,
     conditions: Sequence[Condition],
@@ -265,7 +265,7 @@ def _proven_from(
     for number, view in enumerate(views):
         own = [condition for condition in conditions if condition.along == number]
         batches = []
-        for batch, others in _proven_along(evidence, view, loaded, own, errors, untried):
+        for batch, others in _prove_along(evidence, view, loaded, own, errors, untried):
             batches.append(batch)
             if (beyond := evidence.fixing(view, batch)) is not None:
                 corners.append((beyond, others))
@@ -283,15 +283,15 @@ def _proven_from(
         sizes = [view.size for view in beyond.along]
         new = [condition for condition in others if (sizes[condition.along], condition.what) not in seen]
         if new:
-            agreed += _proven_from(beyond, loaded, new[:_MOST_FURTHER], errors, untried, seen)
+            agreed += _prove_from(beyond, loaded, new[:_MOST_FURTHER], errors, untried, seen)
     for (one, first), (other, second) in itertools.combinations(largest, 2):
         for view in () if (beyond := evidence.fixing(one, first)) is None else beyond.along:
             if view.open_dims == other.open_dims:
-                agreed += _proven_at_both(view, loaded, second, errors)
+                agreed += _prove_at_both(view, loaded, second, errors)
     return agreed
 
 
-def _proven_at_both(
+def _prove_at_both(
     evidence: Evidence, loaded: LoadedArtifact, batch: int, errors: Callable[[], Sequence[float]]
 ) -> list[Shapes]:
     """The shapes at which two sizes have values outside the calls, if file and model agree there.
@@ -302,14 +302,14 @@ def _proven_at_both(
     if max(math.prod(shape) for shape in shapes) > _LARGEST_OF_BOTH:
         return []
     try:
-        answers = _proven_on(evidence, loaded, evidence.inputs_at(batch), errors())
+        answers = _prove_on(evidence, loaded, evidence.inputs_at(batch), errors())
     except WrongFile as refusal:
         reason = f"at {evidence.at(batch)} the model takes a different path than the captured one: {refusal}"
         raise WrongFile(reason, refusal.inputs, refusal.output, size=evidence.size) from refusal
     return [shapes] if answers else []
 
 
-def _proven_along(
+def _prove_along(
     evidence: Evidence,
     view: Evidence,
     loaded: LoadedArtifact,
@@ -324,7 +324,7 @@ def _proven_along(
     known = {(condition.what, condition.hints) for condition in conditions}
     for condition in waiting:  # grows inside the loop
         batches = [batch for batch, _ in agreed]
-        for batch in _proven_where_it_breaks(view, loaded, condition, tried, errors, untried, batches):
+        for batch in _prove_where_it_breaks(view, loaded, condition, tried, errors, untried, batches):
             own, others = conditions_at(view, batch, evidence.fixing(view, batch))
             agreed.append((batch, others))
             for further in own:
@@ -335,7 +335,7 @@ def _proven_along(
     return agreed
 
 
-def _proven_where_it_breaks(
+def _prove_where_it_breaks(
     evidence: Evidence,
     loaded: LoadedArtifact,
     condition: Condition,
@@ -356,7 +356,7 @@ def _proven_where_it_breaks(
             continue
         tried.add(batch)
         try:
-            answers = _proven_on(evidence, loaded, evidence.inputs_at(batch), errors())
+            answers = _prove_on(evidence, loaded, evidence.inputs_at(batch), errors())
         except RouteRefused as refusal:
             if evidence.steps and isinstance(refusal, TooLarge):
                 # Sizes that grow together soon need too much memory. Each of them was checked by itself.
@@ -387,17 +387,17 @@ def _proven_where_it_breaks(
     return answered
 
 
-def _proven_on(
+def _prove_on(
     evidence: Evidence, loaded: LoadedArtifact, inputs: tuple[torch.Tensor, ...], errors: Sequence[float]
 ) -> bool:
     """Compare file and model on inputs outside the calls; return False where the model raises."""
-    expected = _answers(evidence.adapter, inputs)
+    expected = _run_model(evidence.adapter, inputs)
     if expected is not None:
         _compare(evidence, loaded, inputs, expected, errors)
     return expected is not None
 
 
-def _answers(adapter: Adapter, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+def _run_model(adapter: Adapter, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
     """Run the model; return None where it raises on these inputs."""
     try:
         with undisturbed(adapter), silent():

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch.export.passes import move_to_device_pass
 
-from exporters.base import Artifact, Exporter, ExportRequest, Limit, LoadedArtifact, TensorSpec, moved, refuse_unfit
+from exporters.base import Artifact, Exporter, ExportRequest, Limit, LoadedArtifact, TensorSpec, move_to, refuse_unfit
 from exporters.errors import refusing
 from exporters.evidence import Evidence, gather
 from exporters.exported_program import captured, conditions_of_program, guards_in_force, take_guards
@@ -43,7 +43,7 @@ class Pt2Exporter(Exporter):
             def write(folder: Path) -> tuple[Path, ...]:
                 program, programs[name] = captured(evidence, strict=strict)
                 limits.clear()
-                return self._exported(program, evidence, folder, limits)
+                return self._write_proven(program, evidence, folder, limits)
 
             return Route(name, write)
 
@@ -70,7 +70,7 @@ class Pt2Exporter(Exporter):
         with silent():
             return ProgramValues(_read(path, device), names)
 
-    def _exported(
+    def _write_proven(
         self, program: torch.export.ExportedProgram, evidence: Evidence, folder: Path, limits: list[Limit]
     ) -> tuple[Path, ...]:
         conditions = conditions_of_program(program, evidence)
@@ -118,7 +118,7 @@ class _LoadedProgram:
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         refuse_unfit(self._inputs, tensors)
         with torch.no_grad():
-            outputs = self._forward(*moved(tensors, self._target))
+            outputs = self._forward(*move_to(tensors, self._target))
         return tuple(outputs) if isinstance(outputs, list | tuple) else (outputs,)
 
 

@@ -15,7 +15,7 @@ from exporters.base import Artifact, Exporter, ExportRequest
 from exporters.decisions import first_read
 from exporters.eager_runs import lists_as_long_as_a_size
 from exporters.errors import ExportError, RouteRefused, RuntimeCrashed, WrongFile
-from exporters.evidence import Evidence, joined
+from exporters.evidence import Evidence, join_words
 
 # Maximum bytes of a wrong file to keep until its first wrong operation is located. The other routes may need the disk
 # space of a larger one.
@@ -105,7 +105,9 @@ def _reasons(refused: Sequence[tuple[str, RouteRefused]], clauses: Iterable[str]
         routes_by_reason.setdefault(str(refusal), []).append(tried)
     for clause in clauses:
         routes_by_reason.setdefault(clause, [])
-    return "; ".join(f"{joined(tried)}: {reason}" if tried else reason for reason, tried in routes_by_reason.items())
+    return "; ".join(
+        f"{join_words(tried)}: {reason}" if tried else reason for reason, tried in routes_by_reason.items()
+    )
 
 
 def _place(request: ExportRequest, artifact: Artifact, refusal: WrongFile) -> str:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from exporters.base import Adapter, Artifact, Exporter, ExportRequest, Limit, LoadedArtifact, moved, parameter_names
+from exporters.base import Adapter, Artifact, Exporter, ExportRequest, Limit, LoadedArtifact, move_to, parameter_names
 from exporters.conditions import Condition
 from exporters.errors import RouteRefused, WrongFile, refusing
 from exporters.evidence import Evidence, gather
@@ -41,7 +41,7 @@ class TorchScriptExporter(Exporter):
         def by_trace(folder: Path) -> tuple[Path, ...]:
             module, conditions, size_read = traced_with_conditions(evidence)
             try:
-                return self._proven(module, evidence, folder, conditions, limits)
+                return self._write_proven(module, evidence, folder, conditions, limits)
             except WrongFile as refusal:
                 if not (evidence.open_dims and size_read):
                     raise
@@ -50,7 +50,7 @@ class TorchScriptExporter(Exporter):
 
         def by_script(folder: Path) -> tuple[Path, ...]:
             limits.clear()
-            return self._proven(scripted(evidence.adapter), evidence, folder)
+            return self._write_proven(script(evidence.adapter), evidence, folder)
 
         routes = (Route("trace", by_trace), Route("script", by_script))
 
@@ -85,7 +85,7 @@ class TorchScriptExporter(Exporter):
     def read_metadata(path: Path) -> Mapping[str, str]:
         return read_extra_file(path)
 
-    def _proven(
+    def _write_proven(
         self,
         module: torch.jit.ScriptModule,
         evidence: Evidence,
@@ -101,7 +101,7 @@ class TorchScriptExporter(Exporter):
         return (path,)
 
 
-def scripted(adapter: Adapter) -> torch.jit.ScriptModule:
+def script(adapter: Adapter) -> torch.jit.ScriptModule:
     """Script the model inside a generated forward with flat tensor inputs and outputs, like the adapter's.
 
     Raises:
@@ -208,7 +208,7 @@ class _LoadedTorchScript:
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
-            outputs = self._forward(*moved(tensors, self._target))
+            outputs = self._forward(*move_to(tensors, self._target))
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
 

@@ -15,7 +15,7 @@ from exporters.eager_runs import splits_an_open_dim
 from exporters.errors import RouteRefused
 from exporters.evidence import Evidence
 from exporters.exported_program import conditions_of_numbers, conditions_of_program, shared_program
-from exporters.tracing import follow_inputs, follow_settings, traced, watching
+from exporters.tracing import follow_inputs, follow_settings, trace, watching
 
 # How much larger a size is than in the calls when it is tried whether Python reads it; the strides of a model multiply to
 # less, so that a size that they divide differs, too.
@@ -32,7 +32,7 @@ def traced_with_conditions(evidence: Evidence) -> tuple[torch.jit.ScriptModule, 
     Raises:
         RouteRefused: the model can't be traced, or as for `conditions_of_trace`.
     """
-    module, watch = traced(evidence.adapter, evidence.inputs[0])
+    module, watch = trace(evidence.adapter, evidence.inputs[0])
     follow_settings(module)
     if evidence.device.type != "cpu":
         follow_inputs(module, evidence.device)
@@ -104,12 +104,12 @@ def _reads_an_open_size(evidence: Evidence, *, far: bool) -> bool:
     try:
         if far:
             calls += [_far_from_the_calls(view) for view in evidence.along if not view.steps]
-        asked = [traced(evidence.adapter, inputs)[1].asked for inputs in calls]
+        asked = [trace(evidence.adapter, inputs)[1].asked for inputs in calls]
         if len({tuple(map(len, sizes)) for sizes in asked}) > 1:
             # The model takes another path at another size.
             return True
         fixed = [[len(set(each)) == 1 for each in zip(*sizes, strict=True)] for sizes in zip(*asked, strict=True)]
-        _, watch = traced(evidence.adapter, calls[0], fixed)
+        _, watch = trace(evidence.adapter, calls[0], fixed)
     except RouteRefused:
         return True
     return bool(watch.sizes or watch.pieces)
@@ -124,7 +124,7 @@ def _far_from_the_calls(view: Evidence) -> tuple[torch.Tensor, ...]:
     for more in _FAR:
         try:
             inputs = view.inputs_at(max(view.batches) + more)
-            traced(view.adapter, inputs)
+            trace(view.adapter, inputs)
         except RouteRefused:
             continue
         return inputs
@@ -162,7 +162,7 @@ def _conditions_at(
     except RouteRefused:
         # File and model have already been compared at that batch.
         try:
-            _, watch = traced(adapter, inputs)
+            _, watch = trace(adapter, inputs)
         except RouteRefused:
             return (), ()
         refuse_values(watch, f"at {view.at(batch)} ")

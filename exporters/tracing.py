@@ -43,7 +43,7 @@ def watching(adapter: Adapter, fixed: Sequence[Sequence[bool]] = ()) -> Iterator
         hook.remove()
 
 
-def traced(
+def trace(
     adapter: Adapter, inputs: Sequence[torch.Tensor], fixed: Sequence[Sequence[bool]] = ()
 ) -> tuple[torch.jit.ScriptModule, Watch]:
     """Trace the adapter on these inputs, and record where Python reads traced values; `fixed` is as for `Watch`.

@@ -16,7 +16,7 @@ from exporters import ExportError, ExportRequest, OnnxExporter, TorchScriptExpor
 from exporters.base import Adapter
 from exporters.decisions import Watch
 from exporters.pt2 import Pt2Exporter
-from exporters.tracing import traced
+from exporters.tracing import trace
 
 
 def floats(*shape, seed=0):
@@ -41,7 +41,7 @@ class Deciding(nn.Module):
 
 def decisions(function, x=CALLS[0][0][0]) -> Watch:
     model = enliven(Deciding(function)).eval()
-    return traced(Adapter(model, (x,)), (x,))[1]
+    return trace(Adapter(model, (x,)), (x,))[1]
 
 
 def export(exporter, function, tmp_path, calls=CALLS, **options):
@@ -530,7 +530,7 @@ RECURRENT = [(nn.GRU, False), (nn.RNN, False), (nn.GRU, True), (nn.LSTM, True)]
 @pytest.mark.parametrize(("layer", "packed"), RECURRENT)
 def test_checks_of_torchs_own_layers_decide_nothing(layer, packed):
     inputs = sequences(3, 7, packed=packed)
-    watch = traced(Adapter(Recurrent(layer).eval(), inputs), inputs)[1]
+    watch = trace(Adapter(Recurrent(layer).eval(), inputs), inputs)[1]
     assert (watch.values, watch.sizes) == ([], [])
 
 
