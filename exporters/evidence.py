@@ -1,7 +1,8 @@
-"""The model's inputs and outputs at every call, with which each exporter proves its files."""
+"""The model's inputs and outputs at every call, with which each exporter proves its files, and which of their dims are open."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,8 +17,13 @@ from exporters.eager_runs import dims_that_change, place_of_draws
 from exporters.errors import RouteRefused, StructureError
 from exporters.isolation import silent, undisturbed
 from exporters.metadata import metadata_of
-from exporters.open_dims import BATCH, Direction, directions_of, open_inputs
 from optimize_export.wording import dtype_name
+
+# Default name for the size of dim 0.
+BATCH = "batch"
+
+OpenDims = dict[tuple[int, int], tuple[str, tuple[int, ...]]]
+"""Name and size in each call of an open dim, by (input, dim)."""
 
 # Maximum bytes of one input that is built only to try a batch outside the calls.
 _LARGEST_INPUT = 64 * 2**20
@@ -28,6 +34,18 @@ Shapes = list[tuple[int, ...]]
 
 class TooLarge(RouteRefused):
     """The inputs for a batch would be too large to build."""
+
+
+@dataclass(frozen=True)
+class Direction:
+    """Calls in which certain open dims change while the others keep their size."""
+
+    # Indices of the calls; the first one is always call 0.
+    calls: tuple[int, ...]
+    # The (input, dim) pairs that change.
+    dims: tuple[tuple[int, int], ...]
+    # Where several sizes grow together, the step number of each call, starting at 1; otherwise empty.
+    steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -247,9 +265,9 @@ def gather(request: ExportRequest) -> Evidence:
         outputs=request.output_structure,
     )
     inputs = tuple(adapter.flatten_inputs(*call) for call in request.calls)
-    open_dims = open_inputs(adapter.input_names, inputs, request.dynamic_batch, request.open_dims)
+    open_dims = _open_inputs(adapter.input_names, inputs, request.dynamic_batch, request.open_dims)
     named = {symbol for dims in request.open_dims.values() for symbol in dims.values()}
-    directions = directions_of(open_dims, named)
+    directions = _directions_of(open_dims, named)
     outputs, unstable = request.outputs or (), frozenset[int]()
     given = bool(outputs) and all(len(flat) == len(adapter.output_names) for flat in outputs)
     if not given:
@@ -282,6 +300,96 @@ def gather(request: ExportRequest) -> Evidence:
         chosen={} if request.proof is None else request.chosen,
         captures=request.captures or Captures(adapter),
     )
+
+
+def _open_inputs(
+    names: tuple[str, ...],
+    inputs: tuple[tuple[torch.Tensor, ...], ...],
+    dynamic: bool,
+    declared: Mapping[str, Mapping[int, str]],
+) -> OpenDims:
+    """The open dims; undeclared ones share a name where their sizes are equal in all calls."""
+    found = _declared_inputs(names, inputs, declared)
+    symbols = {sizes: symbol for symbol, sizes in found.values()}
+    for index, name in enumerate(names):
+        shapes = [tensors[index].shape for tensors in inputs]
+        if len({tensors[index].dtype for tensors in inputs}) > 1:
+            raise StructureError(f"Input `{name}` changes its dtype between the calls.")
+        if name in declared:
+            continue
+        if len({len(shape) for shape in shapes}) > 1 or len({shape[1:] for shape in shapes}) > 1:
+            raise StructureError(f"Input `{name}` changes more than its first dim between the calls.")
+        if len(set(shapes)) == 1:
+            continue
+        if not dynamic:
+            raise StructureError(f"Input `{name}` changes its shape between the calls of a static export.")
+        sizes = tuple(shape[0] for shape in shapes)
+        if sizes[0] < 2:
+            raise StructureError(
+                f"Input `{name}` has batch size {sizes[0]} in the first call; tracing needs two rows or more."
+            )
+        symbol = symbols.setdefault(sizes, f"{name}_batch" if BATCH in symbols.values() else BATCH)
+        found[index, 0] = (symbol, sizes)
+    return dict(sorted(found.items()))
+
+
+def _declared_inputs(
+    names: tuple[str, ...], inputs: tuple[tuple[torch.Tensor, ...], ...], declared: Mapping[str, Mapping[int, str]]
+) -> OpenDims:
+    found: OpenDims = {}
+    sizes_of: dict[str, tuple[int, ...]] = {}
+    for index, name in enumerate(names):
+        if name not in declared:
+            continue
+        shapes = [tensors[index].shape for tensors in inputs]
+        if len({len(shape) for shape in shapes}) > 1:
+            raise StructureError(f"Input `{name}` changes its number of dims between the calls.")
+        for dim, sizes in enumerate(zip(*shapes, strict=True)):
+            symbol = declared[name].get(dim)
+            if symbol is None and len(set(sizes)) > 1:
+                raise StructureError(f"Input `{name}` changes dim {dim} between the calls, but that dim isn't open.")
+            if symbol is None:
+                continue
+            if len(set(sizes)) == 1:
+                raise StructureError(f"Dim {dim} of input `{name}` is open, but has the same size in all calls.")
+            if sizes[0] < 2:
+                raise StructureError(
+                    f"Dim {dim} of input `{name}` has the size {sizes[0]} in the first call; tracing needs two or more."
+                )
+            if sizes_of.setdefault(symbol, sizes) != sizes:
+                raise StructureError(f"Dims named {symbol} have different sizes in the same call.")
+            found[index, dim] = (symbol, sizes)
+    return found
+
+
+def _directions_of(open_dims: OpenDims, named: Collection[str]) -> tuple[Direction, ...]:
+    """The ways in which sizes change from the first call: each by itself, then all together.
+
+    Empty where only one size changes. Sizes without a declared name change with the batch.
+
+    Raises:
+        StructureError: a size doesn't change by itself in any call.
+    """
+    dims_of: dict[str, list[tuple[int, int]]] = {}
+    for place, (symbol, _) in open_dims.items():
+        dims_of.setdefault(symbol if symbol in named else BATCH, []).append(place)
+    if len(dims_of) < 2:
+        return ()
+    changed: dict[str, frozenset[int]] = {}
+    for name, dims in dims_of.items():
+        sizes = [open_dims[place][1] for place in dims]
+        changed[name] = frozenset(call for each in sizes for call, size in enumerate(each) if size != each[0])
+    found = []
+    for name, calls in changed.items():
+        alone = calls.difference(*(changed[other] for other in changed if other != name))
+        if not alone:
+            raise StructureError(f"No call changes the size {name} alone.")
+        found.append(Direction((0, *sorted(alone)), tuple(dims_of[name])))
+    shared = frozenset(call for one, other in itertools.combinations(changed.values(), 2) for call in one & other)
+    if shared:
+        together = tuple(place for name, dims in dims_of.items() if shared <= changed[name] for place in dims)
+        found.append(Direction((0, *sorted(shared)), together, tuple(range(1, len(shared) + 2))))
+    return tuple(found)
 
 
 def _run_at_each(
@@ -362,17 +470,17 @@ def _change_of_dims(
     index = next(i for i, (a, b) in enumerate(zip(inputs[odd], inputs[usual], strict=True)) if a.shape != b.shape)
     given = [tuple(inputs[call][index].shape) for call in (odd, usual)]
     function, place = dims_that_change(adapter, inputs[odd], inputs[usual])
-    told = (
+    message = (
         f"Output `{name}` has shape {shapes[odd]} where `{adapter.input_names[index]}` has {given[0]}, and "
         f"{shapes[usual]} where that has {given[1]}"
     )
     if function == "squeeze":
-        told += f": {place} also removes the dim that changes. Name the dims to remove, as in `squeeze(-1)`, or use `flatten(1)`"
+        message += f": {place} also removes the dim that changes. Name the dims to remove, as in `squeeze(-1)`, or use `flatten(1)`"
     else:
-        told += f"{': ' * bool(place)}{place}. Return the same number of dims at all sizes"
+        message += f"{': ' * bool(place)}{place}. Return the same number of dims at all sizes"
     if given[0][0] == 1 != given[1][0]:
-        told += ", or leave batch size 1 out, as in `batch_sizes=(2, 3, 5)`"
-    return f"{told}."
+        message += ", or leave batch size 1 out, as in `batch_sizes=(2, 3, 5)`"
+    return f"{message}."
 
 
 def join_words(words: Sequence[str]) -> str:

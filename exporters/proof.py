@@ -18,10 +18,9 @@ import torch
 from exporters.base import Adapter, Limit, LoadedArtifact, clones
 from exporters.conditions import Condition, breaks
 from exporters.errors import RouteRefused, RuntimeCrashed, StructureError, WrongFile, refusing
-from exporters.evidence import Evidence, Shapes, TooLarge
+from exporters.evidence import BATCH, Evidence, Shapes, TooLarge
 from exporters.exported_program import guards_in_force, guards_refuse
 from exporters.isolation import silent, undisturbed
-from exporters.open_dims import BATCH
 from exporters.trace_conditions import conditions_at
 from optimize_export.relations import Relation
 from optimize_export.wording import dtype_name
