@@ -9,7 +9,8 @@ from tiny_models import enliven
 from torch import nn
 
 import exporters.onnx
-from exporters import ExportError, ExportRequest, OnnxExporter, ProviderFallback, onnx_session, silent
+from exporters import ExportError, ExportRequest, OnnxExporter, ProviderFallback, UnknownOpset, onnx_session, silent
+from exporters.onnx import is_read, opsets, refuse_opset
 from exporters.onnx_session import added_for_shapes, judge_placement, shape_only_nodes
 
 
@@ -372,3 +373,78 @@ def test_outputs_may_have_any_name(tmp_path):
         assert all(map(torch.allclose, artifact.load()(given), expected.values()))
     # A value of the program is found under its name in the file.
     assert artifact.program.places["relu"].operation == "mul"
+
+
+# --------------------------------------------------------------------------------------------------------------- opsets
+
+
+class Normed(nn.Module):
+    """Its LayerNorm is one operator from opset 17 on, which can't be converted to older opsets."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(3)
+
+    def forward(self, x):
+        return self.norm(x) * 2
+
+
+def written_opset(path):
+    return {entry.domain: entry.version for entry in onnx.load(path).opset_import}[""]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("opset", "ir_version"), [(9, None), (13, 7), (17, 8), (18, None), (23, None)])
+def test_the_file_has_the_opset_and_is_as_old_as_that(opset, ir_version, tmp_path):
+    artifact = export(enliven(Mlp()), mlp_calls(2, 3), tmp_path, opset=opset)
+    assert written_opset(artifact.path) == artifact.opset == opset
+    assert ir_version in (None, onnx.load(artifact.path).ir_version)
+    newest = export(Mlp(), mlp_calls(2, 3), tmp_path)
+    assert newest.opset == written_opset(newest.path)
+    assert ir_version is None or onnx.load(newest.path).ir_version > ir_version
+
+
+@pytest.mark.slow
+def test_what_the_new_exporter_cannot_convert_down_goes_by_the_old_one(tmp_path):
+    artifact = export(enliven(Normed()), mlp_calls(2, 3), tmp_path, opset=13)
+    assert artifact.route == "torchscript"
+    assert artifact.opset == written_opset(artifact.path) == 13
+    reason = "torch's exporter writes opset 18 instead of 13"
+    assert artifact.refused == (("dynamo", reason), ("dynamo-unoptimized", reason))
+
+
+@pytest.mark.slow
+def test_no_file_claims_another_opset_than_was_asked_for(tmp_path, monkeypatch):
+    real = torch.onnx.export
+    monkeypatch.setattr(torch.onnx, "export", lambda *args, **options: real(*args, **{**options, "opset_version": 20}))
+    with pytest.raises(ExportError, match="torch's exporter writes opset 20 instead of 18"):
+        export(Mlp(), mlp_calls(2, 3), tmp_path, opset=18)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("with_limits", [True, False])
+def test_the_range_is_that_of_the_exporters_and_of_the_runtime(with_limits, monkeypatch):
+    if not with_limits:  # as in a torch that has them elsewhere
+        monkeypatch.setattr(exporters.onnx, "limits", None)
+    found = opsets.__wrapped__()
+    assert found[0] == 9
+    assert is_read(found[-1])
+    assert not is_read(999)
+    for opset in (None, *opsets()):
+        refuse_opset(opset, ["torchscript", "onnx"])
+
+
+@pytest.mark.parametrize(
+    ("opset", "formats", "reason"),
+    [
+        (8, ["onnx"], r"^Opset 8 isn't available here: .* opsets 9 to \d+\.$"),
+        (999, ["onnx"], "Opset 999 isn't available here"),
+        (-1, ["onnx"], "Opset -1 isn't available here"),
+        ("17", ["onnx"], r"must be a whole number, not '17'\.$"),
+        (True, ["onnx"], r"must be a whole number, not True\.$"),
+        (17, ["torchscript", "pt2"], "applies to ONNX files only, but the formats are torchscript, pt2: add onnx"),
+    ],
+)
+def test_an_opset_that_no_file_can_have_is_one_sentence(opset, formats, reason):
+    with pytest.raises(UnknownOpset, match=reason):
+        refuse_opset(opset, formats)

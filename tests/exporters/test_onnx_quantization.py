@@ -422,8 +422,3 @@ def test_calibration_runs_once_in_a_search_and_an_interrupt_leaves_no_temporary_
     with pytest.raises(KeyboardInterrupt):
         within_budget(mlp, tmp_path / "small.onnx", "int8-static", rows(64), interrupt)
     assert sorted(tmp_path.iterdir()) == [mlp, tmp_path / "small.onnx"]
-
-
-@pytest.mark.parametrize(("most", "counts"), [(0, []), (1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (10, [1, 2, 4, 8, 10])])
-def test_the_number_of_kept_nodes_grows(most, counts):
-    assert list(exporters.onnx_sensitivity._growing(most)) == counts
