@@ -157,9 +157,7 @@ def test_few_files_stand_at_the_root_of_the_optimizer() -> None:
 NAMING_LINES = {
     "optimizer/faults/locating_modules.py",
     "optimizer/diagnosis/evidence.py",
-    "exporters/draws.py",
-    "exporters/ranks.py",
-    "exporters/lists.py",
+    "exporters/eager_runs.py",
     "exporters/decisions.py",
 }
 # Packages of torch with private names, which its documentation tells people to use.
