@@ -9,7 +9,7 @@
     ├── OptimizeFailed                  7  a pass failed or was rolled back under `strict`, or isn't available
     ├── BundleError                     8  the bundle couldn't be written, read or verified
     ├── VacuousError                    9  the model's outputs carry no signal, so nothing could be proven
-    └── FindingsFound                   10 --diagnose has findings of the level of --fail-on
+    └── FindingsFound                   10 diagnose has findings of the level of --fail-on
 
 Each message is one sentence: what is wrong, where, and what to do.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from optimizer.exporting import (
     ExportJob,
     WrittenFiles,
     add_report,
-    check_folders,
     exporters_of,
     is_vacuous,
     measure,
@@ -27,6 +26,7 @@ from optimizer.exporting import (
     opened,
     profiled,
     sizes_of,
+    with_checked_folders,
     write_data,
     write_files,
 )
@@ -42,15 +42,7 @@ from optimizer.model import (
     resolved_device,
     samples_of,
 )
-from optimizer.options import (
-    DEFAULT_FORMATS,
-    Effort,
-    check_effort,
-    check_numbers,
-    is_to_be_timed,
-    is_to_be_tuned,
-    parse_accuracy,
-)
+from optimizer.options import Effort, ExportSettings, is_to_be_timed
 from optimizer.parity import Reference, Tolerance
 from optimizer.pipeline import optimized, provenance_of, report_of
 from optimizer.report import ProgressFunction, no_progress
@@ -60,8 +52,6 @@ from passes.base import Pass
 __all__ = ["export", "optimize", "report_of"]
 
 logger = logging.getLogger(__name__)
-
-FORMATS = DEFAULT_FORMATS
 
 
 def optimize(
@@ -145,7 +135,7 @@ def export(
     example_kwargs: dict[str, Any] | None = None,
     further_inputs: FurtherInputs = (),
     output: str | Path,
-    formats: Sequence[str] = FORMATS,
+    formats: Sequence[str] = ("torchscript", "onnx"),
     exporters: Sequence[Exporter] = (),
     batch_sizes: Sequence[int] | None = None,
     static_batch: bool = False,
@@ -257,17 +247,15 @@ def export(
             with `row_independence`, rows of the original depend on each other. Nothing is written.
         BundleError: the folder can't be written.
     """
+    given = locals()
+    settings = ExportSettings(**{each.name: given[each.name] for each in fields(ExportSettings)})
     check_model(model, runs=True)
-    check_numbers(seed, batch_sizes)
-    check_effort(effort)
-    tunes = is_to_be_tuned(bench, tune, tune_seconds, accuracy, calibration, choices)
-    budget = parse_accuracy(accuracy)
+    settings.check(calibration)
     # Before any of the user's code runs, because it may change the current folder.
-    output, debug_dir, profile_dir = check_folders(output, debug_dir, profile_dir, force=force)
-    own = {} if metadata is None else metadata
-    used = exporters_of(formats, exporters, opset, own)
+    settings = with_checked_folders(settings)
+    used = exporters_of(formats, exporters, opset, metadata or {})
     names = [exporter.name for exporter in used]
-    chosen = None if choices is None else read_choices(choices, names, budget)
+    chosen = None if choices is None else read_choices(choices, names, settings.budget)
     target = resolved_device(device, require_gpu=require_gpu)
     home = target if reference_device is None else resolved_device(reference_device, require_gpu=False)
     provenance = provenance_of(model)
@@ -276,42 +264,24 @@ def export(
     samples = samples_of(example_inputs, example_kwargs, further_inputs, seed, target)
     if samples is None:
         raise UsageError("export() needs example_inputs (or example_kwargs): the tensors of one call of the model.")
-    samples, dims = opened(model, samples, dynamic, input_names, static_batch)
+    samples, dims = opened(model, samples, settings)
+    decided: dict[str, Any] = {"bench": is_to_be_timed(bench), "tune": settings.tunes}
     job = ExportJob(
+        **{**vars(settings), **decided},
         model=model,
         provenance=provenance,
         inputs={"example_inputs": example_inputs, "example_kwargs": example_kwargs, "further_inputs": further_inputs},
         samples=samples,
         dims=dims,
         exporters=used,
-        output=output,
-        debug_dir=debug_dir,
         target=target,
         home=home,
-        batch_sizes=batch_sizes,
-        static_batch=static_batch,
-        dynamic=dynamic,
-        input_names=input_names,
-        output_names=output_names,
-        opset=opset,
-        metadata=own,
-        strict=strict,
-        atol=atol,
-        rtol=rtol,
-        row_independence=row_independence,
-        effort=effort,
-        seed=seed,
         source=source,
-        bench=is_to_be_timed(bench),
-        tune=tunes,
-        tune_seconds=tune_seconds,
-        accuracy=budget,
-        finite_inputs=finite_inputs,
         tell=progress or no_progress,
     )
     measured = measure(job)
     calls = None
-    if not budget.is_exact:
+    if not job.budget.is_exact:
         calls = calibration_of(calibration, samples, measured.adapter, measured.request)
     written: list[WrittenFiles] = []
     benchmarks: list[Benchmark | None] = []
@@ -324,40 +294,32 @@ def export(
         lossy = {} if benchmark is None else benchmark.lossy_choice()
         body = write_data(job, measured, written[0], folder, lossy)
         body |= {} if benchmark is None else benchmark.in_manifest()
-        if profile_dir is not None:
-            profiles.update(profiled(job, measured, written[0], folder, profile_dir))
+        if job.profile_dir is not None:
+            profiles.update(profiled(job, measured, written[0], folder, job.profile_dir))
         return {**body, "build": build} if build else body
 
     def report(folder: Path, manifest: Mapping[str, Any]) -> None:
         add_report(job, measured, written[0], profiles, folder, manifest)
 
-    bundle = write_bundle(output, fill, report=report, force=force)
+    bundle = write_bundle(job.output, fill, report=report, force=force)
     missing = {name: str(error) for name, error in written[0].missing.items()}
     # The messages of this run, because those in the manifest name no folder of this machine.
     timed = None if benchmarks[0] is None else benchmarks[0].to_json()
     bundle = replace(bundle, missing=missing, unproven=tuple(written[0].unproven), benchmark=timed, profile=profiles)
-    job.progress("bundle", 1, 1, str(output))
+    job.progress("bundle", 1, 1, str(job.output))
     if bundle.missing:
-        logger.warning("%s", bundle.what_is_missing(output))
+        logger.warning("%s", bundle.what_is_missing(job.output))
     return bundle
 
 
 def optimize_to_export(
     model: nn.Module,
-    passes: Sequence[Pass | str] | None = None,
+    passes: Sequence[Pass | str] | None,
+    settings: ExportSettings,
     *,
     example_inputs: ExampleInputs | None,
     example_kwargs: dict[str, Any] | None,
     further_inputs: FurtherInputs,
-    device: str,
-    reference_device: str | None,
-    strict: bool,
-    batch_sizes: Sequence[int] | None,
-    static_batch: bool,
-    dynamic: Dynamic | None,
-    input_names: Sequence[str] | None,
-    effort: Effort,
-    seed: int,
     progress: ProgressFunction,
 ) -> nn.Module:
     """Run `optimize`, but refuse a model whose outputs carry no signal before any pass runs, as `export` would.
@@ -370,15 +332,15 @@ def optimize_to_export(
         if not is_vacuous(reference):
             return
         # Other batch sizes may show a signal that these two don't, so measure at all sizes of `export`.
-        home = resolved_device(reference_device or device, require_gpu=False)
-        samples = samples_of(example_inputs, example_kwargs, further_inputs, seed, home)
+        home = resolved_device(settings.reference_device or settings.device, require_gpu=False)
+        samples = samples_of(example_inputs, example_kwargs, further_inputs, settings.seed, home)
         assert samples is not None
-        samples, _ = opened(model, samples, dynamic, input_names, static_batch)
-        sizes = sizes_of(samples, batch_sizes, static_batch, effort)
-        measured_reference(on_device(model, home), samples, sizes, effort)
+        samples, _ = opened(model, samples, settings)
+        sizes = sizes_of(samples, settings.batch_sizes, settings.static_batch, settings.effort)
+        measured_reference(on_device(model, home), samples, sizes, settings.effort)
 
     def with_open_batch(samples: Samples) -> Samples:
-        declared, dims = opened(model, samples, dynamic, input_names, static_batch)
+        declared, dims = opened(model, samples, settings)
         return declared.with_open_batch_only() if dims.places(dims.batch) else samples
 
     return optimized(
@@ -388,10 +350,10 @@ def optimize_to_export(
         example_kwargs=example_kwargs,
         further_inputs=further_inputs,
         mode="inference",
-        device=device,
-        strict=strict,
-        batch_sizes=None if static_batch else batch_sizes,
-        seed=seed,
+        device=settings.device,
+        strict=settings.strict,
+        batch_sizes=None if settings.static_batch else settings.batch_sizes,
+        seed=settings.seed,
         progress=progress,
         check_reference=refuse,
         with_open_batch=with_open_batch,
@@ -399,18 +361,12 @@ def optimize_to_export(
     )
 
 
-def check_dynamic(
-    model: nn.Module,
-    samples: Samples,
-    dynamic: Dynamic,
-    *,
-    input_names: Sequence[str] | None = None,
-    static_batch: bool = False,
-) -> None:
+def check_dynamic(model: nn.Module, samples: Samples, settings: ExportSettings) -> None:
     """Raise the `UsageError` that `export` would raise for `dynamic`; nothing runs."""
-    opened(model, samples, dynamic, input_names, static_batch)
+    opened(model, samples, settings)
 
 
-def check_choices(path: str | Path, formats: Sequence[str], accuracy: str | float) -> None:
+def check_choices(settings: ExportSettings) -> None:
     """Raise the `UsageError` that `export` would raise for `choices`; nothing runs."""
-    read_choices(path, formats, parse_accuracy(accuracy))
+    if settings.choices is not None:
+        read_choices(settings.choices, settings.formats, settings.budget)

@@ -1,34 +1,95 @@
-"""The options of the command, parsed and checked as far as possible without torch."""
+"""What the user may ask for: each setting with its type, default, help line and check, spelled once.
+
+The options of the command, the keys of a config, the arguments of `export`, the record that `--if-changed` compares and
+the reference in docs/options.md come from the fields of these dataclasses. Nothing here needs torch or click.
+"""
 
 import math
 import os
-import pickletools
-import zipfile
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import IO, Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
-from optimize_export.errors import LoadError, UsageError
+from optimize_export.arguments import parse_digest
+from optimize_export.errors import UsageError
+from optimizer.option_texts import (
+    Tolerance,
+    above_zero,
+    number_in,
+    parse_batch_sizes,
+    parse_dynamic,
+    parse_files,
+    parse_metadata,
+    parse_names,
+    parse_passes,
+    parse_shard,
+    parse_tolerance,
+    path_of,
+    whole_number,
+)
 
-DEFAULT_FORMATS = ("torchscript", "onnx")
 # The command's own stage, which comes before the stages of the library.
 LOAD_STAGE = "load"
 # The environment variable that leaves out the timing of files.
 NO_BENCH = "OPTIMIZE_EXPORT_NO_BENCH"
-# Packages whose models have names, such as timm:resnet50.
-LIBRARIES = ("timm", "torchvision", "transformers")
 
-_LARGEST_BATCH = 1 << 20
-# Objects that a file of tensors begins with.
-_CONTAINERS = ("collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter")
-# A file without the zip format has a magic number, a version and the system's sizes before its object.
-_PICKLES_BEFORE = 3
-_Value = TypeVar("_Value", int, str)
 Effort = Literal["quick", "normal", "thorough"]
 """Number of runs that a proof takes."""
-# One number for all outputs, or one per output by its name in the files.
-Tolerance = float | dict[str, float] | None
+
+# The groups of the help and of the reference, in their order.
+GROUPS = {
+    "build": "The config",
+    "model": "The model and its inputs",
+    "shapes": "Shapes and names",
+    "proof": "The proof",
+    "speed": "Speed",
+    "output": "Output",
+}
+
+
+# The declaration of a setting -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Option:
+    """How the command line and a config spell a setting; its default is that of the dataclass field."""
+
+    help: str
+    """One short line."""
+    group: str
+    """One of `GROUPS`."""
+    metavar: str = ""
+    """What the help calls its value; "" for a flag."""
+    more: str = ""
+    """Further sentences, for `--help-all` and the reference."""
+    common: bool = False
+    """Whether `--help` shows it; `--help-all` shows all."""
+    names: tuple[str, ...] = ()
+    """Instead of `--` and the name of the field."""
+    parse: Callable[[str, Any], Any] | None = None
+    """Makes the value from the option's name and its text, or its texts if it is repeated; None keeps the text."""
+    repeated: bool = False
+    choices: tuple[str, ...] = ()
+    default_text: str = ""
+    """What the help calls the default, if the field's doesn't say it."""
+    flags: Mapping[str, tuple[Any, str, str]] = field(default_factory=dict)
+    """Instead of an option with a value: flags, each with the value that it stands for, its help line and `more`."""
+    recorded: bool = True
+    """Whether `--if-changed` compares its text. Files are compared by their content instead."""
+
+
+def option(help: str, group: str, **settings: Any) -> dict[str, Option]:
+    """The metadata of a dataclass field that is an option."""
+    return {"option": Option(help, group, **settings)}
+
+
+def options_of(cls: type) -> dict[str, tuple[Field[Any], Option]]:
+    """The fields of a dataclass that are options, by their names."""
+    return {each.name: (each, each.metadata["option"]) for each in fields(cls) if "option" in each.metadata}
+
+
+# The settings of an export ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -52,138 +113,163 @@ class AccuracyBudget:
         return " and ".join(parts) or "exact"
 
 
-@dataclass(frozen=True)
-class ExportOptions:
-    """Options to make a bundle of a model.
+# fmt: off
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings:
+    """What `export` takes besides the model and its inputs; its docstring explains each."""
 
-    With `passes` None, the preset runs; an empty text means no pass.
+    output: Path = field(metadata=option(
+        "Folder of the bundle.", "output", metavar="DIR", common=True, parse=path_of("folder"),
+        default_text="dist/ and the name of the file or of the library model", recorded=False,
+    ))
+    formats: Sequence[str] = field(default=("torchscript", "onnx"), metadata=option(
+        "Formats: torchscript, onnx, pt2, aoti.", "output", metavar="LIST", common=True, parse=parse_names,
+    ))
+    batch_sizes: Sequence[int] | None = field(default=None, metadata=option(
+        "Batch sizes at which the files are compared.", "shapes", metavar="LIST", parse=parse_batch_sizes,
+        default_text="1,2,3,5,8; for large inputs 1,2,3",
+    ))
+    static_batch: bool = field(default=False, metadata=option(
+        "Fix the batch size to that of the example inputs.", "shapes", common=True,
+    ))
+    dynamic: Mapping[str, Any] | None = field(default=None, metadata=option(
+        "Dynamic dims of an input: ids:0=batch,1=time.", "shapes", metavar="DIMS", common=True, repeated=True,
+        parse=parse_dynamic, default_text="dim 0",
+        more="By its name in the files, instead of dim 0: x:0,2, or with names x:0=batch,2=time. Dims with the same "
+        "name have the same size.",
+    ))
+    input_names: Sequence[str] | None = field(default=None, metadata=option(
+        "Names of the inputs in the files.", "shapes", metavar="LIST", parse=parse_names,
+        default_text="from forward's signature",
+    ))
+    output_names: Sequence[str] | None = field(default=None, metadata=option(
+        "Names of the outputs in the files.", "shapes", metavar="LIST", parse=parse_names,
+        default_text="from the output's keys",
+    ))
+    opset: int | None = field(default=None, metadata=option(
+        "Opset version of the ONNX file.", "output", metavar="N", parse=whole_number(0, 1 << 31, "17"),
+        default_text="torch's",
+    ))
+    metadata: Mapping[str, str] | None = field(default=None, metadata=option(
+        "Add a text to every file, such as author=Jane.", "output", metavar="KEY=VALUE", repeated=True,
+        parse=parse_metadata,
+    ))
+    device: str = field(default="auto", metadata=option(
+        "Where the files run: auto, cpu or cuda.", "output", metavar="DEVICE", common=True,
+        choices=("auto", "cpu", "cuda"),
+    ))
+    reference_device: str | None = field(default=None, metadata=option(
+        "Where the original runs: cpu or cuda, instead of where the files run.", "proof", metavar="DEVICE",
+        choices=("cpu", "cuda"),
+    ))
+    require_gpu: bool = field(default=False, metadata=option(
+        "Fail if there is no GPU, instead of checking on the CPU.", "output",
+    ))
+    force: bool = field(default=False, metadata=option(
+        "Replace the bundle that is at --output.", "output", common=True, recorded=False,
+    ))
+    strict: bool = field(default=False, metadata=option(
+        "Fail if a pass or a format fails.", "proof", common=True,
+        more="Also if a pass is rolled back. Nothing is published if a format is missing.",
+    ))
+    atol: Tolerance = field(default=None, metadata=option(
+        "Tolerance instead of the noise: 1e-3 or logits=1e-3.", "proof", metavar="TOL", common=True, repeated=True,
+        parse=parse_tolerance,
+        more="Allow |file - original| <= atol + rtol * |original| instead of the measured noise.",
+    ))
+    rtol: Tolerance = field(default=None, metadata=option(
+        "Relative part of that tolerance, in the same form; the part that isn't set is 0.", "proof", metavar="TOL",
+        repeated=True, parse=parse_tolerance,
+    ))
+    row_independence: bool = field(default=False, metadata=option(
+        "Also check that each row of the outputs is independent of the other rows of its batch.", "proof",
+    ))
+    effort: Effort = field(default="normal", metadata=option(
+        "Number of runs of the proof.", "proof", common=True,
+        flags={
+            "quick": (
+                "quick", "Prove with fewer runs; the manifest says so.",
+                "Files are compared at two batch sizes, and rounding noise is measured at one.",
+            ),
+            "thorough": (
+                "thorough", "Prove with more runs.",
+                "Files are compared with three samples of the inputs at each batch size, and noise is measured at all.",
+            ),
+        },
+    ))
+    bench: bool | None = field(default=None, metadata=option(
+        "Whether to time the files.", "speed",
+        flags={
+            "no-bench": (False, "Don't time the files next to the original, and recommend none.", ""),
+        },
+    ))
+    tune: bool | None = field(default=None, metadata=option(
+        "Try every runtime and its settings; recommend the best.", "speed", common=True,
+        more="Lossy precisions are tried within --accuracy.",
+    ))
+    tune_seconds: float = field(default=120.0, metadata=option(
+        "About how long --tune may take.", "speed", metavar="N", parse=above_zero, default_text="120",
+    ))
+    accuracy: str | float = field(default="exact", metadata=option(
+        "Budget of lossy files: exact, 0.999, top1=0.99.", "speed", metavar="BUDGET", common=True,
+        more="A number is the least cosine of any output. Implies --tune, unless there are --choices.",
+    ))
+    finite_inputs: bool = field(default=False, metadata=option(
+        "Inputs never have NaN or infinity, so a file that computes something else for them may be recommended.",
+        "speed",
+    ))
+    choices: Path | None = field(default=None, metadata=option(
+        "Ship what this tuned bundle recommends, proven again but without timing.", "speed", metavar="BUNDLE",
+        parse=path_of("bundle"), recorded=False,
+    ))
+    seed: int = field(default=0, metadata=option(
+        "Seed for all random values.", "proof", metavar="N", parse=whole_number(0, 2**63 - 1, "7"), default_text="0",
+    ))
+    debug_dir: Path | None = field(default=None, metadata=option(
+        "New folder for reproductions of files that differ.", "proof", metavar="DIR", parse=path_of("folder"),
+        recorded=False,
+    ))
+    profile_dir: Path | None = field(default=None, metadata=option(
+        "Profile the original, the optimized model and the ONNX file, into this new folder.", "speed", metavar="DIR",
+        parse=path_of("folder"), recorded=False,
+    ))
 
-    Attributes:
-        if_changed: build only if something changed since the bundle at `output` was built, and replace that.
-        given: the options that shape the bundle and aren't files, by their long names, as the user wrote them.
-    """
+    # fmt: on
+    @property
+    def budget(self) -> AccuracyBudget:
+        return parse_accuracy(self.accuracy)
 
-    model: str
-    output: Path
-    name: str | None = None
-    inputs: tuple[str, ...] = ()
-    input_files: tuple[Path, ...] = ()
-    weights: Path | None = None
-    passes: str | None = None
-    formats: tuple[str, ...] = DEFAULT_FORMATS
-    device: str = "auto"
-    reference_device: str | None = None
-    require_gpu: bool = False
-    batch_sizes: tuple[int, ...] | None = None
-    static_batch: bool = False
-    dynamic: dict[str, dict[int, str | None]] | None = None
-    input_names: tuple[str, ...] | None = None
-    output_names: tuple[str, ...] | None = None
-    opset: int | None = None
-    metadata: dict[str, str] = field(default_factory=dict)
-    strict: bool = False
-    force: bool = False
-    seed: int = 0
-    debug_dir: Path | None = None
-    profile_dir: Path | None = None
-    atol: Tolerance = None
-    rtol: Tolerance = None
-    row_independence: bool = False
-    effort: Effort = "normal"
-    bench: bool = True
-    tune: bool | None = None
-    tune_seconds: float = 120.0
-    accuracy: str = "exact"
-    finite_inputs: bool = False
-    calibration: Path | None = None
-    choices: Path | None = None
-    if_changed: bool = False
-    given: dict[str, Any] = field(default_factory=dict, compare=False)
+    def check(self, calibration: object = None) -> None:
+        """Check what needs neither the model nor torch.
 
+        Raises:
+            UsageError: a value is invalid, two contradict each other, or one has no effect without another.
+        """
+        check_numbers(self.seed, self.batch_sizes)
+        if self.effort not in get_args(Effort):
+            raise UsageError(f"effort must be 'quick', 'normal' or 'thorough', not {self.effort!r}.")
+        is_to_be_timed(self.bench)
+        if self.tune is not None and not isinstance(self.tune, bool):
+            raise UsageError(f"tune must be True, False or None, not {self.tune!r}.")
+        seconds: object = self.tune_seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+            raise UsageError(f"The time for tuning must be a number of seconds above 0, not {seconds!r}.")
+        if self.tune and self.choices is not None:
+            raise UsageError("Tuning and choices contradict each other: choices are taken without timing.")
+        if calibration is not None and self.budget.is_exact:
+            raise UsageError(
+                "Calibration data have an effect only with an accuracy budget: add one, such as `accuracy=0.999`."
+            )
+        if self.tunes and self.tune is False:
+            raise UsageError("An accuracy budget has an effect only with tuning or choices: leave out `tune=False`.")
+        if self.tunes and self.bench is False:
+            why = "Tuning times" if self.tune else "An accuracy budget implies tuning, which times"
+            raise UsageError(f"{why} the files: leave out `bench=False`.")
 
-@dataclass(frozen=True)
-class DiagnoseOptions:
-    """Options to diagnose a model.
-
-    Attributes:
-        load: what model to load, and where to run it.
-        fail_on: the lowest level of findings that is a failure; None for no failure.
-    """
-
-    load: ExportOptions
-    fail_on: str | None = None
-
-
-@dataclass(frozen=True)
-class VerifyOptions:
-    """Options to verify a bundle again.
-
-    Attributes:
-        expect: the SHA-256 that the bundle's SHA256SUMS must have.
-        run: False checks hashes and golden data, and loads no model file.
-    """
-
-    bundle: Path
-    device: str = "auto"
-    require_gpu: bool = False
-    expect: str | None = None
-    run: bool = True
-
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """Options to time the files of a bundle."""
-
-    bundle: Path
-    device: str = "auto"
-
-
-@dataclass(frozen=True)
-class RejudgeOptions:
-    """Options to judge the measurements of a bundle again; `factor` None means the factor that the export allowed."""
-
-    bundle: Path
-    atol: Tolerance = None
-    rtol: Tolerance = None
-    factor: float | None = None
-
-
-@dataclass(frozen=True)
-class LayoutOptions:
-    """Options to write an artifact of a bundle into a model repository; `format` None means the recommended one."""
-
-    bundle: Path
-    output: Path
-    format: str | None = None
-
-
-@dataclass(frozen=True)
-class ListOptions:
-    """Options to list the available passes."""
-
-
-@dataclass(frozen=True)
-class AllOptions:
-    """Options to build several models.
-
-    Attributes:
-        commands: the arguments of the command that builds each model, by its name.
-        jobs: how many are built at the same time.
-    """
-
-    commands: dict[str, list[str]]
-    jobs: int = 1
-
-
-Options = (
-    ExportOptions | AllOptions | DiagnoseOptions | VerifyOptions | BenchOptions | RejudgeOptions | LayoutOptions
-    | ListOptions
-)  # fmt: skip
-
-
-def parse_batch_sizes(text: str) -> tuple[int, ...]:
-    """Parse `"1,2,3,5,8"`; raise `UsageError` unless all are different whole numbers from 1 to 2**20."""
-    return _different("--batch-sizes", [_batch_size(part) for part in _parts("--batch-sizes", text)])
+    @property
+    def tunes(self) -> bool:
+        """Whether to tune: an accuracy budget implies it, unless earlier choices are taken."""
+        return bool(self.tune) or (not self.budget.is_exact and self.choices is None)
 
 
 def parse_accuracy(given: object) -> AccuracyBudget:
@@ -197,10 +283,7 @@ def parse_accuracy(given: object) -> AccuracyBudget:
     found: dict[str, float] = {}
     for part in str(given).split(","):
         name, _, number = part.strip().rpartition("=")
-        try:
-            value = float(number)
-        except ValueError:
-            value = math.nan
+        value = number_in(number)
         if name not in ("", "cosine", "top1") or not 0 < value < 1:
             raise UsageError(
                 f"accuracy {given!r} isn't a budget: use exact, a cosine above 0 and below 1 such as 0.999, or top1=0.99."
@@ -209,145 +292,6 @@ def parse_accuracy(given: object) -> AccuracyBudget:
             raise UsageError(f"accuracy {given!r} has two values for {name or 'cosine'}.")
         found[name or "cosine"] = value
     return AccuracyBudget(**found)
-
-
-def parse_seconds(text: str) -> float:
-    """Parse the time for tuning; raise `UsageError` unless it is a number above 0."""
-    return _above_zero("--tune-seconds", text, "for example --tune-seconds 60")
-
-
-def parse_seed(text: str) -> int:
-    """Parse a seed; raise `UsageError` unless it is a whole number that torch's generators accept."""
-    if not (_is_number(text) and int(text) < 2**63):
-        raise UsageError(f"--seed: {text!r} is not a whole number from 0 to {2**63 - 1}.")
-    return int(text)
-
-
-def parse_opset(text: str) -> int:
-    """Parse a whole number; raise `UsageError` for anything else.
-
-    Only torch and onnxruntime know which opsets exist.
-    """
-    if not _is_number(text):
-        raise UsageError(f"--opset: {text!r} is not a whole number; use one such as 17.")
-    return int(text)
-
-
-def parse_metadata(texts: Sequence[str]) -> dict[str, str]:
-    """Parse `["author=Jane"]` to texts by key; raise `UsageError` for a missing key or value, or a repeated key."""
-    found: dict[str, str] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals and key.strip():
-            raise UsageError(f"--metadata {text!r} has no value; add one, such as --metadata {key.strip()}=Jane.")
-        if not key.strip():
-            raise UsageError(f"--metadata {text!r} has no key; add one, such as --metadata author=Jane.")
-        if key in found:
-            raise UsageError(f"--metadata sets {key} twice.")
-        found[key] = value
-    return found
-
-
-def parse_names(option: str, text: str) -> tuple[str, ...]:
-    """Parse `"a,b"`; raise `UsageError` for an empty or repeated name."""
-    return _different(option, _parts(option, text))
-
-
-def parse_tolerance(option: str, texts: Sequence[str]) -> Tolerance:
-    """Parse `["1e-3"]` to a number, and `["logits=1e-3", "boxes=0.1"]` to numbers by output; None if there is no text.
-
-    Raises:
-        UsageError: a value isn't a finite number of at least 0, an output is repeated, or a number for all outputs
-            comes with a number for one output.
-    """
-    found: dict[str, float] = {}
-    for text in texts:
-        name, equals, value = text.rpartition("=")
-        name = name.strip()
-        if equals and not name:
-            raise UsageError(f"{option} {text!r} names no output; use for example {option} logits=1e-3.")
-        if name in found:
-            raise UsageError(f"{option} is given twice for {name or 'all outputs'}.")
-        found[name] = _tolerance(option, value)
-    if "" in found and len(found) > 1:
-        named = next(name for name in found if name)
-        raise UsageError(f"{option} is set for all outputs and for {named}: use one number for all, or one for each.")
-    return found.get("", found or None)
-
-
-def _tolerance(option: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise UsageError(
-            f"{option}: {text!r} is not a number of 0 or more; use for example {option} 1e-3 or logits=1e-3."
-        )
-    return value
-
-
-def parse_factor(text: str) -> float:
-    """Parse a finite number above 0; raise `UsageError` for anything else."""
-    return _above_zero("--factor", text, "one such as 2")
-
-
-def _above_zero(option: str, text: str, advice: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise UsageError(f"{option}: {text!r} is not a number above 0; use {advice}.")
-    return value
-
-
-def parse_dynamic(texts: Sequence[str]) -> dict[str, dict[int, str | None]] | None:
-    """Parse the open dims of the inputs; None if there is no text.
-
-    `["x:0,2"]` gives {"x": {0: None, 2: None}}, and `["x:0=batch,2=time"]` gives {"x": {0: "batch", 2: "time"}}.
-
-    Raises:
-        UsageError: a text has no input or no dim, a dim isn't a whole number of at least 0, the name of a size isn't an
-            identifier, or a dim is repeated.
-    """
-    found: dict[str, dict[int, str | None]] = {}
-    for text in texts:
-        name, colon, dims = text.rpartition(":")
-        name = name.strip()
-        if not colon or not name or not dims.strip():
-            raise UsageError(f"--dynamic {text!r} opens no dim: pass an input and its dims, such as --dynamic x:0,2.")
-        for part in _parts("--dynamic", dims):
-            number, equals, size = (piece.strip() for piece in part.partition("="))
-            if not _is_number(number):
-                raise UsageError(
-                    f"--dynamic {text!r}: {number!r} is not a dim; dims are whole numbers, counted from 0."
-                )
-            if equals and not size.isidentifier():
-                raise UsageError(f"--dynamic {text!r}: {size!r} is not a name for a size; use a word such as 2=time.")
-            if int(number) in found.setdefault(name, {}):
-                raise UsageError(f"--dynamic lists dim {int(number)} of {name} twice.")
-            found[name][int(number)] = size or None
-    return found or None
-
-
-def library_of(model: str) -> str | None:
-    """The library whose model MODEL names; None for the user's file or module.
-
-    A file of this name, or a module `timm.py` in the current folder, comes first.
-    """
-    library = model.partition(":")[0]
-    own = os.path.exists(model) or os.path.exists(f"{library}.py")
-    return library if library in LIBRARIES and not own else None
-
-
-def default_output(model: str) -> Path:
-    """The default folder of the bundle: `dist/` and the name of the file, the module or the library model."""
-    if library_of(model) is not None:
-        return Path("dist") / (os.path.basename(os.path.abspath(model.partition(":")[2])) or "model")
-    place = model.rpartition(":")[0] if model.rpartition(":")[2].replace(".", "_").isidentifier() else model
-    stem = Path(place or model).name.removesuffix(".py")
-    return Path("dist") / (stem.rpartition(".")[2] or "model")
 
 
 def check_numbers(seed: object, batch_sizes: Any) -> None:
@@ -380,172 +324,194 @@ def is_to_be_timed(bench: object) -> bool:
     return bench
 
 
-def is_to_be_tuned(
-    bench: object, tune: object, seconds: object, accuracy: object, calibration: object, choices: object
-) -> bool:
-    """Check the arguments of `export` that choose what to ship, and return whether to tune.
-
-    An accuracy budget implies tuning, unless earlier choices are taken.
-
-    Raises:
-        UsageError: the time isn't a number above 0, two arguments contradict each other, or one has no effect without
-            another.
-    """
-    if tune is not None and not isinstance(tune, bool):
-        raise UsageError(f"tune must be True, False or None, not {tune!r}.")
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-        raise UsageError(f"The time for tuning must be a number of seconds above 0, not {seconds!r}.")
-    if tune and choices is not None:
-        raise UsageError("Tuning and choices contradict each other: choices are taken without timing.")
-    is_exact = parse_accuracy(accuracy).is_exact
-    if calibration is not None and is_exact:
-        raise UsageError(
-            "Calibration data have an effect only with an accuracy budget: add one, such as `accuracy=0.999`."
-        )
-    tuned = bool(tune) or (not is_exact and choices is None)
-    if tuned and tune is False:
-        raise UsageError("An accuracy budget has an effect only with tuning or choices: leave out `tune=False`.")
-    if tuned and bench is False:
-        why = "Tuning times" if tune else "An accuracy budget implies tuning, which times"
-        raise UsageError(f"{why} the files: leave out `bench=False`.")
-    return tuned
+# fmt: off
+# The commands -----------------------------------------------------------------------------------------------------
 
 
-def check_effort(effort: object) -> None:
-    """Raise `UsageError` for an unknown effort."""
-    if effort not in get_args(Effort):
-        raise UsageError(f"effort must be 'quick', 'normal' or 'thorough', not {effort!r}.")
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(ExportSettings):
+    """Make a bundle of a model: the settings of `export`, and what the command loads."""
+
+    model: str
+    """MODEL."""
+    name: str | None = field(default=None, metadata=option(
+        "The model in the file: an instance, a class or a factory.", "model", names=("--model",), metavar="NAME",
+        recorded=False,
+    ))
+    inputs: tuple[str, ...] = field(default=(), metadata=option(
+        "An example input, such as 2x3x224x224.", "model", names=("--input",), metavar="SPEC", common=True,
+        repeated=True, default_text="example_inputs or get_example_inputs() of the file",
+        more="Also float32[2,3], x=float32[2,3]:-1..1 or ids=int64[2,128]:0..30000; repeat for each argument.",
+    ))
+    input_files: tuple[Path, ...] = field(default=(), metadata=option(
+        "A call from a file: .safetensors, .npz, image, text.", "model", names=("--inputs",), metavar="FILE",
+        common=True, repeated=True, parse=parse_files, recorded=False,
+        more="Its tensors are named after forward's arguments, or by position (0, 1, ...); images and .txt files are "
+        "for library models. The first file has the example inputs; further files are checked as they are.",
+    ))
+    weights: Path | None = field(default=None, metadata=option(
+        "Weights: .safetensors, or a state dict.", "model", metavar="FILE", common=True, parse=path_of("file"),
+        recorded=False,
+        more="A state dict has the suffix .pt, .pth, .bin or .ckpt; w.pt:net takes the key net in it.",
+    ))
+    passes: str | None = field(default=None, metadata=option(
+        "Passes in order; none disables all passes.", "model", metavar="LIST", common=True, parse=parse_passes,
+        default_text="the preset",
+        more="Such as fold-conv-bn,channels-last; options follow a name after colons.",
+    ))
+    calibration: Path | None = field(default=None, metadata=option(
+        "Typical inputs for int8: a file or a folder.", "speed", metavar="PATH", common=True, parse=path_of("file"),
+        recorded=False,
+        more=".safetensors or .npz files, or images and .txt files for a library model. With --accuracy.",
+    ))
+    if_changed: bool = field(default=False, metadata=option(
+        "Build only if something changed since the last build.", "output", common=True, recorded=False,
+        more="Compares the model, its files, options and versions with those of the bundle at --output.",
+    ))
+    given: dict[str, Any] = field(default_factory=dict, compare=False)
+    """The options that shape the bundle and aren't files, by their long names, as the user wrote them."""
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments of `export` that are settings, by their names."""
+        return {each.name: getattr(self, each.name) for each in fields(ExportSettings)}
 
 
-def is_utf8(text: str) -> bool:
-    """Whether an argument or path of the system is UTF-8; Python decodes other bytes to lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+@dataclass(frozen=True)
+class DiagnoseOptions:
+    """Diagnose a model."""
+
+    load: ExportOptions
+    """What model to load, and where to run it."""
+    fail_on: str | None = field(default=None, metadata=option(
+        "Exit with 10 if there is a finding of this level or a higher one.", "output", metavar="LEVEL", common=True,
+        choices=("error", "warning", "note"),
+    ))
 
 
-def _parts(option: str, text: str) -> list[str]:
-    if not is_utf8(text):
-        raise UsageError(f"{option} {text!r} isn't UTF-8.")
-    parts = [part.strip() for part in text.split(",")]
-    if not all(parts):
-        raise UsageError(f"{option} {text!r} has an empty entry; separate the entries by single commas.")
-    return parts
+DIAGNOSED = ("name", "inputs", "input_files", "weights", "device", "require_gpu", "seed")
+"""The options of an export that say what model to load, and where to run it."""
 
 
-def _is_number(text: str) -> bool:
-    # Python refuses to parse a number with thousands of digits.
-    return text.isascii() and text.isdigit() and len(text) < 100
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Verify a bundle again."""
+
+    bundle: Path
+    device: str = field(default="auto", metadata=option(
+        "Where the files run: auto, cpu or cuda.", "output", metavar="DEVICE", common=True,
+        choices=("auto", "cpu", "cuda"),
+    ))
+    require_gpu: bool = field(default=False, metadata=option(
+        "Fail if there is no GPU, instead of checking on the CPU.", "output", common=True,
+    ))
+    expect: str | None = field(default=None, metadata=option(
+        "SHA-256 of SHA256SUMS from the builder.", "proof", metavar="SHA256", common=True, parse=parse_digest,
+        more="Any other bundle is refused before it is loaded.",
+    ))
+    run: bool = field(default=True, metadata=option(
+        "Whether to run the files.", "proof", common=True,
+        flags={
+            "no-run": (False, "Check hashes and golden data; load no model file.", ""),
+        },
+    ))
 
 
-def _batch_size(text: str) -> int:
-    if not (_is_number(text) and 1 <= int(text) <= _LARGEST_BATCH):
-        raise UsageError(
-            f"--batch-sizes: {text!r} is not a whole number from 1 to {_LARGEST_BATCH}; use for example 1,2,3,5,8."
-        )
-    return int(text)
+@dataclass(frozen=True)
+class BenchOptions:
+    """Time the files of a bundle."""
+
+    bundle: Path
+    device: str = field(default="auto", metadata=option(
+        "Where the files run: auto, cpu or cuda.", "output", metavar="DEVICE", common=True,
+        choices=("auto", "cpu", "cuda"),
+    ))
 
 
-def _different(option: str, values: Sequence[_Value]) -> tuple[_Value, ...]:
-    twice = [str(value) for value in dict.fromkeys(values) if list(values).count(value) > 1]
-    if twice:
-        raise UsageError(f"{option} has {', '.join(twice)} twice.")
-    return tuple(values)
+@dataclass(frozen=True)
+class RejudgeOptions:
+    """Judge the measurements of a bundle again."""
+
+    bundle: Path
+    atol: Tolerance = field(default=None, metadata=option(
+        "Tolerance instead of the noise: 1e-3 or logits=1e-3.", "proof", metavar="TOL", common=True, repeated=True,
+        parse=parse_tolerance,
+    ))
+    rtol: Tolerance = field(default=None, metadata=option(
+        "Relative part of that tolerance.", "proof", metavar="TOL", common=True, repeated=True, parse=parse_tolerance,
+    ))
+    factor: float | None = field(default=None, metadata=option(
+        "Allowed error in multiples of the noise.", "proof", metavar="K", common=True, parse=above_zero,
+        default_text="4, or 16 if the original ran on another kind of device",
+    ))
 
 
-def refuse_missing_weights(path: Path) -> None:
-    """Raise `LoadError` if the path, without the key after a colon, isn't a file."""
-    path, _ = split_weights(path)
-    if not path.is_file():
-        kind = (
-            "is a folder; use the file in it"
-            if path.is_dir()
-            else "is not a file"
-            if path.exists()
-            else "doesn't exist"
-        )
-        raise LoadError(f"The weights file {path} {kind}.")
+@dataclass(frozen=True)
+class TritonOptions:
+    """Write an artifact of a bundle into a model repository of Triton."""
+
+    bundle: Path
+    output: Path = field(metadata=option(
+        "The model repository.", "output", metavar="DIR", common=True, parse=path_of("repository"),
+    ))
+    format: str | None = field(default=None, metadata=option(
+        "onnx or torchscript.", "output", metavar="FORMAT", common=True, default_text="the recommended one",
+    ))
 
 
-def split_weights(path: Path) -> tuple[Path, str]:
-    """Split `w.pt:net` into the file and the key of the state dict in it, which is "" in `w.pt`."""
-    name, _, key = str(path).rpartition(":")
-    if not name or not key or "/" in key or "\\" in key or path.exists():
-        return path, ""
-    return Path(name), key
+@dataclass(frozen=True)
+class ListOptions:
+    """List the available passes."""
 
 
-def program_in(path: Path) -> str:
-    """What a file contains if it is a program or a whole object instead of tensors, such as "a TorchScript program".
+@dataclass(frozen=True)
+class BuildOptions:
+    """Build several models of a config."""
 
-    Empty if it contains neither, or can't be read.
-    """
-    try:
-        if not zipfile.is_zipfile(path):
-            with path.open("rb") as file:
-                return "" if file.peek(1)[:1] != b"\x80" else _object(file, _PICKLES_BEFORE)
-        with zipfile.ZipFile(path) as archive:
-            names = [name.partition("/")[2] for name in archive.namelist()]
-            if "constants.pkl" in names:
-                return "a TorchScript program"
-            if "serialized_exported_program.json" in names or any(name.startswith("models/") for name in names):
-                return "a program that torch.export wrote"
-            pickled = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
-            if pickled is None:
-                return ""
-            with archive.open(pickled) as file:
-                return _object(file, 0)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
-        return ""
-
-
-def _object(file: IO[bytes], before: int) -> str:
-    """The class of the pickled object, unless it is a container."""
-    for _ in range(before):
-        for _ in pickletools.genops(file):
-            pass
-    for opcode, argument, _ in pickletools.genops(file):
-        if opcode.name == "GLOBAL":
-            called = str(argument).replace(" ", ".")
-            return (
-                ""
-                if argument in _CONTAINERS
-                else f"a whole object of the class {called}, as torch.save(model) writes it"
-            )
-        if opcode.name not in ("PROTO", "FRAME"):
-            return ""
-    return ""
+    commands: dict[str, list[str]]
+    """The arguments of the command that builds each model, by its name."""
+    all: bool = field(default=False, metadata=option(
+        "Build all models of the config.", "build", common=True,
+    ))
+    config: Path | None = field(default=None, metadata=option(
+        "A TOML file with models and their options.", "build", metavar="FILE", common=True, parse=path_of("file"),
+        default_text="pyproject.toml",
+    ))
+    jobs: int = field(default=1, metadata=option(
+        "How many models to build side by side.", "build", names=("-j", "--jobs"), metavar="N", common=True,
+        parse=whole_number(1, 9999, "-j 2"), default_text="1",
+    ))
+    shard: tuple[int, int] = field(default=(1, 1), metadata=option(
+        "Build only every Nth model, from the Ith on.", "build", metavar="I/N", common=True, parse=parse_shard,
+        default_text="1/1",
+    ))
 
 
-def check_debug_folder(directory: str | Path | None) -> None:
-    """Check that nothing exists at the path and that it is UTF-8.
+@dataclass(frozen=True)
+class ShowOptions:
+    """What a command shows of its result."""
 
-    Raises:
-        UsageError: a file or folder exists there, or the path isn't UTF-8.
-    """
-    _check_new_folder(directory, "debugging")
-
-
-def check_profile_folder(directory: str | Path | None, *others: str | Path | None) -> None:
-    """Check that nothing exists at the path, that it is UTF-8, and that it isn't inside of the other folders.
-
-    Raises:
-        UsageError: a file or folder exists there, the path isn't UTF-8, or it is in one of the others.
-    """
-    _check_new_folder(directory, "the profile")
-    for other in others:
-        if directory is not None and other is not None and _real(directory).is_relative_to(_real(other)):
-            raise UsageError(f"{directory} is in the folder {other}, which has other files: use another folder.")
+    details: bool = field(default=False, metadata=option(
+        "Also show routes, tensors and errors of each call.", "output", common=True,
+    ))
+    as_json: bool = field(default=False, metadata=option(
+        "Print one JSON document to stdout, also for an error.", "output", names=("--json",), common=True,
+    ))
+    quiet: bool = field(default=False, metadata=option(
+        "Show only errors and the path of the bundle.", "output", common=True,
+    ))
+    debug: bool = field(default=False, metadata=option(
+        "Show the traceback of an error.", "output",
+    ))
 
 
-def _real(path: str | Path) -> Path:
-    return Path(os.path.realpath(path))
-
-
-def _check_new_folder(directory: str | Path | None, purpose: str) -> None:
-    if directory is not None and os.path.lexists(directory):
-        raise UsageError(f"{directory} already exists: choose a new folder for {purpose}, or delete it.")
-    if directory is not None and not is_utf8(str(directory)):
-        raise UsageError(f"{directory} isn't UTF-8, which the libraries that write there need: use another path.")
+# fmt: on
+Options = (
+    ExportOptions
+    | BuildOptions
+    | DiagnoseOptions
+    | VerifyOptions
+    | BenchOptions
+    | RejudgeOptions
+    | TritonOptions
+    | ListOptions
+)

@@ -121,7 +121,7 @@ def test_its_files_are_proven_and_verified_as_those_of_any_format(name, installe
 
     # Another process finds the package by its entry point too.
     path = os.pathsep.join((str(installed), str(ROOT)))
-    command = [sys.executable, "-m", "_optimize_export_start", "--verify", str(folder)]
+    command = [sys.executable, "-m", "_optimize_export_start", "verify", str(folder)]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

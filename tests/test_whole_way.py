@@ -53,4 +53,4 @@ def test_a_file_and_a_class_may_have_names_in_any_letters(tmp_path, monkeypatch,
     assert main(["modèle.py", "--metadata", "clé=日本", "--quiet"]) == 0
     assert capsys.readouterr().out == f"{Path('dist/modèle')}\n"
     assert (tmp_path / "dist/modèle/README.md").read_text(encoding="utf-8").startswith("# Nétz\n")
-    assert main(["--verify", "dist/modèle", "--quiet"]) == 0
+    assert main(["verify", "dist/modèle", "--quiet"]) == 0

@@ -24,7 +24,7 @@ bundle=
 while read -r sha file || [ -n "$sha" ]; do
     [ -n "$sha" ] || continue
     bundle=$(dirname "$file")
-    ${OPTIMIZE_EXPORT:-optimize-export} --verify "$bundle" --expect "$sha" --device cpu < /dev/null
+    ${OPTIMIZE_EXPORT:-optimize-export} verify "$bundle" --expect "$sha" --device cpu < /dev/null
     parent=$(dirname "$bundle")
     for folder in "$parent"/*/ "$parent"/.[!.]*/ "$parent"/..?*/; do
         if [ -d "$folder" ] && ! is_listed "$folder" "$1"; then

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Write the hash of each bundle in the JSON document of `--all --json`, as sha256sum does. Bundles in dist/ of models that
+# Write the hash of each bundle in the JSON document of `build --all`, as sha256sum does. Bundles in dist/ of models that
 # are no longer in the config aren't listed.
 #
-#     optimize-export --config models.toml --all --json > build.json
+#     optimize-export build --config models.toml --all --json > build.json
 #     sh sums.sh build.json > sums.txt
 set -eu
 python3 -c '

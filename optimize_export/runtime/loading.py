@@ -345,6 +345,6 @@ def _notes(manifest: Mapping[str, Any], model: LoadedModel) -> list[str]:
     if not manifest.get("benchmark") or there["type"] != "cpu" or model.device != "cpu" or there["name"] == here:
         return []
     return [
-        f"{model.route} was chosen on {there['name']}, and this machine is {here}: `optimize-export --bench` measures "
+        f"{model.route} was chosen on {there['name']}, and this machine is {here}: `optimize-export bench` measures "
         "again"
     ]

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from exporters.errors import ExporterError
 from optimize_export.errors import BundleError, OptimizeExportError
 from optimize_export.manifest import entries_below
-from optimizer.options import is_utf8
+from optimizer.paths import is_utf8
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 

@@ -126,7 +126,7 @@ def usage_text(manifest: Mapping[str, Any]) -> str:
         f"Written by {manifest['program']['name']} {manifest['program']['version']} on {manifest['created']}.",
         printable(f"Parity with the original model: {parity['verdict']}. {parity['reason']}").rstrip(),
         "",
-        f"`{PROGRAM} --verify .` checks every file and runs the artifacts on the inputs of `{manifest['golden']['path']}`.",
+        f"`{PROGRAM} verify .` checks every file and runs the artifacts on the inputs of `{manifest['golden']['path']}`.",
         f"`sha256sum -c {SUMS}` checks the files alone. A model file is a program: load or verify it only if you trust its"
         f" builder. `--expect SHA256` checks that the bundle is the builder's, by the SHA-256 of `{SUMS}` that the builder"
         " told you; `--no-run` loads no model file.",

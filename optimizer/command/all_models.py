@@ -1,8 +1,7 @@
-"""`--all`: build the models of a config side by side, each in its own process."""
+"""`build`: build the models of a config side by side, each in its own process."""
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -11,9 +10,9 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from optimize_export.errors import UsageError, failure_document
+from optimize_export.errors import failure_document
 from optimizer.command.user_code import ROOT
-from optimizer.options import NO_BENCH, AllOptions
+from optimizer.options import NO_BENCH, BuildOptions
 
 Document = dict[str, Any]
 _POLL_SECONDS = 0.05
@@ -61,23 +60,7 @@ class _Build:
         return {**document, "exit_code": code, "seconds": seconds}, texts[1]
 
 
-def parse_jobs(text: str) -> int:
-    """Parse the number of processes; raise `UsageError` unless it is a whole number from 1 to 9999."""
-    if not re.fullmatch(r"[1-9][0-9]{0,3}", text):
-        raise UsageError(f"--jobs: {text!r} is not a whole number from 1 to 9999; use for example -j 2.")
-    return int(text)
-
-
-def parse_shard(text: str) -> tuple[int, int]:
-    """Parse "I/N"; raise `UsageError` unless I is a whole number from 1 to N."""
-    found = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", text)
-    number, count = map(int, found.groups()) if found else (0, 0)
-    if not 1 <= number <= count:
-        raise UsageError(f"--shard: {text!r} is not I/N with I from 1 to N; use for example --shard 1/2.")
-    return number, count
-
-
-def builds(options: AllOptions, tell: Callable[[str], object]) -> Generator[tuple[str, Document, str]]:
+def builds(options: BuildOptions, tell: Callable[[str], object]) -> Generator[tuple[str, Document, str]]:
     """Run the builds, and yield the name, the JSON document and the log of each when it ends.
 
     `tell` gets each name when its build starts. If the caller stops early, the running builds are terminated.

@@ -6,12 +6,11 @@ can be checked without the user's code is checked before that code runs.
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from optimize_export.errors import (
     DeviceError,
@@ -55,92 +54,41 @@ def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Docum
     started = time.perf_counter()
     passes = checked_passes(options)
     shown, options = options.output, _with_absolute_paths(options)
-    device = chosen_device(options.device, require_gpu=options.require_gpu)
+    options = replace(options, device=chosen_device(options.device, require_gpu=options.require_gpu))
     if options.reference_device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("--reference-device cuda needs a GPU, but torch finds none here.")
-    if options.choices is not None:
-        check_choices(options.choices, options.formats, options.accuracy)
+    check_choices(options)
     loaded = load_and_run(options, progress)
     if options.dynamic is None and not options.static_batch and options.input_names is None:
         options = replace(options, dynamic=loaded.dynamic)
-    if options.dynamic is not None:
-        check_dynamic(
-            loaded.model,
-            loaded.samples(options.seed),
-            options.dynamic,
-            input_names=options.input_names,
-            static_batch=options.static_batch,
-        )
-    shared = _shared(options, loaded, device, progress)
-    fast = optimize_to_export(loaded.model, passes, **shared)
-    bundle = _bundle(fast, options, loaded, shared)
+    check_dynamic(loaded.model, loaded.samples(options.seed), options)
+    inputs: dict[str, Any] = {
+        "example_inputs": loaded.example_inputs,
+        "example_kwargs": loaded.example_kwargs,
+        "further_inputs": loaded.further_inputs,
+        "progress": progress,
+    }
+    fast = optimize_to_export(loaded.model, passes, options, **inputs)
+    bundle = export(
+        fast,
+        **inputs,
+        **options.settings(),
+        calibration=loaded.calibration,
+        source=loaded.source,
+        build=loaded.build,
+    )
     report = report_of(fast).to_json()
     seconds = round(time.perf_counter() - started, 3)
     document = _exported(shown, bundle, report, loaded, seconds)
     return {**document, "profile": bundle.profile} if bundle.profile else document
 
 
-def _shared(
-    options: ExportOptions, loaded: Loaded, device: str, progress: Callable[[Progress], None]
-) -> dict[str, Any]:
-    """The arguments that `optimize_to_export` and `export` have in common."""
-    return {
-        "example_inputs": loaded.example_inputs,
-        "example_kwargs": loaded.example_kwargs,
-        "further_inputs": loaded.further_inputs,
-        "device": device,
-        "reference_device": options.reference_device,
-        "strict": options.strict,
-        "batch_sizes": options.batch_sizes,
-        "static_batch": options.static_batch,
-        "dynamic": options.dynamic,
-        "input_names": options.input_names,
-        "effort": options.effort,
-        "seed": options.seed,
-        "progress": progress,
-    }
-
-
-def _bundle(fast: nn.Module, options: ExportOptions, loaded: Loaded, shared: dict[str, Any]) -> Bundle:
-    return export(
-        fast,
-        **shared,
-        output=options.output,
-        formats=options.formats,
-        output_names=options.output_names,
-        opset=options.opset,
-        metadata=options.metadata,
-        require_gpu=options.require_gpu,
-        force=options.force,
-        atol=options.atol,
-        rtol=options.rtol,
-        row_independence=options.row_independence,
-        source=loaded.source,
-        build=loaded.build,
-        debug_dir=options.debug_dir,
-        profile_dir=options.profile_dir,
-        bench=None if options.bench else False,
-        tune=options.tune,
-        tune_seconds=options.tune_seconds,
-        accuracy=options.accuracy,
-        finite_inputs=options.finite_inputs,
-        calibration=loaded.calibration,
-        choices=options.choices,
-    )
-
-
 def _with_absolute_paths(options: ExportOptions) -> ExportOptions:
     """Make all paths absolute, because the user's code may change the current folder."""
-    return replace(
-        options,
-        output=options.output.absolute(),
-        input_files=tuple(path.absolute() for path in options.input_files),
-        weights=None if options.weights is None else options.weights.absolute(),
-        debug_dir=None if options.debug_dir is None else options.debug_dir.absolute(),
-        calibration=None if options.calibration is None else options.calibration.absolute(),
-        choices=None if options.choices is None else options.choices.absolute(),
-        profile_dir=None if options.profile_dir is None else options.profile_dir.absolute(),
-    )
+    absolute: dict[str, Any] = {
+        each.name: path.absolute() for each in fields(options) if isinstance(path := getattr(options, each.name), Path)
+    }
+    return replace(options, **absolute, input_files=tuple(path.absolute() for path in options.input_files))
 
 
 def chosen_device(asked: str, *, require_gpu: bool) -> str:

@@ -8,7 +8,7 @@ from optimize_export.manifest import plain
 from optimizer.bundle import VerifyReport, rejudge_bundle, verify_bundle, write_triton_model
 from optimizer.command.build import Document, chosen_device
 from optimizer.command.own_errors import own_errors
-from optimizer.options import BenchOptions, LayoutOptions, RejudgeOptions, VerifyOptions
+from optimizer.options import BenchOptions, ListOptions, RejudgeOptions, TritonOptions, VerifyOptions
 from optimizer.tuning import bench_bundle
 from passes.registry import describe_passes
 
@@ -47,7 +47,7 @@ def rejudge(options: RejudgeOptions) -> Document:
     return _checked(options.bundle, report)
 
 
-def lay_out(options: LayoutOptions) -> Document:
+def lay_out(options: TritonOptions) -> Document:
     """Write an artifact of a bundle into a model repository."""
     with own_errors():
         folder = write_triton_model(options.bundle, options.output, options.format)
@@ -60,7 +60,7 @@ def _checked(bundle: Path, report: VerifyReport) -> Document:
     return {"ok": report.ok, "exit_code": code, "bundle": str(bundle), **report.to_json()}
 
 
-def list_passes() -> Document:
+def list_passes(_: ListOptions) -> Document:
     """List the installed passes with their names, summaries and options."""
     with own_errors():
         known = [asdict(description) for description in describe_passes()]

@@ -23,7 +23,7 @@ def checked_passes(options: ExportOptions) -> list[Pass]:
     for name in options.formats:
         exporter_named(name)
     refuse_opset(options.opset, options.formats)
-    refuse_metadata(options.metadata)
+    refuse_metadata(options.metadata or {})
     for text in options.inputs:
         parse_input(text)
     check_early(options)

@@ -12,10 +12,11 @@ The values are those of the command's options. An option on the command line tak
 
 import difflib
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,7 @@ import click
 
 from optimize_export.errors import UsageError
 from optimize_export.manifest import read_text_bytes
-from optimizer.command.option_names import suggestion
-from optimizer.command.up_to_date import find_package
+from optimizer.command.option_names import advice_for
 
 _TOOL, _NAME = "optimize-export", re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 _DEFAULT = Path("pyproject.toml")
@@ -44,16 +44,32 @@ class Config:
     path: Path
     models: dict[str, dict[str, Any]]
 
-    def named(self, name: str | None) -> dict[str, Any]:
+    def names(self) -> str:
+        return ", ".join(self.models) or "none"
+
+    def named(self, name: str) -> dict[str, Any]:
         """The options of one model; raise `UsageError` if there is none of that name."""
         if name in self.models:
             return self.models[name]
-        known = ", ".join(self.models) or "none"
-        if name is None:
-            raise UsageError(f"MODEL is missing: name a model of {self.path} ({known}), or pass --all.")
         near = difflib.get_close_matches(name, self.models, 1)
-        hint = f"did you mean {near[0]}?" if near else f"its models are: {known}."
+        hint = f"did you mean {near[0]}?" if near else f"its models are: {self.names()}."
         raise UsageError(f"{self.path} has no model {name}; {hint}")
+
+    def refuse_shared_outputs(self, outputs: Mapping[str, Path]) -> None:
+        """Raise `UsageError` if two models have the same folder, or one inside the other's."""
+        seen: dict[Path, str] = {}
+        for name, output in ((name, path.resolve()) for name, path in outputs.items()):
+            for other, its_name in seen.items():
+                if output.is_relative_to(other) or other.is_relative_to(output):
+                    where = (
+                        f"the same output, {os.path.relpath(output)}"
+                        if output == other
+                        else "outputs inside each other"
+                    )
+                    raise UsageError(
+                        f"{self.path}: the models {its_name} and {name} have {where}: give one of them another."
+                    )
+            seen[output] = name
 
     @contextmanager
     def blamed(self, name: str) -> Iterator[None]:
@@ -64,20 +80,20 @@ class Config:
             raise UsageError(f"{self.path}, model {name}: {error}") from error
 
 
-def may_be_named(model: str | None) -> bool:
-    """Whether MODEL may be the name of a model in pyproject.toml."""
-    return model is not None and bool(_NAME.fullmatch(model)) and _DEFAULT.is_file()
-
-
-def is_named(model: str, config: Config) -> bool:
-    """Whether MODEL is a model of pyproject.toml; raise `UsageError` for one that is misspelled."""
-    if (
-        model not in config.models
-        and difflib.get_close_matches(model, config.models)
-        and not find_package(model, Path())
-    ):
-        config.named(model)
-    return model in config.models
+def refuse_name_in_config(model: str) -> None:
+    """Raise `UsageError` if MODEL is the name of a model in pyproject.toml, which the command `build` builds."""
+    if not _NAME.fullmatch(model) or not _DEFAULT.is_file():
+        return
+    table: Any = {}
+    with suppress(OSError, ValueError, RecursionError):
+        table = tomllib.loads(read_text_bytes(_DEFAULT, follow=True).decode("utf-8"))
+    for key in ("tool", _TOOL, "models"):
+        table = table.get(key) if isinstance(table, dict) else None
+    if isinstance(table, dict) and model in table:
+        raise UsageError(
+            f"{model} is a model of {_DEFAULT}: build it with {_TOOL} build {model}, or name a module's file, such as "
+            f"{model}.py."
+        )
 
 
 def read_config(path: Path | None, options: Mapping[str, click.Option]) -> Config:
@@ -153,7 +169,9 @@ def _values(
     for key, value in table.items():
         name = key.replace("_", "-")
         if name not in known:
-            hint = suggestion(name, {f"--{each}" for each in known}).replace("--", "")
+            advice = advice_for(name, {f"--{each}" for each in known}).replace("--", "")
+            near = difflib.get_close_matches(name, known, 1, 0.7)
+            hint = f"use {advice}." if advice else f"did you mean {near[0]}?" if near else ""
             hint = hint or "the keys are model and the command's options for a MODEL."
             mistakes.append(f"{path}: there is no option {key} (= {_shown(value)}) {place}; {hint}")
             continue

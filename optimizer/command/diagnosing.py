@@ -1,4 +1,4 @@
-"""The work of `--diagnose`: load the model and diagnose it."""
+"""The work of `diagnose`: load the model and diagnose it."""
 
 from collections.abc import Callable
 from dataclasses import replace

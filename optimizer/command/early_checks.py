@@ -14,8 +14,8 @@ from pathlib import Path
 from optimize_export.errors import LoadError, UsageError
 from optimize_export.manifest import MANIFEST
 from optimizer.command.input_syntax import parts_of_input
-from optimizer.options import (
-    ExportOptions,
+from optimizer.options import ExportOptions
+from optimizer.paths import (
     check_debug_folder,
     check_profile_folder,
     is_utf8,
@@ -230,7 +230,7 @@ def _refuse_other_files(path: Path) -> None:
         )
     if path.suffix == ".onnx":
         ours = (
-            f" It is in a bundle: check that with --verify {path.parent}, and run it in Python with load({str(path.parent)!r})."
+            f" It is in a bundle: check that with optimize-export verify {path.parent}, and run it in Python with load({str(path.parent)!r})."
             if (path.parent / MANIFEST).is_file()
             else ""
         )
@@ -247,8 +247,8 @@ def _folder(path: Path) -> str:
     """The message on a folder: a bundle, a model of transformers, or one with Python files."""
     if (path / MANIFEST).is_file():
         return (
-            f"{path} is a bundle: MODEL is the Python file that it is built from. Check the bundle with --verify {path}, time "
-            f"it with --bench {path}, and run it in Python with load({str(path)!r})."
+            f"{path} is a bundle: MODEL is the Python file that it is built from. Check the bundle with optimize-export verify {path}, "
+            f"time it with optimize-export bench {path}, and run it in Python with load({str(path)!r})."
         )
     config = path / "config.json"
     if config.is_file() and b'"model_type"' in config.read_bytes()[:100_000]:

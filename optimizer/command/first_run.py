@@ -18,7 +18,7 @@ from optimizer.command.opened_files import opened_files
 from optimizer.command.up_to_date import inputs_of
 from optimizer.command.user_errors import errors_of_user_code
 from optimizer.model import Call, Runs, called, eager_only, leaves_of, random_state
-from optimizer.options import LOAD_STAGE, ExportOptions, parse_accuracy
+from optimizer.options import LOAD_STAGE, ExportOptions
 from optimizer.report import Progress, ProgressFunction
 
 
@@ -41,7 +41,7 @@ def load_and_run(options: ExportOptions, progress: ProgressFunction) -> Loaded:
             input_files=options.input_files,
             weights=options.weights,
             calibration=options.calibration,
-            calibrates=not parse_accuracy(options.accuracy).is_exact,
+            calibrates=not options.budget.is_exact,
             seed=options.seed,
         )
         progress(Progress(LOAD_STAGE, 1, 2, f"{loaded.source} runs on its inputs"))

@@ -54,7 +54,7 @@ from optimizer.model import (
     refuse_empty_tensors,
     refuse_unmade_module,
 )
-from optimizer.options import LIBRARIES, refuse_missing_weights
+from optimizer.paths import LIBRARIES, refuse_missing_weights
 
 FACTORY_NAMES = ("get_model", "build_model", "create_model")
 ExampleInputs = tuple[Any, ...] | Callable[[int, torch.Generator], Call]
@@ -72,7 +72,7 @@ class Loaded:
         folder: the folder of the user's file, or the current folder for an importable module.
         further_inputs: more calls, from `--inputs`.
         calibration: calls for static quantization, from `--calibration` or the file's get_calibration_inputs().
-        training_step: the file's training_step, which runs one step, for --diagnose; None if it has none.
+        training_step: the file's training_step, which runs one step, for diagnose; None if it has none.
         dynamic: the dims that are dynamic unless the user chooses others; None for the batch alone.
         build: what the bundle is built from, for its manifest.
     """

@@ -3,7 +3,6 @@
 The library's messages speak Python, such as `static_batch=True`; the command says `--static-batch` instead.
 """
 
-import difflib
 import re
 from collections.abc import Set
 from typing import Any
@@ -32,8 +31,8 @@ _ELSEWHERE = {
     ("checkpoint", "ckpt", "pretrained", "state-dict", "w"): "--weights",
     ("overwrite", "y", "yes"): "--force",
     ("tolerance", "tol", "eps"): "--atol and --rtol",
-    ("benchmark", "time", "speed"): "--bench BUNDLE, or --tune",
-    ("check", "validate", "test"): "--verify BUNDLE (each export is checked without an option)",
+    ("benchmark", "time", "speed"): "--tune, or optimize-export bench BUNDLE",
+    ("check", "validate", "test"): "optimize-export verify BUNDLE (each export is checked without an option)",
     ("compile",): "--formats aoti, which torch's compiler writes",
     ("p", "fuse", "fold", "simplify", "optimize", "optimise", "O", "O2", "O3", "pass"): "--passes",
     ("opset-version",): "--opset",
@@ -51,14 +50,11 @@ _PHRASES = {
 _ARGUMENT, _OPTION = re.compile(r"`(\w+)=([^`]*)`"), re.compile(r"--[a-z-]+")
 
 
-def suggestion(name: str, known: Set[str]) -> str:
-    """What to use for an option that doesn't exist, as the end of a sentence; empty if nothing is close."""
+def advice_for(name: str, known: Set[str]) -> str:
+    """What to use for an option that other tools have; empty if there is nothing, or if it isn't among those known."""
     plain = name.lstrip("-").replace("_", "-")
-    advice = next((_BY_NAME[each] for each in (plain, plain.lower()) if each in _BY_NAME), None)
-    if advice is not None and set(_OPTION.findall(advice)) <= known:
-        return f"use {advice}."
-    near = difflib.get_close_matches(f"--{plain}", sorted(known), 1, 0.8)
-    return f"did you mean {near[0]}?" if near else ""
+    advice = next((_BY_NAME[each] for each in (plain, plain.lower()) if each in _BY_NAME), "")
+    return advice if set(_OPTION.findall(advice)) <= known else ""
 
 
 def with_options(message: str, known: Set[str]) -> str:

@@ -113,7 +113,7 @@ def _lines(document: Document, width: int, *, details: bool) -> Iterable[Text | 
     if "before" in report:
         yield from _gained(report)
     if "sha256sums" in document:
-        yield f"SHA-256 for --verify --expect: {document['sha256sums']}"
+        yield f"SHA-256 for verify --expect: {document['sha256sums']}"
     if "report_page" in document:
         yield Text(f"report: {document['report_page']}")
     if "bundle" in document:

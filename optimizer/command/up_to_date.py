@@ -34,7 +34,8 @@ from optimize_export.manifest import (
 )
 from optimizer.command.early_checks import SUFFIXES, files_of, split_library, split_target
 from optimizer.command.user_code import OWN_PACKAGES, ROOT
-from optimizer.options import ExportOptions, library_of, split_weights
+from optimizer.options import ExportOptions
+from optimizer.paths import library_of, split_weights
 
 Document = dict[str, Any]
 

@@ -1,6 +1,6 @@
 """The stages of an export: measure the original, write and prove each file, and build the manifest."""
 
-from optimizer.exporting.arguments import check_folders, exporters_of, opened
+from optimizer.exporting.arguments import exporters_of, opened, with_checked_folders
 from optimizer.exporting.copies import exportable, optimized_again
 from optimizer.exporting.data import add_report, profiled, write_data
 from optimizer.exporting.graph_files import remove
@@ -15,7 +15,6 @@ __all__ = [
     "MeasuredExport",
     "WrittenFiles",
     "add_report",
-    "check_folders",
     "exportable",
     "exporters_of",
     "is_vacuous",
@@ -26,6 +25,7 @@ __all__ = [
     "profiled",
     "remove",
     "sizes_of",
+    "with_checked_folders",
     "write_data",
     "write_files",
 ]

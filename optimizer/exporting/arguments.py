@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -14,8 +15,9 @@ from exporters.onnx import refuse_opset
 from exporters.registry import exporter_named, register
 from optimize_export.errors import UsageError
 from optimizer.bundle import check_target
-from optimizer.model import Dynamic, OpenDims, Samples, open_dims
-from optimizer.options import check_debug_folder, check_profile_folder
+from optimizer.model import OpenDims, Samples, open_dims
+from optimizer.options import ExportSettings
+from optimizer.paths import check_debug_folder, check_profile_folder
 
 
 def exporters_of(
@@ -41,43 +43,44 @@ def exporters_of(
     return exporters
 
 
-def check_folders(
-    output: str | Path, debug_dir: str | Path | None, profile_dir: str | Path | None, *, force: bool
-) -> tuple[Path, Path | None, Path | None]:
-    """Check that all folders can be written, and return their absolute paths.
+def with_checked_folders(settings: ExportSettings) -> ExportSettings:
+    """Check that all folders can be written, and make their paths absolute.
 
     Raises:
         UsageError: `output` isn't a path, or `debug_dir` or `profile_dir` can't be used or is the same folder.
         BundleError: a bundle can't be written to `output`.
     """
+    output: object = settings.output
     if not isinstance(output, str | os.PathLike) or not str(output).strip():
         raise UsageError(f"output must be the folder of the bundle, such as 'dist/net', not {output!r}.")
-    output = os.path.expanduser(output)
-    debug_dir, profile_dir = (None if each is None else os.path.expanduser(each) for each in (debug_dir, profile_dir))
-    check_target(output, force=force)
-    check_debug_folder(debug_dir)
-    if debug_dir is not None and os.path.realpath(debug_dir) == os.path.realpath(output):
-        raise UsageError(f"{debug_dir} is the folder of the bundle: use another folder for debugging.")
-    check_profile_folder(profile_dir, output, debug_dir)
-    debug, profile = (None if folder is None else Path(folder).absolute() for folder in (debug_dir, profile_dir))
-    return Path(output).absolute(), debug, profile
+    folder, debug, profile = (
+        None if each is None else Path(os.path.expanduser(each))
+        for each in (output, settings.debug_dir, settings.profile_dir)
+    )
+    assert folder is not None
+    check_target(folder, force=settings.force)
+    check_debug_folder(debug)
+    if debug is not None and os.path.realpath(debug) == os.path.realpath(folder):
+        raise UsageError(f"{debug} is the folder of the bundle: use another folder for debugging.")
+    check_profile_folder(profile, folder, debug)
+    # The user's code may change the current folder.
+    return replace(
+        settings,
+        output=folder.absolute(),
+        debug_dir=debug and debug.absolute(),
+        profile_dir=profile and profile.absolute(),
+    )
 
 
-def opened(
-    model: nn.Module,
-    samples: Samples,
-    dynamic: Dynamic | None,
-    input_names: Sequence[str] | None,
-    static_batch: bool,
-) -> tuple[Samples, OpenDims]:
+def opened(model: nn.Module, samples: Samples, settings: ExportSettings) -> tuple[Samples, OpenDims]:
     """Open the dims that `dynamic` declares, and return the samples with these dims.
 
     Raises:
         UsageError: `dynamic` names a dim that the inputs don't have, or contradicts another option.
     """
-    if dynamic is None:
+    if settings.dynamic is None:
         return samples, OpenDims()
     call = samples.given
-    inputs = named_inputs(model, call.args, call.kwargs, input_names=input_names)
-    dims = open_dims(dynamic, inputs, first=samples.first, static_batch=static_batch)
+    inputs = named_inputs(model, call.args, call.kwargs, input_names=settings.input_names)
+    dims = open_dims(settings.dynamic, inputs, first=samples.first, static_batch=settings.static_batch)
     return samples.opened(dims, inputs), dims

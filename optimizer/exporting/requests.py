@@ -65,7 +65,7 @@ def request_for(job: ExportJob, model: nn.Module, reference: Reference) -> Expor
         output_names=None if job.output_names is None else tuple(job.output_names),
         computes_in=dtype_inside(model),
         opset=job.opset,
-        metadata=job.metadata,
+        metadata=job.metadata or {},
     )
 
 

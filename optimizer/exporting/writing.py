@@ -113,7 +113,7 @@ def _write(
     entry = artifact_entry(artifact, folder, parity.to_json(), measurement.to_json(), placement)
     entry["without_passes"] = measured.graph.without(exporter.name, job.provenance)
     if parity.ok:
-        written.notes.extend(_note_on_metadata(artifact, job.metadata))
+        written.notes.extend(_note_on_metadata(artifact, job.metadata or {}))
         written.notes.extend(_note_on_limits(artifact))
         written.reports[exporter.name] = parity
         written.entries.append(entry)

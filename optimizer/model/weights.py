@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from optimize_export.errors import LoadError
 from optimize_export.wording import a_type, listed, quote
-from optimizer.options import program_in, refuse_missing_weights, split_weights
+from optimizer.paths import program_in, refuse_missing_weights, split_weights
 
 # These come first where several state dicts of a file fit the model.
 _FIRST_KEYS = ("state_dict", "model_state_dict", "model")

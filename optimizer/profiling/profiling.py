@@ -34,7 +34,7 @@ from optimizer.model import (
     random_state,
     unsynchronised,
 )
-from optimizer.options import check_profile_folder
+from optimizer.paths import check_profile_folder
 from optimizer.profiling.operations import RUNS, Arguments, Place, Spent, named_call, operations_of, timed
 from optimizer.profiling.peak_memory import PeakMemory, peak_memory_of
 from optimizer.profiling.profiles import Profile

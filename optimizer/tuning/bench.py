@@ -212,7 +212,7 @@ class Bench:
             return None
         return (
             f"not measured: the files need up to {needed / 2**30:.1f} GiB side by side, and {free / 2**30:.1f} GiB are "
-            "free; optimize-export --bench measures on another machine"
+            "free; optimize-export bench measures on another machine"
         )
 
 

@@ -69,7 +69,7 @@ def cache_file(bench: Bench, lossy: Lossy | None) -> Path:
         "versions": {name: version_of(name) for name in _DISTRIBUTIONS},
         # In which lossy candidates are judged.
         "mode": bench.measured.reference.blank.mode,
-        "budget": str(bench.job.accuracy),
+        "budget": str(bench.job.budget),
         "finite_inputs": bench.job.finite_inputs,
         "calibration": None if lossy is None else _digest((*lossy.calibration.used, *lossy.calibration.apart)),
     }

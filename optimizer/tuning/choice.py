@@ -53,7 +53,7 @@ def choose(
     # Once, because a collection takes long after an export: it visits all objects of torch's exporters.
     gc.collect()
     bench = Bench.of(job, measured, written, folder)
-    lossy = None if calibration is None else Lossy(measured, job.accuracy, calibration)
+    lossy = None if calibration is None else Lossy(measured, job.budget, calibration)
     try:
         # The timed model may draw random numbers.
         with random_state():

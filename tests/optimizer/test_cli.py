@@ -30,16 +30,17 @@ from optimize_export.errors import (
 )
 from optimizer.command import cli, early_checks
 from optimizer.command import tables as result_table
+from optimizer.command.commands import COMMANDS
 from optimizer.command.tables import as_text
 from optimizer.options import (
     DiagnoseOptions,
     ExportOptions,
     ListOptions,
     RejudgeOptions,
+    TritonOptions,
     VerifyOptions,
-    default_output,
-    parse_batch_sizes,
 )
+from optimizer.paths import default_output
 
 ROOT = Path(cli.__file__).parent.parent.parent
 DONE = {
@@ -144,7 +145,7 @@ class Engine:
     def diagnose_model(self, options, progress):
         return self.export_model(options, lambda progress: None)
 
-    def list_passes(self):
+    def list_passes(self, _):
         return {"ok": True, "available_passes": [{"name": "p", "summary": "Does [x].", "options": {"budget": 0.5}}]}
 
 
@@ -172,8 +173,7 @@ def test_every_option_arrives(run):
         "m.py --model net --input 2x3 --input ids=int64[2,3]:0..9 --weights w.pt --passes a,b:x=1 --formats onnx "
         "--output out --device cuda --require-gpu --batch-sizes 1,4 --output-names y,z --input-names a,b --strict "
         "--force --seed 7 --quiet --atol logits=1e-3 --atol a=b=0 --rtol 0.5 --row-independence --reference-device cpu "
-        "--finite-inputs "
-        "--debug-dir wrong --opset 17 "
+        "--finite-inputs --debug-dir wrong --profile-dir slow --opset 17 --thorough --dynamic x:0=n --no-bench "
         "--metadata author=Jane --metadata url=a=b --metadata empty="
     )
     assert run(*text.split()).options == ExportOptions(
@@ -187,17 +187,21 @@ def test_every_option_arrives(run):
         device="cuda",
         require_gpu=True,
         batch_sizes=(1, 4),
+        dynamic={"x": {0: "n"}},
         input_names=("a", "b"),
         output_names=("y", "z"),
         strict=True,
         force=True,
         debug_dir=Path("wrong"),
+        profile_dir=Path("slow"),
         opset=17,
         metadata={"author": "Jane", "url": "a=b", "empty": ""},
         seed=7,
         atol={"logits": 1e-3, "a=b": 0.0},
         rtol=0.5,
         row_independence=True,
+        effort="thorough",
+        bench=False,
         finite_inputs=True,
         reference_device="cpu",
     )
@@ -215,20 +219,65 @@ def test_no_passes_are_not_the_preset(run):
     assert run("m.py", "--passes", "none").options.passes == ""
 
 
-def test_modes(run):
-    assert run("--verify", "dist/x", "--device", "cpu").options == VerifyOptions(Path("dist/x"), "cpu")
-    asked = run("--verify", "dist/x", "--expect", "AB" * 32, "--no-run").options
+def test_each_command_asks_for_its_work(run):
+    assert run("verify", "dist/x", "--device", "cpu").options == VerifyOptions(Path("dist/x"), "cpu")
+    asked = run("--json", "verify", "dist/x", "--expect", "AB" * 32, "--no-run").options
     assert asked == VerifyOptions(Path("dist/x"), "cpu", expect="ab" * 32, run=False)
-    assert run("--rejudge", "dist/x").options == RejudgeOptions(Path("dist/x"))
-    asked = run("--rejudge", "dist/x", "--atol", "y=1", "--rtol", "2", "--factor", "0.5", "--details", "--json").options
+    assert run("rejudge", "dist/x").options == RejudgeOptions(Path("dist/x"))
+    asked = run("rejudge", "dist/x", "--atol", "y=1", "--rtol", "2", "--factor", "0.5", "--details", "--json").options
     assert asked == RejudgeOptions(Path("dist/x"), {"y": 1.0}, 2.0, 0.5)
-    asked = run("--diagnose", "m.py", "--input", "2x3", "--fail-on", "warning").options
+    asked = run("diagnose", "m.py", "--input", "2x3", "--fail-on", "warning").options
     loaded = ExportOptions(model="m.py", output=Path("dist/m"), inputs=("2x3",), given={"input": ("2x3",)})
     assert asked == DiagnoseOptions(loaded, "warning")
-    listed = run("--list-passes")
-    assert listed.out.split() == ["pass", "description", "options", "p", "Does", "[x].", "budget=0.5"]
-    assert json.loads(run("--list-passes", "--json").out)["available_passes"][0]["name"] == "p"
-    assert isinstance(cli.command.main(["--list-passes"], standalone_mode=False), ListOptions)
+    assert run("profile", "m.py", "--output", "out/net").options.profile_dir == Path("profile/net")
+    assert run("profile", "m.py", "--profile-dir", "p").options.profile_dir == Path("p")
+    asked = cli.parse(["triton", "dist/x", "--output", "models", "--format", "onnx"])
+    assert asked == TritonOptions(Path("dist/x"), Path("models"), "onnx")
+    assert cli.parse(["passes"]) == ListOptions()
+
+
+def test_a_module_with_the_name_of_a_command_is_reached_by_its_file(run):
+    assert run("./verify.py", "--json").options.model == "./verify.py"
+    assert run("verify.py").options.model == "verify.py"
+
+
+OLD = {
+    "--verify": "verify BUNDLE",
+    "--bench": "bench BUNDLE",
+    "--rejudge": "rejudge BUNDLE",
+    "--layout": "triton BUNDLE --output DIR",
+    "--list-passes": "passes",
+    "--diagnose": "diagnose MODEL",
+    "--profile": "profile MODEL --profile-dir DIR",
+    "--all": "build --all",
+    "--config": "build NAME --config FILE",
+}
+
+
+@pytest.mark.parametrize("old", OLD)
+def test_an_option_that_is_a_command_now_says_the_new_form(run, old):
+    done = run(old, "dist/x")
+    assert (done.code, done.err) == (
+        2,
+        f"optimize-export: error: {old} is a command now: optimize-export {OLD[old]}.\n",
+    )
+    assert COMMANDS[OLD[old].split()[0]]
+
+
+def test_the_list_of_passes_is_shown(run):
+    assert run("passes").out.split() == ["pass", "description", "options", "p", "Does", "[x].", "budget=0.5"]
+    assert json.loads(run("passes", "--json").out)["available_passes"][0]["name"] == "p"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_each_command_fits_a_screen_and_that_of_all_options_has_them(run, name):
+    words = [] if name == "export" else [name]
+    short, full = run(*words, "--help").out, run(*words, "--help-all").out
+    assert len(short.splitlines()) <= 42
+    assert max(map(len, short.splitlines())) <= 80
+    for option in COMMANDS[name].options:
+        assert f"  {option.opts[0]}" in full
+        assert (f"  {option.opts[0]}" in short) == option.spelled.common
 
 
 @pytest.mark.parametrize(
@@ -249,7 +298,7 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
     ("arguments", "part"),
     [
         ([], "MODEL is missing: pass a Python file such as model.py"),
-        (["m.py", "--no-such"], "There is no option --no-such: optimize-export --help lists all."),
+        (["m.py", "--no-such"], "There is no option --no-such: optimize-export --help-all lists all."),
         (["m.py", "--wieghts", "x"], "There is no option --wieghts: did you mean --weights?"),
         (["m.py", "--batch_sizes", "1"], "There is no option --batch_sizes: did you mean --batch-sizes?"),
         (["m.py", "-o", "out"], "There is no option -o: use --output."),
@@ -262,17 +311,23 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
         (["m.py", "--device", "tpu"], "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
         (["m.py", "--reference-device", "auto"], "'auto' is not one of 'cpu', 'cuda'"),
         (["m.py", "--device", "cuda:1"], "'cuda'; set CUDA_VISIBLE_DEVICES=1 before Python starts, and use 'cuda'."),
-        (["--diagnose"], "MODEL is missing"),
-        (["--diagnose", "m.py", "--output", "out"], "--diagnose can't be combined with --output."),
-        (["--diagnose", "m.py", "--fail-on", "all"], "'all' is not one of 'error', 'warning', 'note'"),
-        (["m.py", "--fail-on", "error"], "--fail-on goes with --diagnose only."),
-        (["--verify", "b", "--reference-device", "cpu"], "--verify can't be combined with --reference-device."),
-        (["m.py", "--seed", "-1"], "--seed: '-1' is not a whole number from 0 to 9223372036854775807."),
+        (["diagnose"], "MODEL is missing"),
+        (
+            ["diagnose", "m.py", "--output", "out"],
+            "There is no option --output here: it goes with optimize-export MODEL.",
+        ),
+        (["diagnose", "m.py", "--fail-on", "all"], "'all' is not one of 'error', 'warning', 'note'"),
+        (["m.py", "--fail-on", "error"], "There is no option --fail-on here: it goes with optimize-export diagnose."),
+        (
+            ["verify", "b", "--reference-device", "cpu"],
+            "There is no option --reference-device here: it goes with optimize-export",
+        ),
+        (["m.py", "--seed", "-1"], "--seed: '-1' is not a whole number from 0 to 9223372036854775807"),
         (["m.py", "--seed", "x"], "--seed: 'x' is not a whole number"),
         (["m.py", "--seed", "9" * 5000], "is not a whole number"),
-        (["m.py", "--opset", "-1"], "--opset: '-1' is not a whole number; use one such as 17."),
+        (["m.py", "--opset", "-1"], "--opset: '-1' is not a whole number"),
         (["m.py", "--opset", "1.5"], "--opset: '1.5' is not a whole number"),
-        (["--verify", "b", "--opset", "17"], "--verify can't be combined with --opset."),
+        (["verify", "b", "--opset", "17"], "There is no option --opset here: it goes with optimize-export"),
         (
             ["m.py", "--metadata", "author"],
             "--metadata 'author' has no value; add one, such as --metadata author=Jane.",
@@ -281,7 +336,7 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
         (["m.py", "--metadata", " =Jane"], "--metadata ' =Jane' has no key"),
         (["m.py", "--metadata", "a=1", "--metadata", "a=1"], "--metadata sets a twice."),
         (["m.py", "--metadata", "--force"], "--metadata needs a KEY=VALUE, but --force follows it."),
-        (["--verify", "b", "--metadata", "a=1"], "--verify can't be combined with --metadata."),
+        (["verify", "b", "--metadata", "a=1"], "There is no option --metadata here: it goes with optimize-export"),
         (["m.py", "--input"], "requires an argument"),
         *(
             (["m.py", "--atol", text], f"--atol: {text!r} is not a number of 0 or more")
@@ -295,7 +350,7 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
             ["m.py", "--atol", "y=1", "--atol", "2"],
             "--atol is set for all outputs and for y: use one number for all, or",
         ),
-        (["--verify", "b", "--atol", "1"], "--verify can't be combined with --atol."),
+        (["verify", "b", "--atol", "1"], "There is no option --atol here: it goes with optimize-export"),
         (["m.py", "--batch-sizes", "0"], "'0' is not a whole number from 1 to 1048576"),
         (["m.py", "--batch-sizes", "1,-2"], "'-2' is not a whole number from 1 to"),
         (["m.py", "--batch-sizes", "two"], "'two' is not a whole number from 1 to"),
@@ -311,7 +366,10 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
         (["m.py", "--inputs", " "], "--inputs names no file: add one, or leave out the option."),
         (["m.py", "--inputs", "--force"], "--inputs needs a FILE, but --force follows it."),
         (["m.py", "--input", "2x3", "--inputs", "a.safetensors"], "--input and --inputs contradict each other"),
-        (["--verify", "b", "--inputs", "a.safetensors"], "--verify can't be combined with --inputs."),
+        (
+            ["verify", "b", "--inputs", "a.safetensors"],
+            "There is no option --inputs here: it goes with optimize-export",
+        ),
         (["m.py", "--output", " "], "--output names no folder: add one, or leave out the option."),
         (["m.py", "--weights", ""], "--weights names no file: add one, or leave out the option."),
         (["m.py", "--static-batch", "--batch-sizes", "1"], "--static-batch and --batch-sizes contradict each other."),
@@ -324,38 +382,34 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
         ),
         (["m.py", "--dynamic", "x:-1"], "'-1' is not a dim; dims are whole numbers, counted from 0."),
         (["m.py", "--dynamic", "x:a"], "'a' is not a dim; dims are whole numbers, counted from 0."),
-        (["m.py", "--dynamic", "x:0,,1"], "has an empty entry"),
+        (["m.py", "--dynamic", "x:0,,1"], "'' is not a dim"),
         (["m.py", "--dynamic", "x:0="], "'' is not a name for a size; use a word such as 2=time."),
         (["m.py", "--dynamic", "x:0=a b"], "'a b' is not a name for a size; use a word such as 2=time."),
         (["m.py", "--dynamic", "x:0,0"], "--dynamic lists dim 0 of x twice."),
         (["m.py", "--dynamic", "x:0", "--dynamic", "x:0=n"], "--dynamic lists dim 0 of x twice."),
-        (["--verify", "b", "--dynamic", "x:0"], "--verify can't be combined with --dynamic."),
+        (["verify", "b", "--dynamic", "x:0"], "There is no option --dynamic here: it goes with optimize-export"),
         (["m.py", "--require-gpu", "--device", "cpu"], "--require-gpu and --device cpu contradict each other."),
         (["m.py", "--formats", "onnx,onnx"], "--formats has onnx twice."),
         (["m.py", "--output-names", "a,,b"], "has an empty entry"),
-        (["m.py", "--verify", "b", "--passes", "x"], "--verify can't be combined with MODEL, --passes."),
-        (["--verify", "b", "--list-passes"], "--verify can't be combined with --list-passes."),
-        (["--rejudge", "b", "m.py", "--device", "cpu"], "--rejudge can't be combined with MODEL, --device."),
-        (["--verify", "b", "--rejudge", "b"], "--verify can't be combined with --rejudge."),
-        (["--rejudge", " "], "--rejudge names no folder."),
+        (["rejudge", "b", "m.py"], "Got unexpected extra argument (m.py)"),
+        (["rejudge", " "], "BUNDLE is empty"),
         *(
-            (["--rejudge", "b", "--factor", k], f"--factor: {k!r} is not a number above 0")
+            (["rejudge", "b", "--factor", k], f"--factor: {k!r} is not a number above 0")
             for k in ("0", "x", "nan", "inf")
         ),
-        (["m.py", "--factor", "2"], "--factor goes with --rejudge only."),
-        (["--verify", "b", "--factor", "2"], "--verify can't be combined with --factor."),
-        (["--verify", " "], "--verify names no folder."),
-        (["--verify", "b", "--expect", "ab"], "--expect: 'ab' is not a SHA-256, which has 64 hexadecimal digits"),
-        (["--verify", "b", "--no-run", "--device", "cpu"], "--no-run and --device contradict each other."),
-        (["--verify", "b", "--no-run", "--require-gpu"], "--no-run and --require-gpu contradict each other."),
-        (["m.py", "--no-run"], "--no-run goes with --verify only."),
-        (["m.py", "--expect", "ab"], "--expect goes with --verify only."),
-        (["--rejudge", "b", "--no-run"], "--rejudge can't be combined with --no-run."),
-        (["--verify", "--quiet"], "--verify needs a BUNDLE, but --quiet follows it."),
+        (["m.py", "--factor", "2"], "There is no option --factor here: it goes with optimize-export rejudge."),
+        (["verify", "b", "--factor", "2"], "There is no option --factor here: it goes with optimize-export"),
+        (["verify"], "Missing argument 'BUNDLE'"),
+        (["verify", "b", "--expect", "ab"], "--expect: 'ab' is not a SHA-256, which has 64 hexadecimal digits"),
+        (["verify", "b", "--no-run", "--device", "cpu"], "--no-run and --device contradict each other."),
+        (["verify", "b", "--no-run", "--require-gpu"], "--no-run and --require-gpu contradict each other."),
+        (["m.py", "--no-run"], "There is no option --no-run here: it goes with optimize-export verify."),
+        (["m.py", "--expect", "ab"], "There is no option --expect here: it goes with optimize-export verify."),
+        (["rejudge", "b", "--no-run"], "There is no option --no-run here"),
         (["m.py", "--input", "2x3", "--input", "--force"], "--input needs a SPEC, but --force follows it."),
         (["m.py", "--output", "-h"], "--output needs a DIR, but -h follows it."),
-        (["--list-passes", "--force"], "--list-passes can't be combined with --force."),
-        (["--list-passes", "--details"], "--list-passes can't be combined with --details."),
+        (["passes", "--force"], "There is no option --force here"),
+        (["passes", "--details"], "There is no option --details here"),
     ],
 )
 def test_usage_errors_are_one_line(run, arguments, part):
@@ -369,11 +423,11 @@ def test_usage_errors_are_one_line(run, arguments, part):
 
 
 def test_an_option_in_the_place_of_a_value_is_told_as_json(run):
-    done = run("--verify", "--json")
+    done = run("m.py", "--output", "--json")
     assert (done.code, done.options) == (2, None)
     document = json.loads(done.out)
     assert (document["exit_code"], document["error"]["kind"]) == (2, "UsageError")
-    assert document["error"]["message"] == "--verify needs a BUNDLE, but --json follows it."
+    assert document["error"]["message"] == "--output needs a DIR, but --json follows it."
 
 
 @pytest.mark.parametrize("arguments", [["--version", "--json"], ["--json", "--version"]])
@@ -399,10 +453,6 @@ def test_whatever_ends_the_work_is_told_with_a_code(run, error):
     done = run("m.py", "--json", engine=Engine(error))
     assert done.code == json.loads(done.out)["exit_code"] == 1
     assert "a defect of optimize-export itself" in done.err
-
-
-def test_batch_sizes_are_read():
-    assert parse_batch_sizes("1, 2,16") == (1, 2, 16)
 
 
 @pytest.mark.parametrize(
@@ -461,7 +511,7 @@ def test_names_in_a_result_are_escaped(run):
 
 def test_every_error_class_is_documented_in_the_help(run):
     codes = {error.exit_code for error in OptimizeExportError.__subclasses__()} | {0, 1, 130}
-    shown = {line.split()[0] for line in run("--help").out.partition("Exit codes:")[2].splitlines() if line.strip()}
+    shown = {line.split()[0] for line in run("--help-all").out.partition("Exit codes:")[2].splitlines() if line.strip()}
     assert shown == {str(code) for code in codes}
 
 
@@ -721,7 +771,7 @@ def test_the_figures_of_each_output_and_call_are_shown_with_details(run):
     for options, shown in (((), False), (("--details",), True)):
         lines = [line.split() for line in run("m.py", *options, engine=engine).out.splitlines()]
         assert [row in lines for row in (worst, *calls)] == [shown] * 3
-    lines = [line.split() for line in run("--verify", "b", "--details", engine=engine).out.splitlines()]
+    lines = [line.split() for line in run("verify", "b", "--details", engine=engine).out.splitlines()]
     assert all(call in lines for call in calls)
 
 
@@ -793,12 +843,12 @@ def test_a_failed_check_shows_figures_and_problems(run):
         "problems": ["model.onnx: y has inf."],
         "artifacts": [{"format": "onnx", "path": "model.onnx", "outputs": outputs, "problem": "y has inf"}],
     }
-    done = run("--verify", "b", engine=Engine(failed))
+    done = run("verify", "b", engine=Engine(failed))
     assert done.code == 6
     row = ["onnx", "y", "Infinity", "4e-06", "-", "-", "-", "-", "failed"]
     assert row in [line.split() for line in done.out.splitlines()]
     assert done.err == "optimize-export: error: model.onnx: y has inf.\n"
-    assert json.loads(run("--verify", "b", "--json", engine=Engine(failed)).out) == failed
+    assert json.loads(run("verify", "b", "--json", engine=Engine(failed)).out) == failed
 
 
 # As a process ---------------------------------------------------------------------------------------------------------
@@ -958,7 +1008,7 @@ def test_a_real_signal_ends_the_process_with_one_line(number, code):
 
 
 @pytest.mark.parametrize("start", ["from _optimize_export_start import main", "from optimizer.__main__ import main"])
-@pytest.mark.parametrize(("package", "arguments"), [("click", ["--help"]), ("click", ["--verify", "net"])])
+@pytest.mark.parametrize(("package", "arguments"), [("click", ["--help"]), ("click", ["verify", "net"])])
 def test_an_installation_for_serving_says_what_the_command_lacks(package, arguments, start):
     if "__main__" in start:
         start = "import runpy; main = lambda: runpy.run_module('optimizer', run_name='__main__')"

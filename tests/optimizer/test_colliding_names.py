@@ -180,7 +180,7 @@ def test_the_command_takes_such_a_model(tmp_path, capsys):
     (tmp_path / "net.py").write_text(textwrap.dedent(source))
     target = str(tmp_path / "net")
     assert main([str(tmp_path / "net.py"), "--output", target, "--atol", "x_0_1=1e-3"]) == 0
-    assert main(["--verify", target]) == 0
+    assert main(["verify", target]) == 0
     capsys.readouterr()
-    assert main(["--rejudge", target, "--atol", "1=1e-3"]) == 2
+    assert main(["rejudge", target, "--atol", "1=1e-3"]) == 2
     assert "output_1 (1 (1) in the model), _1 (1 (2) in the model)" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 
 from optimize_export.errors import UsageError
 from optimizer.command import all_models, cli
-from optimizer.options import AllOptions, ExportOptions
+from optimizer.options import BuildOptions, ExportOptions
 
 ROOT = Path(cli.__file__).parent.parent.parent
 CONFIG = """
@@ -48,7 +48,7 @@ def config(text: str, name: str = "pyproject.toml") -> None:
 
 
 def parsed(*arguments: str):
-    return cli.command.main(list(arguments), standalone_mode=False)
+    return cli.parse(list(arguments))
 
 
 def refused(capfd, *arguments: str, code: int = 2) -> str:
@@ -65,7 +65,7 @@ def refused(capfd, *arguments: str, code: int = 2) -> str:
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: Path(path).symlink_to("/dev/zero")])
 def test_a_config_that_is_no_file_is_refused(capfd, make):
     make("models.toml")
-    assert refused(capfd, "--config", "models.toml", "net") == (
+    assert refused(capfd, "build", "--config", "models.toml", "net") == (
         "The config models.toml can't be read: it is not a regular file."
     )
 
@@ -73,15 +73,15 @@ def test_a_config_that_is_no_file_is_refused(capfd, make):
 def test_a_tilde_is_the_home_folder(folder, monkeypatch):
     monkeypatch.setenv("HOME", "/home/jane")
     config(CONFIG.replace('"out/bert"', '"~/bert"').replace('"nets/resnet.py:build"', '"~/nets/resnet.py:build"'))
-    assert parsed("bert-tiny").output == Path("/home/jane/bert")
-    assert parsed("resnet").model == "/home/jane/nets/resnet.py:build"
+    assert parsed("build", "bert-tiny").output == Path("/home/jane/bert")
+    assert parsed("build", "resnet").model == "/home/jane/nets/resnet.py:build"
     assert parsed("net.py", "--output=~/x", "--weights=./~/w.pt").output == Path("/home/jane/x")
     assert parsed("net.py", "--weights=./~/w.pt").weights == Path("~/w.pt")
 
 
 def test_a_model_has_its_own_options_and_the_defaults():
     config(CONFIG)
-    resnet = parsed("resnet")
+    resnet = parsed("build", "resnet")
     assert resnet == ExportOptions(
         model="nets/resnet.py:build",
         output=Path("dist/resnet"),
@@ -92,14 +92,14 @@ def test_a_model_has_its_own_options_and_the_defaults():
         strict=True,
         seed=7,
     )
-    bert = parsed("bert-tiny")
+    bert = parsed("build", "bert-tiny")
     assert (bert.model, bert.output, bert.formats) == ("nets.bert", Path("out/bert"), ("torchscript",))
     assert (bert.dynamic, bert.tune, bert.accuracy) == ({"ids": {0: "batch"}, "mask": {0: "batch"}}, True, "0.999")
 
 
 def test_a_config_records_the_options_that_the_command_line_would_have():
     config(CONFIG)
-    named = parsed("resnet")
+    named = parsed("build", "resnet")
     arguments = (
         "nets/resnet.py:build --formats onnx,pt2 --seed 7 --input 2x3x224x224 --batch-sizes 1,2 --atol 0.001 "
         "--strict --output dist/resnet"
@@ -112,7 +112,7 @@ def test_a_config_records_the_options_that_the_command_line_would_have():
 def test_the_command_line_takes_precedence():
     config(CONFIG)
     options = parsed(
-        "resnet", "--input", "1x3x8x8", "--formats", "onnx", "--seed", "0", "--output", "o", "--if-changed"
+        "build", "resnet", "--input", "1x3x8x8", "--formats", "onnx", "--seed", "0", "--output", "o", "--if-changed"
     )
     assert (options.inputs, options.formats, options.seed, options.output) == (("1x3x8x8",), ("onnx",), 0, Path("o"))
     assert options.strict
@@ -126,15 +126,12 @@ def test_the_command_line_takes_precedence():
 def test_a_flag_of_the_config_is_switched_off(flag):
     config(f'[tool.optimize-export]\n{flag} = true\n[tool.optimize-export.models.net]\nmodel = "net.py"')
     config(f'[models.net]\nmodel = "net.py"\n{flag} = false', "off.toml")
-    plain = parsed("net", "--config", "off.toml")
-    assert parsed("net") != plain
-    assert parsed("net", f"--no-{flag}") == plain
-    assert parsed("net", f"--no-{flag}", f"--{flag}") == parsed("net")
-    [arguments] = parsed("--all", f"--no-{flag}").commands.values()
-    assert arguments == ["net", "--config=pyproject.toml", "--json", f"--no-{flag}"]
-    assert f"--no-{flag}" not in cli.command.get_help(
-        cli.command.make_context(cli.PROGRAM, ["x"], resilient_parsing=True)
-    )
+    plain = parsed("build", "net", "--config", "off.toml")
+    assert parsed("build", "net") != plain
+    assert parsed("build", "net", f"--no-{flag}") == plain
+    assert parsed("build", "net", f"--no-{flag}", f"--{flag}") == parsed("build", "net")
+    [arguments] = parsed("build", "--all", f"--no-{flag}").commands.values()
+    assert arguments == ["build", "--config=pyproject.toml", "--json", f"--no-{flag}", "net"]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +140,7 @@ def test_a_flag_of_the_config_is_switched_off(flag):
 def test_another_file_has_the_table_or_is_the_table(text):
     config("not toml")
     config(text, "ci.toml")
-    assert parsed("resnet", "--config", "ci.toml").formats == ("onnx", "pt2")
+    assert parsed("build", "resnet", "--config", "ci.toml").formats == ("onnx", "pt2")
 
 
 def test_another_file_has_all_options_in_the_table_or_none():
@@ -151,20 +148,20 @@ def test_another_file_has_all_options_in_the_table_or_none():
     with pytest.raises(
         UsageError, match=r"ci.toml: models is outside of \[tool.optimize-export\]; move it inside, or "
     ):
-        parsed("--all", "--config", "ci.toml")
+        parsed("build", "--all", "--config", "ci.toml")
     config(CONFIG + "\n[project]\nname = 'x'", "pyproject-prod.toml")
-    assert "resnet" in parsed("--all", "--config", "pyproject-prod.toml").commands
+    assert "resnet" in parsed("build", "--all", "--config", "pyproject-prod.toml").commands
     config("[tool.other]\nx = 1\n[models.b]\nmodel = 'b.py'", "ci.toml")
-    assert list(parsed("--all", "--config", "ci.toml").commands) == ["b"]
+    assert list(parsed("build", "--all", "--config", "ci.toml").commands) == ["b"]
 
 
 def test_each_model_has_its_own_folders_of_profiles_and_differences():
     config(CONFIG)
-    commands = parsed("--all", "--profile", "p", "--debug-dir", "d/e").commands
-    assert {"--profile=p/resnet", "--debug-dir=d/e/resnet"} <= set(commands["resnet"])
-    assert {"--profile=p/bert-tiny", "--debug-dir=d/e/bert-tiny"} <= set(commands["bert-tiny"])
-    config(CONFIG.replace("seed = 7", 'profile = "p"'))
-    assert parsed("resnet").profile_dir == Path("p/resnet")
+    commands = parsed("build", "--all", "--profile-dir", "p", "--debug-dir", "d/e").commands
+    assert {"--profile-dir=p/resnet", "--debug-dir=d/e/resnet"} <= set(commands["resnet"])
+    assert {"--profile-dir=p/bert-tiny", "--debug-dir=d/e/bert-tiny"} <= set(commands["bert-tiny"])
+    config(CONFIG.replace("seed = 7", 'profile-dir = "p"'))
+    assert parsed("build", "resnet").profile_dir == Path("p/resnet")
 
 
 def test_a_file_isnt_a_name_and_reads_no_config():
@@ -281,7 +278,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "sentence"), WRONG)
-@pytest.mark.parametrize("arguments", [["resnet"], ["--all"]])
+@pytest.mark.parametrize("arguments", [["build", "resnet"], ["build", "--all"]])
 def test_a_mistake_is_named_with_its_place(capfd, text, sentence, arguments):
     config(text)
     assert sentence in refused(capfd, *arguments)
@@ -290,29 +287,31 @@ def test_a_mistake_is_named_with_its_place(capfd, text, sentence, arguments):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["resnett"], "pyproject.toml has no model resnett; did you mean resnet?"),
-        (["zzz", "--config", "pyproject.toml"], "pyproject.toml has no model zzz; its models are: resnet, bert-tiny."),
+        (["build", "resnett"], "pyproject.toml has no model resnett; did you mean resnet?"),
+        (["build", "resnet", "zzz"], "pyproject.toml has no model zzz; its models are: resnet, bert-tiny."),
+        (["build"], "NAME is missing: name models of pyproject.toml (resnet, bert-tiny), or pass --all."),
+        (["build", "resnet", "--config", "no.toml"], "The config no.toml can't be read: No such file or directory."),
+        (["build", "resnet", "--config", "."], "The config . can't be read: it is not a regular file."),
+        (["build", "resnet", "-j", "2"], "--jobs goes with --all or several names only."),
+        (["build", "resnet", "--shard", "1/2"], "--shard goes with --all or several names only."),
+        (["resnet"], "resnet is a model of pyproject.toml: build it with optimize-export build resnet"),
+        (["resnet.py", "--all"], "--all is a command now: optimize-export build --all."),
+        (["resnet.py", "-j", "2"], "There is no option -j here: it goes with optimize-export build."),
+        (["build", "resnet", "--all"], "--all builds all models of the config: leave out resnet, or --all."),
+        (["build", "--all", "-j", "0"], "--jobs: '0' is not a whole number from 1 to 9999; use for example"),
+        (["build", "--all", "--jobs", "two"], "--jobs: 'two' is not a whole number"),
         (
-            ["--config", "pyproject.toml"],
-            "MODEL is missing: name a model of pyproject.toml (resnet, bert-tiny), or pass --all.",
+            ["build", "--all", "--shard", "3/2"],
+            "--shard: '3/2' is not I/N with I from 1 to N; use for example --shard 1/2.",
         ),
-        (["resnet", "--config", "no.toml"], "The config no.toml can't be read: No such file or directory."),
-        (["resnet", "--config", "."], "The config . can't be read: it is not a regular file."),
-        (["resnet", "-j", "2"], "--jobs goes with --all only."),
-        (["resnet", "--shard", "1/2"], "--shard goes with --all only."),
-        (["resnet", "--all"], "--all builds all models of the config: leave out resnet, or --all."),
-        (["--all", "-j", "0"], "--jobs: '0' is not a whole number from 1 to 9999; use for example -j 2."),
-        (["--all", "--jobs", "two"], "--jobs: 'two' is not a whole number"),
-        (["--all", "--shard", "3/2"], "--shard: '3/2' is not I/N with I from 1 to N; use for example --shard 1/2."),
-        (["--all", "--shard", "0/2"], "--shard: '0/2' is not I/N"),
-        (["--all", "--shard", "1"], "--shard: '1' is not I/N"),
-        (["--all", "--shard", "-1/2"], "--shard: '-1/2' is not I/N"),
-        (["--all", "--verify", "b"], "--verify can't be combined with --all."),
+        (["build", "--all", "--shard", "0/2"], "--shard: '0/2' is not I/N"),
+        (["build", "--all", "--shard", "1"], "--shard: '1' is not I/N"),
+        (["build", "--all", "--shard", "-1/2"], "--shard: '-1/2' is not I/N"),
         (
-            ["--all", "--output", "o"],
+            ["build", "--all", "--output", "o"],
             "the models resnet and bert-tiny have the same output, o: give one of them another.",
         ),
-        (["--all", "--seed", "x"], "pyproject.toml, model resnet: --seed: 'x' is not a whole number"),
+        (["build", "--all", "--seed", "x"], "pyproject.toml, model resnet: --seed: 'x' is not a whole number"),
     ],
 )
 def test_wrong_options(capfd, arguments, sentence):
@@ -323,28 +322,28 @@ def test_wrong_options(capfd, arguments, sentence):
 @pytest.mark.parametrize("text", ["", "[tool.ruff]\nx = 1", "[tool.optimize-export]\nseed = 1"])
 def test_all_without_models_is_refused(capfd, text):
     config(text)
-    assert refused(capfd, "--all") == (
+    assert refused(capfd, "build", "--all") == (
         "pyproject.toml has no models for --all: add a table such as [tool.optimize-export.models.net], or name another "
         "file with --config."
     )
     Path("pyproject.toml").unlink()
-    assert refused(capfd, "--all") == "The config pyproject.toml can't be read: No such file or directory."
+    assert refused(capfd, "build", "--all") == "The config pyproject.toml can't be read: No such file or directory."
 
 
 def test_two_models_with_the_same_output_are_refused(capfd):
     config(CONFIG.replace('"out/bert"', '"./dist/../dist/resnet"'))
-    assert "the models resnet and bert-tiny have the same output, dist/resnet" in refused(capfd, "--all")
+    assert "the models resnet and bert-tiny have the same output, dist/resnet" in refused(capfd, "build", "--all")
     for inside in ("dist", "dist/resnet/bert"):
         config(CONFIG.replace('"out/bert"', f'"{inside}"'))
-        assert "the models resnet and bert-tiny have outputs inside each other" in refused(capfd, "--all")
-    assert parsed("resnet").output == Path("dist/resnet")
+        assert "the models resnet and bert-tiny have outputs inside each other" in refused(capfd, "build", "--all")
+    assert parsed("build", "resnet").output == Path("dist/resnet")
 
 
 def test_each_model_gets_the_options_of_the_command_line():
     config(CONFIG)
-    arguments = "--all -j 3 --if-changed --quiet --passes none --metadata a=b --metadata c=--d --json --details"
+    arguments = "build --all -j 3 --if-changed --quiet --passes none --metadata a=b --metadata c=--d --json --details"
     options = parsed(*arguments.split())
-    given = ["--config=pyproject.toml", "--json", "--passes=none", "--metadata=a=b", "--metadata=c=--d"]
+    given = ["build", "--config=pyproject.toml", "--json", "--passes=none", "--metadata=a=b", "--metadata=c=--d"]
     given += ["--if-changed", "--quiet"]
     assert options.jobs == 3
     assert list(options.commands) == ["resnet", "bert-tiny"]
@@ -354,17 +353,22 @@ def test_each_model_gets_the_options_of_the_command_line():
     assert parsed(*options.commands["resnet"]).metadata == {"a": "b", "c": "--d"}
 
 
+def test_several_names_are_built_like_all(folder):
+    config(CONFIG)
+    assert list(parsed("build", "bert-tiny", "resnet", "-j", "2").commands) == ["bert-tiny", "resnet"]
+
+
 def test_a_shard_has_every_nth_model():
     names = [f"m{number}" for number in range(5)]
     config("".join(f'[models.{name}]\nmodel = "net.py"\n' for name in names), "ci.toml")
-    shards = [list(parsed("--all", "--config", "ci.toml", "--shard", f"{i}/3").commands) for i in (1, 2, 3)]
+    shards = [list(parsed("build", "--all", "--config", "ci.toml", "--shard", f"{i}/3").commands) for i in (1, 2, 3)]
     assert shards == [["m0", "m3"], ["m1", "m4"], ["m2"]]
-    assert parsed("--all", "--config", "ci.toml", "--shard", "9/9").commands == {}
+    assert parsed("build", "--all", "--config", "ci.toml", "--shard", "9/9").commands == {}
 
 
 FAKE = """
 import json, os, signal, sys, time
-name = sys.argv[1]
+name = sys.argv[-1]
 open(name + ".started", "w").close()
 print("log of " + name, file=sys.stderr)
 if name == "timed":
@@ -396,7 +400,7 @@ def fake(folder, monkeypatch):
 
     def run(*names: str, more: tuple[str, ...] = ()) -> int:
         config("".join(f'[tool.optimize-export.models.{name}]\nmodel = "net.py"\n' for name in names))
-        return cli.main(["--all", *more])
+        return cli.main(["build", "--all", *more])
 
     return run
 
@@ -456,7 +460,7 @@ def test_models_run_side_by_side(fake):
 
 
 def test_one_job_runs_one_model_after_the_other(folder, fake, monkeypatch):
-    running = all_models.builds(AllOptions({"fine": ["fine"], "other": ["other"]}), lambda name: None)
+    running = all_models.builds(BuildOptions({"fine": ["fine"], "other": ["other"]}), lambda name: None)
     assert next(running)[0] == "fine"
     assert not Path("other.started").exists()
     assert [name for name, *_ in running] == ["other"]
@@ -470,7 +474,7 @@ def test_an_interrupt_ends_the_builds(folder, fake, number, code):
             sys.executable,
             "-c",
             "import sys\nfrom pathlib import Path\nfrom optimizer.command import all_models, cli\n"
-            "all_models.ROOT = Path()\nsys.exit(cli.main(['--all']))",
+            "all_models.ROOT = Path()\nsys.exit(cli.main(['build', '--all']))",
         ],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
@@ -507,7 +511,7 @@ def test_the_models_of_a_real_config(folder):
     )
 
     def run(*more: str) -> tuple[int, dict]:
-        command = [sys.executable, "-m", "optimizer", "--all", "-j", "2", "--json", *more]
+        command = [sys.executable, "-m", "optimizer", "build", "--all", "-j", "2", "--json", *more]
         done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=False)
         return done.returncode, json.loads(done.stdout)
 

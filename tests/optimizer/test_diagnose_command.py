@@ -38,7 +38,7 @@ def run(tmp_path, monkeypatch, capfd):
     def run(source, *arguments):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "net.py").write_text(source, encoding="utf-8")
-        code = cli.main(["--diagnose", "net.py", *arguments])
+        code = cli.main(["diagnose", "net.py", *arguments])
         return code, *capfd.readouterr()
 
     return run

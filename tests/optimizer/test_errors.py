@@ -299,14 +299,14 @@ def test_the_whole_way_and_back(run, folder):
     assert (folder / "dist/model/manifest.json").is_file()
     assert str(folder) not in (folder / "dist/model/manifest.json").read_text()
 
-    assert run("--verify", "dist/model", "--expect", document["sha256sums"]).code == 0
-    unrun = run("--verify", "dist/model", "--no-run")
+    assert run("verify", "dist/model", "--expect", document["sha256sums"]).code == 0
+    unrun = run("verify", "dist/model", "--no-run")
     assert unrun.code == 0
     assert "the files are those that SHA256SUMS lists; no artifact was loaded or run" in unrun.out
-    other = run("--verify", "dist/model", "--expect", "0" * 64)
+    other = run("verify", "dist/model", "--expect", "0" * 64)
     assert other.code == 8
     assert "This is not the expected bundle" in other.err
-    assert json.loads(run("--verify", "dist/model", "--json").out)["ok"]
+    assert json.loads(run("verify", "dist/model", "--json").out)["ok"]
 
     again = run("model.py", "--quiet")
     assert again.code == 8
@@ -324,7 +324,7 @@ def test_the_whole_way_and_back(run, folder):
     content = bytearray(artifact.read_bytes())
     content[len(content) // 2] ^= 1
     artifact.write_bytes(content)
-    damaged = run("--verify", "dist/model")
+    damaged = run("verify", "dist/model")
     assert damaged.code == 8
     assert "model.onnx" in damaged.err
     assert "Traceback" not in damaged.err
@@ -398,7 +398,7 @@ def test_paths_that_are_no_text(refused):
     assert "o\\udcff isn't UTF-8, which the libraries that write and read a bundle need" in refused(
         8, "model.py", "--output", name
     )
-    assert "o\\udcff isn't UTF-8" in refused(8, "--verify", name)
+    assert "o\\udcff isn't UTF-8" in refused(8, "verify", name)
     assert "o\\udcff isn't UTF-8" in refused(2, "model.py", "--debug-dir", name)
     assert "--input-names 'o\\udcff' isn't UTF-8." in refused(2, "model.py", "--input-names", name)
     write(name=name + ".py")
@@ -555,7 +555,7 @@ def test_a_format_that_cant_be_had_leaves_the_others(run, folder):
     assert (error["code"], error["kind"]) == (4, "ExportFailed")
     assert document["missing"]["torchscript"] in error["message"]
     assert not (folder / "dist/model/model.torchscript.pt").exists()
-    checked = run("--verify", "dist/model")
+    checked = run("verify", "dist/model")
     assert checked.code == 0
     assert "note: the format torchscript is missing: The model can't be exported to torchscript (" in checked.out
     assert "- the format torchscript is missing: The" in (folder / "dist/model/README.md").read_text()
@@ -579,7 +579,7 @@ def test_a_file_that_isnt_proven_is_missing_with_its_figures(run, folder, monkey
         "The onnx artifact isn't proven to compute the same as the original: "
     )
     assert sorted(path.name for path in (folder / "dist/model").glob("model*")) == ["model.torchscript.pt"]
-    assert run("--verify", "dist/model", "--quiet").code == 0
+    assert run("verify", "dist/model", "--quiet").code == 0
     before = (folder / "dist/model/manifest.json").read_bytes()
     strict = run("model.py", "--strict", "--force", "--json")
     document = json.loads(strict.out)
@@ -694,9 +694,9 @@ def test_bundles_that_are_none(refused):
     Path("empty").mkdir()
     Path("broken").mkdir()
     Path("broken/manifest.json").write_text("{")
-    assert "nowhere" in refused(8, "--verify", "nowhere")
-    assert "empty is not a bundle" in refused(8, "--verify", "empty")
-    assert "broken" in refused(8, "--verify", "broken")
+    assert "nowhere" in refused(8, "verify", "nowhere")
+    assert "empty is not a bundle" in refused(8, "verify", "empty")
+    assert "broken" in refused(8, "verify", "broken")
 
 
 # As a process ---------------------------------------------------------------------------------------------------------

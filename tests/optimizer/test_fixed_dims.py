@@ -13,7 +13,7 @@ from torch import nn
 
 from optimizer import export
 from optimizer.command import cli
-from optimizer.options import parse_dynamic
+from optimizer.option_texts import parse_dynamic
 
 FORMATS = ("torchscript",)
 BOTH = "--dynamic input_ids:0=batch,1=time --dynamic attention_mask:0=batch,1=time"
@@ -44,7 +44,7 @@ def option_in(notes: list[str]) -> str | None:
 def parsed(option: str) -> dict[str, dict[int, str | None]]:
     words = shlex.split(option)
     assert set(words[::2]) == {"--dynamic"}
-    return parse_dynamic(words[1::2])
+    return parse_dynamic("--dynamic", words[1::2])
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])

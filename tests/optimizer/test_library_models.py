@@ -21,7 +21,7 @@ from optimizer.command.early_checks import split_library
 from optimizer.command.loading import Loaded, load
 from optimizer.command.up_to_date import BuildInputs, inputs_of
 from optimizer.command.user_code import names_restored
-from optimizer.options import default_output
+from optimizer.paths import default_output
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "its", "dog", "ran", "far", "away"]
 OPEN = {0: "batch", 1: "time"}
@@ -516,7 +516,7 @@ def test_a_model_of_a_library_is_compared_by_the_files_of_its_folder_and_its_nam
     text_model(tmp_path / "bert")
 
     def recorded(model: str) -> BuildInputs:
-        options = cli.command.main([model, "--output", "out"], standalone_mode=False)
+        options = cli.parse([model, "--output", "out"])
         return inputs_of(options)
 
     of_folder = recorded("transformers:bert")

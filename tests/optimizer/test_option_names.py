@@ -1,5 +1,7 @@
 """The command names its options: for those that other tools have, and in messages of the library."""
 
+import dataclasses
+import inspect
 from pathlib import Path
 
 import pytest
@@ -8,18 +10,19 @@ import torch
 from exporters.errors import ExporterError
 from optimize_export.errors import OptimizeExportError
 from optimizer import export, optimize
-from optimizer.command import cli
-from optimizer.command.option_names import _BY_NAME, _OPTION, suggestion, with_options
+from optimizer.command import commands
+from optimizer.command.option_names import _BY_NAME, _OPTION, advice_for, with_options
+from optimizer.options import ExportOptions, ExportSettings, ShowOptions, options_of
 from passes.errors import PassesError
 
-KNOWN = cli._option_names()
+KNOWN = commands.option_names("export")
 
 
 @pytest.mark.parametrize("name", sorted(_BY_NAME))
 def test_the_option_for_a_name_of_another_tool_exists(name):
     assert set(_OPTION.findall(_BY_NAME[name])) <= KNOWN
     assert f"--{name}" not in KNOWN
-    assert suggestion(f"--{name}", KNOWN) == f"use {_BY_NAME[name]}."
+    assert advice_for(f"--{name}", KNOWN) == _BY_NAME[name]
 
 
 @pytest.mark.parametrize(
@@ -98,3 +101,24 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         bench=False,
     )
     return folder
+
+
+def test_the_settings_of_an_export_are_spelled_once():
+    """`export` and the command have the names and defaults of `ExportSettings`; its signature is written out for editors."""
+    parameters = inspect.signature(export).parameters
+    for each in dataclasses.fields(ExportSettings):
+        default = inspect.Parameter.empty if each.default is dataclasses.MISSING else each.default
+        assert parameters[each.name].default == default, each.name
+    python_only = {"model", "example_inputs", "example_kwargs", "further_inputs", "exporters", "calibration"}
+    python_only |= {"source", "build", "progress"}
+    assert parameters.keys() == {each.name for each in dataclasses.fields(ExportSettings)} | python_only
+    options = {option.field.name for option in commands.COMMANDS["export"].options}
+    own = {each.name for each in dataclasses.fields(ExportOptions)} | set(options_of(ShowOptions))
+    assert options == own - {"model", "given"}
+
+
+@pytest.mark.parametrize("name", sorted(options_of(ExportSettings)))
+def test_no_other_file_of_the_command_lists_the_settings(name):
+    """A new setting is a field and an argument: nothing between them names all settings."""
+    sources = {path.name: path.read_text(encoding="utf-8") for path in Path(commands.__file__).parent.glob("*.py")}
+    assert [file for file, text in sources.items() if f"{name}=options.{name}" in text] == []

@@ -399,7 +399,7 @@ def test_the_command_refuses_a_folder_that_has_other_files(where, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     (tmp_path / "model.py").touch()
-    code = cli.main(["model.py", "--output", "dist/net", "--debug-dir", "debug", "--profile", where])
+    code = cli.main(["model.py", "--output", "dist/net", "--debug-dir", "debug", "--profile-dir", where])
     told = capsys.readouterr()
     assert code == 2
     assert told.out == ""
@@ -408,8 +408,8 @@ def test_the_command_refuses_a_folder_that_has_other_files(where, tmp_path, monk
 
 
 def test_the_command_refuses_an_empty_folder_name(capsys):
-    assert cli.main(["model.py", "--profile", ""]) == 2
-    assert "--profile names no folder" in capsys.readouterr().err
+    assert cli.main(["model.py", "--profile-dir", ""]) == 2
+    assert "--profile-dir names no folder" in capsys.readouterr().err
 
 
 def test_a_document_without_a_profile_shows_none():
@@ -423,7 +423,7 @@ def test_the_command_profiles_during_the_export(tmp_path):
         "model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()\n"
         "example_inputs = (torch.randn(2, 3, 8, 8),)\n"
     )
-    arguments = ["model.py", "--formats", "onnx", "--device", "cpu", "--json", "--profile", "profile"]
+    arguments = ["profile", "model.py", "--formats", "onnx", "--device", "cpu", "--json"]
     told = subprocess.run(
         [sys.executable, "-m", "optimizer", *arguments],
         cwd=tmp_path,
@@ -434,7 +434,7 @@ def test_the_command_profiles_during_the_export(tmp_path):
     )
     document = json.loads(told.stdout, parse_constant=pytest.fail)
     assert list(document["profile"]) == ["original", "optimized", "onnx"]
-    assert json.loads((tmp_path / "profile" / "profile.json").read_text()) == document["profile"]
+    assert json.loads((tmp_path / "profile" / "model" / "profile.json").read_text()) == document["profile"]
     assert "profile" in {each["stage"] for each in document["stages"]}
     report = json.loads((tmp_path / "dist" / "model" / "report.json").read_text())
     assert report["profile"] == document["profile"]

@@ -244,13 +244,13 @@ def test_the_command_judges_as_it_verifies(
         (["--factor", "4"], 6),
         (["--atol", "scores=1e-9"], 6),
     ):
-        assert cli.main(["--rejudge", str(written), "--json", *options]) == code
+        assert cli.main(["rejudge", str(written), "--json", *options]) == code
         documents[tuple(options)] = json.loads(capsys.readouterr().out)
         assert documents[tuple(options)]["exit_code"] == code
     assert documents[()].keys() == {"exit_code", "bundle", *verified.to_json()}
-    assert cli.main(["--rejudge", str(written), "--details"]) == 0
+    assert cli.main(["rejudge", str(written), "--details"]) == 0
     shown = capsys.readouterr().out
     assert "scores" in shown
     assert ["parity", "of", "output", "batch", "draw", "error"] in [line.split()[:6] for line in shown.splitlines()]
-    assert cli.main(["--rejudge", str(written), "--atol", "boxes=1"]) == 2
+    assert cli.main(["rejudge", str(written), "--atol", "boxes=1"]) == 2
     assert "atol names the output 'boxes'; the outputs are: scores (logits in the model)" in capsys.readouterr().err

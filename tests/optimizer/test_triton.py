@@ -144,16 +144,18 @@ def test_a_dtype_that_the_backend_does_not_take_is_refused(format: str, dtype: s
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--output", "models"], "--layout has no bundle"),
-        (["net"], "--layout has no repository"),
-        (["net", "--output", "models", "--formats", "onnx,torchscript"], "--layout writes one file"),
-        (["net", "--output", "models", "--force"], "--layout can't be combined with --force"),
+        (["--output", "models"], "Missing argument 'BUNDLE'"),
+        (["net"], "triton has no repository"),
+        (
+            ["net", "--output", "models", "--force"],
+            "There is no option --force here: it goes with optimize-export MODEL.",
+        ),
     ],
 )
 def test_options_that_do_not_go_with_it_are_refused(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--layout", "triton", *options]) == 2
+    assert main(["triton", *options]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -161,7 +163,7 @@ def test_options_that_do_not_go_with_it_are_refused(
 def test_a_repository_is_written_whole_or_not_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Sequential(nn.Linear(4, 3)).eval()
     bundle = export(model, example_inputs=(torch.randn(2, 4),), output=tmp_path / "net", effort="quick")
-    write = ["--layout", "triton", str(bundle.path), "--output", str(tmp_path / "models"), "--json"]
+    write = ["triton", str(bundle.path), "--output", str(tmp_path / "models"), "--json"]
     assert main(write) == 0
     folder = tmp_path / "models" / "net"
     assert json.loads(capsys.readouterr().out)["triton_model"] == str(folder)

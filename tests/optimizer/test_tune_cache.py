@@ -280,7 +280,7 @@ def change_batch(parts: Any) -> None:
 
 
 def change_budget(parts: Any) -> None:
-    parts.bench.job.accuracy = AccuracyBudget(top1=0.9)
+    parts.bench.job.budget = AccuracyBudget(top1=0.9)
 
 
 def change_inputs(parts: Any) -> None:

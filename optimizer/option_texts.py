@@ -1,0 +1,163 @@
+"""Parse the texts of options: each function takes the option's name, for its error, and the text.
+
+An option that may be repeated has several texts.
+"""
+
+import math
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from optimize_export.errors import UsageError
+from optimizer.paths import is_utf8
+
+# One number for all outputs, or one per output by its name in the files.
+Tolerance = float | dict[str, float] | None
+
+
+def parse_names(option: str, text: str) -> tuple[str, ...]:
+    """Parse `"a,b"`; raise `UsageError` for an empty or repeated name."""
+    if not is_utf8(text):
+        raise UsageError(f"{option} {text!r} isn't UTF-8.")
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise UsageError(f"{option} {text!r} has an empty entry; separate the entries by single commas.")
+    if twice := [part for part in dict.fromkeys(parts) if parts.count(part) > 1]:
+        raise UsageError(f"{option} has {', '.join(twice)} twice.")
+    return tuple(parts)
+
+
+def whole_number(least: int, most: int, example: str) -> Callable[[str, str], int]:
+    """Make a parser of whole numbers in this range; it raises `UsageError` for anything else."""
+
+    def parse(option: str, text: str) -> int:
+        # Python refuses to parse a number with thousands of digits.
+        if not (text.isascii() and text.isdigit() and len(text) < 100 and least <= int(text) <= most):
+            raise UsageError(
+                f"{option}: {text!r} is not a whole number from {least} to {most}; use for example {example}."
+            )
+        return int(text)
+
+    return parse
+
+
+_batch_size = whole_number(1, 1 << 20, "1,2,3,5,8")
+
+
+def parse_batch_sizes(option: str, text: str) -> tuple[int, ...]:
+    """Parse `"1,2,3,5,8"`; raise `UsageError` unless all are different whole numbers from 1 to 2**20."""
+    return tuple(_batch_size(option, part) for part in parse_names(option, text))
+
+
+def above_zero(option: str, text: str) -> float:
+    """Parse a finite number above 0; raise `UsageError` for anything else."""
+    value = number_in(text)
+    if not 0 < value < math.inf:
+        raise UsageError(f"{option}: {text!r} is not a number above 0.")
+    return value
+
+
+def number_in(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def path_of(what: str) -> Callable[[str, str], Path]:
+    """Make a parser of paths. A shell expands no `~` after `=`, and none is there for a config: so it is expanded here."""
+
+    def parse(option: str, text: str) -> Path:
+        if not text.strip():
+            raise UsageError(f"{option} names no {what}: add one, or leave out the option.")
+        return Path(os.path.expanduser(text))
+
+    return parse
+
+
+def parse_files(option: str, texts: Sequence[str]) -> tuple[Path, ...]:
+    return tuple(path_of("file")(option, text) for text in texts)
+
+
+def parse_passes(option: str, text: str) -> str:
+    if not text.strip():
+        raise UsageError(f"{option} names no pass: list passes, use none for no pass, or leave out the option.")
+    return "" if text.strip() == "none" else text
+
+
+def parse_shard(option: str, text: str) -> tuple[int, int]:
+    """Parse "I/N"; raise `UsageError` unless I is a whole number from 1 to N."""
+    found = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", text)
+    number, count = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= number <= count:
+        raise UsageError(f"{option}: {text!r} is not I/N with I from 1 to N; use for example {option} 1/2.")
+    return number, count
+
+
+def parse_metadata(option: str, texts: Sequence[str]) -> dict[str, str]:
+    """Parse `["author=Jane"]` to texts by key; raise `UsageError` for a missing key or value, or a repeated key."""
+    found: dict[str, str] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals and key.strip():
+            raise UsageError(f"{option} {text!r} has no value; add one, such as {option} {key.strip()}=Jane.")
+        if not key.strip():
+            raise UsageError(f"{option} {text!r} has no key; add one, such as {option} author=Jane.")
+        if key in found:
+            raise UsageError(f"{option} sets {key} twice.")
+        found[key] = value
+    return found
+
+
+def parse_tolerance(option: str, texts: Sequence[str]) -> Tolerance:
+    """Parse `["1e-3"]` to a number, and `["logits=1e-3", "boxes=0.1"]` to numbers by output.
+
+    Raises:
+        UsageError: a value isn't a finite number of at least 0, an output is repeated, or a number for all outputs
+            comes with a number for one output.
+    """
+    found: dict[str, float] = {}
+    for text in texts:
+        name, equals, value = text.rpartition("=")
+        name, number = name.strip(), number_in(value)
+        if equals and not name:
+            raise UsageError(f"{option} {text!r} names no output; use for example {option} logits=1e-3.")
+        if name in found:
+            raise UsageError(f"{option} is given twice for {name or 'all outputs'}.")
+        if not 0 <= number < math.inf:
+            raise UsageError(
+                f"{option}: {value!r} is not a number of 0 or more; use for example {option} 1e-3 or logits=1e-3."
+            )
+        found[name] = number
+    if "" in found and len(found) > 1:
+        named = next(name for name in found if name)
+        raise UsageError(f"{option} is set for all outputs and for {named}: use one number for all, or one for each.")
+    return found.get("", found or None)
+
+
+def parse_dynamic(option: str, texts: Sequence[str]) -> dict[str, dict[int, str | None]]:
+    """Parse the open dims of the inputs.
+
+    `["x:0,2"]` gives {"x": {0: None, 2: None}}, and `["x:0=batch,2=time"]` gives {"x": {0: "batch", 2: "time"}}.
+
+    Raises:
+        UsageError: a text has no input or no dim, a dim isn't a whole number of at least 0, the name of a size isn't an
+            identifier, or a dim is repeated.
+    """
+    found: dict[str, dict[int, str | None]] = {}
+    for text in texts:
+        name, colon, dims = text.rpartition(":")
+        name = name.strip()
+        if not colon or not name or not dims.strip():
+            raise UsageError(f"{option} {text!r} opens no dim: pass an input and its dims, such as {option} x:0,2.")
+        pairs = [[piece.strip() for piece in part.partition("=")] for part in dims.split(",")]
+        for number, equals, size in pairs:
+            if not (number.isascii() and number.isdigit() and len(number) < 10):
+                raise UsageError(f"{option} {text!r}: {number!r} is not a dim; dims are whole numbers, counted from 0.")
+            if equals and not size.isidentifier():
+                raise UsageError(f"{option} {text!r}: {size!r} is not a name for a size; use a word such as 2=time.")
+            if int(number) in found.setdefault(name, {}):
+                raise UsageError(f"{option} lists dim {int(number)} of {name} twice.")
+            found[name][int(number)] = size or None
+    return found
