@@ -254,9 +254,10 @@ class ExportSettings:
         seconds: object = self.tune_seconds
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
             raise UsageError(f"The time for tuning must be a number of seconds above 0, not {seconds!r}.")
+        is_exact = self.budget.is_exact
         if self.tune and self.choices is not None:
             raise UsageError("Tuning and choices contradict each other: choices are taken without timing.")
-        if calibration is not None and self.budget.is_exact:
+        if calibration is not None and is_exact:
             raise UsageError(
                 "Calibration data have an effect only with an accuracy budget: add one, such as `accuracy=0.999`."
             )

@@ -44,7 +44,7 @@ def write(tmp_path: Path) -> UserFolder:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--tune-seconds", "0"], "--tune-seconds: '0' is not a number above 0; use for example --tune-seconds 60."),
+        (["--tune-seconds", "0"], "--tune-seconds: '0' is not a number above 0"),
         (["--tune-seconds", "-1"], "--tune-seconds: '-1' is not a number above 0"),
         (["--tune-seconds", "abc"], "--tune-seconds: 'abc' is not a number above 0"),
         (["--tune-seconds", "inf"], "--tune-seconds: 'inf' is not a number above 0"),
