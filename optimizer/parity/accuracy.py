@@ -134,16 +134,12 @@ def top1_agreement(value: torch.Tensor, target: torch.Tensor, noise: float) -> t
 
 @dataclass(frozen=True)
 class OutputAccuracy:
-    """One output of a lossy candidate.
-
-    Attributes:
-        calls: its errors at each call of the export.
-        held_out: its errors at each call that was held out of the calibration; `draw` is the number of the call.
-    """
+    """One output of a lossy candidate."""
 
     name: str
     calls: tuple[CallErrors, ...] = ()
     held_out: tuple[CallErrors, ...] = ()
+    """The errors at each call that was held out of the calibration; `draw` is the number of the call."""
 
     def to_json(self) -> dict[str, Any]:
         """As an `OutputParity` with the worst figures and without an allowed error."""
@@ -163,27 +159,22 @@ class OutputAccuracy:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The worst figures over all outputs and calls; None where no output has the figure.
-
-    Attributes:
-        cosine: of the angle between an output and the original's, both flattened.
-        top1: the share of rows whose largest score is at the original's class, for outputs of shape (rows, classes).
-        equal: the share of equal elements of integer outputs.
-        max_error: the largest absolute error.
-        snr: signal-to-noise ratio, 20 log10(rms of the original / rms of the error), in dB.
-        calls: the number of calls.
-        problem: a difference that no budget allows, such as another shape; None where there is none.
-        outputs: the figures of each output at each call; not part of the JSON.
-    """
+    """The worst figures over all outputs and calls; None where no output has the figure."""
 
     cosine: float | None = None
+    """The cosine of the angle between an output and the original's, both flattened."""
     top1: float | None = None
+    """The share of rows whose largest score is at the original's class, for outputs of shape (rows, classes)."""
     equal: float | None = None
+    """The share of equal elements of integer outputs."""
     max_error: float | None = None
     snr: float | None = None
+    """Signal-to-noise ratio, 20 log10(rms of the original / rms of the error), in dB."""
     calls: int = 0
     problem: str | None = None
+    """A difference that no budget allows, such as another shape; None where there is none."""
     outputs: tuple[OutputAccuracy, ...] = field(default=(), repr=False, compare=False)
+    """The figures of each output at each call; not part of the JSON."""
 
     def and_worse(self, other: Accuracy) -> Accuracy:
         """The worse of both figures each."""

@@ -59,16 +59,7 @@ class _Compared:
 
 
 class Comparison:
-    """Gathers the errors of a candidate, call by call.
-
-    Attributes:
-        noises: of the original's outputs.
-        flat: whether the candidate returns flat tensors, which are matched by their order.
-        in_detail: whether to keep the errors of each call, and the frontier that decides any `atol` and `rtol`.
-        slices: noises of the slices that are judged separately.
-        who: the name of the candidate in messages.
-        problems: sentences about the candidate as a whole.
-    """
+    """Gathers the errors of a candidate, call by call."""
 
     def __init__(
         self,
@@ -80,7 +71,9 @@ class Comparison:
         who: str = "the candidate",
     ) -> None:
         self.noises = noises
+        # Whether the candidate returns flat tensors, which are matched by their order.
         self.flat = flat
+        # Whether to keep the errors of each call, and the frontier that decides any `atol` and `rtol`.
         self.in_detail = in_detail
         self.slices = slices or {}
         self.who = who

@@ -154,14 +154,12 @@ class Slices:
 
     All calls are pooled. Dim 0, the batch, has no slices. A dim whose size differs between calls is dropped. The bands
     have the key -1.
-
-    Attributes:
-        largest: dim -> float64 tensor of shape (size of the dim,); NaN for a band without numbers.
-        samples: dim -> number of values in each of its slices, int64 of the same shape.
     """
 
     def __init__(self) -> None:
+        # By dim, float64 of shape (size of the dim,); NaN for a band without numbers.
         self.largest: dict[int, torch.Tensor] = {}
+        # By dim, the number of values in each of its slices, int64 of the same shape.
         self.samples: dict[int, torch.Tensor] = {}
         self._dropped: set[int] = set()
 
@@ -256,16 +254,13 @@ class Pool:
 
 @dataclass(frozen=True)
 class WorstSlice:
-    """The slice with the largest ratio of error to noise.
-
-    Attributes:
-        where: its name, "index 3 of dim 1" or "a number below 256".
-        error, noise: its largest error, and the error that rounding alone causes there.
-    """
+    """The slice with the largest ratio of error to noise."""
 
     where: str
+    """As "index 3 of dim 1" or "a number below 256"."""
     error: float
     noise: float
+    """The error that rounding alone causes there; `error` is the largest."""
 
 
 @dataclass
@@ -274,12 +269,10 @@ class SliceNoise:
 
     NaN marks a slice that isn't judged: it has fewer numbers than `least_samples`, it is all zero in the original, or
     it is a band of magnitude without numbers in one of the measurements.
-
-    Attributes:
-        noise: dim -> float64 tensor of shape (size of the dim,), with the keys of `Slices`.
     """
 
     noise: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By dim, float64 of shape (size of the dim,), with the keys of `Slices`."""
 
     def worst(self, errors: Slices) -> WorstSlice | None:
         """The slice with the largest ratio of error to noise; None if no slice is judged."""

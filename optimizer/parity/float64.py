@@ -98,15 +98,7 @@ def raised(dtype: torch.dtype) -> torch.dtype:
 
 
 class Float64Mode(TorchFunctionMode):
-    """Inside, every torch call of this thread computes in float64.
-
-    Attributes:
-        lowered: the names of the functions whose floating-point results were not float64.
-        coarsest: the machine epsilon of the least precise dtype that was raised. The original's own rounding is
-            measured by it, whatever the dtype of the outputs.
-        masked: the layouts of the inputs of dropouts, in call order.
-        chooses: whether a call chose or ordered elements by scores.
-    """
+    """Inside, every torch call of this thread computes in float64."""
 
     def __init__(
         self,
@@ -134,10 +126,15 @@ class Float64Mode(TorchFunctionMode):
         self._together = {id(tensor): group for group in together if _has_one_dtype(group) for tensor in group}
         self.own_dtype = own_dtype
         self.leaf_parameters = leaf_parameters
+        # The names of the functions whose floating-point results were not float64.
         self.lowered: set[str] = set()
+        # The machine epsilon of the least precise dtype that was raised. The original's own rounding is measured by it,
+        # whatever the dtype of the outputs.
         self.coarsest = 0.0
+        # Whether a call chose or ordered elements by scores.
         self.chooses = False
         self._draws = RandomDraws(own_dtype, masks=masks, lowered=self.lowered)
+        # The layouts of the inputs of dropouts, in call order.
         self.masked = self._draws.masked
         # Each original is kept with its shadow; otherwise its id could name another tensor later.
         self._shadows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -407,9 +404,6 @@ class RandomDraws:
 
     A dropout mask is drawn in memory order. Kernels of float64 may return another memory order than those of the own
     dtype. The mask then follows the layout that the same dropout had in a run in the own dtype (`MaskedLayouts`).
-
-    Attributes:
-        masked: the layouts of the inputs of dropouts, in call order.
     """
 
     def __init__(self, own_dtype: torch.dtype, *, masks: Iterable[Layout], lowered: set[str]) -> None:
@@ -420,6 +414,7 @@ class RandomDraws:
             masks: the layouts of the same dropouts in a run in the own dtype.
             lowered: receives the names of the functions that compute in the own dtype because they also draw.
         """
+        # The layouts of the inputs of dropouts, in call order.
         self.masked: list[Layout] = []
         self._masks = iter(masks)
         self._own_dtype = own_dtype

@@ -19,22 +19,19 @@ from optimizer.parity.verdict import FACTOR, Tolerance, judge
 
 @dataclass(frozen=True)
 class GoldenEntry:
-    """One stored call.
-
-    Attributes:
-        outputs: by name, the float64 reference rounded once to the output's own dtype.
-        tied: by name, a bool tensor: True where rounding or equal scores decide an element, which isn't compared.
-        sizes: of open dims other than the batch, where they differ from the given call.
-        seed: of torch's random numbers where the original draws any; None otherwise.
-    """
+    """One stored call."""
 
     batch_size: int | None
     draw: int
     call: Call
     outputs: dict[str, torch.Tensor]
+    """The float64 reference rounded once to the output's own dtype."""
     tied: dict[str, torch.Tensor]
+    """Bool tensors by name: True where rounding or equal scores decide an element, which isn't compared."""
     sizes: Sizes = ()
+    """The sizes of open dims other than the batch, where they differ from the given call."""
     seed: int | None = None
+    """The seed of torch's random numbers; None if the original draws none."""
 
 
 def golden_entries(reference: Reference, limit: int = 3) -> tuple[GoldenEntry, ...]:

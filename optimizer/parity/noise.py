@@ -43,47 +43,38 @@ MORE_SAMPLES = 8
 
 
 class _Gathered:
-    """The values and differences of one output, pooled over all calls.
-
-    Attributes:
-        size: magnitudes of the values.
-        own_error: distances to the float64 truth.
-        response: distances to the outputs with inputs and weights off by one ulp.
-        again: distances between two plain runs.
-        truth_ties, own_ties: the number of elements of an integer output that differ in float64, or in a perturbed run.
-    """
+    """The values and differences of one output, pooled over all calls."""
 
     def __init__(self, *, sliced: bool) -> None:
+        # Magnitudes of the values, and their distances to the float64 truth, to the outputs with inputs and weights off
+        # by one ulp, and to a second plain run.
         self.size, self.own_error, self.response, self.again = (
             Pool(slices=Slices() if sliced else None) for _ in range(4)
         )
         self.elements = 0
+        # The number of elements of an integer output that differ in float64, and in a perturbed run.
         self.truth_ties = 0
         self.own_ties = 0
         self.exact_differs_again = False
 
 
 class RoundingNoise:
-    """The rounding noise of each output of the original.
-
-    Attributes:
-        measured_at: the batch sizes that are run in float64 and perturbed; None for all.
-        is_least: whether `measured_at` is empty. Then nothing is measured, and the noise is the least of each dtype.
-        refused: the reason why the truth is the original in its own dtype and not in float64; "" for float64.
-        lowered: functions whose results weren't float64 in the float64 runs.
-        can_be_perturbed: whether the original runs with inputs and weights off by one ulp.
-        coarsest: machine epsilon of the coarsest dtype in the original; 0 if it computes in float64 throughout.
-        notes: sentences about the measurement.
-    """
+    """The rounding noise of each output of the original."""
 
     def __init__(self, original: Original, measured_at: frozenset[int | None] | None = None) -> None:
         self.original = original
+        # The batch sizes that are run in float64 and perturbed; None for all.
         self.measured_at = measured_at
+        # Whether `measured_at` is empty. Then nothing is measured, and the noise is the least of each dtype.
         self.is_least = measured_at is not None and not measured_at
+        # The reason why the truth is the original in its own dtype and not in float64; "" for float64.
         self.refused = ""
+        # Functions whose results weren't float64 in the float64 runs.
         self.lowered: set[str] = set()
+        # Machine epsilon of the coarsest dtype in the original; 0 if it computes in float64 throughout.
         self.coarsest = 0.0
         self.notes: list[str] = []
+        # Whether the original runs with inputs and weights off by one ulp.
         self.can_be_perturbed = True
         # Whether the original chooses or orders elements by scores, as far as it is known.
         self._chooses = False

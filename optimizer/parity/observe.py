@@ -42,21 +42,18 @@ Flatten = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]]
 
 @dataclass
 class Observation:
-    """The observed values of one call.
-
-    Attributes:
-        values: name -> tensor on the CPU, in the order of the output's tree. Python floats, complex numbers and numpy
-            arrays are stored as tensors. An output's name is a label: the same place in an equal tree has the same one.
-        kinds: name -> "output", "number" (of an output: a Python number or numpy array, which is a constant in files),
-            "input" (an input that was changed in place), "gradient" or "buffer".
-        structure: the output's tree without its tensors; None if the callable returns flat tensors.
-        draws: whether the call drew random numbers.
-    """
+    """The observed values of one call."""
 
     values: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors on the CPU by name, in the order of the output's tree. Python floats, complex numbers and numpy arrays are
+    stored as tensors. An output's name is a label: the same place in an equal tree has the same one."""
     kinds: dict[str, str] = field(default_factory=dict)
+    """By name: "output", "number" (of an output: a Python number or numpy array, which is a constant in files), "input"
+    (an input that was changed in place), "gradient" or "buffer"."""
     structure: Any = None
+    """The output's tree without its tensors; None if the callable returns flat tensors."""
     draws: bool = False
+    """Whether the call drew random numbers."""
 
     def add(self, kind: str, name: str, value: torch.Tensor) -> None:
         """Store a value.
@@ -285,16 +282,12 @@ logger = logging.getLogger(__name__)
 
 
 class RecordedRuns:
-    """Makes the first run of the given calls on the working copy, whose modules the passes know, and records it.
-
-    Attributes:
-        recordings: by batch size and draw of the call.
-        failures: the reasons why runs couldn't be recorded, by batch size and draw.
-        runs: makes the runs on the working copy.
-    """
+    """Makes the first run of the given calls on the working copy, whose modules the passes know, and records it."""
 
     def __init__(self, runs: RunsOfCopy, tree: ModelTree, calls: Collection[tuple[int | None, int]]) -> None:
+        # By batch size and draw of the call.
         self.recordings: dict[tuple[int | None, int], Recording] = {}
+        # The reasons why runs couldn't be recorded, by batch size and draw.
         self.failures: dict[tuple[int | None, int], str] = {}
         self.runs = runs
         self._tree = tree

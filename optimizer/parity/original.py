@@ -41,42 +41,38 @@ CallKey = tuple[int | None, int]
 
 @dataclass
 class OriginalCall:
-    """One call of the original.
-
-    Attributes:
-        seed: of the random numbers in this call.
-        call: the inputs; None if the samples make them again.
-        own: the outputs in the original's own dtypes.
-        truth: the outputs in float64; the same as `own` until the call is measured.
-        names: of the input tensors.
-        label: the call in words, in place of batch size and draw.
-        measured: whether the call was also run in float64 and with perturbed weights.
-        recorded: whether `own` comes from a recorded run, for which torch may choose other kernels.
-        unstable: by output name, a bool tensor that marks the elements that the original itself changes within its
-            noise.
-        sizes: of open dims other than the batch, where they differ from the given call.
-        ties: of equal scores; the rows of the outputs that they put in order are compared as sets.
-        cut: by output name, a bool tensor that marks the elements that a tie chooses among others; not compared.
-        cut_by: the operations that met the ties of `cut`.
-        knows_ties: whether these three are known.
-    """
+    """One call of the original."""
 
     batch_size: int | None
     draw: int
     seed: int
+    """The seed of the random numbers in this call."""
     call: Call | None
+    """The inputs; None if the samples make them again."""
     own: Observation
+    """The outputs in the original's own dtypes."""
     truth: Observation
+    """The outputs in float64; the same as `own` until the call is measured."""
     names: Sequence[str] = ()
+    """The names of the input tensors."""
     label: str = ""
+    """Words for the call, in place of batch size and draw."""
     measured: bool = False
+    """Whether the call was also run in float64 and with perturbed weights."""
     recorded: bool = False
+    """Whether `own` comes from a recorded run, for which torch may choose other kernels."""
     unstable: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Bool tensors by output name: the elements that the original itself changes within its noise."""
     sizes: Sizes = ()
+    """The sizes of open dims other than the batch, where they differ from the given call."""
     ties: Sequence[Tie] = ()
+    """The equal scores; the rows of the outputs that they put in order are compared as sets."""
     cut: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Bool tensors by output name: the elements that a tie chooses among others; not compared."""
     cut_by: tuple[str, ...] = ()
+    """The operations that met the ties of `cut`."""
     knows_ties: bool = False
+    """Whether `ties`, `cut` and `cut_by` are known."""
 
     def settled(self, values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The outputs of another run, where equal scores decide as in this one."""
@@ -105,20 +101,7 @@ class OriginalCall:
 
 
 class Original:
-    """The original, its outputs at each call, and the calls at which it raises.
-
-    Attributes:
-        runs: provides a fresh copy of the original for each run.
-        calls: the calls that succeeded.
-        base_batch: the batch size at which other sizes are run one by one.
-        asked: batch sizes and draws of the user's own further inputs, which are never left out.
-        recorded: records the first run of each call for the passes; None for plain runs.
-        ran_twice: whether a second run of the first call was compared with the first run.
-        why: the first error and its place in the source, by the names of the open dims that had another size; () for
-            the batch.
-        inputs_vary: whether two successive calls have different inputs in the rows that they share. If not, outputs may
-            be constant although they depend on the inputs.
-    """
+    """The original, its outputs at each call, and the calls at which it raises."""
 
     def __init__(
         self,
@@ -131,20 +114,29 @@ class Original:
     ) -> None:
         self.target = target
         self.runs = Runs(target, in_eval=mode == "inference")
+        # Records the first run of each call for the passes; None for plain runs.
         self.recorded = recorded
         self.mode = mode
         self.seed = seed
         self.samples = samples
+        # Batch sizes and draws of the user's own further inputs, which are never left out.
         self.asked = frozenset(() if samples is None else samples.further)
+        # The calls that succeeded.
         self.calls: list[OriginalCall] = []
+        # Whether a second run of the first call was compared with the first run.
         self.ran_twice = False
         self.notes: list[str] = []
         self.failures: list[tuple[str, Exception]] = []
+        # The first error and its place in the source, by the names of the open dims that had another size; () for the
+        # batch.
         self.why: dict[tuple[str, ...], str] = {}
+        # Whether two successive calls have different inputs in the rows that they share. If not, outputs may be
+        # constant although they depend on the inputs.
         self.inputs_vary = False
         self.device = "cpu"
         self._sources = _sources_of(target)
         self._dropped: set[int | None] = set()
+        # The batch size at which other sizes are run one by one.
         self.base_batch: int | None = None
         self._previous_inputs: list[torch.Tensor] | None = None
 

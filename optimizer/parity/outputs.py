@@ -89,11 +89,7 @@ def measure_reference(
 
 
 class OriginalOutputs:
-    """The outputs of the original at all calls.
-
-    Attributes:
-        samples: make the inputs of the calls.
-    """
+    """The outputs of the original at all calls."""
 
     def __init__(
         self, original: Original, rounding: RoundingNoise, settings: dict[str, str], draws: int, taken: Taken

@@ -36,19 +36,15 @@ class Reference:
     """The outputs of the original with their truth and noise; any number of candidates can be compared with it.
 
     Outputs are kept on the CPU; inputs are made again from the samples.
-
-    Attributes:
-        original: the original and its calls.
-        noises: by output name.
-        slices: the noises of channels, columns and bands that are judged separately.
-        taken: the sizes of open dims at which the original ran.
     """
 
     def __init__(self, original: Original, rounding: RoundingNoise, settings: dict[str, str], draws: int) -> None:
         rounding.measure()
         self.original = original
         self.noises = rounding.of_outputs()
+        # The noises of channels, columns and bands that are judged separately.
         self.slices = rounding.of_slices(self.noises)
+        # The sizes of open dims at which the original ran.
         self.taken = Taken(None, {})
         self._rounding = rounding
         self._precision: Precision | None = None

@@ -32,11 +32,7 @@ _MOST_NEIGHBORS = 32
 
 @dataclass(frozen=True)
 class RegionParity:
-    """The judgement of one rewritten region; the numbers are those of its worst output.
-
-    Attributes:
-        scale: largest magnitude of that output.
-    """
+    """The judgement of one rewritten region; the numbers, and the largest magnitude `scale`, are those of its worst output."""
 
     ok: bool
     error: float
@@ -49,14 +45,11 @@ class RegionParity:
 
 
 class RegionReference:
-    """A region, run once on recorded inputs; any number of rewritten regions can be compared with it.
-
-    Attributes:
-        in_float64: whether the truth is the region in float64 and not in its own dtype.
-    """
+    """A region, run once on recorded inputs; any number of rewritten regions can be compared with it."""
 
     def __init__(self, reference: Reference | LoadError) -> None:
         self._reference = reference
+        # Whether the truth is the region in float64 and not in its own dtype.
         self.in_float64 = isinstance(reference, Reference) and reference.truth_in_float64
 
     @classmethod

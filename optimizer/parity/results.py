@@ -19,40 +19,36 @@ OMIT_IF_EMPTY = {"omit_if_empty": True}
 
 @dataclass(frozen=True)
 class OutputNoise:
-    """The error that rounding alone causes in one output, pooled over all calls of the original.
-
-    Attributes:
-        kind: "output", "number" (an output that isn't a tensor), "input" (changed in place), "gradient" or "buffer".
-        dtype: the output's dtype, such as "float32".
-        scale, rms: largest magnitude and root mean square of the reference.
-        own_error, own_error_rms: error of the original against the float64 reference; 0 where there is none.
-        response, response_rms: the largest change of the original's output when its inputs and weights change by one
-            ulp, or when it runs again. Intermediate results change by one ulp too where the original computes in
-            float64 throughout, or where a candidate's error was larger than the other changes explain.
-        noise, noise_rms: the larger of error and response, and at least a floor. The floor of `noise` is four ulps of
-            `scale`, or one in float16 and bfloat16; the floor of `noise_rms` is half as many ulps of `rms`. For a
-            candidate of lower precision, both are at least the error of the original at that precision.
-        signal: None, or why the output proves nothing: "all zero", "the same for every input", …
-        deterministic: False where two runs of the original differ by more than rounding; the output isn't judged then.
-        tied: number of elements of an integer output that the original itself changes within its noise; not compared.
-        declared: the absolute error that passes declare for this output, allowed on top of rounding.
-    """
+    """The error that rounding alone causes in one output, pooled over all calls of the original."""
 
     name: str
     kind: str
+    """One of "output", "number" (an output that isn't a tensor), "input" (changed in place), "gradient" or "buffer"."""
     dtype: str
     scale: float
     rms: float
+    """`scale` and `rms`: largest magnitude and root mean square of the reference."""
     own_error: float
     own_error_rms: float
+    """`own_error`, `own_error_rms`: error of the original against the float64 reference; 0 where there is none."""
     response: float
     response_rms: float
+    """`response`, `response_rms`: the largest change of the original's output when its inputs and weights change by one
+    ulp, or when it runs again. Intermediate results change by one ulp too where the original computes in float64
+    throughout, or where a candidate's error was larger than the other changes explain."""
     noise: float
     noise_rms: float
+    """`noise`, `noise_rms`: the larger of error and response, and at least a floor. The floor of `noise` is four ulps
+    of `scale`, or one in float16 and bfloat16; the floor of `noise_rms` is half as many ulps of `rms`. For a candidate
+    of lower precision, both are at least the error of the original at that precision."""
     signal: str | None
+    """None, or why the output proves nothing: "all zero", "the same for every input", …"""
     deterministic: bool
+    """False where two runs of the original differ by more than rounding; the output isn't judged then."""
     tied: int
+    """Number of elements of an integer output that the original itself changes within its noise; not compared."""
     declared: float = 0.0
+    """The absolute error that passes declare for this output, allowed on top of rounding."""
 
     @property
     def is_exact(self) -> bool:
@@ -74,122 +70,100 @@ class OutputNoise:
 
 @dataclass(frozen=True)
 class CallErrors:
-    """Error statistics of a candidate's output at one call, for people to read. The verdict doesn't depend on them.
-
-    Attributes:
-        batch_size, draw: identify the call.
-        max_error, mean_error, p999_error: the largest, the mean and the 99.9th percentile of the absolute errors
-            against the reference, over the elements that are finite on both sides; None where there are none, and for
-            integers.
-        cosine: of the angle between output and reference, both flattened; None in the same cases.
-        agreement: for an integer output the share of equal elements. For a float output of shape (rows, classes), or of
-            shape (rows, positions, classes) with the name logits, the share of rows whose largest score is at the same
-            class as in the reference. None for other outputs, and where every row is undecided.
-        undecided: number of rows, or of elements of an integer output, that the original itself decides either way
-            within its noise; `agreement` leaves them out.
-        sizes: of dynamic dims other than the batch, by name, where they differ from those of the given call.
-    """
+    """Error statistics of a candidate's output at one call, for people to read. The verdict doesn't depend on them."""
 
     batch_size: int | None
     draw: int
     max_error: float | None = None
     mean_error: float | None = None
     p999_error: float | None = None
+    """`max_error`, `mean_error`, `p999_error`: the largest, the mean and the 99.9th percentile of the absolute errors
+    against the reference, over the elements that are finite on both sides; None where there are none, and for
+    integers."""
     cosine: float | None = None
+    """The cosine of the angle between output and reference, both flattened; None in the same cases."""
     agreement: float | None = None
+    """For an integer output the share of equal elements. For a float output of shape (rows, classes), or of shape
+    (rows, positions, classes) with the name logits, the share of rows whose largest score is at the same class as in
+    the reference. None for other outputs, and where every row is undecided."""
     undecided: int = 0
+    """Number of rows, or of elements of an integer output, that the original itself decides either way within its
+    noise; `agreement` leaves them out."""
     sizes: Mapping[str, int] = field(default_factory=dict, metadata=OMIT_IF_EMPTY)
+    """The sizes of dynamic dims other than the batch, by name, where they differ from those of the given call."""
 
 
 @dataclass(frozen=True)
 class OutputDifference:
-    """The errors of a candidate's output, pooled over all calls.
-
-    Attributes:
-        max_error, rms_error: against the reference, over the elements that are finite on both sides.
-        mismatches: number of elements of an integer output that differ; ties don't count.
-        problems: sentences about a difference that no tolerance allows: shape, dtype, NaN or inf at other positions.
-        where: the call of the largest error: "batch size 3, draw 1".
-        frontier: (difference from the original's own output, its magnitude) pairs that decide any atol, rtol.
-        slice, slice_error, slice_noise: the channel, column or band of magnitude with the largest ratio of error to its
-            own noise ("index 3 of dim 1", "a number below 256"), that error and that noise. "" and 0 where no slice is
-            judged, because none is much quieter than the whole output.
-        calls: the statistics of each call; empty if nobody reads them, as for a region.
-    """
+    """The errors of a candidate's output, pooled over all calls."""
 
     noise: OutputNoise
     max_error: float
     rms_error: float
+    """`max_error`, `rms_error`: against the reference, over the elements that are finite on both sides."""
     mismatches: int
+    """Number of elements of an integer output that differ; ties don't count."""
     problems: tuple[str, ...]
+    """Sentences about a difference that no tolerance allows: shape, dtype, NaN or inf at other positions."""
     where: str
+    """The call of the largest error: "batch size 3, draw 1"."""
     frontier: tuple[tuple[float, float], ...]
+    """(difference from the original's own output, its magnitude) pairs that decide any atol, rtol."""
     slice: str = ""
     slice_error: float = 0.0
     slice_noise: float = 0.0
+    """`slice`, `slice_error`, `slice_noise`: the channel, column or band of magnitude with the largest ratio of error
+    to its own noise ("index 3 of dim 1", "a number below 256"), that error and that noise. "" and 0 where no slice is
+    judged, because none is much quieter than the whole output."""
     calls: tuple[CallErrors, ...] = ()
+    """The statistics of each call; empty if nobody reads them, as for a region."""
 
 
 @dataclass(frozen=True)
 class RowDifference:
-    """How much the rows of one output change with the other rows of the batch, pooled over all runs.
-
-    Attributes:
-        name: of the output, in the reference.
-        max_difference, rms_difference: between two answers to one row, over the elements that are finite in both.
-        mismatches: number of elements of an integer output that differ, ties left out; for other outputs the number of
-            elements with NaN or infinity in only one answer; all elements of a row whose answer has another shape.
-        batch_size, row, how: place of the largest difference, or of the first mismatch: the row of the batch of that
-            size, and the other run of the row: "alone", "at another position" or "among other rows".
-        frontier: (difference, magnitude) pairs that decide any atol, rtol.
-    """
+    """How much the rows of one output change with the other rows of the batch, pooled over all runs."""
 
     name: str
+    """The output's name in the reference."""
     max_difference: float = 0.0
     rms_difference: float = 0.0
+    """`max_difference`, `rms_difference`: between two answers to one row, over the elements that are finite in both."""
     mismatches: int = 0
+    """Number of elements of an integer output that differ, ties left out; for other outputs the number of elements with
+    NaN or infinity in only one answer; all elements of a row whose answer has another shape."""
     batch_size: int = 0
     row: int = 0
     how: str = ""
+    """`batch_size`, `row`, `how`: place of the largest difference, or of the first mismatch: the row of the batch of
+    that size, and the other run of the row: "alone", "at another position" or "among other rows"."""
     frontier: tuple[tuple[float, float], ...] = ()
+    """(difference, magnitude) pairs that decide any atol, rtol."""
 
 
 @dataclass(frozen=True)
 class RowMeasurement:
-    """The differences between runs of rows alone, at other positions and among other rows.
-
-    Attributes:
-        batch_sizes: sizes of the batches whose rows were run.
-        alone: False where the original or the candidate can't run at a batch of one.
-        without_rows: outputs whose dim 0 isn't the batch; they aren't compared.
-        problem: a sentence with the error that the candidate raised; None where it ran.
-    """
+    """The differences between runs of rows alone, at other positions and among other rows."""
 
     outputs: tuple[RowDifference, ...]
     batch_sizes: tuple[int, ...]
     alone: bool
+    """False where the original or the candidate can't run at a batch of one."""
     without_rows: tuple[str, ...] = ()
+    """Outputs whose dim 0 isn't the batch; they aren't compared."""
     problem: str | None = None
+    """A sentence with the error that the candidate raised; None where it ran."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Everything that was measured when a candidate ran; `judge` needs nothing else.
-
-    Attributes:
-        problems: sentences about a failure as a whole: the candidate raised, its output has another structure.
-        reference: "float64", or "own dtype" where `reference_reason` says why the original can't run in float64.
-        settings: the settings that were pinned on both sides while measuring.
-        precision: "bfloat16" or "float16" where the noise is the error of the original when it computes in that dtype;
-            else "".
-        rows: how much rows change with the other rows of their batch; None where that wasn't measured.
-        device, reference_device: where the candidate and the original ran; the latter is "" for the same device.
-    """
+    """Everything that was measured when a candidate ran; `judge` needs nothing else."""
 
     outputs: tuple[OutputDifference, ...]
     problems: tuple[str, ...]
+    """Sentences about a failure as a whole: the candidate raised, its output has another structure."""
     notes: tuple[str, ...]
     reference: str
+    """Either "float64", or "own dtype" where `reference_reason` says why the original can't run in float64."""
     reference_reason: str
     mode: str
     device: str
@@ -197,9 +171,13 @@ class Measurement:
     draws: int
     seed: int
     settings: dict[str, str]
+    """The settings that were pinned on both sides while measuring."""
     precision: str = ""
+    """Either "bfloat16" or "float16", where the noise is the error of the original when it computes in that dtype; else ""."""
     rows: RowMeasurement | None = None
+    """How much rows change with the other rows of their batch; None where that wasn't measured."""
     reference_device: str = ""
+    """`device`, `reference_device`: where the candidate and the original ran; the latter is "" for the same device."""
 
     def to_json(self) -> dict[str, Any]:
         return to_json(self)
@@ -211,50 +189,46 @@ class Measurement:
 
 @dataclass(frozen=True)
 class OutputParity:
-    """The judgement of one output.
-
-    Attributes:
-        name, kind: of the output, as in `OutputNoise`.
-        ok: whether the output is correct.
-        tied, signal: as in `OutputNoise`.
-        rms_error, noise_rms: the root mean square of the errors, and of those that rounding alone causes.
-        max_error, noise, tolerance: the candidate's largest error, the error that rounding alone causes, and the
-            allowed error.
-        ratio: the larger of max_error / noise and rms_error / noise_rms; at most `factor` for a correct output. Where
-            passes declare an error, `factor` times the larger ratio of error to allowed error.
-        problem: None for a correct output, else one sentence.
-        judged: False where the original itself isn't deterministic in this output.
-        slice, slice_ratio: the worst channel, column or band of magnitude, "index 3 of dim 1", and its error in units
-            of its own noise; "" and 0 where no slice is judged.
-        mean_error, p999_error, cosine, agreement: the worst of the calls, see `CallErrors`; undecided: the sum.
-        calls: the statistics of each call.
-        by_user: whether the user gave a tolerance. It limits the difference from the original's own output.
-        max_difference: the largest of these differences; None for integers and for outputs that aren't judged.
-    """
+    """The judgement of one output."""
 
     name: str
     kind: str
+    """`name` and `kind` are as in `OutputNoise`."""
     ok: bool
     judged: bool
+    """False where the original itself isn't deterministic in this output."""
     max_error: float
     rms_error: float
     noise: float
     noise_rms: float
+    """`rms_error` and `noise_rms`: the root mean square of the errors, and of those that rounding alone causes."""
     tolerance: float
+    """`max_error`, `noise`, `tolerance`: the candidate's largest error, the error that rounding alone causes, and the
+    allowed error."""
     ratio: float
+    """The larger of max_error / noise and rms_error / noise_rms; at most `factor` for a correct output. Where passes
+    declare an error, `factor` times the larger ratio of error to allowed error."""
     tied: int
     signal: str | None
+    """`tied` and `signal` are as in `OutputNoise`."""
     problem: str | None
+    """One sentence; None for a correct output."""
     slice: str = ""
     slice_ratio: float = 0.0
+    """`slice`, `slice_ratio`: the worst channel, column or band of magnitude, "index 3 of dim 1", and its error in
+    units of its own noise; "" and 0 where no slice is judged."""
     mean_error: float | None = None
     p999_error: float | None = None
     cosine: float | None = None
     agreement: float | None = None
+    """`mean_error`, `p999_error`, `cosine`, `agreement`: the worst of the calls, see `CallErrors`; `undecided`: the
+    sum."""
     undecided: int = 0
     calls: tuple[CallErrors, ...] = ()
     by_user: bool = False
+    """Whether the user gave a tolerance. It limits the difference from the original's own output."""
     max_difference: float | None = None
+    """The largest of these differences; None for integers and for outputs that aren't judged."""
 
 
 @dataclass(frozen=True)
@@ -282,38 +256,33 @@ class RowReport:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """The result of a comparison.
-
-    Attributes:
-        verdict: "ok", "failed", or "vacuous" where the outputs prove nothing.
-        reason: the reason for the verdict, one sentence.
-        outputs: the judgement of each output.
-        notes: sentences about what wasn't compared, and why.
-        reference: "float64", or "own dtype" where the original can't run in float64.
-        mode: "inference" or "training".
-        batch_sizes, draws: the compared batch sizes, and the number of samples at each.
-        factor: the allowed error, in multiples of an output's noise.
-        settings: the settings that were pinned on both sides.
-        precision: "bfloat16" or "float16" where the candidate was compared with the original's own error in that dtype;
-            "" where it was compared with the original's rounding noise.
-        rows: the judgement of rows that ran alone and among others; None where nobody asked for it.
-        device, reference_device: where the candidate and the original ran; the latter is "" for the same device.
-    """
+    """The result of a comparison."""
 
     verdict: str
+    """One of "ok", "failed", or "vacuous" where the outputs prove nothing."""
     reason: str
+    """One sentence."""
     outputs: tuple[OutputParity, ...]
     notes: tuple[str, ...]
+    """Sentences about what wasn't compared, and why."""
     reference: str
+    """Either "float64", or "own dtype" where the original can't run in float64."""
     mode: str
+    """Either "inference" or "training"."""
     device: str
     batch_sizes: tuple[int, ...]
     draws: int
+    """The number of samples at each of the compared batch sizes."""
     factor: float
+    """The allowed error, in multiples of an output's noise."""
     settings: dict[str, str]
     precision: str = ""
+    """Either "bfloat16" or "float16", where the candidate was compared with the original's own error in that dtype; "" where it
+    was compared with the original's rounding noise."""
     rows: RowReport | None = None
+    """The judgement of rows that ran alone and among others; None where nobody asked for it."""
     reference_device: str = ""
+    """`device`, `reference_device`: where the candidate and the original ran; the latter is "" for the same device."""
 
     @property
     def ok(self) -> bool:

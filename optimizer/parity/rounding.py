@@ -121,16 +121,13 @@ class RoundedMode(TorchDispatchMode):
       attend to one position alone, and any error would pass as rounding.
 
     A higher-order operator, such as the one of `torch.cond`, is one operator: what it calls isn't rounded.
-
-    Attributes:
-        calls: the number of results that were changed.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.calls = 0
+        self.rounded_results = 0
         self._generator = torch.Generator().manual_seed(seed)
         self._signs = random_signs(self._generator)
 
@@ -167,7 +164,7 @@ class RoundedMode(TorchDispatchMode):
         exact = stands_for_infinity(value) | _is_whole(value)
         if exact.all():
             return
-        self.calls += 1
+        self.rounded_results += 1
         signs = _signs_for(value, self._signs, _random_start(self._signs, self._generator))
         offset = signs.to(value.dtype).mul_(_TO_A_NEIGHBOR * torch.finfo(value.dtype).eps).mul_(value)
         value.add_(offset.masked_fill_(exact, 0))
@@ -314,7 +311,7 @@ def rounded(original: Original, one: OriginalCall, call: Call, number: int) -> t
         return _both(PerturbedMode(seed, written=_written_in(module, original)), rounding)
 
     seen = run_in(both, original, one, call=call, training=original.with_gradients(one.draw))
-    return rounding.calls, seen
+    return rounding.rounded_results, seen
 
 
 @contextmanager

@@ -30,17 +30,14 @@ Run = Callable[[Call], Mapping[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch whose rows are run alone, at other positions and among other rows.
-
-    Attributes:
-        call, other: two calls of that size with different values.
-        ties: per integer output the elements that the original itself changes within its noise, as a bool mask.
-    """
+    """A batch whose rows are run alone, at other positions and among other rows."""
 
     size: int
     call: Call
     other: Call
+    """A call of that size with other values."""
     ties: Mapping[str, torch.Tensor]
+    """Bool masks by integer output: the elements that the original itself changes within its noise."""
 
 
 @dataclass
@@ -59,10 +56,6 @@ class Rows:
     Args:
         batches: of different sizes, each above 1.
         outputs: the original's outputs for each batch.
-
-    Attributes:
-        alone: whether the original runs on one row; the caller sets it to False where it doesn't.
-        with_rows, without_rows: names of the outputs whose dim 0 is the batch, and of the other outputs.
     """
 
     def __init__(self, batches: Sequence[Batch], outputs: Sequence[Mapping[str, torch.Tensor]]) -> None:
@@ -71,8 +64,10 @@ class Rows:
         sizes = [batch.size for batch in batches]
         self._inputs = [all(map(_has_rows, same, sizes)) for same in zip(*each, strict=True)]
         shared = [name for name in outputs[0] if all(name in seen for seen in outputs)]
+        # The outputs whose dim 0 is the batch, and the other outputs.
         self.with_rows = tuple(name for name in shared if all(map(_has_rows, (seen[name] for seen in outputs), sizes)))
         self.without_rows = tuple(name for name in outputs[0] if name not in self.with_rows)
+        # Whether the original runs on one row; the caller sets it to False where it doesn't.
         self.alone = True
 
     def measure(self, run: Run) -> RowMeasurement:

@@ -41,20 +41,17 @@ def chooses(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 @dataclass(frozen=True)
 class Tie:
-    """Outputs whose rows are in the order of one list of scores.
-
-    Attributes:
-        by: the name of the operation.
-        groups: (*outer, K), the same positive number at all positions that share a score; 0 at those with a score of
-            their own, and -1 where the tie isn't compared.
-        dim: of the K rows in the outputs; the dims around it are the outer ones.
-        names: of the outputs.
-    """
+    """Outputs whose rows are in the order of one list of scores."""
 
     by: str
+    """The name of the operation that met the tie."""
     groups: torch.Tensor
+    """(*outer, K), the same positive number at all positions that share a score; 0 at those with a score of their own,
+    and -1 where the tie isn't compared."""
     dim: int
+    """The dim of the K rows in the outputs; the dims around it are the outer ones."""
     names: tuple[str, ...] = ()
+    """The names of the outputs."""
 
     def fits(self, value: torch.Tensor) -> bool:
         """Whether an output has these rows."""
@@ -181,19 +178,16 @@ def _largest(value: torch.Tensor) -> float:
 
 
 class BrokenTies(TorchDispatchMode):
-    """Breaks ties between equal scores by their place: the first one wins, or the last one.
-
-    Attributes:
-        met: the ties that operations met.
-        chooses: whether an operation chose or ordered elements by scores. A higher-order operator, such as the one of
-            `torch.cond`, may have done so.
-    """
+    """Breaks ties between equal scores by their place: the first one wins, or the last one."""
 
     supports_higher_order_operators = True
 
     def __init__(self, *, last: bool) -> None:
         super().__init__()
+        # Whether an operation chose or ordered elements by scores. A higher-order operator, such as the one of
+        # `torch.cond`, may have done so.
         self.chooses = False
+        # The ties that operations met.
         self.met: list[Tie] = []
         self._last = last
 

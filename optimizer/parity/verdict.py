@@ -146,13 +146,10 @@ def in_units_of(noise: float, error: float) -> float:
 
 @dataclass(frozen=True)
 class Allowed:
-    """The allowed error of one output in one run: by its noise, or by the user's tolerance if there is one.
-
-    Attributes:
-        name: of the output in the report; `noise` has its name in the reference.
-    """
+    """The allowed error of one output in one run: by its noise, or by the user's tolerance if there is one."""
 
     name: str
+    """The output's name in the report; `noise` has its name in the reference."""
     noise: OutputNoise
     atol: float | None
     rtol: float | None
