@@ -19,16 +19,15 @@ from optimizer.parity.golden import GoldenEntry, compare_golden, golden_entries,
 from optimizer.parity.observe import Flatten, RecordedRuns, input_names
 from optimizer.parity.outputs import BATCH_SIZES, OriginalOutputs, measure_reference
 from optimizer.parity.reference import Reference, independent_rows, outputs_on, runs_on
-from optimizer.parity.regions import RegionParity, RegionReference, check_change, check_region
+from optimizer.parity.regions import RegionParity, RegionReference, check_change
 from optimizer.parity.reruns import after_all_calls, judged_values, measure_in_sequence, reference_at, rerun
 from optimizer.parity.results import CallErrors, Measurement, OutputNoise, OutputParity, ParityReport
 from optimizer.parity.rows import Rows
-from optimizer.parity.verdict import FACTOR, SLICE_FACTOR, Tolerance, allowed_share, by_output, judge, why_vacuous
+from optimizer.parity.verdict import FACTOR, Tolerance, allowed_share, by_output, judge, why_vacuous
 
 __all__ = [
     "BATCH_SIZES",
     "FACTOR",
-    "SLICE_FACTOR",
     "WITHIN_BUDGET",
     "Accuracy",
     "CallErrors",
@@ -53,7 +52,6 @@ __all__ = [
     "by_output",
     "check_change",
     "check_parity",
-    "check_region",
     "compare_golden",
     "distance",
     "golden_entries",

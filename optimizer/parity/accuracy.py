@@ -290,8 +290,8 @@ def _of_output(name: str, value: torch.Tensor, target: torch.Tensor, call: CallE
     if value.shape != target.shape:
         return Accuracy(problem=f"{name} has the shape {list(value.shape)} instead of {list(target.shape)}"), call
     if value.dtype != target.dtype:
-        told, wanted = (dtype_name(tensor.dtype) for tensor in (value, target))
-        return Accuracy(problem=f"{name} is {told} instead of {wanted}"), call
+        found, wanted = (dtype_name(tensor.dtype) for tensor in (value, target))
+        return Accuracy(problem=f"{name} is {found} instead of {wanted}"), call
     if not (target.is_floating_point() or target.is_complex()):
         share = float((value == target).double().mean()) if target.numel() else 1.0
         return Accuracy(equal=share), replace(call, agreement=share)

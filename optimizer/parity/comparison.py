@@ -36,7 +36,7 @@ from optimizer.parity.verdict import FACTOR, SLICE_FACTOR, in_units_of
 DOUBTFUL = 64.0
 # Kinks may explain the RMS error of a gradient, relative to the gradient's own RMS, up to this multiple of sqrt(unit).
 # A number with an error of n units crosses a kink with a probability of about n units.
-_KINKED = 64
+_MOST_EXPLAINED = 64
 # If a sum of gradients is zero, rounding may leave at most this number of units of the largest gradient.
 _LEFT_OF_A_SUM = 16
 # A frontier with more pairs is thinned: sizes are grouped in steps of 1/64 of a binade (1.1 %), or in coarser steps.
@@ -105,7 +105,7 @@ class Comparison:
         if not self.flat and (difference := first_difference(one.own.structure, got.structure)):
             self._problem(f"The outputs have a different structure: {difference}")
             return
-        for name, value in one.settled(dict(self._matched(one, got))).items():
+        for name, value in one.aligned(dict(self._matched(one, got))).items():
             self._compare(one, name, value)
         for name in got.of_kind("input"):
             if one.own.kinds.get(name) != "input":
@@ -133,7 +133,7 @@ class Comparison:
             if noise.kind == "output" and noise.deterministic and is_beyond(error, noise)
         }
 
-    def kinked(self) -> set[str]:
+    def gradients_to_judge_in_float64(self) -> set[str]:
         """The gradients whose errors kinks may explain; empty if anything else is wrong by more than rounding."""
         found = set[str]()
         for name, one in self._compared.items():
@@ -143,7 +143,7 @@ class Comparison:
             if one.problems or one.mismatches:
                 return set()
             beyond = max(in_units_of(noise.noise, one.error.largest), in_units_of(noise.noise_rms, one.error.rms))
-            if noise.kind == "gradient" and one.error.rms <= self._largest_kink(name):
+            if noise.kind == "gradient" and one.error.rms <= self._largest_explained(name):
                 if beyond > FACTOR:
                     found.add(name)
             elif beyond > FACTOR * DOUBTFUL:
@@ -178,13 +178,13 @@ class Comparison:
             notes=(*blank.notes, *self.notes),
         )
 
-    def _largest_kink(self, name: str) -> float:
+    def _largest_explained(self, name: str) -> float:
         """The largest RMS error of a gradient that rounding in the backward pass may explain."""
         noise = self.noises[name]
         root = math.sqrt(unit(getattr(torch, noise.dtype)))
         largest = max(other.rms for other in self.noises.values() if other.kind == noise.kind)
         # The gradient of a bias before a BatchNorm is a sum that is zero, so its value is only rounding error.
-        return max(_KINKED * root * noise.rms, root * largest if self._is_rounding(name) else 0.0)
+        return max(_MOST_EXPLAINED * root * noise.rms, root * largest if self._is_rounding(name) else 0.0)
 
     def _is_rounding(self, name: str) -> bool:
         """Whether a gradient is only the rounding error of a sum that is zero."""
@@ -273,8 +273,8 @@ class Comparison:
             if self.in_detail:
                 errors[at] = piece
                 marked: Any = ... if finite is None else finite
-                apart, size = distance(value[at], own[at]), wide(own[at]).abs()
-                compared.frontier = frontier(apart[marked], size[marked], compared.frontier)
+                difference, size = distance(value[at], own[at]), wide(own[at]).abs()
+                compared.frontier = frontier(difference[marked], size[marked], compared.frontier)
         if compared.error.largest > before:
             compared.where = one.where
         if not self.in_detail:

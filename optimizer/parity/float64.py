@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from optimizer.parity.ties import chooses
-from optimizer.parity.torch_functions import MOVING, is_question, mapped, moved_tensor, written_ids
+from optimizer.parity.torch_functions import DATA_MOVEMENT, mapped, moved_argument, reads_metadata, written_ids
 from passes.graph.shared_memory import copied_together
 from passes.graph.torch_calls import argument, name_of
 from passes.torch_private import OpOverload, OpOverloadPacket
@@ -81,7 +81,7 @@ _FILLS = frozenset(
     }
 )  # fmt: skip
 # These compute nothing besides the draw.
-_PURE_DRAWS = frozenset({"bernoulli", "multinomial", "poisson", "binomial"})
+_PURE_DRAWS = _FACTORIES | {"bernoulli", "multinomial", "poisson", "binomial"}
 _DRAWS = _PURE_DRAWS | {"gumbel_softmax", "rrelu", "rrelu_"}
 # Each multiplies its input by a random mask, which the same call on a tensor of ones returns.
 _MASKING = frozenset(
@@ -95,6 +95,29 @@ _ATTENTION = frozenset({"scaled_dot_product_attention", "multi_head_attention_fo
 def raised(dtype: torch.dtype) -> torch.dtype:
     """Map a lower-precision dtype to float64 or complex128, and any other dtype to itself."""
     return _RAISED.get(dtype, dtype)
+
+
+class Layout(NamedTuple):
+    """The shape and strides of a tensor; the strides are empty if its layout isn't strided."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class MaskedLayouts(TorchFunctionMode):
+    """Records the layouts of the inputs of dropouts, in call order, and changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masked: list[Layout] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if name_of(func) in _MASKING and _drops(args, kwargs):
+            self.masked.append(_layout(argument(args, kwargs, 0, "input", None)))
+        return func(*args, **kwargs)
 
 
 class Float64Mode(TorchFunctionMode):
@@ -133,9 +156,9 @@ class Float64Mode(TorchFunctionMode):
         self.coarsest = 0.0
         # Whether a call chose or ordered elements by scores.
         self.chooses = False
-        self._draws = RandomDraws(own_dtype, masks=masks, lowered=self.lowered)
         # The layouts of the inputs of dropouts, in call order.
-        self.masked = self._draws.masked
+        self.masked: list[Layout] = []
+        self._masks = iter(masks)
         # Each original is kept with its shadow; otherwise its id could name another tensor later.
         self._shadows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -160,7 +183,7 @@ class Float64Mode(TorchFunctionMode):
         name = name_of(func)
         if name in ("__get__", "__set__"):
             return self._attribute(func, args)
-        if is_question(name):
+        if reads_metadata(name):
             return func(*args, **kwargs)
         if name in _CONVERSIONS or name in _COMPLEX_CONVERSIONS:
             dtype = torch.complex128 if name in _COMPLEX_CONVERSIONS else torch.float64
@@ -168,9 +191,13 @@ class Float64Mode(TorchFunctionMode):
             return self._raise(args[0]).to(dtype, **kwargs)
         if name == "view" and any(isinstance(arg, torch.dtype) for arg in (*args, *kwargs.values())):
             return self._reinterpreted(func, args, kwargs)
-        if (draw := self._draws.find(name, func, args, kwargs, self._raise)) is not None:
-            return draw()
-        if self._is_plain_parameter(moved_tensor(name, args, kwargs)):
+        if name in _FILLS:
+            return self._fill(func, args, kwargs)
+        if name in _MASKING and _drops(args, kwargs):
+            return self._mask(name, func, args, kwargs)
+        if _draws(name, args, kwargs):
+            return self._draw(name, func, args, kwargs)
+        if self._is_plain_parameter(moved_argument(name, args, kwargs)):
             return self._raise_result(name, func(*args, **kwargs))
         if self._has_large_weight(name, args, kwargs):
             return self._by_rows(name, func, args, kwargs)
@@ -189,6 +216,46 @@ class Float64Mode(TorchFunctionMode):
             if written and given and result is used[0]:
                 return given[0]
         return self._raise_result(name, result)
+
+    def _draw(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call in the model's own dtype and cast its results."""
+        if name not in _PURE_DRAWS:
+            self.lowered.add(name)
+        return mapped(func(*mapped(args, self._lower), **mapped(kwargs, self._lower)), self._raise)
+
+    def _fill(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        target = self._raise(args[0], keep=True)
+        if not target.is_floating_point() or self.own_dtype is torch.float64:
+            return func(target, *args[1:], **kwargs)
+        drawn = torch.empty_like(target, dtype=self.own_dtype)
+        func(drawn, *mapped(args[1:], self._lower), **mapped(kwargs, self._lower))
+        with torch.no_grad():
+            target.copy_(drawn)
+        return args[0]
+
+    def _mask(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Draw the mask of a dropout in the model's own dtype, and multiply the input by it in float64."""
+        key = "input" if not args else None
+        values = self._raise(kwargs["input"] if key else args[0], keep=name.endswith("_"))
+        probability = argument(args, kwargs, 1, "p", 0.5)
+        self.masked.append(_layout(values))
+        layout = next(self._masks, self.masked[-1])
+        if layout.shape == values.shape and layout != self.masked[-1]:
+            ones = torch.empty_strided(*layout, dtype=self.own_dtype, device=values.device).fill_(1)
+        else:
+            ones = torch.ones_like(values, dtype=self.own_dtype, requires_grad=False)
+        rest = {**kwargs, "inplace": False} if "inplace" in kwargs else dict(kwargs)
+        mask = func(**{**rest, key: ones}) if key else func(ones, *args[1:3], **rest)
+        scale = 0.0 if probability >= 1 else 1 / (1 - probability)
+        kept = (mask != 0).to(values.dtype) * scale
+        if name.endswith("_") or argument(args, kwargs, 3, "inplace", False) is True:
+            return values.mul_(kept)
+        return values * kept
+
+    def _lower(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dtype is torch.float64 and self.own_dtype is not torch.float64:
+            return value.to(self.own_dtype)
+        return value
 
     def _attribute(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -277,7 +344,7 @@ class Float64Mode(TorchFunctionMode):
         def to_float64(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or value.dtype not in _RAISED:
                 return value
-            if name not in MOVING and not isinstance(value, nn.Parameter):
+            if name not in DATA_MOVEMENT and not isinstance(value, nn.Parameter):
                 self.lowered.add(name)
             return value.to(raised(value.dtype))
 
@@ -376,132 +443,18 @@ def _without_autocast(saw: Callable[[torch.dtype], None]) -> Iterator[None]:
             torch.set_autocast_enabled(device, True)
 
 
-class Layout(NamedTuple):
-    """The shape and strides of a tensor; the strides are empty if its layout isn't strided."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-class MaskedLayouts(TorchFunctionMode):
-    """Records the layouts of the inputs of dropouts, in call order, and changes nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.masked: list[Layout] = []
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if name_of(func) in _MASKING and _drops(args, kwargs):
-            self.masked.append(_layout(argument(args, kwargs, 0, "input", None)))
-        return func(*args, **kwargs)
-
-
-class RandomDraws:
-    """Runs the calls of a float64 run that draw random numbers.
-
-    A dropout mask is drawn in memory order. Kernels of float64 may return another memory order than those of the own
-    dtype. The mask then follows the layout that the same dropout had in a run in the own dtype (`MaskedLayouts`).
-    """
-
-    def __init__(self, own_dtype: torch.dtype, *, masks: Iterable[Layout], lowered: set[str]) -> None:
-        """Prepare the draws.
-
-        Args:
-            own_dtype: the dtype in which the model draws its random numbers.
-            masks: the layouts of the same dropouts in a run in the own dtype.
-            lowered: receives the names of the functions that compute in the own dtype because they also draw.
-        """
-        # The layouts of the inputs of dropouts, in call order.
-        self.masked: list[Layout] = []
-        self._masks = iter(masks)
-        self._own_dtype = own_dtype
-        self._lowered = lowered
-
-    def find(
-        self,
-        name: str,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        to_float64: Callable[..., Any],
-    ) -> Callable[[], Any] | None:
-        """How to make a call that draws random numbers; None if the call draws none.
-
-        Args:
-            to_float64: casts a tensor; with `keep=True`, keeps the cast of a parameter, because the call writes to it.
-                It is not stored here: the reference cycle would keep all casts alive after the run.
-        """
-        if name in _FACTORIES:
-            return lambda: self._factory(func, args, kwargs, to_float64)
-        if name in _FILLS:
-            return lambda: self._fill(func, args, kwargs, to_float64)
-        if name in _MASKING and _drops(args, kwargs):
-            return lambda: self._masked(name, func, args, kwargs, to_float64)
-        if (
-            name in _DRAWS
-            or (name in _ALPHA_DROPOUTS and _drops(args, kwargs))
-            or (name in _ATTENTION and _attention_drops(name, args, kwargs))
-            or (name in _RECURRENT and _recurrent_drops(args))
-        ):
-            if name not in _PURE_DRAWS:
-                self._lowered.add(name)
-            return lambda: self._factory(func, args, kwargs, to_float64)
-        return None
-
-    def _factory(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], to_float64: Callable[..., Any]
-    ) -> Any:
-        """Make a call in the own dtype and cast its results."""
-        return mapped(func(*mapped(args, self._lower), **mapped(kwargs, self._lower)), to_float64)
-
-    def _fill(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], to_float64: Callable[..., Any]
-    ) -> Any:
-        target = to_float64(args[0], keep=True)
-        if not target.is_floating_point() or self._own_dtype is torch.float64:
-            return func(target, *args[1:], **kwargs)
-        drawn = torch.empty_like(target, dtype=self._own_dtype)
-        func(drawn, *mapped(args[1:], self._lower), **mapped(kwargs, self._lower))
-        with torch.no_grad():
-            target.copy_(drawn)
-        return args[0]
-
-    def _masked(
-        self,
-        name: str,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        to_float64: Callable[..., Any],
-    ) -> Any:
-        key = "input" if not args else None
-        values = to_float64(kwargs["input"] if key else args[0], keep=name.endswith("_"))
-        probability = argument(args, kwargs, 1, "p", 0.5)
-        self.masked.append(_layout(values))
-        layout = next(self._masks, self.masked[-1])
-        if layout.shape == values.shape and layout != self.masked[-1]:
-            ones = torch.empty_strided(*layout, dtype=self._own_dtype, device=values.device).fill_(1)
-        else:
-            ones = torch.ones_like(values, dtype=self._own_dtype, requires_grad=False)
-        rest = {**kwargs, "inplace": False} if "inplace" in kwargs else dict(kwargs)
-        mask = func(**{**rest, key: ones}) if key else func(ones, *args[1:3], **rest)
-        scale = 0.0 if probability >= 1 else 1 / (1 - probability)
-        kept = (mask != 0).to(values.dtype) * scale
-        if name.endswith("_") or argument(args, kwargs, 3, "inplace", False) is True:
-            return values.mul_(kept)
-        return values * kept
-
-    def _lower(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.dtype is torch.float64 and self._own_dtype is not torch.float64:
-            return value.to(self._own_dtype)
-        return value
-
-
 def _layout(tensor: torch.Tensor) -> Layout:
     return Layout(tuple(tensor.shape), tensor.stride() if tensor.layout is torch.strided else ())
+
+
+def _draws(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call returns random numbers, or computes with some that it draws."""
+    return (
+        name in _DRAWS
+        or (name in _ALPHA_DROPOUTS and _drops(args, kwargs))
+        or (name in _ATTENTION and _attention_drops(name, args, kwargs))
+        or (name in _RECURRENT and _recurrent_drops(args))
+    )
 
 
 def _drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

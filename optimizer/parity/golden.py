@@ -103,7 +103,7 @@ def compare_golden(
         one = OriginalCall(
             entry.batch_size, entry.draw, 0, entry.call, own, own, unstable=none | entry.tied, sizes=entry.sizes
         )
-        one.cut = {name: mask for name, mask in entry.tied.items() if not is_exact(entry.outputs[name])}
+        one.excluded = {name: mask for name, mask in entry.tied.items() if not is_exact(entry.outputs[name])}
         values = {f"output_{index}": value.detach().cpu() for index, value in enumerate(got)}
         comparison.add(one, Observation(values, dict.fromkeys(values, "output")))
     sizes = tuple(dict.fromkeys(entry.batch_size for entry, _ in entries if entry.batch_size is not None))

@@ -28,7 +28,7 @@ from optimizer.parity.original import OriginalCall, mixed_seed
 from optimizer.parity.results import OutputNoise
 from optimizer.parity.rounding import off_by_one_ulp, random_signs, run_in
 from optimizer.parity.signal import missing_signal
-from optimizer.parity.torch_functions import is_question, mapped, written_ids
+from optimizer.parity.torch_functions import mapped, reads_metadata, written_ids
 from passes.base import Precision
 from passes.casting.forwards import Loan, takes_one_dtype
 from passes.graph.interception import intercepted_calls
@@ -58,7 +58,7 @@ def errors_at(noise: RoundingNoise, precision: Precision, samples: int = 0) -> d
     errors: dict[str, Pool] = {}
     for one, number in itertools.product(noise.calls, range(samples) if samples else [None]):
         seed = None if number is None else mixed_seed(one.seed, 4, number)
-        seen = one.settled(_outputs_at(noise, one, precision, seed))
+        seen = one.aligned(_outputs_at(noise, one, precision, seed))
         for name, own in one.own.values.items():
             value = seen.get(name)
             if value is None or value.shape != own.shape:
@@ -223,7 +223,7 @@ class _RoundedParameters(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, name_of(func)
-        if self.is_paused or is_question(name) or name == "__set__":
+        if self.is_paused or reads_metadata(name) or name == "__set__":
             return func(*args, **kwargs)
         if name == "__get__":
             result = func(*args)

@@ -6,8 +6,7 @@ import copy
 import itertools
 import logging
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -134,6 +133,15 @@ class RoundingNoise:
         if self.calls and not self.refused and not self.coarsest:
             self._inside = self._rounded_inside()
 
+    def note_on_reference(self) -> list[str]:
+        """A note if the reference isn't float64 throughout."""
+        if self.refused:
+            return [f"The reference is the original in its own dtype, because {self.refused}."]
+        if self.lowered:
+            names = ", ".join(sorted(self.lowered))
+            return [f"Computed in a lower precision than float64 in the reference: {names}."]
+        return []
+
     def measure_the_rest(self) -> dict[str, OutputNoise]:
         """Measure the other calls too, and return the noise over all calls; empty if there are no others."""
         rest = [one for one in self.original.calls if not one.measured]
@@ -217,7 +225,7 @@ class RoundingNoise:
             one.truth = self._truth_of(one, call, training) or one.own
         self._find_ties(one)
         if one.truth is not one.own:
-            one.truth.values = dict(one.settled(one.truth.values))
+            one.truth.values = dict(one.aligned(one.truth.values))
         for name, own in one.own.values.items():
             gathered, truth = self._gathered[name], one.truth.values[name]
             if is_exact(own):
@@ -255,7 +263,7 @@ class RoundingNoise:
             return
         if _another_answer(one.own, other) is not None:
             return
-        values = one.settled(other.values)
+        values = one.aligned(other.values)
         for name, own in one.own.values.items():
             value, gathered = values[name], self._gathered[name]
             if is_exact(own):
@@ -296,7 +304,7 @@ class RoundingNoise:
 
     def _rounded_inside(self, times: int = 1) -> dict[str, Pool]:
         """The response of each output to rounding at every operator, at all measured calls, `times` samples each."""
-        moved: dict[str, Pool] = {}
+        responses: dict[str, Pool] = {}
         for one, number in itertools.product(self.calls, range(times)):
             if not self.can_be_perturbed:
                 return {}
@@ -308,12 +316,12 @@ class RoundingNoise:
                 note = f"The response to internal rounding couldn't be measured: {error_summary(error)}"
                 append_once(self.notes, note)
                 continue
-            values = one.settled(other.values)
+            values = one.aligned(other.values)
             for name, own in one.own.values.items() if count else ():
                 value = values.get(name)
                 if value is not None and not is_exact(own) and value.shape == own.shape:
-                    moved.setdefault(name, Pool(slices=Slices())).add_distance(own, value)
-        return moved
+                    responses.setdefault(name, Pool(slices=Slices())).add_distance(own, value)
+        return responses
 
     def _repeats(self, gathered: _Gathered) -> bool:
         """Whether an output is deterministic, apart from sums in a different order, as on a GPU."""
@@ -350,34 +358,6 @@ class RoundingNoise:
         )
 
 
-def conclusions(rounding: RoundingNoise, noises: Mapping[str, OutputNoise]) -> list[str]:
-    """Notes on the reference and on outputs that aren't compared or prove nothing."""
-    notes = []
-    if rounding.refused:
-        notes.append(f"The reference is the original in its own dtype, because {rounding.refused}.")
-    elif rounding.lowered:
-        notes.append(
-            f"Computed in a lower precision than float64 in the reference: {', '.join(sorted(rounding.lowered))}."
-        )
-    for noise in noises.values():
-        if not noise.deterministic:
-            notes.append(f"{noise.name} is not deterministic in the original and was not judged.")
-        if noise.signal is not None and noise.kind == "output":
-            notes.append(f"{noise.name} is {noise.signal} and proves nothing.")
-        cut = sum(int(one.cut[noise.name].count_nonzero()) for one in rounding.original.calls if noise.name in one.cut)
-        if count := noise.tied - cut * noise.is_exact:
-            notes.append(
-                f"{count} elements of {noise.name} weren't compared: rounding alone changes them in the original."
-            )
-    notes += _notes_on_ties(rounding.original.calls)
-    for name in noises:
-        values = (one.own.values[name] for one in rounding.original.calls if name in one.own.values)
-        odd = (value for value in values if not is_exact(value) and not all_finite(value))
-        if count := sum(int((special(value) == 1).count_nonzero()) for value in odd):
-            notes.append(f"{name} of the original has NaN in {count} elements on these inputs.")
-    return notes
-
-
 def _find_ties_of(original: Original, one: OriginalCall) -> bool:
     """Find the ties of a call; return whether anything in it chooses by scores."""
     call, modes = original.inputs_of(one), [BrokenTies(last=True), BrokenTies(last=False)]
@@ -392,37 +372,12 @@ def _find_ties_of(original: Original, one: OriginalCall) -> bool:
         return True
     last, first = (each.values for each in seen)
     outputs = {name: one.own.values[name] for name in one.own.of_kind("output")}
-    one.ties, one.cut = find_ties(outputs, first, last, modes[1].met)
-    one.cut_by = tuple(dict.fromkeys(tie.by for tie in modes[1].met))
-    for name, mask in one.cut.items():
+    one.ties, one.excluded = find_ties(outputs, first, last, modes[1].met)
+    one.excluded_by = tuple(dict.fromkeys(tie.by for tie in modes[1].met))
+    for name, mask in one.excluded.items():
         if is_exact(one.own.values[name]):
             one.unstable[name] |= mask
     return True
-
-
-def _notes_on_ties(calls: Sequence[OriginalCall]) -> list[str]:
-    ordered, chosen, by = Counter[str](), Counter[str](), dict[str, set[str]]()
-    for one in calls:
-        for tie in one.ties:
-            for name in tie.names:
-                ordered[name] += int(tie.spread(tie.groups > 0, one.own.values[name]).count_nonzero())
-                by.setdefault(name, set()).add(tie.by)
-        for name, mask in one.cut.items():
-            chosen[name] += int(mask.count_nonzero())
-            by.setdefault(name, set()).update(one.cut_by)
-    return [
-        *(
-            f"{count} elements of {name} were compared as sets: equal scores ({', '.join(sorted(by[name]))}) put "
-            "them in order, and the original doesn't decide how."
-            for name, count in ordered.items()
-            if count
-        ),
-        *(
-            f"{count} elements of {name} weren't compared: equal scores ({', '.join(sorted(by[name]))}) choose "
-            "or order them, and the original doesn't decide how."
-            for name, count in chosen.items()
-        ),
-    ]
 
 
 def _another_answer(own: Observation, other: Observation) -> str | None:

@@ -30,7 +30,7 @@ from optimizer.model import (
 )
 from optimizer.parity.observe import Observation, RecordedRuns, input_names, observe
 from optimizer.parity.results import Measurement
-from optimizer.parity.ties import Tie, settled
+from optimizer.parity.ties import Tie, aligned
 from passes.graph.storage import same_values
 
 logger = logging.getLogger(__name__)
@@ -67,21 +67,21 @@ class OriginalCall:
     """The sizes of open dims other than the batch, where they differ from the given call."""
     ties: Sequence[Tie] = ()
     """The equal scores; the rows of the outputs that they put in order are compared as sets."""
-    cut: dict[str, torch.Tensor] = field(default_factory=dict)
+    excluded: dict[str, torch.Tensor] = field(default_factory=dict)
     """Bool tensors by output name: the elements that a tie chooses among others; not compared."""
-    cut_by: tuple[str, ...] = ()
-    """The operations that met the ties of `cut`."""
+    excluded_by: tuple[str, ...] = ()
+    """The operations that met the ties of `excluded`."""
     knows_ties: bool = False
-    """Whether `ties`, `cut` and `cut_by` are known."""
+    """Whether `ties`, `excluded` and `excluded_by` are known."""
 
-    def settled(self, values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def aligned(self, values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The outputs of another run, where equal scores decide as in this one."""
-        return settled(self.ties, self.cut, self.own.values, values) if self.ties or self.cut else values
+        return aligned(self.ties, self.excluded, self.own.values, values) if self.ties or self.excluded else values
 
     def undecided(self, name: str) -> torch.Tensor:
         """A mask of the elements of an output that equal scores choose or put in order."""
         own = self.own.values[name]
-        mask = self.cut.get(name, torch.zeros(own.shape, dtype=torch.bool))
+        mask = self.excluded.get(name, torch.zeros(own.shape, dtype=torch.bool))
         for tie in self.ties:
             if name in tie.names:
                 mask = mask | tie.spread(tie.groups != 0, own)

@@ -31,7 +31,7 @@ from optimizer.parity.observe import Observation, RecordedRuns, observe
 from optimizer.parity.original import CallKey, Original, OriginalCall, same_inputs, without_warnings
 from optimizer.parity.reference import Reference
 from optimizer.parity.results import OutputNoise, ParityReport
-from optimizer.parity.signal import gives_the_same, why_vacuous
+from optimizer.parity.signal import gives_the_same, why_no_signal
 from optimizer.parity.verdict import FACTOR, report_without_outputs
 
 logger = logging.getLogger(__name__)
@@ -196,7 +196,7 @@ class OriginalOutputs:
         original = self._original
         blank = original.blank(self._settings, self._draws)
         blank = replace(blank, notes=(*blank.notes, *original.notes_on_failures()))
-        why = why_vacuous(original)
+        why = why_no_signal(original)
         if why is None:
             return report_without_outputs(blank, "ok", reason)
         return report_without_outputs(blank, "vacuous", f"{why[0].upper()}{why[1:]}.")
@@ -285,8 +285,8 @@ def run_other_sizes(original: Original) -> Taken:
                 break
             taken.together.append((rows, sizes))
     for name, worked in taken.alone.items():
-        sizes_told = ", ".join(map(str, sorted({taken.given[name], *worked})))
-        original.notes.append(f"{name} was checked at the sizes {sizes_told}.")
+        sizes = ", ".join(map(str, sorted({taken.given[name], *worked})))
+        original.notes.append(f"{name} was checked at the sizes {sizes}.")
     return taken
 
 
@@ -393,7 +393,7 @@ def _differences(one: OriginalCall, seen: Observation | str, noises: dict[str, O
     if isinstance(seen, str):
         yield f"it raises at {one.where}: {seen}"
         return
-    values = one.settled(seen.values)
+    values = one.aligned(seen.values)
     for name in one.own.of_kind("output"):
         own, value = one.own.values[name], values.get(name)
         if value is None or not noises[name].deterministic:

@@ -17,12 +17,13 @@ from optimizer.model import Call, Runs, Sizes, Taken, is_script, one_at_a_time, 
 from optimizer.parity.comparison import DOUBTFUL, Comparison, is_beyond
 from optimizer.parity.differences import Pool, all_finite, distance
 from optimizer.parity.half_precision import errors_at, noise_at
-from optimizer.parity.noise import MORE_SAMPLES, RoundingNoise, conclusions
+from optimizer.parity.noise import MORE_SAMPLES, RoundingNoise
 from optimizer.parity.observe import Flatten, Observation, observe
 from optimizer.parity.original import Original, OriginalCall, without_warnings
 from optimizer.parity.results import Measurement, OutputNoise, RowMeasurement
 from optimizer.parity.rounding import in_float64, perturbed
 from optimizer.parity.rows import Batch, Rows, measure_rows
+from optimizer.parity.signal import notes_on_outputs
 from optimizer.parity.verdict import FACTOR, allowed_by, in_units_of, judge_rows
 from passes.base import DeclaredError, Precision
 
@@ -48,8 +49,8 @@ class Reference:
         self.taken = Taken(None, {})
         self._rounding = rounding
         self._precision: Precision | None = None
-        # The noises before `look_closely`; None if it wasn't called.
-        self._few_samples: dict[str, OutputNoise] | None = None
+        # The noises before `refine_noise`; None if it wasn't called.
+        self._first_noises: dict[str, OutputNoise] | None = None
         blank = original.blank(settings, draws)
         self.blank = replace(
             blank,
@@ -57,7 +58,8 @@ class Reference:
                 *blank.notes,
                 *rounding.notes,
                 *original.notes_on_failures(),
-                *conclusions(rounding, self.noises),
+                *rounding.note_on_reference(),
+                *notes_on_outputs(original, self.noises),
             ),
             reference="own dtype" if rounding.refused or rounding.is_least else "float64",
             reference_reason=rounding.refused,
@@ -109,9 +111,9 @@ class Reference:
         """The outputs with elements that equal scores choose, by index, with the share of undecided elements."""
         counts: dict[str, int] = {}
         for one in self.original.calls:
-            for name, cut in one.cut.items():
+            for name, excluded in one.excluded.items():
                 masks = [tie.spread(tie.groups > 0, one.own.values[name]) for tie in one.ties if name in tie.names]
-                counts[name] = counts.get(name, 0) + sum(int(mask.count_nonzero()) for mask in (cut, *masks))
+                counts[name] = counts.get(name, 0) + sum(int(mask.count_nonzero()) for mask in (excluded, *masks))
         elements = {
             name: sum(one.own.values[name].numel() for one in self.original.calls if name in one.own.values)
             for name in counts
@@ -164,7 +166,7 @@ class Reference:
         twin = copy.copy(self)
         twin.original = self.original.twin()
         twin._rounding = self._rounding.of(twin.original)
-        twin.noises, twin._few_samples = dict(self.noises), None
+        twin.noises, twin._first_noises = dict(self.noises), None
         return twin
 
     def compare(
@@ -180,7 +182,7 @@ class Reference:
         calls = self.original.calls
         # Further samples are used only if the candidate's errors need them. Regions need no details, because no user
         # sets a tolerance for them.
-        noises = self.noises_of_few_samples()
+        noises = self.first_noises()
         comparison = Comparison(
             noises,
             flat=flatten is not None,
@@ -193,35 +195,35 @@ class Reference:
                 training = self.original.with_gradients(one.draw) and flatten is None
                 comparison.run(runs, one, self.original.inputs_of(one), flatten, training=training)
             if flatten is None and self.truth_in_float64:
-                settle_kinks(self._rounding, runs, comparison)
+                judge_gradients_in_float64(self._rounding, runs, comparison)
         seen = None if rows is None or comparison.problems else self.measure_rows(runs, rows, flatten)
         if not self._rounding.is_least and (comparison.is_doubtful() or rows_may_be_rounding(seen, self.noises)):
-            self.look_closely()
+            self.refine_noise()
             comparison.noises, comparison.slices = dict(self.noises), self.slices
-            if flatten is None and self._precision is None and self._few_samples and self.truth_in_float64:
-                hold_to_algebra(self._rounding, self._few_samples, runs, comparison)
+            if flatten is None and self._precision is None and self._first_noises and self.truth_in_float64:
+                judge_again_in_float64(self._rounding, self._first_noises, runs, comparison)
         return replace(comparison.finish(self.blank), rows=seen, settings=settings)
 
     def measure_rows(self, runs: Runs, rows: Rows, flatten: Flatten | None = None) -> RowMeasurement:
         """The difference between rows that run together and rows that run alone or among others."""
         return measure_rows(rows, runs, flatten, names=self.output_names, seed=self.blank.seed)
 
-    def look_closely(self) -> None:
+    def refine_noise(self) -> None:
         """Measure the noise at all batch sizes and in more samples, the first time that a candidate needs it.
 
         Rounding errors before a division by a small number have a long-tailed distribution, as in a BatchNorm over a
         few similar rows: one sample may be ten times as large as the three before it.
         """
-        if self._few_samples is not None:
+        if self._first_noises is not None:
             return
-        self._few_samples = dict(self.noises)
-        self.noises, seen = closer_noises(self._rounding, self.noises, self._precision)
+        self._first_noises = dict(self.noises)
+        self.noises, seen = refined_noises(self._rounding, self.noises, self._precision)
         slices = self.slices.items()
         self.slices = {name: each.raised_to(seen[name]) if name in seen else each for name, each in slices}
 
-    def noises_of_few_samples(self) -> dict[str, OutputNoise]:
-        """The noises before `look_closely`."""
-        return self._few_samples or self.noises
+    def first_noises(self) -> dict[str, OutputNoise]:
+        """The noises before `refine_noise`."""
+        return self._first_noises or self.noises
 
     def runs_of(self, target: Callable[..., Any]) -> Runs:
         """Runs of another target, in the same way as those of the original."""
@@ -281,7 +283,7 @@ def independent_rows(reference: Reference, *, atol: Mapping[str, float], rtol: M
     rows = _rows_of(reference)
     seen = reference.measure_rows(reference.original.runs, rows)
     if rows_may_be_rounding(seen, reference.noises):
-        reference.look_closely()
+        reference.refine_noise()
     names = {name: name for name in reference.noises}
     report = judge_rows(seen, allowed_by(reference.noises.values(), names, atol, rtol), FACTOR)
     if not report.ok:
@@ -338,7 +340,7 @@ def rows_may_be_rounding(seen: RowMeasurement | None, noises: Mapping[str, Outpu
     return 2 * FACTOR < max(beyond, default=0.0) <= DOUBTFUL * FACTOR
 
 
-def closer_noises(
+def refined_noises(
     noise: RoundingNoise, noises: Mapping[str, OutputNoise], precision: Precision | None
 ) -> tuple[dict[str, OutputNoise], dict[str, Pool]]:
     """The noises over all calls and over more samples; and the response in these samples alone.
@@ -356,7 +358,7 @@ def closer_noises(
     return found | {name: _at_least(found[name], pool) for name, pool in seen.items()}, seen
 
 
-def settle_kinks(noise: RoundingNoise, candidate: Runs, comparison: Comparison) -> None:
+def judge_gradients_in_float64(noise: RoundingNoise, candidate: Runs, comparison: Comparison) -> None:
     """Judge gradients in float64 if a kink may explain their error.
 
     At a kink (ReLU at zero, the maximum of a window) the slope jumps. If a number rounds to the other side, its
@@ -364,7 +366,7 @@ def settle_kinks(noise: RoundingNoise, candidate: Runs, comparison: Comparison) 
     enough. Large errors of long sums that a kernel adds sequentially are as rare in the samples of rounding. Neither
     occurs in float64, so there the candidate's gradients must equal the true ones.
     """
-    names = comparison.kinked()
+    names = comparison.gradients_to_judge_in_float64()
     if not names:
         return
     errors = _errors_in_float64(noise, candidate, names, training=True)
@@ -372,7 +374,7 @@ def settle_kinks(noise: RoundingNoise, candidate: Runs, comparison: Comparison) 
         comparison.settle(errors)
 
 
-def hold_to_algebra(
+def judge_again_in_float64(
     noise: RoundingNoise, few: Mapping[str, OutputNoise], candidate: Runs, comparison: Comparison
 ) -> None:
     """Judge an error more strictly again if float64 has it too, because internal rounding can't explain it then.
@@ -392,8 +394,8 @@ def hold_to_algebra(
         return
     with one_at_a_time, pinned_settings():
         errors = _errors_in_float64(noise, candidate, excused, training=False)
-        moved = _more_response(noise, excused) if errors else {}
-    noises = {name: _at_least(few[name], moved[name]) for name in excused & errors.keys() & moved.keys()}
+        responses = _more_response(noise, excused) if errors else {}
+    noises = {name: _at_least(few[name], responses[name]) for name in excused & errors.keys() & responses.keys()}
     wrong = {name: each for name, each in noises.items() if is_beyond(errors[name], each)}
     comparison.noises = {**comparison.noises, **wrong}
     if wrong:
@@ -403,14 +405,14 @@ def hold_to_algebra(
         )
 
 
-def _at_least(noise: OutputNoise, moved: Pool) -> OutputNoise:
+def _at_least(noise: OutputNoise, response: Pool) -> OutputNoise:
     """The noise, raised to the response in further samples."""
     return replace(
         noise,
-        response=max(noise.response, moved.largest),
-        response_rms=max(noise.response_rms, moved.rms),
-        noise=max(noise.noise, moved.largest),
-        noise_rms=max(noise.noise_rms, moved.rms),
+        response=max(noise.response, response.largest),
+        response_rms=max(noise.response_rms, response.rms),
+        noise=max(noise.noise, response.largest),
+        noise_rms=max(noise.noise_rms, response.rms),
     )
 
 
@@ -432,7 +434,7 @@ def _errors_in_float64(noise: RoundingNoise, candidate: Runs, names: Set[str], *
             return {}
         if mode.coarsest > noise.coarsest:
             return {}
-        values = one.settled(seen.values)
+        values = one.aligned(seen.values)
         for name in names & one.own.values.keys():
             own, truth, value = one.own.values[name], one.truth.values[name], values.get(name)
             if value is None or value.shape != own.shape or not all_finite(own, truth, value):
@@ -443,12 +445,12 @@ def _errors_in_float64(noise: RoundingNoise, candidate: Runs, names: Set[str], *
 
 def _more_response(noise: RoundingNoise, names: Set[str]) -> dict[str, Pool]:
     """The response to one ulp in inputs and parameters, in several samples; empty if it can't be measured."""
-    moved = {name: Pool() for name in names}
+    responses = {name: Pool() for name in names}
     for one, number in itertools.product(noise.calls, range(MORE_SAMPLES)):
         if not noise.can_be_perturbed:
             return {}
         call = noise.original.inputs_of(one)
-        other = one.settled(perturbed(noise.original, one, call, _OTHER_SEEDS + number, training=False).values)
+        other = one.aligned(perturbed(noise.original, one, call, _OTHER_SEEDS + number, training=False).values)
         for name in names & one.own.values.keys():
-            moved[name].add_distance(one.own.values[name], other[name])
-    return moved
+            responses[name].add_distance(one.own.values[name], other[name])
+    return responses

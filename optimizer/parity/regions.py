@@ -115,17 +115,6 @@ class RegionReference:
         )
 
 
-def check_region(
-    old: Region, new: Region, inputs: Sequence[tuple[Any, ...]], *, factor: float = FACTOR, seed: int = 0
-) -> RegionParity:
-    """Compare a rewritten region with the old one on recorded inputs.
-
-    Raises:
-        UsageError: `inputs` is empty.
-    """
-    return RegionReference.measure(old, inputs, seed=seed).compare(new, factor=factor)
-
-
 def check_change(
     old: Region,
     new: Region,

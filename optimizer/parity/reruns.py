@@ -76,7 +76,7 @@ def measure_in_sequence(reference: Reference) -> Measurement:
     with _sequence() as settings:
         comparison = reference.original.runs.first(lambda module: _answers(reference, module))
     if comparison.is_doubtful():
-        reference.look_closely()
+        reference.refine_noise()
         comparison.noises = reference.noises
     return replace(comparison.finish(reference.blank), settings=settings)
 
@@ -103,7 +103,7 @@ def _sequence() -> Iterator[dict[str, str]]:
 
 
 def _answers(reference: Reference, module: Callable[..., Any]) -> Comparison:
-    noises = reference.noises_of_few_samples()
+    noises = reference.first_noises()
     comparison = Comparison(noises, flat=False, in_detail=False, slices=reference.slices, who="the model")
     runs = AsItIs(module, in_eval=True)
     calls = [one for one in reference.original.calls if one.measured]

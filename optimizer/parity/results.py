@@ -298,8 +298,8 @@ class ParityReport:
         return f"{self.verdict}: {self.reason}"
 
     def _repr_html_(self) -> str:
-        told = self.to_json()
-        return fragment("parity", parity=told, drawn=parity_plot(told))
+        data = self.to_json()
+        return fragment("parity", parity=data, drawn=parity_plot(data))
 
     def to_json(self) -> dict[str, Any]:
         return {**to_json(self), "ok": self.ok}

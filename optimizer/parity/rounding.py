@@ -21,7 +21,7 @@ from optimizer.model import Call, Runs, eager_only, reachable_modules, rebuild
 from optimizer.parity.float64 import Float64Mode, Layout, MaskedLayouts, raised
 from optimizer.parity.observe import Observation, observe, own_dtype
 from optimizer.parity.original import Original, OriginalCall, mixed_seed, without_warnings
-from optimizer.parity.torch_functions import is_question, mapped, moved_tensor, written_ids
+from optimizer.parity.torch_functions import mapped, moved_argument, reads_metadata, written_ids
 from optimizer.torch_private import decomposition_of, schema_of
 from passes.graph.shared_memory import groups_of, places_in
 from passes.graph.torch_calls import name_of
@@ -72,11 +72,11 @@ class PerturbedMode(TorchFunctionMode):
         name = name_of(func)
         if (
             name in ("__get__", "__set__")
-            or is_question(name)
+            or reads_metadata(name)
             or func in (torch.autograd.grad, torch.autograd.backward)
         ):
             return func(*args, **kwargs)
-        if self._is_perturbed(source := moved_tensor(name, args, kwargs)):
+        if self._is_perturbed(source := moved_argument(name, args, kwargs)):
             # Changing only the rows that are read avoids a copy of the whole table.
             return self._perturbed(func(*args, **kwargs), self._start_of(source))
         written = written_ids(name, args, kwargs)

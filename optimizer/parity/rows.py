@@ -41,7 +41,7 @@ class Batch:
 
 
 @dataclass
-class _Moved:
+class _RowChange:
     """How much the rows of one output change; `where` is batch size, row and kind of run, as in `RowDifference`."""
 
     pool: Pool = field(default_factory=Pool)
@@ -76,15 +76,15 @@ class Rows:
         Args:
             run: returns the outputs of a call by their names in the reference.
         """
-        moved: dict[str, _Moved] = {}
+        changes: dict[str, _RowChange] = {}
         for batch in self.batches:
             whole = run(batch.call)
             for how, taken, call in self._variants(batch):
                 answers = run(call)
                 for name in self.with_rows:
-                    self._compare(moved.setdefault(name, _Moved()), batch, name, whole, answers, taken, how)
+                    self._compare(changes.setdefault(name, _RowChange()), batch, name, whole, answers, taken, how)
         return RowMeasurement(
-            outputs=tuple(_as_data(name, seen) for name, seen in moved.items()),
+            outputs=tuple(_as_data(name, seen) for name, seen in changes.items()),
             batch_sizes=tuple(batch.size for batch in self.batches),
             alone=self.alone,
             without_rows=self.without_rows,
@@ -130,7 +130,7 @@ class Rows:
 
     def _compare(
         self,
-        moved: _Moved,
+        change: _RowChange,
         batch: Batch,
         name: str,
         whole: Mapping[str, torch.Tensor],
@@ -143,9 +143,9 @@ class Rows:
         size = 1 if how == "alone" else batch.size
         own, answer = whole[name][list(rows)], answers.get(name)
         if answer is None or answer.dtype != own.dtype or answer.shape != (size, *own.shape[1:]):
-            if not moved.mismatches:
-                moved.where = batch.size, rows[0], how
-            moved.mismatches += max(1, own.numel())
+            if not change.mismatches:
+                change.where = batch.size, rows[0], how
+            change.mismatches += max(1, own.numel())
             return
         other = answer[list(places)]
         if not own.numel():
@@ -157,25 +157,25 @@ class Rows:
             wrong = special(own) != special(other)
         if bool(wrong.any()):
             first = int(wrong.reshape(len(rows), -1).any(1).nonzero()[0])
-            if not moved.mismatches:
-                moved.where = batch.size, rows[first], how
-            moved.mismatches += int(wrong.count_nonzero())
+            if not change.mismatches:
+                change.where = batch.size, rows[first], how
+            change.mismatches += int(wrong.count_nonzero())
         if is_exact(own):
             return
         plain = where_finite(own, other)
-        apart = distance(own, other)
+        difference = distance(own, other)
         if plain is not None:
-            apart = torch.where(plain, apart, 0.0)
-        before = moved.pool.largest
-        moved.pool.add(apart, plain, of=own)
-        if moved.pool.largest > before and not moved.mismatches:
-            moved.where = batch.size, rows[int(apart.reshape(len(rows), -1).amax(1).argmax())], how
+            difference = torch.where(plain, difference, 0.0)
+        before = change.pool.largest
+        change.pool.add(difference, plain, of=own)
+        if change.pool.largest > before and not change.mismatches:
+            change.where = batch.size, rows[int(difference.reshape(len(rows), -1).amax(1).argmax())], how
         marked: Any = ... if plain is None else plain
-        moved.frontier = frontier(apart[marked], wide(own)[marked].abs(), moved.frontier)
+        change.frontier = frontier(difference[marked], wide(own)[marked].abs(), change.frontier)
 
 
-def _as_data(name: str, moved: _Moved) -> RowDifference:
-    return RowDifference(name, moved.pool.largest, moved.pool.rms, moved.mismatches, *moved.where, moved.frontier)
+def _as_data(name: str, change: _RowChange) -> RowDifference:
+    return RowDifference(name, change.pool.largest, change.pool.rms, change.mismatches, *change.where, change.frontier)
 
 
 def _tensors(call: Call) -> list[torch.Tensor]:

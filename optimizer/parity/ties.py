@@ -24,7 +24,7 @@ Values = Mapping[str, torch.Tensor]
 """Outputs by name."""
 
 # The label of a tie whose members aren't all among the first k.
-_CUT = -1
+_EXCLUDED = -1
 # Matching the rows of a tie takes quadratic time, so larger ones aren't compared.
 _LARGEST = 4096
 # Two runs round differently by at most this number of units of the largest value.
@@ -63,7 +63,7 @@ class Tie:
         mask = mask.movedim(-1, self.dim)
         return mask.reshape(*mask.shape, *[1] * (value.dim() - mask.dim())).expand(value.shape)
 
-    def settled(self, own: Values, values: Values) -> dict[str, torch.Tensor]:
+    def aligned(self, own: Values, values: Values) -> dict[str, torch.Tensor]:
         """The outputs of another run, with the rows of each tie in the order of those of `own`."""
         scales = {name: _largest(own[name]) or 1.0 for name in self.names}
         ours, theirs = (
@@ -104,11 +104,11 @@ def _matched(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     return order
 
 
-def settled(ties: Sequence[Tie], cut: Values, own: Values, values: Values) -> Values:
+def aligned(ties: Sequence[Tie], excluded: Values, own: Values, values: Values) -> Values:
     """The outputs of another run, where equal scores decide as in this one.
 
     Args:
-        cut: masks of the elements that are taken from `own`.
+        excluded: masks of the elements that are taken from `own`.
     """
     comparable = {
         name
@@ -118,9 +118,9 @@ def settled(ties: Sequence[Tie], cut: Values, own: Values, values: Values) -> Va
     found = dict(values)
     for tie in ties:
         if comparable.issuperset(tie.names):
-            found |= tie.settled(own, found)
-    for name in comparable & cut.keys():
-        found[name] = torch.where(cut[name], own[name].to(found[name].dtype), found[name])
+            found |= tie.aligned(own, found)
+    for name in comparable & excluded.keys():
+        found[name] = torch.where(excluded[name], own[name].to(found[name].dtype), found[name])
     return found
 
 
@@ -139,7 +139,7 @@ def find_ties(
         for name in same
         if bool((mask := _differs(last[name], first[name]) | _differs(own[name], first[name])).any())
     }
-    ties, cut = [], {}
+    ties, excluded = [], {}
     for tie in met:
         named = [name for name in changed if tie.fits(own[name])]
         alone = [name for name in named if _explains(_of(tie, [name]), own, first, last)]
@@ -147,9 +147,9 @@ def find_ties(
             ties.append(whole)
             for name in alone:
                 del changed[name]
-                if bool((mask := whole.spread(whole.groups == _CUT, own[name])).any()):
-                    cut[name] = mask
-    return ties, cut | changed
+                if bool((mask := whole.spread(whole.groups == _EXCLUDED, own[name])).any()):
+                    excluded[name] = mask
+    return ties, excluded | changed
 
 
 def _of(tie: Tie, names: Sequence[str]) -> Tie:
@@ -159,8 +159,8 @@ def _of(tie: Tie, names: Sequence[str]) -> Tie:
 def _explains(tie: Tie, own: Values, first: Values, last: Values) -> bool:
     """Whether the outputs of all runs differ only within the ties."""
     for other in (first, last):
-        for name, value in tie.settled(own, other).items():
-            if bool((_differs(value, own[name]) & ~tie.spread(tie.groups == _CUT, value)).any()):
+        for name, value in tie.aligned(own, other).items():
+            if bool((_differs(value, own[name]) & ~tie.spread(tie.groups == _EXCLUDED, value)).any()):
                 return False
     return True
 
@@ -219,11 +219,11 @@ class BrokenTies(TorchDispatchMode):
             groups = groups.where(shared, 0)
             if best.shape[-1] > first:
                 is_cut = (groups == groups[..., -1:]) & shared[..., -1:]
-                groups = groups.masked_fill(is_cut, _CUT)[..., :first]
+                groups = groups.masked_fill(is_cut, _EXCLUDED)[..., :first]
             if groups.shape[-1] > _LARGEST:
                 sizes = torch.zeros_like(groups).scatter_add(-1, groups.clamp(min=0), torch.ones_like(groups))
                 is_large = sizes.gather(-1, groups.clamp(min=0)) > _LARGEST
-                groups = groups.masked_fill(is_large & (groups > 0), _CUT)
+                groups = groups.masked_fill(is_large & (groups > 0), _EXCLUDED)
             self.met.append(Tie(name, groups.cpu(), dim % scores.dim()))
         return scores.shape[dim] - 1 - indices if self._last else indices
 

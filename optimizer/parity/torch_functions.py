@@ -11,8 +11,10 @@ from passes.graph.torch_calls import argument
 
 # Functions that return elements of a tensor unchanged. Moving the elements before casting or perturbing them gives the
 # same result and needs less memory.
-MOVING = frozenset({"__getitem__", "embedding", "view", "reshape", "t", "transpose", "permute", "detach", "expand"})
-_QUESTIONS = frozenset(
+DATA_MOVEMENT = frozenset(
+    {"__getitem__", "embedding", "view", "reshape", "t", "transpose", "permute", "detach", "expand"}
+)
+_METADATA = frozenset(
     {
         "size", "dim", "numel", "stride", "storage_offset", "is_contiguous", "data_ptr", "get_device", "nelement",
         "ndimension", "is_floating_point", "is_complex", "__len__", "__hash__", "requires_grad_", "is_shared",
@@ -35,18 +37,18 @@ def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
     return change(tree)
 
 
-def is_question(name: str) -> bool:
+def reads_metadata(name: str) -> bool:
     """Whether a torch function of this name only asks about a tensor, so that its arguments need no cast."""
-    return name in _QUESTIONS
+    return name in _METADATA
 
 
-def moved_tensor(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def moved_argument(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The argument whose elements a call returns unchanged; None if the call does more than move elements."""
     if name == "embedding":
         # With a norm, an embedding writes to its table.
         is_plain = len(args) == 2 and not any(value for key, value in kwargs.items() if key != "padding_idx")
         return args[1] if is_plain else None
-    return args[0] if name in MOVING and args and not kwargs else None
+    return args[0] if name in DATA_MOVEMENT and args and not kwargs else None
 
 
 def written_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -20,7 +20,6 @@ from optimize_export.errors import DeviceError, LoadError, UsageError
 from optimizer import optimize
 from optimizer.model.inputs import Samples
 from optimizer.parity import (
-    SLICE_FACTOR,
     Measurement,
     OutputNoise,
     ParityReport,
@@ -28,7 +27,6 @@ from optimizer.parity import (
     RegionReference,
     check_change,
     check_parity,
-    check_region,
     compare_golden,
     golden_entries,
     judge,
@@ -36,6 +34,7 @@ from optimizer.parity import (
 )
 from optimizer.parity.differences import Pool, Slices, pieces_of, slice_noise
 from optimizer.parity.noise import RoundingNoise
+from optimizer.parity.verdict import SLICE_FACTOR
 
 
 class ConvNet(nn.Module):
@@ -98,6 +97,10 @@ def off_by(model, path, relative=0.01):
     flat = result.get_parameter(path).data.view(-1)
     flat[flat.abs().argsort()[len(flat) // 2]] *= 1 + relative
     return result
+
+
+def check_region(old, new, inputs):
+    return RegionReference.measure(old, inputs).compare(new)
 
 
 def image(batch=2):
@@ -640,14 +643,14 @@ def pooled(seed):
 
 def judged_by_few_samples(model, candidate, inputs):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reference, "look_closely", lambda self: None)
+        patch.setattr(Reference, "refine_noise", lambda self: None)
         return check_parity(model, candidate, inputs, mode="training")
 
 
 @pytest.mark.zoo
 def test_rounding_that_few_samples_dont_show_is_no_failure(monkeypatch):
     # If gradients were judged in float64, samples would not matter.
-    monkeypatch.setattr("optimizer.parity.reference.settle_kinks", lambda *args: None)
+    monkeypatch.setattr("optimizer.parity.reference.judge_gradients_in_float64", lambda *args: None)
     for seed in (13, 93, 97, *range(100, 400)):
         model, inputs = pooled(seed)
         candidate = without_bias(model)
@@ -793,7 +796,7 @@ def test_a_weight_that_is_off_is_no_rounding_inside(monkeypatch):
         return judge(measure_reference(model, inputs).compare(candidate))
 
     with monkeypatch.context() as patch:
-        patch.setattr("optimizer.parity.reference.hold_to_algebra", lambda *_: None)
+        patch.setattr("optimizer.parity.reference.judge_again_in_float64", lambda *_: None)
         assert judged(shifted).ok, "it would prove nothing"
     report = judged(shifted)
     assert report.verdict == "failed"
@@ -804,7 +807,7 @@ def test_a_weight_that_is_off_is_no_rounding_inside(monkeypatch):
     assert not check_region(model, shifted, [inputs.given.args]).ok
     # A candidate that only rounds differently has as large an error, and passes.
     with monkeypatch.context() as patch:
-        patch.setattr(Reference, "look_closely", lambda self: None)
+        patch.setattr(Reference, "refine_noise", lambda self: None)
         assert not judged(coarse).ok
     assert judged(coarse).ok
 
