@@ -67,7 +67,7 @@ def test_a_quick_proof_takes_no_size_that_wasnt_asked_for(asked: tuple[int, ...]
     assert sizes_of(Samples((X,)), asked, False, "quick") == compared
 
 
-def test_a_thorough_proof_finds_what_fewer_inputs_dont_show() -> None:
+def test_a_thorough_proof_finds_an_error_that_fewer_inputs_dont_show() -> None:
     wrong = net(WrongAbove)
     normal, thorough = reference("normal"), reference("thorough")
     few, many = (torch.cat([call.args[0] for _, call in each.calls()]).amax(0) for each in (normal, thorough))
@@ -79,7 +79,7 @@ def test_a_thorough_proof_finds_what_fewer_inputs_dont_show() -> None:
 
 
 @pytest.mark.parametrize("effort", ["quick", "normal", "thorough"])
-def test_the_manifest_tells_the_effort(effort: Any, tmp_path: Path) -> None:
+def test_the_manifest_has_the_effort(effort: Any, tmp_path: Path) -> None:
     fast = optimize(net(), example_inputs=(X,))
     bundle = export(fast, example_inputs=(X,), output=tmp_path / "net", formats=["torchscript"], effort=effort)
     assert bundle.manifest["parity"]["effort"] == effort

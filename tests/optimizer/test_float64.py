@@ -289,7 +289,7 @@ TAKES_THE_DEFAULT = {
 
 
 @pytest.mark.parametrize("name", TAKES_THE_DEFAULT)
-def test_what_takes_the_default_dtype_is_float64(name):
+def test_results_of_the_default_dtype_are_float64(name):
     own = TAKES_THE_DEFAULT[name]()
     with Float64Mode() as mode:
         truth = TAKES_THE_DEFAULT[name]()
@@ -373,7 +373,7 @@ def test_gradients_are_float64_with_leaves():
     assert model.weight.grad is None
 
 
-def test_perturbed_weights_are_off_by_about_one_unit_each_time_alike():
+def test_perturbed_weights_change_by_about_one_unit_and_the_same_each_time():
     model = enliven(nn.Linear(50, 40, bias=False))
     eye = torch.eye(50)
     version = model.weight._version
@@ -405,7 +405,7 @@ def test_a_model_with_a_weight_in_another_layout_runs_perturbed(layout):
     assert not torch.equal(perturbed, model(x))
 
 
-def test_what_each_operator_computes_is_rounded():
+def test_the_result_of_each_operator_is_rounded():
     x = torch.linspace(0.5, 2.0, 64, dtype=torch.float64).reshape(4, 16)
     assert x[0, 0] == 0.5
     assert x[-1, -1] == 2.0
@@ -436,7 +436,7 @@ def test_the_results_of_an_operator_that_calls_others_are_rounded_in_a_copy():
     assert torch.equal(x, before)
 
 
-def test_rounding_leaves_alone_what_is_no_number_and_what_is_drawn():
+def test_rounding_changes_no_nan_no_infinity_and_no_draw():
     x = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0])
     torch.manual_seed(0)
     with RoundedMode(0):
@@ -449,7 +449,7 @@ def test_rounding_leaves_alone_what_is_no_number_and_what_is_drawn():
     assert kept.to_dense().tolist() == [True, False, False, False]
 
 
-def test_rounding_leaves_alone_what_stands_for_infinity_and_what_is_put_in():
+def test_rounding_changes_no_mask_and_no_filled_number():
     numbers, hidden = torch.linspace(-1.0, 1.0, 16), torch.arange(16) % 2 == 0
     lowest = torch.full((16,), torch.finfo(torch.float32).min)
     with RoundedMode(0):
@@ -468,7 +468,7 @@ def test_rounding_leaves_alone_what_stands_for_infinity_and_what_is_put_in():
     assert len(large.unique()) > 1
 
 
-def test_rounding_leaves_alone_what_is_whole():
+def test_rounding_changes_no_whole_number():
     positions = torch.arange(8)
     with RoundedMode(0) as mode:
         places = positions.to(torch.float32)

@@ -39,7 +39,7 @@ def by_definition(points: set[tuple[float, float]]) -> tuple[tuple[float, float]
 
 @pytest.mark.parametrize("at_once", [8, 50, 1 << 16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_frontier_is_what_no_other_pair_stands_above(
+def test_the_frontier_holds_the_pairs_that_no_other_dominates(
     kind: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(comparison, "_SORTED_AT_ONCE", at_once)
@@ -71,7 +71,7 @@ def test_a_long_frontier_refuses_what_a_pair_refuses_and_little_more() -> None:
                 assert allowed or not wider
 
 
-def test_the_frontier_of_nothing_is_what_was_known() -> None:
+def test_the_frontier_of_nothing_keeps_the_known_pairs() -> None:
     none = torch.empty(0, dtype=torch.float64)
     assert frontier(none, none, ()) == ()
     assert frontier(none, none, [(2.0, 1.0)]) == ((2.0, 1.0),)

@@ -61,7 +61,7 @@ def test_it_goes_the_whole_way(net, dtype, formats, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has kernels that the CPU lacks")
 @pytest.mark.parametrize("layer", ["conv", "linear"])
-def test_what_the_runtime_has_no_kernels_for_is_one_sentence_with_a_way_out(net, layer, tmp_path):
+def test_a_dtype_that_the_runtime_has_no_kernels_for_is_refused_with_a_remedy(net, layer, tmp_path):
     model, x = (net, image(2)) if layer == "conv" else (nn.Linear(6, 4), torch.randn(2, 6))
     model, x = model.to(torch.bfloat16), x.to(torch.bfloat16)
     with pytest.raises(ExportError) as caught:
