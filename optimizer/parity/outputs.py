@@ -285,8 +285,8 @@ def run_other_sizes(original: Original) -> Taken:
                 break
             taken.together.append((rows, sizes))
     for name, worked in taken.alone.items():
-        sizes = ", ".join(map(str, sorted({taken.given[name], *worked})))
-        original.notes.append(f"{name} was checked at the sizes {sizes}.")
+        checked = ", ".join(map(str, sorted({taken.given[name], *worked})))
+        original.notes.append(f"{name} was checked at the sizes {checked}.")
     return taken
 
 
