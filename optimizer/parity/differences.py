@@ -290,20 +290,16 @@ class SliceNoise:
                 found = here
         return found
 
-    def raise_to(self, more: Slices) -> None:
-        """Raise each noise to another measurement of it if that is larger; NaN if the other one lacks the dim."""
+    def raised_to(self, more: Slices | None) -> SliceNoise:
+        """The larger of this and another measurement of each noise; NaN if the other one lacks the dim."""
+        raised = {}
         for dim, noise in self.noise.items():
-            other = more.largest.get(dim)
+            other = None if more is None else more.largest.get(dim)
             if other is None or other.shape != noise.shape:
-                noise.fill_(math.nan)
+                raised[dim] = torch.full_like(noise, math.nan)
             else:
-                self.noise[dim] = torch.where(noise.isnan(), noise, torch.maximum(noise, other))
-
-    def raised_to(self, more: Pool) -> SliceNoise:
-        """A copy, raised to another measurement."""
-        copy = SliceNoise({dim: noise.clone() for dim, noise in self.noise.items()})
-        copy.raise_to(more.slices or Slices())
-        return copy
+                raised[dim] = torch.where(noise.isnan(), noise, torch.maximum(noise, other))
+        return SliceNoise(raised)
 
     def least(self) -> float:
         """The noise of the quietest slice; infinite if no slice is judged."""
@@ -332,11 +328,10 @@ def slice_noise(size: Slices, noises: Iterable[Slices], dtype: torch.dtype, *, l
         least_samples: the number of values that a slice needs to be judged.
     """
     result = SliceNoise()
-    measured = list(noises)
     for dim, largest in size.largest.items():
         floor = least_noise(dtype) * unit(dtype) * largest + torch.finfo(dtype).smallest_normal
         judged = (largest > 0) & (size.samples[dim] >= least_samples)
         result.noise[dim] = torch.where(judged, floor.clamp(min=unit(dtype)), math.nan)
-    for slices in measured:
-        result.raise_to(slices)
+    for slices in noises:
+        result = result.raised_to(slices)
     return result

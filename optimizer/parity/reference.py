@@ -147,7 +147,9 @@ class Reference:
             twin.noises[name] = noise_at(twin._rounding, precision, noise, errors.get(name))
         notes = (*self.blank.notes, *twin._rounding.notes)
         twin.blank = replace(self.blank, precision=precision.name, notes=notes)
-        twin.slices = {name: noise.raised_to(errors[name]) for name, noise in self.slices.items() if name in errors}
+        twin.slices = {
+            name: noise.raised_to(errors[name].slices) for name, noise in self.slices.items() if name in errors
+        }
         twin._precision = precision
         return twin
 
@@ -219,7 +221,7 @@ class Reference:
         self._first_noises = dict(self.noises)
         self.noises, seen = refined_noises(self._rounding, self.noises, self._precision)
         slices = self.slices.items()
-        self.slices = {name: each.raised_to(seen[name]) if name in seen else each for name, each in slices}
+        self.slices = {name: each.raised_to(seen[name].slices) if name in seen else each for name, each in slices}
 
     def first_noises(self) -> dict[str, OutputNoise]:
         """The noises before `refine_noise`."""
