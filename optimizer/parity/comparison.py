@@ -191,8 +191,8 @@ class Comparison:
         noise = self.noises[name]
         if noise.signal is not None or lost_in_noise(noise.rms, noise.noise_rms):
             return True
-        # Without float64, the noise is one sample of few numbers. So compare with the other gradients, which are as
-        # large as the terms of the sum.
+        # If the original itself computes in float64, its noise is one sample of few numbers. So compare with the other
+        # gradients, which are as large as the terms of the sum.
         step = unit(getattr(torch, noise.dtype))
         largest = max(other.rms for other in self.noises.values() if other.kind == noise.kind)
         return step <= unit(torch.float32) and noise.rms <= _LEFT_OF_A_SUM * step * largest
