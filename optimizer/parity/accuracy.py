@@ -13,6 +13,7 @@ from optimize_export.wording import dtype_name
 from optimizer.options import AccuracyBudget
 from optimizer.parity.differences import PIECE, Pool, all_finite, distance, special, wide
 from optimizer.parity.results import CallErrors, Measurement, from_json, to_json
+from optimizer.parity.verdict import worst_of
 
 WITHIN_BUDGET = "within budget"
 """The verdict on a file that differs from the original by more than rounding, and that the user's budget allows."""
@@ -150,8 +151,8 @@ class OutputAccuracy:
             "problem": None,
             "tolerance": None,
             "by_user": False,
-            **{name: _worst(max, (getattr(call, name) for call in every)) for name in _LARGEST},
-            **{name: _worst(min, (getattr(call, name) for call in every)) for name in _SMALLEST},
+            **{name: worst_of(max, (getattr(call, name) for call in every)) for name in _LARGEST},
+            **{name: worst_of(min, (getattr(call, name) for call in every)) for name in _SMALLEST},
             "undecided": sum(call.undecided for call in every),
             "calls": [*map(to_json, self.calls), *({**to_json(call), "held_out": True} for call in self.held_out)],
         }
@@ -179,11 +180,11 @@ class Accuracy:
     def and_worse(self, other: Accuracy) -> Accuracy:
         """The worse of both figures each."""
         return Accuracy(
-            _worst(min, (self.cosine, other.cosine)),
-            _worst(min, (self.top1, other.top1)),
-            _worst(min, (self.equal, other.equal)),
-            _worst(max, (self.max_error, other.max_error)),
-            _worst(min, (self.snr, other.snr)),
+            worst_of(min, (self.cosine, other.cosine)),
+            worst_of(min, (self.top1, other.top1)),
+            worst_of(min, (self.equal, other.equal)),
+            worst_of(max, (self.max_error, other.max_error)),
+            worst_of(min, (self.snr, other.snr)),
             self.calls + other.calls,
             self.problem or other.problem,
             _joined(self.outputs, other.outputs),
@@ -327,11 +328,6 @@ def _joined(first: tuple[OutputAccuracy, ...], second: tuple[OutputAccuracy, ...
             output.name, (*known.calls, *output.calls), (*known.held_out, *output.held_out)
         )
     return tuple(found.values())
-
-
-def _worst(which: Any, values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return which(known) if known else None
 
 
 def _digits(cosine: float) -> str:

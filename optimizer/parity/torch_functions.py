@@ -51,8 +51,8 @@ def moved_argument(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return args[0] if name in DATA_MOVEMENT and args and not kwargs else None
 
 
-def written_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a call of the torch function of this name writes to."""
+def written_ids(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """The ids of the tensors that a call of the torch function of this name writes to."""
     targets: list[Any] = []
     if args and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or _is_augmented(name)):
         targets.extend(args[0] if isinstance(args[0], tuple | list) else [args[0]])
@@ -63,12 +63,7 @@ def written_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         targets.append(argument(args, kwargs, 0, "input", None))
     out = kwargs.get("out")
     targets.extend(out if isinstance(out, tuple | list) else [out])
-    return [target for target in targets if isinstance(target, torch.Tensor)]
-
-
-def written_ids(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """The ids of the tensors that a call writes to."""
-    return tuple(id(target) for target in written_tensors(name, args, kwargs))
+    return tuple(id(target) for target in targets if isinstance(target, torch.Tensor))
 
 
 def _same_tuple(tree: Any, items: list[Any]) -> Any:

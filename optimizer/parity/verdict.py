@@ -209,14 +209,14 @@ def _judge_output(output: OutputDifference, by: Allowed, factor: float, precisio
         problem=problem,
         slice=output.slice,
         slice_ratio=in_units_of(output.slice_noise, output.slice_error),
-        mean_error=_worst(max, (call.mean_error for call in output.calls)),
-        p999_error=_worst(max, (call.p999_error for call in output.calls)),
-        cosine=_worst(min, (call.cosine for call in output.calls)),
-        agreement=_worst(min, (call.agreement for call in output.calls)),
+        mean_error=worst_of(max, (call.mean_error for call in output.calls)),
+        p999_error=worst_of(max, (call.p999_error for call in output.calls)),
+        cosine=worst_of(min, (call.cosine for call in output.calls)),
+        agreement=worst_of(min, (call.agreement for call in output.calls)),
         undecided=sum(call.undecided for call in output.calls),
         calls=output.calls,
         by_user=by.by_user,
-        max_difference=_worst(max, (error for error, _ in output.frontier)),
+        max_difference=worst_of(max, (error for error, _ in output.frontier)),
     )
 
 
@@ -280,7 +280,8 @@ def _times(error: float, noise: float) -> str:
     return f"{error / noise:.3g} times" if noise else "infinitely many times"
 
 
-def _worst(pick: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
+def worst_of(pick: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
+    """The value that `max` or `min` picks; None if no value is known."""
     known = [value for value in values if value is not None]
     return pick(known) if known else None
 
