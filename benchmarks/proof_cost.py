@@ -35,7 +35,7 @@ from torch import nn
 from exporters import proof
 from optimizer import export, optimize, report_of
 from optimizer.exporting.artifact_parity import ArtifactParity
-from optimizer.pipeline import attempts
+from optimizer.pipeline import transactions
 from optimizer.tuning import PeakMemory
 from passes.torch_private import _FrontEnd
 
@@ -74,7 +74,7 @@ def count_files() -> None:
 
 def count_regions() -> None:
     """In this process, count the rewrites, and the runs of the layers that they change."""
-    check = attempts.check_change
+    check = transactions.check_change
 
     def counted(region: Callable[..., Any]) -> Callable[..., Any]:
         def run(*values: Any) -> Any:
@@ -87,7 +87,7 @@ def count_regions() -> None:
         ROWS["regions"] += 1
         return check(counted(old), counted(new), *values, **options)
 
-    attempts.check_change = counted_check
+    transactions.check_change = counted_check
 
 
 class CountedFile:

@@ -44,7 +44,7 @@ from optimizer.model import (
 )
 from optimizer.options import Effort, ExportSettings, is_to_be_timed
 from optimizer.parity import Reference, Tolerance
-from optimizer.pipeline import optimized, provenance_of, report_of
+from optimizer.pipeline import optimize_model, provenance_of, report_of
 from optimizer.report import ProgressFunction, no_progress
 from optimizer.tuning import Benchmark, CalibrationCall, calibration_of, choose, read_choices
 from passes.base import Pass
@@ -110,7 +110,7 @@ def optimize(
             (insert-checkpoints); always if a pass wrote to the caller's weights.
         ParityError: a copy of the model computes something different, even without any pass.
     """
-    return optimized(
+    return optimize_model(
         model,
         passes,
         example_inputs=example_inputs,
@@ -343,7 +343,7 @@ def optimize_to_export(
         declared, dims = opened(model, samples, settings)
         return declared.with_open_batch_only() if dims.places(dims.batch) else samples
 
-    return optimized(
+    return optimize_model(
         model,
         passes,
         example_inputs=example_inputs,

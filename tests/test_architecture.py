@@ -253,7 +253,7 @@ CALLERS = {
     # The working copy.
     "optimizer/pipeline/copy_runs.py": {"self.root"},
     # The result itself, for the user, whose own calls must find its graphs.
-    "optimizer/pipeline/warm_up.py": {"self.owner"},
+    "optimizer/pipeline/results.py": {"self.owner"},
 }
 # An intercepted function, which somebody is calling already, and what isn't called at all.
 INTERCEPTED = {"func", "function", "forward", "call", "composed", "signature.bind"}

@@ -13,7 +13,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from optimizer.exporting.job import ExportJob
 from optimizer.model import working_copy
-from optimizer.pipeline import detach, optimized
+from optimizer.pipeline import detach, optimize_model
 from optimizer.report import no_progress
 from passes.base import Pass
 
@@ -83,7 +83,7 @@ def optimized_again(job: ExportJob, passes: Sequence[Pass], device: torch.device
     with warnings.catch_warnings():
         # The first run of the passes has already shown their warnings.
         warnings.simplefilter("ignore")
-        return optimized(
+        return optimize_model(
             original,
             passes,
             **job.inputs,

@@ -18,7 +18,7 @@ from optimize_export.wording import listed, quote
 from optimizer.exporting.artifact_parity import FileProof
 from optimizer.model import pinned_settings, random_state
 from optimizer.parity import Measurement
-from optimizer.pipeline import Provenance, kind_of
+from optimizer.pipeline import Provenance, class_of_pass
 from passes.base import Pass
 from passes.graph.graph_pass import GraphPass
 from passes.graph.whole_captures import FlatCall, NoWholeGraph, Place
@@ -123,7 +123,7 @@ class GraphFiles:
         why = self.refused.get(format) or self.refused.get("")
         found = []
         for record in applied:
-            reason = _why_never(kind_of(record.name, provenance))
+            reason = _why_never(class_of_pass(record.name, provenance))
             if reason is None and record.name in self.asked:
                 reason = why or (
                     None if record.name in self.names else "the graph of the whole model contains none of its changes"

@@ -1,14 +1,14 @@
 """`optimize` as a pipeline: passes as transactions, each checked where it changed something, then the whole."""
 
-from optimizer.pipeline.optimizing import notes_on_modes, optimized
-from optimizer.pipeline.provenance import Provenance, detach, kind_of, provenance_of, report_of
+from optimizer.pipeline.optimizing import notes_on_modes, optimize_model
+from optimizer.pipeline.results import Provenance, class_of_pass, detach, provenance_of, report_of
 
 __all__ = [
     "Provenance",
+    "class_of_pass",
     "detach",
-    "kind_of",
     "notes_on_modes",
-    "optimized",
+    "optimize_model",
     "provenance_of",
     "report_of",
 ]

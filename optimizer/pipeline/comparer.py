@@ -1,9 +1,9 @@
-"""Compare the whole result with the original."""
+"""Compare the whole result with the original, at the precision that its passes leave."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
@@ -12,7 +12,36 @@ from optimize_export.errors import LoadError
 from optimize_export.wording import first_line
 from optimizer.model import Mode, Samples
 from optimizer.parity import OriginalOutputs, ParityReport, Reference, judge, measure_reference
-from optimizer.pipeline.applied import AppliedPass, Lowered, lowered_by, with_changes
+from optimizer.report import PassRecord
+from passes.base import DeclaredError, PassResult, Precision
+
+Lowered = Precision | DeclaredError
+"""The reason why a result may be less precise than the original."""
+
+
+@dataclass
+class AppliedPass:
+    """A pass that ran and hasn't been rolled back."""
+
+    number: int
+    record: PassRecord
+    result: PassResult
+    declared: DeclaredError | None = None
+
+    @property
+    def lowered(self) -> tuple[Lowered, ...]:
+        """The reasons why this pass makes the result less precise."""
+        return tuple(one for one in (self.declared, self.result.precision) if one is not None)
+
+
+def with_changes(applied: Iterable[AppliedPass]) -> list[AppliedPass]:
+    """The passes that changed something."""
+    return [one for one in applied if one.result.changes]
+
+
+def lowered_by(applied: Iterable[AppliedPass]) -> tuple[Lowered, ...]:
+    """The reasons why these passes make the result less precise."""
+    return tuple(dict.fromkeys(lowered for one in with_changes(applied) for lowered in one.lowered))
 
 
 class Comparer:

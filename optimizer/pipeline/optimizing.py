@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from optimize_export.errors import UsageError
 from optimize_export.wording import listed
@@ -32,12 +33,13 @@ from optimizer.model import (
 )
 from optimizer.options import check_numbers
 from optimizer.parity import OriginalOutputs, ParityReport, Reference
-from optimizer.pipeline.own_storage import remove_hooks, share_until_loading
 from optimizer.pipeline.pipeline import Pipeline
-from optimizer.pipeline.provenance import Provenance, attach, detach
-from optimizer.pipeline.size import coverage_record, recorded_operations, size_of
-from optimizer.report import ProgressFunction, Report
+from optimizer.pipeline.results import Provenance, attach, detach, remove_hooks, share_until_loading
+from optimizer.report import CoverageRecord, ProgressFunction, Report, Size
 from passes.base import Context, Pass, PassResult, device_of
+from passes.graph.model_tree import ModelTree
+from passes.graph.recording import call_of, operation_name, tensor_of
+from passes.graph.runs import recorded_runs
 from passes.registry import make_passes
 
 # Bytes of the original's outputs that a result keeps for its export.
@@ -47,7 +49,7 @@ _NAMES_TOLD = 4
 
 
 @in_turn
-def optimized(
+def optimize_model(
     model: nn.Module,
     passes: Sequence[Pass | str] | None,
     *,
@@ -267,3 +269,32 @@ def _sources(copy: WorkingCopy, original: nn.Module, kept: Sequence[PassResult])
                 path = paths.get(id(copy.originals[id(ref.owner)]), "")
                 found[id(tensor)] = Source.of(f"{path}.{ref.name}".lstrip("."), tensor)
     return tuple(found.values())
+
+
+def size_of(tree: ModelTree) -> Size:
+    """The parameters of the model and their bytes."""
+    parameters = [parameter for parameter in tree.root.parameters() if not is_lazy(parameter)]
+    return Size(
+        sum(parameter.numel() for parameter in parameters),
+        sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+    )
+
+
+def coverage_record(tree: ModelTree, context: Context) -> CoverageRecord:
+    """The share of modules with parameters that the example calls reach."""
+    owners = [module for module in tree.modules() if any(p is not None for p in module._parameters.values())]
+    recorded = recorded_runs(tree, context)
+    if recorded is None:
+        return CoverageRecord(0, len(owners))
+    nodes = (node for run in recorded.runs for node in run.recording.nodes())
+    read = {id(ref.value) for node in nodes if (ref := tensor_of(node)) is not None}
+    unreached = [module for module in owners if not any(id(p) in read for p in module._parameters.values())]
+    return CoverageRecord(len(owners) - len(unreached), len(owners), tuple(map(tree.path, unreached)))
+
+
+def recorded_operations(tree: ModelTree, context: Context) -> tuple[tuple[str, str], ...]:
+    """The path of the module and the name of each operation of the first recorded run, in order."""
+    recorded = recorded_runs(tree, context)
+    nodes = recorded.runs[0].recording.nodes() if recorded is not None and recorded.runs else []
+    calls = [node for node in nodes if node.op == "call_function" and not node.meta["asks"]]
+    return tuple((tree.path(call_of(node).module), operation_name(node)) for node in calls)

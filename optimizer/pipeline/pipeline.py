@@ -1,8 +1,10 @@
-"""One `optimize`, in stages: run the original, record, run the passes, verify the result."""
+"""One `optimize`, in stages: run the original, record, run the passes, verify the result, and see whether it pays."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,17 +20,23 @@ from optimizer.model import (
     reachable_modules,
     two_batch_sizes,
 )
+from optimizer.options import is_to_be_timed
 from optimizer.parity import OriginalOutputs, ParityReport, RecordedRuns
-from optimizer.pipeline.applied import Lowered, is_own, lowered_by
-from optimizer.pipeline.comparer import Comparer
+from optimizer.pipeline.comparer import Comparer, Lowered, lowered_by
 from optimizer.pipeline.copy_runs import CopyRuns
-from optimizer.pipeline.size import record_runs
-from optimizer.pipeline.transactions import Transactions
-from optimizer.pipeline.verification import verified
-from optimizer.pipeline.worth import why_not_used
+from optimizer.pipeline.transactions import Transactions, verify_and_roll_back
 from optimizer.report import PassRecord, Progress, ProgressFunction
 from passes.base import Context, Pass, PassResult
+from passes.graph.backend import GraphCall, compilation_of, without_graph_call
 from passes.graph.model_tree import ModelTree
+from passes.graph.runs import recorded_runs
+from passes.torch_private import COMPILED_CALL
+
+# What the graphs of a model with slower calls cost doesn't count: of one graph, and of several, in seconds.
+_SLOWEST, _SLOWEST_SPLIT = 5e-3, 0.1
+_ROUNDS = 9
+# A result may be slower by this factor, which is the noise of such a measurement.
+_NOISE = 1.05
 
 
 class Pipeline:
@@ -140,8 +148,9 @@ class Pipeline:
     def record(self) -> None:
         """Record runs of the working copy, unless those of the original were recorded."""
         self._tell("capture", 1, 2, "recording a run")
-        if failure := record_runs(self.tree, self.context()):
-            self.notes.append(f"no run could be recorded, so passes that need one change nothing: {failure}")
+        recorded = recorded_runs(self.tree, self.context())
+        if recorded is not None and recorded.failure:
+            self.notes.append(f"no run could be recorded, so passes that need one change nothing: {recorded.failure}")
         self._tell("capture", 2, 2, "")
 
     def run(self, passes: Sequence[Pass]) -> None:
@@ -170,12 +179,12 @@ class Pipeline:
             return None
         if not self._may_differ():
             return comparer.outputs.unchanged("No pass changed the model: there was nothing to compare.")
-        return verified(self._transactions, comparer)
+        return verify_and_roll_back(self._transactions, comparer)
 
     def use_if_faster(self) -> None:
         """Let an inference result run as written if it is slower by its rewritten graphs."""
         if self.mode == "inference":
-            note = why_not_used(self._copy.root, self._transactions.runs)
+            note = run_as_written_if_faster(self._copy.root, self._transactions.runs)
             self.notes += [note] if note else []
 
     def _may_differ(self) -> bool:
@@ -193,3 +202,36 @@ class Pipeline:
 
     def _tell(self, stage: str, done: int, total: int, text: str, name: str = "") -> None:
         self._progress(Progress(stage, done, total, text, name))
+
+
+def run_as_written_if_faster(root: nn.Module, runs: CopyRuns) -> str:
+    """Let a result run as written if it is slower by its rewritten graphs, which stay for files; return a note or "".
+
+    At every call, torch.compile checks its guards, and each graph its derived tensors: some 30 microseconds for a small
+    model, in each of its graphs. Such a model may lose more than its passes gain. Nothing is timed where the environment variable OPTIMIZE_EXPORT_NO_BENCH is set.
+    """
+    call = root.__dict__.get(COMPILED_CALL)
+    if not isinstance(call, GraphCall) or not runs.calls or not is_to_be_timed(None):
+        # Without a run, or under another compiler.
+        return ""
+    is_split = compilation_of(call).compiled.is_split
+
+    def as_written() -> AbstractContextManager[Any]:
+        return without_graph_call(root)
+
+    if runs.seconds([as_written], 1)[0] > (_SLOWEST_SPLIT if is_split else _SLOWEST):
+        return ""
+    written, rewritten = runs.seconds([as_written, nullcontext], _ROUNDS)
+    if rewritten <= _NOISE * written:
+        return ""
+    call.is_for_files = True
+    times = f"{1e3 * written:.2f} ms instead of {1e3 * rewritten:.2f} ms by the rewritten graph"
+    note = f"calls of the result run as written, which takes {times}"
+    if is_split:
+        return f"{note}s; files hold its changes if torch.export traces the forward as one graph"
+    return f"{note}; files hold the rewritten graph"
+
+
+def is_own(item: Pass) -> bool:
+    """Whether a pass belongs to this project, and not to another package."""
+    return type(item).__module__.partition(".")[0] == "passes"

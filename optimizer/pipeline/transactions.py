@@ -1,25 +1,36 @@
-"""Passes as transactions: each one runs, each change is checked in its place, and the pass is kept or rolled back."""
+"""Passes as transactions: each one runs, its changes are checked in their places, and it is kept or rolled back.
+
+Then the whole result is verified: the first pass after which it is wrong is found by bisection and rolled back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from optimize_export.errors import OptimizeFailed
-from optimizer.model import WorkingCopy
-from optimizer.pipeline.applied import AppliedPass, CheckedChanges, is_lossy
-from optimizer.pipeline.attempts import attempt, judge_change
-from optimizer.pipeline.comparer import Comparer
+from exporters.places import line_of_error
+from optimize_export.errors import OptimizeFailed, ParityError
+from optimize_export.wording import first_line
+from optimizer.faults import located_module
+from optimizer.model import Source, WorkingCopy, is_script, reachable_modules
+from optimizer.parity import ParityReport, RegionParity, check_change
+from optimizer.pipeline.comparer import AppliedPass, Comparer, lowered_by, with_changes
 from optimizer.pipeline.copy_runs import CopyRuns
-from optimizer.pipeline.culprits import find_wrong_after
-from optimizer.report import PassRecord, Progress, ProgressFunction
-from passes.base import Context, Pass, PassResult
-from passes.graph.changes import Place
+from optimizer.report import PassRecord, PlaceRecord, Progress, ProgressFunction
+from passes.base import Context, DeclaredError, Pass, PassResult
+from passes.casting.forwards import AutocastForward, root_cast
+from passes.errors import PassesError
+from passes.graph.changes import Change, Place
+from passes.graph.edits import Edit, taken_back
 from passes.graph.model_tree import ModelTree
+from passes.graph.storage import same_values
 
 # Maximum number of runs of a pass. Each run leaves out the imprecise changes of the one before, but may make new ones.
 _MOST_TRIES = 8
@@ -34,7 +45,6 @@ class Transactions:
         runs: runs the working copy.
         comparer: compares the result with the original; None without samples.
         applied: the passes that weren't rolled back so far, including those that changed nothing.
-        left_alone: by number of the pass, the places that it must leave alone, each with the reason.
         wrong: by number of the pass, the reason to roll it back whatever it does.
     """
 
@@ -52,7 +62,6 @@ class Transactions:
         self.passes: Sequence[Pass] = ()
         self.records: list[PassRecord] = []
         self.applied: list[AppliedPass] = []
-        self.left_alone: dict[int, dict[Place, str]] = {}
         self.wrong: dict[int, str] = {}
         self.runs = CopyRuns(copy.root)
         self.comparer: Comparer | None = None
@@ -87,7 +96,7 @@ class Transactions:
         """
         item = self.passes[number]
         self._progress(Progress("optimize", number, len(self.passes) + 1, item.name, item.name))
-        context = replace(self.context(), left_alone=self.left_alone.get(number, {}), explain=self._explain)
+        context = replace(self.context(), explain=self._explain)
         if context.example_calls:
             context = replace(context, judge=partial(judge_change, self._copy.root, item.declared_error))
         for tries_left in reversed(range(_MOST_TRIES)):
@@ -124,11 +133,6 @@ class Transactions:
         self._roll_back(self.passes[culprit.number], culprit.record, culprit.result, reason)
         self.run_from(culprit.number + 1)
 
-    def run_again(self, first: AppliedPass) -> None:
-        """Take back this pass and the later ones, and run them again."""
-        self.take_back_from(first.number)
-        self.run_from(first.number)
-
     def take_back_from(self, number: int) -> None:
         """Undo the pass of this number and the later ones, and forget their records."""
         for done in reversed(self.applied):
@@ -142,3 +146,295 @@ class Transactions:
         record.status, record.reason, record.remarks, record.detail = "rolled-back", reason, (), None
         if self._strict or item.is_guarantee:
             raise OptimizeFailed(f"{record.name} was rolled back: {reason}")
+
+
+def verify_and_roll_back(transactions: Transactions, comparer: Comparer) -> ParityReport:
+    """Roll back each pass that makes the result wrong, until it is right; return the final report.
+
+    Raises:
+        OptimizeFailed: a pass is rolled back, with `strict` or if it is a guarantee.
+        ParityError: the result is wrong without any pass.
+    """
+    while True:
+        report = comparer.report(transactions.applied)
+        if report.verdict != "failed":
+            if (wrong := find_wrong_before_lossy(transactions, comparer)) is None:
+                return report
+            take_back_culprit(transactions, comparer, *wrong)
+            continue
+        if not with_changes(transactions.applied):
+            raise ParityError(
+                f"Even without any pass, the copy doesn't compute the same as the model ({report.reason}): the model "
+                "or a pass writes to the model's weights."
+            )
+        take_back_culprit(transactions, comparer, report)
+
+
+def take_back_culprit(
+    transactions: Transactions, comparer: Comparer, report: ParityReport, among: Sequence[AppliedPass] | None = None
+) -> None:
+    """Roll back the first pass after which the result is wrong, and run the later ones again.
+
+    Args:
+        report: of the wrong result.
+        among: the first passes, if these alone make the result wrong; None for all passes.
+    """
+    applied = with_changes(transactions.applied) if among is None else among
+    culprit, reason = _bisect(transactions, comparer, applied, report.reason)
+    transactions.take_back(culprit, f"{reason}{_place_of(transactions, comparer, culprit)}")
+
+
+def find_wrong_before_lossy(
+    transactions: Transactions, comparer: Comparer
+) -> tuple[ParityReport, list[AppliedPass]] | None:
+    """The passes before the first lossy one, with their report, if they make the result wrong; otherwise None.
+
+    Judged together with the lossy pass, their error might be a hundredth of the error that it allows.
+    """
+    applied = with_changes(transactions.applied)
+    first = next((n for n, done in enumerate(applied) if done.lowered), 0)
+    if not first:
+        return None
+    with taken_back(edits_of(applied[first:])):
+        report = comparer.report(applied[:first])
+    return (report, applied[:first]) if report.verdict == "failed" else None
+
+
+def find_wrong_after(transactions: Transactions, comparer: Comparer, number: int) -> None:
+    """Find the passes after a lossy one that are wrong by themselves, in runs without the lossy one.
+
+    Judged together with the lossy pass, their error might be a hundredth of the error that it allows. Passes that
+    compile are left out: they generate other code for other dtypes, so a run without the lossy pass shows nothing.
+    """
+    later = [
+        each
+        for each, item in enumerate(transactions.passes[number:], number)
+        if not (is_lossy(item) or item.is_barrier or each in transactions.wrong)
+    ]
+    before = len(with_changes(transactions.applied))
+    while later:
+        for each in later:
+            transactions.run_numbered(each)
+            if transactions.records[-1].status == "rolled-back":
+                transactions.wrong[each] = transactions.records[-1].reason
+        found = _wrong_after(transactions, comparer, before)
+        transactions.take_back_from(number)
+        if found is None:
+            return
+        culprit, reason = found
+        transactions.wrong[culprit.number] = reason
+        later.remove(culprit.number)
+
+
+def _wrong_after(transactions: Transactions, comparer: Comparer, before: int) -> tuple[AppliedPass, str] | None:
+    """The first wrong pass after the first `before` ones; None if the result is right, or wrong because of these."""
+    applied = with_changes(transactions.applied)
+    if len(applied) == before or (report := comparer.report(applied)).verdict != "failed":
+        return None
+    if before:
+        with taken_back(edits_of(applied[before:])):
+            if comparer.report(applied[:before]).verdict == "failed":
+                # An earlier pass is wrong; the check of the whole result will find it.
+                return None
+    return _bisect(transactions, comparer, applied, report.reason, right=before)
+
+
+def _bisect(
+    transactions: Transactions, comparer: Comparer, applied: Sequence[AppliedPass], reason: str, *, right: int = 0
+) -> tuple[AppliedPass, str]:
+    """The first wrong pass by bisection, with the reason.
+
+    Args:
+        reason: why the result with all of them is wrong.
+        right: a number of first passes with which the result is right.
+    """
+    everything = with_changes(transactions.applied)
+    # The result is right with the first `low` passes and wrong with the first `high` ones.
+    low, high = right, len(applied)
+    while high - low > 1:
+        middle = (low + high) // 2
+        with taken_back(edits_of(everything[middle:])):
+            seen = comparer.report(applied[:middle])
+        if seen.verdict == "failed":
+            high, reason = middle, seen.reason
+        else:
+            low = middle
+    return applied[high - 1], reason
+
+
+def _place_of(transactions: Transactions, comparer: Comparer, culprit: AppliedPass) -> str:
+    """A sentence on the first module that is wrong with this pass and without later ones; "" if none is found."""
+    if comparer.mode != "inference":
+        return ""
+    later = edits_of(done for done in transactions.applied if done.number > culprit.number)
+    reference = comparer.reference(lowered_by([culprit]))
+    with taken_back(later):
+        found = located_module(reference, reference.compare(comparer.result), comparer.result)
+    return f" {found}" if found.divergence is not None else ""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One run of a pass; `result` is None if it raised `error`."""
+
+    record: PassRecord
+    result: PassResult | None = None
+    error: Exception | None = None
+
+
+def attempt(item: Pass, context: Context, copy: WorkingCopy, original: nn.Module, tree: ModelTree) -> Attempt:
+    """Run a pass on the tree of the working copy; if it raises, restore the tree.
+
+    Raises:
+        PassesError: the pass can't do its one job.
+        OptimizeFailed: it wrote to a tensor of the caller's model.
+    """
+    started = time.perf_counter()
+    before = TreeState(tree.modules())
+    sources = CallersTensors(copy, original, tree)
+    try:
+        result = item.run(tree, context)
+    except PassesError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a pass of another package may raise anything; the record says so
+        # The passes of this project undo their edits, but those of other packages may not.
+        before.restore()
+        tree.refresh()
+        sources.refuse_writes(item)
+        line = line_of_error(error)
+        reason = f"{type(error).__name__}: {first_line(error)}{f' ({line})' if line else ''}"
+        seconds = time.perf_counter() - started
+        return Attempt(PassRecord(item.name, item.options, "failed", reason, seconds=seconds), error=error)
+    sources.refuse_writes(item)
+    record = PassRecord(
+        item.name,
+        item.options,
+        "applied" if result.changes else "unchanged",
+        max_error=item.max_error,
+        changes=tuple(PlaceRecord(change.where, change.what) for change in result.changes),
+        skips=tuple(PlaceRecord(skip.where, skip.reason) for skip in result.skips),
+        remarks=tuple(PlaceRecord(remark.where, remark.text) for remark in result.remarks),
+        detail=result.detail,
+        seconds=time.perf_counter() - started,
+    )
+    return Attempt(record, result)
+
+
+def judge_change(
+    root: nn.Module,
+    declared: DeclaredError | None,
+    old: Callable[..., Any],
+    new: Callable[..., Any],
+    values: tuple[Any, ...],
+) -> list[tuple[RegionParity, RegionParity | None]]:
+    """As `Context.judge`, for a change of a pass that may declare an error."""
+    cast = root_cast(root)
+    autocast = cast.dtype if isinstance(cast, AutocastForward) else None
+    return check_change(old, new, values, declared=declared, autocast=autocast)
+
+
+@dataclass
+class CheckedChanges:
+    """The judgement of one pass's changes.
+
+    Attributes:
+        worst: the largest error of a change, in units of the noise there; None if no change was compared.
+        error: the largest error of a change, as a share of the largest magnitude there.
+        wrong: the sentence about a change that computes something else; None if there is none.
+        imprecise: the changes that lose too much to rounding, each with the reason.
+    """
+
+    worst: float | None = None
+    error: float | None = None
+    wrong: str | None = None
+    imprecise: dict[Place, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, record: PassRecord, result: PassResult) -> CheckedChanges:
+        """Judge the changes up to the first one that computes something else; store their errors in the record."""
+        found = cls()
+        for change, pairs in result.checked:
+            for algebra, rounding in pairs:
+                found._add(change, algebra, rounding)
+                record.parity, record.error = found.worst, found.error
+                if found.wrong is not None:
+                    return found
+        return found
+
+    def _add(self, change: Change, algebra: RegionParity, rounding: RegionParity | None) -> None:
+        self.worst = max(self.worst or 0.0, algebra.ratio)
+        self.error = max(self.error or 0.0, algebra.error / algebra.scale if algebra.scale else 0.0)
+        if not algebra.ok:
+            self.wrong = f"{change.where or 'the root'} ({change.what}): {algebra.reason}"
+        elif rounding is not None and not rounding.ok:
+            reason = rounding.reason.rstrip(".")
+            self.imprecise[change.place] = f"undone ({change.what}), because it loses too much to rounding: {reason}"
+        elif rounding is not None:
+            self.worst = max(self.worst, rounding.ratio)
+
+
+class TreeState:
+    """The attributes, tensors and children of every module, by reference."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._kept = [
+            (holder, dict(holder))
+            for module in modules
+            if not is_script(module)
+            for holder in (module.__dict__, module._parameters, module._buffers, module._modules)
+        ]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for holder, before in self._kept:
+            holder.clear()
+            holder.update(before)
+
+
+def is_lossy(item: Pass) -> bool:
+    """Whether a pass makes the result less precise on purpose."""
+    return item.lowers_precision or item.max_error is not None
+
+
+def edits_of(applied: Iterable[AppliedPass]) -> list[Edit]:
+    """All edits of these passes, in order."""
+    return [edit for one in applied for edit in one.result.rewriter.edits]
+
+
+class CallersTensors:
+    """The caller's tensors before a pass runs, with their versions.
+
+    A run writes to the buffers of scripted modules and restores them, which changes their versions. So their values are
+    kept too.
+    """
+
+    def __init__(self, copy: WorkingCopy, original: nn.Module, tree: ModelTree) -> None:
+        named = [*original.named_parameters(), *original.named_buffers()]
+        for path, module in tree.unregistered:
+            own = copy.originals[id(module)]
+            tensors = (*own.named_parameters(recurse=False), *own.named_buffers(recurse=False))
+            named += ((f"{path}.{name}", tensor) for name, tensor in tensors)
+        scripted = (module for module in reachable_modules(copy.root) if is_script(module))
+        put_back = {id(tensor) for module in scripted for tensor in module.buffers(recurse=False)}
+        self._before: list[tuple[Source, torch.Tensor | None]] = [
+            (Source.of(name, tensor), tensor.detach().clone() if id(tensor) in put_back else None)
+            for name, tensor in named
+            if not is_lazy(tensor)
+        ]
+
+    def refuse_writes(self, item: Pass) -> None:
+        """Check that the pass wrote to none of them, because that can't be undone.
+
+        Raises:
+            OptimizeFailed: the pass wrote to one.
+        """
+        written = [
+            source.path
+            for source, values in self._before
+            if not source.unchanged and (values is None or not same_values(source.tensor, values))
+        ]
+        if written:
+            raise OptimizeFailed(
+                f"The pass {item.name} wrote in place to {written[0]}, which belongs to the caller's model: a pass "
+                "must create a new tensor, so leave out the pass and load the model's weights again."
+            )

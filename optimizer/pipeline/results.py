@@ -1,21 +1,29 @@
-"""The provenance of a result of `optimize`: its original, its report, and the tensors it was computed from."""
+"""What a result of `optimize` carries: provenance, report, `refresh`, `warm_up`, and the hook that gives it own storage."""
 
 from __future__ import annotations
 
+import copy
 import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from optimize_export.errors import ExportFailed, UsageError
-from optimizer.model import Samples, Source
+from optimizer.model import Call, Samples, Source
 from optimizer.parity import OriginalOutputs
-from optimizer.pipeline.warm_up import WarmUp
+from optimizer.pipeline.copy_runs import fresh
 from optimizer.report import Report
-from passes.base import DeclaredError, Pass, Precision
+from passes.base import DeclaredError, Pass, Precision, device_of
 from passes.errors import UnknownPass
 from passes.graph.backend import refresh
+from passes.graph.shared_memory import copied_together, groups_of
+from passes.graph.storage import storages_of
 from passes.registry import pass_named
 
 _ATTRIBUTE = "_optimize_export"
@@ -149,7 +157,7 @@ def report_of(model: nn.Module) -> Report:
     return provenance.report
 
 
-def kind_of(name: str, provenance: Provenance | None) -> type[Pass] | None:
+def class_of_pass(name: str, provenance: Provenance | None) -> type[Pass] | None:
     """The class of a pass by its name; None for a pass of a package that isn't installed here."""
     known = {} if provenance is None else {item.name: type(item) for item in provenance.passes}
     try:
@@ -157,3 +165,121 @@ def kind_of(name: str, provenance: Provenance | None) -> type[Pass] | None:
     except UnknownPass:
         # An unpickled result has no passes.
         return None
+
+
+# The bytes of example inputs that a result keeps.
+_LARGEST_KEPT = 64 * 2**20
+_MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "grad": torch.enable_grad,
+}
+
+
+class WarmUp:
+    """The `warm_up` of a result: call it in a new process, or on a new device, before requests arrive.
+
+    The first call captures the forward again after unpickling, which takes seconds. A batch of one row, `no_grad` and
+    `inference_mode` each need a capture of their own; all batch sizes above 1 share one.
+
+    Args:
+        owner: the result.
+        samples: the example inputs of `optimize`; None if there were none.
+    """
+
+    def __init__(self, owner: nn.Module, samples: Samples | None) -> None:
+        self.owner = owner
+        self.samples = None if samples is None or _bytes_of(samples.given) > _LARGEST_KEPT else samples.as_given()
+
+    def __call__(self, batch_sizes: Sequence[int] | None = None, modes: Sequence[str] = ("no_grad",)) -> None:
+        """Call the result on its example inputs, at each batch size and in each mode.
+
+        The calls count for a forward that keeps state between calls.
+
+        Args:
+            batch_sizes: None for the batch size of the example inputs.
+            modes: "no_grad", "inference_mode" or "grad".
+
+        Raises:
+            UsageError: there is no such mode, the example inputs have no batch dim or none of this size can be made, or
+                the result has no example inputs, as they took more than 64 MiB or weren't given.
+        """
+        if unknown := [mode for mode in modes if mode not in _MODES]:
+            raise UsageError(f"warm_up has no mode {unknown[0]!r}; the modes are: {', '.join(_MODES)}.")
+        if self.samples is None:
+            raise UsageError(
+                "warm_up() needs the example inputs, and this result has none: optimize() got none, or they take more "
+                "than 64 MiB. Call the result once on inputs of your own instead."
+            )
+        samples = self.samples.to(device_of(self.owner))
+        sizes: Sequence[int | None] = batch_sizes or [samples.batch_size]
+        calls = [samples.at(size) for size in sizes]
+        for mode in modes:
+            for call in calls:
+                given = fresh(call)
+                with _MODES[mode]():
+                    self.owner(*given.args, **given.kwargs)
+                    if mode == "inference_mode":
+                        # Inputs that are made in inference mode need another capture than those from outside.
+                        made = fresh(call)
+                        self.owner(*made.args, **made.kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WarmUp:
+        twin = copy.copy(self)
+        twin.owner = copy.deepcopy(self.owner, memo)
+        return twin
+
+
+def _bytes_of(call: Call) -> int:
+    leaves = pytree.tree_leaves((call.args, call.kwargs))
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+class OwnStorage:
+    """A `load_state_dict` pre-hook of every module of a result: copies the weights that are shared with the caller's model.
+
+    Copies and pickles of the result have storage of their own from the start.
+    """
+
+    # torch copies the name of a hook.
+    __name__ = "own_storage"
+
+    def __init__(self, root: nn.Module | None = None, storages: Iterable[int] = ()) -> None:
+        self._root = None if root is None else weakref.ref(root)
+        # The addresses of the caller's storages.
+        self._storages = set(storages)
+
+    def __call__(self, *_: Any) -> None:
+        root = None if self._root is None else self._root()
+        shared = (
+            []
+            if root is None
+            else [each for each in root.parameters() if self._storages.intersection(storages_of(each))]
+        )
+        self._root = None
+        for group in groups_of(shared):
+            for tensor, own in zip(group, copied_together(group), strict=True):
+                tensor.data = own
+
+    def __deepcopy__(self, memo: Any) -> OwnStorage:
+        return OwnStorage()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OwnStorage, ()
+
+
+def share_until_loading(result: nn.Module, original: nn.Module) -> None:
+    """Register the hook on all modules of a result that shares weights with the caller's model."""
+    hook = OwnStorage(result, set[int]().union(*map(storages_of, original.parameters())))
+    for module in result.modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            module.register_load_state_dict_pre_hook(hook)
+
+
+def remove_hooks(result: nn.Module) -> None:
+    """Remove the hooks of an earlier `share_until_loading`."""
+    for module in result.modules():
+        hooks = module.__dict__.get("_load_state_dict_pre_hooks", {})
+        for key, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "hook", None), OwnStorage):
+                del hooks[key]
