@@ -2,13 +2,11 @@
 
 from optimizer.exporting.arguments import exporters_of, opened, with_checked_folders
 from optimizer.exporting.copies import exportable, optimized_again
-from optimizer.exporting.data import add_report, profiled, write_data
 from optimizer.exporting.graph_files import remove
 from optimizer.exporting.job import ExportJob
 from optimizer.exporting.measuring import MeasuredExport, measure
-from optimizer.exporting.references import measured_reference, sizes_of
-from optimizer.exporting.vacuous import is_vacuous
-from optimizer.exporting.writing import WrittenFiles, write_files
+from optimizer.exporting.references import is_vacuous, measured_reference, sizes_of
+from optimizer.exporting.writing import WrittenFiles, add_report, profiled, write_data, write_files
 
 __all__ = [
     "ExportJob",

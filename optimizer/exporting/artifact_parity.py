@@ -1,9 +1,11 @@
-"""Compare the artifacts of an export with the original, and explain the failure of an artifact."""
+"""Compare the artifacts of an export with the original, and explain why one is wrong."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,16 @@ from torch import nn
 
 from exporters.base import Artifact, Exporter, LoadedArtifact
 from optimize_export.manifest import file_digest
+from optimize_export.wording import quote
 from optimizer.bundle import describe_device, factor_between
+from optimizer.exporting.copies import exportable, optimized_again
+from optimizer.exporting.job import ExportJob
 from optimizer.faults import Located, fault_of_runtime, located, named_first, write_reproduction
+from optimizer.model import on_device
 from optimizer.parity import FACTOR, Flatten, Measurement, ParityReport, Reference, Rows, Tolerance, golden_entry, judge
+from passes.base import Pass
+
+logger = logging.getLogger(__name__)
 
 Measured = tuple[Measurement, Mapping[str, int] | None]
 """The measurement of a file against the original, and the number of its nodes that ran on each provider."""
@@ -96,31 +105,41 @@ class FileProof:
         return self._found if self._found and is_known else self.by.measured(artifact, self.rows)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Failures:
     """Explains why artifacts are wrong.
 
     Attributes:
         exported: the module that was exported.
-        pass_to_blame: returns a sentence about the pass that made that module wrong, or "".
-        debug_dir: the folder for a reproduction of each wrong artifact; None to write none.
     """
 
     parity: ArtifactParity
+    job: ExportJob
     exported: nn.Module
-    pass_to_blame: Callable[[], str]
-    debug_dir: Path | None
 
     def explained(self, artifact: Artifact, measurement: Measurement, report: ParityReport) -> tuple[Located, str]:
         """Find where the artifact first diverges, and explain it in sentences."""
         by = self.parity
         found = located(artifact, by.reference, measurement, self.exported, by.flatten, by.device.type)
         # Write the reproduction now, because the rest takes longer and may be interrupted.
-        written = (
-            "" if self.debug_dir is None else self._reproduced(artifact, measurement, report, found, self.debug_dir)
-        )
-        told = (str(found), fault_of_runtime(artifact, by.is_right), self.pass_to_blame(), self._draws(), written)
+        folder = self.job.debug_dir
+        written = "" if folder is None else self._reproduced(artifact, measurement, report, found, folder)
+        told = (str(found), fault_of_runtime(artifact, by.is_right), self._pass_to_blame, self._draws(), written)
         return found, " ".join(filter(None, told))
+
+    @cached_property
+    def _pass_to_blame(self) -> str:
+        """A sentence about the pass that made the exported module wrong; "" if none did, or if none can run again."""
+        job, provenance = self.job, self.job.provenance
+        if provenance is None or provenance.original is None:
+            return ""
+        exported = on_device(self.exported, job.home)
+
+        def is_wrong_with(passes: Sequence[Pass] | None) -> bool:
+            again = exported if passes is None else exportable(optimized_again(job, passes, job.home), job.home)
+            return self.parity.is_wrong(again)
+
+        return pass_to_blame(provenance.applied, is_wrong_with)
 
     def _draws(self) -> str:
         if not self.parity.reference.draws_random_numbers:
@@ -157,3 +176,48 @@ def factor_between_devices(reference: Reference, home: torch.device, target: tor
         f"the original ran on {measured['name']} ({measured['type']}): artifacts on {here['name']} ({here['type']}) "
         f"may have errors of {factor:g} times its noise"
     ]
+
+
+def pass_to_blame(passes: Sequence[Pass], is_wrong_with: Callable[[Sequence[Pass] | None], bool]) -> str:
+    """Find the pass that makes a result wrong, by bisection.
+
+    `optimize` compares at two batch sizes, and rolls back a pass that is wrong there. Files are compared at more calls, so
+    a file may show an error that a pass causes at another size. The first passes of the list run again from the original,
+    and each result is compared at every call at which files are compared.
+
+    An exception in the search goes into the sentence and isn't raised, because it would hide the original failure.
+
+    Args:
+        passes: the passes that changed something, in order.
+        is_wrong_with: runs the given passes alone on the original, and returns whether the result is wrong at any call.
+            For None it judges the existing result.
+
+    Returns:
+        A sentence about the pass; "" if the result is right or no pass changed anything.
+    """
+    try:
+        return _bisect(passes, is_wrong_with)
+    except Exception as error:  # the search runs foreign code, whose error must not hide the failure
+        logger.debug("the search for the pass raised", exc_info=True)
+        return f"The pass that causes it is unknown: the search raised {type(error).__name__}: {quote(error)}."
+
+
+def _bisect(passes: Sequence[Pass], is_wrong_with: Callable[[Sequence[Pass] | None], bool]) -> str:
+    if not passes or not is_wrong_with(None):
+        return ""
+    if not is_wrong_with(passes):
+        return "The same passes, run again, give a correct result: this one was modified after optimize() made it."
+    # Invariant: the first `low` passes are right or low is 0, and the first `high` passes are wrong.
+    low, high = 0, len(passes)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if is_wrong_with(passes[:middle]):
+            high = middle
+        else:
+            low = middle
+    if high <= 1 and is_wrong_with(()):
+        return "It is wrong even without any pass."
+    return (
+        f"The pass {passes[high - 1].name} causes it: without it and the later passes, the result is correct at "
+        "every call."
+    )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 
 from torch import nn
 
 from exporters.base import Adapter, Captures, ExportRequest, named_inputs
 from optimizer.exporting.artifact_parity import ArtifactParity, Failures, factor_between_devices
-from optimizer.exporting.blame import blamed
 from optimizer.exporting.copies import exportable
 from optimizer.exporting.fixed_dims import Suggestions, note_on_fixed_dims
 from optimizer.exporting.graph_files import GraphFiles
@@ -118,9 +117,8 @@ def measure(job: ExportJob) -> MeasuredExport:
         parity=parity,
         failures=Failures(
             parity=parity,
+            job=job,
             exported=exported,
-            pass_to_blame=cache(partial(blamed, job, exported, parity.is_wrong)),
-            debug_dir=job.debug_dir,
         ),
         absolute=absolute,
         relative=relative,

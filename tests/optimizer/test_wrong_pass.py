@@ -13,7 +13,7 @@ from torch import nn
 
 from optimize_export.errors import ParityError
 from optimizer import export, optimize
-from optimizer.exporting.blame import pass_to_blame
+from optimizer.exporting.artifact_parity import pass_to_blame
 from passes import Pass
 from passes.base import Context
 from passes.graph.module_pass import ModulePass
