@@ -31,21 +31,18 @@ Measured = tuple[Measurement, Mapping[str, int] | None]
 
 @dataclass(frozen=True, kw_only=True)
 class ArtifactParity:
-    """Compares artifacts with the original, and judges all of them by the same rule.
-
-    Attributes:
-        flatten: maps the arguments of a call to the input tensors of the files.
-        device: where artifacts are run.
-        atol, rtol, factor, names: as for `judge`.
-    """
+    """Compares artifacts with the original, and judges all of them by the same rule."""
 
     reference: Reference
     flatten: Flatten
+    """Maps the arguments of a call to the input tensors of the files."""
     device: torch.device
+    """Where artifacts are run."""
     atol: Tolerance
     rtol: Tolerance
     factor: float
     names: Mapping[str, str]
+    """This and the three before are as for `judge`."""
 
     def judged(self, measurement: Measurement) -> ParityReport:
         return judge(measurement, atol=self.atol, rtol=self.rtol, factor=self.factor, names=self.names)
@@ -107,15 +104,12 @@ class FileProof:
 
 @dataclass(kw_only=True)
 class Failures:
-    """Explains why artifacts are wrong.
-
-    Attributes:
-        exported: the module that was exported.
-    """
+    """Explains why artifacts are wrong."""
 
     parity: ArtifactParity
     job: ExportJob
     exported: nn.Module
+    """The module that was exported."""
 
     def explained(self, artifact: Artifact, measurement: Measurement, report: ParityReport) -> tuple[Located, str]:
         """Find where the artifact first diverges, and explain it in sentences."""

@@ -136,18 +136,15 @@ def option_text(declared: Mapping[str, Mapping[int, str]]) -> str:
 
 @dataclass(frozen=True)
 class Suggestions:
-    """Tries other open dims on the original.
-
-    Attributes:
-        inputs: the tensors of the example inputs, by their names in the files.
-        samples: the example inputs, opened with `dims`.
-        reference: runs the original.
-    """
+    """Tries other open dims on the original."""
 
     inputs: Mapping[str, torch.Tensor]
+    """The tensors of the example inputs, by their names in the files."""
     samples: Samples
+    """The example inputs, opened with `dims`."""
     dims: OpenDims
     reference: Reference
+    """Runs the original."""
 
     def with_equal_dims(self, size: str) -> str:
         """A sentence with the option that gives further dims the name of a size; "" if the original doesn't run so.

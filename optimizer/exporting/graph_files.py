@@ -31,21 +31,18 @@ Measured = tuple[Artifact, Measurement, Mapping[str, int] | None]
 
 @dataclass
 class GraphFiles:
-    """The rewritten graph of one export, and the files that contain it.
-
-    Attributes:
-        module: has the rewritten graph as its forward; None if the model has no graph pass or isn't one graph.
-        captures: of the module; None if there is none.
-        asked: the names of the passes whose changes files can contain.
-        names: the names of the passes that changed this graph.
-        refused: by format, the reason why its file contains the plain forward; "" stands for all formats.
-    """
+    """The rewritten graph of one export, and the files that contain it."""
 
     module: nn.Module | None = None
+    """Has the rewritten graph as its forward; None if the model has no graph pass or isn't one graph."""
     captures: Captures | None = None
+    """The captures of the module; None if there is none."""
     asked: Sequence[str] = ()
+    """The names of the passes whose changes files can contain."""
     names: Sequence[str] = ()
+    """The names of the passes that changed this graph."""
     refused: dict[str, str] = field(default_factory=dict)
+    """By format, the reason why its file contains the plain forward; "" stands for all formats."""
 
     @classmethod
     def of(

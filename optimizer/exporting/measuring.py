@@ -32,32 +32,29 @@ from optimizer.parity import Reference, Rows, by_output, independent_rows
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredExport:
-    """The measured original, which all files are compared with, and the request for the exporters.
-
-    Attributes:
-        original: the module that was measured.
-        fresh: makes a copy of the module to export.
-        absolute, relative: the user's tolerances, by the reference's output names.
-        rows: the rows for the check of row independence; None without that check.
-        exact: whether rounding is the only difference that files may have from the original.
-        notes: for the manifest.
-        batch_elsewhere: the note on a batch that isn't dim 0; "" if there is none.
-    """
+    """The measured original, which all files are compared with, and the request for the exporters."""
 
     original: nn.Module
+    """The module that was measured."""
     reference: Reference
     request: ExportRequest
     adapter: Adapter
     fresh: Callable[[], nn.Module]
+    """Makes a copy of the module to export."""
     graph: GraphFiles
     parity: ArtifactParity
     failures: Failures
     absolute: Mapping[str, float]
     relative: Mapping[str, float]
+    """The user's absolute and relative tolerances, by the reference's output names."""
     rows: Rows | None
+    """The rows for the check of row independence; None without that check."""
     exact: bool
+    """Whether rounding is the only difference that files may have from the original."""
     notes: tuple[str, ...]
+    """Sentences for the manifest."""
     batch_elsewhere: str = ""
+    """The note on a batch that isn't dim 0; "" if there is none."""
 
 
 def measure(job: ExportJob) -> MeasuredExport:

@@ -36,21 +36,18 @@ from optimizer.report import Report
 
 @dataclass
 class WrittenFiles:
-    """The proven files of an export, and the reasons why others are missing.
-
-    Attributes:
-        entries: the manifest's entries of the proven files.
-        reports: the judgements of the proven files, by format.
-        missing: by format, the error that keeps the file out of the bundle.
-        unproven: the entries of files that were written but not proven.
-        notes: for the manifest.
-    """
+    """The proven files of an export, and the reasons why others are missing."""
 
     entries: list[dict[str, Any]] = field(default_factory=list)
+    """The manifest's entries of the proven files."""
     reports: dict[str, ParityReport] = field(default_factory=dict)
+    """The judgements of the proven files, by format."""
     missing: dict[str, Exception] = field(default_factory=dict)
+    """By format, the error that keeps the file out of the bundle."""
     unproven: list[dict[str, Any]] = field(default_factory=list)
+    """The entries of files that were written but not proven."""
     notes: list[str] = field(default_factory=list)
+    """Sentences for the manifest."""
 
     def raise_missing(self, hint: str = "") -> None:
         """Raise the error of the missing formats; a wrong file takes precedence over one that couldn't be made.

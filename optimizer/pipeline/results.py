@@ -35,28 +35,24 @@ class Provenance:
 
     Copies of the result share it. A pickle doesn't contain the original: an unpickled result can be run and exported,
     and its files are compared with the result itself.
-
-    Attributes:
-        original: the caller's module, which shares all weights with the result that no pass changed; None after
-            unpickling.
-        report: the report of `optimize`.
-        sources: the caller's tensors that the result holds converted copies of.
-        precisions: the reasons why the result is less precise than the original: half precisions, and declared errors.
-        passes: the passes in order, which can run again; empty after unpickling.
-        batch_sizes: the argument of `optimize`.
-        outputs: the original's outputs, for an export on the same inputs; None in training mode, or if they take much
-            memory.
-        operations: of a run of the original, as `recorded_operations`; empty after unpickling.
     """
 
     original: nn.Module | None
+    """The caller's module, which shares all weights with the result that no pass changed; None after unpickling."""
     report: Report
+    """The report of `optimize`."""
     sources: tuple[Source, ...] = field(default=(), repr=False)
+    """The caller's tensors that the result holds converted copies of."""
     precisions: tuple[Precision | DeclaredError, ...] = ()
+    """The reasons why the result is less precise than the original: half precisions, and declared errors."""
     passes: tuple[Pass, ...] = field(default=(), repr=False)
+    """The passes in order, which can run again; empty after unpickling."""
     batch_sizes: tuple[int, ...] | None = None
+    """The argument of `optimize`."""
     outputs: OriginalOutputs | None = field(default=None, repr=False)
+    """The original's outputs, for an export on the same inputs; None in training mode, or if they take much memory."""
     operations: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    """The operations of a run of the original, as `recorded_operations` gives them; empty after unpickling."""
 
     @property
     def applied(self) -> tuple[Pass, ...]:

@@ -335,19 +335,16 @@ def judge_change(
 
 @dataclass
 class CheckedChanges:
-    """The judgement of one pass's changes.
-
-    Attributes:
-        worst: the largest error of a change, in units of the noise there; None if no change was compared.
-        error: the largest error of a change, as a share of the largest magnitude there.
-        wrong: the sentence about a change that computes something else; None if there is none.
-        imprecise: the changes that lose too much to rounding, each with the reason.
-    """
+    """The judgement of one pass's changes."""
 
     worst: float | None = None
+    """The largest error of a change, in units of the noise there; None if no change was compared."""
     error: float | None = None
+    """The largest error of a change, as a share of the largest magnitude there."""
     wrong: str | None = None
+    """The sentence about a change that computes something else; None if there is none."""
     imprecise: dict[Place, str] = field(default_factory=dict)
+    """The changes that lose too much to rounding, each with the reason."""
 
     @classmethod
     def of(cls, record: PassRecord, result: PassResult) -> CheckedChanges:

@@ -44,25 +44,22 @@ _TIMED_COPIES, _TUNED_COPIES = 3, 6
 
 @dataclass(frozen=True)
 class Bench:
-    """What the candidates of one export are made of.
-
-    Attributes:
-        eager: the original as it is.
-        files: the proven files, with the example call.
-        finished: waits for the device.
-        settings: the user's, which the original runs under; None on a CPU.
-        nonfinite: the original for inputs with NaN or infinity.
-        lost: by route, how it differs from the original for such inputs, where that is allowed.
-    """
+    """What the candidates of one export are made of."""
 
     job: ExportJob
     measured: MeasuredExport
     eager: Candidate
+    """The original as it is."""
     files: Files
+    """The proven files, with the example call."""
     finished: Run
+    """Waits for the device."""
     settings: GpuSettings | None
+    """The user's, which the original runs under; None on a CPU."""
     nonfinite: NonFinite
+    """The original for inputs with NaN or infinity."""
     lost: dict[str, str] = field(default_factory=dict)
+    """By route, how it differs from the original for such inputs, where that is allowed."""
 
     @classmethod
     def of(cls, job: ExportJob, measured: MeasuredExport, written: WrittenFiles, folder: Path) -> Bench:
@@ -287,17 +284,14 @@ _OPTIONAL = ("channels-last", "merge-linears", "pad-channels", "jit-fusion")
 
 @dataclass(frozen=True)
 class OtherPasses:
-    """The passes of the export with one more, or without one.
-
-    Attributes:
-        changed: the name of that pass.
-        more: whether it was added; otherwise it was left out.
-        passes: the resulting passes, in order.
-    """
+    """The passes of the export with one more, or without one."""
 
     changed: str
+    """The name of that pass."""
     more: bool
+    """Whether it was added; otherwise it was left out."""
     passes: tuple[Pass, ...]
+    """The resulting passes, in order."""
 
     @property
     def name(self) -> str:

@@ -23,48 +23,41 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run the model.
-
-    Attributes:
-        name: as in the table.
-        open: makes it ready and returns its call on the example inputs. It may raise: then the candidate is dropped by
-            whoever asks for it.
-        route: the artifact and its runtime; None for what only runs in Python, such as eager.
-        bytes: the size of the artifact's files; None without an artifact.
-        accuracy: of a lossy candidate; None where only rounding differs.
-        device: where the artifact runs, "cpu" or "cuda".
-    """
+    """One way to run the model."""
 
     name: str
+    """The name in the table."""
     open: Callable[[], Run] = field(repr=False)
+    """Makes it ready and returns its call on the example inputs. It may raise: then the candidate is dropped by
+    whoever asks for it."""
     route: Route | None = None
+    """The artifact and its runtime; None for what only runs in Python, such as eager."""
     bytes: int | None = None
+    """The size of the artifact's files; None without an artifact."""
     accuracy: Accuracy | None = None
+    """The accuracy of a lossy candidate; None where only rounding differs."""
     device: str = "cpu"
+    """Where the artifact runs, "cpu" or "cuda"."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """The figures of one candidate.
-
-    Attributes:
-        seconds, p95: of one call: the median and the 95th percentile. None if it wasn't timed. A dropped candidate has
-            those of a short timing.
-        speed_up: over eager.
-        memory: how far loading the artifact and one call raise the memory of the process at most, in bytes; None on a
-            GPU.
-        dropped: why it isn't a choice; None if it is.
-    """
+    """The figures of one candidate."""
 
     name: str
     route: Route | None
     bytes: int | None = None
     memory: int | None = None
+    """How far loading the artifact and one call raise the memory of the process at most, in bytes; None on a GPU."""
     seconds: float | None = None
     p95: float | None = None
+    """The median and the 95th percentile of one call; None if it wasn't timed. A dropped candidate has those of a short
+    timing."""
     speed_up: Ratio | None = None
+    """The speed-up over eager."""
     accuracy: Accuracy | None = None
     dropped: str | None = None
+    """Why it isn't a choice; None if it is."""
 
     def to_json(self) -> dict[str, Any]:
         ratio = None if self.speed_up is None else vars(self.speed_up)
@@ -94,24 +87,21 @@ class Figure:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The figures of all candidates, and the recommended one.
-
-    Attributes:
-        batch_sizes: at which was measured.
-        threads: of torch.
-        rounds: in which the candidates ran in turn.
-        recommended: the route to ship; None if there is none to recommend.
-        reason: a sentence about the recommendation.
-        notes: sentences about the measurement.
-    """
+    """The figures of all candidates, and the recommended one."""
 
     batch_sizes: tuple[int, ...]
+    """The batch sizes at which the candidates were timed."""
     threads: int
+    """The number of torch's threads."""
     rounds: int
+    """The number of rounds, in each of which the candidates ran in turn."""
     figures: tuple[Figure, ...]
     recommended: Route | None
+    """The route to ship; None if there is none to recommend."""
     reason: str
+    """A sentence about the recommendation."""
     notes: tuple[str, ...] = ()
+    """Sentences about the measurement."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -237,18 +227,15 @@ def dropped_figure(candidate: Candidate, reason: str, accuracy: Accuracy | None 
 
 @dataclass(frozen=True)
 class Timed:
-    """What `timed` measured.
-
-    Attributes:
-        figures: of all candidates.
-        chosen: the name of the candidate to ship; None if there is none to choose from.
-        notes: sentences about the choice.
-    """
+    """What `timed` measured."""
 
     rounds: int
     figures: tuple[Figure, ...]
+    """The figures of all candidates."""
     chosen: str | None
+    """The name of the candidate to ship; None if there is none to choose from."""
     notes: tuple[str, ...] = ()
+    """Sentences about the choice."""
 
 
 def timed(candidates: Sequence[Opened], preferred: Sequence[str], seconds: float, finished: Run) -> Timed:

@@ -34,17 +34,14 @@ _DISTRIBUTIONS = ("optimize-export", "torch", "onnxruntime", "onnxruntime-gpu", 
 
 @dataclass(frozen=True)
 class Kept:
-    """A result that was kept.
-
-    Attributes:
-        date: in ISO 8601.
-        recipe: how the recommended file is made, if it is a quantized one.
-    """
+    """A result that was kept."""
 
     path: Path
     date: str
+    """The date in ISO 8601."""
     found: Benchmark
     recipe: Recipe | None
+    """How the recommended file is made, if it is a quantized one."""
 
     @property
     def note(self) -> str:

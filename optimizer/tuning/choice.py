@@ -187,16 +187,13 @@ def prove_again(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choice
 
 @dataclass(frozen=True)
 class Choices:
-    """A route that was chosen earlier.
-
-    Attributes:
-        path: the manifest.
-        recipe: how its file is made, if it is a quantized one.
-    """
+    """A route that was chosen earlier."""
 
     path: Path
+    """The manifest."""
     route: Route
     recipe: Recipe | None = None
+    """How its file is made, if it is a quantized one."""
 
 
 def read_choices(path: str | Path, formats: Collection[str], budget: AccuracyBudget) -> Choices:

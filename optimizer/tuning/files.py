@@ -22,21 +22,18 @@ from optimizer.tuning.benchmark import Benchmark, Candidate, Refused, Run, opene
 
 @dataclass
 class Files:
-    """The files of a bundle, with an example call.
-
-    Attributes:
-        folder: of the bundle.
-        entries: the manifest's `artifacts`, each with its size in `bytes`.
-        device: "cpu" or "cuda".
-        inputs: the flat inputs of the call, on the device.
-        proven: the routes whose files have run: they are opened without a child process.
-    """
+    """The files of a bundle, with an example call."""
 
     folder: Path
+    """The folder of the bundle."""
     entries: Sequence[Mapping[str, Any]]
+    """The manifest's `artifacts`, each with its size in `bytes`."""
     device: str
+    """"cpu" or "cuda"."""
     inputs: Sequence[torch.Tensor]
+    """The flat inputs of the call, on the device."""
     proven: Sequence[Route] = ()
+    """The routes whose files have run: they are opened without a child process."""
     # The last route that was opened in the child, and its runner there: a proof mostly follows.
     _in_child: tuple[Route, Runner] | None = field(default=None, init=False, repr=False)
 

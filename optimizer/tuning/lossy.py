@@ -219,17 +219,14 @@ _KEPT_APART = 4
 
 @dataclass(frozen=True)
 class Calibration:
-    """Flat inputs of the files, on the CPU.
-
-    Attributes:
-        used: calls to calibrate with.
-        apart: calls to judge the result with, in addition to the golden calls.
-        random: whether they were drawn at random, because the user has given none.
-    """
+    """Flat inputs of the files, on the CPU."""
 
     used: tuple[tuple[torch.Tensor, ...], ...]
+    """Calls to calibrate with."""
     apart: tuple[tuple[torch.Tensor, ...], ...]
+    """Calls to judge the result with, in addition to the golden calls."""
     random: bool
+    """Whether they were drawn at random, because the user has given none."""
 
 
 def calibration_of(
