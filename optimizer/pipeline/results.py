@@ -27,6 +27,13 @@ from passes.graph.storage import storages_of
 from passes.registry import pass_named
 
 _ATTRIBUTE = "_optimize_export"
+# The bytes of example inputs that a result keeps.
+_LARGEST_KEPT = 64 * 2**20
+_MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "grad": torch.enable_grad,
+}
 
 
 @dataclass
@@ -161,15 +168,6 @@ def class_of_pass(name: str, provenance: Provenance | None) -> type[Pass] | None
     except UnknownPass:
         # An unpickled result has no passes.
         return None
-
-
-# The bytes of example inputs that a result keeps.
-_LARGEST_KEPT = 64 * 2**20
-_MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-    "grad": torch.enable_grad,
-}
 
 
 class WarmUp:

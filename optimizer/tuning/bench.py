@@ -40,6 +40,9 @@ from passes.registry import parse_pass
 # How much memory open files take at most, as a multiple of their size: a timing opens each file at most twice, and a
 # runtime copies the weights while it loads them. Tuning keeps more of them open.
 _TIMED_COPIES, _TUNED_COPIES = 3, 6
+_VALUES = {"NaN": math.nan, "infinity": math.inf}
+# Exact passes that make some models faster on some devices, and others slower.
+_OPTIONAL = ("channels-last", "merge-linears", "pad-channels", "jit-fusion")
 
 
 @dataclass(frozen=True)
@@ -213,9 +216,6 @@ class Bench:
         )
 
 
-_VALUES = {"NaN": math.nan, "infinity": math.inf}
-
-
 class NonFinite:
     """The original's outputs for the example inputs with NaN or infinity in them, computed at the first comparison.
 
@@ -276,10 +276,6 @@ def _put(value: float, tensor: torch.Tensor, order: int, count: int) -> None:
     step = min(len(rows), count)
     middle: tuple[Any, ...] = tuple(size // 2 for size in rows.shape[1:])
     rows[slice(order % step, None, step), *middle] = value
-
-
-# Exact passes that make some models faster on some devices, and others slower.
-_OPTIONAL = ("channels-last", "merge-linears", "pad-channels", "jit-fusion")
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,19 @@ from optimizer.parity import WITHIN_BUDGET, Accuracy, accuracy_between, accuracy
 from optimizer.tuning.benchmark import Candidate, Refused
 from optimizer.tuning.files import Files, open_in_child
 
+CalibrationCall = torch.Tensor | tuple[Any, ...] | Mapping[str, Any] | Call
+"""One call: a tensor, a tuple of positional arguments, a dict of keyword arguments, or a `Call` of both.
+
+A call with more rows than the example inputs is split.
+"""
+
+# The number of random calls to calibrate with; each has the batch size of the example inputs.
+_RANDOM = 8
+# The draws from this number on are used for nothing else.
+_FIRST_DRAW = 1000
+# One of this many calls is held out.
+_KEPT_APART = 4
+
 
 def is_lossy(route: Route) -> bool:
     """Whether a route loses more than rounding."""
@@ -201,20 +214,6 @@ def quantized_path(source: Path, format: str) -> Path:
 def _closeness(accuracy: Accuracy) -> tuple[bool, float]:
     """Orders accuracies, the best last."""
     return accuracy.problem is None, accuracy.cosine or 0.0
-
-
-CalibrationCall = torch.Tensor | tuple[Any, ...] | Mapping[str, Any] | Call
-"""One call: a tensor, a tuple of positional arguments, a dict of keyword arguments, or a `Call` of both.
-
-A call with more rows than the example inputs is split.
-"""
-
-# The number of random calls to calibrate with; each has the batch size of the example inputs.
-_RANDOM = 8
-# The draws from this number on are used for nothing else.
-_FIRST_DRAW = 1000
-# One of this many calls is held out.
-_KEPT_APART = 4
 
 
 @dataclass(frozen=True)
