@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optimizer import optimize
+from optimize_export import optimize
 from passes import Context, Example, GraphPass, GraphRewriter
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from optimizer import optimize
+from optimize_export import optimize
 from passes import Context, Example, GraphPass, GraphRewriter
 
 

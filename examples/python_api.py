@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from optimizer import check_parity, export, optimize, verify_bundle
+from optimize_export import check_parity, export, optimize, verify_bundle
 
 
 class Block(nn.Module):

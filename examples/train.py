@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetForImageClassification
 
-from optimizer import optimize, report_of
+from optimize_export import optimize, report_of
 from passes import InsertCheckpoints
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from optimizer import optimize, report_of
+from optimize_export import optimize, report_of
 from passes import InsertCheckpoints
 
 

@@ -18,7 +18,7 @@ from exporters.base import LoadedArtifact
 from exporters.child_process import InChild, can_start
 from exporters.errors import ProviderFallback, refusing
 from exporters.onnx_plain import AssignedNode, PlainSession, assigned_nodes, placement_of
-from optimize_export.onnx_runtime import CUDA, NO_CUDA, ort, providers
+from optimize_export.onnx_runtime import CUDA, no_cuda, ort, providers
 from optimize_export.runtime.onnx_binding import BoundSession
 
 # Nodes that compute nothing. A runtime on the GPU places them on the CPU by design.
@@ -95,7 +95,7 @@ def providers_for(device: torch.device) -> list[Any]:
     if device.type not in ("cpu", "cuda"):
         raise ProviderFallback(f"ONNX files run on the CPU or with CUDA, not on {device.type!r}.")
     if device.type == "cuda" and CUDA not in ort.get_available_providers():
-        raise ProviderFallback(NO_CUDA)
+        raise ProviderFallback(no_cuda())
     return providers(device.type, device.index or 0)
 
 

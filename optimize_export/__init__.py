@@ -2,13 +2,13 @@
 
     from optimize_export import export, load, optimize
 
-No other distribution has this name, so it works beside a user's own `optimizer.py`. `load` needs numpy and one runtime;
+No other distribution has this name, so it works next to a user's own `optimizer.py`. `load` needs numpy and one runtime;
 the other names are imported from `optimizer` when they are first used.
 """
 
 from __future__ import annotations
 
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -56,10 +56,19 @@ _HERE = ("LoadedModel", "load")
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return metadata.version("optimize-export")
+        return import_module("optimize_export.manifest").describe_program()["version"]
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("optimize_export.runtime" if name in _HERE else "optimizer"), name)
+    home = "optimize_export.runtime" if name in _HERE else "optimizer"
+    if home == "optimizer":
+        import_module("optimize_export.shadowing").refuse_shadowing_modules(name)
+    try:
+        return getattr(import_module(home), name)
+    except ModuleNotFoundError as error:
+        errors = import_module("optimize_export.errors")
+        if (sentence := errors.missing_package(error, f"optimize_export.{name}")) is None:
+            raise
+        raise ModuleNotFoundError(sentence, name=error.name) from None
 
 
 def __dir__() -> list[str]:

@@ -104,6 +104,9 @@ def missing_package(error: ModuleNotFoundError, caller: str = "The command") -> 
     """The sentence for a package that this program requires and that isn't installed; None for any other module.
 
     A serving image needs only numpy and a runtime, for `load`; the command needs everything.
+
+    Args:
+        caller: the name of the function that needs the package.
     """
     name = (error.name or "").partition(".")[0]
     try:
@@ -114,11 +117,11 @@ def missing_package(error: ModuleNotFoundError, caller: str = "The command") -> 
     if name not in names:
         return None
     lack = f"{caller} needs the package {name}, which isn't installed here"
-    if caller == "optimizer.load":
+    if caller.endswith(".load"):
         return f"{lack}: pip install {name}."
     return (
         f"{lack}: install optimize-export with its dependencies (pip install without --no-deps). Without them, only "
-        "optimizer.load works, which needs numpy and a runtime."
+        "optimize_export.load works, which needs numpy and a runtime."
     )
 
 

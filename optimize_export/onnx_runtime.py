@@ -7,18 +7,40 @@ so the variable must be set before. The call covers processes that have already 
 import os
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
+
+from optimize_export.runtime.route import require_runtime
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
-import onnxruntime as ort
-
-ort.disable_telemetry_events()
-
-
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
-NO_CUDA = f"onnxruntime {ort.__version__} has no CUDA provider; install one with `pip install onnxruntime-gpu`."
+
+
+class _Onnxruntime(ModuleType):
+    """onnxruntime, imported when a name of it is first used: files of other formats don't need it.
+
+    Raises:
+        DeviceError: no variant of onnxruntime is installed.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        require_runtime("onnxruntime")
+        import onnxruntime
+
+        if not vars(self).get("_silenced"):
+            onnxruntime.disable_telemetry_events()
+            self._silenced = True
+        return getattr(onnxruntime, name)
+
+
+ort: Any = _Onnxruntime("onnxruntime")
+
+
+def no_cuda() -> str:
+    """The sentence for an onnxruntime without its CUDA provider."""
+    return f"onnxruntime {ort.__version__} has no CUDA provider; install one with `pip install onnxruntime-gpu`."
 
 
 def providers(
@@ -56,6 +78,7 @@ def quantization() -> tuple[Any, Any]:
 
     The import extends `sys.path`, which is undone.
     """
+    require_runtime("onnxruntime")
     paths = list(sys.path)
     try:
         import onnxruntime.quantization
@@ -75,4 +98,4 @@ def float16_conversion() -> Callable[..., Any]:
     return conversion
 
 
-__all__ = ["CPU", "CUDA", "NO_CUDA", "float16_conversion", "ort", "providers", "quantization", "without_graph"]
+__all__ = ["CPU", "CUDA", "float16_conversion", "no_cuda", "ort", "providers", "quantization", "without_graph"]

@@ -14,7 +14,7 @@ from typing import Any
 import litserve
 import numpy
 
-from optimizer import load
+from optimize_export import load
 
 SHAPE = (3, 32, 32)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from optimize_export.errors import DeviceError
-from optimize_export.onnx_runtime import CUDA, NO_CUDA, ort, providers, without_graph
+from optimize_export.onnx_runtime import CUDA, no_cuda, ort, providers, without_graph
 from optimize_export.runtime.dtypes import NUMPY_DTYPES
 from optimize_export.runtime.processor import usable_cpus
 from optimize_export.runtime.route import Route, is_installed
@@ -36,7 +36,7 @@ class OnnxruntimeRunner:
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         settings = {name: bool(route.settings.get(name)) for name in ("cuda_graph", "nhwc", "tf32")}
         if device == "cuda" and CUDA not in ort.get_available_providers():
-            raise DeviceError(NO_CUDA)
+            raise DeviceError(no_cuda())
         self._session = ort.InferenceSession(str(path), options, providers=providers(device, **settings))
         if device == "cuda" and CUDA not in self._session.get_providers():
             raise DeviceError(

@@ -29,7 +29,7 @@ SETTINGS: Mapping[str, Mapping[str, type]] = {
 # The values of `precision`, by OpenVINO's names.
 PRECISIONS: Mapping[str, str] = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 _INSTALL = {
-    "onnxruntime": "pip install onnxruntime",
+    "onnxruntime": "pip install onnxruntime-gpu, or pip install onnxruntime for the CPU alone",
     "openvino": "pip install 'optimize-export[openvino]'",
     "torch": "pip install torch",
 }

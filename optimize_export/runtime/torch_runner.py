@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from optimize_export.errors import DeviceError
 from optimize_export.gpu_settings import GpuSettings
 from optimize_export.runtime.cuda_graphs import Graphed
 from optimize_export.runtime.route import Route
+from optimize_export.shadowing import our_package
 
 
 class TorchRunner:
@@ -28,15 +31,12 @@ class TorchRunner:
     def __init__(self, path: Path, route: Route, device: str) -> None:
         if device == "cuda" and not torch.cuda.is_available():
             raise DeviceError("The bundle is to run on a GPU, but torch finds none here: pass device='cpu'.")
-        # The formats, which import torch.onnx; a file that onnxruntime runs needs none of them.
-        from exporters.registry import load_artifact
-        from exporters.torchscript import TorchScriptExporter
-
+        load_artifact, load_frozen = _loaders()
         settings = route.settings
         if "threads" in settings:
             torch.set_num_threads(int(settings["threads"]))
         frozen = route.format == "torchscript" and settings.get("freeze")
-        loaded = TorchScriptExporter.frozen(path, device) if frozen else load_artifact(route.format, path, device)
+        loaded = load_frozen(path, device) if frozen else load_artifact(route.format, path, device)
         self.device = device
         self.placement = loaded.placement
         self.settings = dict(loaded.settings)
@@ -70,6 +70,18 @@ class TorchRunner:
         back = tuple(output.to("cpu", non_blocking=True) for output in outputs)
         torch.cuda.current_stream().synchronize()
         return back
+
+
+@cache
+def _loaders() -> tuple[Callable[[str, Path, str], Any], Callable[[Path, str], Any]]:
+    """The functions that load a file of any format, and a TorchScript file frozen.
+
+    Only files that torch runs need the formats, which import torch.onnx.
+    """
+    with our_package("exporters"):
+        from exporters.registry import load_artifact
+        from exporters.torchscript import TorchScriptExporter
+    return load_artifact, TorchScriptExporter.frozen
 
 
 def _of_numpy(array: numpy.ndarray) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from exporters.metadata import refuse_metadata
 from exporters.onnx import refuse_opset
 from exporters.registry import exporter_named
+from optimize_export.runtime import require_runtime
 from optimizer.bundle import check_target
 from optimizer.command.early_checks import check_early
 from optimizer.command.input_spec import parse_input
@@ -22,6 +23,8 @@ def checked_passes(options: ExportOptions) -> list[Pass]:
     passes = make_passes(None if options.passes is None else parse_passes(options.passes), "inference")
     for name in options.formats:
         exporter_named(name)
+    if "onnx" in options.formats:
+        require_runtime("onnxruntime")
     refuse_opset(options.opset, options.formats)
     refuse_metadata(options.metadata or {})
     for text in options.inputs:

@@ -170,7 +170,7 @@ def _work(options: Options, voice: Voice) -> dict[str, Any]:
                 return up_to_date_document(options.output)
             if changed and not voice.quiet:
                 say(f"building {options.output}: {', '.join(changed)}")
-            stages.start("importing torch and onnxruntime")
+            stages.start("importing torch")
         elif isinstance(options, DiagnoseOptions):
             check_early(options.load)
             stages.start("importing torch")

@@ -14,6 +14,7 @@ from exporters.metadata import refuse_metadata
 from exporters.onnx import refuse_opset
 from exporters.registry import exporter_named, register
 from optimize_export.errors import UsageError
+from optimize_export.runtime import require_runtime
 from optimizer.bundle import check_target
 from optimizer.model import OpenDims, Samples, open_dims
 from optimizer.options import ExportSettings
@@ -32,12 +33,15 @@ def exporters_of(
         UsageError: `formats` is empty, and no exporter is given.
         ExporterError: a format or the opset is unknown, no file can store the metadata, or one of those given isn't an
             exporter or has the name of another format.
+        DeviceError: `formats` has "onnx", and onnxruntime isn't installed.
     """
     names = [formats] if isinstance(formats, str) else list(formats or ())
     names += map(register, [given] if isinstance(given, Exporter) else given)
     if not names:
         raise UsageError("formats is empty: name at least one format, such as 'onnx'.")
     exporters = [exporter_named(name) for name in dict.fromkeys(names)]
+    if any(exporter.name == "onnx" for exporter in exporters):
+        require_runtime("onnxruntime")
     refuse_opset(opset, [exporter.name for exporter in exporters])
     refuse_metadata(metadata)
     return exporters

@@ -668,20 +668,6 @@ def test_the_package_answers_without_torch():
         _ = optimizer.nothing
 
 
-@pytest.mark.parametrize("name", ["verify_bundle", "export", "load"])
-def test_a_function_whose_package_is_missing_names_both(monkeypatch, name):
-    def lacks(module):
-        raise ModuleNotFoundError("No module named 'torch'", name="torch")
-
-    monkeypatch.setattr(optimizer, "import_module", lacks)
-    with pytest.raises(ModuleNotFoundError, match=rf"^optimizer\.{name} needs the package torch, which isn't") as told:
-        optimizer.__getattr__(name)
-    assert told.value.__suppress_context__
-    assert str(told.value).endswith(
-        "here: pip install torch." if name == "load" else "which needs numpy and a runtime."
-    )
-
-
 @pytest.mark.parametrize(
     "function",
     [optimizer.optimize, optimizer.check_parity, optimizer.export, optimizer.diagnose, optimizer.profile],

@@ -112,7 +112,7 @@ STEPS = [
     step("bundle", 1, 1, "dist/net"),
 ]
 STAGES = [
-    ("start", "importing torch and onnxruntime"),
+    ("start", "importing torch"),
     ("load", "model.py:net"),
     ("optimize", "fold-conv-bn, channels-last"),
     ("export", "onnx"),

@@ -718,7 +718,7 @@ class Absent:
 sys.meta_path.insert(0, Absent())
 import numpy
 
-from optimizer import load
+from optimize_export import load
 
 run = load(sys.argv[1])
 x = numpy.ones((5, 4), "float32")
