@@ -72,9 +72,3 @@ def test_the_table_has_every_row(done):
         assert text in process.stdout
     assert figures["environment"]["cpu"] in markdown
     assert "Traceback" not in process.stderr
-
-
-def test_an_unknown_model_is_an_error():
-    process = run("--models=bert_small")
-    assert process.returncode == 2
-    assert "there is no model 'bert_small'" in process.stderr

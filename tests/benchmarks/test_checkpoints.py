@@ -1,14 +1,11 @@
 """The benchmark of training in less memory, on a small model: its counts are exact."""
 
-import importlib.util
 import json
-import sys
-import warnings
 from functools import partial
 
 import pytest
 import torch
-from benchmark_runs import BENCHMARKS, run_benchmark
+from benchmark_runs import imported, run_benchmark
 
 run = partial(run_benchmark, "checkpoints")
 OURS = ["ours-0.5", "ours-0.33", "ours-min", "ours-uniform"]
@@ -24,18 +21,10 @@ def done(tmp_path_factory):
     return json.loads(paths["json"].read_text()), paths["markdown"].read_text(), process
 
 
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    spec = importlib.util.spec_from_file_location("benchmark_of_checkpoints", BENCHMARKS / "checkpoints.py")
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look up their module in `sys.modules`.
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    with warnings.catch_warnings():
-        # torch itself imports modules that warn about their deprecation.
-        warnings.simplefilter("ignore")
-        spec.loader.exec_module(module)
-    return module
+@pytest.fixture(scope="module")
+def benchmark():
+    with imported("checkpoints") as module:
+        yield module
 
 
 def ways_of(done):
@@ -123,10 +112,3 @@ def test_a_budget_that_is_not_kept_is_a_miss(benchmark):
     sentences = benchmark.misses(results_of(benchmark, (0,) * 5, peak=0.503))
     assert sentences[0] == "resnet50, insert-checkpoints, 0.5: the peak is 50.30 % of eager's."
     assert len(sentences) == 5
-
-
-@pytest.mark.parametrize("option", ["--models=resnet18", "--compile=resnet18", "--ways=magic"])
-def test_an_unknown_name_is_an_error(option):
-    process = run(option)
-    assert process.returncode == 2
-    assert "there is no" in process.stderr

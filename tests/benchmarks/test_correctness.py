@@ -189,10 +189,3 @@ def test_check_fails_where_a_fold_is_missed(tmp_path, correctness):
         {"case": "e", "folds": 1, "contenders": {"ours": {"verdict": "right", "folded": 1, "reason": "", "notes": []}}},
     ]  # fmt: skip
     assert correctness.misses(results) == ["a: 0 of 1 folded: no", "b: wrong: off", "c: crashed: E"]
-
-
-def test_refuses_a_case_that_there_is_none_of():
-    process = run("--cases=conv9d")
-    assert process.returncode == 2
-    assert "there is no case 'conv9d'" in process.stderr
-    assert "Traceback" not in process.stderr

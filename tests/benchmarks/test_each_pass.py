@@ -75,10 +75,3 @@ def test_tells_the_error_of_every_way(done):
     ways, _, _ = done
     assert ways["eager"]["error"] == 0
     assert 0 <= ways["merge-linears, forced"]["error"] < 1e-4 < ways["cast-precision, weights"]["error"] < 1e-1
-
-
-def test_refuses_a_way_that_there_is_none_of():
-    process = run("--ways=everything")
-    assert process.returncode == 2
-    assert "there is no way 'everything'" in process.stderr
-    assert "Traceback" not in process.stderr

@@ -1,27 +1,17 @@
 """The count of foldable pairs, which doesn't use the passes: pairs that it counts, and cases that it must not count."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmark_runs import imported
 from tiny_models import enliven
 from torch import nn
-
-FILE = Path(__file__).parents[2] / "benchmarks" / "foldable.py"
 
 
 @pytest.fixture(scope="module")
 def foldable():
-    spec = importlib.util.spec_from_file_location("benchmarks_foldable", FILE)
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look up their module in `sys.modules`.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    with imported("foldable") as module:
+        yield module
 
 
 class Model(nn.Module):

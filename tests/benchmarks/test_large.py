@@ -52,9 +52,3 @@ def test_the_goal_is_for_this_program_alone(large):
     results = [{"format": format, "way": way} for format, way in large.WAYS]
     assert sum(map(large.is_ours, results)) == 7
     assert not any(large.is_ours({"way": way}) for way, _ in large.TORCH.values())
-
-
-def test_an_unknown_format_is_an_error():
-    process = run("--formats=tflite")
-    assert process.returncode == 2
-    assert "there is no 'tflite'" in process.stderr

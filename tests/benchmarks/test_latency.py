@@ -215,10 +215,3 @@ def test_a_missing_choice_is_behind():
 
 def test_goals_without_results_are_not_met():
     assert met() == [False] * 4
-
-
-def test_refuses_a_model_that_there_is_none_of():
-    process = run("--models=resnet51")
-    assert process.returncode == 2
-    assert "there is no model 'resnet51'" in process.stderr
-    assert "Traceback" not in process.stderr

@@ -34,10 +34,3 @@ def test_a_call_that_costs_too_much_is_told():
         assert load_overhead.misses([{**result, "over": {"median": 51e-6}}]) == [
             "plain, pt2, torch: a call costs 51 µs over the runtime's own; the goal is 50 µs"
         ]
-
-
-def test_refuses_a_way_that_there_is_none_of():
-    process = run_benchmark("load_overhead", "--ways=tensorrt")
-    assert process.returncode == 2
-    assert "there is no way 'tensorrt'" in process.stderr
-    assert "Traceback" not in process.stderr

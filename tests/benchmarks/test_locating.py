@@ -36,9 +36,3 @@ def test_the_table_says_whether_the_goal_is_met(done):
     assert "| bert | ONNX file | baked batch | 2 | 2 |" in markdown
     assert figures["met"]
     assert "38 of 40 of each kind in each model, which is met" in markdown
-
-
-def test_an_unknown_kind_is_an_error():
-    process = run("--kinds=nonsense")
-    assert process.returncode == 2
-    assert "there is no 'nonsense'" in process.stderr

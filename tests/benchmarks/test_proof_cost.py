@@ -49,9 +49,3 @@ def test_a_model_is_measured(tmp_path, proof_cost):
     assert ours["further format"] > 0
     assert ours["memory"] == ours["peak_bytes"] / plain["peak_bytes"]
     assert "| vit_small | 0 |" in paths["markdown"].read_text()
-
-
-def test_a_model_that_there_is_none_of_is_refused():
-    process = run("--models=vgg")
-    assert process.returncode == 2
-    assert "there is no model 'vgg'" in process.stderr

@@ -120,16 +120,6 @@ def test_an_error_of_the_program_is_counted(rule, monkeypatch):
     assert not rule.is_met(rule.totals([vars(unit)]))
 
 
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [("--models=nonsense", "there is no model 'nonsense'"), ("--part=3/2", "'3/2' is no share such as 1/2")],
-)
-def test_an_option_that_makes_no_sense_is_an_error(option, said):
-    process = run_benchmark("rule", option)
-    assert process.returncode == 2
-    assert said in process.stderr
-
-
 def test_a_fault_that_passes_is_told_by_the_outputs_that_were_judged(rule):
     report = check_parity(nn.Linear(2, 2), nn.Linear(2, 2), example_inputs=(torch.ones(2, 2),))
     (output,) = report.outputs

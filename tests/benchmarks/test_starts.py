@@ -1,4 +1,4 @@
-"""The benchmark of the cold start of compiled models."""
+"""The benchmarks of the first answer and of the first calls in a new process."""
 
 import json
 
@@ -7,7 +7,7 @@ from benchmark_runs import run_benchmark
 
 
 @pytest.mark.zoo
-def test_starts_both_ways_in_processes_of_their_own(tmp_path):
+def test_a_compiled_model_starts_both_ways(tmp_path):
     path = tmp_path / "cold_start.json"
     size = ["--models=vit_small", "--scale=0.15", "--starts=1", "--rounds=1", "--threads=1"]
     process = run_benchmark("cold_start", *size, f"--json={path}", timeout=600)
@@ -20,8 +20,16 @@ def test_starts_both_ways_in_processes_of_their_own(tmp_path):
     assert set(result["latencies"]) == {"torch-compile, by blocks", "torch.compile", "eager"}
 
 
-def test_refuses_a_model_that_there_is_none_of():
-    process = run_benchmark("cold_start", "--models=vit_large")
-    assert process.returncode == 2
-    assert "there is no model 'vit_large'" in process.stderr
-    assert "Traceback" not in process.stderr
+@pytest.mark.zoo
+def test_a_result_starts_each_way(tmp_path):
+    path = tmp_path / "first_call.json"
+    size = ["--models=resnet50", "--scale=0.15", "--starts=1", "--threads=1"]
+    process = run_benchmark("first_call", *size, f"--json={path}", timeout=600)
+    assert process.returncode == 0, process.stderr
+    (result,) = json.loads(path.read_text())["results"]
+    calls = {"several rows", "one row", "inference_mode"}
+    assert {way: set(found) for way, found in result["calls"].items()} == {
+        "eager": calls,
+        "optimize": calls,
+        "optimize, after warm_up": {*calls, "warm_up"},
+    }
