@@ -21,7 +21,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from part_calls import are_near, calls_in_a_run, check_parts
 from pass_contract import check_same, tree_of
 from random_modules import (
     ACTIVATIONS,
@@ -42,12 +41,11 @@ from random_modules import (
     Pair,
     build,
     inputs_of,
-    modules_of,
 )
 from random_steps import OPERATIONS, STEPS, RandomStep, Step, rows_of
 from random_ways import PLAIN_WAYS, WAYS
 from tiny_models import enliven
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from training_models import peak_of
 
@@ -365,8 +363,6 @@ def check(description: Description, plan: tuple[str, ...], with_examples: bool, 
         return
     check_untouched(model, before)
     count_folds(built.pairs, fast, description.dtype)
-    for module in (*dict(modules_of(model)).values(), *dict(modules_of(fast)).values()):
-        assert not holds_symbol(module.__dict__), f"a symbol of a trace is left in a {type(module).__name__}"
     if with_examples:
         # In a low-precision dtype, a fold may lose more than rounding allows. Other random inputs may take a branch
         # that the example inputs don't take.
@@ -392,15 +388,11 @@ def check(description: Description, plan: tuple[str, ...], with_examples: bool, 
     if not bears(build(description).model, rows, example_kwargs or {}):
         # The model can't run at this batch size; it was optimized for others.
         return
-    # With the old weight_norm, torch can't copy the model. Without copies, counters and statistics would go on.
+    # With the old weight_norm, torch can't copy the model.
     copyable = all(pair.extra != "old weight_norm" for pair in description.pairs())
-    copied = (lambda: copy.deepcopy(fast)) if copyable else (lambda: fast)
-    if copyable or not any(pair.style == "counter" or pair.norm.training for pair in description.pairs()):
-        calls = calls_in_a_run(lambda: build(description).model, rows, example_kwargs or {})
-        check_parts(lambda: build(description).model, copied, calls)
-    if copyable and not answers_alike(fast, copied(), rows, example_kwargs or {}):
+    if copyable and not answers_alike(fast, copy.deepcopy(fast), rows, example_kwargs or {}):
         # The copy's tensors may be aligned differently, which can change the order of sums; it must still be right.
-        compared(copied())
+        compared(copy.deepcopy(fast))
     check_untouched(model, before)
 
 
@@ -427,6 +419,35 @@ def count_folds(pairs: tuple[BuiltPair, ...], fast: nn.Module, dtype: str) -> No
                 SEEN.update(f"bias: {kind}" for kind in pair.kinds)
 
 
+# Relative differences below this need no other judge: a few roundings.
+NEAR = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+
+
+def are_near(wanted: Any, got: Any) -> bool:
+    """Whether two outputs differ by a few roundings at most; memory alignment may change the order of a sum."""
+    mine, theirs = leaves_of(wanted), leaves_of(got)
+    return len(mine) == len(theirs) and all(is_near(*pair) for pair in zip(mine, theirs, strict=True))
+
+
+def is_near(wanted: Any, got: Any) -> bool:
+    if not isinstance(wanted, Tensor) or not isinstance(got, Tensor):
+        return bool(wanted == got)
+    if wanted.shape != got.shape or wanted.dtype != got.dtype or not wanted.numel():
+        return wanted.shape == got.shape and wanted.dtype == got.dtype
+    wide = wanted.double()
+    difference = (wide - got.double()).abs().max().item()
+    return difference <= NEAR.get(wanted.dtype, 0.0) * wide.abs().max().item()
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """The leaves of a structure, those in dataclasses too, which torch doesn't know as containers."""
+    leaves = []
+    for leaf in tree_leaves(value):
+        is_object = dataclasses.is_dataclass(type(leaf))
+        leaves += leaves_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)]) if is_object else [leaf]
+    return leaves
+
+
 def answers_alike(fast: nn.Module, twin: nn.Module, rows: tuple[Tensor, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the result and its copy return the same, at the first call of both."""
     answers: list[Any] = []
@@ -448,15 +469,6 @@ def trees_of(model: nn.Module) -> Iterator[nn.Module]:
 def check_untouched(model: nn.Module, before: list[dict[str, Any]]) -> None:
     for tree, was in zip(trees_of(model), before, strict=True):
         check_same(was, tree_of(tree), "the caller's module was changed")
-
-
-def holds_symbol(value: Any, depth: int = 6) -> bool:
-    """Whether a value is a symbol of a trace, or a container that contains one."""
-    if isinstance(value, fx.Proxy):
-        return True
-    if not depth or not isinstance(value, dict | list | tuple | set):
-        return False
-    return any(holds_symbol(item, depth - 1) for item in (value.values() if isinstance(value, dict) else value))
 
 
 def check_folded(pairs: tuple[BuiltPair, ...], plan: tuple[str, ...], fast: nn.Module, *, may_be_left: bool) -> None:

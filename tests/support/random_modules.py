@@ -230,27 +230,36 @@ def _pairs_in(block: Block) -> Iterator[Pair]:
 # ---- how a pair is joined
 
 
+Run = Callable[[Any, Tensor], Tensor]
+Style = Callable[[Any, Any, nn.Module], nn.Module]
+
+
 class Joined(nn.Module):
-    """Runs the two in sequence; subclasses use them in other ways, too."""
+    """Holds the two, an activation and what a style adds, and runs them by the function of the style."""
 
-    def __init__(self, conv: nn.Module, norm: nn.Module, act: nn.Module) -> None:
+    def __init__(self, run: Run, conv: nn.Module, norm: nn.Module, act: nn.Module, add: Callable[[Any], None]) -> None:
         super().__init__()
+        self.run = run
         self.conv, self.norm, self.act = conv, norm, act
-        self.more()
-
-    def more(self) -> None:
-        """Add modules in a subclass."""
+        add(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.norm(self.conv(x)))
+        return self.run(self, x)
 
 
-class ThroughIdentity(Joined):
-    def more(self) -> None:
-        self.between = nn.Identity()
+def _style(run: Run, add: Callable[[Any], None] = lambda m: None) -> Style:
+    """A style from a function of the module and the maps; `add` gives the module more attributes."""
+    return lambda conv, norm, act: Joined(run, conv, norm, act, add)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.norm(self.between(self.conv(x))))
+
+def _in_sequence(m: Any, x: Tensor) -> Tensor:
+    return m.act(m.norm(m.conv(x)))
+
+
+def _in_turn(m: Any, x: Tensor) -> Tensor:
+    for layer in m.layers:
+        x = layer(x)
+    return x
 
 
 class Stem(nn.Module):
@@ -269,23 +278,6 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.act(self.norm(x))
-
-
-class Keywords(Joined):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.norm(input=self.conv(input=x)))
-
-
-class Listed(Joined):
-    """Calls its layers by a plain list."""
-
-    def more(self) -> None:
-        self.layers = [self.conv, self.norm, self.act]
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 class Hidden(nn.Module):
@@ -322,197 +314,80 @@ class Functional(nn.Module):
         return self.act(F.batch_norm(y, self.mean, self.var, self.gain, self.shift, self.mean is None))
 
 
-class Twice(Joined):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.norm(self.conv(x)) + self.conv(x.tanh()))
+def _besides(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return m.act(m.norm(y) + y)
 
 
-class Besides(Joined):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        return self.act(self.norm(y) + y)
+def _tied(name: str, of: str) -> Callable[[Any], None]:
+    """Add a second layer that shares one parameter or buffer with the first."""
+
+    def add(m: Any) -> None:
+        m.second = _like(getattr(m, of))
+        setattr(m.second, name, getattr(getattr(m, of), name))
+
+    return add
 
 
-class NormTwice(Joined):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.norm(self.conv(x))) + self.norm(x).mean()
+def _norm_read(m: Any, x: Tensor) -> Tensor:
+    y = m.norm(m.conv(x))
+    if m.norm.running_var is not None:
+        y = y * m.norm.running_var.mean()
+    return m.act(y)
 
 
-class SharedNorm(Joined):
-    """Two convolutions with one BatchNorm."""
-
-    def more(self) -> None:
-        self.second = _like(self.conv)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.norm(self.conv(x)) + self.norm(self.second(x)))
+def _changed_between(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    y += 1
+    return m.act(m.norm(y))
 
 
-class TwoNames(Joined):
-    def more(self) -> None:
-        self.alias = self.conv
+def _view_changed(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    first = y[:, :1]
+    first.mul_(2)
+    return m.act(m.norm(y))
 
 
-class TwoNamesUsed(TwoNames):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.norm(self.conv(x)) + self.alias(x.tanh()))
-
-
-class NormTwoNames(Joined):
-    def more(self) -> None:
-        self.alias = self.norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.alias(self.conv(x)))
-
-
-class TiedWeight(Joined):
-    def more(self) -> None:
-        self.second = _like(self.conv)
-        self.second.weight = self.conv.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.norm(self.conv(x)) + self.second(x))
-
-
-class TiedBias(TiedWeight):
-    def more(self) -> None:
-        self.second = _like(self.conv)
-        self.second.bias = self.conv.bias
-
-
-class TiedStatistics(Joined):
-    def more(self) -> None:
-        self.second = _like(self.norm)
-        self.second.running_mean = self.norm.running_mean
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.act(self.norm(self.conv(x)))
-        return self.second(y)
-
-
-class WeightRead(Joined):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.norm(self.conv(x)) * (1 + self.conv.weight.mean()))
-
-
-class NormRead(Joined):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.conv(x))
-        if self.norm.running_var is not None:
-            y = y * self.norm.running_var.mean()
-        return self.act(y)
-
-
-class ReadBySibling(Joined):
-    def more(self) -> None:
-        self.reader = Reader(self.conv)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.reader(self.act(self.norm(self.conv(x))))
-
-
-class ChangedBetween(Joined):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        y += 1
-        return self.act(self.norm(y))
-
-
-class ViewChanged(Joined):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        first = y[:, :1]
-        first.mul_(2)
-        return self.act(self.norm(y))
-
-
-class TwoNorms(Joined):
-    def more(self) -> None:
-        self.second = _like(self.norm)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.second(self.norm(self.conv(x))))
-
-
-class NormFirst(Joined):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.conv(self.norm(x)))
-
-
-class Counter(Joined):
+def _counting(m: Any, x: Tensor) -> Tensor:
     """Counts its calls in a buffer, which its output depends on."""
-
-    def more(self) -> None:
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.act(self.norm(self.conv(x))) + self.calls / 8
+    m.calls += 1
+    return _in_sequence(m, x) + m.calls / 8
 
 
-class Keeps(Joined):
+def _with_state(m: Any) -> None:
+    m.kept, m.size = {}, None
+
+
+def _keeps(m: Any, x: Tensor) -> Tensor:
     """Stores values of the call in an attribute and in a dict."""
-
-    def more(self) -> None:
-        self.kept: dict[str, Any] = {}
-        self.size: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.act(self.norm(self.conv(x)))
-        self.size = x.shape[-1]
-        self.kept["last"] = y
-        return y
+    y = _in_sequence(m, x)
+    m.size = x.shape[-1]
+    m.kept["last"] = y
+    return y
 
 
-class KeepsBetween(Keeps):
-    """Stores the value between the two, and uses it later."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept["between"] = self.conv(x)
-        return self.act(self.norm(self.kept["between"])) + self.kept["between"].mean()
+def _keeps_between(m: Any, x: Tensor) -> Tensor:
+    m.kept["between"] = m.conv(x)
+    return m.act(m.norm(m.kept["between"])) + m.kept["between"].mean()
 
 
-class Gradless(Joined):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            y = self.conv(x)
-        return self.act(self.norm(y))
+def _no_grad(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = m.conv(x)
+    return m.act(m.norm(y))
 
 
-class Island(Joined):
-    """A data-dependent branch that is never taken."""
+def _unless(leaves: Callable[[Tensor], Any]) -> Run:
+    """A branch on the input, after which the convolution's output is returned without its BatchNorm."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        if x.sum() > 1e6:
+    def run(m: Any, x: Tensor) -> Tensor:
+        y = m.conv(x)
+        if leaves(x):
             return y
-        return self.act(self.norm(y))
+        return m.act(m.norm(y))
 
-
-class RawByData(Joined):
-    """A data-dependent branch without the BatchNorm."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        if x.mean() > 0:
-            return y
-        return self.act(self.norm(y))
-
-
-class RawByBatch(Joined):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        if len(x) > 4:
-            return y
-        return self.act(self.norm(y))
-
-
-class OverRows(Joined):
-    """A loop over the batch around the two."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.act(self.norm(self.conv(row.unsqueeze(0)))) for row in x])
+    return run
 
 
 def _sequential(conv: nn.Module, norm: nn.Module, act: nn.Module) -> nn.Module:
@@ -527,19 +402,55 @@ def _across(conv: nn.Module, norm: nn.Module, act: nn.Module) -> nn.Module:
     return nn.Sequential(Stem(conv), Head(norm, act))
 
 
-PLAIN_STYLES: dict[str, Callable[[Any, Any, nn.Module], nn.Module]] = {
-    "modules": Joined, "sequential": _sequential, "nested": _nested, "across": _across, "identity": ThroughIdentity,
-    "keywords": Keywords, "two norms": TwoNorms,
-}  # fmt: skip
-STYLES: dict[str, Callable[[Any, Any, nn.Module], nn.Module]] = PLAIN_STYLES | {
-    "functional": Functional, "island": Island, "listed": Listed, "hidden": Hidden, "twice": Twice, "besides": Besides,
-    "norm twice": NormTwice, "shared norm": SharedNorm, "two names": TwoNames, "two names used": TwoNamesUsed,
-    "norm two names": NormTwoNames, "tied weight": TiedWeight, "tied bias": TiedBias,
-    "tied statistics": TiedStatistics, "weight read": WeightRead, "norm read": NormRead,
-    "read by sibling": ReadBySibling, "changed between": ChangedBetween, "view changed": ViewChanged,
-    "norm first": NormFirst, "counter": Counter, "keeps": Keeps, "keeps between": KeepsBetween,
-    "no grad": Gradless, "raw by data": RawByData, "raw by batch": RawByBatch, "over rows": OverRows,
-}  # fmt: skip
+PLAIN_STYLES: dict[str, Style] = {
+    "modules": _style(_in_sequence),
+    "sequential": _sequential,
+    "nested": _nested,
+    "across": _across,
+    "identity": _style(
+        lambda m, x: m.act(m.norm(m.between(m.conv(x)))), lambda m: m.add_module("between", nn.Identity())
+    ),
+    "keywords": _style(lambda m, x: m.act(m.norm(input=m.conv(input=x)))),
+    "two norms": _style(
+        lambda m, x: m.act(m.second(m.norm(m.conv(x)))), lambda m: m.add_module("second", _like(m.norm))
+    ),
+}
+STYLES: dict[str, Style] = PLAIN_STYLES | {
+    "functional": Functional,
+    # A data-dependent branch that is never taken.
+    "island": _style(_unless(lambda x: x.sum() > 1e6)),
+    "listed": _style(_in_turn, lambda m: setattr(m, "layers", [m.conv, m.norm, m.act])),
+    "hidden": Hidden,
+    "twice": _style(lambda m, x: m.act(m.norm(m.conv(x)) + m.conv(x.tanh()))),
+    "besides": _style(_besides),
+    "norm twice": _style(lambda m, x: _in_sequence(m, x) + m.norm(x).mean()),
+    "shared norm": _style(
+        lambda m, x: m.act(m.norm(m.conv(x)) + m.norm(m.second(x))), lambda m: m.add_module("second", _like(m.conv))
+    ),
+    "two names": _style(_in_sequence, lambda m: m.add_module("alias", m.conv)),
+    "two names used": _style(
+        lambda m, x: m.act(m.norm(m.conv(x)) + m.alias(x.tanh())), lambda m: m.add_module("alias", m.conv)
+    ),
+    "norm two names": _style(lambda m, x: m.act(m.alias(m.conv(x))), lambda m: m.add_module("alias", m.norm)),
+    "tied weight": _style(lambda m, x: m.act(m.norm(m.conv(x)) + m.second(x)), _tied("weight", "conv")),
+    "tied bias": _style(lambda m, x: m.act(m.norm(m.conv(x)) + m.second(x)), _tied("bias", "conv")),
+    "tied statistics": _style(lambda m, x: m.second(_in_sequence(m, x)), _tied("running_mean", "norm")),
+    "weight read": _style(lambda m, x: m.act(m.norm(m.conv(x)) * (1 + m.conv.weight.mean()))),
+    "norm read": _style(_norm_read),
+    "read by sibling": _style(
+        lambda m, x: m.reader(_in_sequence(m, x)), lambda m: m.add_module("reader", Reader(m.conv))
+    ),
+    "changed between": _style(_changed_between),
+    "view changed": _style(_view_changed),
+    "norm first": _style(lambda m, x: m.act(m.conv(m.norm(x)))),
+    "counter": _style(_counting, lambda m: m.register_buffer("calls", torch.zeros((), dtype=torch.int64))),
+    "keeps": _style(_keeps, _with_state),
+    "keeps between": _style(_keeps_between, _with_state),
+    "no grad": _style(_no_grad),
+    "raw by data": _style(_unless(lambda x: x.mean() > 0)),
+    "raw by batch": _style(_unless(lambda x: len(x) > 4)),
+    "over rows": _style(lambda m, x: torch.cat([_in_sequence(m, row.unsqueeze(0)) for row in x])),
+}
 UNSEEN_STYLES = {"raw by data", "raw by batch"}
 
 
@@ -907,7 +818,7 @@ class _Builder:
         way = WAYS.get(pair.style)
         conv, norm = self.layer(pair, out), self.norm(pair.norm, out, way.norm_dims(self.dims) if way else self.dims)
         act = ACTIVATIONS[pair.act]()
-        joined = way(conv, norm, act, branches=pair.branches) if way else STYLES[pair.style](conv, norm, act)
+        joined = way.joined(conv, norm, act, branches=pair.branches) if way else STYLES[pair.style](conv, norm, act)
         has_bias = pair.conv.bias and not pair.leads
         self.pairs.append((conv, norm, (*pair.kinds(),), foldable and pair.is_plain, has_bias))
         if pair.norm.training:

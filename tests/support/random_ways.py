@@ -6,8 +6,9 @@ There are also layers and BatchNorms whose classes have their own forward. All t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,276 +17,163 @@ from folding_models import BatchNormAct
 from torch import Tensor, nn
 
 
-class Way(nn.Module):
-    """A layer, its BatchNorm, and operations between the two that only move values.
+class WithWay(nn.Module):
+    """A layer, its BatchNorm, and what is between the two; `branches` adds a data-dependent branch that is never taken."""
 
-    Attributes:
-        branches: whether the forward has a data-dependent branch that is never taken.
-    """
-
-    leads = False
-    is_linear = False
-
-    @staticmethod
-    def conv_dims(dims: int) -> int:
-        """The number of spatial dims of the convolution, on maps with that many dims."""
-        return dims
-
-    @staticmethod
-    def norm_dims(dims: int) -> int:
-        """The number of spatial dims of the BatchNorm, on maps with that many dims."""
-        return dims
-
-    def __init__(self, conv: nn.Module, norm: nn.Module, act: nn.Module, *, branches: bool) -> None:
+    def __init__(self, way: Way, conv: nn.Module, norm: nn.Module, act: nn.Module, *, branches: bool) -> None:
         super().__init__()
         self.conv, self.norm, self.act = conv, norm, act
-        self.branches = branches
-        self.more()
-
-    def more(self) -> None:
-        """Add modules in a subclass."""
+        self.through, self.branches = way.through, branches
+        for name, make in way.more.items():
+            setattr(self, name, make(norm))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.branches and x.sum() > 1e6:
             return x
-        return self.act(self.through(x))
-
-    def through(self, x: Tensor) -> Tensor:
-        """The value after both."""
-        raise NotImplementedError
+        return self.act(self.through(self, x))
 
 
-class Cloned(Way):
-    def through(self, x: Tensor) -> Tensor:
-        return self.norm(self.conv(x).clone().contiguous())
+def _as_given(dims: int) -> int:
+    return dims
 
 
-class Dropped(Way):
-    """Dropout as a module and as a function, which do nothing in eval."""
-
-    def more(self) -> None:
-        self.drop = nn.Dropout(0.3)
-
-    def through(self, x: Tensor) -> Tensor:
-        return self.norm(F.dropout(self.drop(self.conv(x)), 0.2, self.training))
+def _one(dims: int) -> int:
+    return 1
 
 
-class OneDim(Way):
-    """Flattens all positions into one dim, and then restores the shape."""
+@dataclass(frozen=True)
+class Way:
+    """How a layer and its BatchNorm are joined."""
 
-    @staticmethod
-    def norm_dims(dims: int) -> int:
-        return 1
+    through: Callable[[Any, Tensor], Tensor]
+    """The value after both, from the module with `conv` and `norm`, and the maps."""
+    conv_dims: Callable[[int], int] = _as_given
+    """The number of spatial dims of the convolution, on maps with that many dims."""
+    norm_dims: Callable[[int], int] = _as_given
+    leads: bool = False
+    """Whether the BatchNorm comes before the layer."""
+    is_linear: bool = False
+    more: Mapping[str, Callable[[Any], nn.Module]] = field(default_factory=dict)
+    """Further modules by name, made from the BatchNorm."""
 
-    def through(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        return self.norm(y.flatten(2)).reshape_as(y)
-
-
-class OneDimByModule(OneDim):
-    def more(self) -> None:
-        self.flat = nn.Flatten(2)
-
-    def through(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        return self.norm(self.flat(y)).reshape(y.shape)
-
-
-class MoreDims(Way):
-    @staticmethod
-    def norm_dims(dims: int) -> int:
-        return min(dims + 1, 3)
-
-    def through(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        return self.norm(y.unsqueeze(2)).squeeze(2) if y.dim() < 5 else self.norm(y)
+    def joined(self, conv: nn.Module, norm: nn.Module, act: nn.Module, *, branches: bool) -> nn.Module:
+        """The module with all of them."""
+        return WithWay(self, conv, norm, act, branches=branches)
 
 
-class Swapped(Way):
-    """Swaps two of the other dims."""
-
-    def through(self, x: Tensor) -> Tensor:
-        return self.norm(self.conv(x).transpose(-1, 2)).transpose(-1, 2)
+def _flat(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return m.norm(y.flatten(2)).reshape_as(y)
 
 
-class ThereAndBack(Way):
-    """Moves the channels to the last dim and back."""
-
-    def through(self, x: Tensor) -> Tensor:
-        y = torch.swapaxes(self.conv(x), 1, -1)
-        return self.norm(y.contiguous().swapdims(1, -1))
+def _flat_by_module(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return m.norm(m.flat(y)).reshape(y.shape)
 
 
-class Rows(Way):
-    """Makes each position a row."""
-
-    @staticmethod
-    def norm_dims(dims: int) -> int:
-        return 1
-
-    def through(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        last = y.permute(0, *range(2, y.dim()), 1)
-        rows = self.norm(last.reshape(-1, y.shape[1])).reshape_as(last)
-        return rows.permute(0, -1, *range(1, y.dim() - 1))
+def _more_dims(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return m.norm(y.unsqueeze(2)).squeeze(2) if y.dim() < 5 else m.norm(y)
 
 
-class RowsOfSize(Rows):
-    """As `Rows`, with the number of channels as a constant."""
-
-    def through(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        last = torch.permute(y, (0, *range(2, y.dim()), 1)).contiguous()
-        rows = self.norm(last.view(-1, 4)).reshape_as(last)
-        return rows.permute(0, -1, *range(1, y.dim() - 1))
+def _channels_last_and_back(m: Any, x: Tensor) -> Tensor:
+    y = torch.swapaxes(m.conv(x), 1, -1)
+    return m.norm(y.contiguous().swapdims(1, -1))
 
 
-class Linear(Way):
-    """A linear layer on the channels of every position; they go back to dim 1 for the BatchNorm."""
-
-    is_linear = True
-
-    @staticmethod
-    def norm_dims(dims: int) -> int:
-        return 1
-
-    def through(self, x: Tensor) -> Tensor:
-        y = self.conv(x.flatten(2).transpose(1, 2))
-        return self.normalised(y).reshape(x.shape)
-
-    def normalised(self, y: Tensor) -> Tensor:
-        """The normalized value, (batch, channels, positions), from (batch, positions, channels)."""
-        return self.norm(y.transpose(1, 2))
+def _rows(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    last = y.permute(0, *range(2, y.dim()), 1)
+    return _maps(m.norm(last.reshape(-1, y.shape[1])).reshape_as(last))
 
 
-class LinearPermuted(Linear):
-    def normalised(self, y: Tensor) -> Tensor:
-        return self.norm(torch.permute(y, (0, 2, 1)).contiguous())
+def _rows_of_size(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    last = torch.permute(y, (0, *range(2, y.dim()), 1)).contiguous()
+    return _maps(m.norm(last.view(-1, 4)).reshape_as(last))
 
 
-class LinearFlat(Linear):
-    def normalised(self, y: Tensor) -> Tensor:
-        return self.norm(y.flatten(0, 1)).reshape_as(y).transpose(1, 2)
+def _maps(last: Tensor) -> Tensor:
+    return last.permute(0, -1, *range(1, last.dim() - 1))
 
 
-class LinearViewed(Linear):
-    def normalised(self, y: Tensor) -> Tensor:
-        return self.norm(y.view(-1, 4)).view(y.shape).transpose(1, 2)
+def _by_position(normalise: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """A linear layer on the channels of every position, and `normalise` from (batch, positions, channels)."""
+
+    def through(m: Any, x: Tensor) -> Tensor:
+        return normalise(m, m.conv(x.flatten(2).transpose(1, 2))).reshape(x.shape)
+
+    return through
 
 
-class Pooled(Linear):
-    """A linear layer on 2-D input, as a gate for the channels."""
-
-    def through(self, x: Tensor) -> Tensor:
-        gate = self.norm(self.conv(x.flatten(2).mean(2)))
-        return x * gate.reshape(*gate.shape, *[1] * (x.dim() - 2))
+def _gate(x: Tensor, gate: Tensor) -> Tensor:
+    return x * gate.reshape(*gate.shape, *[1] * (x.dim() - 2))
 
 
-class OtherWay(Linear):
+def _other_dim(m: Any, x: Tensor) -> Tensor:
     """The BatchNorm normalizes the dim of the positions, not the features: it must never be folded."""
-
-    def through(self, x: Tensor) -> Tensor:
-        y = self.conv(F.adaptive_avg_pool1d(x.flatten(2), 4).transpose(1, 2))
-        return x + self.norm(y.clone()).mean()
+    y = m.conv(F.adaptive_avg_pool1d(x.flatten(2), 4).transpose(1, 2))
+    return x + m.norm(y.clone()).mean()
 
 
-class MoveUsed(Way):
-    """The moved value has another use."""
-
-    def through(self, x: Tensor) -> Tensor:
-        y = self.conv(x).transpose(-1, 2)
-        return (self.norm(y) + y).transpose(-1, 2)
+def _move_used(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x).transpose(-1, 2)
+    return (m.norm(y) + y).transpose(-1, 2)
 
 
-class MoveWritten(Way):
+def _move_written(m: Any, x: Tensor) -> Tensor:
     """The value is written to in place through the moved one."""
-
-    def through(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        z = y.transpose(-1, 2)
-        z.mul_(2)
-        return self.norm(y)
+    y = m.conv(x)
+    y.transpose(-1, 2).mul_(2)
+    return m.norm(y)
 
 
-class Front(Way):
-    """The BatchNorm comes before the layer."""
-
-    leads = True
-
-    def through(self, x: Tensor) -> Tensor:
-        return self.conv(self.norm(x))
+def _front_used(m: Any, x: Tensor) -> Tensor:
+    y = m.norm(x)
+    return m.conv(y) + y
 
 
-class FrontBoth(Front):
-    """Another BatchNorm comes after the layer."""
-
-    def more(self) -> None:
-        channels = self.norm.num_features
-        self.behind = type(self.norm)(channels)
-
-    def through(self, x: Tensor) -> Tensor:
-        return self.behind(self.conv(self.norm(x)))
+def _another(norm: Any) -> nn.Module:
+    return type(norm)(norm.num_features)
 
 
-class FrontTwo(Front):
-    """Two BatchNorms come before the layer."""
+_linear = partial(Way, norm_dims=_one, is_linear=True)
+_front = partial(Way, leads=True)
 
-    def more(self) -> None:
-        self.first = type(self.norm)(self.norm.num_features)
-
-    def through(self, x: Tensor) -> Tensor:
-        return self.conv(self.norm(self.first(x)))
-
-
-class FrontSwapped(Front):
-    def through(self, x: Tensor) -> Tensor:
-        return self.conv(self.norm(x).clone().transpose(-1, 2)).transpose(-1, 2)
-
-
-class FrontOneDim(Front):
-    @staticmethod
-    def conv_dims(dims: int) -> int:
-        return 1
-
-    def through(self, x: Tensor) -> Tensor:
-        return self.conv(self.norm(x).flatten(2)).reshape(x.shape)
-
-
-class FrontLinear(Front):
-    is_linear = True
-
-    @staticmethod
-    def norm_dims(dims: int) -> int:
-        return 1
-
-    def through(self, x: Tensor) -> Tensor:
-        return self.conv(self.norm(x.flatten(2)).transpose(1, 2)).transpose(1, 2).reshape(x.shape)
-
-
-class FrontPooled(FrontLinear):
-    def through(self, x: Tensor) -> Tensor:
-        gate = self.conv(self.norm(x.flatten(2).mean(2)))
-        return x * gate.reshape(*gate.shape, *[1] * (x.dim() - 2))
-
-
-class FrontUsed(Front):
-    """The normalized value has another use."""
-
-    def through(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        return self.conv(y) + y
-
-
-PLAIN_WAYS: dict[str, type[Way]] = {
-    "cloned": Cloned, "dropped": Dropped, "one dim": OneDim, "one dim by module": OneDimByModule,
-    "more dims": MoreDims, "swapped": Swapped, "there and back": ThereAndBack, "rows of size": RowsOfSize,
-    "linear": Linear, "linear permuted": LinearPermuted, "linear flat": LinearFlat, "linear viewed": LinearViewed,
-    "pooled": Pooled, "front": Front, "front both": FrontBoth, "front two": FrontTwo, "front swapped": FrontSwapped,
-    "front one dim": FrontOneDim, "front linear": FrontLinear, "front pooled": FrontPooled,
-}  # fmt: skip
-WAYS: dict[str, type[Way]] = PLAIN_WAYS | {
-    "rows": Rows, "other way": OtherWay, "move used": MoveUsed, "move written": MoveWritten, "front used": FrontUsed,
-}  # fmt: skip
+PLAIN_WAYS: dict[str, Way] = {
+    "cloned": Way(lambda m, x: m.norm(m.conv(x).clone().contiguous())),
+    "dropped": Way(
+        lambda m, x: m.norm(F.dropout(m.drop(m.conv(x)), 0.2, m.training)), more={"drop": lambda norm: nn.Dropout(0.3)}
+    ),
+    "one dim": Way(_flat, norm_dims=_one),
+    "one dim by module": Way(_flat_by_module, norm_dims=_one, more={"flat": lambda norm: nn.Flatten(2)}),
+    "more dims": Way(_more_dims, norm_dims=lambda dims: min(dims + 1, 3)),
+    "swapped": Way(lambda m, x: m.norm(m.conv(x).transpose(-1, 2)).transpose(-1, 2)),
+    "there and back": Way(_channels_last_and_back),
+    "rows of size": Way(_rows_of_size, norm_dims=_one),
+    "linear": _linear(_by_position(lambda m, y: m.norm(y.transpose(1, 2)))),
+    "linear permuted": _linear(_by_position(lambda m, y: m.norm(torch.permute(y, (0, 2, 1)).contiguous()))),
+    "linear flat": _linear(_by_position(lambda m, y: m.norm(y.flatten(0, 1)).reshape_as(y).transpose(1, 2))),
+    "linear viewed": _linear(_by_position(lambda m, y: m.norm(y.view(-1, 4)).view(y.shape).transpose(1, 2))),
+    # A linear layer on 2-D input, as a gate for the channels.
+    "pooled": _linear(lambda m, x: _gate(x, m.norm(m.conv(x.flatten(2).mean(2))))),
+    "front": _front(lambda m, x: m.conv(m.norm(x))),
+    "front both": _front(lambda m, x: m.behind(m.conv(m.norm(x))), more={"behind": _another}),
+    "front two": _front(lambda m, x: m.conv(m.norm(m.first(x))), more={"first": _another}),
+    "front swapped": _front(lambda m, x: m.conv(m.norm(x).clone().transpose(-1, 2)).transpose(-1, 2)),
+    "front one dim": _front(lambda m, x: m.conv(m.norm(x).flatten(2)).reshape(x.shape), conv_dims=_one),
+    "front linear": _linear(
+        lambda m, x: m.conv(m.norm(x.flatten(2)).transpose(1, 2)).transpose(1, 2).reshape(x.shape), leads=True
+    ),
+    "front pooled": _linear(lambda m, x: _gate(x, m.conv(m.norm(x.flatten(2).mean(2)))), leads=True),
+}
+WAYS: dict[str, Way] = PLAIN_WAYS | {
+    "rows": Way(_rows, norm_dims=_one),
+    "other way": _linear(_other_dim),
+    "move used": Way(_move_used),
+    "move written": Way(_move_written),
+    "front used": _front(_front_used),
+}
 # With batch statistics, their BatchNorm would have one value per channel at batch size 1.
 POOLED = {"pooled", "front pooled"}
 
@@ -307,30 +195,6 @@ def _convolve_transposed(self: Any, input: Tensor) -> Tensor:
     return function(input, self.weight, self.bias, *settings)
 
 
-class OwnConv1d(nn.Conv1d):
-    forward = _convolve
-
-
-class OwnConv2d(nn.Conv2d):
-    forward = _convolve
-
-
-class OwnConv3d(nn.Conv3d):
-    forward = _convolve
-
-
-class OwnTransposed1d(nn.ConvTranspose1d):
-    forward = _convolve_transposed
-
-
-class OwnTransposed2d(nn.ConvTranspose2d):
-    forward = _convolve_transposed
-
-
-class OwnTransposed3d(nn.ConvTranspose3d):
-    forward = _convolve_transposed
-
-
 class OwnLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight, self.bias)
@@ -342,30 +206,25 @@ def _normalise(self: Any, input: Tensor) -> Tensor:
     return F.batch_norm(input, *statistics, self.weight, self.bias, uses_batch, self.momentum or 0.0, self.eps)
 
 
-class OwnNorm1d(nn.BatchNorm1d):
-    forward = _normalise
+def _with_forward(base: type[nn.Module], forward: Any) -> type[nn.Module]:
+    return type(f"Own{base.__name__}", (base,), {"forward": forward, "__module__": __name__})
 
 
-class OwnNorm2d(nn.BatchNorm2d):
-    forward = _normalise
+_BASES = {
+    "conv": (nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    "transposed": (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    "norm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+}
 
 
-class OwnNorm3d(nn.BatchNorm3d):
-    forward = _normalise
+def _by_dims(kind: str, forward: Any) -> dict[int, Callable[..., nn.Module]]:
+    return {dims: _with_forward(base, forward) for dims, base in enumerate(_BASES[kind], 1)}
 
 
-class BatchNormAct1d(nn.BatchNorm1d):
-    forward = BatchNormAct.forward
-
-
-class BatchNormAct3d(nn.BatchNorm3d):
-    forward = BatchNormAct.forward
-
-
-OWN_CONVOLUTIONS: dict[int, Callable[..., nn.Module]] = {1: OwnConv1d, 2: OwnConv2d, 3: OwnConv3d}
-OWN_TRANSPOSED: dict[int, Callable[..., nn.Module]] = {1: OwnTransposed1d, 2: OwnTransposed2d, 3: OwnTransposed3d}
-OWN_NORMS: dict[int, Callable[..., nn.Module]] = {1: OwnNorm1d, 2: OwnNorm2d, 3: OwnNorm3d}
-ACTIVATED: dict[int, Callable[..., nn.Module]] = {1: BatchNormAct1d, 2: BatchNormAct, 3: BatchNormAct3d}
+OWN_CONVOLUTIONS = _by_dims("conv", _convolve)
+OWN_TRANSPOSED = _by_dims("transposed", _convolve_transposed)
+OWN_NORMS = _by_dims("norm", _normalise)
+ACTIVATED = _by_dims("norm", BatchNormAct.forward)
 
 
 @dataclass
