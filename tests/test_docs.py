@@ -87,6 +87,13 @@ def test_links_of_the_documentation_lead_somewhere():
             assert not section or section in _sections(target), f"{page.name} links to {file}#{section}"
 
 
+def test_the_files_that_the_architecture_names_exist():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    names = re.findall(r"\b[a-z_]+(?:/[a-z_]+)*/[a-z_]+\.py\b", page)
+    assert len(names) > 15
+    assert [name for name in names if not any((ROOT / home / name).is_file() for home in (".", "optimizer"))] == []
+
+
 def _sections(page: Path) -> set[str]:
     """The anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
