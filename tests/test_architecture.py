@@ -150,10 +150,6 @@ def test_a_floor_of_the_optimizer_knows_those_below_it_by_their_public_names(pat
             assert {alias.name for alias in node.names} <= public, f"{name_of(path)}:{node.lineno}"
 
 
-def test_few_files_stand_at_the_root_of_the_optimizer() -> None:
-    assert len([path for path in INSIDE if name_of(path).count("/") == 1]) <= 8
-
-
 # Files that look at frames, to name a line in a message.
 NAMING_LINES = {
     "optimizer/faults/locating_modules.py",
