@@ -36,6 +36,9 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(folder.parent))
 
 
+TREES = {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
+
 def imports_in(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -53,62 +56,64 @@ def late_imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
             yield from ((function.name, name) for name, _ in imports_in(function) if name.split(".")[0] in PACKAGES)
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_arrows(path: Path) -> None:
-    mine = name_of(path).split("/")[0]
-    allowed = set(PACKAGES) if mine == "optimizer" else {mine, "optimize_export"}
-    for name, node in imports_in(ast.parse(path.read_text(encoding="utf-8"))):
-        home = name.split(".")[0]
-        late = node.col_offset and name_of(path) in LATE
-        assert home not in PACKAGES or home in allowed or late, f"{name_of(path)}:{node.lineno} imports {name}"
+def all_imports() -> Iterator[tuple[str, str, ast.stmt]]:
+    """Yield (file, imported name, statement) for each import in the project."""
+    for file, tree in TREES.items():
+        yield from ((file, name, node) for name, node in imports_in(tree))
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_our_packages_are_imported_at_import_time(path: Path) -> None:
-    found = {function for function, _ in late_imports(ast.parse(path.read_text(encoding="utf-8")))}
-    assert found <= LATE.get(name_of(path), set()), (
-        f"{name_of(path)} imports inside of {sorted(found)}: a user's own module may be found instead"
-    )
+def test_arrows() -> None:
+    wrong = []
+    for file, name, node in all_imports():
+        mine, home = file.split("/")[0], name.split(".")[0]
+        allowed = set(PACKAGES) if mine == "optimizer" else {mine, "optimize_export"}
+        late = node.col_offset and file in LATE
+        if home in PACKAGES and home not in allowed and not late:
+            wrong.append(f"{file}:{node.lineno} imports {name}")
+    assert wrong == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_only_the_packages_of_graphs_know_fx(path: Path) -> None:
-    if name_of(path).startswith(("passes/graph/", "passes/fusion/")) or name_of(path) == "passes/torch_private.py":
-        return
-    for name, node in imports_in(ast.parse(path.read_text(encoding="utf-8"))):
-        assert not name.startswith("torch.fx"), f"{name_of(path)}:{node.lineno} imports {name}"
+def test_our_packages_are_imported_at_import_time() -> None:
+    """An import inside a function may find a user's own module instead."""
+    found = {file: {function for function, _ in late_imports(tree)} for file, tree in TREES.items()}
+    assert {file: late for file, functions in found.items() if (late := functions - LATE.get(file, set()))} == {}
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_onnxruntime_is_imported_with_its_telemetry_off(path: Path) -> None:
-    if name_of(path) == "optimize_export/onnx_runtime.py":
-        return
-    for name, node in imports_in(ast.parse(path.read_text(encoding="utf-8"))):
-        assert name.split(".")[0] != "onnxruntime", f"{name_of(path)}:{node.lineno} imports {name}"
+# Where a package may be imported: its telemetry is off there, or nothing else needs it.
+ONLY_IN = {
+    "torch.fx": ("passes/graph/", "passes/fusion/", "passes/torch_private.py"),
+    "onnxruntime": ("optimize_export/onnx_runtime.py",),
+    "openvino": (),
+}
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_openvino_is_imported_with_its_telemetry_off(path: Path) -> None:
-    for name, node in imports_in(ast.parse(path.read_text(encoding="utf-8"))):
-        assert name.split(".")[0] != "openvino", f"{name_of(path)}:{node.lineno} imports {name}"
+@pytest.mark.parametrize("package", ONLY_IN)
+def test_a_package_is_imported_in_its_place_alone(package: str) -> None:
+    wrong = [
+        f"{file}:{node.lineno}"
+        for file, name, node in all_imports()
+        if f"{name}.".startswith(f"{package}.") and not file.startswith(ONLY_IN[package] or ("-",))
+    ]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_libraries_of_models_are_imported_only_for_a_model_of_theirs(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for statement in tree.body:
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            names = {name.split(".")[0] for name, _ in imports_in(statement)}
-            assert not names & {"timm", "torchvision", "transformers", "PIL"}, f"{name_of(path)}:{statement.lineno}"
+def test_libraries_of_models_are_imported_only_for_a_model_of_theirs() -> None:
+    wrong = [
+        f"{file}:{node.lineno}"
+        for file, name, node in all_imports()
+        if not node.col_offset and name.split(".")[0] in {"timm", "torchvision", "transformers", "PIL"}
+    ]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_only_the_command_prints(path: Path) -> None:
-    if name_of(path) == "optimizer/command/output.py":
-        return
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        name = node.func if isinstance(node, ast.Call) else None
-        assert not (isinstance(name, ast.Name) and name.id == "print"), f"{name_of(path)} prints"
+def test_only_the_command_prints() -> None:
+    printing = {
+        file
+        for file, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    }
+    assert printing == {"optimizer/command/output.py"}
 
 
 # The sub-packages of `optimizer`: each may import those before it. `api.py` is between the last two.
@@ -125,7 +130,7 @@ FLOORS = (
     "tuning",
     "command",
 )
-INSIDE = [path for path in FILES if name_of(path).startswith("optimizer/")]
+INSIDE = {file: tree for file, tree in TREES.items() if file.startswith("optimizer/")}
 
 
 def floor_of(name: str) -> int:
@@ -134,20 +139,19 @@ def floor_of(name: str) -> int:
     return FLOORS.index(parts[1]) if len(parts) > 2 and parts[1] in FLOORS else -1
 
 
-@pytest.mark.parametrize("path", INSIDE, ids=name_of)
-def test_a_floor_of_the_optimizer_knows_those_below_it_by_their_public_names(path: Path) -> None:
-    mine = floor_of(name_of(path).removesuffix(".py"))
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("optimizer."):
-            continue
-        package = node.module.split(".")[1]
-        if package not in FLOORS or FLOORS.index(package) == mine:
-            continue
-        assert mine < 0 or FLOORS.index(package) < mine, f"{name_of(path)}:{node.lineno} imports {node.module}"
-        if mine >= 0 or package != "command":
-            assert node.module == f"optimizer.{package}", f"{name_of(path)}:{node.lineno} imports {node.module}"
-            public = set(sys.modules[node.module].__all__)
-            assert {alias.name for alias in node.names} <= public, f"{name_of(path)}:{node.lineno}"
+def test_a_floor_of_the_optimizer_knows_those_below_it_by_their_public_names() -> None:
+    for file, tree in INSIDE.items():
+        mine = floor_of(file.removesuffix(".py"))
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("optimizer."):
+                continue
+            package, place = node.module.split(".")[1], f"{file}:{node.lineno} imports {node.module}"
+            if package not in FLOORS or FLOORS.index(package) == mine:
+                continue
+            assert mine < 0 or FLOORS.index(package) < mine, place
+            if mine >= 0 or package != "command":
+                assert node.module == f"optimizer.{package}", place
+                assert {alias.name for alias in node.names} <= set(sys.modules[node.module].__all__), place
 
 
 # Files that look at frames, to name a line in a message.
@@ -187,11 +191,10 @@ def tricks_in(tree: ast.AST) -> Iterator[str]:
             yield "changes what isn't ours"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_nobody_reads_or_changes_the_code_of_others(path: Path) -> None:
-    found = set(tricks_in(ast.parse(path.read_text(encoding="utf-8"))))
-    allowed = {"looks at frames"} if name_of(path) in NAMING_LINES else set()
-    assert found <= allowed, name_of(path)
+def test_nobody_reads_or_changes_the_code_of_others() -> None:
+    allowed = {file: {"looks at frames"} for file in NAMING_LINES}
+    found = {file: set(tricks_in(tree)) - allowed.get(file, set()) for file, tree in TREES.items()}
+    assert {file: tricks for file, tricks in found.items() if tricks} == {}
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:
@@ -205,10 +208,9 @@ def private_names(tree: ast.AST) -> Iterator[str]:
             yield name
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_private_names_of_torch_stand_in_one_file_of_each_package(path: Path) -> None:
-    if path.name != "torch_private.py" or len(Path(name_of(path)).parts) != 2:
-        assert list(private_names(ast.parse(path.read_text(encoding="utf-8")))) == []
+def test_private_names_of_torch_stand_in_one_file_of_each_package() -> None:
+    found = {file for file, tree in TREES.items() if any(private_names(tree))}
+    assert found <= {f"{package}/torch_private.py" for package in PACKAGES}
 
 
 def test_the_readers_of_tricks_find_them() -> None:
@@ -226,11 +228,7 @@ def test_the_readers_find_what_they_look_for() -> None:
     )
     assert [name for name, _ in imports_in(tree)][:2] == ["torch.fx", "torch.fx"]
     assert list(late_imports(tree)) == [("f", "passes.base"), ("f", "exporters.base")]
-    assert {name_of(path) for path in FILES} >= {
-        "optimizer/command/cli.py",
-        "passes/graph/recording.py",
-        "exporters/onnx.py",
-    }
+    assert set(TREES) >= {"optimizer/command/cli.py", "passes/graph/recording.py", "exporters/onnx.py"}
     with pytest.raises(AssertionError, match="relative"):
         list(imports_in(ast.parse("from . import base")))
 
@@ -264,12 +262,10 @@ def calls_of_models(tree: ast.AST) -> Iterator[str]:
                 yield dotted(node.func)
 
 
-@pytest.mark.parametrize("path", INSIDE, ids=name_of)
-def test_the_model_is_called_in_one_place(path: Path) -> None:
-    found = set(calls_of_models(ast.parse(path.read_text(encoding="utf-8")))) - INTERCEPTED
-    assert found <= CALLERS.get(name_of(path), set()), (
-        f"{name_of(path)} calls a model: use called() of optimizer.model, or Reference.run()"
-    )
+def test_the_model_is_called_in_one_place() -> None:
+    """Elsewhere, use called() of optimizer.model, or Reference.run()."""
+    found = {file: set(calls_of_models(tree)) - INTERCEPTED for file, tree in INSIDE.items()}
+    assert {file: more for file, calls in found.items() if (more := calls - CALLERS.get(file, set()))} == {}
 
 
 # Modules in `passes` that aren't passes.
@@ -318,10 +314,9 @@ COMMON = {
 INTERFACE = {name for kind in KINDS for name in kind.__all__} | {name.rpartition(".")[2] for name in COMMON}
 
 
-@pytest.mark.parametrize("path", PASS_FILES, ids=name_of)
-def test_a_pass_is_written_with_the_interface(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert list(imported_by_a_pass(tree, OWN.get(path.stem, ()))) == []
+def test_a_pass_is_written_with_the_interface() -> None:
+    found = {path.name: list(imported_by_a_pass(TREES[name_of(path)], OWN.get(path.stem, ()))) for path in PASS_FILES}
+    assert {name: outside for name, outside in found.items() if outside} == {}
 
 
 def test_the_reader_of_the_imports_of_a_pass_finds_them() -> None:
