@@ -14,7 +14,7 @@
 Each message is one sentence: what is wrong, where, and what to do.
 
 `passes.errors` and `exporters.errors` define the errors of those packages. The functions of `optimizer.api` raise them
-unchanged. `optimizer.command.own_errors` converts them to the classes with exit codes 2, 4, 6 and 7.
+unchanged. `optimizer.command.errors` converts them to the classes with exit codes 2, 4, 6 and 7.
 
 `Terminated` is not an error of the program: it stands for SIGTERM, and only the command catches it.
 """

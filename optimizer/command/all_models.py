@@ -20,14 +20,11 @@ _POLL_SECONDS = 0.05
 
 @dataclass
 class _Build:
-    """A running command, with its output in temporary files.
-
-    Attributes:
-        alone: whether no other build runs meanwhile. Otherwise the files aren't timed, since builds disturb each other.
-    """
+    """A running command, with its output in temporary files."""
 
     arguments: list[str]
     alone: bool
+    """Whether no other build runs meanwhile. Otherwise the files aren't timed, since builds disturb each other."""
     started: float = field(default_factory=time.perf_counter)
     out: IO[bytes] = field(default_factory=tempfile.TemporaryFile)
     log: IO[bytes] = field(default_factory=tempfile.TemporaryFile)

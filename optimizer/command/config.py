@@ -35,14 +35,11 @@ FOLDERS = {"debug_dir", "profile_dir"}
 
 @dataclass(frozen=True)
 class Config:
-    """The models of a config file.
-
-    Attributes:
-        models: for each model by its name, the values of its options by the names of the command's parameters.
-    """
+    """The models of a config file."""
 
     path: Path
     models: dict[str, dict[str, Any]]
+    """For each model by its name, the values of its options by the names of the command's parameters."""
 
     def names(self) -> str:
         return ", ".join(self.models) or "none"

@@ -1,7 +1,280 @@
-"""The work of the command, by the functions that `cli` calls. Importing this imports torch."""
+"""The work of the command after its options are parsed. Each public function returns a JSON document.
 
-from optimizer.command.build import export_model
-from optimizer.command.bundles import bench, lay_out, list_passes, rejudge, verify
-from optimizer.command.diagnosing import diagnose_model
+`cli` imports this module late, because it imports torch. Everything that can be checked without the user's code is checked
+before that code runs.
+"""
 
-__all__ = ["bench", "diagnose_model", "export_model", "lay_out", "list_passes", "rejudge", "verify"]
+import time
+from collections.abc import Callable
+from dataclasses import MISSING, asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exporters.metadata import refuse_metadata
+from exporters.onnx import refuse_opset
+from exporters.registry import exporter_named
+from optimize_export.errors import (
+    BundleError,
+    DeviceError,
+    ExportFailed,
+    FindingsFound,
+    ParityError,
+    failure_document,
+)
+from optimize_export.manifest import REPORT_PAGE, plain
+from optimize_export.runtime import require_runtime
+from optimize_export.wording import listed
+from optimizer.api import check_choices, check_dynamic, export, optimize_to_export, report_of
+from optimizer.bundle import Bundle, VerifyReport, check_target, rejudge_bundle, verify_bundle, write_triton_model
+from optimizer.command.early_checks import check_early
+from optimizer.command.errors import own_errors, unlogged
+from optimizer.command.first_run import load_and_run
+from optimizer.command.input_spec import parse_input
+from optimizer.command.loading import Loaded, required_arguments
+from optimizer.command.user_code import hard_exits_raise, names_restored
+from optimizer.diagnosis import Diagnosis, diagnose
+from optimizer.model import in_turn
+from optimizer.options import (
+    BenchOptions,
+    DiagnoseOptions,
+    ExportOptions,
+    ListOptions,
+    RejudgeOptions,
+    TritonOptions,
+    VerifyOptions,
+)
+from optimizer.report import Progress
+from optimizer.tuning import bench_bundle
+from passes.base import Pass
+from passes.registry import describe_passes, make_passes, parse_passes
+
+Document = dict[str, Any]
+
+
+@in_turn
+def export_model(options: ExportOptions, progress: Callable[[Progress], None]) -> Document:
+    """Make the bundle.
+
+    If the bundle lacks a requested format, the document says so with `exit_code` 4. If a `ParityError` leaves nothing
+    to publish, the document has the measurements and `exit_code` 6.
+
+    Raises:
+        OptimizeExportError: any other error; errors of the packages `passes` and `exporters` are converted.
+    """
+    try:
+        with own_errors(), names_restored(), hard_exits_raise(), unlogged():
+            return _make(options, progress)
+    except ParityError as error:
+        told = failure_document(error.exit_code, type(error).__name__, str(error))
+        return dict(plain({**told, **error.figures}))
+
+
+def _make(options: ExportOptions, progress: Callable[[Progress], None]) -> Document:
+    started = time.perf_counter()
+    passes = _checked_passes(options)
+    shown, options = options.output, _with_absolute_paths(options)
+    options = replace(options, device=_chosen_device(options.device, require_gpu=options.require_gpu))
+    if options.reference_device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("--reference-device cuda needs a GPU, but torch finds none here.")
+    check_choices(options)
+    loaded = load_and_run(options, progress)
+    if options.dynamic is None and not options.static_batch and options.input_names is None:
+        options = replace(options, dynamic=loaded.dynamic)
+    check_dynamic(loaded.model, loaded.samples(options.seed), options)
+    inputs: dict[str, Any] = {
+        "example_inputs": loaded.example_inputs,
+        "example_kwargs": loaded.example_kwargs,
+        "further_inputs": loaded.further_inputs,
+        "progress": progress,
+    }
+    fast = optimize_to_export(loaded.model, passes, options, **inputs)
+    bundle = export(
+        fast,
+        **inputs,
+        **options.settings(),
+        calibration=loaded.calibration,
+        source=loaded.source,
+        build=loaded.build,
+    )
+    report = report_of(fast).to_json()
+    seconds = round(time.perf_counter() - started, 3)
+    document = _exported(shown, bundle, report, loaded, seconds)
+    return {**document, "profile": bundle.profile} if bundle.profile else document
+
+
+def _checked_passes(options: ExportOptions) -> list[Pass]:
+    """Make the passes that the options name, and check all options that can be checked without the model.
+
+    The passes are made before the user's modules can take the names of our packages.
+
+    Raises:
+        PassesError, ExporterError, OptimizeExportError: an option is invalid, whatever the model is.
+    """
+    passes = make_passes(None if options.passes is None else parse_passes(options.passes), "inference")
+    for name in options.formats:
+        exporter_named(name)
+    if "onnx" in options.formats:
+        require_runtime("onnxruntime")
+    refuse_opset(options.opset, options.formats)
+    refuse_metadata(options.metadata or {})
+    for text in options.inputs:
+        parse_input(text)
+    check_early(options)
+    check_target(options.output, force=options.force)
+    return passes
+
+
+def _with_absolute_paths(options: ExportOptions) -> ExportOptions:
+    """Make all paths absolute, because the user's code may change the current folder."""
+    absolute: dict[str, Any] = {
+        each.name: path.absolute() for each in fields(options) if isinstance(path := getattr(options, each.name), Path)
+    }
+    return replace(options, **absolute, input_files=tuple(path.absolute() for path in options.input_files))
+
+
+def _chosen_device(asked: str, *, require_gpu: bool) -> str:
+    available = torch.cuda.is_available()
+    if available:
+        return "cpu" if asked == "cpu" else "cuda"
+    if require_gpu or asked == "cuda":
+        option = "--require-gpu" if require_gpu else "--device cuda"
+        raise DeviceError(f"{option} needs a GPU, but torch finds none here.")
+    return "cpu"
+
+
+def _exported(output: Path, bundle: Bundle, report: Document, loaded: Loaded, seconds: float) -> Document:
+    manifest = bundle.manifest
+    outcome: Document = {"ok": True, "exit_code": 0}
+    if bundle.missing:
+        outcome = failure_document(ExportFailed.exit_code, ExportFailed.__name__, bundle.what_is_missing(output))
+    document = {
+        **outcome,
+        "bundle": str(output),
+        "report_page": str(output / REPORT_PAGE),
+        "sha256sums": bundle.sha256sums,
+        "model": manifest["model"],
+        "device": manifest["device"],
+        "passes": report["passes"],
+        "coverage": report["coverage"],
+        # The manifest has the measurements: thousands of lines that nobody reads here.
+        "artifacts": [{**artifact, "measurement": None} for artifact in manifest["artifacts"]],
+        "missing": bundle.missing,
+        "unproven": bundle.unproven,
+        "parity": manifest["parity"],
+        "benchmark": bundle.benchmark,
+        "report": report,
+        "notes": list(dict.fromkeys([*loaded.notes, *report["notes"], *manifest.get("notes", ())])),
+        "seconds": seconds,
+    }
+    return dict(plain(document))
+
+
+# Diagnosis -----------------------------------------------------------------------------------------------------------
+
+
+@in_turn
+def diagnose_model(options: DiagnoseOptions, progress: Callable[[Progress], None]) -> Document:
+    """Diagnose a model.
+
+    With `fail_on`, the `exit_code` is 10 if there is a finding of that level or a higher one.
+
+    Raises:
+        OptimizeExportError: the model can't be loaded or doesn't run.
+    """
+    with own_errors(), names_restored(), hard_exits_raise(), unlogged():
+        load = options.load
+        device = _chosen_device(load.device, require_gpu=load.require_gpu)
+        loaded = load_and_run(_with_absolute_paths(load), progress)
+        step, notes = loaded.training_step, list(loaded.notes)
+        if step is not None and (needed := required_arguments(step)):
+            step = None
+            notes.append(
+                f"The training step was left out: training_step needs {listed(needed)}; it is called without arguments."
+            )
+        progress(Progress("diagnose", 0, 1, loaded.source))
+        found = diagnose(
+            loaded.model,
+            loaded.example_inputs,
+            example_kwargs=loaded.example_kwargs,
+            training_step=step,
+            device=device,
+        )
+        progress(Progress("diagnose", 1, 1, loaded.source))
+    return {**_failing(found, options.fail_on), "diagnosis": found.to_json(), "notes": notes}
+
+
+def _failing(found: Diagnosis, fail_on: Any) -> Document:
+    failing = () if fail_on is None else found.at_least(fail_on)
+    if not failing:
+        return {"ok": True, "exit_code": 0}
+    count = len(failing)
+    level = f"level {fail_on}" if fail_on == "error" else f"level {fail_on} or higher"
+    message = f"The diagnosis has {count} finding{'s' if count > 1 else ''} of {level}: fix them, or change --fail-on."
+    return failure_document(FindingsFound.exit_code, FindingsFound.__name__, message)
+
+
+# Finished bundles, and the list of passes ----------------------------------------------------------------------------
+
+
+def verify(options: VerifyOptions) -> Document:
+    """Verify a bundle again.
+
+    The `exit_code` is 8 if files are damaged, and 6 if an artifact isn't proven correct.
+    """
+    with own_errors():
+        report = verify_bundle(
+            options.bundle,
+            device=options.device,
+            require_gpu=options.require_gpu,
+            expect=options.expect,
+            run=options.run,
+        )
+    return _checked(options.bundle, report)
+
+
+def bench(options: BenchOptions) -> Document:
+    """Time the files of a bundle on this machine."""
+    device = _chosen_device(options.device, require_gpu=False)
+    with own_errors():
+        found = bench_bundle(options.bundle, device=device)
+    return dict(plain({"ok": True, "exit_code": 0, "bundle": str(options.bundle), "benchmark": found.to_json()}))
+
+
+def rejudge(options: RejudgeOptions) -> Document:
+    """Judge the measurements of a bundle again.
+
+    The `exit_code` is 8 if the manifest is damaged, and 6 if an error is larger than allowed.
+    """
+    with own_errors():
+        report = rejudge_bundle(options.bundle, atol=options.atol, rtol=options.rtol, factor=options.factor)
+    return _checked(options.bundle, report)
+
+
+def lay_out(options: TritonOptions) -> Document:
+    """Write an artifact of a bundle into a model repository."""
+    with own_errors():
+        folder = write_triton_model(options.bundle, options.output, options.format)
+    model = str(options.output / folder.name)
+    return {"ok": True, "exit_code": 0, "bundle": str(options.bundle), "triton_model": model}
+
+
+def _checked(bundle: Path, report: VerifyReport) -> Document:
+    code = 0 if report.ok else ParityError.exit_code if report.intact else BundleError.exit_code
+    return {"ok": report.ok, "exit_code": code, "bundle": str(bundle), **report.to_json()}
+
+
+def list_passes(_: ListOptions) -> Document:
+    """List the installed passes with their names, summaries and options."""
+    with own_errors():
+        known = [asdict(description) for description in describe_passes()]
+    for each in known:
+        each["options"] = {name: _default(value) for name, value in each["options"].items()}
+    return {"ok": True, "exit_code": 0, "available_passes": known}
+
+
+def _default(value: object) -> str | int | float | None:
+    if value is MISSING:
+        return "required"
+    return value if value is None or isinstance(value, str | int | float) else str(value)

@@ -1,11 +1,15 @@
-"""`--inputs` and `--calibration`: calls of the model from files of tensors, images and text files, one call per file."""
+"""`--inputs` and `--calibration`: calls of the model from files, one call per file.
+
+A file has tensors, or an image or texts, which are preprocessed as in the library of the model.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from zipfile import BadZipFile, is_zipfile
 
 import numpy
@@ -18,7 +22,8 @@ from exporters.base import named_inputs
 from exporters.errors import StructureError
 from optimize_export.errors import LoadError
 from optimize_export.wording import listed, quote
-from optimizer.command.preprocessing import Preprocessing, kind_of, preprocessed
+from optimizer.command.early_checks import SUFFIXES
+from optimizer.command.errors import errors_of_user_code
 from optimizer.model import Call, leaves_of, rebuild
 
 
@@ -159,3 +164,73 @@ def _refuse_misfit(
 
 def _without_annotations(parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
     return [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+
+
+# Images and text files -----------------------------------------------------------------------------------------------
+
+Kind = Literal["image", "text"]
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """Converts an image or texts to the tensors of a call, as the model's library does."""
+
+    label: str
+    """The model, for messages."""
+    kind: Kind
+    convert: Callable[[Any], dict[str, torch.Tensor]]
+    """Takes a PIL image in RGB, or a list of texts; returns tensors by the names of forward's arguments, or by their
+    positions ("0", "1", …)."""
+
+
+def kind_of(path: Path) -> Kind | None:
+    """The kind of a file by its suffix; None for files of tensors and others."""
+    kinds: tuple[Kind, ...] = ("image", "text")
+    return next((kind for kind in kinds if path.suffix.lower() in SUFFIXES[kind]), None)
+
+
+def preprocessed(path: Path, kind: Kind, preprocessing: Preprocessing | None) -> dict[str, torch.Tensor]:
+    """Read an image or a text file, and convert it to tensors.
+
+    Raises:
+        LoadError: the model's preprocessing isn't known or is for the other kind of file; or the file can't be read, is
+            empty or can't be converted.
+    """
+    described = {"image": "an image", "text": "a text file"}
+    if preprocessing is None:
+        raise LoadError(
+            f"{path.name} is {described[kind]}, and the model's preprocessing of it isn't known: save the tensors of a "
+            "call in a .safetensors file, named after forward's arguments."
+        )
+    if preprocessing.kind != kind:
+        raise LoadError(
+            f"{path.name} is {described[kind]}, but {preprocessing.label} takes {described[preprocessing.kind]} "
+            f"({' '.join(SUFFIXES[preprocessing.kind])}) or the tensors of a call (.safetensors .npz)."
+        )
+    content = _image_in(path) if kind == "image" else _lines_of(path)
+    with errors_of_user_code(f"{path.name} couldn't be preprocessed for {preprocessing.label}", Path.cwd()):
+        return preprocessing.convert(content)
+
+
+def _image_in(path: Path) -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise LoadError(f"Pillow, which reads {path.name}, isn't installed: pip install pillow.") from error
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise LoadError(f"The image {path.name} couldn't be read: {quote(error)}.") from error
+
+
+def _lines_of(path: Path) -> list[str]:
+    """The texts in a file: its lines without the blank ones."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, ValueError) as error:
+        raise LoadError(f"The text file {path.name} couldn't be read as UTF-8: {quote(error)}.") from error
+    texts = [line.strip() for line in lines if line.strip()]
+    if not texts:
+        raise LoadError(f"The text file {path.name} is empty: write one text per line.")
+    return texts

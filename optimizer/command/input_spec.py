@@ -11,7 +11,7 @@ import torch
 
 from optimize_export.errors import LoadError, UsageError
 from optimize_export.wording import dtype_name, quote
-from optimizer.command.input_syntax import parts_of_input, refuse_input
+from optimizer.command.early_checks import parts_of_input, refuse_input
 
 _SHORT_DTYPES = {
     "f16": "float16",

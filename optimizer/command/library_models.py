@@ -25,8 +25,8 @@ from torch import nn
 
 from optimize_export.errors import LoadError
 from optimize_export.wording import dtype_name, listed
-from optimizer.command.preprocessing import Preprocessing
-from optimizer.command.user_errors import errors_of_user_code
+from optimizer.command.errors import errors_of_user_code
+from optimizer.command.input_files import Preprocessing
 
 _ROWS, _LENGTH = 2, 16
 # The side of the images if the model's config has none; such models take any size.

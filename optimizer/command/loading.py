@@ -38,12 +38,11 @@ from optimizer.command.early_checks import (
     split_library,
     split_target,
 )
-from optimizer.command.input_files import read_calls
+from optimizer.command.errors import errors_of_user_code
+from optimizer.command.input_files import Preprocessing, read_calls
 from optimizer.command.input_spec import draw_inputs, parse_input
 from optimizer.command.library_models import LibraryModel, library_model, open_lengths
-from optimizer.command.preprocessing import Preprocessing
 from optimizer.command.user_code import put_first
-from optimizer.command.user_errors import errors_of_user_code
 from optimizer.model import (
     Call,
     FurtherInputs,
@@ -63,31 +62,28 @@ _ABSENT = object()
 
 @dataclass
 class Loaded:
-    """The user's model, with the inputs to run it on.
-
-    Attributes:
-        example_inputs: a tuple, or a function of a batch size and a generator that returns a call.
-        source: the name of the model, without an absolute path.
-        notes: sentences about decisions that were made while loading.
-        folder: the folder of the user's file, or the current folder for an importable module.
-        further_inputs: more calls, from `--inputs`.
-        calibration: calls for static quantization, from `--calibration` or the file's get_calibration_inputs().
-        training_step: the file's training_step, which runs one step, for diagnose; None if it has none.
-        dynamic: the dims that are dynamic unless the user chooses others; None for the batch alone.
-        build: what the bundle is built from, for its manifest.
-    """
+    """The user's model, with the inputs to run it on."""
 
     model: nn.Module
     example_inputs: ExampleInputs | None
+    """A tuple, or a function of a batch size and a generator that returns a call."""
     example_kwargs: dict[str, Any]
     source: str
+    """The name of the model, without an absolute path."""
     notes: tuple[str, ...] = ()
+    """Sentences about decisions that were made while loading."""
     folder: Path = field(default_factory=Path.cwd)
+    """The folder of the user's file, or the current folder for an importable module."""
     further_inputs: FurtherInputs = ()
+    """More calls, from `--inputs`."""
     calibration: Sequence[Any] | None = None
+    """Calls for static quantization, from `--calibration` or the file's get_calibration_inputs()."""
     training_step: Callable[[], object] | None = None
+    """The file's training_step, which runs one step, for diagnose; None if it has none."""
     dynamic: dict[str, dict[int, str | None]] | None = None
+    """The dims that are dynamic unless the user chooses others; None for the batch alone."""
     build: dict[str, Any] = field(default_factory=dict)
+    """What the bundle is built from, for its manifest."""
 
     def first_call(self, seed: int = 0) -> Call:
         """The user's own call; an example function is called with batch size 2."""

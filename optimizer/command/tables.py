@@ -13,13 +13,11 @@ from rich.text import Text
 
 from exporters.errors import ExporterError
 from exporters.registry import exporter_named
-from optimizer.command.benchmark_tables import benchmark_lines
-from optimizer.command.text_tables import INDENT, STYLES, folded, padded, table
 from optimizer.diagnosis import diagnosis_lines
 from optimizer.parity import WITHIN_BUDGET, accuracy_text, allowed_share
 from optimizer.profiling import profile_lines
 from optimizer.report import reason_shown, remark_lines
-from optimizer.showing import number_text, percent_text, size_text
+from optimizer.showing import number_text, percent_text, seconds_text, size_text
 
 # Without a terminal, lines are almost never wrapped, so that `grep` finds them whole.
 _WIDE = 4096
@@ -335,3 +333,109 @@ def _differs(name: str, place: Mapping[str, Any]) -> str:
         f"{each['module'] or 'the model itself'} ({each['line']}, {each['operation']})" for each in places
     )
     return f"{name} first differs at {named}: {place['problem']}"
+
+
+# The latency and memory of files -------------------------------------------------------------------------------------
+
+
+def benchmark_lines(benchmark: Document, width: int) -> Iterable[Text | str]:
+    """A table of all candidates, the recommendation, and the candidates that were dropped."""
+    timed = [figure for figure in benchmark["figures"] if figure["seconds"] is not None and not figure["dropped"]]
+    with_accuracy = any(figure["accuracy"] for figure in timed)
+    if timed:
+        columns = ["latency of", "median", "p95", "speed-up", "memory", "size", *["accuracy"] * with_accuracy]
+        rows = [[*_row(figure), *[_accuracy(figure)] * with_accuracy] for figure in timed]
+        yield from table(columns, rows, width)
+    for figure in benchmark["figures"]:
+        if figure["dropped"]:
+            yield f"not used: {figure['name']}: {figure['dropped']}"
+    yield from (f"note: {note}" for note in benchmark["notes"])
+    where = [f"batch {size}" for size in benchmark["batch_sizes"]]
+    if benchmark["rounds"]:
+        threads = benchmark["threads"]
+        where += [f"{threads} thread{'' if threads == 1 else 's'} of torch", f"{benchmark['rounds']} rounds"]
+    yield benchmark["reason"] + (f" ({', '.join(where)})" if where else "")
+
+
+def _row(figure: Document) -> list[str]:
+    gain = figure["speed_up"]
+    return [
+        figure["name"],
+        seconds_text(figure["seconds"]),
+        seconds_text(figure["p95"]),
+        "" if gain is None else f"{gain['median']:.2f} ({gain['low']:.2f} to {gain['high']:.2f})",
+        "" if figure["memory"] is None else size_text(figure["memory"]),
+        "" if figure["bytes"] is None else size_text(figure["bytes"]),
+    ]
+
+
+def _accuracy(figure: Document) -> str:
+    return accuracy_text(figure["accuracy"]) if figure["accuracy"] else "rounding only"
+
+
+# Rows in columns, as far as the width allows -------------------------------------------------------------------------
+
+# The minimum width of a wrapped last column. In less space, each row of the table becomes a paragraph.
+NARROWEST = 24
+INDENT = 4
+STYLES = {
+    "applied": "green",
+    "ok": "green",
+    "rolled-back": "yellow",
+    "vacuous": "yellow",
+    "within budget": "yellow",
+    "failed": "red",
+    "missing": "red",
+}
+
+Row = Sequence[str]
+
+
+def table(columns: Row, rows: Sequence[Row], width: int, *, wraps: bool = False) -> Iterable[Text]:
+    """Align the rows in columns if they fit; otherwise write one paragraph per row.
+
+    Only the last cell may be broken, at its spaces.
+
+    Args:
+        wraps: whether the last column contains sentences, which may be wrapped.
+    """
+    widths = [max(cell_len(row[column]) for row in (columns, *rows)) for column in range(len(columns))]
+    start = sum(widths[:-1]) + 2 * (len(widths) - 1)
+    room = min(widths[-1], max(width - start, NARROWEST)) if wraps else widths[-1]
+    if start + room > width:
+        yield from _paragraphs(columns, rows, width)
+        return
+    for row in (columns, *rows):
+        cells = [padded(cell, size) for cell, size in zip(row[:-1], widths, strict=False)]
+        first, *more = (folded(row[-1], room) if wraps else [row[-1]]) or [""]
+        line = Text("  ").join([Text(cell, style=STYLES.get(cell.rstrip(), "")) for cell in cells])
+        line = Text("  ").join([line, Text(first, style=STYLES.get(first, ""))])
+        if row is columns:
+            line.stylize("bold")
+        yield line
+        yield from (Text(" " * start + text) for text in more)
+
+
+def _paragraphs(columns: Row, rows: Sequence[Row], width: int) -> Iterable[Text]:
+    for first, *cells in rows:
+        pieces = [f"{name} {cell}" for name, cell in zip(columns[1:], cells, strict=True) if cell]
+        line = first
+        for number, piece in enumerate(pieces):
+            joined = f"{line}{',' if number else ':'} {piece}"
+            # Leave room for a comma.
+            if cell_len(joined) < width:
+                line = joined
+                continue
+            yield Text(line + ("," if number else ":"))
+            *full, last = [" " * INDENT + text for text in folded(piece, max(width - INDENT, 1))]
+            yield from map(Text, full)
+            line = last
+        yield Text(line)
+
+
+def folded(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def padded(text: str, width: int) -> str:
+    return text + " " * (width - cell_len(text))

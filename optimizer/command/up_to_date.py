@@ -54,19 +54,16 @@ _SHARED = ("model", "device", "passes", "coverage", "missing", "parity", "benchm
 
 @dataclass(frozen=True)
 class BuildInputs:
-    """The options of a build, and the files that they name.
-
-    Attributes:
-        folder: the folder of the model's file, or that from which the module is imported.
-        root: the current folder.
-        files: the model's own files by their names, and other files by their options, such as "--weights".
-        options: the options that shape the bundle, by their long names, as the manifest records them.
-    """
+    """The options of a build, and the files that they name."""
 
     folder: Path
+    """The folder of the model's file, or that from which the module is imported."""
     root: Path
+    """The current folder."""
     files: dict[str, Path]
+    """The model's own files by their names, and other files by their options, such as "--weights"."""
     options: dict[str, Any]
+    """The options that shape the bundle, by their long names, as the manifest records them."""
 
     def record(self, before: Mapping[str, object], opened: Iterable[Path], started: float) -> Document:
         """The manifest's `build`, once the model has been loaded and has run.

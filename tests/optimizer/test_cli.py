@@ -122,7 +122,7 @@ STAGES = [
 
 
 class Engine:
-    """A fake `optimizer.command.build` that keeps the options of its last call."""
+    """A fake `optimizer.command.engine` that keeps the options of its last call."""
 
     def __init__(self, outcome=DONE, during=lambda: None):
         self.outcome, self.during, self.options = outcome, during, None

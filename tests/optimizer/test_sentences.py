@@ -7,7 +7,7 @@ import torch
 
 from optimize_export.errors import LoadError, Terminated
 from optimize_export.wording import error_summary, quote
-from optimizer.command.user_errors import errors_of_user_code
+from optimizer.command.errors import errors_of_user_code
 
 
 class Speechless(Exception):

@@ -1,7 +1,9 @@
-"""Convert an error in the user's code to one sentence that names its place in the user's files."""
+"""Convert the errors of the user's code, and those of the other packages, to classes that have exit codes."""
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import sys
 import traceback
@@ -9,9 +11,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from optimize_export.errors import LoadError, Terminated
-from optimize_export.wording import quote
+from exporters.errors import (
+    ExporterError,
+    MetadataError,
+    ProviderFallback,
+    StructureError,
+    UnknownFormat,
+    UnknownOpset,
+)
+from optimize_export.errors import (
+    BundleError,
+    ExportFailed,
+    LoadError,
+    OptimizeExportError,
+    OptimizeFailed,
+    ParityError,
+    Terminated,
+    UsageError,
+)
+from optimize_export.wording import one_line, quote
 from optimizer.command.user_code import OWN_PACKAGES, ROOT, HardExit
+from passes.errors import (
+    DuplicatePass,
+    PassesError,
+    PassOptionError,
+    PassOrderError,
+    UnknownPass,
+)
+
+# The user's code -----------------------------------------------------------------------------------------------------
 
 _OURS = tuple(str(ROOT / name) + os.sep for name in OWN_PACKAGES)
 
@@ -69,3 +97,53 @@ def exit_call(error: SystemExit) -> str:
     if isinstance(error, HardExit):
         return f"os._exit({error.code!r})"
     return f"sys.exit({'' if error.code is None else repr(error.code)})"
+
+
+# The other packages --------------------------------------------------------------------------------------------------
+
+_USAGE = (
+    UnknownPass,
+    DuplicatePass,
+    PassOptionError,
+    PassOrderError,
+    UnknownFormat,
+    UnknownOpset,
+    MetadataError,
+    StructureError,
+)
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+
+@contextmanager
+def own_errors() -> Iterator[None]:
+    """Convert every error that the user should read to a class that has an exit code."""
+    try:
+        yield
+    except OptimizeExportError:
+        raise
+    except _USAGE as error:
+        raise UsageError(one_line(error)) from error
+    except PassesError as error:
+        raise OptimizeFailed(one_line(error)) from error
+    except ProviderFallback as error:
+        raise ParityError(one_line(error)) from error
+    except ExporterError as error:
+        raise ExportFailed(one_line(error)) from error
+    except SystemExit as error:
+        # The program never exits here. The model does, on an input that its first run didn't have.
+        raise LoadError(f"The model called {exit_call(error)} while it ran: remove the call.") from error
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        raise BundleError(f"The bundle couldn't be written: {error.strerror}.") from error
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Keep Python from printing what the library logs, because the command prints it itself."""
+    library, nobody = logging.getLogger("optimizer"), logging.NullHandler()
+    library.addHandler(nobody)
+    try:
+        yield
+    finally:
+        library.removeHandler(nobody)
