@@ -107,7 +107,7 @@ def parse(arguments: Sequence[str], shows: Any = None) -> Options | int:
     """
     name, rest = "export", list(arguments)
     words = [each for each in rest if each not in ("--json", "--quiet", "--details", "--debug")]
-    if words and words[0] in COMMANDS and words[0] != name:
+    if words and words[0] in COMMANDS:
         name = words[0]
         rest.remove(name)
     command = COMMANDS[name]
@@ -196,23 +196,6 @@ def field_options(cls: type, names: Sequence[str] | None = None) -> Iterator[Fie
             yield from (FieldOption(field, flag) for flag in spelled.flags or ("",))
 
 
-def _values(cls: type, options: Sequence[FieldOption], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a dataclass that the given texts and flags set."""
-    found: dict[str, Any] = {}
-    own, flags = {each.name for each in fields(cls)}, dict[str, str]()
-    for option in options:
-        raw, name, parse_text = given.get(option.parameter), option.field.name, option.spelled.parse
-        if raw is None or name not in own:
-            continue
-        if option.value is MISSING:
-            found[name] = raw if parse_text is None or option.is_flag else parse_text(option.long, raw)
-        elif raw:
-            if name in flags:
-                raise UsageError(f"{flags[name]} and {option.long} contradict each other: use only one of them.")
-            flags[name], found[name] = option.long, option.value
-    return found
-
-
 # The commands -----------------------------------------------------------------------------------------------------
 
 _ALL_HELP = f"{PROGRAM}: all help"
@@ -231,7 +214,19 @@ class _Call:
 
     def values(self, cls: type) -> dict[str, Any]:
         """The fields of a dataclass that the options set."""
-        found = _values(cls, self.options, self.given)
+        found: dict[str, Any] = {}
+        own, flags = {each.name for each in fields(cls)}, dict[str, str]()
+        for option in self.options:
+            raw, name = self.given.get(option.parameter), option.field.name
+            if raw is None or name not in own:
+                continue
+            if option.value is MISSING:
+                parse = None if option.is_flag else option.spelled.parse
+                found[name] = raw if parse is None else parse(option.long, raw)
+            elif raw:
+                if name in flags:
+                    raise UsageError(f"{flags[name]} and {option.long} contradict each other: use only one of them.")
+                flags[name], found[name] = option.long, option.value
         if found.get("require_gpu") and found.get("device") == "cpu":
             raise UsageError("--require-gpu and --device cpu contradict each other.")
         return found
@@ -468,7 +463,7 @@ _EXPORT_OPTIONS = [*field_options(ExportOptions)]
 _BUILD_HELP = """
 Build the models of a config: pyproject.toml, or the file of --config.
 
-All options of an export go with it; they replace those of the config.
+All options of an export go with it (--help-all shows them), and replace those of the config.
 """
 _PROFILE_HELP = """
 Export a model, and profile it before and after.
