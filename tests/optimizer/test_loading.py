@@ -190,12 +190,12 @@ def test_files_that_arent_there_or_arent_python(write, tmp_path):
         (
             "net/model.onnx",
             b"",
-            "It is in a bundle: check that with --verify net, and run it in Python with load('net').",
+            "It is in a bundle: check that with optimize-export verify net, and run it in Python with load('net').",
         ),
         (
             "net",
             None,
-            "is a bundle: MODEL is the Python file that it is built from. Check the bundle with --verify net",
+            "is a bundle: MODEL is the Python file that it is built from. Check the bundle with optimize-export verify net",
         ),
         ("net.ipynb", b"{}", "is a notebook; copy the cells that build the model into a Python file"),
         ("bert", None, "is a folder that save_pretrained wrote: use transformers:bert."),
