@@ -253,7 +253,7 @@ def export(
     settings.check(calibration)
     # Before any of the user's code runs, because it may change the current folder.
     settings = with_checked_folders(settings)
-    used = exporters_of(formats, exporters, opset, metadata or {})
+    used = exporters_of(formats, exporters, opset, {} if metadata is None else metadata)
     names = [exporter.name for exporter in used]
     chosen = None if choices is None else read_choices(choices, names, settings.budget)
     target = resolved_device(device, require_gpu=require_gpu)

@@ -114,6 +114,23 @@ class AccuracyBudget:
 
 
 # fmt: off
+# The options that several commands have.
+_DEVICE = option(
+    "Where the files run: auto, cpu or cuda.", "output", metavar="DEVICE", common=True,
+    choices=("auto", "cpu", "cuda"),
+)
+_REQUIRE_GPU = option("Fail if there is no GPU, instead of checking on the CPU.", "output")
+_ATOL = option(
+    "Tolerance instead of the noise: 1e-3 or logits=1e-3.", "proof", metavar="TOL", common=True, repeated=True,
+    parse=parse_tolerance,
+    more="Allow |file - original| <= atol + rtol * |original| instead of the measured noise.",
+)
+_RTOL = option(
+    "Relative part of that tolerance, in the same form; the part that isn't set is 0.", "proof", metavar="TOL",
+    repeated=True, parse=parse_tolerance,
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings:
     """What `export` takes besides the model and its inputs; its docstring explains each."""
@@ -154,17 +171,12 @@ class ExportSettings:
         "Add a text to every file, such as author=Jane.", "output", metavar="KEY=VALUE", repeated=True,
         parse=parse_metadata,
     ))
-    device: str = field(default="auto", metadata=option(
-        "Where the files run: auto, cpu or cuda.", "output", metavar="DEVICE", common=True,
-        choices=("auto", "cpu", "cuda"),
-    ))
+    device: str = field(default="auto", metadata=_DEVICE)
     reference_device: str | None = field(default=None, metadata=option(
         "Where the original runs: cpu or cuda, instead of where the files run.", "proof", metavar="DEVICE",
         choices=("cpu", "cuda"),
     ))
-    require_gpu: bool = field(default=False, metadata=option(
-        "Fail if there is no GPU, instead of checking on the CPU.", "output",
-    ))
+    require_gpu: bool = field(default=False, metadata=_REQUIRE_GPU)
     force: bool = field(default=False, metadata=option(
         "Replace the bundle that is at --output.", "output", common=True, recorded=False,
     ))
@@ -172,15 +184,8 @@ class ExportSettings:
         "Fail if a pass or a format fails.", "proof", common=True,
         more="Also if a pass is rolled back. Nothing is published if a format is missing.",
     ))
-    atol: Tolerance = field(default=None, metadata=option(
-        "Tolerance instead of the noise: 1e-3 or logits=1e-3.", "proof", metavar="TOL", common=True, repeated=True,
-        parse=parse_tolerance,
-        more="Allow |file - original| <= atol + rtol * |original| instead of the measured noise.",
-    ))
-    rtol: Tolerance = field(default=None, metadata=option(
-        "Relative part of that tolerance, in the same form; the part that isn't set is 0.", "proof", metavar="TOL",
-        repeated=True, parse=parse_tolerance,
-    ))
+    atol: Tolerance = field(default=None, metadata=_ATOL)
+    rtol: Tolerance = field(default=None, metadata=_RTOL)
     row_independence: bool = field(default=False, metadata=option(
         "Also check that each row of the outputs is independent of the other rows of its batch.", "proof",
     ))
@@ -398,13 +403,8 @@ class VerifyOptions:
     """Verify a bundle again."""
 
     bundle: Path
-    device: str = field(default="auto", metadata=option(
-        "Where the files run: auto, cpu or cuda.", "output", metavar="DEVICE", common=True,
-        choices=("auto", "cpu", "cuda"),
-    ))
-    require_gpu: bool = field(default=False, metadata=option(
-        "Fail if there is no GPU, instead of checking on the CPU.", "output", common=True,
-    ))
+    device: str = field(default="auto", metadata=_DEVICE)
+    require_gpu: bool = field(default=False, metadata=_REQUIRE_GPU)
     expect: str | None = field(default=None, metadata=option(
         "SHA-256 of SHA256SUMS from the builder.", "proof", metavar="SHA256", common=True, parse=parse_digest,
         more="Any other bundle is refused before it is loaded.",
@@ -422,10 +422,7 @@ class BenchOptions:
     """Time the files of a bundle."""
 
     bundle: Path
-    device: str = field(default="auto", metadata=option(
-        "Where the files run: auto, cpu or cuda.", "output", metavar="DEVICE", common=True,
-        choices=("auto", "cpu", "cuda"),
-    ))
+    device: str = field(default="auto", metadata=_DEVICE)
 
 
 @dataclass(frozen=True)
@@ -433,13 +430,8 @@ class RejudgeOptions:
     """Judge the measurements of a bundle again."""
 
     bundle: Path
-    atol: Tolerance = field(default=None, metadata=option(
-        "Tolerance instead of the noise: 1e-3 or logits=1e-3.", "proof", metavar="TOL", common=True, repeated=True,
-        parse=parse_tolerance,
-    ))
-    rtol: Tolerance = field(default=None, metadata=option(
-        "Relative part of that tolerance.", "proof", metavar="TOL", common=True, repeated=True, parse=parse_tolerance,
-    ))
+    atol: Tolerance = field(default=None, metadata=_ATOL)
+    rtol: Tolerance = field(default=None, metadata=_RTOL)
     factor: float | None = field(default=None, metadata=option(
         "Allowed error in multiples of the noise.", "proof", metavar="K", common=True, parse=above_zero,
         default_text="4, or 16 if the original ran on another kind of device",

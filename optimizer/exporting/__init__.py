@@ -1,9 +1,8 @@
 """The stages of an export: measure the original, write and prove each file, and build the manifest."""
 
-from optimizer.exporting.arguments import exporters_of, opened, with_checked_folders
 from optimizer.exporting.copies import exportable, optimized_again
 from optimizer.exporting.graph_files import remove
-from optimizer.exporting.job import ExportJob
+from optimizer.exporting.job import ExportJob, exporters_of, opened, with_checked_folders
 from optimizer.exporting.measuring import MeasuredExport, measure
 from optimizer.exporting.references import is_vacuous, measured_reference, sizes_of
 from optimizer.exporting.writing import WrittenFiles, add_report, profiled, write_data, write_files

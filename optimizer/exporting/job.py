@@ -1,17 +1,26 @@
-"""One export: its settings, with devices, samples and exporters resolved."""
+"""One export: its settings, with devices, samples, folders and exporters resolved."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from exporters.base import Exporter
-from optimizer.model import OpenDims, Samples
+from exporters.base import Exporter, named_inputs
+from exporters.metadata import refuse_metadata
+from exporters.onnx import refuse_opset
+from exporters.registry import exporter_named, register
+from optimize_export.errors import UsageError
+from optimize_export.runtime import require_runtime
+from optimizer.bundle import check_target
+from optimizer.model import OpenDims, Samples, open_dims
 from optimizer.options import ExportSettings
+from optimizer.paths import check_debug_folder, check_profile_folder
 from optimizer.pipeline import Provenance
 from optimizer.report import Progress, ProgressFunction
 
@@ -42,3 +51,72 @@ class ExportJob(ExportSettings):
     def progress(self, stage: str, done: int, total: int, text: str, name: str = "") -> None:
         """Report progress."""
         self.tell(Progress(stage, done, total, text, name))
+
+
+def exporters_of(
+    formats: Sequence[str], given: Sequence[Exporter], opset: int | None, metadata: Mapping[str, str]
+) -> list[Exporter]:
+    """Look up the exporters of the formats, each once.
+
+    Args:
+        given: further exporters.
+
+    Raises:
+        UsageError: `formats` is empty, and no exporter is given.
+        ExporterError: a format or the opset is unknown, no file can store the metadata, or one of those given isn't an
+            exporter or has the name of another format.
+        DeviceError: `formats` has "onnx", and onnxruntime isn't installed.
+    """
+    names = [formats] if isinstance(formats, str) else list(formats or ())
+    names += map(register, [given] if isinstance(given, Exporter) else given)
+    if not names:
+        raise UsageError("formats is empty: name at least one format, such as 'onnx'.")
+    exporters = [exporter_named(name) for name in dict.fromkeys(names)]
+    if any(exporter.name == "onnx" for exporter in exporters):
+        require_runtime("onnxruntime")
+    refuse_opset(opset, [exporter.name for exporter in exporters])
+    refuse_metadata(metadata)
+    return exporters
+
+
+def with_checked_folders(settings: ExportSettings) -> ExportSettings:
+    """Check that all folders can be written, and make their paths absolute.
+
+    Raises:
+        UsageError: `output` isn't a path, or `debug_dir` or `profile_dir` can't be used or is the same folder.
+        BundleError: a bundle can't be written to `output`.
+    """
+    output: object = settings.output
+    if not isinstance(output, str | os.PathLike) or not str(output).strip():
+        raise UsageError(f"output must be the folder of the bundle, such as 'dist/net', not {output!r}.")
+    folder, debug, profile = (
+        None if each is None else Path(os.path.expanduser(each))
+        for each in (output, settings.debug_dir, settings.profile_dir)
+    )
+    assert folder is not None
+    check_target(folder, force=settings.force)
+    check_debug_folder(debug)
+    if debug is not None and os.path.realpath(debug) == os.path.realpath(folder):
+        raise UsageError(f"{debug} is the folder of the bundle: use another folder for debugging.")
+    check_profile_folder(profile, folder, debug)
+    # The user's code may change the current folder.
+    return replace(
+        settings,
+        output=folder.absolute(),
+        debug_dir=None if debug is None else debug.absolute(),
+        profile_dir=None if profile is None else profile.absolute(),
+    )
+
+
+def opened(model: nn.Module, samples: Samples, settings: ExportSettings) -> tuple[Samples, OpenDims]:
+    """Open the dims that `dynamic` declares, and return the samples with these dims.
+
+    Raises:
+        UsageError: `dynamic` names a dim that the inputs don't have, or contradicts another option.
+    """
+    if settings.dynamic is None:
+        return samples, OpenDims()
+    call = samples.given
+    inputs = named_inputs(model, call.args, call.kwargs, input_names=settings.input_names)
+    dims = open_dims(settings.dynamic, inputs, first=samples.first, static_batch=settings.static_batch)
+    return samples.opened(dims, inputs), dims
