@@ -19,9 +19,8 @@ from exporters.torchscript import TorchScriptExporter
 from optimizer import optimize
 from optimizer.model.inputs import Call
 from passes.base import Context
-from passes.graph.module_pass import ModulePass
-from passes.graph.module_rewriting import ModuleRewriter
-from passes.graph.tensors import TensorRef
+from passes.graph.model_tree import TensorRef
+from passes.graph.module_pass import ModulePass, ModuleRewriter
 
 BY_A_PASS = "a pass scales a weight by 1 %"
 IN_TORCHSCRIPT = "weight off by 1 %"

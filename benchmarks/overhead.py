@@ -57,6 +57,7 @@ from passes import (
 )
 from passes.base import Context
 from passes.graph.model_tree import ModelTree
+from passes.graph.trial import try_on_graphs
 from passes.registry import make_passes
 
 # Goal: at most this ratio of the time per operation at the largest size to that at the smallest.
@@ -103,7 +104,7 @@ def run_of(item: Pass, tree: ModelTree) -> PassResult:
             run_compiled(watch)
 
     if isinstance(item, GraphPass):
-        context = replace(context, run_compiled=run_compiled)
+        context = replace(context, run_compiled=run_compiled, try_on_graphs=try_on_graphs)
     if isinstance(item, ModulePass):
         context = replace(context, run_inside=run_inside)
     return item.run(tree, context)

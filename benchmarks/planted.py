@@ -15,9 +15,8 @@ from onnx import helper, numpy_helper
 
 from exporters.isolation import torchscript_allowed
 from passes.base import Context
-from passes.graph.module_pass import ModulePass
-from passes.graph.module_rewriting import ModuleRewriter
-from passes.graph.tensors import TensorRef
+from passes.graph.model_tree import TensorRef
+from passes.graph.module_pass import ModulePass, ModuleRewriter
 
 SCALE = 1.01
 

@@ -37,7 +37,7 @@ from optimizer import export, optimize, report_of
 from optimizer.exporting.artifact_parity import ArtifactParity
 from optimizer.pipeline import transactions
 from optimizer.tuning import PeakMemory
-from passes.torch_private import _FrontEnd
+from passes.torch_capture import _FrontEnd
 
 # Goals: the maximum number of forwards of the example inputs, and the maximum ratio of memory to a plain export's.
 GOALS = {"optimize": 12, "optimize, nothing changed": 3, "export": 25, "further format": 10, "memory": 1.5}

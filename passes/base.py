@@ -16,8 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from passes.errors import PassOptionError, RequirementNotMet
-from passes.graph.changes import Change, Place, Remark, Skip
-from passes.graph.edits import Edit
+from passes.graph.changes import Change, Edit, Place, Remark, Skip
 from passes.graph.model_tree import ModelTree
 
 RunCompiled = Callable[[AbstractContextManager[Any]], str | None]
@@ -25,6 +24,10 @@ RunCompiled = Callable[[AbstractContextManager[Any]], str | None]
 # arithmetic and, if it is relevant, the rounding error.
 Judge = Callable[[Callable[..., Any], Callable[..., Any], tuple[Any, ...]], Sequence[tuple[Any, Any]]]
 Apart = Callable[[], AbstractContextManager[tuple[tuple[Any, ...], dict[str, Any]]]]
+
+
+# (graph pass, tree, context) -> its result
+TryOnGraphs = Callable[[Any, ModelTree, "Context"], "PassResult"]
 
 
 class RunInside(Protocol):
@@ -48,6 +51,8 @@ class Context:
             None if the model must not be run.
         run_compiled: runs all example calls inside a given context. Unlike `run_inside`, it runs calls that are set up
             to be compiled as compiled code.
+        try_on_graphs: captures the graphs of the example calls, has a graph pass rewrite them and checks its changes; None
+            if the model must not be run.
         apart: a context in which a pass may run the root with gradients; it restores all state and yields the arguments
             of the first example call. None if the model must not be run.
         judge: compares the original part of the model with its replacement on given values; None if the model must not
@@ -61,6 +66,7 @@ class Context:
     left_alone: Mapping[Place, str] = field(default_factory=dict)
     run_inside: RunInside | None = None
     run_compiled: RunCompiled | None = None
+    try_on_graphs: TryOnGraphs | None = None
     apart: Apart | None = None
     judge: Judge | None = None
     explain: bool = False
@@ -80,15 +86,10 @@ class Detail(Protocol):
 
 @dataclass(frozen=True)
 class DeclaredError:
-    """The error that a pass introduces on purpose.
+    """The error that a pass introduces on purpose."""
 
-    Attributes:
-        by: the name of the pass.
-        max_error: the largest absolute error of an output, relative to the largest magnitude in that output.
-    """
-
-    by: str
-    max_error: float
+    by: str  # the name of the pass
+    max_error: float  # the largest absolute error of an output, relative to the largest magnitude in that output
 
 
 @dataclass(frozen=True)

@@ -201,17 +201,12 @@ class CastPrecision(ModulePass):
 
 @dataclass
 class _Choice:
-    """The modules that don't simply run in the dtype, by id, each with the reason for the report.
+    """The modules that don't simply run in the dtype, by id, each with the reason for the report."""
 
-    Attributes:
-        kept: the modules that stay in float32, including their submodules.
-        mixed: the modules that compute under autocast, although their weights are in the dtype.
-        bare: the modules among `kept` whose outputs stay in float32 too.
-    """
-
-    kept: dict[int, str] = field(default_factory=dict)
+    kept: dict[int, str] = field(default_factory=dict)  # the modules that stay in float32, including their submodules
+    # The modules that compute under autocast, although their weights are in the dtype
     mixed: dict[int, str] = field(default_factory=dict)
-    bare: set[int] = field(default_factory=set)
+    bare: set[int] = field(default_factory=set)  # the modules among `kept` whose outputs stay in float32 too
 
 
 class _Casting:
@@ -485,9 +480,7 @@ class _Casting:
             flat = self._flat_weights(module)
             for name, tensor in held:
                 change.sources.append(TensorRef(module, name))
-                made = self._cast(tensor)
-                self.tree.made[id(made)] = made
-                self.model.set_tensor(TensorRef(module, name), made)
+                self.model.set_tensor(TensorRef(module, name), self._cast(tensor))
             for edit in flat:
                 self.model.set_attribute(module, edit.name, edit.new)
             if is_around:

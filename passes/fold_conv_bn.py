@@ -261,18 +261,13 @@ Numbers = NormNumbers | ScaleNumbers
 
 @dataclass(frozen=True)
 class FoldedWeight:
-    """Computes the new weight of a layer, in the layout and dtype of the old one.
+    """Computes the new weight of a layer, in the layout and dtype of the old one."""
 
-    Attributes:
-        numbers: computes the scale and the shift of each channel.
-        transposed, groups: as in `Layer`.
-        affine_first: whether the channels are the layer's inputs, and not its outputs.
-    """
-
-    numbers: Numbers
+    numbers: Numbers  # computes the scale and the shift of each channel
+    # transposed, groups: as in `Layer`
     transposed: bool
     groups: int
-    affine_first: bool
+    affine_first: bool  # whether the channels are the layer's inputs, and not its outputs
 
     def __call__(self, weight: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         """Scale the weight by channel."""

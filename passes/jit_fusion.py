@@ -11,8 +11,7 @@ import torch
 from passes.base import Context, PassResult
 from passes.compiling.compiler import missing_compiler
 from passes.errors import RequirementNotMet
-from passes.fusion.fused import FusedUnit
-from passes.fusion.kernel_trial import KernelTrial
+from passes.fusion.fused import FusedUnit, KernelTrial
 from passes.fusion.kernels import Backend
 from passes.fusion.pointwise import pointwise_groups
 from passes.graph_interface import GraphPass, GraphRewriter, ModelTree
@@ -118,14 +117,10 @@ class JitFusion(GraphPass):
 
 @dataclass(frozen=True)
 class FusionRecord:
-    """The kernels that a run of the pass made.
+    """The kernels that a run of the pass made."""
 
-    Attributes:
-        backend: the compiler of the kernels.
-        units: (path of the module, name of the unit, number of operations in it) for each kernel.
-    """
-
-    backend: str
+    backend: str  # the compiler of the kernels
+    # (path of the module, name of the unit, number of operations in it) for each kernel
     units: tuple[tuple[str, str, int], ...]
 
     @property

@@ -85,16 +85,12 @@ class MergeLinears(GraphPass):
 
 @dataclass(frozen=True)
 class _Linear:
-    """A call x @ weight.T + bias.
-
-    Attributes:
-        width: the number of output features.
-    """
+    """A call x @ weight.T + bias."""
 
     node: Node
     weight: Node
     bias: Node | None
-    width: int
+    width: int  # the number of output features
 
 
 # Find -----------------------------------------------------------------------------------------------------------------

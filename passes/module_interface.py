@@ -1,17 +1,14 @@
 """The names for writing a `ModulePass`, which changes how modules store tensors and run. `passes` exports them too."""
 
-from passes.graph.arithmetic import exact
 from passes.graph.backend import names_of_graph_passes
-from passes.graph.edits import AttributeEdit, Edit, TensorEdit, in_place
-from passes.graph.forwards import AroundForward, inner_forward, is_atom
-from passes.graph.hooks import is_parametrized
+from passes.graph.changes import AttributeEdit, Edit, TensorEdit, in_place
+from passes.graph.derived import exact
+from passes.graph.forwards import AroundForward, inner_forward, is_atom, is_parametrized
 from passes.graph.matching import batch_norm_arguments, convolution_arguments, is_stock
-from passes.graph.memory_formats import CHANNELS_LAST_FORMATS, is_channels_last
-from passes.graph.model_tree import ModelTree, paths_matching, training_flags
-from passes.graph.module_pass import ModulePass
-from passes.graph.module_rewriting import ModuleChange, ModuleRewriter
+from passes.graph.model_tree import ModelTree, TensorRef, paths_matching, training_flags
+from passes.graph.module_pass import ModuleChange, ModulePass, ModuleRewriter
 from passes.graph.recording import Node, Run, Runs, call_of, shape_of, tensor_of
-from passes.graph.tensors import TensorRef
+from passes.graph.tensors import CHANNELS_LAST_FORMATS, is_channels_last
 
 __all__ = [
     "CHANNELS_LAST_FORMATS",

@@ -108,26 +108,20 @@ _GROUPS = {
 
 @dataclass(frozen=True)
 class _Layer:
-    """A call of a linear layer or convolution whose numbers of channels aren't multiples.
-
-    Attributes:
-        node: the call.
-        weight, bias: its other arguments; None for no bias.
-        groups: 1 for a linear layer.
-        given, made: the numbers of its input and output channels.
-        inputs, outputs: the numbers of channels to add to these.
-        examples: example tensors of the input, the weight and the output.
-    """
+    """A call of a linear layer or convolution whose numbers of channels aren't multiples."""
 
     node: Node
+    # weight, bias: its other arguments; None for no bias
     weight: Node
     bias: Node | None
-    groups: int
+    groups: int  # 1 for a linear layer
+    # given, made: the numbers of its input and output channels
     given: int
     made: int
+    # inputs, outputs: the numbers of channels to add to these
     inputs: int
     outputs: int
-    examples: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    examples: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # example tensors of the input, the weight and the output
 
     @property
     def is_transposed(self) -> bool:

@@ -19,23 +19,14 @@ ENTRY_POINTS = "optimize_export.passes"
 
 @dataclass(frozen=True)
 class PassDescription:
-    """One row of the table of passes.
+    """One row of the table of passes."""
 
-    Attributes:
-        name: the name on the command line.
-        cls: the name of the class.
-        summary: the first line of its docstring.
-        modes: the modes that the pass supports.
-        options: the default of each option.
-        preset: the modes whose preset contains the pass.
-    """
-
-    name: str
-    cls: str
-    summary: str
-    modes: tuple[str, ...]
-    options: dict[str, object]
-    preset: tuple[str, ...]
+    name: str  # the name on the command line
+    cls: str  # the name of the class
+    summary: str  # the first line of its docstring
+    modes: tuple[str, ...]  # the modes that the pass supports
+    options: dict[str, object]  # the default of each option
+    preset: tuple[str, ...]  # the modes whose preset contains the pass
 
 
 @cache

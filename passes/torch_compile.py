@@ -10,17 +10,18 @@ import torch
 from torch import nn
 
 from passes.base import Context, Pass, PassResult
-from passes.compiling.blocks import Blocks, FusibleWork, repeated_blocks
-from passes.compiling.calls import (
+from passes.compiling.blocks import (
+    Blocks,
     BlocksTrial,
     CompiledCall,
+    FusibleWork,
     WholeTrial,
     bound_forwards,
     entry_of,
+    repeated_blocks,
 )
-from passes.compiling.compiler import import_inductor, missing_compiler
+from passes.compiling.compiler import CompileRecord, RecordingBackend, import_inductor, missing_compiler
 from passes.compiling.frozen import Compile, FrozenCall
-from passes.compiling.record import CompileRecord, RecordingBackend
 from passes.errors import RequirementNotMet
 from passes.graph.backend import GraphCall, compiled, without_graph_call
 from passes.module_interface import ModelTree, ModuleRewriter

@@ -79,9 +79,11 @@ def test_our_packages_are_imported_at_import_time() -> None:
     assert {file: late for file, functions in found.items() if (late := functions - LATE.get(file, set()))} == {}
 
 
+# The files for private names of torch: one of each package, and one that drives the front end of torch.compile.
+PRIVATE = (*(f"{package}/torch_private.py" for package in PACKAGES), "passes/torch_capture.py")
 # Where a package may be imported: its telemetry is off there, or nothing else needs it.
 ONLY_IN = {
-    "torch.fx": ("passes/graph/", "passes/fusion/", "passes/torch_private.py"),
+    "torch.fx": ("passes/graph/", "passes/fusion/", *PRIVATE),
     "onnxruntime": ("optimize_export/onnx_runtime.py",),
     "openvino": (),
 }
@@ -210,7 +212,7 @@ def private_names(tree: ast.AST) -> Iterator[str]:
 
 def test_private_names_of_torch_stand_in_one_file_of_each_package() -> None:
     found = {file for file, tree in TREES.items() if any(private_names(tree))}
-    assert found <= {f"{package}/torch_private.py" for package in PACKAGES}
+    assert found <= {*PRIVATE}
 
 
 def test_the_readers_of_tricks_find_them() -> None:
@@ -275,8 +277,8 @@ SHARED = {
     "base",
     "built_in",
     "errors",
-    "examples",
     "registry",
+    "torch_capture",
     "torch_private",
     *(kind.__name__.partition(".")[2] for kind in KINDS),
 }
@@ -323,13 +325,13 @@ def test_the_reader_of_the_imports_of_a_pass_finds_them() -> None:
     tree = ast.parse(
         "import torch\nimport passes.base\nfrom passes import Pass\nfrom passes.graph_interface import Node\n"
         "from passes.fusion.kernels import Backend\nfrom passes.fusionless import Backend\n"
-        "from passes.graph.captured import name_of\nfrom passes.graph.edits import in_place\n"
+        "from passes.graph.captured import name_of\nfrom passes.graph.changes import in_place\n"
     )
     outside = ["passes.base", "passes.Pass", "passes.fusionless.Backend", "passes.graph.captured.name_of"]
-    assert list(imported_by_a_pass(tree, ("passes.fusion",))) == [*outside, "passes.graph.edits.in_place"]
+    assert list(imported_by_a_pass(tree, ("passes.fusion",))) == [*outside, "passes.graph.changes.in_place"]
     # Names of the interface must come from it, even in passes that may import more.
     found = imported_by_a_pass(tree, ("passes.fusion", "passes.graph"))
-    assert list(found) == [*outside[:3], "passes.graph.edits.in_place"]
+    assert list(found) == [*outside[:3], "passes.graph.changes.in_place"]
 
 
 def documented(tree: ast.Module) -> Iterator[str]:

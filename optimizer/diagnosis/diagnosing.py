@@ -39,9 +39,9 @@ from optimizer.model import (
 )
 from optimizer.torch_private import is_profiling
 from passes.graph.matching import STOCK_CONVOLUTIONS
-from passes.graph.memory_formats import CHANNELS_LAST_FORMATS, is_channels_last
 from passes.graph.model_tree import ModelTree
 from passes.graph.recording import Recording
+from passes.graph.tensors import CHANNELS_LAST_FORMATS, is_channels_last
 from passes.memory_format.watch import LayoutWatch, Loss
 
 # In the order in which their findings of one level are reported.

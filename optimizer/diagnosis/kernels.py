@@ -14,6 +14,7 @@ from optimize_export.wording import listed
 from optimizer.diagnosis.evidence import Evidence, Line, Seen
 from optimizer.diagnosis.findings import rule
 from optimizer.showing import percent_text, seconds_text
+from passes.graph.effects import kind_of_operator
 from passes.graph.matching import (
     BatchNorm,
     Convolution,
@@ -25,7 +26,6 @@ from passes.graph.matching import (
     convolution_at,
     pairs_behind,
 )
-from passes.graph.operations import kind_of_operator
 from passes.graph.recording import Node, call_of, operation_name, shape_of, users_of
 from passes.memory_format.watch import Loss
 from passes.pad_channels import BALANCE, IMAGE_CHANNELS

@@ -33,7 +33,7 @@ from optimize_export.wording import dtype_name, quote
 from optimizer.model.dynamic import OpenDims
 from optimizer.model.settings import random_state
 from optimizer.model.structure import first_difference, leaves_of, rebuild
-from passes.graph.storage import has_strides
+from passes.graph.tensors import has_strides
 
 FurtherInputs = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 # Sizes of open dims except the batch, by name, as a hashable key: (("time", 17),).

@@ -19,7 +19,7 @@ from optimizer.model.weights import (
 )
 from optimizer.model.working_copy import working_copy
 from passes.base import device_of
-from passes.graph.interception import is_compiled
+from passes.graph.forwards import is_compiled
 
 
 def check_model(model: object, *, runs: bool) -> None:

@@ -19,8 +19,8 @@ from optimizer.model.module_tree import reachable_modules
 from optimizer.model.structure import clone, leaves_of
 from optimizer.model.working_copy import is_plain, private_state, working_copy
 from optimizer.model.written_parameters import WriteGuard, WritesToWeights, layouts_of, named_tensors
-from passes.graph.interception import is_compiled
-from passes.graph.storage import storages_of
+from passes.graph.forwards import is_compiled
+from passes.graph.tensors import storages_of
 from passes.torch_private import COMPILED_CALL
 
 _T = TypeVar("_T")

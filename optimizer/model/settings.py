@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from optimizer.model.module_tree import reachable_modules
-from passes.torch_private import AnyBatchNorm, compiler_silenced
+from passes.torch_capture import compiler_silenced
+from passes.torch_private import AnyBatchNorm
 
 # Numeric settings, random state and the patches of a recorded run belong to the process, so threads that measure or
 # optimize take turns.

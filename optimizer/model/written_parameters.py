@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from optimize_export.errors import LoadError
 from optimizer.model.module_tree import reachable_modules, unregistered_modules
 from optimizer.torch_private import schema_of
-from passes.graph.storage import storages_of
+from passes.graph.tensors import storages_of
 from passes.torch_private import without_torch_function
 
 # Batch normalization kernels write to these arguments if one of the flags is set; not all schemas say so.

@@ -32,8 +32,8 @@ from torch.utils import _pytree as pytree
 
 from optimizer.parity.ties import chooses
 from optimizer.parity.torch_functions import DATA_MOVEMENT, mapped, moved_argument, reads_metadata, written_ids
-from passes.graph.shared_memory import copied_together
-from passes.graph.torch_calls import argument, name_of
+from passes.graph.containers import copied_together
+from passes.graph.tensors import argument, name_of
 from passes.torch_private import OpOverload, OpOverloadPacket
 
 _RAISED = {
@@ -139,7 +139,7 @@ class Float64Mode(TorchFunctionMode):
             leaf_parameters: keep a float64 leaf for every parameter that is used (twice the memory of the parameters),
                 so that gradients are float64 too: `mode.shadow(parameter)` is the leaf.
             written: parameters that the model writes to; each gets a shadow, like a buffer.
-            together: groups of other tensors that share memory (`passes.graph.shared_memory.groups_of`); the shadows
+            together: groups of other tensors that share memory (`passes.graph.containers.groups_of`); the shadows
                 of a group share memory too.
             masks: the layouts of the inputs of dropouts in a run in the original's own dtypes (`MaskedLayouts`). A mask
                 is drawn in memory order, which may differ in float64 kernels.

@@ -15,6 +15,7 @@ from torch import nn
 from optimize_export.wording import first_line
 from optimizer.model import Call, Mode, clone, eager_only, pinned_settings, private_state, random_state, seed_torch
 from passes.base import Context
+from passes.graph.trial import try_on_graphs
 
 Way = Callable[[], AbstractContextManager[Any]]
 
@@ -50,6 +51,7 @@ class CopyRuns:
             calls,
             run_inside=self.run_inside,
             run_compiled=self._run_compiled,
+            try_on_graphs=try_on_graphs,
             apart=self._apart,
         )
 

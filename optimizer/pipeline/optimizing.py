@@ -38,8 +38,7 @@ from optimizer.pipeline.results import Provenance, attach, detach, remove_hooks,
 from optimizer.report import CoverageRecord, ProgressFunction, Report, Size
 from passes.base import Context, Pass, PassResult, device_of
 from passes.graph.model_tree import ModelTree
-from passes.graph.recording import call_of, operation_name, tensor_of
-from passes.graph.runs import recorded_runs
+from passes.graph.recording import call_of, operation_name, recorded_runs, tensor_of
 from passes.registry import make_passes
 
 # Bytes of the original's outputs that a result keeps for its export.

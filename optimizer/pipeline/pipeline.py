@@ -29,7 +29,7 @@ from optimizer.report import PassRecord, Progress, ProgressFunction
 from passes.base import Context, Pass, PassResult
 from passes.graph.backend import GraphCall, compilation_of, without_graph_call
 from passes.graph.model_tree import ModelTree
-from passes.graph.runs import recorded_runs
+from passes.graph.recording import recorded_runs
 from passes.torch_private import COMPILED_CALL
 
 # What the graphs of a model with slower calls cost doesn't count: of one graph, and of several, in seconds.

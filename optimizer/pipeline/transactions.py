@@ -27,10 +27,9 @@ from optimizer.report import PassRecord, PlaceRecord, Progress, ProgressFunction
 from passes.base import Context, DeclaredError, Pass, PassResult
 from passes.casting.forwards import AutocastForward, root_cast
 from passes.errors import PassesError
-from passes.graph.changes import Change, Place
-from passes.graph.edits import Edit, taken_back
+from passes.graph.changes import Change, Edit, Place, taken_back
 from passes.graph.model_tree import ModelTree
-from passes.graph.storage import same_values
+from passes.graph.tensors import same_values
 
 # Maximum number of runs of a pass. Each run leaves out the imprecise changes of the one before, but may make new ones.
 _MOST_TRIES = 8

@@ -14,7 +14,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, record_function
 
 from exporters.places import paths_of
-from passes.graph.interception import intercepted_calls, is_compiled
+from passes.graph.forwards import intercepted_calls, is_compiled
 from passes.torch_private import COMPILED_CALL
 
 # ------------------------------------------------------------------------------------------------------------- the sums

@@ -12,7 +12,7 @@ from torch import nn
 from exporters.places import paths_of
 from passes.checkpointing.live_bytes import LiveBytes
 from passes.checkpointing.profile import there_before
-from passes.graph.interception import intercepted_calls
+from passes.graph.forwards import intercepted_calls
 
 
 @dataclass(frozen=True)

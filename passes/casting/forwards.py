@@ -28,18 +28,15 @@ class RootCast(AroundForward):
 
     Inputs are passed on unchanged, and lists and dicts stay the caller's objects. Tensors that the forward stores in
     them get the dtype that they have in the original, like the outputs.
-
-    Attributes:
-        dtype: the half precision.
-        outputs: the original dtype of each leaf of the output; None if it was not a float tensor in the recorded call.
-            A half-precision tensor at such a position is cast to float32. If the number of leaves differs from the
-            recorded call, all half-precision tensors are.
     """
 
     def __init__(self, owner: nn.Module, inner: Any, dtype: torch.dtype, outputs: Sequence[torch.dtype | None]) -> None:
         self.owner = owner
         self.inner = inner
         self.dtype = self.computes_in = dtype
+        # The original dtype of each leaf of the output; None if it was not a float tensor in the recorded call. A
+        # half-precision tensor at such a position is cast to float32. If the number of leaves differs from the recorded
+        # call, all half-precision tensors are.
         self.outputs = tuple(outputs)
 
     def _given_out(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -93,9 +90,6 @@ class AutocastForward(RootCast):
     call. If weights are used repeatedly, the cache is on, except in a trace, which would record a cast made earlier,
     under an outer autocast, as a constant. If the user has cast the parameters to another dtype, the forward runs
     without autocast.
-
-    Attributes:
-        repeats: whether a call uses some weights more than once.
     """
 
     def __init__(
@@ -108,7 +102,7 @@ class AutocastForward(RootCast):
         repeats: bool = False,
     ) -> None:
         super().__init__(owner, inner, dtype, outputs)
-        self.repeats = repeats
+        self.repeats = repeats  # whether a call uses some weights more than once
         self.made_for = _dtype_of(owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -149,16 +143,12 @@ class UnderAutocast(AroundForward):
 
 
 class InFloat32(AroundForward):
-    """Runs a module in float32 inside a model that computes in a half precision.
-
-    Attributes:
-        gives: the dtype to which its float32 outputs are cast; None leaves them, because autocast casts them where
-            needed.
-    """
+    """Runs a module in float32 inside a model that computes in a half precision."""
 
     def __init__(self, owner: nn.Module, inner: Any, gives: torch.dtype | None, *, is_atom: bool) -> None:
         self.owner = owner
         self.inner = inner
+        # The dtype to which its float32 outputs are cast; None leaves them, because autocast casts them where needed
         self.gives = gives
         self.is_atom = is_atom
 
@@ -186,19 +176,16 @@ class LoweredInput(AroundForward):
     The dtype of the weights is read at each call, so the layer keeps working after they are cast or replaced. Finite
     values of a mask stay finite: the lowest float32 number is out of the range of float16, and rounds to infinity in
     bfloat16.
-
-    Attributes:
-        dtype: the dtype of the weights; used for a layer without weights of its own if those of its submodules are not
-            floats.
-        weight: the name of one of its own weights; "" if there is none.
-        masks: see `masks_of`.
     """
 
     def __init__(self, owner: nn.Module, inner: Any, dtype: torch.dtype, *, is_atom: bool) -> None:
         self.owner = owner
         self.inner = inner
+        # The dtype of the weights; used for a layer without weights of its own if those of its submodules are not
+        # floats
         self.dtype = dtype
         self.is_atom = is_atom
+        # The name of one of its own weights; "" if there is none
         self.weight = next((name for name, held in owner._parameters.items() if _is_float(held)), "")
         self.masks = masks_of(owner)
 
@@ -225,16 +212,12 @@ class LoweredInput(AroundForward):
 
 
 class FiniteMasks(AroundForward):
-    """Keeps the finite values of masks finite, for a torch.nn layer with mask arguments under autocast.
-
-    Attributes:
-        dtype: the dtype to which autocast casts the masks.
-    """
+    """Keeps the finite values of masks finite, for a torch.nn layer with mask arguments under autocast."""
 
     def __init__(self, owner: nn.Module, inner: Any, dtype: torch.dtype, *, is_atom: bool) -> None:
         self.owner = owner
         self.inner = inner
-        self.dtype = dtype
+        self.dtype = dtype  # the dtype to which autocast casts the masks
         self.is_atom = is_atom
         self.masks = masks_of(owner)
 
@@ -270,12 +253,10 @@ class Loan:
 
     Tuples are rebuilt. Lists and dicts stay the same objects, because the call may write to them: they hold the casts
     during the call and their own tensors again afterwards.
-
-    Attributes:
-        lent: (cast, original tensor) for each tensor that was cast. Not by id, which torch 2.11 can't compile.
     """
 
     def __init__(self, cast: Callable[[Any], Any]) -> None:
+        # (cast, original tensor) for each tensor that was cast. Not by id, which torch 2.11 can't compile.
         self.lent: list[tuple[Any, Any]] = []
         self._cast = cast
 

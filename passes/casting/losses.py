@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,13 +11,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from passes.casting.forwards import HALF, cast_leaf, finite_in, map_leaves, masks_of, takes_one_dtype, with_masks
-from passes.casting.random_state import random_state, set_random_state
-from passes.graph.interception import intercepted_calls
+from passes.graph.forwards import intercepted_calls
 from passes.graph.model_tree import training_flags
 from passes.torch_private import without_torch_function
 
@@ -27,19 +28,14 @@ _PLAIN = (torch.Tensor, bool, int, float, str, type(None), torch.dtype, torch.de
 
 @dataclass(frozen=True)
 class Loss:
-    """The precision loss of one module.
+    """The precision loss of one module."""
 
-    Attributes:
-        share: the root mean square of the error, relative to that of the output; infinite if the output is no longer
-            finite.
-        by_input: the same if the module computes in float32 and only its input is rounded; 0 if `share` is small.
-        error: the reason why the module doesn't run in the half precision; "" if it does.
-        feeder: the module whose output was its only float input; None if there is none or several.
-    """
-
+    # The root mean square of the error, relative to that of the output; infinite if the output is no longer finite
     share: float
+    # The same if the module computes in float32 and only its input is rounded; 0 if `share` is small
     by_input: float = 0.0
-    error: str = ""
+    error: str = ""  # the reason why the module doesn't run in the half precision; "" if it does
+    # The module whose output was its only float input; None if there is none or several
     feeder: nn.Module | None = None
 
 
@@ -288,3 +284,15 @@ def _is_float32(leaf: Any) -> bool:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
+
+
+def random_state() -> tuple[Any, ...]:
+    """The states of the global generators of torch (CPU), Python and NumPy."""
+    return torch.random.get_rng_state(), random.getstate(), numpy.random.get_state()
+
+
+def set_random_state(state: tuple[Any, ...]) -> None:
+    """Restore the generators to states from `random_state`."""
+    torch.random.set_rng_state(state[0])
+    random.setstate(state[1])
+    numpy.random.set_state(state[2])

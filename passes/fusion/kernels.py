@@ -25,13 +25,9 @@ _numbers = itertools.count()
 
 
 class Kernels(Protocol):
-    """The kernels of one function, for tensors without gradients.
+    """The kernels of one function, for tensors without gradients."""
 
-    Attributes:
-        failure: the reason why the last call failed to make a kernel, as a clause; "" if none failed.
-    """
-
-    failure: str
+    failure: str  # the reason why the last call failed to make a kernel, as a clause; "" if none failed
 
     def value(self, sources: Tensors) -> torch.Tensor | None:
         """Compute the function; None if no kernel can be made for such sources."""

@@ -10,8 +10,7 @@ import torch
 from torch import fx
 
 from passes.graph.captured import is_tensor, name_of
-from passes.graph.effects import is_repeatable
-from passes.graph.operations import schemas
+from passes.graph.effects import is_repeatable, schemas
 
 # Names of Python operators and torch functions whose operation torch tags under another name.
 _SAME_AS = {
@@ -26,15 +25,10 @@ _CASTS = frozenset({"float", "half", "bfloat16", "double", "to"})
 
 @dataclass(frozen=True)
 class PointwiseGroup:
-    """Pointwise nodes that together compute one value; the values of the other nodes are only used inside.
+    """Pointwise nodes that together compute one value; the values of the other nodes are only used inside."""
 
-    Attributes:
-        nodes: in the order of execution; the last one computes the value.
-        inputs: the nodes from outside, in the order of their first use.
-    """
-
-    nodes: tuple[fx.Node, ...]
-    inputs: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]  # in the order of execution; the last one computes the value
+    inputs: tuple[fx.Node, ...]  # the nodes from outside, in the order of their first use
 
 
 def pointwise_groups(nodes: Sequence[fx.Node], settings: Mapping[fx.Node, int]) -> Iterator[PointwiseGroup]:

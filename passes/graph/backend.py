@@ -27,18 +27,11 @@ from torch.utils import _pytree as pytree
 from passes.graph.captured import CapturedGraph, Modules, example_of
 from passes.graph.changes import Place
 from passes.graph.derived import DerivedInputs, DerivedTensors, lifted
-from passes.graph.graph_rewriting import GraphRewriter
-from passes.graph.hooks import has_global_hooks
-from passes.graph.torch_calls import PLAIN_TENSORS
-from passes.torch_private import (
-    COMPILED_CALL,
-    DISPATCHES_AGAIN,
-    as_captured,
-    captured_call,
-    forget_sources,
-    is_watched,
-    without_subclasses,
-)
+from passes.graph.forwards import has_global_hooks
+from passes.graph.graph_pass import GraphRewriter
+from passes.graph.tensors import PLAIN_TENSORS
+from passes.torch_capture import as_captured, captured_call
+from passes.torch_private import COMPILED_CALL, DISPATCHES_AGAIN, forget_sources, is_watched, without_subclasses
 
 # A second attribute that holds the GraphCall, because copies and pickles of a module leave out its compiled call.
 GRAPH_CALL = "_graph_call"
@@ -64,18 +57,11 @@ class Step(Protocol):
 
 @dataclass(frozen=True)
 class Applied:
-    """A pass whose changes were checked and found correct.
-
-    Attributes:
-        item: the pass.
-        context: the settings with which it was run.
-        kept: the places of the accepted changes; the pass makes no other change.
-        token: see `Step`.
-    """
+    """A pass whose changes were checked and found correct."""
 
     item: Any
-    context: Any
-    kept: frozenset[Place]
+    context: Any  # the settings with which it was run
+    kept: frozenset[Place]  # the places of the accepted changes; the pass makes no other change
     token: object = field(default_factory=object, compare=False)
 
     def rewrite(self, captured: CapturedGraph, inputs: Sequence[Any]) -> CapturedGraph:
@@ -100,21 +86,16 @@ class GraphCall:
 
     Deep copies and pickles of the module include it, and capture again. A shallow copy uses the plain call of its
     class.
-
-    Attributes:
-        owner: the module.
-        passes: the steps that rewrite its graphs, in order.
-        open_dims: the dims whose sizes vary between calls: the index of the tensor among the arguments, and the dim.
-        is_for_files: whether only files hold the rewritten graph, because calls are faster as written.
     """
 
     def __init__(
         self, owner: nn.Module, passes: tuple[Step, ...] = (), open_dims: Sequence[tuple[int, int]] = ()
     ) -> None:
         self.owner = owner
-        self.passes = passes
+        self.passes = passes  # the steps that rewrite its graphs, in order
+        # The dims whose sizes vary between calls: the index of the tensor among the arguments, and the dim
         self.open_dims = tuple(open_dims)
-        self.is_for_files = False
+        self.is_for_files = False  # whether only files hold the rewritten graph, because calls are faster as written
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_for_files or is_watched() or has_global_hooks() or self._is_trained_under_a_plan():
@@ -188,22 +169,15 @@ def without_graph_call(root: nn.Module) -> Iterator[GraphCall | None]:
 
 
 class Compilation:
-    """The captured graphs of one `GraphCall`.
-
-    Attributes:
-        compiled: f(module, args, kwargs), which runs the call by its captured graphs.
-        graphs: the captured graphs, in the order of their capture.
-        error: the last error that a pass raised while it rewrote a graph; None if there was none.
-        is_complete: whether a run of all example calls has captured these graphs.
-        derived: the derived tensors of these graphs.
-    """
+    """The captured graphs of one `GraphCall`."""
 
     def __init__(self, call: GraphCall) -> None:
         self._call = weakref.ref(call)
-        self.graphs: list[_Program] = []
+        self.graphs: list[_Program] = []  # the captured graphs, in the order of their capture
+        # The last error that a pass raised while it rewrote a graph; None if there was none
         self.error: Exception | None = None
-        self.is_complete = False
-        self.derived = DerivedTensors(call.owner)
+        self.is_complete = False  # whether a run of all example calls has captured these graphs
+        self.derived = DerivedTensors(call.owner)  # the derived tensors of these graphs
         this = weakref.ref(self)
 
         def capture(graph: fx.GraphModule, inputs: Sequence[Any], around: nn.Module | None) -> Callable[..., Any]:
@@ -223,6 +197,7 @@ class Compilation:
                 if number < len(leaves) and isinstance(leaves[number], torch.Tensor) and leaves[number].dim() > dim
             ]
 
+        # f(module, args, kwargs), which runs the call by its captured graphs
         self.compiled = captured_call(entry_of(type(call.owner)), capture, open_dims=open_dims)
 
     def why_nothing(self) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from passes.graph.tensors import TensorRef
+from passes.graph.model_tree import TensorRef
 from passes.torch_private import OpOverload, OpOverloadPacket, enter_autocast, module_id_of
 
 if TYPE_CHECKING:
@@ -32,22 +32,17 @@ EXAMPLE = "example_value"
 
 
 class Modules:
-    """Look-up tables for the modules and tensors of a tree, keyed by `id`.
-
-    Attributes:
-        paths: the path of each module.
-        stock: the ids of the layers whose class torch.nn defines.
-        tensors: the path of each parameter and buffer.
-    """
+    """Look-up tables for the modules and tensors of a tree, keyed by `id`."""
 
     def __init__(self, root: nn.Module) -> None:
         # Stored as ids, so that captured graphs keep no module alive.
-        self.paths = {id(module): path for path, module in root.named_modules()}
+        self.paths = {id(module): path for path, module in root.named_modules()}  # the path of each module
+        # The ids of the layers whose class torch.nn defines
         self.stock = {
             id(module) for module in root.modules() if type(module).__module__.startswith("torch.nn.modules.")
         }
         named = (*root.named_parameters(), *root.named_buffers())
-        self.tensors = {id(tensor): path for path, tensor in named}
+        self.tensors = {id(tensor): path for path, tensor in named}  # the path of each parameter and buffer
         self._root = weakref.ref(root)
 
     def buffer_at(self, path: str) -> TensorRef | None:
@@ -73,14 +68,7 @@ class Modules:
 
 
 class CapturedGraph:
-    """One captured graph, which passes read and rewrite.
-
-    Attributes:
-        graph: the torch.fx graph.
-        modules: the look-up tables of the root module.
-        tensors: for each placeholder that is a parameter or buffer, its path, such as "layer1.0.weight".
-        derived: the derived tensors of the model.
-    """
+    """One captured graph, which passes read and rewrite."""
 
     def __init__(
         self,
@@ -93,10 +81,11 @@ class CapturedGraph:
         self.graph = graph
         # Holds the subgraphs that nodes refer to, as those of torch.cond.
         self.home: nn.Module = graph.owning_module or nn.Module()
-        self.modules = modules
-        self.derived = derived
+        self.modules = modules  # the look-up tables of the root module
+        self.derived = derived  # the derived tensors of the model
         self._around = modules.paths.get(id(around), "")
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        # For each placeholder that is a parameter or buffer, its path, such as "layer1.0.weight"
         self.tensors = {
             node: modules.tensors[id(value)]
             for node, value in zip(placeholders, inputs, strict=True)

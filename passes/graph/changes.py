@@ -2,15 +2,210 @@
 
 from __future__ import annotations
 
+import functools
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from passes.graph.edits import AttributeEdit, Edit, TensorEdit, undo_all
-from passes.graph.model_tree import ModelTree
-from passes.graph.tensors import TensorRef
+import torch
+from torch import nn
+
+from passes.graph.model_tree import ModelTree, TensorRef
+
+# The value of a missing key; as the new value of an edit, it removes the key.
+MISSING = object()
+
+
+class Edit(Protocol):
+    """One change at one place in a module, which can be undone. `in_place` makes edits temporarily."""
+
+    def apply(self) -> None:
+        """Write the new value, and remember the current one."""
+
+    def undo(self) -> None:
+        """Restore the value from before `apply`."""
+
+    def keep(self) -> Callable[[], None]:
+        """Return a function that restores, after an `undo`, the value that is there now."""
+
+
+class _DictEdit(ABC):
+    """Base of the edits that write one key of a dict; `undo` removes a key that was new."""
+
+    new: Any
+    old: Any
+
+    @property
+    @abstractmethod
+    def place(self) -> tuple[dict[str, Any], str]:
+        """The dict, and the key in it."""
+
+    def apply(self) -> None:
+        """Write the new value, and remember the current one."""
+        home, name = self.place
+        self.old = home.get(name, MISSING)
+        _put(home, name, self.new)
+
+    def undo(self) -> None:
+        """Restore the value from before `apply`."""
+        home, name = self.place
+        _put(home, name, self.old)
+
+    def keep(self) -> Callable[[], None]:
+        """Return a function that restores, after an `undo`, the value that is there now."""
+        home, name = self.place
+        return functools.partial(_put, home, name, home.get(name, MISSING))
+
+
+def _put(home: dict[str, Any], name: str, value: Any) -> None:
+    if value is MISSING:
+        home.pop(name, None)
+    else:
+        home[name] = value
+
+
+def _in_order(home: dict[str, Any], names: Sequence[str]) -> None:
+    # Some names may be missing while several edits of one dict are undone one by one.
+    for name in names:
+        if name in home:
+            home[name] = home.pop(name)
+
+
+@dataclass
+class TensorEdit(_DictEdit):
+    """Put another tensor, or None, under the name of a parameter or buffer.
+
+    A name whose tensor is removed is moved to the end of its dict: torch.export finds the buffers that a forward writes
+    to by counting, and includes the names without a tensor.
+
+    Attributes:
+        module, name: the place.
+        new: the tensor; an `nn.Parameter` for a parameter.
+    """
+
+    module: nn.Module
+    name: str
+    new: torch.Tensor | None
+    old: Any = MISSING
+    order: tuple[str, ...] = ()
+
+    def apply(self) -> None:
+        """Put the new tensor in place, and remember the current one."""
+        home, name = self.place
+        self.order = tuple(home)
+        super().apply()
+        if self.new is None:
+            _in_order(home, (name,))
+
+    def undo(self) -> None:
+        """Restore the old tensor and the order of the names."""
+        home, _ = self.place
+        super().undo()
+        _in_order(home, self.order)
+
+    def keep(self) -> Callable[[], None]:
+        """Return a function that restores, after an `undo`, the tensor and the order that are there now."""
+        home, _ = self.place
+        order, put_back = tuple(home), super().keep()
+
+        def put_back_in_order() -> None:
+            put_back()
+            _in_order(home, order)
+
+        return put_back_in_order
+
+    @property
+    def place(self) -> tuple[dict[str, Any], str]:
+        """The dict of buffers if the name is a buffer, otherwise the dict of parameters."""
+        is_buffer = self.name in self.module._buffers
+        home: dict[str, Any] = self.module._buffers if is_buffer else self.module._parameters
+        return home, self.name
+
+
+@dataclass
+class AttributeEdit(_DictEdit):
+    """Put another value into the `__dict__` of an instance: `AttributeEdit(module, "forward", function)`.
+
+    Attributes:
+        module, name: the instance and the attribute.
+        new: the value.
+    """
+
+    module: Any
+    name: str
+    new: Any
+    old: Any = MISSING
+
+    @property
+    def place(self) -> tuple[dict[str, Any], str]:
+        """The instance's `__dict__`, and the name."""
+        return self.module.__dict__, self.name
+
+
+@dataclass
+class ClassEdit:
+    """Change the class of a module in place, so that all references to it and its hooks stay valid."""
+
+    module: nn.Module
+    new: type[nn.Module]
+    old: type[nn.Module] | None = None
+
+    def apply(self) -> None:
+        """Set the new class, and remember the current one."""
+        self.old = type(self.module)
+        _set_class(self.module, self.new)
+
+    def undo(self) -> None:
+        """Restore the old class."""
+        assert self.old is not None
+        _set_class(self.module, self.old)
+
+    def keep(self) -> Callable[[], None]:
+        """Return a function that sets, after an `undo`, the class that the module has now."""
+        return functools.partial(_set_class, self.module, type(self.module))
+
+
+def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    # A user's class may override `__setattr__`.
+    object.__setattr__(module, "__class__", cls)
+
+
+def undo_all(edits: Sequence[Edit]) -> None:
+    """Undo edits in reverse order."""
+    for edit in reversed(edits):
+        edit.undo()
+
+
+@contextmanager
+def taken_back(edits: Iterable[Edit]) -> Iterator[None]:
+    """Undo the edits for the block, and make them again afterwards.
+
+    Later edits of the same places must be undone first: nest the blocks accordingly.
+    """
+    done = list(edits)
+    kept = [edit.keep() for edit in done]
+    undo_all(done)
+    try:
+        yield
+    finally:
+        for put_back in kept:
+            put_back()
+
+
+@contextmanager
+def in_place(edits: Iterable[Edit]) -> Iterator[None]:
+    """Make the edits for the block and undo them afterwards, also after an error."""
+    done: list[Edit] = []
+    try:
+        for edit in edits:
+            edit.apply()
+            done.append(edit)
+        yield
+    finally:
+        undo_all(done)
 
 
 @dataclass(frozen=True)
@@ -27,29 +222,20 @@ class Skip:
 
 
 class Place(NamedTuple):
-    """Identifies one change of a pass, also across repeated runs of the pass.
+    """Identifies one change of a pass, also across repeated runs of the pass."""
 
-    Attributes:
-        where, what: as in the change.
-        number: the index of the change among those with the same `where` and `what`.
-    """
-
+    # where, what: as in the change
     where: str
     what: str
-    number: int
+    number: int  # the index of the change among those with the same `where` and `what`
 
 
 @dataclass(frozen=True)
 class Remark:
-    """A place that costs performance and that only the user can fix.
+    """A place that costs performance and that only the user can fix."""
 
-    Attributes:
-        where: the module path, with the operation if the remark is about one: "encoder.layer1 (view)".
-        text: a sentence without the full stop.
-    """
-
-    where: str
-    text: str
+    where: str  # the module path, with the operation if the remark is about one: "encoder.layer1 (view)"
+    text: str  # a sentence without the full stop
 
 
 @dataclass

@@ -6,6 +6,7 @@ while their sources are unchanged, so that eager kernels and compilers alike get
 
 from __future__ import annotations
 
+import math
 import operator
 import threading
 import weakref
@@ -19,24 +20,14 @@ from torch import fx, nn
 
 from passes.graph.captured import EXAMPLE, CapturedGraph, example_of, is_under_autocast, name_of
 from passes.graph.effects import Memory
-from passes.graph.torch_calls import PLAIN_TENSORS
+from passes.graph.tensors import PLAIN_TENSORS
 from passes.torch_private import has_autocast, is_capturing_cuda, without_subclasses
 
 Usable = Callable[[torch.Tensor], str | None]
 
 
 class Derived:
-    """The call in a graph that computes a derived tensor.
-
-    Attributes:
-        function: computes the tensor; differentiable. Equal functions of the same sources share one value, so a frozen
-            dataclass with `__call__` is better than a closure.
-        what: a description of the tensor, for reports.
-        usable: the reason why a value must not be used, as a clause; None for values that may.
-        in_autocast: whether the function is part of the forward and follows an active autocast. If False, it is always
-            run without autocast.
-        each_call: whether it is computed in the graph at each call, because gradients flow through it.
-    """
+    """The call in a graph that computes a derived tensor."""
 
     # torch.fx requires a name for functions in a graph.
     __name__ = "derived"
@@ -58,10 +49,15 @@ class Derived:
                 f"derived() takes a hashable function, and {type(function).__name__} isn't: write a function, or a frozen "
                 "dataclass with __call__."
             ) from None
+        # Computes the tensor; differentiable. Equal functions of the same sources share one value, so a frozen
+        # dataclass with `__call__` is better than a closure.
         self.function = function
-        self.what = what
-        self.usable = usable
+        self.what = what  # a description of the tensor, for reports
+        self.usable = usable  # the reason why a value must not be used, as a clause; None for values that may
+        # Whether the function is part of the forward and follows an active autocast. If False, it is always run without
+        # autocast.
         self.in_autocast = in_autocast
+        # Whether it is computed in the graph at each call, because gradients flow through it
         self.each_call = each_call
 
     def __call__(self, *sources: torch.Tensor) -> torch.Tensor:
@@ -73,15 +69,10 @@ class Derived:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a derived tensor is computed.
-
-    Attributes:
-        call: computes it.
-        sources: for each argument the input of the graph, by its index or its node, or the recipe of another derived
-            tensor.
-    """
+    """How a derived tensor is computed."""
 
     call: Derived
+    # For each argument the input of the graph, by its index or its node, or the recipe of another derived tensor
     sources: tuple[Any, ...]
 
     @property
@@ -180,19 +171,17 @@ class DerivedInputs:
         store: the values of the model.
         recipes: how each tensor is computed.
         enables_gradients: whether the graph itself switches gradients on.
-
-    Attributes:
-        places: the indices of the sources among the inputs of the graph.
-        states: the sources and values of each set of sources, by the ids of the sources: one captured graph can serve
-            several equal modules.
     """
 
     def __init__(self, store: DerivedTensors, recipes: Sequence[Recipe], *, enables_gradients: bool) -> None:
         self._store = store
         store.graphs.add(self)
         self._recipes = tuple(recipes)
+        # The indices of the sources among the inputs of the graph
         self.places = sorted({place for recipe in recipes for place in recipe.inputs})
         self._enables_gradients = enables_gradients
+        # The sources and values of each set of sources, by the ids of the sources: one captured graph can serve several
+        # equal modules
         self.states: dict[tuple[int, ...], _State] = {}
 
     def of(self, inputs: Sequence[Any]) -> tuple[torch.Tensor, ...] | None:
@@ -367,3 +356,29 @@ def _recipes(captured: CapturedGraph, places: Mapping[fx.Node, int]) -> dict[fx.
                 call, tuple(found[source] if source in found else places[source] for source in arguments)
             )
     return found
+
+
+def exact(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without gradients, in its own dtype; a tensor on MPS, which has no float64, is copied to the CPU.
+
+    A product or sum with a float64 tensor is then computed in float64, without a float64 copy of a large weight. This
+    doesn't hold for a float64 scalar tensor, unless this tensor is a scalar too.
+    """
+    tensor = tensor.detach()
+    return tensor.cpu() if tensor.device.type == "mps" else tensor
+
+
+def float64(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the tensor in float64, without gradients; on the CPU if its device has no float64."""
+    return exact(tensor).double()
+
+
+def why_not_finite(tensor: torch.Tensor) -> str | None:
+    """The reason not to use the tensor, as a clause, if it holds NaN or infinity; None otherwise.
+
+    A rewrite that reorders operations isn't exact on such tensors.
+    """
+    # A NaN or an infinity makes the sum non-finite. The sum of finite values may overflow too, so check them one by one
+    # then.
+    is_finite = math.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())
+    return None if is_finite else "the new weights wouldn't be finite"

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
+from torch.nn.modules import module as _modules
+from torch.nn.utils import parametrize
+
+from passes.graph.changes import AttributeEdit, in_place
+from passes.torch_private import compiled_module_types
 
 
 class InstanceForward:
@@ -150,3 +157,92 @@ def unbound_forward(forward: Any) -> Any:
     if type(forward) is not types.MethodType or not isinstance(forward.__self__, InstanceForward):
         return forward
     return forward.__self__
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module runs anything besides its forward."""
+    own = module.__dict__
+    return bool(
+        own.get("_forward_hooks")
+        or own.get("_forward_pre_hooks")
+        or own.get("_backward_hooks")
+        or own.get("_backward_pre_hooks")
+    )
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks for all modules are registered, by `torch.nn.modules.module.register_module_*_hook`."""
+    # This is a hot path: it runs at every call of a rewritten model.
+    return bool(
+        _modules._global_forward_hooks
+        or _modules._global_forward_pre_hooks
+        or _modules._global_backward_hooks
+        or _modules._global_backward_pre_hooks
+    )
+
+
+def is_parametrized(module: nn.Module) -> bool:
+    """Whether `torch.nn.utils.parametrize` computes a parameter of the module from others at every access."""
+    return parametrize.is_parametrized(module)
+
+
+Around = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _WatchedForward(AroundForward):
+    """The wrapped forward of an intercepted module; calls from other threads are not intercepted."""
+
+    def __init__(self, owner: nn.Module, inner: Any, around: Around, thread: int) -> None:
+        self.owner = owner
+        self.inner = inner
+        self.is_atom = is_atom(owner)
+        self._around = around
+        self._thread = thread
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != self._thread:
+            return self._inner_forward(*args, **kwargs)
+        return self._around(self.owner, self._inner_forward, args, kwargs)
+
+
+@contextmanager
+def intercepted_calls(
+    root: nn.Module, around: Around, besides: Iterable[nn.Module] = (), *, leave: Collection[int] = ()
+) -> Iterator[None]:
+    """In the block, run `around(module, forward, args, kwargs)` instead of the forward of each module, in this thread.
+
+    Args:
+        root: the tree; all its modules are intercepted.
+        around: the replacement. It may call `forward(*args, **kwargs)`, the module's own forward. The module's hooks
+            run around the replacement.
+        besides: further modules that `root` calls but doesn't register.
+        leave: the ids of modules that aren't intercepted.
+    """
+    thread = threading.get_ident()
+    modules = {id(module): module for module in (*root.modules(), *besides)}
+    with in_place(
+        [
+            AttributeEdit(module, "forward", _WatchedForward(module, _forward_of(module), around, thread))
+            for key, module in modules.items()
+            if key not in leave
+        ]
+    ):
+        yield
+
+
+def _forward_of(module: nn.Module) -> Any:
+    """The module's current forward; None for the forward of its class.
+
+    The result of `torch.compile(module)` runs the original module instead, because compiled code makes no module calls
+    that can be intercepted.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        return module.forward
+    if is_compiled(module):
+        return module._modules["_orig_mod"]
+    return module.__dict__.get("forward")
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` made the module from another one."""
+    return isinstance(module, compiled_module_types())

@@ -1,33 +1,42 @@
-"""The base class of graph passes, which rewrite the graphs that torch.compile captures."""
+"""The base class of graph passes, and the rewriter by which they read and change a captured graph.
+
+def rewrite(self, graph: GraphRewriter, context: Context) -> None:
+    for node in graph.calls("gelu"):
+        if graph.argument(node, 1, "approximate", "none") != "none":
+            graph.skip(node, "it is an approximation already")
+            continue
+        with graph.change(node, "GELU by tanh"):
+            graph.replace_call(node, F.gelu, (node.args[0],), {"approximate": "tanh"})
+
+Each change has a name, so that it can be checked and excluded.
+"""
 
 from __future__ import annotations
 
-import os
-import re
-import weakref
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
-from torch.utils import _pytree as pytree
+import torch.nn.functional as F
+from torch import fx, nn
 
 from passes.base import Context, Pass, PassResult
 from passes.errors import RequirementNotMet
-from passes.examples import Example
-from passes.graph.backend import GRAPH_CALL, Applied, GraphCall, Step, compilation_of
-from passes.graph.captured import CapturedGraph, function_of
-from passes.graph.changes import Change, Place, Remark, Skip
-from passes.graph.edits import AttributeEdit, Edit, undo_all
-from passes.graph.effects import Memory
-from passes.graph.graph_rewriting import GraphChange, GraphRewriter
+from passes.graph import captured, effects, layouts
+from passes.graph.captured import EXAMPLE, CapturedGraph, computing, example_of, name_of, propagate
+from passes.graph.changes import Change, ChangeRecord, Place, Remark, Skip
+from passes.graph.derived import Derived, Unusable, Usable, compute_now
 from passes.graph.model_tree import ModelTree
 from passes.graph.recording import Recording
-from passes.graph.runs import recorded_runs
-from passes.torch_private import COMPILED_CALL, active_transforms
+
+Node = fx.Node
+"""A node of torch.fx: a torch call or an input of a captured graph, or a node of a recorded run."""
+# The reason why a change must not be made; None to make it.
+WhyNot = Callable[[Place], str | None]
 
 
 class GraphPass(Pass):
@@ -59,325 +68,424 @@ class GraphPass(Pass):
         return ()
 
     def run(self, tree: ModelTree, context: Context) -> PassResult:
-        """Rewrite the graphs of the example inputs, and check each change on real activations.
+        """Have the graphs of the example inputs rewritten by this pass, and its changes checked.
 
         Raises:
             RequirementNotMet: there are no example inputs, and the pass is of no use without.
         """
-        writer = _Installed(tree, context)
-        if context.run_compiled is None and not self.needs_run:
-            return PassResult((), (Skip("", "it needs a run: add example inputs"),), writer)
-        runs = recorded_runs(tree, context)
-        if runs is not None and not runs.failure and not any(self.is_for(run.recording) for run in runs.runs):
-            # A capture takes the time of many calls.
-            told = dict.fromkeys(skip for run in runs.runs for skip in self.left_out(tree, run.recording))
-            if context.explain and not told:
-                told[Skip("", "a run of the model makes no call that the pass is for")] = None
-            return PassResult((), tuple(told), writer)
-        trial = _Trial(self, context)
-        try:
-            before = writer.passes
-            writer.install((*before, _Tried(trial)))
-            trial.run(writer.call)
-            if trial.raised and trial.changes and context.run_compiled is not None:
-                writer.install_instead(before)
-                if context.run_compiled(nullcontext()) is not None:
-                    # Without the changes, the captured graphs raise too: they aren't those of the model.
-                    trial.clear()
-            checked = tuple(trial.checked())
-            if trial.changes:
-                kept = frozenset(trial.changes)
-                writer.install_instead((*before, Applied(self, trial.settings, kept, trial.token)))
-            else:
-                writer.roll_back()
-        except BaseException:
-            writer.roll_back()
-            raise
-        writer.changes = list(trial.changes.values())
-        return PassResult(tuple(writer.changes), tuple(trial.skips), writer, tuple(trial.remarks), checked=checked)
-
-
-class _Installed:
-    """Installs the list of passes in the root's `GraphCall`, as edits that can be undone."""
-
-    def __init__(self, tree: ModelTree, context: Context) -> None:
-        self.tree = tree
-        self._open_dims = _open_dims(context.example_calls)
-        self.root = tree.root
-        self.edits: list[Edit] = []
-        self.changes: list[Change] = []
-        self.precision = None
-
-    @property
-    def call(self) -> GraphCall:
-        """The `GraphCall` of the root."""
-        call = self.root.__dict__[GRAPH_CALL]
-        assert isinstance(call, GraphCall)
-        return call
-
-    @property
-    def passes(self) -> tuple[Step, ...]:
-        """The graph passes that were installed before this one."""
-        call = self.root.__dict__.get(GRAPH_CALL)
-        return call.passes if isinstance(call, GraphCall) else ()
-
-    def install(self, passes: tuple[Step, ...]) -> None:
-        """Make these the passes that rewrite the root's graphs."""
-        if GRAPH_CALL not in self.root.__dict__:
-            # Reuse the captures of an earlier pass that changed nothing.
-            call = self.tree.graph_call = self.tree.graph_call or GraphCall(self.root, (), self._open_dims)
-            self._do(AttributeEdit(self.root, GRAPH_CALL, call))
-        # The copy of an earlier result has a `GraphCall`, but runs as written.
-        self._do(AttributeEdit(self.root, COMPILED_CALL, self.call))
-        self._do(AttributeEdit(self.call, "is_for_files", False))
-        self._do(AttributeEdit(self.call, "passes", passes))
-
-    def install_instead(self, passes: tuple[Step, ...]) -> None:
-        """Replace the list of the last `install`."""
-        self.edits.pop().undo()
-        self._do(AttributeEdit(self.call, "passes", passes))
-
-    def _do(self, edit: Edit) -> None:
-        edit.apply()
-        self.edits.append(edit)
-
-    def roll_back(self) -> None:
-        """Undo everything; the next pass captures new graphs."""
-        undo_all(self.edits)
-        self.edits.clear()
-        if self.changes:
-            self.tree.graph_call = self.root.__dict__.get(GRAPH_CALL)
-
-
-def _open_dims(calls: Sequence[Any]) -> list[tuple[int, int]]:
-    """The dims in which the calls differ: the index of the tensor among the arguments, and the dim."""
-    shapes = [
-        [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in pytree.tree_leaves(call)]
-        for call in calls
-    ]
-    if len({len(each) for each in shapes}) != 1:
-        return []
-    return [
-        (number, dim)
-        for number, each in enumerate(zip(*shapes, strict=True))
-        if None not in each and len({len(shape) for shape in each if shape is not None}) == 1
-        for dim, sizes in enumerate(zip(*(shape for shape in each if shape is not None), strict=True))
-        if len(set(sizes)) > 1
-    ]
-
-
-class _Tried:
-    """A trial as a step of the call.
-
-    The reference is weak, so that code which saves and restores the state of modules doesn't reach the trial's record.
-    """
-
-    def __init__(self, trial: _Trial) -> None:
-        self._trial = weakref.ref(trial)
-        self.token = trial.token
-        # A run must not be ended in the child process of a forward that forks.
-        self._process = os.getpid()
-
-    def rewrite(self, captured: CapturedGraph, inputs: Sequence[Any]) -> CapturedGraph:
-        """See `Step.rewrite`."""
-        trial = self._trial()
-        return captured if trial is None else trial.rewrite(captured, inputs)
-
-    def done(self, graph: fx.Graph) -> None:
-        """See `Step.done`."""
-        trial = self._trial()
-        ends = trial is not None and graph is trial.whole and self._process == os.getpid()
-        if ends and any(node.op.startswith("call") for node in graph.nodes):
-            raise _Enough
-
-
-class _Enough(BaseException):
-    """Ends a run after its only graph. A BaseException, so that the forward doesn't catch it as an error."""
-
-
-@dataclass(eq=False)
-class _Trial:
-    """A trial run of a pass: makes all changes that are not excluded, and records them.
-
-    Attributes:
-        changes: the changes by place.
-        skips, remarks: these without duplicates, since one place may be captured more than once.
-        raised: whether the run raised.
-        whole: the only graph of the forward, if an earlier pass has shown it; it ends the run before it computes.
-        token: see `Step`.
-    """
-
-    item: GraphPass
-    context: Context
-    whole: fx.Graph | None = None
-    token: object = field(default_factory=object)
-    changes: dict[Place, Change] = field(default_factory=dict)
-    skips: dict[Skip, None] = field(default_factory=dict)
-    remarks: dict[Remark, None] = field(default_factory=dict)
-    raised: bool = False
-    _made: list[tuple[CapturedGraph, list[GraphChange]]] = field(default_factory=list)
-    _to_check: list[_ToCheck] = field(default_factory=list)
-
-    def clear(self) -> None:
-        """Drop all changes."""
-        self.changes.clear()
-        self.remarks.clear()
-        self._to_check.clear()
-
-    @property
-    def settings(self) -> Context:
-        """The part of the context that outlives this run and is stored with the result."""
-        return Context(self.context.mode, self.context.device)
-
-    def run(self, call: GraphCall) -> None:
-        """Run the model on the example inputs.
-
-        Raises:
-            RequirementNotMet: there are no example inputs.
-            Exception: any error of the pass.
-        """
-        if self.context.run_compiled is None:
-            raise RequirementNotMet(f"The pass {self.item.name} {self.item.needs_run}: add example inputs.")
-        compilation = compilation_of(call)
-        compilation.error = None
-        if compilation.is_complete and len(compilation.graphs) == 1:
-            # An earlier pass has run all calls by this graph, so there is nothing else to be seen.
-            self.whole = compilation.graphs[0].captured.graph
-        try:
-            failure = self.context.run_compiled(nullcontext())
-            compilation.is_complete = failure is None
-        except _Enough:
-            failure = None
-        if compilation.error is not None:
-            raise compilation.error
-        if failure is not None:
-            self.raised = True
-            self.skips[Skip("", f"it raises where torch.compile captures its graphs ({failure})")] = None
-        elif not compilation.graphs:
-            self.skips[Skip("", compilation.why_nothing())] = None
-        for program in compilation.graphs:
-            changes = [change for captured, made in self._made for change in made if captured.is_of(program.captured)]
-            for paths in program.other_owners():
-                self._add_for_other(changes, paths)
-        self._made.clear()
-
-    def _add_for_other(self, changes: Sequence[GraphChange], paths: Mapping[str, str]) -> None:
-        """Record the changes for equal modules that share the graph: the paths of their tensors by those of the first."""
-        renamed = {_renamed(old, new) for old, new in paths.items() if old != new}
-        if len(renamed) == 1:
-            ((old, new),) = renamed
-            pattern = re.compile(rf"(?<![\w.]){re.escape(old)}(?=\.|$|[ ,:])")
-            for change in changes:
-                where, what = (pattern.sub(new, text) for text in (change.where, change.what))
-                found = Change(where, what, change.number)
-                self.changes.setdefault(found.place, found)
-
-    def rewrite(self, captured: CapturedGraph, inputs: Sequence[Any]) -> CapturedGraph:
-        """See `Step.rewrite`."""
-        graph = GraphRewriter(captured, self.context.left_alone.get, self.context.mode, explains=self.context.explain)
-        self.item.rewrite(graph, self.settings)
-        self.skips.update(dict.fromkeys(graph.skips))
-        # Graphs for other sizes repeat the places with other numbers.
-        known = {remark.where for remark in self.remarks}
-        self.remarks.update(dict.fromkeys(remark for remark in graph.remarks if remark.where not in known))
-        self._made.append((captured, graph.changes))
-        new = [change for change in graph.changes if change.place not in self.changes]
-        for change in graph.changes:
-            self.changes.setdefault(
-                change.place, Change(change.where, change.what, change.number, sources=change.sources)
-            )
-        if self.context.judge is not None and any(change.check is not None for change in new):
-            self._to_check.append(_ToCheck(captured, new, _own_inputs(captured.graph, inputs)))
-        return graph.captured
-
-    def checked(self) -> Iterator[tuple[Change, Any]]:
-        """Compare the old and the new subgraph of each change; yields the change with the result."""
-        for one in self._to_check:
-            for change, values in one.flow():
-                assert change.check is not None
-                assert self.context.judge is not None
-                old, new = (function_of(graph, one.captured.home) for graph in (change.check.old, change.check.new))
-                yield self.changes[change.place], self.context.judge(old, new, values)
-        self._to_check.clear()
-
-
-def _renamed(path: str, other: str) -> tuple[str, str]:
-    """Two paths without the names that they have in common at their ends."""
-    old, new = path.split("."), other.split(".")
-    while old and new and old[-1] == new[-1]:
-        old, new = old[:-1], new[:-1]
-    return ".".join(old), ".".join(new)
+        if context.try_on_graphs is not None:
+            return context.try_on_graphs(self, tree, context)
+        if self.needs_run:
+            raise RequirementNotMet(f"The pass {self.name} {self.needs_run}: add example inputs.")
+        return PassResult((), (Skip("", "it needs a run: add example inputs"),), ChangeRecord(tree))
 
 
 @dataclass
-class _ToCheck:
-    """The changes of one graph, and the inputs with which the graph was called."""
+class GraphChange(Change):
+    """One rewrite of a captured graph."""
 
-    captured: CapturedGraph
-    changes: Sequence[GraphChange]
-    inputs: Sequence[Any]
+    replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)  # the replaced nodes, each with its replacement
+    made: list[fx.Node] = field(default_factory=list)
+    check: RegionCheck | None = None  # the check of this change; None if it replaces no value
 
-    def flow(self) -> Iterator[tuple[GraphChange, tuple[Any, ...]]]:
-        """Run the graph, and yield each change with its input values as soon as they are computed."""
-        waiting: dict[fx.Node, list[GraphChange]] = {}
-        order = {node: number for number, node in enumerate(self.captured.graph.nodes)}
-        for change in self.changes:
-            if change.check is not None:
-                last = max(change.check.sources, key=order.__getitem__, default=next(iter(order)))
-                waiting.setdefault(last, []).append(change)
-        uses = _Uses(waiting)
-        values: dict[fx.Node, Any] = {}
-        due: list[GraphChange] = []
-        interpreter = fx.Interpreter(
-            fx.GraphModule(self.captured.home, self.captured.graph), garbage_collect_values=True
+
+@dataclass
+class RegionCheck:
+    """The check of one change: the old and the new subgraph, to be compared on the same input values."""
+
+    sources: tuple[fx.Node, ...]  # the nodes of the original graph whose values are the inputs of both
+    # old, new: the subgraphs from the sources to the replaced values
+    old: fx.Graph
+    new: fx.Graph
+
+
+class GraphRewriter:
+    """Reads and rewrites one captured graph, for one pass.
+
+    Attributes:
+        captured: the graph that is rewritten, with the modules that it was captured from.
+        before: the original graph, which is not changed.
+        changes, skips, remarks: the record.
+        mode: "inference" or "training".
+        explains: whether `explain` records anything.
+    """
+
+    def __init__(self, before: CapturedGraph, why_not: WhyNot, mode: str, *, explains: bool = False) -> None:
+        self.before = before
+        self.captured, twins = before.copied()
+        self.changes: list[GraphChange] = []
+        self.skips: list[Skip] = []
+        self.remarks: list[Remark] = []
+        self.mode = mode
+        self.explains = explains
+        self._why_not = why_not
+        self._words: Counter[tuple[str, str]] = Counter()
+        self._open: GraphChange | None = None
+        # The last placeholder, of which a pass adds none, or the last derived tensor after it.
+        self._before_derived = self._last_input = self.captured.graph.find_nodes(op="placeholder")[-1:]
+        # For each node, the node of `before` with the same value.
+        self._origins = {twin: node for node, twin in twins.items()}
+
+    # Find -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """All nodes, in the order of execution, without those inside a transform of torch.func such as `vmap`.
+
+        The values there are wrapped, so a change of them can't be checked.
+        """
+        return [node for node in self.captured.graph.nodes if not effects.is_in_transform(node)]
+
+    def calls(self, *names: str) -> list[fx.Node]:
+        """The calls by function or method name; all calls without a name.
+
+        "relu" matches F.relu(x), torch.relu(x) and x.relu().
+        """
+        calls = (node for node in computing(self.captured.graph) if not names or name_of(node) in names)
+        return [node for node in calls if not effects.is_in_transform(node)]
+
+    def where(self, node: fx.Node) -> str:
+        """The location of a node, for reports."""
+        return self.captured.where(node)
+
+    argument = staticmethod(captured.argument)
+    example = staticmethod(example_of)
+    is_tensor = staticmethod(captured.is_tensor)
+    name_of = staticmethod(captured.name_of)
+
+    def between(self, node: fx.Node, sources: Collection[fx.Node]) -> list[fx.Node]:
+        """The nodes that compute the node's value from the sources, including the node itself, in execution order."""
+        return sorted(captured.between([node], set(sources)))
+
+    def function_of(self, node: fx.Node, sources: Sequence[fx.Node]) -> Callable[..., Any]:
+        """The function that computes the node's value from the values of the sources, in their order.
+
+        Raises:
+            KeyError: the value depends on an input of the graph that isn't among the sources.
+        """
+        return captured.function_of(captured.subgraph([node], sources), self.captured.home)
+
+    # Judge ------------------------------------------------------------------------------------------------------------
+
+    def memory(self) -> effects.Memory:
+        """Which values may be written to or returned, in the current graph."""
+        return effects.Memory(self.captured.graph, self.captured.tensors)
+
+    def settings(self) -> dict[fx.Node, int]:
+        """A number for each node; nodes with equal numbers run under the same autocast and gradient mode."""
+        found, number = {}, 0
+        for node in self.captured.graph.nodes:
+            number += effects.is_setting(node)
+            found[node] = number
+        return found
+
+    is_dropout_off = staticmethod(effects.is_dropout_off)
+    is_pure = staticmethod(effects.is_pure)
+    is_repeatable = staticmethod(effects.is_repeatable)
+    why_layout_shows = staticmethod(layouts.why_layout_shows)
+    laid_out = staticmethod(layouts.laid_out)
+
+    def is_derived(self, node: fx.Node) -> bool:
+        """Whether `derived` made the node, in this pass or an earlier one."""
+        return isinstance(node.target, Derived)
+
+    def is_of_layer(self, node: fx.Node) -> bool:
+        """Whether a torch.nn layer made the node."""
+        return self.captured.is_of_layer(node)
+
+    def is_parameter(self, node: Any) -> bool:
+        """Whether the node is a parameter or buffer."""
+        return node in self.captured.tensors
+
+    def value(self, node: fx.Node) -> torch.Tensor | None:
+        """The parameter or buffer itself, which must not be changed; None for other nodes."""
+        return self.captured.value_of(node)
+
+    def path_of(self, node: fx.Node) -> str:
+        """The path of a parameter or buffer, "head.weight"; for other nodes, the path of the module that made them."""
+        return self.captured.tensors.get(node) or self.captured.path_of(node)
+
+    def skip(self, node: fx.Node, reason: str) -> None:
+        """Record that a candidate was skipped; the reason is a clause without a full stop."""
+        line = self.captured.line_of(node) if self.explains else ""
+        self.skip_place(self.where(node), f"{reason} ({line})" if line else reason)
+
+    def explain(self, node: fx.Node, reason: str) -> None:
+        """Record why a pattern doesn't match at a node; reported as a skip by `optimize(…, explain=True)` only."""
+        if self.explains:
+            self.skip(node, reason)
+
+    def skip_place(self, where: str, reason: str) -> None:
+        """Record a skip for a module path."""
+        self.skips.append(Skip(where, reason))
+
+    # Rewrite ----------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def change(self, where: fx.Node | str, what: str) -> Iterator[GraphChange]:
+        """Make one change; every write must be inside such a block.
+
+        A derived tensor that can't be used ends the block: the change is then skipped with the reason.
+
+        The change is checked later: the replaced values and their replacements must agree. Nodes that become unused are
+        removed if they have no side effects. An excluded change runs like any other, and its writes are then discarded.
+        """
+        if self._open is not None:
+            raise RuntimeError("a change is opened inside another one")
+        where = where if isinstance(where, str) else self.where(where)
+        change = GraphChange(where, what, self._words[where, what])
+        self._words[where, what] += 1
+        reason = self._why_not(change.place)
+        change.left_alone = reason is not None
+        self._open = change
+        try:
+            try:
+                yield change
+            except Unusable as unusable:
+                change.left_alone, reason = True, str(unusable)
+            if reason is None:
+                self._close(change)
+                self.changes.append(change)
+                return
+            for node in reversed(change.made):
+                self.captured.graph.erase_node(node)
+            self._before_derived = self._last_input
+            if reason:
+                self.skips.append(Skip(where, reason))
+        finally:
+            self._open = None
+
+    def replace_call(
+        self, node: fx.Node, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None = None
+    ) -> fx.Node:
+        """Replace the node with a call of another function; returns the new node."""
+        new = self.call(node, function, args, kwargs)
+        if EXAMPLE not in new.meta and EXAMPLE in node.meta:
+            new.meta[EXAMPLE] = node.meta[EXAMPLE]
+        self.replace(node, new)
+        return new
+
+    def call(
+        self,
+        before: fx.Node,
+        function: Callable[..., Any] | str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None = None,
+        *,
+        like: fx.Node | None = None,
+    ) -> fx.Node:
+        """Insert a new call of a function, or of a tensor's method by name, before a node.
+
+        Its example is that of `like` if that is given; to compute one takes milliseconds.
+        """
+        new = self._insert(before, function, args, kwargs or {})
+        if like is None:
+            propagate(new)
+        else:
+            new.meta[EXAMPLE] = like.meta[EXAMPLE]
+        return new
+
+    def _insert(
+        self, before: fx.Node, function: Callable[..., Any] | str, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> fx.Node:
+        change = self._writing()
+        op = "call_method" if isinstance(function, str) else "call_function"
+        with self.captured.graph.inserting_before(before):
+            new = self.captured.graph.create_node(op, function, tuple(args), kwargs)
+        captured.take_place(new, before)
+        change.made.append(new)
+        return new
+
+    def redirect(self, user: fx.Node, node: fx.Node, other: fx.Node) -> None:
+        """Make one user of the node read another node instead, without a check of this change.
+
+        For users that read only the shape, and for the same values in other memory: see `settle`.
+        """
+        if not self._writing().left_alone:
+            user.replace_input_with(node, other)
+
+    def derived(
+        self,
+        before: fx.Node,
+        function: Callable[..., Any],
+        *sources: fx.Node,
+        what: str,
+        usable: Usable | None = None,
+        in_autocast: bool = True,
+    ) -> fx.Node:
+        """Insert a tensor that a function computes from parameters and buffers, once for all calls.
+
+        It is an input of the rewritten graph, and is computed again when a source was written to, moved, cast or
+        replaced; torch doesn't count writes through `.data`. If gradients flow to a source, a result for inference runs
+        the graph as it was written, and a result for training computes the tensor in the graph at each call.
+
+        Args:
+            before: the node to insert it before.
+            function: computes the tensor from the sources. Equal functions of the same sources share one value, also
+                between graphs: use a frozen dataclass with `__call__`.
+            sources: parameters, buffers, or other derived tensors.
+            what: a description of the tensor.
+            usable: the reason why a value must not be used, as a clause; None for values that may. It is asked now,
+                and a reason makes a skip of this change. It is asked again at each later value; with a reason, the
+                graph runs as it was written.
+            in_autocast: whether the function is part of the forward and follows an active autocast; False for
+                functions that always run without autocast.
+        """
+        call = Derived(function, what, usable, in_autocast=in_autocast, each_call=self.mode == "training")
+        new = self._insert(before, call, sources, {})
+        # It needs nothing else from the graph, and may be a source of a derived tensor for an earlier node.
+        max([*self._before_derived, *sources]).append(new)
+        self._before_derived = [new]
+        if self.mode == "inference":
+            # A result for inference has its own buffers, which don't follow later writes to the caller's.
+            places = (self.captured.modules.buffer_at(self.captured.tensors.get(source, "")) for source in sources)
+            self._writing().sources += [place for place in places if place is not None]
+        compute_now(self.captured, new)
+        if EXAMPLE not in new.meta:
+            propagate(new)
+        return new
+
+    def replace(self, node: fx.Node, other: fx.Node) -> None:
+        """Make the users of the node read another node of equal value."""
+        change = self._writing()
+        change.replaced[node] = other
+        if change.left_alone:
+            return
+        other.meta[effects.ALSO_IN] = effects.places_of(other) | effects.places_of(node)
+        node.replace_all_uses_with(other, delete_user_cb=lambda user: user is not other)
+        # A node that has a counterpart in `before` keeps it.
+        self._origins.setdefault(other, self._origins.get(node, node))
+
+    def settle(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """Call it once after all changes, if nodes got inputs with other strides: see `layouts.settle`."""
+        return layouts.settle(self.captured, nodes)
+
+    def remark(self, where: str, text: str) -> None:
+        """Record a place that costs performance and that only the user can fix; the text is a clause."""
+        self.remarks.append(Remark(where, text))
+
+    def drop(self, nodes: Sequence[fx.Node]) -> None:
+        """Remove nodes without users, given in the order of execution."""
+        self._writing()
+        if self._open is not None and not self._open.left_alone:
+            for node in reversed(nodes):
+                self.captured.graph.erase_node(node)
+
+    def drop_unused(self, node: fx.Node) -> None:
+        """Remove a node that has no users any more, and what only it needed, if that has no side effects."""
+        if not self._writing().left_alone:
+            for dead in reversed(self._dead([node])):
+                self.captured.graph.erase_node(dead)
+
+    def _writing(self) -> GraphChange:
+        if self._open is None:
+            raise RuntimeError("a graph is modified outside a change")
+        return self._open
+
+    def _close(self, change: GraphChange) -> None:
+        if not change.replaced:
+            return
+        dead = self._dead(change.replaced)
+        old_outputs, new_outputs = list(change.replaced), list(change.replaced.values())
+        made = set(change.made)
+        region = {*dead, *old_outputs}
+        # New nodes that write in place belong to the change, although no output depends on them.
+        writing = [node for node in change.made if not effects.is_pure(node)]
+        # Both subgraphs start from the same values: the inputs of the new nodes and of the replaced ones.
+        stops = self._known(_inputs_of([*new_outputs, *writing], made) | _inputs_of(old_outputs, region))
+        sources = tuple(sorted(stops))
+        change.check = RegionCheck(
+            tuple(self._origins[stop] for stop in sources),
+            captured.subgraph(old_outputs, sources),
+            captured.subgraph(new_outputs, sources, also=writing),
         )
-        interpreter.args_iter = iter(self.inputs)
+        for node in reversed(dead):
+            self.captured.graph.erase_node(node)
+
+    def _dead(self, replaced: Collection[fx.Node]) -> list[fx.Node]:
+        """The replaced nodes and those before them that became unused, in the order of execution."""
+        dead: dict[fx.Node, None] = {}
+        waiting = list(replaced)
+        while waiting:
+            node = waiting.pop()
+            if node in dead or node.op in ("placeholder", "output") or any(user not in dead for user in node.users):
+                continue
+            if effects.is_pure(node) or (self._open is not None and node in self._open.replaced):
+                dead[node] = None
+                waiting += node.all_input_nodes
+        return sorted(dead)
+
+    def _known(self, stops: set[fx.Node]) -> set[fx.Node]:
+        """The closest nodes before these that also exist in the original graph."""
+        found, waiting = set[fx.Node](), list(stops)
+        while waiting:
+            node = waiting.pop()
+            if node in self._origins:
+                found.add(node)
+            else:
+                waiting += node.all_input_nodes
+        return found
+
+
+def _inputs_of(outputs: Sequence[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
+    found, seen, waiting = set[fx.Node](), set[fx.Node](), list(outputs)
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in inside:
+            waiting += node.all_input_nodes
+        else:
+            found.add(node)
+    return found
+
+
+# Examples -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Example:
+    """A module, and whether a pass changes it.
+
+    Attributes:
+        forward: the expression that the module returns for its input `x`, such as "norm(conv(x))". It may use `torch`,
+            `F` and the layers.
+        shape: the shape of `x`; its first dim is the batch.
+        layers: the layers and parameters by name, each as an expression such as "nn.Conv2d(3, 8, 3)".
+        reason: a part of the reason why the pass refuses it; "" if the pass changes it.
+    """
+
+    forward: str
+    shape: tuple[int, ...]
+    layers: Mapping[str, str] = field(default_factory=dict)
+    reason: str = ""
+
+    def module(self) -> nn.Module:
+        """Make the module in eval mode, with random weights and statistics."""
+        names: dict[str, Any] = {"torch": torch, "F": F, "nn": nn}
+        made = {name: eval(code, names) for name, code in self.layers.items()}
+        forward = eval(f"lambda self, x, {', '.join(made)}: {self.forward}", names)
+        module = type("Net", (_Net,), {"run": forward})(made).eval()
         with torch.no_grad():
-            for node in self.captured.graph.nodes:
-                if node.op == "output":
-                    break
-                interpreter.env[node] = value = interpreter.run_node(node)
-                if node in uses.left:
-                    values[node] = value
-                due += waiting.get(node, ())
-                # The graph enters and leaves transforms of torch.func. Inside them nothing else can run.
-                while due and active_transforms() is None:
-                    change = due.pop(0)
-                    assert change.check is not None
-                    yield change, tuple(pytree.tree_map(_cloned, values[source]) for source in change.check.sources)
-                    for source in change.check.sources:
-                        if uses.done(source):
-                            values.pop(source, None)
-                for gone in interpreter.user_to_last_uses.get(node, ()):
-                    interpreter.env.pop(gone, None)
-        assert not due
+            for tensor in (*module.parameters(), *(each for each in module.buffers() if each.is_floating_point())):
+                tensor.uniform_(0.5, 1.5)
+        return module
+
+    def __str__(self) -> str:
+        layers = ", ".join(f"`{name} = {code}`" for name, code in self.layers.items())
+        text = f"`{self.forward}`{f' with {layers}' if layers else ''}"
+        return f"{text}: {self.reason}" if self.reason else text
 
 
-class _Uses:
-    def __init__(self, waiting: Mapping[fx.Node, Sequence[GraphChange]]) -> None:
-        self.left: dict[fx.Node, int] = {}
-        for changes in waiting.values():
-            for change in changes:
-                assert change.check is not None
-                for source in change.check.sources:
-                    self.left[source] = self.left.get(source, 0) + 1
+class _Net(nn.Module):
+    run: Any
 
-    def done(self, source: fx.Node) -> bool:
-        """Count one use as done; returns whether it was the last."""
-        self.left[source] -= 1
-        return self.left[source] == 0
+    def __init__(self, made: Mapping[str, Any]) -> None:
+        super().__init__()
+        for name, each in made.items():
+            setattr(self, name, each)
+        self._names = list(made)
 
-
-def _own_inputs(graph: fx.Graph, inputs: Sequence[Any]) -> list[Any]:
-    """The inputs, cloned if the graph may write to one of them."""
-    memory = Memory(graph)
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    written = memory.may_be_written(placeholders)
-    return [_cloned(value) if written else value for value in inputs]
-
-
-def _cloned(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-__all__ = ["GraphPass"]
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.run(x, *(getattr(self, name) for name in self._names))

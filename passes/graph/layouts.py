@@ -25,7 +25,7 @@ from passes.graph.captured import (
     take_place,
     value_with,
 )
-from passes.graph.memory_formats import CHANNELS_LAST_FORMATS, ORDERS, order_of
+from passes.graph.tensors import CHANNELS_LAST_FORMATS, ORDERS, order_of
 from passes.torch_private import FakeTensorMode, hint_of, is_transformed
 
 

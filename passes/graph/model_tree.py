@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 
-from passes.graph.recording import Runs
-from passes.graph.tensors import TensorRef
+
+@dataclass(frozen=True)
+class TensorRef:
+    """A parameter or buffer, identified by its place rather than by the tensor.
+
+    Attributes:
+        owner: the module that registers it.
+        name: its name there, such as "weight".
+    """
+
+    owner: nn.Module
+    name: str
+
+    @property
+    def value(self) -> torch.Tensor | None:
+        """The tensor; None if none is registered."""
+        parameter = self.owner._parameters.get(self.name)
+        return self.owner._buffers.get(self.name) if parameter is None else parameter
 
 
 class ModelTree:
@@ -22,18 +38,16 @@ class ModelTree:
     Attributes:
         root: the model.
         unregistered: (path, module) of the modules held only in plain containers.
-        made: the parameters that passes have made, by id; only the working copy holds them.
         graph_call: the `GraphCall` of the root with its captured graphs, for reuse by the next graph pass; None if
             there is none.
-        runs: the recorded runs of the current tree; None if it hasn't been recorded.
+        runs: the recorded `Runs` of the current tree; None if it hasn't been recorded.
     """
 
     def __init__(self, root: nn.Module, unregistered: Sequence[tuple[str, nn.Module]] = ()) -> None:
         self.root = root
         self.unregistered = unregistered
-        self.made: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
         self.graph_call: Any = None
-        self.runs: Runs | None = None
+        self.runs: Any = None
         self.refresh()
 
     def refresh(self) -> None:

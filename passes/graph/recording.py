@@ -21,7 +21,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from passes.graph.tensors import TensorRef
+from passes.base import Context
+from passes.graph.model_tree import ModelTree, TensorRef, training_flags
 from passes.torch_private import without_torch_function
 
 Node = fx.Node
@@ -30,17 +31,11 @@ Node = fx.Node
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One call of a module.
-
-    Attributes:
-        module: the module.
-        number: the index of the call in the run, counted from 1; 0 stands for the caller of the root.
-        around: the enclosing module call; None for the outermost.
-    """
+    """One call of a module."""
 
     module: nn.Module
-    number: int
-    around: ModuleCall | None
+    number: int  # the index of the call in the run, counted from 1; 0 stands for the caller of the root
+    around: ModuleCall | None  # the enclosing module call; None for the outermost
 
 
 @dataclass(frozen=True)
@@ -366,3 +361,36 @@ def autocast_dtype(devices: Iterable[str]) -> torch.dtype | None:
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             return torch.get_autocast_dtype(device)
     return None
+
+
+def recorded_runs(tree: ModelTree, context: Context) -> Runs | None:
+    """The recordings of the example calls on the current tree; None if the model must not be run."""
+    if tree.runs is None and context.run_inside is not None:
+        tree.runs = _record(tree, context)
+    return tree.runs
+
+
+def _record(tree: ModelTree, context: Context) -> Runs:
+    assert context.run_inside is not None
+    runs: list[Run] = []
+    for flag in _states(tree.root, context.mode):
+        for number in range(len(context.example_calls)):
+            recorder = Recorder(tree.root, tree.modules)
+            with training_flags(tree.root, flag):
+                failure = context.run_inside(recorder, number)
+            if failure is not None:
+                return Runs(tuple(runs), " ".join(filter(None, ("it can't be recorded", WHEN[flag], f"({failure})"))))
+            runs.append(Run(number, flag, recorder.recording))
+    return Runs(tuple(runs))
+
+
+def _states(root: nn.Module, mode: str) -> list[bool | None]:
+    if mode != "training":
+        return [None]
+    flags = {module.training for module in root.modules() if hasattr(module, "training")}
+    return [None, *(flag for flag in (False, True) if flag not in flags or len(flags) > 1)]
+
+
+def is_under_autocast(tree: ModelTree) -> bool:
+    """Whether autocast is on for a device that holds parameters of the model."""
+    return autocast_dtype({parameter.device.type for parameter in tree.root.parameters()}) is not None

@@ -17,20 +17,12 @@ from torch import fx, nn
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from passes.compiling.record import GraphBreak
+from passes.compiling.compiler import GraphBreak
 from passes.errors import PassesError
 from passes.graph.backend import entry_of
 from passes.graph.captured import EXAMPLE, FRAME, CapturedGraph, Modules, name_of
 from passes.graph.derived import DerivedTensors
-from passes.torch_private import (
-    Dim,
-    SizeConditions,
-    captured_call,
-    dim_of,
-    is_held,
-    mark_open,
-    shape_environment,
-)
+from passes.torch_capture import Dim, SizeConditions, captured_call, dim_of, is_held, mark_open, shape_environment
 
 Place = tuple[int, int]
 # torch's message when a capture specializes a dynamic size.
@@ -47,22 +39,15 @@ class NoWholeGraph(PassesError):
 
 @dataclass(frozen=True)
 class FlatCall:
-    """One call of a module, and the functions that flatten calls like it.
-
-    Attributes:
-        args, kwargs: the arguments.
-        inputs: returns the tensors among the arguments of such a call.
-        outputs: returns the tensors in the module's output for such a call.
-        rebuild: builds the module's output from these tensors.
-        sizes: the dynamic dims, (number of the input, dim), each with the first dim that has the same size in all
-            calls.
-    """
+    """One call of a module, and the functions that flatten calls like it."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    # Returns the tensors among the arguments of such a call
     inputs: Callable[[tuple[Any, ...], Mapping[str, Any]], Sequence[torch.Tensor]]
-    outputs: Callable[[Any], Sequence[torch.Tensor]]
-    rebuild: Callable[[Sequence[torch.Tensor]], Any]
+    outputs: Callable[[Any], Sequence[torch.Tensor]]  # returns the tensors in the module's output for such a call
+    rebuild: Callable[[Sequence[torch.Tensor]], Any]  # builds the module's output from these tensors
+    # The dynamic dims, (number of the input, dim), each with the first dim that has the same size in all calls
     sizes: Mapping[Place, Place]
 
 
@@ -81,25 +66,18 @@ def _entry(
 
 
 class WholeCapture:
-    """One capture of a module's forward on the example call.
+    """One capture of a module's forward on the example call."""
 
-    Attributes:
-        origin: the graph from torch.compile, with the objects that it refers to.
-        conditions: the conditions on dynamic sizes under which the graph is valid.
-        reads: for each placeholder name, a function that reads its value, given the inputs of a call.
-        outputs: for each output, a function that reads it, given the inputs and the values of the graph.
-        given: the ids of the parameters and buffers among the outputs.
-    """
-
-    origin: fx.GraphModule
-    conditions: SizeConditions
-    outputs: Sequence[Read]
+    origin: fx.GraphModule  # the graph from torch.compile, with the objects that it refers to
+    conditions: SizeConditions  # the conditions on dynamic sizes under which the graph is valid
+    outputs: Sequence[Read]  # for each output, a function that reads it, given the inputs and the values of the graph
 
     def __init__(self, module: nn.Module, call: FlatCall) -> None:
         self.module = module
         self.call = call
+        # For each placeholder name, a function that reads its value, given the inputs of a call
         self.reads: dict[str, Read] = {}
-        self.given: set[int] = set()
+        self.given: set[int] = set()  # the ids of the parameters and buffers among the outputs
         self._inputs = tuple(call.inputs(call.args, call.kwargs))
         self._modules = Modules(module)
         self._values: Sequence[Any] = ()

@@ -20,8 +20,7 @@ from torch import fx, nn
 from passes.graph.backend import GRAPH_CALL, Applied, GraphCall
 from passes.graph.captured import CapturedGraph, example_of, is_tensor, name_of
 from passes.graph.derived import Derived
-from passes.graph.forwards import InstanceForward
-from passes.graph.hooks import has_hooks
+from passes.graph.forwards import InstanceForward, has_hooks
 from passes.graph.whole_captures import FlatCall, NoWholeGraph, WholeCapture, WholeTrace, reader
 from passes.torch_private import COMPILED_CALL, FUNCTIONS, OpOverload, is_tracing, is_watched, without_subclasses
 
@@ -107,9 +106,6 @@ class WholeForward(InstanceForward):
     """Runs the graph for tracers and exporters, at sizes for which it is valid; otherwise the plain forward.
 
     A comparison of a file with the module is therefore a comparison with the user's own code.
-
-    Attributes:
-        operations: as `operations_of_whole_graph` returns.
     """
 
     def __init__(self, owner: nn.Module, plain: nn.Module, capture: WholeCapture, captured: CapturedGraph) -> None:
@@ -121,6 +117,7 @@ class WholeForward(InstanceForward):
         self._reads = [capture.reads[node.name] for node in graph.nodes if node.op == "placeholder"]
         self._outputs = capture.outputs
         calls = [node for node in graph.nodes if is_tensor(node) and _computes(node)]
+        # As `operations_of_whole_graph` returns
         self.operations = [(captured.path_of(node), name_of(node)) for node in calls]
         self._graph = _InModules(owner, captured, fx.GraphModule(capture.origin, graph))
 

@@ -19,17 +19,11 @@ CONTIGUOUS_KERNELS = frozenset({"Slow3d", "SlowDilated3d", "SlowTranspose3d"})
 
 @dataclass(frozen=True)
 class Costs:
-    """The cost of one convolution, or BatchNorm in training, as a number of moved elements.
+    """The cost of one convolution, or BatchNorm in training, as a number of moved elements."""
 
-    Attributes:
-        channels_last: the cost in channels_last.
-        contiguous: the cost in contiguous format.
-        change: the cost of converting its input from one format to the other.
-    """
-
-    channels_last: float
-    contiguous: float
-    change: float
+    channels_last: float  # the cost in channels_last
+    contiguous: float  # the cost in contiguous format
+    change: float  # the cost of converting its input from one format to the other
 
 
 def cheapest_formats(costs: Sequence[Costs]) -> list[bool]:

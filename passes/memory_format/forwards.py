@@ -14,8 +14,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from passes.graph.forwards import AroundForward, standing_around
-from passes.graph.memory_formats import CHANNELS_LAST_FORMATS, ORDERS, DimOrder, is_channels_last, lies_in, order_of
-from passes.graph.storage import has_strides, kind_of
+from passes.graph.tensors import (
+    CHANNELS_LAST_FORMATS,
+    ORDERS,
+    DimOrder,
+    has_strides,
+    is_channels_last,
+    kind_of,
+    lies_in,
+    order_of,
+)
 from passes.torch_private import is_transformed, without_torch_function
 
 
@@ -161,14 +169,11 @@ class ChannelsLastInputs(AroundForward):
 
     The caller's tensors keep their format. If the forward writes to a copy, the caller's tensor gets the values; if it
     returns a copy, the caller's tensor is returned instead. Neither happened in the recorded runs.
-
-    Attributes:
-        inputs: the names of the parameters to convert.
     """
 
     def __init__(self, owner: nn.Module, inputs: frozenset[str], inner: Any) -> None:
         self.owner = owner
-        self.inputs = inputs
+        self.inputs = inputs  # the names of the parameters to convert
         self.inner = inner
         names = positional_names(owner)
         self._positions = frozenset(number for number, name in enumerate(names) if name in inputs)
@@ -229,11 +234,6 @@ class FormattedForward(AroundForward):
 
     If a call returns another number of values than the recorded ones, all outputs are made contiguous, as convolutions
     on contiguous inputs return them.
-
-    Attributes:
-        orders: the dim order of each output; None to leave it as it is.
-        others: the dim orders when the root's training flag differs from `training`; None if they are the same.
-        training: the root's training flag at the time of the pass.
     """
 
     def __init__(
@@ -244,10 +244,11 @@ class FormattedForward(AroundForward):
         others: tuple[DimOrder | None, ...] | None = None,
     ) -> None:
         self.owner = owner
-        self.orders = orders
+        self.orders = orders  # the dim order of each output; None to leave it as it is
         self.inner = inner
+        # The dim orders when the root's training flag differs from `training`; None if they are the same
         self.others = others
-        self.training = owner.training
+        self.training = owner.training  # the root's training flag at the time of the pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self._inner_forward(*args, **kwargs)

@@ -20,10 +20,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from passes.graph.interception import intercepted_calls
-from passes.graph.memory_formats import CONTIGUOUS, EITHER, LAST, is_channels_last, layout_of
-from passes.graph.storage import kind_of
-from passes.graph.torch_calls import METADATA, name_of
+from passes.graph.forwards import intercepted_calls
+from passes.graph.tensors import CONTIGUOUS, EITHER, LAST, METADATA, is_channels_last, kind_of, layout_of, name_of
 from passes.memory_format.forwards import draws_for_last, enters_channels_last, is_kept_contiguous, positional_names
 from passes.torch_private import share_storage, without_torch_function
 
@@ -37,25 +35,16 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 @dataclass
 class Loss:
-    """A place where an operation returns feature maps in another format than it received.
+    """A place where an operation returns feature maps in another format than it received."""
 
-    Attributes:
-        where: the path of the innermost module call, and the operation: "encoder.layer1 (view)".
-        elements: the number of elements of these maps, over all calls.
-        converted: the number of elements that later convolutions convert back to channels_last.
-        convolutions: the paths of these convolutions, in the order of execution.
-        goes_on: whether an operation computes further maps from these.
-        copies: whether the operation reads a channels_last map and writes a new one; a view alone costs nothing.
-        is_seen: False if `where` is the convolution itself, because the watch didn't see what made its input.
-    """
-
-    where: str
-    elements: int = 0
-    converted: int = 0
-    convolutions: list[str] = field(default_factory=list)
-    goes_on: bool = False
+    where: str  # the path of the innermost module call, and the operation: "encoder.layer1 (view)"
+    elements: int = 0  # the number of elements of these maps, over all calls
+    converted: int = 0  # the number of elements that later convolutions convert back to channels_last
+    convolutions: list[str] = field(default_factory=list)  # the paths of these convolutions, in the order of execution
+    goes_on: bool = False  # whether an operation computes further maps from these
+    # Whether the operation reads a channels_last map and writes a new one; a view alone costs nothing
     copies: bool = False
-    is_seen: bool = True
+    is_seen: bool = True  # False if `where` is the convolution itself, because the watch didn't see what made its input
 
     @property
     def counts(self) -> bool:
@@ -77,26 +66,18 @@ class Loss:
 
 @dataclass
 class Layouts:
-    """The result of watching one run.
+    """The result of watching one run."""
 
-    Attributes:
-        moved: the number of elements that were copied only to change the format.
-        inputs: for each contiguous map among the root's arguments, by parameter name, the number of elements that
-            convolutions convert of it and of maps made from it. Only maps that the root may receive as a copy are
-            included.
-        input_elements: the number of elements of these maps.
-        entries: the paths of the convolutions with `ChannelsLastInput` that converted their input, in the order of
-            execution.
-        draws: the paths of the modules that drew random numbers for channels_last maps.
-        scripted: the paths of TorchScript modules, whose inside can't be watched.
-    """
-
-    moved: int = 0
+    moved: int = 0  # the number of elements that were copied only to change the format
+    # For each contiguous map among the root's arguments, by parameter name, the number of elements that convolutions
+    # convert of it and of maps made from it. Only maps that the root may receive as a copy are included.
     inputs: dict[str, int] = field(default_factory=dict)
-    input_elements: dict[str, int] = field(default_factory=dict)
+    input_elements: dict[str, int] = field(default_factory=dict)  # the number of elements of these maps
+    # The paths of the convolutions with `ChannelsLastInput` that converted their input, in the order of execution
     entries: list[str] = field(default_factory=list)
+    # The paths of the modules that drew random numbers for channels_last maps
     draws: list[str] = field(default_factory=list)
-    scripted: list[str] = field(default_factory=list)
+    scripted: list[str] = field(default_factory=list)  # the paths of TorchScript modules, whose inside can't be watched
     _losses: dict[str, Loss] = field(default_factory=dict)
 
     @property
@@ -108,19 +89,14 @@ class Layouts:
 
 @dataclass(frozen=True)
 class _State:
-    """What is known about one tensor.
+    """What is known about one tensor."""
 
-    Attributes:
-        was_last: whether it is in channels_last, or was made from a tensor that was.
-        loss: where this map lost the format; None if it didn't, if that was intended, or if it is no map now.
-        source: the name of the root's input that it was made from, as long as no convolution has read it.
-        is_meant: whether it is contiguous on purpose: made by a convolution that was kept contiguous, or from such a
-            map.
-    """
-
-    was_last: bool = False
+    was_last: bool = False  # whether it is in channels_last, or was made from a tensor that was
+    # Where this map lost the format; None if it didn't, if that was intended, or if it is no map now
     loss: Loss | None = None
+    # The name of the root's input that it was made from, as long as no convolution has read it
     source: str | None = None
+    # Whether it is contiguous on purpose: made by a convolution that was kept contiguous, or from such a map
     is_meant: bool = False
 
 
@@ -140,16 +116,12 @@ def _unseen(function: _Function) -> _Function:
 
 
 class LayoutWatch(TorchFunctionMode):
-    """A context that watches one call of `root`; it keeps no tensor of the run alive.
-
-    Attributes:
-        layouts: the result, complete after the block.
-    """
+    """A context that watches one call of `root`; it keeps no tensor of the run alive."""
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__()
         self.root = root
-        self.layouts = Layouts()
+        self.layouts = Layouts()  # the result, complete after the block
         self._frames: list[nn.Module] = []
         self._states: dict[int, tuple[weakref.ref[torch.Tensor], _State]] = {}
         self._paths = {id(module): path for path, module in root.named_modules()}

@@ -25,8 +25,7 @@ from pathlib import Path
 FILES = (
     "passes/fold_conv_bn.py",
     "passes/fold_conv_bias.py",
-    "passes/graph/arithmetic.py",
-    "passes/graph/channels.py",
+    "passes/graph/derived.py",
     "passes/graph/layers.py",
 )
 # The answer of each predicate that lets the judge go on.

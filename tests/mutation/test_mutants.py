@@ -163,7 +163,7 @@ def run(*options):
 def test_of_each_guard_it_names_the_test_that_fails_without_it(tmp_path):
     """The given test flattens the channels. It never reaches the guards for dims that don't exist."""
     test = "tests/passes/test_fold_conv_bn.py::test_refuses_with_the_reason_and_stays_right[Merged]"
-    before = (ROOT / "passes/graph/channels.py").read_bytes()
+    before = (ROOT / "passes/graph/layers.py").read_bytes()
     done = run("--matching", "channels.py: _flattened", "--tests", test, "--json", str(tmp_path / "verdicts.json"))
     assert done.returncode == 1, done.stdout + done.stderr
     verdicts = json.loads((tmp_path / "verdicts.json").read_text())
@@ -174,7 +174,7 @@ def test_of_each_guard_it_names_the_test_that_fails_without_it(tmp_path):
         ("if start < end and start <= channels.dim <= end: return None", "killed", test, True),
     ]
     assert "1 killed, 2 unreached" in done.stdout
-    assert (ROOT / "passes/graph/channels.py").read_bytes() == before
+    assert (ROOT / "passes/graph/layers.py").read_bytes() == before
 
 
 @pytest.mark.parametrize(

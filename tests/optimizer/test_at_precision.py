@@ -19,9 +19,8 @@ from optimizer.model.inputs import Samples
 from optimizer.parity import ParityReport, Reference, judge, measure_reference
 from passes import CastPrecision, Precision
 from passes.base import Context
-from passes.graph.module_pass import ModulePass
-from passes.graph.module_rewriting import ModuleRewriter
-from passes.graph.tensors import TensorRef
+from passes.graph.model_tree import TensorRef
+from passes.graph.module_pass import ModulePass, ModuleRewriter
 
 BFLOAT16 = Precision(torch.bfloat16)
 FLOAT16 = Precision(torch.float16)

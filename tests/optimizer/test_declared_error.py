@@ -13,11 +13,9 @@ from optimize_export.errors import OptimizeFailed
 from optimizer import export, optimize, verify_bundle
 from passes.base import Context, Pass
 from passes.errors import PassOptionError
-from passes.graph.graph_pass import GraphPass
-from passes.graph.graph_rewriting import GraphRewriter
-from passes.graph.module_pass import ModulePass
-from passes.graph.module_rewriting import ModuleRewriter
-from passes.graph.tensors import TensorRef
+from passes.graph.graph_pass import GraphPass, GraphRewriter
+from passes.graph.model_tree import TensorRef
+from passes.graph.module_pass import ModulePass, ModuleRewriter
 
 
 class Net(nn.Module):

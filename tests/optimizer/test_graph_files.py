@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from exporters import ExportError
 from optimizer import export, load, optimize, verify_bundle
 from passes.base import Context
-from passes.graph.graph_pass import GraphPass
-from passes.graph.graph_rewriting import GraphRewriter
+from passes.graph.graph_pass import GraphPass, GraphRewriter
 
 FORMATS = ("torchscript", "onnx", "pt2")
 # For each format, the passes whose changes its file lacks: none.

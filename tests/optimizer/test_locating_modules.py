@@ -18,9 +18,8 @@ from optimizer.faults.locating_modules import first_wrong_module, first_wrong_pa
 from optimizer.model.inputs import Samples
 from optimizer.parity import measure_reference
 from passes.base import Context
-from passes.graph.module_pass import ModulePass
-from passes.graph.module_rewriting import ModuleRewriter
-from passes.graph.tensors import TensorRef
+from passes.graph.model_tree import TensorRef
+from passes.graph.module_pass import ModulePass, ModuleRewriter
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from torch import nn
 from optimize_export.errors import LoadError, UsageError
 from optimizer import optimize, report_of
 from passes.graph.backend import GRAPH_CALL
+from passes.graph.model_tree import TensorRef
 from passes.graph.module_pass import ModulePass
-from passes.graph.tensors import TensorRef
 from passes.torch_private import COMPILED_CALL
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))

@@ -16,9 +16,8 @@ from optimizer import export, optimize
 from optimizer.exporting.artifact_parity import pass_to_blame
 from passes import Pass
 from passes.base import Context
-from passes.graph.module_pass import ModulePass
-from passes.graph.module_rewriting import ModuleRewriter
-from passes.graph.tensors import TensorRef
+from passes.graph.model_tree import TensorRef
+from passes.graph.module_pass import ModulePass, ModuleRewriter
 
 
 class Late(nn.Module):

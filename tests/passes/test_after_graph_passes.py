@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from optimizer import optimize, report_of
 
-PASSES = ["simplify", "merge-linears:force=true", "pad-channels:force=true", "jit-fusion"]
+PASSES = ["fold-conv-bn", "simplify", "merge-linears:force=true", "pad-channels:force=true", "jit-fusion"]
 FACTOR = 0.5
 
 

@@ -12,8 +12,7 @@ from torch import nn
 from passes import FoldConvBn, GraphRewriter
 from passes.base import Context, device_of
 from passes.errors import PassOptionError, RequirementNotMet
-from passes.graph.module_pass import ModulePass
-from passes.graph.module_rewriting import ModuleRewriter
+from passes.graph.module_pass import ModulePass, ModuleRewriter
 
 
 @dataclass(frozen=True)

@@ -270,21 +270,6 @@ def test_outputs_have_the_structure_and_the_dtypes_of_the_original(dtype: Any, h
         assert outputs["ids"] is batch
 
 
-def test_what_comes_back_as_it_was_given_is_the_callers_own() -> None:
-    class Returns(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = enliven(nn.Linear(6, 6))
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.layer(x), x
-
-    x = rows(2, 6)
-    fast = optimize(Returns(), [CastPrecision(how="weights")], example_inputs=(x,))
-    assert report_of(fast).passes[0].status == "applied"
-    assert fast(x)[1] is x
-
-
 @pytest.mark.parametrize("how", ["autocast", "weights"])
 def test_an_output_of_another_dtype_stays_so(how: Any) -> None:
     class Two(nn.Module):
@@ -413,18 +398,6 @@ def test_an_output_that_the_example_left_out_is_float32_when_it_comes(how: Any) 
     assert same is own
 
 
-@pytest.mark.parametrize("how", ["autocast", "weights"])
-def test_layers_and_methods_that_are_called_by_hand_take_float32(how: Any) -> None:
-    model = Encoder().eval()
-    fast = optimize(model, [CastPrecision(how=how)], example_inputs=(ids(),))
-    h = rows(2, 5, 8)
-    for name in ("inner", "norm", "head"):
-        wanted = getattr(model, name)(h)
-        torch.testing.assert_close(getattr(fast, name)(h).float(), wanted, rtol=0.05, atol=0.05)
-    wanted = model.attention(h, h, h)[0]
-    torch.testing.assert_close(fast.attention(h, h, h)[0].float(), wanted, rtol=0.05, atol=0.05)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_result_with_weights_of_another_dtype_computes_in_that(dtype: torch.dtype) -> None:
     model = Encoder().eval()
@@ -550,29 +523,6 @@ def test_a_module_is_measured_with_what_the_model_is_given_as_it_is(how: Any) ->
     assert not kept_in(texts_of(done))
 
 
-@pytest.mark.slow
-def test_padded_layers_whose_inputs_are_cast() -> None:
-    class Rows(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second, self.third = nn.Linear(6, 7), nn.Linear(7, 9), nn.Linear(9, 3)
-            enliven(self)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.third(self.second(self.first(x).relu()).tanh())
-
-    model, x = Rows().eval(), rows(4, 6)
-    padding, cast = "pad-channels:force=true", "cast-precision:how=weights"
-    results = []
-    for passes in ([cast, padding], [padding, cast], [cast]):
-        fast = optimize(model, passes, example_inputs=(x,))
-        assert {record.status for record in report_of(fast).passes} == {"applied"}, str(report_of(fast))
-        results.append(fast)
-    for one in results[:2]:
-        torch.testing.assert_close(one(x), results[2](x), rtol=0.02, atol=0.02)
-        assert torch.equal(one(x.bfloat16().float()), one(x))
-
-
 def test_what_mixes_its_weights_with_float32_computes_under_autocast() -> None:
     model, x = Masked().eval(), rows(2, 4, 6)
     texts = texts_of(check_pass(CastPrecision(how="weights"), model, (x, torch.zeros(4, 4))))
@@ -682,14 +632,6 @@ def test_a_layer_without_a_kernel_stays_in_float32(always: bool) -> None:
         assert (
             texts["1"] == 'kept in float32: in bfloat16 it raises (RuntimeError: "picky" not implemented for this type)'
         )
-
-
-def test_a_layer_that_float32_comes_to_is_given_the_dtype() -> None:
-    fast = optimize(Encoder().eval(), [CastPrecision(how="weights")], example_inputs=(ids(),))
-    texts = {place.where: place.text for place in report_of(fast).passes[0].changes}
-    assert texts["inner"] == "weights in bfloat16" or texts["inner"].startswith("given bfloat16")
-    assert isinstance(fast.inner.forward, LoweredInput)
-    assert fast.inner.weight.dtype == torch.bfloat16
 
 
 def test_each_layer_is_run_as_often_in_a_deep_model() -> None:
@@ -873,33 +815,6 @@ def test_a_weight_that_is_written_to_later_is_told_of(tmp_path: Path) -> None:
         model[0].weight.mul_(2)
     with pytest.raises(Exception, match=r"0\.weight was modified after optimize"):
         export(fast, example_inputs=(x,), output=tmp_path / "net", formats=("torchscript",))
-
-
-@pytest.mark.zoo
-@pytest.mark.parametrize("cast", ["cast-precision", "cast-precision:how=weights:dtype=float16"])
-@pytest.mark.parametrize("others", [["fold-conv-bias", "fold-conv-bn"], ["channels-last"], ["simplify"]], ids="-".join)
-def test_passes_mix_in_either_order(others: list[str], cast: str) -> None:
-    class Twice(nn.Module):
-        """Its input goes to two convolutions: channels-last converts it once, at the root."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right, self.norm = nn.Conv2d(16, 8, 3), nn.Conv2d(16, 8, 3), nn.BatchNorm2d(8)
-            self.drop, self.last, self.second = nn.Dropout(0.1), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
-            enliven(self)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(self.last(self.drop(self.norm(self.left(x))) + self.right(x)))
-
-    x = image(2, 16, 12, 12)
-    model = Twice().eval()
-    for passes in ([*others, cast], [cast, *others]):
-        fast = optimize(model, passes, example_inputs=(x,))
-        report = report_of(fast)
-        assert {record.status for record in report.passes} == {"applied"}, str(report)
-        assert report.verified
-        assert root_cast(fast) is not None
-        assert not torch.equal(fast(x), model(x))
 
 
 def test_a_result_is_optimized_again() -> None:

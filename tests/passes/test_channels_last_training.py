@@ -15,7 +15,7 @@ from training_models import peak_of
 
 from optimizer import optimize, report_of
 from passes import ChannelsLast, InsertCheckpoints
-from passes.memory_format.forwards import ChannelsLastInput, ContiguousInput, is_kept_contiguous
+from passes.memory_format.forwards import ChannelsLastInput, ContiguousInput
 from passes.memory_format.watch import LAST, LayoutWatch, layout_of
 
 ENTERED, KEPT = "input converted to channels_last", "kept in contiguous format"
@@ -186,56 +186,6 @@ def test_gradients_come_back_in_the_format_of_each_map() -> None:
     assert seen["tail.1"] == ("contiguous", "contiguous")
 
 
-class Contiguous(nn.Module):
-    """A BatchNorm returns contiguous maps, and the next convolution converts them, because they are large."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.conv = nn.BatchNorm2d(3), nn.Conv2d(3, 8, 3)
-        self.more = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.AvgPool2d(20))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.more(self.conv(self.norm(x)))
-
-
-@pytest.mark.slow
-def test_gradients_leave_channels_last_where_the_maps_entered_it() -> None:
-    fast = optimized(made(Contiguous), x=images(4, 24))
-    assert (("conv", ENTERED)) in changes_of(fast)
-    seen: list[Any] = []
-    fast.norm.register_forward_hook(lambda m, a, out: out.register_hook(lambda g: seen.append(layout_of(g))) and None)
-    fast(images(4, 24)).sum().backward()
-    assert seen == ["contiguous"]
-
-
-def test_an_optimizer_that_was_made_before_goes_on() -> None:
-    model = made().double()
-    twin = copy.deepcopy(model)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, twin)]
-    fast = optimized(model, x=images().double())
-    for each, optimizer in zip((fast, twin), optimizers, strict=True):
-        for number in range(3):
-            optimizer.zero_grad(set_to_none=number == 1)
-            loss_of(each(images(seed=number).double())).backward()
-            optimizer.step()
-    assert_close(list(twin.state_dict().values()), list(model.state_dict().values()), 1e-6)
-    assert all(
-        a is b
-        for a, b in zip(
-            model.state_dict(keep_vars=True).values(), fast.state_dict(keep_vars=True).values(), strict=True
-        )
-    )
-
-
-def test_train_and_eval_may_be_switched_at_any_time() -> None:
-    model = made()
-    original, fast = doubles(model, optimized(model))
-    x = images().double()
-    for training in (True, False, False, True, False, True):
-        assert_close(list(original.train(training)(x)), list(fast.train(training)(x)))
-        assert_close(list(original.buffers()), list(fast.buffers()))
-
-
 def test_a_model_in_eval_is_optimized_as_it_trains() -> None:
     model = made().eval()
     fast = optimized(model)
@@ -285,19 +235,6 @@ def test_under_autocast() -> None:
     assert layout_of(fast.stem[0].weight.grad) != LAST
 
 
-@pytest.mark.slow
-def test_hooks_see_what_they_saw() -> None:
-    model, seen = made().double(), []
-    model.stem[0].register_forward_hook(lambda m, args, out: seen.append(out.detach().sum()))
-    model.blocks.register_full_backward_hook(lambda m, given, got: seen.append(got[0].sum()))
-    fast = optimized(model, x=images().double())
-    assert (("stem.0", ENTERED)) in changes_of(fast)
-    seen.clear()
-    for each in (model, fast):
-        loss_of(each(images().double())).backward()
-    assert_close(seen[:2], seen[2:])
-
-
 # With other passes ----------------------------------------------------------------------------------------------------
 
 
@@ -318,16 +255,6 @@ def test_behind_a_fold_and_in_front_of_checkpoints(budget: float | str) -> None:
     assert_close(steps(copy.deepcopy(plain), x), steps(copy.deepcopy(fast), x), 1e-5)
     original, fast = doubles(model, fast)
     assert_close([loss_of(original(x.double()))], [loss_of(fast(x.double()))])
-
-
-def test_in_front_of_a_fold() -> None:
-    model = made()
-    fast = optimized(model, ["channels-last", "fold-conv-bias"])
-    assert [record.status for record in report_of(fast).passes] == ["applied"] * 2
-    assert is_kept_contiguous(fast.tail[0])
-    assert isinstance(fast.stem[0].forward, ChannelsLastInput)
-    original, fast = doubles(model, fast)
-    assert_close([loss_of(original(images().double()))], [loss_of(fast(images().double()))])
 
 
 def test_a_result_that_is_optimized_again_stays_as_it_is() -> None:

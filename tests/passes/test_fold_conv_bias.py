@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,11 +19,10 @@ from tiny_models import enliven
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 
 from optimizer import check_parity, optimize, report_of
 from optimizer.model.working_copy import Mode
-from passes import Context, FoldConvBias, GraphPass, GraphRewriter, InsertCheckpoints, Layers
+from passes import Context, FoldConvBias, GraphPass, GraphRewriter, Layers
 from passes.fold_conv_bias import ShiftedMean
 
 # In islands, a branch on values between the layer and its BatchNorm breaks the graph.
@@ -455,31 +453,6 @@ def test_a_branch_that_was_not_seen_answers_as_the_model(cls: type[nn.Module], f
         torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-2 if x is FAR else 1e-4)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_inside_of_a_checkpoint(reentrant: bool) -> None:
-    model = Nets().train()
-    x, y = BATCH.clone().requires_grad_(), image(6, 3, seed=2)
-    fast = folded(model)
-    for one in (model, fast):
-        F.mse_loss(checkpoint(one, x, use_reentrant=reentrant), y).backward()
-    gradients = dict(model.named_parameters())
-    for name, parameter in fast.named_parameters():
-        assert name in BIASES or relative(parameter.grad, gradients[name].grad) < 1e-3, name
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(fast.state_dict()[name], value, rtol=1e-4, atol=1e-5, msg=name)
-
-
-def test_checkpoints_are_inserted_after_the_fold() -> None:
-    model = Nets().train()
-    fast, y = folded(model, passes=["fold-conv-bias", InsertCheckpoints("min")]), image(6, 3, seed=2)
-    optimizers = sgd(model), sgd(fast)
-    for _ in range(3):
-        wanted, got = (train(one, by, BATCH, y) for one, by in zip((model, fast), optimizers, strict=True))
-        assert relative(got, wanted) < 1e-4
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(fast.state_dict()[name], value, rtol=1e-3, atol=1e-4, msg=name)
-
-
 def test_hooks_see_what_they_saw() -> None:
     model = Nets().train()
     fast = folded(model)
@@ -516,13 +489,6 @@ def test_under_autocast_it_is_no_further_from_the_truth() -> None:
     assert errors[1] < 1.3 * errors[0]
 
 
-def test_in_bfloat16() -> None:
-    model, x = Pair().to(torch.bfloat16).train(), BATCH.to(torch.bfloat16)
-    fast = folded(model, x)
-    assert relative(fast(x), copy.deepcopy(model)(x)) < 2e-2
-    assert fast.bn.running_mean.dtype is torch.bfloat16
-
-
 @pytest.mark.slow
 def test_compiled_it_trains_alike() -> None:
     model, y = Pair().train(), image(6, 4, 8, 8, seed=3)
@@ -533,32 +499,6 @@ def test_compiled_it_trains_alike() -> None:
         wanted, got = (train(one, by, BATCH, y) for one, by in zip((model, fast), optimizers, strict=True))
         assert relative(got, wanted) < 1e-4
     torch.testing.assert_close(fast.state_dict()["bn.running_mean"], model.bn.running_mean, rtol=1e-4, atol=1e-5)
-
-
-def test_copies_train_on() -> None:
-    model, y = models.Nested().train(), image(6, 4, 6, 6, seed=3)
-    fast = folded(model)
-    file = io.BytesIO()
-    torch.save(fast, file)
-    twins = [
-        copy.deepcopy(fast), pickle.loads(pickle.dumps(fast)), torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-    ]  # fmt: skip
-    by = sgd(model)
-    wanted = [train(model, by, BATCH, y) for _ in range(3)]
-    for twin in twins:
-        by = sgd(twin)
-        assert all(relative(train(twin, by, BATCH, y), one) < 1e-4 for one in wanted)
-        same(twin.eval(), model.eval(), BATCH)
-        fresh = models.Nested()
-        fresh.load_state_dict(twin.state_dict())
-        same(fresh.eval(), twin, BATCH, 1e-5)
-
-
-def test_a_result_is_optimized_again() -> None:
-    model = Nets().train()
-    twice = optimize(folded(model), ["fold-conv-bias"], mode="training", example_inputs=(BATCH,))
-    assert report_of(twice).passes[0].status == "unchanged"
-    same(twice, copy.deepcopy(model), BATCH)
 
 
 @pytest.mark.parametrize("cls", TRAINED)

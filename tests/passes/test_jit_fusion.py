@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import math
 import operator
-import pickle
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,25 +22,23 @@ from exporters.isolation import torchscript_allowed
 from optimizer import export, optimize, report_of
 from optimizer.report import PassRecord
 from passes import (
-    CastPrecision,
     ChannelsLast,
     FoldConvBn,
     JitFusion,
-    MergeLinears,
-    PadChannels,
     Simplify,
     TorchCompile,
 )
 from passes.base import Context
 from passes.errors import RequirementNotMet
-from passes.fusion import fused, kernel_trial, kernels
+from passes.fusion import fused, kernels
 from passes.fusion.fused import FusedUnit
 from passes.fusion.pointwise import pointwise_groups
 from passes.graph.captured import CapturedGraph, Modules
 from passes.graph.derived import DerivedTensors
-from passes.graph.graph_rewriting import GraphRewriter
+from passes.graph.graph_pass import GraphRewriter
 from passes.jit_fusion import FusionRecord
-from passes.torch_private import captured_call, torchscript_fuses
+from passes.torch_capture import captured_call
+from passes.torch_private import torchscript_fuses
 
 CPU = Context("inference", torch.device("cpu"), example_calls=(((), {}),))
 
@@ -370,60 +367,6 @@ def test_sources_are_kept_for_gradients_where_these_depend_on_them(kind: str, ra
     torch.testing.assert_close(got, torch.autograd.grad(function(model, y).sum(), [y, model.scale]))
 
 
-def test_a_layer_that_is_changed_later_counts(ran: list[str]) -> None:
-    model = model_of(FUSED["layers"][0], gelu=nn.GELU(), leaky=nn.LeakyReLU(0.3))
-    for change in (
-        lambda net: setattr(net.leaky, "negative_slope", 0.9),
-        lambda net: setattr(net, "leaky", nn.Tanh()),
-        lambda net: net.gelu.register_forward_hook(lambda module, args, output: output * 2),
-        lambda net: setattr(net.gelu, "forward", lambda x: x),
-    ):
-        fast, record = fused_model(model)
-        assert units_of(record) == ["gelu_leaky_relu_add"]
-        twin = copy.deepcopy(model)
-        change(fast)
-        change(twin)
-        assert same(fast, twin)
-
-
-@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
-def test_hooks_of_all_modules_see_the_layers(kind: str, ran: list[str]) -> None:
-    model = model_of(FUSED["layers"][0], gelu=nn.GELU(), leaky=nn.LeakyReLU(0.3))
-    fast, _ = fused_model(model)
-    seen: list[type] = []
-    ran.clear()
-    register = getattr(nn.modules.module, f"register_module_{kind}")
-    handle = register(lambda module, *values: seen.append(type(module)))
-    try:
-        fast(rows().requires_grad_()).sum().backward()
-    finally:
-        handle.remove()
-    assert {nn.GELU, nn.LeakyReLU} < set(seen)
-    assert not ran
-    assert same(fast, model)
-    assert ran
-
-
-def test_a_new_parameter_counts(ran: list[str]) -> None:
-    model = model_of(FUSED["parameters"][0])
-    fast, _ = fused_model(model)
-    for net in (fast, model):
-        net.scale = nn.Parameter(torch.full((6,), 3.0))
-    ran.clear()
-    assert same(fast, model)
-    assert ran
-
-
-def test_copies_and_pickles_are_fused_too(ran: list[str]) -> None:
-    model = enliven(nn.Sequential(nn.Linear(4, 4), OfGelu())).eval()
-    fast, record = fused_model(model)
-    assert units_of(record) == ["mul_div_erf_add_mul"]
-    for twin in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
-        ran.clear()
-        assert same(twin, model)
-        assert len(ran) == 3
-
-
 class OfGelu(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return by_hand_gelu(self, x)
@@ -537,65 +480,6 @@ def test_it_goes_with_folding_and_channels_last(first: bool, ran: list[str]) -> 
     assert {record.status for record in report_of(fast).passes} == {"applied"}
     with torch.no_grad():
         assert torch.allclose(fast(x), model(x), atol=1e-4)
-
-
-class Residual(nn.Module):
-    """Two convolutions with a BatchNorm each, and a sum around them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(12, 12, 3, padding=1), nn.BatchNorm2d(12)
-        self.second, self.other = nn.Conv2d(12, 12, 3, padding=1), nn.BatchNorm2d(12)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inside = F.silu(self.norm(self.first(x)) + 1)
-        return F.silu(self.other(self.second(inside)) * 0.5 + x)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "others",
-    [
-        [FoldConvBn()],
-        [FoldConvBn(), ChannelsLast()],
-        [PadChannels(force=True)],
-        [FoldConvBn(), ChannelsLast(), PadChannels(force=True)],
-        [CastPrecision(how="weights")],
-        [CastPrecision(how="weights", keep="1.second")],
-        [FoldConvBn(), CastPrecision(how="weights"), PadChannels(force=True)],
-    ],
-    ids=lambda passes: "+".join(each.name for each in passes),
-)
-def test_layers_that_other_passes_changed_are_no_barrier(others: list[Any], ran: list[str]) -> None:
-    model = enliven(nn.Sequential(Residual(), Residual())).eval()
-    x = torch.randn(2, 12, 8, 8)
-    fast = optimize(model, [*others, JitFusion()], example_inputs=(x,))
-    *before, record = report_of(fast).passes
-    assert {each.status for each in before} == {"applied"}
-    # A padded layer ends with a clone of its own channels, which becomes part of the unit after it.
-    units = sorted(name.removeprefix("clone_") for name in units_of(record))
-    assert units == ["add_silu"] * 2 + ["mul_add_silu"] * 2
-    # The values are those of the same passes without fusion.
-    plain = optimize(model, others, example_inputs=(x,))
-    with torch.no_grad():
-        ran.clear()
-        torch.testing.assert_close(fast(x), plain(x), rtol=1e-5, atol=1e-5)
-    assert len(ran) == 4
-
-
-def test_layers_around_which_others_compute_together_are_no_barrier(ran: list[str]) -> None:
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.gate = nn.Linear(4, 6), nn.Linear(4, 6)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = x.sin() * 2
-            return self.up(y) * torch.sigmoid(self.gate(y))
-
-    fast, record = fused_model(enliven(Gated()).eval(), MergeLinears(force=True), JitFusion())
-    assert [each.status for each in report_of(fast).passes] == ["applied", "applied"]
-    assert sorted(units_of(record)) == ["sigmoid_mul", "sin_mul"]
 
 
 # --------------------------------------------------------------------------------------------- the check of each kernel
@@ -733,7 +617,7 @@ def test_a_sum_of_gradients_may_be_off_by_roundings_of_its_terms(ran: list[str])
     for times, is_right in ((8, True), (-8, True), (100, False)):
         Answering.off = times * rounding
         unit.kernels = lambda sources: Answering(unit)
-        assert (kernel_trial._why_gradients_wrong(unit, (x, scale), value) is None) == is_right
+        assert (fused._why_gradients_wrong(unit, (x, scale), value) is None) == is_right
 
 
 def test_what_nothing_depends_on_may_get_no_gradient_or_zeros(ran: list[str]) -> None:
@@ -747,12 +631,12 @@ def test_what_nothing_depends_on_may_get_no_gradient_or_zeros(ran: list[str]) ->
                 return (of_x * gradient, found)
 
         unit.kernels = lambda sources, answering=Answering: answering(unit)
-        reason = kernel_trial._why_gradients_wrong(unit, (x, scale), value)
+        reason = fused._why_gradients_wrong(unit, (x, scale), value)
         assert reason == (None if is_right else "its kernel returns a gradient for input 1, on which no output depends")
 
 
 def apart(got: torch.Tensor, value: torch.Tensor, exact: torch.Tensor) -> bool:
-    return kernel_trial._why_apart(got, value, exact) is not None
+    return fused._why_apart(got, value, exact) is not None
 
 
 def test_a_kernel_may_be_off_by_as_much_as_its_operations() -> None:
@@ -944,19 +828,3 @@ def test_inductor_makes_one_kernel_and_differentiates_it(monkeypatch: pytest.Mon
     fast.requires_grad_()(rows(3)).square().sum().backward()
     twin(rows(3)).square().sum().backward()
     assert torch.allclose(fast[0].weight.grad, twin[0].weight.grad, atol=1e-4)
-
-
-class Mapped(nn.Module):
-    """Maps a chain of operations over the rows with vmap, as the scan of a Mamba does, between two other chains."""
-
-    def forward(self, x):
-        x = (x * 2 + 1).sin()
-        return (torch.vmap(lambda row: (row * 3 + 1).sin())(x) * 2 + 1).sin()
-
-
-def test_what_a_transform_maps_is_left_as_it_is():
-    x = torch.randn(3, 50)
-    fast = optimize(Mapped(), [JitFusion()], example_inputs=(x,))
-    (record,) = report_of(fast).passes
-    assert (record.status, len(record.changes)) == ("applied", 2), record
-    torch.testing.assert_close(fast(x), Mapped()(x))

@@ -7,7 +7,6 @@ DistributedDataParallel refuses a model that has one. `tests/support/synced_step
 
 import copy
 import os
-import pickle
 import sys
 import types
 import warnings
@@ -171,27 +170,12 @@ def test_checkpoints_go_both_ways() -> None:
     assert torch.equal(made(Net).eval()(volume(3)), result(volume(3)))
 
 
-@pytest.mark.parametrize("move", [copy.deepcopy, lambda result: pickle.loads(pickle.dumps(result))])
-def test_copies_are_as_the_result(move: Any) -> None:
-    result = synced(made(Net), volume())
-    moved = move(result)
-    assert [type(moved.get_submodule(path)) for path in NORMS] == [nn.SyncBatchNorm] * 4
-    assert_equal(steps(copy.deepcopy(result), volume()), steps(moved, volume()))
-
-
 def test_flags_of_single_layers_stay() -> None:
     model = made(Net)
     model.image[1].eval()
     result = synced(model, volume())
     assert [result.get_submodule(path).training for path in NORMS] == [True, False, True, True]
     assert_equal(steps(copy.deepcopy(model), volume()), steps(result, volume()))
-
-
-def test_a_model_in_eval_answers_in_training_as_the_model_does() -> None:
-    result = synced(made(Net).eval(), volume())
-    assert not result.training
-    assert len(places(result, "changes")) == 4
-    assert_equal(steps(made(Net), volume()), steps(result.train(), volume()))
 
 
 def test_hooks_go_on_firing() -> None:
@@ -245,12 +229,6 @@ def test_layers_in_plain_lists_and_in_forwards_that_no_graph_shows() -> None:
     assert type(result.layers[0]) is nn.SyncBatchNorm
     assert type(model.layers[0]) is nn.BatchNorm2d
     assert torch.equal(result(image()), model(image()))
-
-
-def test_a_root_that_is_a_batch_norm_itself() -> None:
-    result = synced(made(nn.BatchNorm2d, 3), image())
-    assert type(result) is nn.SyncBatchNorm
-    assert torch.equal(result(image()), made(nn.BatchNorm2d, 3)(image()))
 
 
 def test_each_change_is_checked_where_it_was_made() -> None:

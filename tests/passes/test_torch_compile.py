@@ -18,16 +18,14 @@ from operations import computed
 from pass_contract import captured
 from tiny_models import enliven
 from torch import fx, nn
-from torch.overrides import TorchFunctionMode
 
 from optimizer import optimize, report_of
 from optimizer.exporting.copies import exportable
 from passes import FoldConvBn, TorchCompile
 from passes.base import Context
-from passes.compiling.blocks import COMPILED_CALL, repeated_blocks
-from passes.compiling.calls import CompiledCall
+from passes.compiling.blocks import COMPILED_CALL, CompiledCall, repeated_blocks
+from passes.compiling.compiler import CompileRecord, RecordingBackend
 from passes.compiling.frozen import FrozenCall
-from passes.compiling.record import CompileRecord, RecordingBackend
 from passes.errors import PassOrderError, RequirementNotMet
 from passes.graph.backend import GraphCall
 
@@ -297,33 +295,6 @@ def test_blocks_of_other_shapes_dtypes_or_flags_are_other_blocks() -> None:
     assert groups(lambda blocks: setattr(blocks[2], "forward", lambda x: x)) == [list("01345")]
 
 
-@pytest.mark.slow
-def test_copies_and_exports_of_compiled_blocks_take_what_was_before() -> None:
-    fast = optimize(tower(), ["simplify", TorchCompile(backend="eager")], example_inputs=(rows(),))
-    simplified = optimize(tower(), ["simplify"], example_inputs=(rows(),))
-    for twin in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast)), exportable(fast, torch.device("cpu"))):
-        assert compiled_paths(twin) == []
-        with torch.no_grad():
-            assert torch.equal(twin(rows()), simplified(rows()))
-    exported = exportable(fast, torch.device("cpu"))
-    assert type(exported.blocks[0].forward) is type(simplified.blocks[0].forward)
-    again = optimize(fast, [TorchCompile(backend="eager")], example_inputs=(rows(),))
-    # The rewritten graph is one program, and stays so.
-    assert compiled_paths(again) == compiled_paths(fast) == [""]
-    assert record_of(again).programs == record_of(fast).programs
-    with torch.no_grad():
-        assert torch.equal(again(rows()), simplified(rows()))
-
-
-def test_rewritten_forwards_keep_their_signatures() -> None:
-    fast = optimize(tower(), ["simplify", TorchCompile(backend="eager")], example_inputs=(rows(),))
-    assert list(inspect.signature(fast.blocks[3].forward).parameters) == ["x"]
-    # Call `forward` itself instead of the compiled call, with a named argument.
-    x = torch.randn(2, 8)
-    with torch.no_grad():
-        assert torch.allclose(fast.blocks[3].forward(x=x), tower().blocks[3](x), atol=1e-6)
-
-
 def test_new_weights_of_a_compiled_block_count() -> None:
     fast = optimize(tower(), [TorchCompile(backend="eager")], example_inputs=(rows(),))
     with torch.no_grad():
@@ -346,15 +317,6 @@ def test_a_block_that_is_watched_has_its_own_code() -> None:
     assert seen == [1]
 
 
-def test_one_forward_put_in_the_place_of_a_blocks_own_counts() -> None:
-    fast = optimize(tower(), ["simplify", TorchCompile(backend="eager")], example_inputs=(rows(),))
-    x = torch.randn(2, 8)
-    fast.blocks[3].forward = lambda x: x * 0
-    with torch.no_grad():
-        assert torch.equal(fast.blocks[3](x), x * 0)
-        assert not torch.equal(fast.blocks[2](x), x * 0)
-
-
 def test_compiled_blocks_are_trained() -> None:
     model = tower().train()
     for block in model.blocks:
@@ -366,12 +328,6 @@ def test_compiled_blocks_are_trained() -> None:
     twin(rows()).square().sum().backward()
     for name, parameter in fast.named_parameters():
         assert torch.allclose(parameter.grad, twin.get_parameter(name).grad, atol=1e-5), name
-
-
-def test_a_module_with_compiled_blocks_can_be_compiled_again_by_hand() -> None:
-    fast = optimize(tower(), [TorchCompile(backend="eager")], example_inputs=(rows(),))
-    with torch.no_grad():
-        assert torch.allclose(torch.compile(fast, backend="eager")(rows()), tower()(rows()), atol=1e-6)
 
 
 def test_a_block_that_is_compiled_already_is_left_alone() -> None:
@@ -553,26 +509,6 @@ def test_frozen_code_stays_as_long_as_nothing_changes() -> None:
         call(rows())
     assert first is not None
     assert call.compiled is first
-
-
-class Functions(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.add(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def test_looking_at_what_is_compiled_in_asks_for_places_and_versions_alone() -> None:
-    call = frozen(enliven(Holder()).eval())
-    with torch.no_grad():
-        call(rows())
-    with Functions() as functions:
-        assert call.baked.hold
-    # `in` on a list would compare tensors one by one, which takes longer than everything else.
-    assert functions.seen == {"__get__", "data_ptr"}
 
 
 class Counts(nn.Linear):

@@ -7,19 +7,16 @@ import torch
 from torch import nn
 
 from passes import torch_private
-from passes.torch_private import (
+from passes.torch_capture import (
     MOST_CAPTURES,
     SizeConditions,
-    beneath_transforms,
     captured_call,
     dim_of,
-    forget_sources,
     is_held,
-    is_watched,
     mark_open,
-    module_id_of,
     shape_environment,
 )
+from passes.torch_private import beneath_transforms, forget_sources, is_watched, module_id_of
 
 
 def _call(module, args, kwargs):

@@ -28,8 +28,7 @@ from passes import Precision
 from passes.base import Context, Pass, PassResult, device_of
 from passes.graph.matching import BatchNorm, Convolution, pair_behind
 from passes.graph.model_tree import ModelTree
-from passes.graph.recording import Recorder, Recording
-from passes.graph.runs import recorded_runs
+from passes.graph.recording import Recorder, Recording, recorded_runs
 
 Snapshot = dict[str, Any]
 

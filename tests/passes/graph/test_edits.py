@@ -7,12 +7,10 @@ import torch
 from pass_contract import tree_of
 from torch import nn
 
-from passes.graph import edits
-from passes.graph.edits import (
+from passes.graph.changes import (
     AttributeEdit,
     ClassEdit,
     Edit,
-    FormatEdit,
     TensorEdit,
     in_place,
     taken_back,
@@ -124,60 +122,3 @@ def test_taking_back_an_earlier_edit_keeps_a_later_one_of_the_same_place() -> No
     assert root[0].weight is second.new
     second.undo()
     assert root[0].weight is first.new
-
-
-def test_a_format_holds_the_values_once_and_comes_back_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edits, "_ELEMENTS", 30)
-    parameter = nn.Parameter(torch.randn(4, 3, 2, 2))
-    values, strides = parameter.detach().clone(), parameter.stride()
-    edit = FormatEdit(parameter, torch.channels_last)
-    edit.apply()
-    wanted = parameter.stride()
-    assert parameter.is_contiguous(memory_format=torch.channels_last)
-    address = parameter.data_ptr()
-    with taken_back([edit]):
-        assert parameter.stride() == strides
-        assert parameter.data_ptr() == address, "a second place for the values"
-        assert torch.equal(parameter, values)
-    assert parameter.stride() == wanted
-    edit.undo()
-    assert parameter.stride() == strides
-    assert torch.equal(parameter, values)
-    assert not [held for held in vars(edit).values() if isinstance(held, torch.Tensor) and held is not parameter]
-
-
-@pytest.mark.parametrize(
-    "shape", [(4, 3, 2, 2), (1, 3, 2, 2), (5, 1, 3, 3), (600, 40, 5, 5), (3, 4, 1, 1), (2, 3, 2, 2, 2)]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_format_of_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    memory_format = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
-    values = torch.randn(shape).to(dtype)
-    for first in (torch.contiguous_format, memory_format):
-        parameter = nn.Parameter(values.clone().contiguous(memory_format=first))
-        strides = parameter.stride()
-        edit = FormatEdit(parameter, memory_format)
-        edit.apply()
-        wanted = parameter.stride()
-        assert parameter.is_contiguous(memory_format=memory_format)
-        assert torch.equal(parameter, values)
-        put_back = edit.keep()
-        edit.undo()
-        assert parameter.stride() == strides
-        assert torch.equal(parameter, values)
-        put_back()
-        assert parameter.stride() == wanted
-        assert torch.equal(parameter, values)
-
-
-def test_a_weight_whose_rows_are_not_in_a_row_is_moved_to_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edits, "_ELEMENTS", 30)
-    values = torch.randn(3, 2, 2, 4)
-    parameter = nn.Parameter(values.permute(3, 0, 1, 2))
-    edit = FormatEdit(parameter, torch.channels_last)
-    edit.apply()
-    assert parameter.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(parameter, values.permute(3, 0, 1, 2))
-    edit.undo()
-    assert parameter.stride() == values.permute(3, 0, 1, 2).stride()
-    assert torch.equal(parameter, values.permute(3, 0, 1, 2))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from passes.graph.interception import intercepted_calls
+from passes.graph.forwards import intercepted_calls
 
 X = torch.ones(2, 4)
 

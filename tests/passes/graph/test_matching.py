@@ -11,8 +11,8 @@ from folding_models import image
 from torch import nn
 
 from passes.graph.matching import ChannelScale, channels_at_end, pairs_behind
+from passes.graph.model_tree import TensorRef
 from passes.graph.recording import Recorder
-from passes.graph.tensors import TensorRef
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from passes.graph.operations import draws_numbers, schemas
+from passes.graph.effects import draws_numbers, schemas
 
 
 @pytest.mark.parametrize("name", ["relu_", "add_", "copy_", "set_", "resize_", "append", "update", "__class__", "no"])

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from passes.graph.model_tree import TensorRef
 from passes.graph.recording import (
     Recorder,
     Recording,
@@ -15,7 +16,6 @@ from passes.graph.recording import (
     tensor_of,
     users_of,
 )
-from passes.graph.tensors import TensorRef
 
 
 def recorded(model, *calls):
