@@ -7,7 +7,6 @@ import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -29,7 +28,7 @@ from optimizer import export, optimize, report_of, verify_bundle
 from optimizer.command import cli
 from passes import CastPrecision
 from passes.base import Context
-from passes.casting.forwards import AutocastForward, CastForward, InFloat32, LoweredInput, UnderAutocast, root_cast
+from passes.casting.forwards import AutocastForward, InFloat32, UnderAutocast, root_cast
 from passes.errors import PassOptionError, RequirementNotMet
 from passes.registry import parse_pass
 
@@ -1051,20 +1050,6 @@ def test_a_model_of_transformers_is_cast(name: str, how: Any) -> None:
     outputs = fast(*args, **kwargs)
     assert type(outputs) is type(model(*args, **kwargs))
     assert outputs[0].dtype == torch.float32
-
-
-def test_what_stands_around_a_forward_is_kept_by_whom_else_stands_there() -> None:
-    layer = nn.Linear(6, 6)
-    inner = SimpleNamespace()
-    for forward in (
-        AutocastForward(layer, None, torch.bfloat16, ()),
-        CastForward(layer, None, torch.bfloat16, ()),
-        UnderAutocast(layer, None, torch.bfloat16),
-        InFloat32(layer, None, None, is_atom=True),
-        LoweredInput(layer, None, torch.bfloat16, is_atom=True),
-    ):
-        twin = forward.around(inner)
-        assert (type(twin), twin.inner, forward.inner) == (type(forward), inner, None)
 
 
 def test_calls_with_other_outputs_than_the_recorded_are_cast_to_float32() -> None:

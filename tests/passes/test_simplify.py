@@ -46,19 +46,6 @@ def skips(done: PassResult) -> list[tuple[str, str]]:
     return [(skip.where, skip.reason) for skip in done.skips]
 
 
-class Bottom(nn.Module):
-    """Stochastic depth, as models implement it."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.rate == 0 or not self.training:
-            return x
-        return x * torch.bernoulli(torch.full((len(x), 1), 1 - self.rate))
-
-
 # No-ops ---------------------------------------------------------------------------------------------------------------
 
 
@@ -75,22 +62,6 @@ class Bottom(nn.Module):
 def test_a_child_that_does_nothing_is_left_out(child: nn.Module, what: str) -> None:
     done = simplified(lambda self, x: self.child(self.linear(x)).relu(), child=child)
     assert changes(done) == [("child", what)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("child", [nn.Identity(), Bottom(0.3), Bottom(0.0), nn.Sequential()])
-def test_of_a_child_without_operations_nothing_is_captured(child: nn.Module) -> None:
-    done = simplified(lambda self, x: self.child(self.linear(x)).relu(), child=child)
-    assert changes(done) == skips(done) == []
-
-
-@pytest.mark.slow
-def test_a_row_of_children_that_do_nothing_is_left_out() -> None:
-    row = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout(), nn.Dropout(), Bottom(0.2)), nn.Dropout())
-    done = simplified(lambda self, x: self.row(self.linear(x)).relu(), row=row)
-    assert [where for where, _ in changes(done)] == [
-        *("row.0", "row.1.0", "row.1.1", "row.2"),
-    ]
 
 
 @pytest.mark.slow
@@ -210,18 +181,6 @@ def test_what_is_written_to_behind_a_dropout_is_written_to() -> None:
 
 
 @pytest.mark.slow
-def test_a_watched_child_is_called() -> None:
-    seen: list[int] = []
-    child = nn.Dropout()
-    child.register_forward_hook(lambda *_: seen.append(1))
-    model = Around(lambda self, x: self.child(self.linear(x)).relu(), child=child).eval()
-    fast = optimize(model, ["simplify"], example_inputs=(torch.randn(4, 6),))
-    seen.clear()
-    fast(torch.randn(2, 6)), fast(torch.randn(3, 6))
-    assert len(seen) == 2
-
-
-@pytest.mark.slow
 def test_a_dropout_in_training_stays() -> None:
     class Always(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -326,16 +285,6 @@ def test_two_values_made_before_and_behind_a_write_stay_two() -> None:
     assert changes(done) == []
     reason = "sin occurs twice, and its input may be written to in between"
     assert skips(done) == [("the root (sin)", reason)]
-
-
-@pytest.mark.slow
-def test_two_values_beside_an_activation_in_place_stay_two() -> None:
-    def function(self: Any, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        a = y.sin()
-        return a * self.act(y) * y.sin()
-
-    assert changes(simplified(function, act=nn.ReLU(inplace=True))) == []
 
 
 @pytest.mark.slow
