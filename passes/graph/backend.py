@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from passes.graph.captured import CapturedGraph, Modules, example_of
 from passes.graph.changes import Place
-from passes.graph.derived import DerivedInputs, DerivedTensors, lifted
+from passes.graph.derived_values import DerivedInputs, DerivedTensors, lifted
 from passes.graph.forwards import has_global_hooks
 from passes.graph.graph_pass import GraphRewriter
 from passes.graph.tensors import PLAIN_TENSORS

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -20,9 +20,6 @@ from torch.utils import _pytree as pytree
 
 from passes.graph.model_tree import TensorRef
 from passes.torch_private import OpOverload, OpOverloadPacket, enter_autocast, module_id_of
-
-if TYPE_CHECKING:
-    from passes.graph.derived import DerivedTensors
 
 # A line of a textual stack: the file and the number of the line.
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -76,13 +73,13 @@ class CapturedGraph:
         modules: Modules,
         around: nn.Module | None,
         inputs: Sequence[Any],
-        derived: DerivedTensors,
+        derived: Any,
     ) -> None:
         self.graph = graph
         # Holds the subgraphs that nodes refer to, as those of torch.cond.
         self.home: nn.Module = graph.owning_module or nn.Module()
         self.modules = modules  # the look-up tables of the root module
-        self.derived = derived  # the derived tensors of the model
+        self.derived = derived  # the `DerivedTensors` of the model
         self._around = modules.paths.get(id(around), "")
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         # For each placeholder that is a parameter or buffer, its path, such as "layer1.0.weight"

@@ -29,7 +29,7 @@ from passes.errors import RequirementNotMet
 from passes.graph import captured, effects, layouts
 from passes.graph.captured import EXAMPLE, CapturedGraph, computing, example_of, name_of, propagate
 from passes.graph.changes import Change, ChangeRecord, Place, Remark, Skip
-from passes.graph.derived import Derived, Unusable, Usable, compute_now
+from passes.graph.derived import Derived, Unusable, Usable
 from passes.graph.model_tree import ModelTree
 from passes.graph.recording import Recording
 
@@ -340,7 +340,7 @@ class GraphRewriter:
             # A result for inference has its own buffers, which don't follow later writes to the caller's.
             places = (self.captured.modules.buffer_at(self.captured.tensors.get(source, "")) for source in sources)
             self._writing().sources += [place for place in places if place is not None]
-        compute_now(self.captured, new)
+        self.captured.derived.compute_now(self.captured, new)
         if EXAMPLE not in new.meta:
             propagate(new)
         return new
