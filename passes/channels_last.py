@@ -11,7 +11,6 @@ import torch
 
 from passes.base import Context, PassResult
 from passes.graph.changes import Skip
-from passes.graph.tensors import CONTIGUOUS, EITHER, LAST
 from passes.graph_interface import (
     CHANNELS_LAST_FORMATS,
     Example,
@@ -36,7 +35,7 @@ from passes.memory_format.costs import (
 )
 from passes.memory_format.forwards import why_no_format
 from passes.memory_format.training import ChannelsLastTraining
-from passes.memory_format.watch import Loss
+from passes.memory_format.watch import CONTIGUOUS, EITHER, LAST, Loss
 from passes.module_interface import call_of, convolution_arguments, shape_of, tensor_of
 
 _CONVOLUTIONS = ("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d")
