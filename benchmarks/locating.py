@@ -51,7 +51,7 @@ from exporters.isolation import silent, torchscript_allowed
 from exporters.onnx import OnnxExporter
 from exporters.places import Place, line_of
 from optimizer import optimize, report_of
-from optimizer.faults import located
+from optimizer.faults import locate_in_file
 from optimizer.faults.locating_modules import Divergence
 from optimizer.model.inputs import Samples
 from optimizer.parity import Reference, measure_reference
@@ -421,7 +421,7 @@ def looked_for(subject: Subject, artifact: Artifact) -> Divergence | None:
         return args
 
     measurement = subject.reference.compare(artifact.load(), flatten=flatten)
-    return located(artifact, subject.reference, measurement, subject.fast, flatten, "cpu").divergence
+    return locate_in_file(artifact, subject.reference, measurement, subject.fast, flatten, "cpu").divergence
 
 
 def verdict(found: Divergence | None, module: str, line: str) -> str:

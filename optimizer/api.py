@@ -308,7 +308,7 @@ def export(
     bundle = replace(bundle, missing=missing, unproven=tuple(written[0].unproven), benchmark=timed, profile=profiles)
     job.progress("bundle", 1, 1, str(job.output))
     if bundle.missing:
-        logger.warning("%s", bundle.what_is_missing(job.output))
+        logger.warning("%s", bundle.missing_text(job.output))
     return bundle
 
 

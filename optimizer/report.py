@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from optimize_export.errors import printable_lines
@@ -51,10 +51,6 @@ class PlaceRecord:
     text: str
     """The change, or the reason for the skip."""
 
-    def to_json(self) -> dict[str, str]:
-        """Convert to plain data."""
-        return {"where": self.where, "text": self.text}
-
 
 @dataclass
 class PassRecord:
@@ -90,9 +86,9 @@ class PassRecord:
             "options": self.options,
             "status": self.status,
             "reason": self.reason,
-            "changes": [place.to_json() for place in self.changes],
-            "skips": [place.to_json() for place in self.skips],
-            "remarks": [place.to_json() for place in self.remarks],
+            "changes": [asdict(place) for place in self.changes],
+            "skips": [asdict(place) for place in self.skips],
+            "remarks": [asdict(place) for place in self.remarks],
             "detail": None if self.detail is None else self.detail.to_json(),
             "parity": self.parity,
             "max_error": self.max_error,
@@ -133,13 +129,6 @@ class Size:
 
     parameters: int
     parameter_bytes: int
-
-    def to_json(self) -> dict[str, int]:
-        """Convert to plain data."""
-        return {
-            "parameters": self.parameters,
-            "parameter_bytes": self.parameter_bytes,
-        }
 
 
 @dataclass
@@ -183,8 +172,8 @@ class Report:
             "passes": [record.to_json() for record in self.passes],
             "verified": self.verified,
             "parity": None if self.parity is None else self.parity.to_json(),
-            "before": self.before.to_json(),
-            "after": self.after.to_json(),
+            "before": asdict(self.before),
+            "after": asdict(self.after),
             "notes": list(self.notes),
             "warnings": list(self.warnings),
             "seconds": round(self.seconds, 4),

@@ -526,9 +526,9 @@ def test_a_setting_is_told_only_if_it_gains(monkeypatch):
     owner = SimpleNamespace(benchmark=False)
     times = iter([2.0, 1.0, 1.0, 1.0])
     seen = SimpleNamespace(fastest=lambda run: [next(times)], forward=None)
-    (told,) = settings._told(seen, owner, "benchmark", "off", "set it")
+    (told,) = settings._compare_setting(seen, owner, "benchmark", "off", "set it")
     assert "takes 2 s, and 1 s with" in told.effect
-    assert list(settings._told(seen, owner, "benchmark", "off", "set it")) == []
+    assert list(settings._compare_setting(seen, owner, "benchmark", "off", "set it")) == []
     assert owner.benchmark is False
 
 

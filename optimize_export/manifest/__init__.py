@@ -31,6 +31,7 @@ from optimize_export.manifest.reading import (
     to_json_text,
 )
 from optimize_export.manifest.schema import (
+    FIELDS,
     GOLDEN,
     MANIFEST,
     MOST_THREADS,
@@ -46,6 +47,7 @@ from optimize_export.manifest.schema import (
 )
 
 __all__ = [
+    "FIELDS",
     "GOLDEN",
     "MANIFEST",
     "MOST_THREADS",

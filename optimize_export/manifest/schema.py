@@ -75,6 +75,7 @@ def _is_digest(value: Any) -> bool:
     return _is_text(value) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
+_ANYTHING = _Kind("anything", lambda value: True)
 _TEXT = _Kind("a text", _is_text)
 _FLAG = _Kind("true or false", lambda value: isinstance(value, bool))
 _OBJECT = _Kind("an object", lambda value: isinstance(value, dict))
@@ -283,20 +284,24 @@ _MANIFEST = {
     "mode": _TEXT,
     "seed": _SEED,
     "model": {"class": _TEXT, "source": _TEXT, "parameters": _COUNT, "bytes": _COUNT, "weights_sha256": _DIGEST},
-    "passes": [_PASS],
-    "artifacts": [_ARTIFACT, ...],
-    "parity": _PARITY,
-    "golden": _GOLDEN,
-    "files": [{"path": _PATH, "sha256": _DIGEST, "bytes": _COUNT}, ...],
-    "coverage?": (_OBJECT, None),
-    "positional?": [_TEXT],
-    "benchmark?": (_BENCHMARK, None),
     # Bundles of earlier versions lack `build.program`.
     "build?": {"options": _OBJECT, "files": _DIGESTS, "versions": _VERSIONS, "program?": _DIGEST},
-    "notes?": [_TEXT],
+    "input_structure?": _ANYTHING,
+    "positional?": [_TEXT],
+    "output_structure?": _ANYTHING,
     "example_sizes?": {str: _COUNT},
+    "artifacts": [_ARTIFACT, ...],
     "missing?": {str: _TEXT},
+    "parity": _PARITY,
+    "golden": _GOLDEN,
+    "benchmark?": (_BENCHMARK, None),
+    "coverage?": (_OBJECT, None),
+    "passes": [_PASS],
+    "notes?": [_TEXT],
+    "files": [{"path": _PATH, "sha256": _DIGEST, "bytes": _COUNT}, ...],
 }
+FIELDS = tuple(name.removesuffix("?") for name in _MANIFEST)
+"""The fields of a manifest in the order in which they are written. Others may come before the last one, `files`."""
 
 
 # ---------------------------------------------------------------------------------------------------------- checking

@@ -2,7 +2,7 @@
 
 from optimizer.bundle.bundle import Bundle, artifact_entry, open_bundle
 from optimizer.bundle.golden import read_golden, write_golden
-from optimizer.bundle.manifest import describe_device, is_to_be_repeated, usage_text, weights_hash
+from optimizer.bundle.manifest import describe_device, is_reproducible_build, usage_text, weights_hash
 from optimizer.bundle.report import graph_of, write_report
 from optimizer.bundle.triton import write_triton_model
 from optimizer.bundle.verify import VerifyReport, factor_between, rejudge_bundle, verify_bundle
@@ -16,7 +16,7 @@ __all__ = [
     "describe_device",
     "factor_between",
     "graph_of",
-    "is_to_be_repeated",
+    "is_reproducible_build",
     "open_bundle",
     "read_golden",
     "rejudge_bundle",

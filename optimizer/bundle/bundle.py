@@ -22,7 +22,7 @@ from optimize_export.errors import BundleError
 from optimize_export.manifest import MANIFEST, file_problem, read_manifest, sums_digest, sums_problem
 from optimize_export.wording import listed
 from optimizer.bundle import exchange
-from optimizer.bundle.disk import absolute, speaking
+from optimizer.bundle.disk import absolute, bundle_errors
 from optimizer.bundle.golden import GoldenCall, read_golden
 from optimizer.bundle.report import fragment_of
 
@@ -83,10 +83,10 @@ class Bundle:
         Raises:
             BundleError: SHA256SUMS can't be read.
         """
-        with speaking(self.path, "read"):
+        with bundle_errors(self.path, "read"):
             return sums_digest(self.path)
 
-    def what_is_missing(self, place: str | Path) -> str:
+    def missing_text(self, place: str | Path) -> str:
         """Name the missing formats and those published at `place`, in one sentence with the reasons."""
         lacking = f"{listed(list(self.missing))} {'are' if len(self.missing) > 1 else 'is'} missing from the bundle"
         formats = [entry["format"] for entry in self.manifest["artifacts"]]
@@ -208,7 +208,7 @@ def open_bundle(path: str | Path) -> Bundle:
     folder = absolute(path)
     if folder.name == MANIFEST and not folder.is_dir():
         folder = folder.parent
-    with speaking(folder, "opened"):
+    with bundle_errors(folder, "opened"):
         exchange.recover(folder)
     manifest = read_manifest(folder)
     return Bundle(folder, manifest, manifest.get("missing", {}), benchmark=manifest.get("benchmark"))

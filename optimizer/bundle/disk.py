@@ -41,7 +41,7 @@ def absolute(path: str | Path) -> Path:
 
 
 @contextmanager
-def speaking(target: Path, done: str) -> Iterator[None]:
+def bundle_errors(target: Path, done: str) -> Iterator[None]:
     """Turn an OSError into a one-sentence BundleError."""
     try:
         yield

@@ -175,16 +175,17 @@ def _is_leftover(place: Path, target: Path) -> bool:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder if the system supports that. Other writers wait for it, and readers after a crash."""
-    try:
+    handle = None
+    # Windows opens no folders.
+    with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        yield
-        return
     try:
-        _lock(handle, seconds=_LONGEST_WAIT_SECONDS)
+        if handle is not None:
+            _lock(handle, seconds=_LONGEST_WAIT_SECONDS)
         yield
     finally:
-        os.close(handle)
+        if handle is not None:
+            os.close(handle)
 
 
 def _lock(handle: int, *, seconds: float = 0) -> bool:

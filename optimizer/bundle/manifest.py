@@ -27,7 +27,7 @@ _CHUNK = 1 << 24
 # ---------------------------------------------------------------------------------------------------------- the content
 
 
-def is_to_be_repeated() -> bool:
+def is_reproducible_build() -> bool:
     """Whether SOURCE_DATE_EPOCH asks for byte-for-byte reproducible bundles, as it does for builds."""
     return "SOURCE_DATE_EPOCH" in os.environ
 
@@ -132,7 +132,7 @@ def usage_text(manifest: Mapping[str, Any]) -> str:
         " told you; `--no-run` loads no model file.",
         "",
     ]
-    if notes := [*lacks(manifest), *manifest.get("notes", ())]:
+    if notes := [*notes_on_missing(manifest), *manifest.get("notes", ())]:
         lines += [*(f"- {printable(' '.join(note.split()))}" for note in notes), ""]
     for artifact in manifest["artifacts"]:
         sized = {**artifact, "example_sizes": manifest.get("example_sizes", {})}
@@ -141,7 +141,7 @@ def usage_text(manifest: Mapping[str, Any]) -> str:
     return printable_lines("\n".join(lines).rstrip() + "\n")
 
 
-def lacks(manifest: Mapping[str, Any]) -> list[str]:
+def notes_on_missing(manifest: Mapping[str, Any]) -> list[str]:
     """A note for each requested format that the bundle lacks."""
     return [f"the format {name} is missing: {reason}" for name, reason in manifest.get("missing", {}).items()]
 

@@ -5,7 +5,7 @@ measurements that the manifest has, and runs nothing.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from optimize_export.manifest import SUMS, damage_of, plain, sums_problem
 from optimize_export.wording import listed
 from optimizer.bundle.bundle import open_bundle
 from optimizer.bundle.golden import GoldenCall, read_golden, stored_noises, stored_tolerances
-from optimizer.bundle.manifest import describe_device, lacks
+from optimizer.bundle.manifest import describe_device, notes_on_missing
 from optimizer.model import Call, in_turn, pinned_settings, random_state
 from optimizer.options import AccuracyBudget
 from optimizer.parity import (
@@ -38,29 +38,21 @@ from optimizer.parity import (
 )
 from optimizer.showing import number_text
 
-# The noise was measured on one device. Another device sums in a different order and fuses different instructions, so
-# its rounding errors are a different sample of the same distribution. These factors multiply parity's own factor to
-# allow for that. They assume that both devices accumulate half precision in float32 and that TF32 is off on both.
-_SAME_KIND = 2.0  # a different processor of the same kind: different vector widths and different kernels
-_OTHER_KIND = {
-    "float64": 4.0,
-    "float32": 4.0,  # blocked and split sums instead of sequential ones, fused multiply-adds
-    "float16": 4.0,  # kernel fusion changes where intermediate values are rounded to half precision
-    "bfloat16": 4.0,  # as for float16
-}
-_OTHER_KIND_DEFAULT = 4.0
+# A processor of the same kind has other vector widths and kernels. Another kind also blocks and splits sums, fuses
+# multiplications with additions, and fuses kernels, which changes where values are rounded to half precision.
+_SAME_KIND, _OTHER_KIND = 2.0, 4.0
 
 
-def device_factor(measured: Mapping[str, str], here: Mapping[str, str], dtype: str) -> float:
-    """The factor by which an error may be larger here than on the device where the noise was measured."""
+def factor_between(measured: Mapping[str, str], here: Mapping[str, str]) -> float:
+    """The factor by which an error may be larger here than on the device where the noise was measured.
+
+    Another device sums in a different order and fuses different instructions, so its rounding errors are a different
+    sample of the same distribution. The factor multiplies parity's own. It assumes that both devices accumulate half
+    precision in float32 and that TF32 is off on both.
+    """
     if measured["type"] != here["type"]:
-        return _OTHER_KIND.get(dtype, _OTHER_KIND_DEFAULT)
+        return _OTHER_KIND
     return 1.0 if measured["name"] == here["name"] else _SAME_KIND
-
-
-def factor_between(measured: Mapping[str, str], here: Mapping[str, str], dtypes: Iterable[str]) -> float:
-    """The largest `device_factor` of several output dtypes."""
-    return max((device_factor(measured, here, dtype) for dtype in dtypes), default=1.0)
 
 
 @dataclass(frozen=True)
@@ -235,8 +227,11 @@ def verify_bundle(
     if where is None:
         return _not_run(folder, golden, calls, expected)
     here = describe_device(where)
-    notes = [*lacks(manifest), f"the noise was measured on {golden['device']['name']} ({golden['device']['type']})"]
-    factor = factor_between(golden["device"], here, (output["dtype"] for output in golden["outputs"]))
+    notes = [
+        *notes_on_missing(manifest),
+        f"the noise was measured on {golden['device']['name']} ({golden['device']['type']})",
+    ]
+    factor = factor_between(golden["device"], here)
     if factor > 1:
         notes.append(f"errors on {here['name']} ({here['type']}) may be {factor:g} times as large as there")
     figures = []
@@ -393,9 +388,7 @@ def rejudge_bundle(
     if atol is None and rtol is None and factor is None:
         by_user = dict(stored_tolerances(manifest["golden"]))
     if factor is None:
-        golden = manifest["golden"]
-        dtypes = (output["dtype"] for output in golden["outputs"])
-        factor = FACTOR * factor_between(golden["device"], manifest["device"], dtypes)
+        factor = FACTOR * factor_between(manifest["golden"]["device"], manifest["device"])
     figures = []
     for artifact in manifest["artifacts"]:
         if (accuracy := artifact.get("accuracy")) is not None:

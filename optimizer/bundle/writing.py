@@ -9,6 +9,7 @@ from typing import Any
 
 from optimize_export.errors import BundleError
 from optimize_export.manifest import (
+    FIELDS,
     MANIFEST,
     README,
     SCHEMA_NAME,
@@ -32,33 +33,8 @@ from optimize_export.manifest import (
 from optimize_export.wording import listed
 from optimizer.bundle import exchange
 from optimizer.bundle.bundle import Bundle, open_bundle
-from optimizer.bundle.disk import absolute, disk_failures, speaking
+from optimizer.bundle.disk import absolute, bundle_errors, disk_failures
 from optimizer.bundle.manifest import creation_time, usage_text
-
-# The order of the manifest's fields. Other fields that `fill` returns come after these; `files` is always last.
-_ORDER = (
-    "schema",
-    "created",
-    "program",
-    "environment",
-    "device",
-    "mode",
-    "seed",
-    "model",
-    "build",
-    "input_structure",
-    "positional",
-    "output_structure",
-    "example_sizes",
-    "artifacts",
-    "missing",
-    "parity",
-    "golden",
-    "benchmark",
-    "coverage",
-    "passes",
-    "notes",
-)
 
 
 def write_bundle(
@@ -87,7 +63,7 @@ def write_bundle(
     """
     folder = absolute(target)
     with new_folder(folder, force=force) as staging:
-        _seal(staging, fill(staging), report)
+        _complete(staging, fill(staging), report)
     return open_bundle(folder)
 
 
@@ -106,14 +82,14 @@ def new_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
     """
     check_target(target, force=force)
     with (
-        speaking(target, "written"),
-        exchange.replacement(target, lambda folder: _check_standing(folder, target, force=force)) as folder,
+        bundle_errors(target, "written"),
+        exchange.replacement(target, lambda folder: _check_replaceable(folder, target, force=force)) as folder,
         disk_failures(target, folder),
     ):
         yield folder
 
 
-def _seal(
+def _complete(
     folder: Path, body: Mapping[str, Any], report: Callable[[Path, Mapping[str, Any]], None] | None = None
 ) -> None:
     """Add the manifest, the hashes, the report and, if it is missing, the README to a filled folder."""
@@ -134,7 +110,7 @@ def _seal(
         files += _hashed_files(folder, known={file["path"] for file in files})
         files.sort(key=lambda file: str(file["path"]))
     manifest["files"] = files
-    first = [name for name in _ORDER if name in manifest]
+    first = [name for name in FIELDS[:-1] if name in manifest]
     manifest = {
         name: manifest[name] for name in (*first, *(n for n in manifest if n not in (*first, "files")), "files")
     }
@@ -142,7 +118,7 @@ def _seal(
     (folder / MANIFEST).write_text(to_json_text(manifest), encoding="utf-8", newline="\n")
     digests = {file["path"]: file["sha256"] for file in files} | {MANIFEST: file_digest(folder / MANIFEST)}
     (folder / SUMS).write_text(sums_text(digests), encoding="utf-8", newline="\n")
-    _share(folder)
+    _set_permissions(folder)
 
 
 def _hashed_files(folder: Path, known: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -170,7 +146,7 @@ def _with_hashes(artifact: Mapping[str, Any], files: Sequence[Mapping[str, Any]]
     return {**{name: artifact[name] for name in ("format", "path", "files")}, **added, **artifact}
 
 
-def _share(folder: Path) -> None:
+def _set_permissions(folder: Path) -> None:
     """Give every file the permissions of the user's umask, because some writers create owner-only files."""
     if os.name != "posix":
         return
@@ -196,14 +172,14 @@ def check_target(target: str | Path, *, force: bool = False) -> None:
         BundleError: a bundle can't be written there; one sentence with the reason.
     """
     folder = absolute(target)
-    with speaking(folder, "written"):
+    with bundle_errors(folder, "written"):
         exchange.recover(folder)
-        _check_standing(folder, folder, force=force)
+        _check_replaceable(folder, folder, force=force)
         _check_surroundings(folder)
         _check_writable(folder)
 
 
-def _check_standing(folder: Path, target: Path, *, force: bool) -> None:
+def _check_replaceable(folder: Path, target: Path, *, force: bool) -> None:
     """Check that `folder` may be replaced if it exists.
 
     Raises:
@@ -264,12 +240,12 @@ def _is_bundle(folder: Path) -> bool:
 
 
 def _check_writable(target: Path) -> None:
-    standing = next(parent for parent in target.parents if os.path.lexists(parent))
-    if not standing.is_dir():
-        raise BundleError(f"{target} can't be written, because {standing} is not a folder: choose another path.")
-    limit = os.pathconf(standing, "PC_NAME_MAX") if hasattr(os, "pathconf") else 255
+    existing = next(parent for parent in target.parents if os.path.lexists(parent))
+    if not existing.is_dir():
+        raise BundleError(f"{target} can't be written, because {existing} is not a folder: choose another path.")
+    limit = os.pathconf(existing, "PC_NAME_MAX") if hasattr(os, "pathconf") else 255
     if too_long := [part for part in target.parts if len(os.fsencode(part)) > limit]:
         raise BundleError(f"The name {too_long[0][:40]}… is too long: a name can have at most {limit} bytes.")
-    probe = standing / exchange.staging_name(target)
+    probe = existing / exchange.staging_name(target)
     probe.mkdir()
     probe.rmdir()

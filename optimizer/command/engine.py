@@ -148,7 +148,7 @@ def _exported(output: Path, bundle: Bundle, report: Document, loaded: Loaded, se
     manifest = bundle.manifest
     outcome: Document = {"ok": True, "exit_code": 0}
     if bundle.missing:
-        outcome = failure_document(ExportFailed.exit_code, ExportFailed.__name__, bundle.what_is_missing(output))
+        outcome = failure_document(ExportFailed.exit_code, ExportFailed.__name__, bundle.missing_text(output))
     document = {
         **outcome,
         "bundle": str(output),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from optimizer.diagnosis.evidence import Evidence, Seen, elements_of, inputs_of, replayed
+from optimizer.diagnosis.evidence import Evidence, Seen, elements_of, inputs_of, replay
 from optimizer.diagnosis.findings import rule
 from optimizer.showing import seconds_text
 from passes.graph.recording import Node, is_returned, operation_name, shape_of, shape_of_each, users_of
@@ -146,7 +146,7 @@ def _fits(scores: Node, weights: Node, result: Node) -> bool:
 
 def _times(evidence: Evidence, found: Attention) -> list[float]:
     """The seconds of the operations written out, and of the function, on random numbers of the same sizes."""
-    drawn = {node: evidence.drawn(node) for node in inputs_of(found.nodes)}
+    drawn = {node: evidence.draw(node) for node in inputs_of(found.nodes)}
     q, keys = (drawn[node] for node in found.scores.all_input_nodes)
     v = drawn[next(node for node in found.nodes[-1].all_input_nodes if node in drawn)]
     mask = None
@@ -159,4 +159,4 @@ def _times(evidence: Evidence, found: Attention) -> list[float]:
     query, key, value = (each if each.dim() > 3 else each.unsqueeze(1) for each in (q, keys.transpose(-1, -2), v))
     heads = mask if mask is None or mask.dim() > 3 else mask.unsqueeze(1)
     function = partial(F.scaled_dot_product_attention, query, key, value, attn_mask=heads, scale=1.0)
-    return evidence.fastest(partial(replayed, found.nodes, drawn), function)
+    return evidence.fastest(partial(replay, found.nodes, drawn), function)

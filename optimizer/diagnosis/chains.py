@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from optimizer.diagnosis.evidence import Evidence, Seen, inputs_of, replayed
+from optimizer.diagnosis.evidence import Evidence, Seen, inputs_of, replay
 from optimizer.diagnosis.findings import rule
 from optimizer.showing import percent_text, seconds_text
 from passes.fusion.pointwise import computes_each_element
@@ -47,8 +47,8 @@ def activation_by_hand(evidence: Evidence) -> Iterator[Seen]:
     for line, group in evidence.by_line(found):
         chain, name = found[group[0]]
         (source,) = inputs_of(chain)
-        x = evidence.drawn(source)
-        before, after = evidence.fastest(partial(replayed, chain, {source: x}), partial(_BUILT_IN[name], x))
+        x = evidence.draw(source)
+        before, after = evidence.fastest(partial(replay, chain, {source: x}), partial(_BUILT_IN[name], x))
         if after >= before:
             continue
         yield evidence.seen(
@@ -156,7 +156,7 @@ def _built_in(chain: Sequence[Node]) -> str | None:
         return None
     x = torch.linspace(-8, 8, 1025)
     try:
-        made = replayed(chain, {inputs[0]: x.clone()})
+        made = replay(chain, {inputs[0]: x.clone()})
     except (RuntimeError, TypeError, ValueError, IndexError):
         # The chain needs another shape or dtype.
         return None

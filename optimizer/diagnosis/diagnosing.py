@@ -112,16 +112,16 @@ def diagnose(
             "The model is TorchScript, whose operations have no lines: diagnose the module it was made from."
         )
     call, target = one_call("diagnose", model, example_inputs, example_kwargs, device)
-    step = None if training_step is None else watched_step(model, training_step)
+    step = None if training_step is None else record_step(model, training_step)
     with outside_inference_mode(), random_state(0), unsynchronised(), torch.no_grad(), eager_only():
         runs = Runs(on_device(model, target), in_eval=True)
         with errors_of_model(call):
             # This run finds the parameters that forward writes to, and warms up.
-            runs.first(partial(recorded, call=call, attributes={}))
+            runs.first(partial(record, call=call, attributes={}))
         with runs.fresh() as copied:
             assert isinstance(copied, nn.Module)
             with errors_of_model(call):
-                evidence = evidence_of(model, copied, call, target)
+                evidence = collect_evidence(model, copied, call, target)
             evidence = replace(evidence, step=step, unmoved=unmoved_tensors(runs, call))
             findings = [finding for rule in RULES for finding in rule.findings(evidence)]
     findings.sort(key=lambda each: LEVELS.index(each.level))
@@ -134,7 +134,7 @@ def diagnose(
 _LOADER = "enumerate(DataLoader)"
 
 
-def recorded(module: Any, call: Call, attributes: PlainTensors) -> tuple[ModelTree, Recording]:
+def record(module: Any, call: Call, attributes: PlainTensors) -> tuple[ModelTree, Recording]:
     """Run a module once, and record its calls with their lines."""
     tree = ModelTree(module, unregistered_modules(module))
     with LineRecorder(module, tree.modules, attributes) as recorder:
@@ -142,14 +142,14 @@ def recorded(module: Any, call: Call, attributes: PlainTensors) -> tuple[ModelTr
     return tree, recorder.recording
 
 
-def evidence_of(model: nn.Module, copied: nn.Module, call: Call, device: torch.device) -> Evidence:
+def collect_evidence(model: nn.Module, copied: nn.Module, call: Call, device: torch.device) -> Evidence:
     """Run a copy of the model twice, and once more if it has convolutions in channels_last.
 
     The second run is the evidence: what the first one made and kept costs nothing at later calls.
     """
     attributes = plain_tensors(copied)
-    _, first = recorded(copied, call, attributes)
-    tree, recording = recorded(copied, call, attributes)
+    _, first = record(copied, call, attributes)
+    tree, recording = record(copied, call, attributes)
     calls, others = recording.nodes(), first.nodes()
     if len(calls) == len(others):
         # The shorter of two times contains less of the machine's other work.
@@ -182,7 +182,7 @@ def unmoved_tensors(runs: Runs, call: Call) -> frozenset[str]:
             args, kwargs = pytree.tree_map_only(torch.Tensor, lambda one: one.to("meta"), (call.args, call.kwargs))
             there = replace(call, args=args, kwargs=kwargs)
             called(copied, there)
-            _, recording = recorded(copied, there, left)
+            _, recording = record(copied, there, left)
             return frozenset(filter(None, (node.meta.get("attribute") for node in recording.nodes())))
         # Foreign code, such as an `_apply` of the model, may need values.
         return _paths(_left_behind(copied))
@@ -205,7 +205,7 @@ def _is_in_channels_last(module: nn.Module) -> bool:
     return weight.dim() in CHANNELS_LAST_FORMATS and is_channels_last(weight) and not weight.is_contiguous()
 
 
-def watched_step(model: nn.Module, step: Callable[[], object]) -> Step:
+def record_step(model: nn.Module, step: Callable[[], object]) -> Step:
     """Run a training step twice: the first run is recorded, the second is timed.
 
     Raises:

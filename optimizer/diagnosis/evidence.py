@@ -305,7 +305,7 @@ class Evidence:
                 times.append([_seconds_of(run) for run in runs])
         return [min(each) for each in zip(*times, strict=True)]
 
-    def drawn(self, node: Node) -> torch.Tensor:
+    def draw(self, node: Node) -> torch.Tensor:
         """Random numbers in the shape and dtype of a recorded tensor, or of each tensor that a call returned."""
         shape = shape_of_each(node)
         assert shape is not None
@@ -324,7 +324,7 @@ def inputs_of(nodes: Sequence[Node]) -> list[Node]:
     return list(dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside))
 
 
-def replayed(nodes: Sequence[Node], inputs: Mapping[Node, Any]) -> torch.Tensor:
+def replay(nodes: Sequence[Node], inputs: Mapping[Node, Any]) -> torch.Tensor:
     """Compute recorded calls again, on other inputs; the result is that of the last one."""
     values = dict(inputs)
     for node in nodes:

@@ -26,7 +26,7 @@ _AMPERE = (8, 0)
 def cudnn_benchmark(evidence: Evidence) -> Iterator[Seen]:
     """On a GPU, `torch.backends.cudnn.benchmark` is off, and the convolutions are at least 5 % faster with it."""
     if evidence.device.type == "cuda" and not torch.backends.cudnn.benchmark and _has_convolutions(evidence):
-        yield from _told(
+        yield from _compare_setting(
             evidence,
             torch.backends.cudnn,
             "benchmark",
@@ -47,7 +47,7 @@ def tf32_off(evidence: Evidence) -> Iterator[Seen]:
         return
     if is_on or not _is_float32(evidence):
         return
-    yield from _told(
+    yield from _compare_setting(
         evidence,
         torch.backends.cuda.matmul,
         "allow_tf32",
@@ -60,7 +60,7 @@ def tf32_off(evidence: Evidence) -> Iterator[Seen]:
 def deterministic(evidence: Evidence) -> Iterator[Seen]:
     """On a GPU, deterministic algorithms are on, and the forward is at least 5 % faster without them."""
     if evidence.device.type == "cuda" and torch.backends.cudnn.deterministic:
-        yield from _told(
+        yield from _compare_setting(
             evidence,
             torch.backends.cudnn,
             "deterministic",
@@ -69,7 +69,7 @@ def deterministic(evidence: Evidence) -> Iterator[Seen]:
         )
 
 
-def _told(evidence: Evidence, owner: object, name: str, reason: str, remedy: str) -> Iterator[Seen]:
+def _compare_setting(evidence: Evidence, owner: object, name: str, reason: str, remedy: str) -> Iterator[Seen]:
     """The gain of changing a setting; nothing if it is too small."""
     kept = getattr(owner, name)
     (before,) = evidence.fastest(evidence.forward)

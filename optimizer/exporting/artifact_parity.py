@@ -18,7 +18,7 @@ from optimize_export.wording import quote
 from optimizer.bundle import describe_device, factor_between
 from optimizer.exporting.copies import exportable, optimized_again
 from optimizer.exporting.job import ExportJob
-from optimizer.faults import Located, fault_of_runtime, located, named_first, write_reproduction
+from optimizer.faults import Located, fault_of_runtime, locate_in_file, suspect_calls, write_reproduction
 from optimizer.model import on_device
 from optimizer.parity import FACTOR, Flatten, Measurement, ParityReport, Reference, Rows, Tolerance, golden_entry, judge
 from passes.base import Pass
@@ -114,7 +114,7 @@ class Failures:
     def explained(self, artifact: Artifact, measurement: Measurement, report: ParityReport) -> tuple[Located, str]:
         """Find where the artifact first diverges, and explain it in sentences."""
         by = self.parity
-        found = located(artifact, by.reference, measurement, self.exported, by.flatten, by.device.type)
+        found = locate_in_file(artifact, by.reference, measurement, self.exported, by.flatten, by.device.type)
         # Write the reproduction now, because the rest takes longer and may be interrupted.
         folder = self.job.debug_dir
         written = "" if folder is None else self._reproduced(artifact, measurement, report, found, folder)
@@ -148,22 +148,21 @@ class Failures:
     ) -> str:
         """Write the reproduction of a wrong artifact, and return a sentence about it."""
         reference = self.parity.reference
-        where = named_first(reference, measurement)[0] if found.divergence is None else found.divergence.where
+        where = suspect_calls(reference, measurement)[0] if found.divergence is None else found.divergence.where
         golden = golden_entry(reference, where)
         inputs = self.parity.flatten(golden.call.args, golden.call.kwargs)
         return write_reproduction(folder, artifact, inputs, golden, where, report, found)
 
 
-def factor_between_devices(reference: Reference, home: torch.device, target: torch.device) -> tuple[float, list[str]]:
+def factor_between_devices(home: torch.device, target: torch.device) -> tuple[float, list[str]]:
     """The allowed error of artifacts in units of the noise, with a note if different devices make it larger.
 
     Args:
-        reference: gives the dtypes of the outputs.
         home: the device of the original.
         target: the device of the artifacts.
     """
     measured, here = describe_device(home), describe_device(target)
-    factor = FACTOR * factor_between(measured, here, (noise.dtype for noise in reference.noises.values()))
+    factor = FACTOR * factor_between(measured, here)
     if factor == FACTOR:
         return factor, []
     return factor, [

@@ -25,7 +25,7 @@ from optimizer.exporting.requests import (
     request_for,
     smallest_call,
 )
-from optimizer.faults import place_in_refused, refuse_carried_state
+from optimizer.faults import locate_in_refused, refuse_carried_state
 from optimizer.model import Samples, on_device
 from optimizer.parity import Reference, Rows, by_output, independent_rows
 
@@ -89,11 +89,11 @@ def measure(job: ExportJob) -> MeasuredExport:
     elsewhere = "" if job.dynamic or job.static_batch else suggestions.batch_elsewhere(original)
     notes = [*_notes(job, suggestions, adapter, open_batch=request.dynamic_batch), *filter(None, [elsewhere])]
     flatten, device = adapter.flatten_inputs, job.target.type
-    place_of = partial(place_in_refused, reference=reference, exported=exported, flatten=flatten, device=device)
+    place_of = partial(locate_in_refused, reference=reference, exported=exported, flatten=flatten, device=device)
     request = replace(request, place_of=place_of, output_structure=adapter.outputs, captures=Captures(adapter))
     names = names_in_files(reference, adapter)
     absolute, relative = by_output("atol", job.atol, names), by_output("rtol", job.rtol, names)
-    factor, factor_notes = factor_between_devices(reference, job.home, job.target)
+    factor, factor_notes = factor_between_devices(job.home, job.target)
     rows = independent_rows(rounding, atol=absolute, rtol=relative) if job.row_independence else None
     parity = ArtifactParity(
         reference=reference,

@@ -19,7 +19,7 @@ from optimizer.bundle import (
     artifact_entry,
     describe_device,
     graph_of,
-    is_to_be_repeated,
+    is_reproducible_build,
     weights_hash,
     write_golden,
     write_report,
@@ -289,7 +289,7 @@ def add_report(
         # The manifest has these two.
         optimize=told and {name: value for name, value in told.items() if name not in ("passes", "coverage")},
         # Times differ from build to build.
-        profile={} if is_to_be_repeated() else profiles,
+        profile={} if is_reproducible_build() else profiles,
         unproven=written.unproven,
     )
 
@@ -297,7 +297,7 @@ def add_report(
 def _told(report: Report) -> dict[str, Any]:
     """The report for a bundle; without times if the bundle must be reproducible byte for byte."""
     told = report.to_json()
-    if not is_to_be_repeated():
+    if not is_reproducible_build():
         return told
     return {**told, "seconds": None, "stages": None, "passes": [{**each, "seconds": None} for each in told["passes"]]}
 

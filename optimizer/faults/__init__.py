@@ -1,16 +1,23 @@
 """Diagnose a wrong result: find the module and the operation where it first diverges from the original."""
 
 from optimizer.faults.carried_state import refuse_carried_state
-from optimizer.faults.locating import Located, fault_of_runtime, located, located_module, named_first, place_in_refused
+from optimizer.faults.locating import (
+    Located,
+    fault_of_runtime,
+    locate_in_file,
+    locate_in_module,
+    locate_in_refused,
+    suspect_calls,
+)
 from optimizer.faults.reproducing import write_reproduction
 
 __all__ = [
     "Located",
     "fault_of_runtime",
-    "located",
-    "located_module",
-    "named_first",
-    "place_in_refused",
+    "locate_in_file",
+    "locate_in_module",
+    "locate_in_refused",
     "refuse_carried_state",
+    "suspect_calls",
     "write_reproduction",
 ]

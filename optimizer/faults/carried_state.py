@@ -12,8 +12,8 @@ from torch import nn
 
 from optimize_export.errors import ExportFailed
 from optimize_export.wording import listed
-from optimizer.faults.locating import named_first
-from optimizer.faults.locating_modules import ROOT, ModuleCall, in_order_of_ending, watched_calls
+from optimizer.faults.locating import suspect_calls
+from optimizer.faults.locating_modules import ROOT, ModuleCall, in_order_of_ending, record_calls
 from optimizer.model import REGISTRIES, AsItIs
 from optimizer.parity import (
     Reference,
@@ -58,7 +58,7 @@ def refuse_carried_state(original: nn.Module, reference: Reference) -> None:
     report = judge(measurement)
     if report.verdict != "failed" or judge(reference.compare(original)).verdict == "failed":
         return
-    wheres = named_first(reference, measurement)[:_LOOKED_AT]
+    wheres = suspect_calls(reference, measurement)[:_LOOKED_AT]
     found = next(filter(None, (_first_to_differ(original, reference, where) for where in wheres)), None)
     raise ExportFailed(
         f"{found or 'The model carries state from call to call'}, and exported files can't: make the state an "
@@ -88,12 +88,12 @@ def _first_to_differ(original: nn.Module, reference: Reference, where: str) -> _
     Inner modules come before outer ones. None if there is no such call: state that is reset before the last call ends
     can't be seen afterwards.
     """
-    alone = watched_calls(reference, where, original, may_raise=True)
+    alone = record_calls(reference, where, original, may_raise=True)
     if ROOT not in alone:
         return None
 
     def again(module: nn.Module) -> ModuleCall | None:
-        later = watched_calls(reference, where, AsItIs(module, in_eval=True), may_raise=True)
+        later = record_calls(reference, where, AsItIs(module, in_eval=True), may_raise=True)
         for call in in_order_of_ending(alone[ROOT]):
             other = later.get(call.key)
             if other and _given_alike(call, other) and not _are_alike(call.outputs, other.outputs):
@@ -120,7 +120,7 @@ class _Absent:
 
 
 def _given_alike(call: ModuleCall, again: ModuleCall) -> bool:
-    return call.beside == again.beside and _are_alike(call.inputs, again.inputs)
+    return call.other_arguments == again.other_arguments and _are_alike(call.inputs, again.inputs)
 
 
 def _are_alike(these: Sequence[torch.Tensor], those: Sequence[torch.Tensor]) -> bool:

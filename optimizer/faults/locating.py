@@ -59,7 +59,7 @@ class Located:
         }
 
 
-def located(
+def locate_in_file(
     artifact: Artifact,
     reference: Reference,
     measurement: Measurement,
@@ -79,7 +79,7 @@ def located(
     search = _FileSearch(artifact, reference, exported, device)
 
     def find() -> Iterator[Divergence | None]:
-        wheres = named_first(reference, measurement)[:_SEARCHED]
+        wheres = suspect_calls(reference, measurement)[:_SEARCHED]
         calls = dict(reference.calls())
         given = [(tuple(flatten(calls[where].args, calls[where].kwargs)), where) for where in wheres]
         yield from starmap(search.by_value, given)
@@ -90,7 +90,7 @@ def located(
     return _first_of(find(), search.nowhere)
 
 
-def place_in_refused(
+def locate_in_refused(
     artifact: Artifact,
     tensors: Sequence[torch.Tensor],
     *,
@@ -101,7 +101,7 @@ def place_in_refused(
 ) -> str:
     """Find where a file that its exporter refused first diverges at given inputs of the file.
 
-    An exception in the search isn't raised, as in `located`.
+    An exception in the search isn't raised, as in `locate_in_file`.
 
     Returns:
         A clause; "" if no divergence was found.
@@ -121,9 +121,9 @@ def place_in_refused(
     return "" if found is None else str(found)
 
 
-def located_module(reference: Reference, measurement: Measurement, candidate: nn.Module) -> Located:
+def locate_in_module(reference: Reference, measurement: Measurement, candidate: nn.Module) -> Located:
     """Find where a module that failed the comparison first diverges; an exception goes into the note."""
-    wheres = named_first(reference, measurement)[:_SEARCHED]
+    wheres = suspect_calls(reference, measurement)[:_SEARCHED]
     found = (first_wrong_module(reference, candidate, where) for where in wheres)
     return _first_of(found, "every module returns the same as in the original")
 
@@ -196,7 +196,7 @@ def first_wrong_value(
 def fault_of_runtime(artifact: Artifact, is_right: Callable[[Artifact], bool]) -> str:
     """Test whether a failed artifact is right without its runtime's graph optimizations.
 
-    An exception of that run goes into the sentence and isn't raised, as in `located`.
+    An exception of that run goes into the sentence and isn't raised, as in `locate_in_file`.
 
     Returns:
         A sentence; "" if the artifact can't be loaded without optimizations.
@@ -226,7 +226,7 @@ def _first_of(found: Iterator[Divergence | None], nowhere: str) -> Located:
     return Located(first, nowhere if first is None else "")
 
 
-def named_first(reference: Reference, measurement: Measurement) -> list[str]:
+def suspect_calls(reference: Reference, measurement: Measurement) -> list[str]:
     """The calls of the reference; those that a measurement names come first."""
     told = (*measurement.problems, *(text for each in measurement.outputs for text in (*each.problems, each.where)))
     return sorted((where for where, _ in reference.calls()), key=lambda where: not any(where in text for text in told))

@@ -62,10 +62,6 @@ class Divergence:
         return {**asdict(self), "also": [asdict(place) for place in self.also]}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Divergence:
-        return cls(**{**data, "also": tuple(Place(**place) for place in data["also"])})
-
-    @classmethod
     def at(
         cls, place: Place, wrong: OutputParity | str, where: str, value: str = "", also: tuple[Place, ...] = ()
     ) -> Divergence:
@@ -116,7 +112,7 @@ class ModuleCall:
     outputs: list[torch.Tensor] = field(default_factory=list)
     children: list[ModuleCall] = field(default_factory=list)
     """The calls that it makes, in order."""
-    beside: Any = None
+    other_arguments: Any = None
     """Its arguments other than tensors: the structure of the arguments, and the float numbers in them."""
 
     @property
@@ -155,8 +151,10 @@ class Watch:
         reads = frozenset(key for tensor in given for key in self._givers.get(id(tensor), (tensor, ()))[1])
         number, kind = self._numbers[path], type(module).__name__
         alone = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
-        beside = leaves.structure, [value for value in leaves.values if isinstance(value, float)]
-        made = ModuleCall(path, number, self._line(), kind, alone, reads, copies_of(given), beside=beside)
+        other_arguments = leaves.structure, [value for value in leaves.values if isinstance(value, float)]
+        made = ModuleCall(
+            path, number, self._line(), kind, alone, reads, copies_of(given), other_arguments=other_arguments
+        )
         self.calls[made.key] = made
         if self._open:
             self._open[-1].children.append(made)
@@ -187,7 +185,7 @@ class Watch:
         return ""
 
 
-def watched_calls(
+def record_calls(
     reference: Reference, where: str, target: Runs | nn.Module, *, may_raise: bool = False
 ) -> dict[Key, ModuleCall]:
     """The module calls of one run of a module at one call of the reference.
@@ -241,8 +239,8 @@ def first_wrong_module(reference: Reference, candidate: nn.Module, where: str) -
     """Find the first module call of a candidate that diverges from the original's at one call of the reference."""
     if not isinstance(reference.target, nn.Module):
         return None
-    own = watched_calls(reference, where, reference.target)
-    got = _values_of(watched_calls(reference, where, candidate))
+    own = record_calls(reference, where, reference.target)
+    got = _values_of(record_calls(reference, where, candidate))
     verdicts = _Verdicts(reference, where, reference.target, own, got)
     return verdicts.divergence(verdicts.first_wrong())
 
@@ -254,7 +252,7 @@ def first_wrong_part(reference: Reference, exported: nn.Module, parts: FileParts
     effect. Only modules with one input tensor are called; an error elsewhere is reported for the innermost such module
     around it.
     """
-    own = watched_calls(reference, where, exported)
+    own = record_calls(reference, where, exported)
     got: dict[_Name, torch.Tensor] = {}
     raised: dict[Key, str] = {}
     # A call ends before its caller ends, so inner modules come first.
@@ -285,7 +283,7 @@ def first_module_without_value(
     Args:
         tensors: the file's inputs at that call.
     """
-    own = watched_calls(reference, where, exported)
+    own = record_calls(reference, where, exported)
     values, error = file.run(tensors)
     got: dict[_Name, torch.Tensor] = {}
     for name, tensor in _values_of(own).items():
@@ -364,7 +362,7 @@ class _Verdicts:
         line = call.line
         if isinstance(original, nn.Module) and original is not self._target:
             # Code that passes generate has no lines, but the original's code has.
-            same = watched_calls(self._reference, self._where, original).get(key)
+            same = record_calls(self._reference, self._where, original).get(key)
             line = same.line if same is not None and same.line else line
         place = Place(call.path, call.number, line or line_of_forward(self._target, call.path), call.kind)
         return Divergence.at(place, self._raised.get(key) or self._worst[key, "outputs"], self._where)
@@ -403,13 +401,13 @@ def _nearest(tensor: torch.Tensor, values: Iterable[torch.Tensor]) -> torch.Tens
         for value in values
         if value.dtype == tensor.dtype and value.numel() == tensor.numel()
     ]
-    near = sorted(alike, key=lambda value: _apart(_sample(value), _sample(tensor)))[:_NEAR]
-    return min(near, key=lambda value: _apart(value, tensor), default=None)
+    near = sorted(alike, key=lambda value: _total_distance(_sample(value), _sample(tensor)))[:_NEAR]
+    return min(near, key=lambda value: _total_distance(value, tensor), default=None)
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1)[:: max(1, tensor.numel() // _SAMPLE)]
 
 
-def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+def _total_distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(torch.nan_to_num(distance(a, b), nan=torch.inf).sum())

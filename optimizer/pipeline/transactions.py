@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from exporters.places import line_of_error
 from optimize_export.errors import OptimizeFailed, ParityError
 from optimize_export.wording import first_line
-from optimizer.faults import located_module
+from optimizer.faults import locate_in_module
 from optimizer.model import Source, WorkingCopy, is_script, reachable_modules
 from optimizer.parity import ParityReport, RegionParity, check_change
 from optimizer.pipeline.comparer import AppliedPass, Comparer, lowered_by, with_changes
@@ -268,7 +268,7 @@ def _place_of(transactions: Transactions, comparer: Comparer, culprit: AppliedPa
     later = edits_of(done for done in transactions.applied if done.number > culprit.number)
     reference = comparer.reference(lowered_by([culprit]))
     with taken_back(later):
-        found = located_module(reference, reference.compare(comparer.result), comparer.result)
+        found = locate_in_module(reference, reference.compare(comparer.result), comparer.result)
     return f" {found}" if found.divergence is not None else ""
 
 

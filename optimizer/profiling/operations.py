@@ -133,7 +133,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional arguments of a call, and its keyword arguments."""
 
 
-def timed(
+def profile_runs(
     module: nn.Module,
     run: Callable[[Arguments], object],
     arguments: Callable[[], Arguments],
@@ -143,7 +143,7 @@ def timed(
 
     Args:
         module: the module that `run` calls.
-        run: one run; it calls `named_call` where it calls the module.
+        run: one run; it calls `call_root` where it calls the module.
         arguments: makes the arguments of one run; its time doesn't count.
 
     Returns:
@@ -170,7 +170,7 @@ def timed(
     return seconds, operations_of(times.spent, seconds=seconds, runs=runs), profiler
 
 
-def named_call(module: nn.Module, arguments: Arguments) -> Any:
+def call_root(module: nn.Module, arguments: Arguments) -> Any:
     """Call the root of a model, and record a range in which the operations belong to it."""
     args, kwargs = arguments
     with record_function(_MODULE):

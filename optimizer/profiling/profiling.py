@@ -35,7 +35,7 @@ from optimizer.model import (
     unsynchronised,
 )
 from optimizer.paths import check_profile_folder
-from optimizer.profiling.operations import RUNS, Arguments, Place, Spent, named_call, operations_of, timed
+from optimizer.profiling.operations import RUNS, Arguments, Place, Spent, call_root, operations_of, profile_runs
 from optimizer.profiling.peak_memory import PeakMemory, peak_memory_of
 from optimizer.profiling.profiles import Profile
 from optimizer.report import Progress, ProgressFunction
@@ -118,8 +118,8 @@ def profile_module(
             memory = _memory(runs, call) if training else None
             with runs.fresh() as module:
                 assert isinstance(module, nn.Module)
-                run = partial(_step if training else named_call, module)
-                seconds, operations, profiler = timed(module, run, partial(_copies, call), device)
+                run = partial(_step if training else call_root, module)
+                seconds, operations, profiler = profile_runs(module, run, partial(_copies, call), device)
         except NoProfile as error:
             raise UsageError(f"The model can't be profiled in training: {error}.") from error
     if trace is not None:
@@ -142,7 +142,7 @@ def _memory(runs: Runs, call: Call) -> PeakMemory:
 
 def _step(module: nn.Module, arguments: Arguments) -> None:
     """One training step; the gradients of the parameters stay as they were."""
-    loss = loss_of(named_call(module, arguments))
+    loss = loss_of(call_root(module, arguments))
     gradients_by_backward([get_gradient_edge(loss)], [], [torch.ones_like(loss)], list(module.parameters()))
 
 

@@ -10,7 +10,7 @@ from optimize_export.errors import BundleError
 from optimize_export.manifest import check_benchmark, plain
 from optimize_export.runtime import Route
 from optimize_export.wording import quote
-from optimizer.bundle import is_to_be_repeated
+from optimizer.bundle import is_reproducible_build
 from optimizer.parity import WITHIN_BUDGET, Accuracy
 from optimizer.tuning.timing import LEAST_GAIN, Latency, PeakMemory, Ratio, interleaved, ratio
 
@@ -120,7 +120,7 @@ class Benchmark:
         Times that the manifest's readers would refuse are left out: proven files are published all the same.
         """
         is_measured = self.rounds > 0 or self.recommended is None
-        if is_measured and is_to_be_repeated():
+        if is_measured and is_reproducible_build():
             return {}
         kept = plain(self.to_json())
         try:

@@ -1,8 +1,10 @@
 """Find where a file first differs: faults are planted in correct files, and found by module, line and operation."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import located_models
 import onnx
 import pytest
 import torch
@@ -101,9 +103,7 @@ def exported(artifact, tmp_path) -> Exported:
     return Exported(artifact, tmp_path)
 
 
-def line_with(text: str) -> str:
-    number = next(n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.strip() == text)
-    return f"{Path(__file__).name}:{number}"
+line_with = partial(located_models.line_with, file=__file__)
 
 
 HEADS = "heads = [part(x).view(x.shape[0], -1, 2, 4).transpose(1, 2) for part in (self.query, self.key, self.value)]"
@@ -243,12 +243,6 @@ def test_what_was_merged_is_named_with_it(tmp_path):
     assert (found.module, [place.module for place in found.also]) == ("1", ["0"])
 
 
-def test_json_both_ways(exported):
-    scaled(exported, "model.conv.weight", 1.01)
-    found = exported.first()
-    assert Divergence.from_json(found.to_json()) == found
-
-
 def scale_first_weight(path: Path) -> None:
     model = onnx.load(path)
     tensor = next(each for each in model.graph.initializer if each.name == "model.conv.weight")
@@ -330,6 +324,8 @@ def test_a_run_without_optimizations_that_raises_hides_nothing(tmp_path, monkeyp
 @pytest.mark.slow
 def test_an_export_that_is_right_is_not_looked_into(tmp_path, monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr("optimizer.exporting.artifact_parity.located", lambda *_: pytest.fail("looked for a place"))
+    monkeypatch.setattr(
+        "optimizer.exporting.artifact_parity.locate_in_file", lambda *_: pytest.fail("looked for a place")
+    )
     bundle = export(enliven(Net()), example_inputs=torch.randn(2, 3, 18), output=tmp_path / "net", formats=["onnx"])
     assert bundle.parity.ok

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
+import located_models
 import pytest
 import torch
 from spoiling import spoiling
@@ -69,9 +71,7 @@ def made(kind: type[nn.Module]) -> nn.Module:
 X = torch.randn(2, 3, 18, generator=torch.Generator().manual_seed(0))
 
 
-def line_with(text: str) -> str:
-    number = next(n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.strip() == text)
-    return f"{Path(__file__).name}:{number}"
+line_with = partial(located_models.line_with, file=__file__)
 
 
 def scaled(name: str):

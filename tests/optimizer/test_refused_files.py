@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
+import located_models
 import onnx_ir as ir
 import pytest
 import torch
@@ -33,9 +35,7 @@ class Net(nn.Module):
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 
 
-def line_with(text: str) -> str:
-    number = next(n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.strip() == text)
-    return f"{Path(__file__).name}:{number}"
+line_with = partial(located_models.line_with, file=__file__)
 
 
 def refused(folder: Path, name: str) -> str:
@@ -46,8 +46,8 @@ def refused(folder: Path, name: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.slow
-def test_an_onnx_file_by_its_operation(tmp_path, monkeypatch):
+@pytest.fixture
+def onnx_files_are_wrong(monkeypatch):
     strip = exporters.onnx._strip
 
     def spoil(model: ir.Model) -> None:
@@ -56,10 +56,23 @@ def test_an_onnx_file_by_its_operation(tmp_path, monkeypatch):
         bias.const_value = ir.tensor(bias.const_value.numpy() * 2)
 
     monkeypatch.setattr(exporters.onnx, "_strip", spoil)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("onnx_files_are_wrong")
+def test_an_onnx_file_by_its_operation_and_a_search_that_raises_hides_nothing(tmp_path, monkeypatch):
     message = refused(tmp_path, "onnx")
     place = f"first ({line_with('hidden = self.norm(self.first(x))')}, linear)"
     assert f" The file of the route 'dynamo' first differs at {place}: off by " in message
     assert message.startswith("The model can't be exported to onnx (dynamo")
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no values today")
+
+    monkeypatch.setattr("optimizer.faults.locating.first_wrong_value", broken)
+    message = refused(tmp_path, "onnx")
+    assert "output `output` is wrong on inputs of [2, 4]: its largest error is" in message
+    assert "first differs" not in message
 
 
 @pytest.mark.slow
@@ -98,22 +111,3 @@ def test_a_capture_that_is_wrong_before_it_is_written(tmp_path, monkeypatch):
     message = refused(tmp_path, "pt2")
     place = f"norm ({line_with('hidden = self.norm(self.first(x))')}, LayerNorm)"
     assert f" The file of the route 'export' first differs at {place}: off by " in message
-
-
-@pytest.mark.slow
-def test_a_search_that_raises_hides_nothing(tmp_path, monkeypatch):
-    strip = exporters.onnx._strip
-
-    def spoil(model: ir.Model) -> None:
-        strip(model)
-        bias = model.graph.initializers["model.first.bias"]
-        bias.const_value = ir.tensor(bias.const_value.numpy() * 2)
-
-    def broken(*_: object) -> None:
-        raise RuntimeError("no values today")
-
-    monkeypatch.setattr(exporters.onnx, "_strip", spoil)
-    monkeypatch.setattr("optimizer.faults.locating.first_wrong_value", broken)
-    message = refused(tmp_path, "onnx")
-    assert "output `output` is wrong on inputs of [2, 4]: its largest error is" in message
-    assert "first differs" not in message

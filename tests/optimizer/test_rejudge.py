@@ -219,18 +219,6 @@ def test_an_infinite_noise_proves_nothing(bundle: Bundle, figure: str) -> None:
     assert rejudge_bundle(bundle.path, atol=0.1).ok
 
 
-def keys_of(value: Any) -> set[str]:
-    if isinstance(value, list):
-        return set().union(*map(keys_of, value))
-    return set(value).union(*map(keys_of, value.values())) if isinstance(value, dict) else set()
-
-
-def test_every_field_of_a_measurement_is_documented(bundle: Bundle) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "bundle.md").read_text(encoding="utf-8")
-    measurement = {**bundle.manifest["artifacts"][0]["measurement"], "settings": None}
-    assert [key for key in sorted(keys_of(measurement)) if f"`{key}`" not in text] == []
-
-
 def test_the_command_judges_as_it_verifies(
     written: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
