@@ -25,6 +25,8 @@ from passes.graph.tensors import CONTIGUOUS, EITHER, LAST, METADATA, is_channels
 from passes.memory_format.forwards import draws_for_last, enters_channels_last, is_kept_contiguous, positional_names
 from passes.torch_private import share_storage, without_torch_function
 
+__all__ = ["CONTIGUOUS", "EITHER", "LAST", "LayoutWatch", "Layouts", "Loss", "layout_of"]
+
 _CONVOLUTIONS = frozenset({"conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "convolution"})
 # Operations that copy only if the format requires it.
 _COPIES = frozenset({"contiguous", "reshape", "flatten", "to"})
