@@ -9,7 +9,6 @@ from exportable_models import floats
 from exporters import ExportRequest
 from exporters.isolation import torchscript_allowed
 from exporters.registry import exporter_named
-from exporters.torchscript_archive import ascii_name, readable
 
 SOURCE = """
 from typing import NamedTuple
@@ -102,18 +101,3 @@ def test_a_scripted_file_has_branches_functions_and_texts(models, tmp_path):
         x = sign * floats(5, 4)
         for expected, got in zip(model(x), artifact.load()(x), strict=True):
             assert torch.allclose(got, expected, atol=1e-6)
-
-
-def test_every_byte_of_an_escaped_name_is_read_back():
-    # torch writes bytes as signed numbers: if negative, it subtracts each octal digit from "0".
-    written = b""
-    for value in (*range(128), *range(-128, 0)):
-        sign, digits = (-1 if value < 0 else 1), f"{abs(value):03o}"
-        written += b"\\" + bytes(ord("0") + sign * int(digit) for digit in digits)
-    read = readable("code/net.py", b'getattr(self, "' + written + b'")')
-    assert read == b'getattr(self, "' + b"".join(b"\\%03o" % byte for byte in range(256)) + b'")'
-
-
-def test_names_stay_apart():
-    assert len({ascii_name(name) for name in ("Netz", "Nétz", "Nètz", "Nêtz")}) == 4
-    assert ascii_name("code/__torch__/modèle.py").isascii()
