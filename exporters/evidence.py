@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 
-from exporters.base import Adapter, Captures, ExportRequest, LoadedArtifact, TensorSpec
+from exporters.base import Adapter, Captures, ExportRequest, TensorSpec
 from exporters.conditions import Line, line_through
 from exporters.eager_runs import dims_that_change, place_of_draws
 from exporters.errors import RouteRefused, StructureError
@@ -52,6 +51,8 @@ class Direction:
 class Evidence:
     """The model's inputs and outputs at every call, and the open dims of both."""
 
+    # Without a proof of its own, it has no undecided outputs either.
+    request: ExportRequest
     adapter: Adapter
     inputs: tuple[tuple[torch.Tensor, ...], ...]
     outputs: tuple[tuple[torch.Tensor, ...], ...]
@@ -61,8 +62,6 @@ class Evidence:
     open_dims: tuple[tuple[int, int], ...]
     input_specs: tuple[TensorSpec, ...]
     output_specs: tuple[TensorSpec, ...]
-    # The half precision that the model computes in, whatever the dtypes of its outputs; None if there is none.
-    computes_in: torch.dtype | None = None
     # All metadata to write into the file.
     metadata: Mapping[str, str] = field(default_factory=dict)
     # Those `open_dims` that the request names.
@@ -76,10 +75,6 @@ class Evidence:
     draws: str = ""
     # Whether the caller supplied the outputs, so that the model wasn't run for them.
     outputs_given: bool = False
-    # Those of the request.
-    proof: Callable[[LoadedArtifact, Sequence[Path]], bool] | None = None
-    undecided: frozenset[int] = frozenset()
-    chosen: Mapping[int, float] = field(default_factory=dict)
     # The largest number of terms that a format's loops add sequentially, where torch sums pairwise.
     in_a_row: int = 1
     # Those of the request, or new ones of the adapter.
@@ -176,7 +171,7 @@ class Evidence:
         """The half precision that the model computes in or that one of its tensors has; None if there is none."""
         adapter = self.adapter
         tensors = (*adapter.parameters(), *adapter.buffers(), *self.inputs[0], *self.outputs[0])
-        held = {self.computes_in, *(tensor.dtype for tensor in tensors)}
+        held = {self.request.computes_in, *(tensor.dtype for tensor in tensors)}
         return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in held), None)
 
     @property
@@ -275,6 +270,7 @@ def gather(request: ExportRequest) -> Evidence:
     draws = place_of_draws(adapter, inputs[0]) if unstable else ""
     symbols = {sizes: name for (_, _), (name, sizes) in open_dims.items()}
     return Evidence(
+        request if request.proof is not None else by_place(request),
         adapter,
         inputs,
         outputs,
@@ -289,15 +285,11 @@ def gather(request: ExportRequest) -> Evidence:
             for index, (name, tensor) in enumerate(zip(adapter.input_names, inputs[0], strict=True))
         ),
         _output_specs(adapter, inputs, outputs, symbols, request.varying),
-        request.computes_in,
         metadata_of(request.model, adapter.input_names, adapter.output_names, request.metadata),
         frozenset((index, dim) for index, dim in open_dims if adapter.input_names[index] in request.open_dims),
         directions,
         draws=draws,
         outputs_given=given,
-        proof=request.proof,
-        undecided=frozenset() if request.proof is None else request.undecided,
-        chosen={} if request.proof is None else request.chosen,
         captures=request.captures or Captures(adapter),
     )
 
@@ -390,6 +382,11 @@ def _directions_of(open_dims: OpenDims, named: Collection[str]) -> tuple[Directi
         together = tuple(place for name, dims in dims_of.items() if shared <= changed[name] for place in dims)
         found.append(Direction((0, *sorted(shared)), together, tuple(range(1, len(shared) + 2))))
     return tuple(found)
+
+
+def by_place(request: ExportRequest) -> ExportRequest:
+    """The request without outputs that equal scores order or choose: all are compared by place."""
+    return replace(request, undecided=frozenset(), chosen={})
 
 
 def _run_at_each(

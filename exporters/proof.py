@@ -18,7 +18,7 @@ import torch
 from exporters.base import Adapter, Limit, LoadedArtifact, clones
 from exporters.conditions import Condition, breaks
 from exporters.errors import RouteRefused, RuntimeCrashed, StructureError, WrongFile, refusing
-from exporters.evidence import BATCH, Evidence, Shapes, TooLarge
+from exporters.evidence import BATCH, Evidence, Shapes, TooLarge, by_place
 from exporters.exported_program import guards_in_force, guards_refuse
 from exporters.isolation import silent, undisturbed
 from exporters.trace_conditions import conditions_at
@@ -100,10 +100,11 @@ def prove_at_calls(evidence: Evidence, loaded: LoadedArtifact, files: Sequence[P
 
 
 def _prove_at_calls(evidence: Evidence, loaded: LoadedArtifact, files: Sequence[Path]) -> tuple[float, ...] | None:
-    if evidence.proof is not None and evidence.proof(loaded, files):
+    proof = evidence.request.proof
+    if proof is not None and proof(loaded, files):
         return None
     # No other comparison is left for the outputs that only the request's own proof compares.
-    return _compare_at(replace(evidence, undecided=frozenset(), chosen={}), loaded, range(len(evidence.inputs)))
+    return _compare_at(replace(evidence, request=by_place(evidence.request)), loaded, range(len(evidence.inputs)))
 
 
 def prove_program(
@@ -129,7 +130,7 @@ def prove_program(
     Raises:
         RouteRefused: the program fails, or its shapes, dtypes or values differ from the model's.
     """
-    calls = range(len(evidence.inputs)) if evidence.proof is None else [_smallest(evidence)]
+    calls = range(len(evidence.inputs)) if evidence.request.proof is None else [_smallest(evidence)]
     with evidence.undisturbed(), silent():
         errors = _compare_at(evidence, loaded, calls)
         return _prove_beyond(evidence, loaded, conditions, errors, guards, limits)
@@ -419,6 +420,7 @@ def _compare(
     Raises:
         WrongFile: the file fails, or an output differs in shape, dtype or values.
     """
+    request = evidence.request
     sizes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
     try:
         with refusing(f"the file fails on inputs of {sizes}"):
@@ -435,9 +437,9 @@ def _compare(
         if errors is not None:
             allowed = _allowed_beyond(evidence, inputs, ours.dtype, errors[index])
         compared = index not in evidence.unstable
-        if compared and index in evidence.undecided and (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype):
-            if index in evidence.chosen:
-                compared = _differ_in_more(ours, theirs, evidence.chosen[index], allowed)
+        if compared and index in request.undecided and (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype):
+            if index in request.chosen:
+                compared = _differ_in_more(ours, theirs, request.chosen[index], allowed)
             else:
                 # Equal scores leave the order free, so the values are compared without it.
                 ours, theirs = (tensor.flatten().sort().values for tensor in (ours, theirs))
@@ -458,7 +460,8 @@ def _differ_in_more(expected: torch.Tensor, got: torch.Tensor, share: float, all
 def _rounding(evidence: Evidence, dtype: torch.dtype) -> float:
     """The largest error of an output of this dtype that rounding could explain, relative to its largest value."""
     own = _ROUNDING.get(dtype, _ROUNDING_ELSEWHERE)
-    return own if evidence.computes_in is None else max(own, _ROUNDING[evidence.computes_in])
+    half = evidence.request.computes_in
+    return own if half is None else max(own, _ROUNDING[half])
 
 
 def _allowed_beyond(evidence: Evidence, inputs: tuple[torch.Tensor, ...], dtype: torch.dtype, error: float) -> float:
@@ -474,7 +477,8 @@ def _allowed_beyond(evidence: Evidence, inputs: tuple[torch.Tensor, ...], dtype:
 def _unit(evidence: Evidence, dtype: torch.dtype) -> float:
     """The machine epsilon of the precision in which an output of this dtype is computed."""
     eps = torch.finfo(dtype).eps
-    return eps if evidence.computes_in is None else max(eps, torch.finfo(evidence.computes_in).eps)
+    half = evidence.request.computes_in
+    return eps if half is None else max(eps, torch.finfo(half).eps)
 
 
 def _longest_sum(evidence: Evidence, inputs: tuple[torch.Tensor, ...]) -> int:
