@@ -42,7 +42,7 @@ from torch import nn
 from torch.fx.experimental.optimization import fuse
 
 from optimizer import optimize, report_of
-from optimizer.model.garbage import rare_collection
+from optimizer.model.settings import rare_collection
 from optimizer.model.working_copy import working_copy
 from passes import (
     CastPrecision,

@@ -2,8 +2,16 @@
 
 from optimize_export.runtime.loading import LoadedModel, Runner, load, open_route
 from optimize_export.runtime.openvino_runner import openvino_precisions
-from optimize_export.runtime.processor import processor, usable_cpus
-from optimize_export.runtime.route import SETTINGS, Route, Setting, is_installed, own_routes, require_runtime
+from optimize_export.runtime.route import (
+    SETTINGS,
+    Route,
+    Setting,
+    is_installed,
+    own_routes,
+    processor,
+    require_runtime,
+    usable_cpus,
+)
 
 __all__ = [
     "SETTINGS",

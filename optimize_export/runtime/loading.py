@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,12 +17,17 @@ import numpy
 
 from optimize_export.arguments import other_gpu, parse_digest
 from optimize_export.errors import BundleError, DeviceError, OptimizeExportError, UsageError
-from optimize_export.manifest import MOST_THREADS, file_problem, read_manifest, sums_problem
+from optimize_export.manifest import (
+    MOST_THREADS,
+    SCHEMA_NAME,
+    file_problem,
+    parse_json,
+    read_checked,
+    read_manifest,
+    sums_problem,
+)
 from optimize_export.relations import Relation
-from optimize_export.runtime.dtypes import NUMPY_DTYPES
-from optimize_export.runtime.golden_inputs import first_inputs
-from optimize_export.runtime.processor import processor
-from optimize_export.runtime.route import SETTINGS, Route, own_routes, require_runtime
+from optimize_export.runtime.route import NUMPY_DTYPES, SETTINGS, Route, own_routes, processor, require_runtime
 from optimize_export.runtime.structure import Arguments, Outputs
 
 __all__ = ["LoadedModel", "Runner", "load", "open_route"]
@@ -29,7 +35,7 @@ __all__ = ["LoadedModel", "Runner", "load", "open_route"]
 logger = logging.getLogger(__name__)
 
 _RUNNERS = {
-    "onnxruntime": ("optimize_export.runtime.onnxruntime_runner", "OnnxruntimeRunner"),
+    "onnxruntime": ("optimize_export.onnx_runtime", "OnnxruntimeRunner"),
     "openvino": ("optimize_export.runtime.openvino_runner", "OpenvinoRunner"),
     "torch": ("optimize_export.runtime.torch_runner", "TorchRunner"),
 }
@@ -348,3 +354,47 @@ def _notes(manifest: Mapping[str, Any], model: LoadedModel) -> list[str]:
         f"{model.route} was chosen on {there['name']}, and this machine is {here}: `optimize-export bench` measures "
         "again"
     ]
+
+
+# The names of dtypes in safetensors files that numpy has too.
+_DTYPES = {
+    **{"BOOL": "bool", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "F16": "float16"},
+    **{"U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64", "F32": "float32", "F64": "float64"},
+}
+
+
+def first_inputs(folder: Path, manifest: Mapping[str, Any]) -> list[Any] | None:
+    """The inputs of the first golden call, in the file's order; None if one is complex or numpy lacks its dtype.
+
+    Raises:
+        BundleError: the file was changed or can't be read.
+    """
+    golden = manifest["golden"]
+    call = golden["calls"][0]
+    try:
+        data = read_checked(folder, manifest, golden["path"])
+    except BundleError as error:
+        raise BundleError(f"{error} Pass warm_up=False to do without it.") from error
+    try:
+        size = int.from_bytes(data[:8], "little")
+        header, content = parse_json(data[8 : 8 + size]), memoryview(data)[8 + size :]
+        # Complex tensors are stored as pairs of real numbers.
+        complex_names = parse_json(header["__metadata__"][SCHEMA_NAME].encode("utf-8"))["complex"]
+        keys = [f"{call['name']}/input/{name}" for name in call["inputs"]]
+        if any(key in complex_names or header[key]["dtype"] not in _DTYPES for key in keys):
+            return None
+        return [_array(header[key], content) for key in keys]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
+        path, reason = folder / golden["path"], f"{type(error).__name__} {error}"
+        raise BundleError(f"{path} can't be read: {reason}. Pass warm_up=False to do without it.") from error
+
+
+def _array(entry: Mapping[str, Any], content: memoryview) -> Any:
+    """A tensor of the file; raise ValueError if its bytes don't have its shape."""
+    begin, end = entry["data_offsets"]
+    shape, dtype = entry["shape"], numpy.dtype(_DTYPES[entry["dtype"]])
+    count = math.prod(shape)
+    if min((begin, *shape)) < 0 or end - begin != count * dtype.itemsize or end > len(content):
+        raise ValueError(f"a tensor of shape {shape} doesn't have {end - begin} bytes")
+    # A copy, because the array must be aligned, and a runtime may write to its inputs.
+    return numpy.frombuffer(content[begin:end], dtype).reshape(shape).copy() if count else numpy.empty(shape, dtype)

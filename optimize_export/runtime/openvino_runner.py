@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from optimize_export.errors import DeviceError
-from optimize_export.runtime.openvino_runtime import openvino
 from optimize_export.runtime.route import PRECISIONS, Route, require_runtime
 
 
@@ -64,3 +65,26 @@ def openvino_precisions() -> list[str]:
     """The precisions below float32 in which this machine's processor computes faster, as OpenVINO says."""
     capabilities = openvino().Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     return [name for name, short in (("bfloat16", "BF16"), ("float16", "FP16")) if short in capabilities]
+
+
+_TELEMETRY = "openvino_telemetry"
+
+
+def openvino() -> ModuleType:
+    """Import OpenVINO with its telemetry off.
+
+    At import, OpenVINO sends an event to its makers, from a forked process. Besides the event itself, a fork in the middle
+    of an export waits until the export is done, and torch's compiler then waits for the fork. Without the package
+    `openvino_telemetry`, OpenVINO uses an empty stub, so that package is hidden during the import.
+
+    Raises:
+        ImportError: it isn't installed, or its libraries can't be loaded.
+    """
+    if "openvino" in sys.modules or _TELEMETRY in sys.modules:
+        return importlib.import_module("openvino")
+    # An entry of None makes the import of that name fail.
+    sys.modules[_TELEMETRY] = None  # type: ignore[assignment]
+    try:
+        return importlib.import_module("openvino")
+    finally:
+        del sys.modules[_TELEMETRY]

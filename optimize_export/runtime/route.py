@@ -1,16 +1,25 @@
-"""Ways to run a file: the runtime and its settings."""
+"""Ways to run a file: the runtimes and their settings, and the processor of this machine."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from optimize_export.errors import BundleError, DeviceError
 from optimize_export.manifest import MOST_THREADS
 
 Setting = bool | int | str
+
+# The dtypes that numpy has, by the names in a manifest.
+NUMPY_DTYPES = frozenset(
+    {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
+    | {"float16", "float32", "float64", "complex64", "complex128"}
+)
 
 # The runtimes, each with the types of its settings:
 #   threads          of one call; for torch, of the process
@@ -118,3 +127,18 @@ def require_runtime(runtime: str) -> None:
     """Raise `DeviceError`, with the line that installs it, if a runtime isn't installed."""
     if not is_installed(runtime):
         raise DeviceError(f"{runtime} isn't installed here: {_INSTALL[runtime]}")
+
+
+def processor() -> str:
+    """The name of the processor, such as "AMD EPYC 7B13"; the architecture where the system doesn't tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def usable_cpus() -> int:
+    """The number of CPUs that this process may use: in a container often fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,13 +1,12 @@
 """The user's module: its working copy, its inputs, and runs that leave no trace."""
 
 from exporters.isolation import eager_only
-from optimizer.model.dynamic import BATCH, Dynamic, OpenDims, open_dims
-from optimizer.model.garbage import rare_collection, release_memory
-from optimizer.model.inputs import Call, ExampleInputs, FurtherInputs, Samples, Sizes, keeps_values
+from optimizer.model.dynamic import BATCH, ENOUGH, Dynamic, OpenDims, Sizes, Taken, ladder, open_dims, two_batch_sizes
+from optimizer.model.inputs import Call, ExampleInputs, FurtherInputs, Samples, keeps_values
 from optimizer.model.module_tree import REGISTRIES, is_script, modules_of, reachable_modules, unregistered_modules
 from optimizer.model.preparation import check_model, on_device, one_call, resolved_device, samples_of
 from optimizer.model.reentrant import gradients_by_backward, is_reentrant
-from optimizer.model.runs import AsItIs, Runs, RunsOfCopy, called, errors_of_model, refuse_arrays
+from optimizer.model.runs import AsItIs, Runs, RunsOfCopy, Source, called, errors_of_model, named_tensors, refuse_arrays
 from optimizer.model.settings import (
     in_turn,
     one_at_a_time,
@@ -15,10 +14,11 @@ from optimizer.model.settings import (
     pinned_by,
     pinned_settings,
     random_state,
+    rare_collection,
+    release_memory,
     seed_torch,
     unsynchronised,
 )
-from optimizer.model.sizes import ENOUGH, Taken, ladder, two_batch_sizes
 from optimizer.model.structure import clone, first_difference, leaves_of, rebuild
 from optimizer.model.weights import (
     load_weights,
@@ -28,7 +28,6 @@ from optimizer.model.weights import (
     refuse_unrunnable,
 )
 from optimizer.model.working_copy import Mode, WorkingCopy, is_plain, private_state, working_copy
-from optimizer.model.written_parameters import Source, named_tensors
 
 __all__ = [
     "BATCH",

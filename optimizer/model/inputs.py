@@ -30,14 +30,12 @@ import torch
 
 from optimize_export.errors import LoadError, UsageError
 from optimize_export.wording import dtype_name, quote
-from optimizer.model.dynamic import OpenDims
+from optimizer.model.dynamic import OpenDims, Sizes
 from optimizer.model.settings import random_state
 from optimizer.model.structure import first_difference, leaves_of, rebuild
 from passes.graph.tensors import has_strides
 
 FurtherInputs = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
-# Sizes of open dims except the batch, by name, as a hashable key: (("time", 17),).
-Sizes = tuple[tuple[str, int], ...]
 ExampleInputs = tuple[Any, ...] | torch.Tensor | Callable[[int, torch.Generator], Any] | None
 
 _FUNCTION_BATCH = 2

@@ -24,8 +24,13 @@ from torch.overrides import TorchFunctionMode
 
 from optimize_export.errors import LoadError
 from optimize_export.wording import a_type, lack_of_memory, listed, quote, type_name
-from optimizer.model.held_modules import functions_over_modules
-from optimizer.model.module_tree import REGISTRIES, is_script, reachable_modules, unregistered_modules
+from optimizer.model.module_tree import (
+    REGISTRIES,
+    functions_over_modules,
+    is_script,
+    reachable_modules,
+    unregistered_modules,
+)
 from optimizer.torch_private import copied_script
 from passes.graph.backend import GraphCall
 from passes.graph.forwards import unbound_forward

@@ -2,7 +2,7 @@ import gc
 
 import pytest
 
-from optimizer.model.garbage import rare_collection
+from optimizer.model.settings import rare_collection
 
 
 @pytest.fixture(autouse=True)
