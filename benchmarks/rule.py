@@ -44,9 +44,9 @@ from exporters import ExporterError
 from exporters.base import Adapter
 from optimize_export.errors import ParityError
 from optimize_export.manifest import plain
+from optimize_export.structure import rebuild
 from optimizer import export, optimize, verify_bundle
 from optimizer.model.inputs import Call, Samples
-from optimizer.model.structure import rebuild
 from optimizer.parity import FACTOR, OutputNoise, ParityReport, Reference, judge, measure_reference
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))

@@ -16,16 +16,8 @@ from torch.utils import _pytree as pytree
 from exporters.errors import RouteRefused, StructureError
 from exporters.file_values import FileParts, FileValues, Program
 from exporters.isolation import silent, undisturbed
-from exporters.structure import (
-    ContainerNode,
-    Structure,
-    bind,
-    identifier,
-    input_names,
-    kind_without_strides,
-    output_names,
-    positional_parameters,
-)
+from exporters.signature import bind, identifier, input_names, output_names, positional_parameters
+from optimize_export.structure import ContainerNode, Structure, kind_without_strides
 from optimize_export.wording import dtype_name
 
 T = TypeVar("T")

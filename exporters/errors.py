@@ -27,13 +27,29 @@ from contextlib import contextmanager
 
 import torch
 
+from optimize_export.errors import ExporterError, StructureError
 from optimize_export.wording import first_clause
 
+__all__ = [
+    "CalibrationError",
+    "ExportError",
+    "ExporterError",
+    "MetadataError",
+    "NothingToQuantize",
+    "OtherMachine",
+    "ProviderFallback",
+    "QuantizationError",
+    "RouteRefused",
+    "RuntimeCrashed",
+    "StructureError",
+    "UnknownFormat",
+    "UnknownOpset",
+    "WrongFile",
+    "one_line",
+    "refusing",
+]
+
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM})
-
-
-class ExporterError(Exception):
-    """Base class of the exporters' errors."""
 
 
 class UnknownFormat(ExporterError):
@@ -46,10 +62,6 @@ class UnknownOpset(ExporterError):
 
 class MetadataError(ExporterError):
     """A file can't hold a metadata key or text, or its metadata can't be read."""
-
-
-class StructureError(ExporterError):
-    """The structure of a call's arguments or outputs differs from the exported one."""
 
 
 class RouteRefused(ExporterError):

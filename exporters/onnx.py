@@ -31,10 +31,10 @@ from exporters.onnx_operators import keep_pads, translations
 from exporters.onnx_session import LoadedOnnx, OnnxValues, on_cpu, session_for_proof
 from exporters.proof import prove_file
 from exporters.routes import Route, first_right
-from exporters.structure import unique
 from exporters.torch_private import with_kept_onnx_registry, without_onnx_log
 from exporters.trace_conditions import watched
 from optimize_export.onnx_runtime import ort
+from optimize_export.structure import unique
 
 # Operators whose number of output rows depends on the data. Equal sizes at all calls don't prove that the size is
 # constant.

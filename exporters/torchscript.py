@@ -23,9 +23,9 @@ from exporters.isolation import silent, torchscript_allowed, undisturbed
 from exporters.metadata import extra_files, read_extra_file
 from exporters.proof import prove_file
 from exporters.routes import Route, first_right
-from exporters.structure import ContainerNode, Node, TensorNode
 from exporters.torchscript_archive import save
 from exporters.trace_conditions import traced_with_conditions
+from optimize_export.structure import ContainerNode, Node, TensorNode
 
 
 class TorchScriptExporter(Exporter):

@@ -100,6 +100,14 @@ class FindingsFound(OptimizeExportError):
     exit_code = 10
 
 
+class ExporterError(Exception):
+    """Base class of the exporters' errors; the others are in `exporters.errors`."""
+
+
+class StructureError(ExporterError):
+    """The structure of a call's arguments or outputs differs from the exported one."""
+
+
 def missing_package(error: ModuleNotFoundError, caller: str = "The command") -> str | None:
     """The sentence for a package that this program requires and that isn't installed; None for any other module.
 

@@ -1,6 +1,7 @@
 """The user's module: its working copy, its inputs, and runs that leave no trace."""
 
 from exporters.isolation import eager_only
+from optimize_export.structure import clone, first_difference, leaves_of, rebuild
 from optimizer.model.dynamic import BATCH, ENOUGH, Dynamic, OpenDims, Sizes, Taken, ladder, open_dims, two_batch_sizes
 from optimizer.model.inputs import Call, ExampleInputs, FurtherInputs, Samples, keeps_values
 from optimizer.model.module_tree import REGISTRIES, is_script, modules_of, reachable_modules, unregistered_modules
@@ -19,7 +20,6 @@ from optimizer.model.settings import (
     seed_torch,
     unsynchronised,
 )
-from optimizer.model.structure import clone, first_difference, leaves_of, rebuild
 from optimizer.model.weights import (
     load_weights,
     refuse_circular_modules,

@@ -29,10 +29,10 @@ import numpy
 import torch
 
 from optimize_export.errors import LoadError, UsageError
+from optimize_export.structure import first_difference, leaves_of, rebuild
 from optimize_export.wording import dtype_name, quote
 from optimizer.model.dynamic import OpenDims, Sizes
 from optimizer.model.settings import random_state
-from optimizer.model.structure import first_difference, leaves_of, rebuild
 from passes.graph.tensors import has_strides
 
 FurtherInputs = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]

@@ -20,10 +20,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimize_export.errors import LoadError, OptimizeExportError
+from optimize_export.structure import clone, leaves_of
 from optimize_export.wording import error_summary, listed
 from optimizer.model.inputs import Call
 from optimizer.model.module_tree import functions_over_modules, reachable_modules, unregistered_modules
-from optimizer.model.structure import clone, leaves_of
 from optimizer.model.working_copy import is_plain, private_state, working_copy
 from optimizer.torch_private import schema_of
 from passes.graph.forwards import is_compiled

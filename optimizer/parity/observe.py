@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from exporters.structure import unique
 from optimize_export.errors import LoadError
+from optimize_export.structure import unique
 from optimize_export.wording import first_line
 from optimizer.model import (
     Call,

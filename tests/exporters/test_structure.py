@@ -5,8 +5,8 @@ from laid_out import NESTED, SPARSE, laid_out
 from torch import nn
 
 from exporters.errors import StructureError
-from exporters.structure import Structure, bind, input_names, output_names
-from optimizer.model.structure import leaves_of
+from exporters.signature import bind, input_names, output_names
+from optimize_export.structure import Structure, leaves_of
 
 x, y, z = floats(2, 3), floats(2, 4), floats(2, 5)
 

@@ -9,11 +9,11 @@ from tiny_models import enliven
 from torch import nn
 
 from optimize_export.errors import UsageError
+from optimize_export.structure import leaves_of
 from optimizer import check_parity, export, optimize, verify_bundle
 from optimizer.command.cli import main
 from optimizer.command.input_files import read_calls
 from optimizer.model.inputs import Call
-from optimizer.model.structure import leaves_of
 from optimizer.parity import input_names
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))

@@ -1,23 +1,32 @@
-"""The tree structure of a call's arguments or a model's outputs: flatten it to tensors and rebuild it."""
+"""The tree structure of a call's arguments or a model's outputs: its tensors in a fixed order, and how to rebuild it.
+
+`Structure` is that of files: tensors are the file's inputs or outputs, all other leaves are its constants. Containers are
+those of torch's pytree and dataclasses, in outputs also objects that hold tensors (a key-value cache).
+
+`leaves_of` opens everything for comparisons: also mappings and objects that no file could take, with a name for each leaf.
+No type has to be registered, and `copy.deepcopy` rebuilds everything with other tensors (`rebuild`).
+
+`optimize_export.runtime.structure` reads what `Structure.describe` writes, without torch.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import enum
-import inspect
 import keyword
 import math
-import re
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from exporters.errors import StructureError
+from optimize_export.errors import StructureError
 
 Key = str | int
 
@@ -199,71 +208,6 @@ class Structure:
         return f"{what}; leave it out of the outputs, or register it with torch.utils._pytree.register_pytree_node."
 
 
-def bind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names in the model's signature, in the order in which they were passed.
-
-    Raises:
-        StructureError: an argument is passed both by position and by name.
-    """
-    names = _positional_names(model, len(args), kwargs)
-    bound = dict(zip(names, args, strict=True))
-    for name, value in kwargs.items():
-        if name in bound:
-            raise StructureError(f"argument `{name}` is given twice, by position and by name.")
-        bound[name] = value
-    return bound
-
-
-def input_names(paths: Iterable[tuple[Key, ...]]) -> tuple[str, ...]:
-    """Identifiers for arguments: `mask`, `past_key_values_0_1`."""
-    return unique(_identifier(path) for path in paths)
-
-
-def output_names(paths: Iterable[tuple[Key, ...]], taken: Sequence[str]) -> tuple[str, ...]:
-    """Identifiers for outputs: `logits`, `hidden_states_1`, `output`, `output_0`; never one of `taken`."""
-    names = []
-    for path in paths:
-        unnamed = not path or isinstance(path[0], int)
-        name = _identifier(("output", *path) if unnamed else path)
-        names.append(f"{name}_out" if name in taken else name)
-    return unique(names, taken)
-
-
-def _positional_names(model: nn.Module, count: int, by_name: Collection[str]) -> list[str]:
-    """A name for each of the first `count` arguments.
-
-    Arguments that can't be passed by name get names that no other argument has.
-    """
-    parameters = _forward_parameters(model)
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:count]
-    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "input")
-    either_way = [p.name for p in named if p.kind is p.POSITIONAL_OR_KEYWORD]
-    before = [p.name for p in named if p.kind is p.POSITIONAL_ONLY]
-    behind = [f"{rest}_{i}" for i in range(count - len(named))]
-    others = unique([*before, *behind], {*either_way, *by_name})
-    return [*others[: len(before)], *either_way, *others[len(before) :]]
-
-
-def positional_parameters(model: nn.Module) -> list[str]:
-    """The names of forward's parameters that take an argument by position, in order."""
-    taken = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter.name for parameter in _forward_parameters(model) if parameter.kind in taken]
-
-
-def _forward_parameters(model: nn.Module) -> list[inspect.Parameter]:
-    if isinstance(model, torch.jit.ScriptModule):
-        scripted: Any = model.forward
-        arguments = scripted.schema.arguments[1:]
-        return [inspect.Parameter(argument.name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for argument in arguments]
-    # Prefer the forward of the class: one set on the instance often takes only *args.
-    of_class = type(model).forward is not nn.Module.forward
-    try:
-        parameters = list(inspect.signature(type(model).forward if of_class else model.forward).parameters.values())
-    except (TypeError, ValueError):  # forward isn't a Python function, so the names are unknown
-        return []
-    return parameters[1:] if of_class else parameters
-
-
 _Opened = tuple[tuple[Key, ...], list[Any], Callable[[list[Any]], Any]]
 
 
@@ -278,13 +222,9 @@ def _open(value: Any) -> _Opened | None:
 
 
 def _open_object(value: Any, around: tuple[Any, ...]) -> _Opened | None:
-    """Open an object by those attributes that contain a tensor; None if none does.
-
-    The comparison of outputs opens objects in the same way, so it lists the tensors in the same order.
-    """
-    ids = {id(each) for each in (*around, value)}
-    held = tuple(name for name, child in getattr(value, "__dict__", {}).items() if holds_tensor(child, ids))
-    return _with_attributes(value, held) if held and not isinstance(value, _NEVER_OPENED) else None
+    """Open an object by those attributes that contain a tensor, as `leaves_of` does; None if none does."""
+    held = () if isinstance(value, _NEVER_OPENED) else _attributes_with_tensors(value, set(map(id, around)))
+    return _with_attributes(value, held) if held else None
 
 
 def _with_attributes(value: Any, names: tuple[str, ...]) -> _Opened:
@@ -298,7 +238,15 @@ def _with_attributes(value: Any, names: tuple[str, ...]) -> _Opened:
     return names, [getattr(value, name) for name in names], rebuild
 
 
-def holds_tensor(value: Any, around: Collection[int], never: tuple[type, ...] = _NEVER_OPENED) -> bool:
+def _attributes_with_tensors(
+    value: Any, around: Collection[int], never: tuple[type, ...] = _NEVER_OPENED
+) -> tuple[str, ...]:
+    """The names of the attributes of an object that contain a tensor; the arguments are those of `_holds_tensor`."""
+    ids = {*around, id(value)}
+    return tuple(name for name, child in getattr(value, "__dict__", {}).items() if _holds_tensor(child, ids, never))
+
+
+def _holds_tensor(value: Any, around: Collection[int], never: tuple[type, ...]) -> bool:
     """Whether a tensor is reachable from a value by a path that avoids the containers around the value.
 
     Each object is visited once: objects that refer to each other have too many paths between them to follow all.
@@ -381,14 +329,176 @@ def _listed(keys: Iterable[Key]) -> str:
     return ", ".join(f"`{key}`" for key in sorted(keys, key=str))
 
 
-def identifier(name: str) -> str:
-    """Turn `name` into a Python identifier."""
-    name = re.sub(r"\W", "_", name, flags=re.ASCII) or "_"
-    return f"_{name}" if name[0].isdigit() or keyword.iskeyword(name) else name
+def kind_without_strides(tensor: torch.Tensor) -> str | None:
+    """The kind of a tensor without strides, as in "a sparse tensor"; None for a strided one."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.layout is torch.strided:
+        return None
+    return "mkldnn" if tensor.is_mkldnn else "sparse"
 
 
-def _identifier(path: tuple[Key, ...]) -> str:
-    return identifier("_".join(str(key) for key in path))
+# -------------------------------------------------------------------------------------------------- leaves for comparisons
+
+# What comparisons take as a leaf even if it has attributes.
+_LEAVES = (
+    *(str, bytes, int, float, complex, type(None), type, types.FunctionType, types.MethodType, types.ModuleType),
+    *(nn.Module, torch.Generator, torch.dtype, torch.device, np.ndarray),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaves:
+    """The contents of a tree.
+
+    Attributes:
+        names: a unique label for each leaf; comparisons don't use it.
+        values: the leaves, in the order of `names`, which are compared by position.
+        structure: the tree without its leaves, JSON-serializable, which is compared as a whole.
+    """
+
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+    structure: Any
+
+    def tensors(self) -> tuple[tuple[str, torch.Tensor], ...]:
+        """Names and tensors, in the order of the tree."""
+        return tuple((name, value) for name, value in zip(self.names, self.values, strict=True) if is_tensor(value))
+
+
+def is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def leaves_of(tree: Any, root: str = "output") -> Leaves:
+    """Open a tree.
+
+    A single tensor is named `root`. The items of a top-level sequence are named `root_0`, `root_1`, …, and those of a
+    mapping or an object by their keys. Below that, names are joined with dots. If several places have the same name,
+    numbers distinguish them, `x (1)` and `x (2)`: none is just `x`.
+    """
+    names: list[str] = []
+    values: list[Any] = []
+
+    def keep(name: str, value: Any) -> None:
+        names.append(name or root)
+        values.append(value)
+
+    structure = _describe_leaves(tree, "", root, keep, set())
+    return Leaves(unique(_numbered(names)), tuple(values), structure)
+
+
+def _numbered(names: Sequence[str]) -> Iterator[str]:
+    total, seen = Counter(names), Counter[str]()
+    for name in names:
+        seen[name] += 1
+        yield name if total[name] == 1 else f"{name} ({seen[name]})"
+
+
+def rebuild(tree: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same tree with `replace(tensor)` for each tensor; a tensor in several places is replaced once.
+
+    Containers are new, and their contents other than tensors are the same objects as before. An object that was opened
+    for the tensors in its attributes is deep-copied: a cache that counts its tokens must not carry the count over.
+    """
+    memo: dict[int, Any] = {}
+    for value in leaves_of(tree).values:
+        if id(value) not in memo:
+            memo[id(value)] = replace(value) if is_tensor(value) else value
+    return memo[id(tree)] if id(tree) in memo else copy.deepcopy(tree, memo)
+
+
+def clone(tree: Any) -> Any:
+    """The same tree with a detached copy of each tensor, with the same `requires_grad`."""
+    return rebuild(tree, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+
+
+def first_difference(expected: Any, got: Any, path: str = "") -> str | None:
+    """A sentence about the first difference between two structures; None if they are equal."""
+    if expected == got:
+        return None
+    where = path or "the output"
+    kind, *parts = expected
+    other_kind, *other_parts = got
+    if kind != other_kind:
+        return f"{where} is {_article(other_kind)}, but should be {_article(kind)}"
+    if kind == "value":
+        return f"{where} is {other_parts[0]}, but should be {parts[0]}"
+    keys, other_keys = [key for key, _ in parts[0]], [key for key, _ in other_parts[0]]
+    if keys != other_keys:
+        return f"{where} contains {_keys_listed(other_keys)}, but should contain {_keys_listed(keys)}"
+    for (key, child), (_, other) in zip(parts[0], other_parts[0], strict=True):
+        if difference := first_difference(child, other, f"{path}.{key}" if path else str(key)):
+            return difference
+    return f"{where} has a different structure"
+
+
+def _describe_leaves(tree: Any, path: str, root: str, keep: Callable[[str, Any], None], opened: set[int]) -> Any:
+    children = None if id(tree) in opened else _children(tree, opened)
+    if children is None:
+        keep(path, tree)
+        return _leaf_structure(tree)
+    opened = opened | {id(tree)}
+    positional = isinstance(tree, list | tuple) and not hasattr(tree, "_fields")
+    described = []
+    for key, child in children:
+        inner = f"{path}.{key}" if path else f"{root}_{key}" if positional else str(key)
+        described.append(
+            [str(key) if positional else _spelled(key), _describe_leaves(child, inner, root, keep, opened)]
+        )
+    return [_class_name(tree), described]
+
+
+def _children(tree: Any, opened: set[int]) -> list[tuple[Any, Any]] | None:
+    """The parts of a container by key; None for a leaf."""
+    if isinstance(tree, (torch.Tensor, *_LEAVES)):
+        return None
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return [(field, getattr(tree, field)) for field in tree._fields]
+    if isinstance(tree, list | tuple):
+        return list(enumerate(tree))
+    if isinstance(tree, Mapping):
+        return list(tree.items())
+    if dataclasses.is_dataclass(tree):
+        return [
+            (field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree) if hasattr(tree, field.name)
+        ]
+    return [(name, vars(tree)[name]) for name in _attributes_with_tensors(tree, opened, _LEAVES)] or None
+
+
+def _spelled(key: Any) -> str:
+    """The key as text, different from that of every other key: `logits`, `'1'`, `1`."""
+    if isinstance(key, str):
+        text = str.__str__(key)
+        return text if text.isidentifier() and not keyword.iskeyword(text) else repr(text)
+    return str(key) if isinstance(key, bool | int | float | None) else f"{type(key).__name__} {key}"
+
+
+def _leaf_structure(leaf: Any) -> list[Any]:
+    if isinstance(leaf, torch.Tensor):
+        return ["tensor"]
+    if isinstance(leaf, bool | int | str | bytes | enum.Enum | torch.dtype | torch.device | None):
+        return ["value", repr(leaf)]
+    if isinstance(leaf, Set):
+        return [
+            _class_name(leaf),
+            [[str(place), item] for place, item in enumerate(sorted(map(_leaf_structure, leaf)))],
+        ]
+    return [_class_name(leaf)]
+
+
+def _class_name(tree: Any) -> str:
+    # The exact class, also for torch.Size or a subclass of list. Messages are more readable without `builtins`.
+    kind = type(tree)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _article(kind: str) -> str:
+    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
+
+
+def _keys_listed(keys: list[str]) -> str:
+    return ", ".join(keys) if keys else "nothing"
 
 
 def unique(names: Iterable[str], taken: Iterable[str] = ()) -> tuple[str, ...]:
@@ -402,15 +512,3 @@ def unique(names: Iterable[str], taken: Iterable[str] = ()) -> tuple[str, ...]:
         used.add(candidate)
         unique.append(candidate)
     return tuple(unique)
-
-
-def kind_without_strides(tensor: torch.Tensor) -> str | None:
-    """The kind of a tensor without strides, as in "a sparse tensor"; None for a strided one.
-
-    The passes have their own version of this, since neither package imports the other.
-    """
-    if tensor.is_nested:
-        return "nested"
-    if tensor.layout is torch.strided:
-        return None
-    return "mkldnn" if tensor.is_mkldnn else "sparse"
