@@ -10,15 +10,12 @@ import torch
 
 @dataclass(frozen=True)
 class GpuSettings:
-    """The settings that files and the original run under.
+    """The settings that files and the original run under."""
 
-    Attributes:
-        matmul, cudnn: whether matrix products, and the layers of cuDNN, may round their factors as TF32 does.
-        benchmark: whether cuDNN times its algorithms for each new input shape.
-    """
-
+    # Whether matrix products, and the layers of cuDNN, may round their factors as TF32 does.
     matmul: bool
     cudnn: bool
+    # Whether cuDNN times its algorithms for each new input shape.
     benchmark: bool
 
     @classmethod

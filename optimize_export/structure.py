@@ -349,16 +349,13 @@ _LEAVES = (
 
 @dataclasses.dataclass(frozen=True)
 class Leaves:
-    """The contents of a tree.
+    """The contents of a tree."""
 
-    Attributes:
-        names: a unique label for each leaf; comparisons don't use it.
-        values: the leaves, in the order of `names`, which are compared by position.
-        structure: the tree without its leaves, JSON-serializable, which is compared as a whole.
-    """
-
+    # A unique label for each leaf; comparisons don't use it.
     names: tuple[str, ...]
+    # The leaves, in the order of `names`, which are compared by position.
     values: tuple[Any, ...]
+    # The tree without its leaves, JSON-serializable, which is compared as a whole.
     structure: Any
 
     def tensors(self) -> tuple[tuple[str, torch.Tensor], ...]:

@@ -46,16 +46,12 @@ _INSTALL = {
 
 @dataclass(frozen=True)
 class Route:
-    """One way to run an artifact of a bundle.
-
-    Attributes:
-        format: of the artifact.
-        runtime: "onnxruntime", "openvino" or "torch".
-        settings: of the runtime, by the names in `SETTINGS`; the defaults of the runtime apply to all others.
-    """
+    """One way to run an artifact of a bundle."""
 
     format: str
+    # "onnxruntime", "openvino" or "torch".
     runtime: str
+    # By the names in `SETTINGS`; the defaults of the runtime apply to all others.
     settings: Mapping[str, Setting] = field(default_factory=dict)
 
     def __str__(self) -> str:

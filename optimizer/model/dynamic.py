@@ -31,17 +31,15 @@ class OpenDims:
     """The open dims of a call's tensors.
 
     A tensor that isn't named here has the default open dim: dim 0, if that is the batch.
-
-    Attributes:
-        of: by the name of an input in the files, its open dims, each with the name of its size.
-        batch: the name of the batch size: "batch" if a dim has that name, otherwise that of dim 0 of the first tensor.
-        rows: the batch size in the example inputs; None if no tensor has dims.
-        given: the size of each other name in the example inputs.
     """
 
+    # By the name of an input in the files, its open dims, each with the name of its size.
     of: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    # The name of the batch size: "batch" if a dim has that name, otherwise that of dim 0 of the first tensor.
     batch: str = BATCH
+    # The batch size in the example inputs; None if no tensor has dims.
     rows: int | None = None
+    # The size of each other name in the example inputs.
     given: Mapping[str, int] = field(default_factory=dict)
 
     def places(self, size: str) -> str:
@@ -182,18 +180,15 @@ def ladder(given: int) -> tuple[int, ...]:
 
 @dataclass
 class Taken:
-    """The sizes at which the original ran.
+    """The sizes at which the original ran."""
 
-    Attributes:
-        batch: the batch size of the calls in which another size changes.
-        given: the given size of each name.
-        alone: for each name, the other sizes at which the original ran.
-        together: batch size and sizes of the calls in which all sizes grow by equal steps.
-    """
-
+    # The batch size of the calls in which another size changes.
     batch: int | None
+    # The given size of each name.
     given: Mapping[str, int]
+    # For each name, the other sizes at which the original ran.
     alone: dict[str, list[int]] = field(default_factory=dict)
+    # Batch size and sizes of the calls in which all sizes grow by equal steps.
     together: list[tuple[int | None, Sizes]] = field(default_factory=list)
 
     def base(self, name: str) -> int:

@@ -66,19 +66,16 @@ _WAYS = ("__getstate__", "__setstate__", "__reduce_ex__", "__reduce__")
 
 @dataclass
 class WorkingCopy:
-    """The copy of one module.
+    """The copy of one module."""
 
-    Attributes:
-        root: the copy, an instance of the caller's class.
-        mode: in "inference", the parameters are new `Parameter`s over the caller's storage, and the buffers are copies;
-            in "training", both are the caller's own objects.
-        originals: by `id` of each module of the copy, the caller's module that it was copied from.
-        notes: sentences about functions that still run the caller's modules.
-    """
-
+    # An instance of the caller's class.
     root: nn.Module
+    # In "inference", the parameters are new `Parameter`s over the caller's storage, and the buffers are copies; in
+    # "training", both are the caller's own objects.
     mode: Mode
+    # By `id` of each module of the copy, the caller's module that it was copied from.
     originals: dict[int, nn.Module]
+    # Sentences about functions that still run the caller's modules.
     notes: list[str] = field(default_factory=list)
 
     def own_parameters(self, names: Collection[str]) -> None:
