@@ -5,7 +5,7 @@
 Each model, batch size and number of threads is measured in a process of its own, which may use as many CPUs as threads.
 There, every contender gets the same inputs. The contenders are called in turn, so that a temporary slowdown of the
 machine affects all of them. The tables also show the error of each contender, because a fast wrong answer is worth
-nothing, and at the end whether this project pays, by goals.
+nothing, and at the end whether this project pays, by goals. `--models torchvision` measures classifiers of torchvision.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from goals import goals_of, goals_table, summary_of, summary_table
 from measure import (
     Spread,
     caption,
+    command,
     environment,
     latencies_of,
-    numbers,
     on_cpus,
     positive,
     prepared,
@@ -181,26 +181,19 @@ def time_cells(contender: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--models",
-        default=",".join(LATENCY_SUBJECTS),
-        help="names, by commas (default: %(default)s; also classifiers of torchvision, all of them as torchvision)",
-    )
-    parser.add_argument("--batch", type=numbers, default=[1, 8], help="batch sizes (default: 1,8)")
-    parser.add_argument("--rounds", type=positive, default=11, help="figures per contender (default: %(default)s)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    most = sorted({1, usable_cpus()})
-    parser.add_argument(
-        "--threads", type=numbers, default=most, help=f"of all runtimes (default: {','.join(map(str, most))})"
+    parser = command(
+        __doc__,
+        models=",".join(LATENCY_SUBJECTS),
+        batch=[1, 8],
+        rounds=11,
+        device=True,
+        threads=sorted({1, usable_cpus()}),
+        scale=True,
+        check=True,
     )
     parser.add_argument("--contenders", default=",".join(DEFAULT), help="names, by commas; eager is always there")
     parser.add_argument("--tune-seconds", type=positive, default=60, help="of each tuned export (default: %(default)s)")
-    parser.add_argument("--scale", type=float, default=1.0, help="of image sides and text lengths, to try things out")
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--markdown", type=Path, help="write the tables here")
     parser.add_argument("--picture", type=Path, help="write a picture of the speed-ups here (SVG)")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a goal isn't met")
     parser.add_argument(
         "--resume",
         action="store_true",

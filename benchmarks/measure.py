@@ -71,7 +71,7 @@ def command(
     batch: int | list[int] | None = None,
     rounds: int | None = None,
     device: bool = False,
-    threads: int = 1,
+    threads: int | list[int] = 1,
     scale: bool = False,
     check: bool = False,
 ) -> argparse.ArgumentParser:
@@ -79,22 +79,20 @@ def command(
 
     Args:
         models: the default of --models, names by commas.
-        batch: the default of --batch, which takes several sizes if this is a list.
+        batch, threads: the defaults of --batch and --threads, which take several numbers if these are lists.
         device: whether the GPU can be chosen; without it, `device` is "cpu".
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if models is not None:
         parser.add_argument("--models", default=models, help="names, by commas (default: %(default)s)")
     if batch is not None:
-        several = isinstance(batch, list)
-        what = "batch sizes" if several else "rows of the inputs"
-        parser.add_argument("--batch", type=numbers if several else positive, default=batch, help=what)
+        parser.add_argument("--batch", default=batch, help="rows of the inputs (default: %(default)s)", **_type(batch))
     if rounds is not None:
         parser.add_argument("--rounds", type=positive, default=rounds, help="values per figure (default: %(default)s)")
     if device:
         parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.set_defaults(device="cpu")
-    parser.add_argument("--threads", type=positive, default=threads, help="of torch (default: %(default)s)")
+    parser.add_argument("--threads", default=threads, help="of the runtimes (default: %(default)s)", **_type(threads))
     if scale:
         parser.add_argument("--scale", type=float, default=1.0, help="of image sides and text lengths, to try it out")
     parser.add_argument("--json", type=Path, help="write all figures here")
@@ -102,6 +100,10 @@ def command(
     if check:
         parser.add_argument("--check", action="store_true", help="exit with 1 where a goal is missed")
     return parser
+
+
+def _type(default: int | list[int]) -> dict[str, Any]:
+    return {"type": numbers if isinstance(default, list) else positive}
 
 
 def prepared(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dict[str, Any]:
