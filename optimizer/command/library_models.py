@@ -35,21 +35,16 @@ _SIDE = 224
 
 @dataclass(frozen=True)
 class LibraryModel:
-    """A library model, with example inputs that fit it.
-
-    Attributes:
-        name: the model's name, without the path of a local folder.
-        args, kwargs: the example inputs; both empty if they aren't known.
-        preprocessing: None if it isn't known.
-        notes: sentences for the user about decisions made while loading.
-    """
+    """A library model, with example inputs that fit it; without any if they aren't known."""
 
     name: str
+    """Without the path of a local folder."""
     module: nn.Module
     args: tuple[torch.Tensor, ...] = ()
     kwargs: dict[str, torch.Tensor] = field(default_factory=dict)
     preprocessing: Preprocessing | None = None
     notes: tuple[str, ...] = ()
+    """Sentences for the user about decisions made while loading."""
 
     def model(self) -> tuple[nn.Module, str]:
         return self.module, self.name
