@@ -463,7 +463,7 @@ _EXPORT_OPTIONS = [*field_options(ExportOptions)]
 _BUILD_HELP = """
 Build the models of a config: pyproject.toml, or the file of --config.
 
-All options of an export go with it (--help-all shows them), and replace those of the config.
+All options of an export (--help-all) go with it, and replace its own.
 """
 _PROFILE_HELP = """
 Export a model, and profile it before and after.
