@@ -63,13 +63,13 @@ class Counted(Plain):
 
 def count_files() -> None:
     """In this process, count the runs of files, too, and of the programs that files are written from."""
-    compare, measured_of = proof._compare, ArtifactParity.measured_of
+    compare, measure_loaded = proof._compare, ArtifactParity.measure_loaded
 
     def counted_compare(evidence: Any, loaded: Any, inputs: Any, *others: Any) -> Any:
         return compare(evidence, CountedFile(loaded), inputs, *others)
 
     proof._compare = counted_compare
-    ArtifactParity.measured_of = lambda self, loaded, rows: measured_of(self, CountedFile(loaded), rows)  # type: ignore[method-assign]
+    ArtifactParity.measure_loaded = lambda self, loaded, rows: measure_loaded(self, CountedFile(loaded), rows)  # type: ignore[method-assign]
 
 
 def count_regions() -> None:

@@ -1,6 +1,6 @@
 """The stages of an export: measure the original, write and prove each file, and build the manifest."""
 
-from optimizer.exporting.copies import exportable, optimized_again
+from optimizer.exporting.copies import copy_for_export, optimize_again
 from optimizer.exporting.graph_files import remove
 from optimizer.exporting.job import ExportJob, exporters_of, opened, with_checked_folders
 from optimizer.exporting.measuring import MeasuredExport, measure
@@ -12,13 +12,13 @@ __all__ = [
     "MeasuredExport",
     "WrittenFiles",
     "add_report",
-    "exportable",
+    "copy_for_export",
     "exporters_of",
     "is_vacuous",
     "measure",
     "measured_reference",
     "opened",
-    "optimized_again",
+    "optimize_again",
     "profiled",
     "remove",
     "sizes_of",

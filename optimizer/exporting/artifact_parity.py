@@ -16,7 +16,7 @@ from exporters.base import Artifact, Exporter, LoadedArtifact
 from optimize_export.manifest import file_digest
 from optimize_export.wording import quote
 from optimizer.bundle import describe_device, factor_between
-from optimizer.exporting.copies import exportable, optimized_again
+from optimizer.exporting.copies import copy_for_export, optimize_again
 from optimizer.exporting.job import ExportJob
 from optimizer.faults import Located, fault_of_runtime, locate_in_file, suspect_calls, write_reproduction
 from optimizer.model import on_device
@@ -44,15 +44,15 @@ class ArtifactParity:
     names: Mapping[str, str]
     """This and the three before are as for `judge`."""
 
-    def judged(self, measurement: Measurement) -> ParityReport:
+    def judge(self, measurement: Measurement) -> ParityReport:
         return judge(measurement, atol=self.atol, rtol=self.rtol, factor=self.factor, names=self.names)
 
-    def measured(self, artifact: Artifact, rows: Rows | None = None) -> Measured:
+    def measure(self, artifact: Artifact, rows: Rows | None = None) -> Measured:
         """Load an artifact and compare it with the original."""
         # Loading raises if the session places nodes on another provider than requested.
-        return self.measured_of(artifact.load(self.device.type), rows)
+        return self.measure_loaded(artifact.load(self.device.type), rows)
 
-    def measured_of(self, loaded: LoadedArtifact, rows: Rows | None) -> Measured:
+    def measure_loaded(self, loaded: LoadedArtifact, rows: Rows | None) -> Measured:
         """Compare a file that is already loaded on `device` with the original."""
         measurement = self.reference.compare(loaded, flatten=self._flatten_there, rows=rows)
         if torch.device(measurement.device).type != self.device.type:
@@ -65,10 +65,10 @@ class ArtifactParity:
 
     def is_wrong(self, module: nn.Module) -> bool:
         """Whether the outputs of a module on the original's device are wrong."""
-        return self.judged(self.reference.compare(module)).verdict == "failed"
+        return self.judge(self.reference.compare(module)).verdict == "failed"
 
     def is_right(self, artifact: Artifact) -> bool:
-        return self.judged(self.measured(artifact)[0]).verdict != "failed"
+        return self.judge(self.measure(artifact)[0]).verdict != "failed"
 
     def _flatten_there(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
         # The calls are on the original's device.
@@ -90,16 +90,16 @@ class FileProof:
         self._found = None
         if torch.device(loaded.device).type != self.by.device.type or not files:
             return False
-        self._hashes, self._found = list(map(file_digest, files)), self.by.measured_of(loaded, self.rows)
-        return self.by.judged(self._found[0]).verdict != "failed"
+        self._hashes, self._found = list(map(file_digest, files)), self.by.measure_loaded(loaded, self.rows)
+        return self.by.judge(self._found[0]).verdict != "failed"
 
-    def measured(self, artifact: Artifact, exporter: Exporter) -> Measured:
+    def measure(self, artifact: Artifact, exporter: Exporter) -> Measured:
         """The measurement of an artifact: the one of the proof if it is still valid, or a new one.
 
         The proof is invalid if the exporter has changed a file since, or if the artifact has another loader.
         """
         is_known = artifact.loader == exporter.load and self._hashes == list(map(file_digest, artifact.files))
-        return self._found if self._found and is_known else self.by.measured(artifact, self.rows)
+        return self._found if self._found and is_known else self.by.measure(artifact, self.rows)
 
 
 @dataclass(kw_only=True)
@@ -111,7 +111,7 @@ class Failures:
     exported: nn.Module
     """The module that was exported."""
 
-    def explained(self, artifact: Artifact, measurement: Measurement, report: ParityReport) -> tuple[Located, str]:
+    def explain(self, artifact: Artifact, measurement: Measurement, report: ParityReport) -> tuple[Located, str]:
         """Find where the artifact first diverges, and explain it in sentences."""
         by = self.parity
         found = locate_in_file(artifact, by.reference, measurement, self.exported, by.flatten, by.device.type)
@@ -130,7 +130,7 @@ class Failures:
         exported = on_device(self.exported, job.home)
 
         def is_wrong_with(passes: Sequence[Pass] | None) -> bool:
-            again = exported if passes is None else exportable(optimized_again(job, passes, job.home), job.home)
+            again = exported if passes is None else copy_for_export(optimize_again(job, passes, job.home), job.home)
             return self.parity.is_wrong(again)
 
         return pass_to_blame(provenance.applied, is_wrong_with)

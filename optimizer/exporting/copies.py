@@ -18,7 +18,7 @@ from optimizer.report import no_progress
 from passes.base import Pass
 
 
-def exportable(
+def copy_for_export(
     model: nn.Module, device: torch.device, written: frozenset[str] = frozenset(), *, fixed: bool = False
 ) -> nn.Module:
     """Copy a module for export: without compiled calls and provenance, in eval mode, on the device.
@@ -75,7 +75,7 @@ def _fix_parametrized(module: nn.Module) -> None:
         module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
 
 
-def optimized_again(job: ExportJob, passes: Sequence[Pass], device: torch.device) -> nn.Module:
+def optimize_again(job: ExportJob, passes: Sequence[Pass], device: torch.device) -> nn.Module:
     """Optimize the original of an export with other passes."""
     provenance = job.provenance
     original = job.model if provenance is None else provenance.original

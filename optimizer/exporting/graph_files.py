@@ -79,7 +79,9 @@ class GraphFiles:
         )
         return cls(module, Captures(whole), asked, names)
 
-    def measured(self, exporter: Exporter, request: ExportRequest, folder: Path, proof: FileProof) -> Measured | None:
+    def export_and_measure(
+        self, exporter: Exporter, request: ExportRequest, folder: Path, proof: FileProof
+    ) -> Measured | None:
         """Export the rewritten graph and measure the file; None if there is no graph or the file isn't proven.
 
         An unproven file is removed, and the reason is stored in `refused`.
@@ -91,8 +93,8 @@ class GraphFiles:
             artifact = exporter.export(
                 replace(request, model=self.module, captures=self.captures, place_of=None), folder
             )
-            measurement, placement = proof.measured(artifact, exporter)
-            parity = proof.by.judged(measurement)
+            measurement, placement = proof.measure(artifact, exporter)
+            parity = proof.by.judge(measurement)
             if parity.ok:
                 return artifact, measurement, placement
             why = parity.reason.rstrip(".")

@@ -10,11 +10,11 @@ from torch import nn
 
 from exporters.base import Adapter, Captures, ExportRequest, named_inputs
 from optimizer.exporting.artifact_parity import ArtifactParity, Failures, factor_between_devices
-from optimizer.exporting.copies import exportable
+from optimizer.exporting.copies import copy_for_export
 from optimizer.exporting.fixed_dims import Suggestions, note_on_fixed_dims
 from optimizer.exporting.graph_files import GraphFiles
 from optimizer.exporting.job import ExportJob
-from optimizer.exporting.references import lowered_reference, measured_reference, sizes_of
+from optimizer.exporting.references import lower_reference, measured_reference, sizes_of
 from optimizer.exporting.requests import (
     names_in_files,
     note_on_fixed_batch,
@@ -66,10 +66,10 @@ def measure(job: ExportJob) -> MeasuredExport:
         ParityError: rows of the original depend on each other, and the user asks for independent rows.
         UsageError: an option contradicts the inputs or names an unknown output.
     """
-    exported = exportable(job.model, job.target)
+    exported = copy_for_export(job.model, job.target)
     at_home = job.samples if job.home.type == job.target.type else job.samples.to(job.home)
     original, rounding = _measured(job, exported, at_home)
-    reference = lowered_reference(rounding, job.provenance)
+    reference = lower_reference(rounding, job.provenance)
     inputs = named_inputs(original, at_home.given.args, at_home.given.kwargs, input_names=job.input_names)
     suggestions = Suggestions(inputs, at_home, job.dims, reference)
     refuse_sizes_not_taken(job, reference, suggestions)
@@ -77,14 +77,14 @@ def measure(job: ExportJob) -> MeasuredExport:
     if reference is not rounding or job.home.type != job.target.type:
         # A less precise result, or one on another device, doesn't have the original's outputs.
         request = replace(request, outputs=None)
-    fresh = partial(exportable, job.model, job.target, reference.written, fixed=True)
+    fresh = partial(copy_for_export, job.model, job.target, reference.written, fixed=True)
     call = smallest_call(request)
     try:
         # The adapter runs the model once.
         adapter = Adapter(fresh(), *call, input_names=job.input_names, output_names=job.output_names)
     except (AttributeError, KeyError):
         # Forward reads the tensors that a weight is computed from, such as `weight_g`.
-        fresh = partial(exportable, job.model, job.target, reference.written)
+        fresh = partial(copy_for_export, job.model, job.target, reference.written)
         adapter = Adapter(fresh(), *call, input_names=job.input_names, output_names=job.output_names)
     elsewhere = "" if job.dynamic or job.static_batch else suggestions.batch_elsewhere(original)
     notes = [*_notes(job, suggestions, adapter, open_batch=request.dynamic_batch), *filter(None, [elsewhere])]

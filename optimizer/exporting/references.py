@@ -83,7 +83,7 @@ def sizes_of(samples: Samples, batch_sizes: Sequence[int] | None, static: bool, 
     return list(dict.fromkeys([*own, *batch_sizes]))
 
 
-def lowered_reference(reference: Reference, provenance: Provenance | None) -> Reference:
+def lower_reference(reference: Reference, provenance: Provenance | None) -> Reference:
     """Adapt the reference to the precision of a result whose passes lower it.
 
     Raises:

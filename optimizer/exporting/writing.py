@@ -96,7 +96,7 @@ def _write(
     before = set(folder.iterdir())
     proof = FileProof(measured.parity, measured.rows)
     request = replace(measured.request, proof=proof if measured.exact else None)
-    rewritten = measured.graph.measured(exporter, request, folder, proof)
+    rewritten = measured.graph.export_and_measure(exporter, request, folder, proof)
     try:
         # Each exporter gets a fresh copy, because it runs the model.
         artifact = rewritten[0] if rewritten else exporter.export(replace(request, model=measured.fresh()), folder)
@@ -112,12 +112,12 @@ def _write(
     artifact = replace(artifact, metadata=exporter.read_metadata(artifact.path))
     job.progress("parity", number + 1, len(job.exporters) + 1, exporter.name)
     try:
-        measurement, placement = rewritten[1:] if rewritten else proof.measured(artifact, exporter)
+        measurement, placement = rewritten[1:] if rewritten else proof.measure(artifact, exporter)
     except ExporterError as error:
         written.missing[exporter.name] = error
         remove(artifact.files)
         return
-    parity = measured.parity.judged(measurement)
+    parity = measured.parity.judge(measurement)
     entry = artifact_entry(artifact, folder, parity.to_json(), measurement.to_json(), placement)
     entry["without_passes"] = measured.graph.without(exporter.name, job.provenance)
     if parity.ok:
@@ -128,7 +128,7 @@ def _write(
         return
     remark = ""
     if parity.verdict == "failed":
-        found, remark = measured.failures.explained(artifact, measurement, parity)
+        found, remark = measured.failures.explain(artifact, measurement, parity)
         entry |= found.to_json()
     written.missing[exporter.name] = _not_proven(parity, exporter.name, remark)
     written.unproven.append(plain({**entry, "measurement": None}))

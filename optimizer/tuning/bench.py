@@ -15,7 +15,7 @@ from torch import nn
 
 from optimize_export.gpu_settings import GpuSettings
 from optimize_export.runtime import Route, Runner
-from optimizer.exporting import ExportJob, MeasuredExport, WrittenFiles, exportable, optimized_again
+from optimizer.exporting import ExportJob, MeasuredExport, WrittenFiles, copy_for_export, optimize_again
 from optimizer.model import Call, keeps_values
 from optimizer.parity import outputs_on
 from optimizer.pipeline import report_of
@@ -27,7 +27,7 @@ from optimizer.tuning.benchmark import (
     Opened,
     Refused,
     Run,
-    opened_all,
+    open_all,
     recommendation,
     timed,
 )
@@ -74,7 +74,7 @@ class Bench:
             for entry in written.entries
         ]
         args, kwargs = measured.adapter.call_arguments(inputs)
-        original = exportable(measured.original, job.target, measured.reference.written)
+        original = copy_for_export(measured.original, job.target, measured.reference.written)
         on_gpu = job.target.type == "cuda"
         files = Files(folder, entries, job.target.type, inputs)
         files.proven = files.own_routes
@@ -96,10 +96,10 @@ class Bench:
             Refused: its outputs aren't proven, or it doesn't keep NaN and infinity.
         """
         is_own = route in self.files.own_routes
-        runner = self.files.opened(route) if is_own else self.files.opened_for_proof(route)
+        runner = self.files.opened(route) if is_own else self.files.open_for_proof(route)
         if not is_own:
-            measurement, _ = self.measured.parity.measured_of(runner, self.measured.rows)
-            parity = self.measured.parity.judged(measurement)
+            measurement, _ = self.measured.parity.measure_loaded(runner, self.measured.rows)
+            parity = self.measured.parity.judge(measurement)
             if not parity.ok:
                 raise Refused(f"it isn't proven: {parity.reason}")
         self.keep_nonfinite(route, runner)
@@ -145,19 +145,19 @@ class Bench:
         return Candidate("torch.compile", opened) if missing_compiler(self.job.target) is None else None
 
     def _module(self, model: nn.Module) -> nn.Module:
-        return exportable(model, self.job.target, self.measured.reference.written)
+        return copy_for_export(model, self.job.target, self.measured.reference.written)
 
     def _calling(self, call: Callable[..., Any]) -> Run:
         args, kwargs = self.measured.adapter.call_arguments(self.files.inputs)
         return calling(call, args, kwargs, self.settings)
 
-    def opened_eager(self) -> Opened:
+    def open_eager(self) -> Opened:
         """The original, ready to run.
 
         Raises:
             Refused: it can't run in inference mode.
         """
-        ready, dropped = opened_all([self.eager])
+        ready, dropped = open_all([self.eager])
         for figure in dropped:
             raise Refused(f"the original, to compare with: {figure.dropped}")
         return ready[0]
@@ -166,7 +166,7 @@ class Bench:
         """The outcome without figures and without a recommendation."""
         return Benchmark(self.batch_sizes, torch.get_num_threads(), 0, (), None, reason)
 
-    def concluded(self, ready: Sequence[Opened], dropped: Sequence[Figure], seconds: float) -> Benchmark:
+    def conclude(self, ready: Sequence[Opened], dropped: Sequence[Figure], seconds: float) -> Benchmark:
         """Time the candidates that are ready, and recommend one of the files; the simplest comes first.
 
         Raises:
@@ -299,7 +299,7 @@ class OtherPasses:
         Raises:
             Refused: the pass doesn't change the model.
         """
-        module = optimized_again(job, self.passes, job.target)
+        module = optimize_again(job, self.passes, job.target)
         record = next((each for each in report_of(module).passes if each.name == self.changed), None)
         if record is not None and record.status != "applied":
             reasons = [record.reason, *(skip.text for skip in record.skips), "it finds nothing to change"]

@@ -193,7 +193,7 @@ class Refused(Exception):
         self.seconds = seconds
 
 
-def opened_all(
+def open_all(
     candidates: Iterable[Candidate], prove: Callable[[Opened], Opened] = lambda ready: ready
 ) -> tuple[list[Opened], list[Figure]]:
     """Open candidates. Those that can't run, and those that `prove` refuses, are dropped with the reason.
@@ -204,13 +204,13 @@ def opened_all(
     ready: list[Opened] = []
     dropped: list[Figure] = []
     for candidate in candidates:
-        found, refused = attempted(candidate, lambda each: prove(opened(each)))
+        found, refused = try_candidate(candidate, lambda each: prove(opened(each)))
         ready += found
         dropped += refused
     return ready, dropped
 
 
-def attempted(candidate: Candidate, make: Callable[[Candidate], Opened]) -> tuple[list[Opened], list[Figure]]:
+def try_candidate(candidate: Candidate, make: Callable[[Candidate], Opened]) -> tuple[list[Opened], list[Figure]]:
     """What `make` returns; or the dropped candidate with the reason, if it raises."""
     try:
         return [make(candidate)], []

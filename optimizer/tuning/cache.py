@@ -68,7 +68,7 @@ def cache_file(bench: Bench, lossy: Lossy | None) -> Path:
         "mode": bench.measured.reference.blank.mode,
         "budget": str(bench.job.budget),
         "finite_inputs": bench.job.finite_inputs,
-        "calibration": None if lossy is None else _digest((*lossy.calibration.used, *lossy.calibration.apart)),
+        "calibration": None if lossy is None else _digest((*lossy.calibration.used, *lossy.calibration.held_out)),
     }
     digest = hashlib.sha256(json.dumps(plain(content), sort_keys=True).encode()).hexdigest()
     return Path(home, "optimize-export", "tune", f"{digest}.json")

@@ -20,7 +20,7 @@ from optimizer.model import random_state, release_memory
 from optimizer.options import AccuracyBudget
 from optimizer.parity import Accuracy
 from optimizer.tuning.bench import Bench
-from optimizer.tuning.benchmark import Benchmark, Candidate, Figure, Opened, Refused, budget_text, opened_all
+from optimizer.tuning.benchmark import Benchmark, Candidate, Figure, Opened, Refused, budget_text, open_all
 from optimizer.tuning.cache import Kept, cache_file, keep, read_kept
 from optimizer.tuning.files import frozen
 from optimizer.tuning.lossy import Calibration, Lossy, is_lossy
@@ -58,10 +58,10 @@ def choose(
         # The timed model may draw random numbers.
         with random_state():
             if choices is not None:
-                return replayed(bench, lossy, written, choices)
+                return repeat_choice(bench, lossy, written, choices)
             if (reason := bench.too_large) is not None:
                 return bench.unmeasured(reason)
-            return tuned(bench, lossy, written) if job.tune else _timed(bench)
+            return tune(bench, lossy, written) if job.tune else _timed(bench)
     finally:
         if bench.settings is not None:
             bench.settings.put_in_force()
@@ -80,21 +80,21 @@ def _timed(bench: Bench) -> Benchmark:
 
     variants = [bench.files.candidate(route) for each in candidates if (route := frozen(each.route)) is not None]
     try:
-        eager = bench.opened_eager()
-        ready, dropped = opened_all(candidates, proven)
-        more, refused = opened_all(variants, proven)
-        return bench.concluded([eager, *ready, *more], [*dropped, *refused], _SECONDS)
+        eager = bench.open_eager()
+        ready, dropped = open_all(candidates, proven)
+        more, refused = open_all(variants, proven)
+        return bench.conclude([eager, *ready, *more], [*dropped, *refused], _SECONDS)
     except Refused as reason:
         return bench.unmeasured(f"not measured: {reason}")
 
 
-def tuned(bench: Bench, lossy: Lossy | None, written: WrittenFiles) -> Benchmark:
+def tune(bench: Bench, lossy: Lossy | None, written: WrittenFiles) -> Benchmark:
     """Recommend one of the files. A recommended quantized file is added to those written."""
     path = cache_file(bench, lossy)
     kept = read_kept(path, bench, lossy)
     if kept is not None and _is_still_proven(kept, bench, lossy, written):
         return replace(kept.found, notes=(*kept.found.notes, kept.note))
-    found, entry = _newly_tuned(bench, lossy, written)
+    found, entry = _tune_anew(bench, lossy, written)
     if found.recommended is None:
         return found
     note = keep(path, found, None if entry is None else entry["quantization"], bench.job.tune_seconds)
@@ -108,13 +108,11 @@ def _is_still_proven(kept: Kept, bench: Bench, lossy: Lossy | None, written: Wri
     choices = Choices(kept.path, route, kept.recipe)
     # A runtime's own errors count too: the file of the cache may ask for a setting that the runtime lacks.
     proof = Candidate(str(route), lambda: lambda: prove_again(bench, lossy, written, choices))
-    proven, _ = opened_all([proof])
+    proven, _ = open_all([proof])
     return bool(proven)
 
 
-def _newly_tuned(
-    bench: Bench, lossy: Lossy | None, written: WrittenFiles
-) -> tuple[Benchmark, Mapping[str, Any] | None]:
+def _tune_anew(bench: Bench, lossy: Lossy | None, written: WrittenFiles) -> tuple[Benchmark, Mapping[str, Any] | None]:
     """The result, and the manifest's entry of the quantized file if one is recommended; the others are removed."""
     tuner = Tuner(bench, lossy, bench.job.tune_seconds)
     try:
@@ -133,7 +131,7 @@ def with_notes(found: Benchmark, lossy: Lossy | None) -> Benchmark:
     return found if lossy is None else replace(found, notes=(*found.notes, *lossy.notes))
 
 
-def replayed(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choices: Choices) -> Benchmark:
+def repeat_choice(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choices: Choices) -> Benchmark:
     """Take the route that was chosen earlier, and prove it again; nothing is timed."""
     try:
         accuracy = prove_again(bench, lossy, written, choices)
@@ -171,13 +169,13 @@ def prove_again(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choice
     assert lossy is not None
     if route.format not in QUANTIZED:
         accuracy = lossy.proven(bench.files.candidate(route), bench.files).accuracy
-        bench.keep_nonfinite(route, bench.files.opened_for_proof(route))
+        bench.keep_nonfinite(route, bench.files.open_for_proof(route))
         return accuracy
     entry = lossy.made(route.format, bench.files, choices.recipe)
     files = replace(bench.files, entries=[*bench.files.entries, entry])
     try:
         accuracy = lossy.proven(files.candidate(route), files).accuracy
-        bench.keep_nonfinite(route, files.opened_for_proof(route))
+        bench.keep_nonfinite(route, files.open_for_proof(route))
     except BaseException:
         remove(files.folder / name for name in entry["files"])
         raise

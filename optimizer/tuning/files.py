@@ -17,7 +17,7 @@ from optimize_export.manifest import damage_of
 from optimize_export.runtime import Route, Runner, is_installed, open_route, own_routes, require_runtime
 from optimizer.bundle import open_bundle
 from optimizer.parity import Accuracy
-from optimizer.tuning.benchmark import Benchmark, Candidate, Refused, Run, opened_all, timed
+from optimizer.tuning.benchmark import Benchmark, Candidate, Refused, Run, open_all, timed
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Files:
         """
         return open_route(self.folder / self.entry(route.format)["path"], route, self.device)
 
-    def opened_for_proof(self, route: Route) -> Runner:
+    def open_for_proof(self, route: Route) -> Runner:
         """Open the file of a route in a child process, where a crash does no harm, as far as `open_in_child` can."""
         if self._in_child is None or self._in_child[0] != route:
             # One at a time, since each holds the weights.
@@ -71,7 +71,7 @@ class Files:
     def _run(self, route: Route) -> Run:
         inputs = tuple(self.inputs)
         if route not in self.proven and _crashes_alone(route, self.device, inputs):
-            self.opened_for_proof(route)(*inputs)
+            self.open_for_proof(route)(*inputs)
         runner = self.opened(route)
         return lambda: runner(*inputs)
 
@@ -149,7 +149,7 @@ def bench_bundle(path: str | Path, *, device: str = "cpu", seconds: float = 5.0)
     inputs = [tensor.to(device) for tensor in call.inputs.values()]
     files = Files(bundle.path, bundle.manifest["artifacts"], device, inputs)
     routes = _routes(files, bundle.manifest)
-    ready, dropped = opened_all([files.candidate(route, _accuracy_of(bundle.manifest, route)) for route in routes])
+    ready, dropped = open_all([files.candidate(route, _accuracy_of(bundle.manifest, route)) for route in routes])
     threads, sizes = torch.get_num_threads(), () if call.batch_size is None else (call.batch_size,)
     if not ready:
         return Benchmark(sizes, threads, 0, tuple(dropped), None, "no file runs here")

@@ -36,7 +36,7 @@ _RANDOM = 8
 # The draws from this number on are used for nothing else.
 _FIRST_DRAW = 1000
 # One of this many calls is held out.
-_KEPT_APART = 4
+_HELD_OUT = 4
 
 
 def is_lossy(route: Route) -> bool:
@@ -78,7 +78,7 @@ class Lossy:
         """
         assert candidate.route is not None
         known = self._accuracies.get(str(candidate.route))
-        accuracy = self.accuracy(files.opened_for_proof(candidate.route)) if known is None else known
+        accuracy = self.accuracy(files.open_for_proof(candidate.route)) if known is None else known
         if (reason := accuracy.why_not(self.budget)) is not None:
             raise Refused(f"outside the budget: {reason}", accuracy)
         return replace(candidate, accuracy=accuracy)
@@ -90,12 +90,12 @@ class Lossy:
     def accuracy(self, runner: Runner) -> Accuracy:
         """The worst figures of a runner over all calls, or over those held out if they are outside the budget already."""
         names = self._measured.adapter.output_names
-        apart = [tuple(tensor.to(runner.device) for tensor in call) for call in self.calibration.apart]
+        apart = [tuple(tensor.to(runner.device) for tensor in call) for call in self.calibration.held_out]
         answers = ((runner(*call), target) for call, target in zip(apart, self._originals, strict=True))
         held_out = accuracy_between(names, answers)
         if held_out.is_below(self.budget):
             return held_out
-        measurement, _ = self._measured.parity.measured_of(runner, None)
+        measurement, _ = self._measured.parity.measure_loaded(runner, None)
         return accuracy_of(measurement, names).and_worse(held_out)
 
     def made(self, format: str, files: Files, recipe: Recipe | None = None) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class Lossy:
     def _originals(self) -> list[tuple[torch.Tensor, ...]]:
         """The original's outputs at the calls held out of the calibration."""
         reference, found = self._measured.reference, []
-        for call in self.calibration.apart:
+        for call in self.calibration.held_out:
             tensors = [tensor.to(reference.original.device) for tensor in call]
             given = Call(*self._measured.adapter.call_arguments(tensors))
             with errors_of_model(given, "a calibration call"):
@@ -222,7 +222,7 @@ class Calibration:
 
     used: tuple[tuple[torch.Tensor, ...], ...]
     """Calls to calibrate with."""
-    apart: tuple[tuple[torch.Tensor, ...], ...]
+    held_out: tuple[tuple[torch.Tensor, ...], ...]
     """Calls to judge the result with, in addition to the golden calls."""
     random: bool
     """Whether they were drawn at random, because the user has given none."""
@@ -255,9 +255,9 @@ def calibration_of(
     if not flat:
         raise UsageError("calibration is empty: pass at least one call.")
     flat = [tuple(tensor.detach().cpu() for tensor in call) for call in flat]
-    apart = flat[_KEPT_APART - 1 :: _KEPT_APART]
-    used = [call for number, call in enumerate(flat) if number % _KEPT_APART != _KEPT_APART - 1]
-    return Calibration(tuple(used), tuple(apart), given is None)
+    held_out = flat[_HELD_OUT - 1 :: _HELD_OUT]
+    used = [call for number, call in enumerate(flat) if number % _HELD_OUT != _HELD_OUT - 1]
+    return Calibration(tuple(used), tuple(held_out), given is None)
 
 
 def _flat(call: CalibrationCall, named: str, adapter: Adapter) -> tuple[torch.Tensor, ...]:

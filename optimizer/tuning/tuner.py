@@ -17,9 +17,9 @@ from optimizer.tuning.benchmark import (
     Figure,
     Opened,
     Refused,
-    attempted,
     dropped_figure,
-    opened_all,
+    open_all,
+    try_candidate,
 )
 from optimizer.tuning.files import frozen
 from optimizer.tuning.lossy import Lossy, is_lossy
@@ -110,7 +110,7 @@ class Tuner:
         Raises:
             Refused: the original can't run, or one of the best fails in the last timing.
         """
-        eager = self._bench.opened_eager()
+        eager = self._bench.open_eager()
         for candidate in self._candidates():
             started = time.monotonic()
             self._try(candidate)
@@ -120,7 +120,7 @@ class Tuner:
         self._bench.job.progress("tune", self._tried, self._tried, f"{self._tried} ways to run the model")
         ready = [eager, *self._finalists(), *self._in_python]
         seconds = max(self._seconds - self._time.spent(), _LEAST_LAST_TIMING * self._seconds)
-        found = self._bench.concluded(ready, self._dropped, seconds)
+        found = self._bench.conclude(ready, self._dropped, seconds)
         return replace(found, notes=(*found.notes, *self._notes))
 
     def _candidates(self) -> Iterator[Candidate]:
@@ -216,7 +216,7 @@ class Tuner:
                 self._prove(opened, gains[0])
 
     def _prove(self, opened: Opened, gain: float) -> None:
-        ready, dropped = attempted(opened.candidate, lambda _: self._proven(opened))
+        ready, dropped = try_candidate(opened.candidate, lambda _: self._proven(opened))
         self._ready += [(each, gain) for each in ready]
         # Those outside the budget are drawn with the time that they would take.
         if dropped and dropped[0].accuracy is not None and (latency := self._latencies.get(opened.candidate.name)):
@@ -293,7 +293,7 @@ class Tuner:
         if self._time.is_late(needed) and self._ready and not judged:
             self._drop(candidate, self._time.cut(needed))
             return []
-        ready, dropped = opened_all([candidate], prove)
+        ready, dropped = open_all([candidate], prove)
         self._dropped += dropped
         return ready
 
@@ -328,7 +328,7 @@ class Tuner:
         assert route is not None
         if self._lossy is not None and is_lossy(route):
             candidate = self._lossy.proven(opened.candidate, self._bench.files)
-            self._bench.keep_nonfinite(route, self._bench.files.opened_for_proof(route))
+            self._bench.keep_nonfinite(route, self._bench.files.open_for_proof(route))
             return replace(opened, candidate=candidate)
         self._bench.prove(route)
         return opened

@@ -299,7 +299,7 @@ def test_a_result_that_was_trained_is_exported_as_the_original_would_be(model, i
     assert export(fast, example_inputs=(image,), output=tmp_path / "again", formats=("torchscript",)).parity.ok
 
 
-JUDGED = ArtifactParity.judged
+JUDGED = ArtifactParity.judge
 
 
 class Untraced(nn.Module):
@@ -358,10 +358,10 @@ def test_what_a_failed_exporter_left_behind_is_not_published(tmp_path, monkeypat
 def test_a_file_that_proves_nothing_is_not_explained_as_a_wrong_one(tmp_path, monkeypatch):
     """The noise may be measured again for one file, and may then hide the signal of this file alone."""
     monkeypatch.setattr(
-        ArtifactParity, "judged", lambda self, measurement: replace(JUDGED(self, measurement), verdict="vacuous")
+        ArtifactParity, "judge", lambda self, measurement: replace(JUDGED(self, measurement), verdict="vacuous")
     )
     explained = []
-    monkeypatch.setattr(Failures, "explained", lambda *arguments: explained.append(arguments))
+    monkeypatch.setattr(Failures, "explain", lambda *arguments: explained.append(arguments))
     with pytest.raises(ParityError, match="The onnx artifact isn't proven to compute the same as the original"):
         export(nn.Linear(3, 3), example_inputs=(torch.randn(2, 3),), output=tmp_path / "net", formats=("onnx",))
     assert explained == []

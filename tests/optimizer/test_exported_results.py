@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_
 from exporters.errors import ExporterError
 from exporters.isolation import torchscript_allowed
 from optimizer import export, optimize, verify_bundle
-from optimizer.exporting.copies import exportable
+from optimizer.exporting.copies import copy_for_export
 
 PASSES = {
     "resnet": [
@@ -158,4 +158,4 @@ def test_a_weight_that_depends_on_the_batch_size_is_compared_where_it_changes(tm
 def test_a_weight_that_differs_at_each_call_stays_computed():
     layer = nn.Linear(6, 6)
     parametrize.register_parametrization(layer, "weight", AddedNoise())
-    assert parametrize.is_parametrized(exportable(layer, torch.device("cpu"), fixed=True))
+    assert parametrize.is_parametrized(copy_for_export(layer, torch.device("cpu"), fixed=True))

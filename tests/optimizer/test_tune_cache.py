@@ -250,7 +250,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
     job = SimpleNamespace(target=torch.device("cpu"), accuracy=AccuracyBudget(cosine=0.9), finite_inputs=False)
     measured = SimpleNamespace(reference=SimpleNamespace(blank=SimpleNamespace(mode="inference")))
-    calibration = SimpleNamespace(used=((torch.zeros(2, 3),),), apart=())
+    calibration = SimpleNamespace(used=((torch.zeros(2, 3),),), held_out=())
     return SimpleNamespace(
         bench=SimpleNamespace(files=files, job=job, batch_sizes=(2,), measured=measured),
         lossy=SimpleNamespace(calibration=calibration),

@@ -20,7 +20,7 @@ from tiny_models import enliven
 from torch import fx, nn
 
 from optimizer import optimize, report_of
-from optimizer.exporting.copies import exportable
+from optimizer.exporting.copies import copy_for_export
 from passes import FoldConvBn, TorchCompile
 from passes.base import Context
 from passes.compiling.blocks import COMPILED_CALL, CompiledCall, repeated_blocks
@@ -73,7 +73,7 @@ def test_its_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_copies_and_exports_take_the_module_before_it() -> None:
     fast = optimize(Pair(), [FoldConvBn(), TorchCompile(backend="eager")], example_inputs=(image(),))
-    for twin in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast)), exportable(fast, torch.device("cpu"))):
+    for twin in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast)), copy_for_export(fast, torch.device("cpu"))):
         assert not isinstance(twin.__dict__.get("_compiled_call_impl"), CompiledCall)
         # An export rewrites the graph of the plain forward once more.
         assert twin.__dict__.get("_compiled_call_impl") is None or computed("batch_norm", twin, image()) == 0
