@@ -248,7 +248,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     files = SimpleNamespace(
         folder=tmp_path, entries=[{"format": "onnx", "files": ["model.onnx"]}], inputs=[torch.zeros(2, 3)]
     )
-    job = SimpleNamespace(target=torch.device("cpu"), accuracy=AccuracyBudget(cosine=0.9), finite_inputs=False)
+    job = SimpleNamespace(target=torch.device("cpu"), budget=AccuracyBudget(cosine=0.9), finite_inputs=False)
     measured = SimpleNamespace(reference=SimpleNamespace(blank=SimpleNamespace(mode="inference")))
     calibration = SimpleNamespace(used=((torch.zeros(2, 3),),), held_out=())
     return SimpleNamespace(
