@@ -246,7 +246,7 @@ def test_the_whole_way_and_back(run, folder):
     assert shown.code == 0
     assert "model.torchscript.pt" in shown.out
     sha, report, bundle = shown.out.splitlines()[-3:]
-    assert sha.startswith("SHA-256 for --verify --expect: ")
+    assert sha.startswith("SHA-256 for verify --expect: ")
     assert report == f"report: {Path('dist/model/report.html')}"
     assert bundle == "bundle: dist/model"
     assert run("model.py", "--force", "--quiet").out == "dist/model\n"
