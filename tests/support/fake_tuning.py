@@ -232,7 +232,7 @@ def chooser(prepared: Prepared, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     ) -> Chosen:
         job, measured, written, files = prepared
         budget = parse_accuracy(accuracy)
-        job = replace(job, bench=True, tune=tune, accuracy=budget, tune_seconds=tune_seconds)
+        job = replace(job, bench=True, tune=tune, accuracy=accuracy, tune_seconds=tune_seconds)
         job = replace(job, finite_inputs=finite_inputs)
         written = replace(written, entries=list(written.entries), missing=dict(written.missing))
         copy = folder / f"folder{next(number)}"
