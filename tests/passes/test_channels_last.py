@@ -311,8 +311,8 @@ def test_a_small_weight_between_large_ones_is_left_alone_because_of_these() -> N
     model = image_net(
         nn.Conv2d(64, 256, 3, padding=1), nn.Conv2d(256, 2, 1), nn.Conv2d(2, 512, 3), nn.Conv2d(512, 512, 3)
     )
-    done = check_pass(ChannelsLast(), model, (image(2, 64, 8, 8),))
-    reasons = {skip.where: skip.reason for skip in done.skips}
+    (done,) = optimize(model, [ChannelsLast()], example_inputs=(image(2, 64, 8, 8),)).report.passes
+    reasons = {skip.where: skip.text for skip in done.skips}
     assert reasons["0"].startswith("its weight is large compared with its maps: ")
     assert reasons["1"].startswith("the convolutions around it are faster in contiguous format, ")
 
