@@ -197,11 +197,18 @@ def measure_batch(
     made = [make(name, asked, inputs, ways) for name in (EAGER, *ways)]
     runs = {each.name: each.run for each in made if each.run is not None}
     errors = {name: error_against(run(), [t.double() for t in truth]) for name, run in runs.items()}
-    figures, _ = latencies_of(runs, rounds, _SECONDS_OF_A_FIGURE, device)
-    return [_result(each, figures, errors, device) for each in made]
+    processor: dict[str, list[float]] = {}
+    figures, _ = latencies_of(runs, rounds, _SECONDS_OF_A_FIGURE, device, processor)
+    return [_result(each, figures, processor, errors, device) for each in made]
 
 
-def _result(made: Made, figures: dict[str, list[float]], errors: dict[str, float], device: str) -> dict[str, Any]:
+def _result(
+    made: Made,
+    figures: dict[str, list[float]],
+    processor: dict[str, list[float]],
+    errors: dict[str, float],
+    device: str,
+) -> dict[str, Any]:
     result = {"name": made.name, "statuses": list(made.statuses), "set_up_seconds": made.seconds}
     if made.run is None or made.module is None:
         return {**result, "unavailable": made.reason}
@@ -211,6 +218,7 @@ def _result(made: Made, figures: dict[str, list[float]], errors: dict[str, float
         "unavailable": None,
         "seconds": {**Spread.of(values).to_json(), "values": values},
         "speed_up": ratios(figures[EAGER], values).to_json(),
+        "processor_speed_up": ratios(processor[EAGER], processor[made.name]).to_json() if EAGER in processor else None,
         "error": error if math.isfinite(error) else None,
         "kernels": kernels_of(made.run, device),
         "weight_bytes": bytes_of(made.module),
@@ -220,21 +228,22 @@ def _result(made: Made, figures: dict[str, list[float]], errors: dict[str, float
 
 def table_of(data: dict[str, Any]) -> Table:
     headings = [
-        "model", "batch", "passes", "did", "latency", "quartiles", "speed-up", "quartiles", "error", "kernels",
-        "weights", "peak",
+        "model", "batch", "passes", "did", "latency", "quartiles", "speed-up", "quartiles", "by processor", "error",
+        "kernels", "weights", "peak",
     ]  # fmt: skip
     table = Table("Passes", headings, left=4)
     for result in data["results"]:
         for each in result["ways"]:
             row = [result["model"], str(result["batch"]), each["name"], _did(each["statuses"])]
             if each["unavailable"] is not None:
-                table.add(*row, "–", *[""] * 7)
+                table.add(*row, "–", *[""] * 8)
                 table.caption.append(f"{row[0]}, batch {row[1]}, {row[2]}: {each['unavailable']}")
                 continue
             sizes = [mebibytes(each["weight_bytes"]), mebibytes(each["peak_bytes"])]
             table.add(*row, *time_cells(each), str(each["kernels"]), *sizes)
     table.caption.append(
-        "Speed-up is the time of eager over that of the way, taken within each round; medians with quartiles. The error is"
+        "Speed-up is the time of eager over that of the way, taken within each round; medians with quartiles; by processor,"
+        " the same of the processor time. The error is"
         " the largest difference from eager, over the output's largest value. Peak is what one call takes beside the weights."
     )
     table.caption += map(caption, [data["environment"], *data["resumed"]])
