@@ -273,7 +273,6 @@ def test_a_choice_that_is_wrong_now_is_refused(
         ("{", "can't be read: Expecting property name"),
         ("\udc80", "can't be read: 'utf-8' codec"),
         ("[]", "recommends no file: pass a bundle that was tuned"),
-        ('{"benchmark": null}', "recommends no file"),
         ('{"benchmark": {"recommended": null}}', "recommends no file"),
         ('{"benchmark": {"recommended": {"format": "onnx"}}}', "recommends a route that can't be used: A route has a"),
         (

@@ -107,29 +107,17 @@ def test_it_is_said_that_no_gain_is_to_be_expected(choosing: Choose, speeds: Spe
     speeds.seconds = {"eager": 1.0, "onnxruntime": 1.0, "": 1.3}
     found = choosing()
     assert found.route == ONNX
-    assert found.benchmark.reason == (
-        "ship model.onnx in onnxruntime, but expect no gain: it is 1.00 (1.00 to 1.00) times as fast as eager, which is "
-        "within the noise"
-    )
+    assert "expect no gain" in found.benchmark.reason
     speeds.seconds = {"eager": 1.0, "": 1.25}
-    assert choosing().benchmark.reason == (
-        "ship model.onnx in onnxruntime, but not for speed: it is slower than eager, 0.80 (0.80 to 0.80) times as fast as "
-        "eager"
-    )
+    assert "slower than eager" in choosing().benchmark.reason
 
 
 @pytest.mark.parametrize(
     ("ratios", "told"),
     [
-        (
-            (1.78, 0.9, 2.4),
-            ", but a gain isn't sure: it is 1.78 (0.90 to 2.40) times as fast as eager, and the times vary",
-        ),
-        (
-            (1.01, 0.99, 1.02),
-            ", but expect no gain: it is 1.01 (0.99 to 1.02) times as fast as eager, which is within the",
-        ),
-        ((0.7, 0.6, 0.9), ", but not for speed: it is slower than eager, 0.70 (0.60 to 0.90) times as fast as eager"),
+        ((1.78, 0.9, 2.4), ", but a gain isn't sure: it is 1.78 (0.90 to 2.40) times as fast"),
+        ((1.01, 0.99, 1.02), ", but expect no gain: it is 1.01 (0.99 to 1.02) times as fast"),
+        ((0.7, 0.6, 0.9), ", but not for speed: it is slower than eager, 0.70 (0.60 to 0.90) times as fast"),
         ((2.72, 2.5, 3.0), ": 2.72 times as fast as eager"),
     ],
 )

@@ -2,7 +2,8 @@
 
 import copy
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tiny_models import enliven
 from torch import Tensor, nn
 
 from optimizer import export, optimize, report_of
+from optimizer.model import Call
 from optimizer.pipeline.copy_runs import CopyRuns
 from passes.graph.backend import GRAPH_CALL, compilation_of
 
@@ -58,10 +60,7 @@ def test_slower_graphs_are_not_used(timed: Callable[..., list[int]]) -> None:
     model = net(breaks=True)
     fast = optimize(model, ["fold-conv-bn", "channels-last"], example_inputs=X)
     (note,) = report_of(fast).notes
-    assert note == (
-        "calls of the result run as written, which takes 2.00 ms instead of 3.00 ms by the rewritten graphs; files hold "
-        "its changes if torch.export traces the forward as one graph"
-    )
+    assert "2.00 ms instead of 3.00 ms by the rewritten graphs; files hold its changes if" in note
     assert fast.__dict__[GRAPH_CALL].is_for_files
     with torch.no_grad():
         torch.testing.assert_close(copy.deepcopy(fast)(X), model(X))
@@ -92,10 +91,8 @@ def test_a_single_graph_that_is_slower_is_for_files(timed: Callable[..., list[in
     model = net(breaks=False)
     fast = optimize(model, ["fold-conv-bn"], example_inputs=X)
     assert report_of(fast).passes[0].status == "applied"
-    note = (
-        "calls of the result run as written, which takes 1.00 ms instead of 2.00 ms by the rewritten graph; files hold "
-    )
-    assert f"{note}the rewritten graph" in report_of(fast).notes
+    told = "1.00 ms instead of 2.00 ms by the rewritten graph; files hold the rewritten graph"
+    assert any(note.endswith(told) for note in report_of(fast).notes)
     for one in (fast, copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
         compilation_of(one.__dict__[GRAPH_CALL]).compiled.run = lambda *_: pytest.fail("by the graph")
         with torch.no_grad():
@@ -115,20 +112,13 @@ def test_nothing_is_timed_where_the_environment_says_so(timed: Callable[..., lis
 def test_the_seconds_of_each_way_are_the_shortest_of_its_calls() -> None:
     calls: list[str] = []
 
-    class Way:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __enter__(self) -> None:
-            calls.append(self.name)
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    from optimizer.model import Call
+    @contextmanager
+    def way(name: str) -> Iterator[None]:
+        calls.append(name)
+        yield
 
     runs = CopyRuns(net(breaks=False), [Call((X,))])
-    ways = (lambda: Way("a"), lambda: Way("b"))
+    ways = (lambda: way("a"), lambda: way("b"))
     first, second = runs.seconds(ways, 3)
     assert 0 < first < 60
     assert 0 < second < 60
