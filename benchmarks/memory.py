@@ -18,6 +18,8 @@ from torch import nn
 from optimizer import optimize
 from optimizer.model.working_copy import working_copy
 from optimizer.tuning import PeakMemory
+from passes.graph.backend import GraphCall, compilation_of
+from passes.torch_private import COMPILED_CALL
 
 
 def _forward(model: Weights) -> nn.Module:
@@ -27,11 +29,18 @@ def _forward(model: Weights) -> nn.Module:
 
 
 def _optimize(model: Weights) -> nn.Module:
-    return optimize(model)
+    return _called(optimize(model), model)
 
 
 def _optimize_with_inputs(model: Weights) -> nn.Module:
-    return optimize(model, example_inputs=(model.example(),))
+    return _called(optimize(model, example_inputs=(model.example(),)), model)
+
+
+def _called(fast: nn.Module, model: Weights) -> nn.Module:
+    """Call a result: without example inputs, its folded weights are computed then."""
+    with torch.no_grad():
+        fast(model.example())
+    return fast
 
 
 def _working_copy(model: Weights) -> nn.Module:
@@ -47,8 +56,10 @@ CASES: dict[str, Callable[[Weights], nn.Module]] = {
 
 
 def storages(model: nn.Module) -> dict[int, int]:
-    """The bytes of every storage of the model's parameters and buffers, by address."""
-    tensors = (*model.parameters(), *model.buffers())
+    """The bytes of every storage of the model's parameters, buffers and derived tensors, by address."""
+    call = model.__dict__.get(COMPILED_CALL)
+    derived = compilation_of(call).derived.values() if isinstance(call, GraphCall) else ()
+    tensors = (*model.parameters(), *model.buffers(), *derived)
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 

@@ -53,6 +53,10 @@ class DerivedTensors:
         self.graphs: weakref.WeakSet[DerivedInputs] = weakref.WeakSet()
         self._values: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
 
+    def values(self) -> list[torch.Tensor]:
+        """The present values."""
+        return list(self._values.values())
+
     def drop_unused(self) -> None:
         """Drop the values of parameters and buffers that the model no longer has."""
         root = None if self._root is None else self._root()
