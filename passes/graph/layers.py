@@ -26,7 +26,7 @@ from passes.graph import effects
 from passes.graph.captured import argument, example_of, is_tensor, name_of
 from passes.graph.effects import is_dropout_off, is_pure
 from passes.graph.graph_pass import GraphRewriter, Node
-from passes.graph.tensors import PLAIN_TENSORS
+from passes.graph.tensors import PLAIN_TENSORS, dims_from_zero, listed_dims
 from passes.torch_private import OpOverload, enter_autocast, has_autocast
 
 # The number of spatial dims, 0 for a linear layer, and whether the layer is transposed.
@@ -592,7 +592,7 @@ def _without_draws(channels: Channels, node: Node) -> Channels | None:
 
 
 def _swapped(channels: Channels, node: Node) -> Channels | None:
-    dims = _dims(_others(node), channels.rank)
+    dims = dims_from_zero(_others(node), channels.rank)
     if dims is None or len(dims) != 2:
         return None
     first, second = dims
@@ -600,7 +600,7 @@ def _swapped(channels: Channels, node: Node) -> Channels | None:
 
 
 def _permuted(channels: Channels, node: Node) -> Channels | None:
-    dims = _dims(_listed(_others(node)), channels.rank)
+    dims = dims_from_zero(listed_dims(_others(node)), channels.rank)
     if dims is None or sorted(dims) != list(range(channels.rank)):
         return None
     return Channels(channels.rank, dims.index(channels.dim), channels.count)
@@ -608,7 +608,7 @@ def _permuted(channels: Channels, node: Node) -> Channels | None:
 
 def _flattened(channels: Channels, node: Node) -> Channels | None:
     given = [argument(node, 1, "start_dim", 0), argument(node, 2, "end_dim", -1)]
-    dims = _dims(given, channels.rank)
+    dims = dims_from_zero(given, channels.rank)
     if dims is None or dims[0] > dims[1]:
         return None
     start, end = dims
@@ -619,7 +619,7 @@ def _flattened(channels: Channels, node: Node) -> Channels | None:
 
 
 def _unsqueezed(channels: Channels, node: Node) -> Channels | None:
-    dims = _dims(_others(node), channels.rank + 1)
+    dims = dims_from_zero(_others(node), channels.rank + 1)
     if dims is None or len(dims) != 1:
         return None
     return Channels(channels.rank + 1, channels.dim + (dims[0] <= channels.dim), channels.count)
@@ -642,18 +642,6 @@ def _padded(channels: Channels, node: Node) -> Channels | None:
 
 def _others(node: Node) -> list[Any]:
     return [*node.args[1:], *node.kwargs.values()]
-
-
-def _listed(arguments: list[Any]) -> list[Any]:
-    """Return dims as one list, whether they are given one by one or as a sequence."""
-    return list(arguments[0]) if len(arguments) == 1 and isinstance(arguments[0], list | tuple) else arguments
-
-
-def _dims(arguments: Sequence[Any], rank: int) -> list[int] | None:
-    """The dims counted from 0; None if one of them is not a valid dim number."""
-    if any(type(dim) is not int or not -rank <= dim < rank for dim in arguments):
-        return None
-    return [dim % rank for dim in arguments]
 
 
 _MOVES = {

@@ -14,6 +14,7 @@ from torch import fx, nn
 from passes.graph.forwards import InstanceForward, inner_forward
 from passes.graph.model_tree import TensorRef
 from passes.graph.recording import Node, Recording, call_of, shape_of, tensor_of
+from passes.graph.tensors import dims_from_zero, listed_dims
 from passes.torch_private import AnyBatchNorm
 
 
@@ -47,7 +48,7 @@ def _without_draws(channels: Channels, arguments: list[Any]) -> Channels | None:
 
 
 def _swapped(channels: Channels, arguments: list[Any]) -> Channels | None:
-    dims = _dims(arguments, channels.rank)
+    dims = dims_from_zero(arguments, channels.rank)
     if dims is None or len(dims) != 2:
         return None
     first, second = dims
@@ -56,7 +57,7 @@ def _swapped(channels: Channels, arguments: list[Any]) -> Channels | None:
 
 
 def _permuted(channels: Channels, arguments: list[Any]) -> Channels | None:
-    dims = _dims(_listed(arguments), channels.rank)
+    dims = dims_from_zero(listed_dims(arguments), channels.rank)
     if dims is None or sorted(dims) != list(range(channels.rank)):
         return None
     return Channels(channels.rank, dims.index(channels.dim), channels.count)
@@ -66,7 +67,7 @@ def _flattened(channels: Channels, arguments: list[Any]) -> Channels | None:
     named, *others = arguments
     given = [named.get("start_dim", 0), named.get("end_dim", -1)]
     given[: len(others)] = others
-    dims = _dims(given, channels.rank)
+    dims = dims_from_zero(given, channels.rank)
     if dims is None or dims[0] > dims[1]:
         return None
     start, end = dims
@@ -77,7 +78,7 @@ def _flattened(channels: Channels, arguments: list[Any]) -> Channels | None:
 
 
 def _unsqueezed(channels: Channels, arguments: list[Any]) -> Channels | None:
-    dims = _dims(arguments, channels.rank + 1)
+    dims = dims_from_zero(arguments, channels.rank + 1)
     if dims is None or len(dims) != 1:
         return None
     return Channels(channels.rank + 1, channels.dim + (dims[0] <= channels.dim), channels.count)
@@ -85,23 +86,11 @@ def _unsqueezed(channels: Channels, arguments: list[Any]) -> Channels | None:
 
 def _regrouped(channels: Channels, arguments: list[Any]) -> Channels | None:
     """`view` and `reshape` keep the channels if they are the last dim and its size doesn't change."""
-    sizes = _listed(arguments)
+    sizes = listed_dims(arguments)
     is_last = channels.dim == channels.rank - 1
     if not is_last or not sizes or type(sizes[-1]) is not int or sizes[-1] != channels.count:
         return None
     return Channels(len(sizes), len(sizes) - 1, channels.count)
-
-
-def _listed(arguments: list[Any]) -> list[Any]:
-    """Return dims or sizes as one list, whether they are given one by one or as a sequence."""
-    return list(arguments[0]) if len(arguments) == 1 and isinstance(arguments[0], list | tuple) else arguments
-
-
-def _dims(arguments: Sequence[Any], rank: int) -> list[int] | None:
-    """The dims counted from 0; None if one of them is not a valid dim number."""
-    if any(type(dim) is not int or not -rank <= dim < rank for dim in arguments):
-        return None
-    return [dim % rank for dim in arguments]
 
 
 _MOVES: dict[str, Any] = {
