@@ -44,9 +44,8 @@ def test_an_export_that_isnt_small_takes_little_more_than_the_weights(format, me
     if not found["peak_exact"]:
         pytest.skip("the system can't set the high-water mark of memory back")
     assert found["weights_bytes"] > 2**20 * mebibytes
-    # The proof loads the file, whose weights are then in memory in addition to the model's; an ONNX file's are in the
-    # memory of a child process.
-    assert (0 if format == "onnx" else 0.9) < found["ratio"] <= large.GOAL
+    # The proof loads the file, whose weights are then in memory in addition to the model's.
+    assert 0.9 < found["ratio"] <= large.GOAL
 
 
 def test_the_goal_is_for_this_program_alone(large):
