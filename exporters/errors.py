@@ -1,22 +1,4 @@
-"""The errors of the exporters.
-
-    ExporterError
-    ├── UnknownFormat        there is no exporter with that name
-    ├── UnknownOpset         no file can be written with that opset, or no requested format has an opset
-    ├── MetadataError        a file can't hold a metadata key or text, or its metadata can't be read
-    ├── StructureError       the structure of a call's arguments or outputs differs from the exported one
-    ├── RouteRefused         one route to a format failed to produce a right file; the exporter tries the next one
-    │   ├── WrongFile        the file of one route computes something else than the model, or raises where it doesn't
-    │   └── RuntimeCrashed   the runtime crashes, hangs or is killed on the file of one route
-    ├── ExportError          every route to a format failed; the message names each route with its reason
-    ├── QuantizationError    a file can't be quantized as requested
-    │   ├── NothingToQuantize  the file has no nodes, or too few weights, that this kind of quantization applies to
-    │   └── CalibrationError   the calibration calls are missing or don't fit the file's inputs
-    ├── OtherMachine         a file made for one device and processor was loaded on another
-    └── ProviderFallback     nodes of an ONNX session run on the CPU although the GPU was requested
-
-Each message is one sentence for the user.
-"""
+"""The errors of the exporters, below `ExporterError`. Each message is one sentence for the user."""
 
 from __future__ import annotations
 
@@ -65,41 +47,31 @@ class MetadataError(ExporterError):
 
 
 class RouteRefused(ExporterError):
-    """One route to a format failed to produce a right file.
-
-    Attributes:
-        size: the name of the open size that causes the problem, such as "batch"; "" if it is something else.
-    """
+    """One route to a format failed to produce a right file; the exporter tries the next one."""
 
     def __init__(self, message: str, *, size: str = "") -> None:
         super().__init__(message)
+        # The name of the open size that causes the problem, such as "batch"; "" if it is something else.
         self.size = size
 
 
 class WrongFile(RouteRefused):
-    """The file of one route computes something else than the model, or raises where the model doesn't.
-
-    Attributes:
-        inputs: the file's inputs that show this.
-        output: the name of the wrong output; "" if the file raises or returns another number of outputs.
-    """
+    """The file of one route computes something else than the model, or raises where the model doesn't."""
 
     def __init__(self, message: str, inputs: tuple[torch.Tensor, ...], output: str = "", *, size: str = "") -> None:
         super().__init__(message, size=size)
+        # The file's inputs that show this.
         self.inputs = inputs
+        # The name of the wrong output; "" if the file raises or returns another number of outputs.
         self.output = output
 
 
 class RuntimeCrashed(RouteRefused):
-    """The runtime crashes, hangs or is killed on a file; this happened in a child process."""
+    """The runtime crashes, hangs or is killed on the file of one route; this happened in a child process."""
 
 
 class ExportError(ExporterError):
-    """Every route to a format failed.
-
-    Attributes:
-        reasons: the reason of each route; the message says more.
-    """
+    """Every route to a format failed; the message names each route with its reason, and `reasons` has these alone."""
 
     def __init__(self, message: str, reasons: str = "") -> None:
         super().__init__(message)

@@ -1,22 +1,9 @@
 """The errors of the program, and the exit code of the command for each.
 
-    OptimizeExportError                 1  a defect of the program itself, or out of memory
-    ├── UsageError                      2  an option, or a combination of options, is invalid
-    ├── LoadError                       3  the model, its weights or its inputs couldn't be loaded
-    ├── ExportFailed                    4  a requested format is missing: its export failed, or its file isn't proven
-    ├── DeviceError                     5  the required device is missing
-    ├── ParityError                     6  the result isn't proven to compute the same as the original
-    ├── OptimizeFailed                  7  a pass failed or was rolled back under `strict`, or isn't available
-    ├── BundleError                     8  the bundle couldn't be written, read or verified
-    ├── VacuousError                    9  the model's outputs carry no signal, so nothing could be proven
-    └── FindingsFound                   10 diagnose has findings of the level of --fail-on
-
-Each message is one sentence: what is wrong, where, and what to do.
+Each message is one sentence: what is wrong, where, and what to do. The docstrings stand in the command's help.
 
 `passes.errors` and `exporters.errors` define the errors of those packages. The functions of `optimizer.api` raise them
 unchanged. `optimizer.command.errors` converts them to the classes with exit codes 2, 4, 6 and 7.
-
-`Terminated` is not an error of the program: it stands for SIGTERM, and only the command catches it.
 """
 
 import re
@@ -48,7 +35,7 @@ class LoadError(OptimizeExportError):
 
 
 class ExportFailed(OptimizeExportError):
-    """A requested format is missing from the bundle: its export failed, or its file isn't proven."""
+    """A requested format is missing from the bundle: it couldn't be exported, or its file isn't proven."""
 
     exit_code = 4
 
@@ -60,24 +47,18 @@ class DeviceError(OptimizeExportError):
 
 
 class ParityError(OptimizeExportError):
-    """The result isn't proven to compute the same as the original; nothing was published.
-
-    Attributes:
-        figures: the measurements, in the form of the command's JSON document.
-    """
+    """The files aren't proven to compute the same as the original; an export publishes nothing."""
 
     exit_code = 6
 
     def __init__(self, message: str, figures: Mapping[str, Any] | None = None) -> None:
         super().__init__(message)
+        # The measurements, in the form of the command's JSON document.
         self.figures = dict(figures or {})
 
 
 class OptimizeFailed(OptimizeExportError):
-    """A pass failed or was rolled back, and `strict` or the pass itself doesn't allow that.
-
-    It is also raised if a pass wrote to the caller's weights.
-    """
+    """A pass failed or was rolled back under --strict, isn't available, or wrote to the caller's weights."""
 
     exit_code = 7
 
@@ -89,13 +70,13 @@ class BundleError(OptimizeExportError):
 
 
 class VacuousError(OptimizeExportError):
-    """The model's outputs carry no signal (zeros, or equal for every input), so no file could be proven."""
+    """The model's outputs carry no signal (zeros, or equal for every input), so nothing could be proven."""
 
     exit_code = 9
 
 
 class FindingsFound(OptimizeExportError):
-    """The diagnosis has findings of the level of `--fail-on`, or a higher one."""
+    """diagnose has findings of the level of --fail-on, or of a higher one."""
 
     exit_code = 10
 
@@ -111,10 +92,8 @@ class StructureError(ExporterError):
 def missing_package(error: ModuleNotFoundError, caller: str = "The command") -> str | None:
     """The sentence for a package that this program requires and that isn't installed; None for any other module.
 
-    A serving image needs only numpy and a runtime, for `load`; the command needs everything.
-
-    Args:
-        caller: the name of the function that needs the package.
+    A serving image needs only numpy and a runtime, for `load`; the command needs everything. `caller` is what needs the
+    package.
     """
     name = (error.name or "").partition(".")[0]
     try:

@@ -25,11 +25,7 @@ CUDA = "CUDAExecutionProvider"
 
 
 class _Onnxruntime(ModuleType):
-    """onnxruntime, imported when a name of it is first used: files of other formats don't need it.
-
-    Raises:
-        DeviceError: no variant of onnxruntime is installed.
-    """
+    """onnxruntime, imported when a name of it is first used: files of other formats don't need it."""
 
     def __getattr__(self, name: str) -> Any:
         require_runtime("onnxruntime")
@@ -105,11 +101,7 @@ def float16_conversion() -> Callable[..., Any]:
 
 
 class OnnxruntimeRunner:
-    """A session for one file. Calls may run in several threads at once.
-
-    Raises:
-        DeviceError: the device is a GPU, and onnxruntime can't use it.
-    """
+    """A session for one file. Calls may run in several threads at once."""
 
     placement: dict[str, int] | None = None
 
@@ -166,10 +158,8 @@ class OnnxruntimeRunner:
 
     def _by_address(self) -> Callable[..., tuple[Any, ...]]:
         """A run by address: on the GPU, and for dtypes that numpy doesn't have."""
-        torch, binding = (
-            importlib.import_module("torch"),
-            importlib.import_module("optimize_export.runtime.onnx_binding"),
-        )
+        names = ("torch", "optimize_export.runtime.onnx_binding")
+        torch, binding = map(importlib.import_module, names)
         target = torch.device(self.device, 0) if self.device == "cuda" else torch.device("cpu")
         bound = binding.BoundSession(self._session, target, graphs=self._in_graphs)
         if not self._in_graphs:

@@ -28,14 +28,7 @@ _OPERATIONS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
 
 
 class Relation:
-    """A comparison of sums and products of sizes and whole numbers.
-
-    Attributes:
-        names: the names of the sizes.
-
-    Raises:
-        ValueError: the text is something else.
-    """
+    """A comparison of sums and products of sizes and whole numbers; any other text is a ValueError."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -46,6 +39,7 @@ class Relation:
         if len(text) > _LONGEST or not isinstance(found, ast.Compare) or not all(map(_is_known, ast.walk(found))):
             raise ValueError(f"{text[:80]!r} isn't a comparison of sizes")
         self._compared = found
+        # The names of the sizes.
         self.names = tuple(dict.fromkeys(node.id for node in ast.walk(found) if isinstance(node, ast.Name)))
 
     def holds(self, sizes: Mapping[str, int]) -> bool:

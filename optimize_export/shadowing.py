@@ -19,11 +19,7 @@ _COMMON_NAMES = ("optimizer", "passes", "exporters")
 
 
 def refuse_shadowing_modules(wanted: str) -> None:
-    """Raise ImportError if Python finds a user's module in place of one of our packages.
-
-    Args:
-        wanted: the public name that needs all of them.
-    """
+    """Raise ImportError if Python finds a user's module in place of one of our packages, which `wanted` needs."""
     for name in _COMMON_NAMES:
         if (theirs := _shadowing_file(name)) is not None:
             raise ImportError(

@@ -83,16 +83,13 @@ Node = TensorNode | ConstantNode | ContainerNode
 
 
 class Structure:
-    """The structure of an example value.
-
-    Attributes:
-        side: "argument" or "output"; selects the wording of messages, and only outputs may contain arbitrary objects.
-        paths: the path of each tensor, in flat order.
-    """
+    """The structure of an example value."""
 
     def __init__(self, example: Any, *, side: str) -> None:
+        # "argument" or "output"; selects the wording of messages, and only outputs may contain arbitrary objects.
         self.side = side
         self.root = self._read(example, ())
+        # The path of each tensor, in flat order.
         self.paths: tuple[tuple[Key, ...], ...] = tuple(
             node.path for node in _leaves(self.root) if isinstance(node, TensorNode)
         )
@@ -101,21 +98,14 @@ class Structure:
         """The tensors of `value`, in this structure's order.
 
         With `constants=False`, the constants of the example aren't compared: while a graph is recorded, a proxy may be
-        in the place of one.
-
-        Raises:
-            StructureError: the structure or a constant of `value` differs from the example.
+        in the place of one. A `value` that differs from the example is a StructureError.
         """
         flat: list[torch.Tensor] = []
         self._match(self.root, value, flat, constants)
         return tuple(flat)
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Build a value of this structure from flat tensors.
-
-        Raises:
-            StructureError: the number of tensors is wrong.
-        """
+        """Build a value of this structure from flat tensors."""
         remaining = iter(tensors)
         value = _rebuild(self.root, remaining)
         if next(remaining, None) is not None or len(tensors) != len(self.paths):
@@ -250,10 +240,7 @@ def _holds_tensor(value: Any, around: Collection[int], never: tuple[type, ...]) 
     """Whether a tensor is reachable from a value by a path that avoids the containers around the value.
 
     Each object is visited once: objects that refer to each other have too many paths between them to follow all.
-
-    Args:
-        around: the ids of the containers around the value.
-        never: types of objects to skip.
+    `around` are the ids of the containers around the value, `never` the types of objects to skip.
     """
     # Keeps the objects alive, so that no new object reuses an id.
     seen: dict[int, Any] = {}

@@ -111,12 +111,7 @@ def parse_metadata(option: str, texts: Sequence[str]) -> dict[str, str]:
 
 
 def parse_tolerance(option: str, texts: Sequence[str]) -> Tolerance:
-    """Parse `["1e-3"]` to a number, and `["logits=1e-3", "boxes=0.1"]` to numbers by output.
-
-    Raises:
-        UsageError: a value isn't a finite number of at least 0, an output is repeated, or a number for all outputs
-            comes with a number for one output.
-    """
+    """Parse `["1e-3"]` to a number, and `["logits=1e-3", "boxes=0.1"]` to numbers by output; otherwise UsageError."""
     found: dict[str, float] = {}
     for text in texts:
         name, equals, value = text.rpartition("=")
@@ -137,13 +132,9 @@ def parse_tolerance(option: str, texts: Sequence[str]) -> Tolerance:
 
 
 def parse_dynamic(option: str, texts: Sequence[str]) -> dict[str, dict[int, str | None]]:
-    """Parse the open dims of the inputs.
+    """Parse the open dims of the inputs; raise `UsageError` for anything else.
 
     `["x:0,2"]` gives {"x": {0: None, 2: None}}, and `["x:0=batch,2=time"]` gives {"x": {0: "batch", 2: "time"}}.
-
-    Raises:
-        UsageError: a text has no input or no dim, a dim isn't a whole number of at least 0, the name of a size isn't an
-            identifier, or a dim is repeated.
     """
     found: dict[str, dict[int, str | None]] = {}
     for text in texts:

@@ -245,11 +245,7 @@ class ExportSettings:
         return parse_accuracy(self.accuracy)
 
     def check(self, calibration: object = None) -> None:
-        """Check what needs neither the model nor torch.
-
-        Raises:
-            UsageError: a value is invalid, two contradict each other, or one has no effect without another.
-        """
+        """Raise `UsageError` if a value is invalid, two contradict each other, or one has no effect without another."""
         check_numbers(self.seed, self.batch_sizes)
         if self.effort not in get_args(Effort):
             raise UsageError(f"effort must be 'quick', 'normal' or 'thorough', not {self.effort!r}.")
@@ -279,11 +275,7 @@ class ExportSettings:
 
 
 def parse_accuracy(given: object) -> AccuracyBudget:
-    """Parse "exact", a cosine such as 0.999 or "0.999", "top1=0.99", or several parts separated by commas.
-
-    Raises:
-        UsageError: it is none of these, or a number isn't above 0 and below 1.
-    """
+    """Parse "exact", a cosine such as 0.999 or "0.999", "top1=0.99", or several parts separated by commas."""
     if given == "exact":
         return AccuracyBudget()
     found: dict[str, float] = {}
@@ -301,11 +293,7 @@ def parse_accuracy(given: object) -> AccuracyBudget:
 
 
 def check_numbers(seed: object, batch_sizes: Any) -> None:
-    """Check the numbers in a call from Python; `batch_sizes` may be None.
-
-    Raises:
-        UsageError: the seed isn't a whole number, or `batch_sizes` isn't a sequence of whole numbers of at least 1.
-    """
+    """Raise `UsageError` unless the seed is a whole number and `batch_sizes` None or whole numbers of at least 1."""
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise UsageError(f"seed must be a whole number, not {seed!r}.")
     if batch_sizes is None:
@@ -318,11 +306,7 @@ def check_numbers(seed: object, batch_sizes: Any) -> None:
 
 
 def is_to_be_timed(bench: object) -> bool:
-    """Whether to time files: as `bench` says; for None, unless OPTIMIZE_EXPORT_NO_BENCH is set.
-
-    Raises:
-        UsageError: `bench` is neither a bool nor None.
-    """
+    """Whether to time files: as `bench` says; for None, unless OPTIMIZE_EXPORT_NO_BENCH is set."""
     if bench is None:
         return not os.environ.get(NO_BENCH)
     if not isinstance(bench, bool):

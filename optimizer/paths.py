@@ -48,14 +48,8 @@ def refuse_missing_weights(path: Path) -> None:
     """Raise `LoadError` if the path, without the key after a colon, isn't a file."""
     path, _ = split_weights(path)
     if not path.is_file():
-        kind = (
-            "is a folder; use the file in it"
-            if path.is_dir()
-            else "is not a file"
-            if path.exists()
-            else "doesn't exist"
-        )
-        raise LoadError(f"The weights file {path} {kind}.")
+        kind = "is a folder; use the file in it" if path.is_dir() else "is not a file"
+        raise LoadError(f"The weights file {path} " + (f"{kind}." if path.exists() else "doesn't exist."))
 
 
 def split_weights(path: Path) -> tuple[Path, str]:
@@ -97,44 +91,27 @@ def _object(file: IO[bytes], before: int) -> str:
             pass
     for opcode, argument, _ in pickletools.genops(file):
         if opcode.name == "GLOBAL":
+            if argument in _CONTAINERS:
+                return ""
             called = str(argument).replace(" ", ".")
-            return (
-                ""
-                if argument in _CONTAINERS
-                else f"a whole object of the class {called}, as torch.save(model) writes it"
-            )
+            return f"a whole object of the class {called}, as torch.save(model) writes it"
         if opcode.name not in ("PROTO", "FRAME"):
             return ""
     return ""
 
 
-def check_debug_folder(directory: str | Path | None) -> None:
-    """Check that nothing exists at the path and that it is UTF-8.
-
-    Raises:
-        UsageError: a file or folder exists there, or the path isn't UTF-8.
-    """
-    _check_new_folder(directory, "debugging")
-
-
-def check_profile_folder(directory: str | Path | None, *others: str | Path | None) -> None:
-    """Check that nothing exists at the path, that it is UTF-8, and that it isn't inside of the other folders.
+def check_new_folder(directory: str | Path | None, purpose: str, *others: str | Path | None) -> None:
+    """Check that nothing exists at the path, if any, that it is UTF-8, and that it isn't inside of the other folders.
 
     Raises:
         UsageError: a file or folder exists there, the path isn't UTF-8, or it is in one of the others.
     """
-    _check_new_folder(directory, "the profile")
-    for other in others:
-        if directory is not None and other is not None and _real(directory).is_relative_to(_real(other)):
-            raise UsageError(f"{directory} is in the folder {other}, which has other files: use another folder.")
-
-
-def _real(path: str | Path) -> Path:
-    return Path(os.path.realpath(path))
-
-
-def _check_new_folder(directory: str | Path | None, purpose: str) -> None:
-    if directory is not None and os.path.lexists(directory):
+    if directory is None:
+        return
+    if os.path.lexists(directory):
         raise UsageError(f"{directory} already exists: choose a new folder for {purpose}, or delete it.")
-    if directory is not None and not is_utf8(str(directory)):
+    if not is_utf8(str(directory)):
         raise UsageError(f"{directory} isn't UTF-8, which the libraries that write there need: use another path.")
+    for other in others:
+        if other is not None and Path(os.path.realpath(directory)).is_relative_to(os.path.realpath(other)):
+            raise UsageError(f"{directory} is in the folder {other}, which has other files: use another folder.")

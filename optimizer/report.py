@@ -81,20 +81,9 @@ class PassRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain data."""
-        return {
-            "name": self.name,
-            "options": self.options,
-            "status": self.status,
-            "reason": self.reason,
-            "changes": [asdict(place) for place in self.changes],
-            "skips": [asdict(place) for place in self.skips],
-            "remarks": [asdict(place) for place in self.remarks],
-            "detail": None if self.detail is None else self.detail.to_json(),
-            "parity": self.parity,
-            "max_error": self.max_error,
-            "error": self.error,
-            "seconds": round(self.seconds, 4),
-        }
+        places = {name: [asdict(place) for place in getattr(self, name)] for name in ("changes", "skips", "remarks")}
+        detail = None if self.detail is None else self.detail.to_json()
+        return {**vars(self), **places, "detail": detail, "seconds": round(self.seconds, 4)}
 
 
 @dataclass
@@ -115,12 +104,7 @@ class CoverageRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain data."""
-        return {
-            "share": round(self.share, 4),
-            "reached": self.reached,
-            "parameterised": self.parameterised,
-            "unreached": list(self.unreached),
-        }
+        return {"share": round(self.share, 4), **vars(self), "unreached": list(self.unreached)}
 
 
 @dataclass
@@ -204,11 +188,7 @@ class Report:
 
 
 def remark_lines(record: Mapping[str, Any]) -> list[str]:
-    """The remarks of one pass, one per line; the last line counts those that aren't shown.
-
-    Args:
-        record: the record of the pass as plain data.
-    """
+    """The remarks in the JSON record of one pass, one per line; the last line counts those that aren't shown."""
     remarks = record.get("remarks", ())
     lines = [f"{record['name']}: {each['where'] or 'the root'}: {each['text']}" for each in remarks[:_REMARKS_SHOWN]]
     rest = len(remarks) - len(lines)

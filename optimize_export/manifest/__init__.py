@@ -8,27 +8,25 @@ from optimize_export.manifest.environment import (
     version_of,
     without_local_paths,
 )
-from optimize_export.manifest.files import (
+from optimize_export.manifest.reading import (
     changed_files,
     damage_of,
     entries_below,
     file_digest,
     file_problem,
-    read_checked,
-    sums_digest,
-    sums_problem,
-    sums_text,
-    unlisted,
-)
-from optimize_export.manifest.reading import (
     number,
     open_regular,
     parse_json,
     plain,
+    read_checked,
     read_json,
     read_manifest,
     read_text_bytes,
+    sums_digest,
+    sums_problem,
+    sums_text,
     to_json_text,
+    unlisted,
 )
 from optimize_export.manifest.schema import (
     FIELDS,

@@ -1,5 +1,6 @@
-"""Read files that may come from a stranger: regular files of a limited size, strict JSON, and manifests."""
+"""Read files that may come from a stranger: regular files of a limited size, strict JSON, manifests, and the hashes of files."""
 
+import hashlib
 import io
 import json
 import math
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from optimize_export.errors import BundleError
-from optimize_export.manifest.schema import MANIFEST, NOT_NUMBERS, check_manifest
+from optimize_export.manifest.schema import MANIFEST, NOT_NUMBERS, SUMS, check_manifest
 
 # ----------------------------------------------------------------------------------------------------- regular files
 
@@ -27,16 +28,11 @@ _NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 
 
 def open_regular(path: Path, *, follow: bool = False) -> io.BufferedReader:
-    """Open a regular file for reading.
+    """Open a regular file for reading; OSError for a FIFO, a device, a socket or a folder.
 
     The type is checked twice: before opening, because opening a device may already have an effect, and again on the
-    open file, because another process may have replaced the file in between.
-
-    Args:
-        follow: accept a link to a regular file. The files of a bundle are never links; files that the user names may be.
-
-    Raises:
-        OSError: the path isn't a regular file (but a FIFO, a device, a socket, a folder), or it can't be read.
+    open file, because another process may have replaced the file in between. Links are followed only where the user
+    names the file: those of a bundle are never links.
     """
     _refuse_irregular(path, os.stat(path, follow_symlinks=follow))
     descriptor = os.open(path, os.O_RDONLY | (_FLAGS if follow else _FLAGS | _NO_LINKS))
@@ -49,11 +45,7 @@ def open_regular(path: Path, *, follow: bool = False) -> io.BufferedReader:
 
 
 def read_text_bytes(path: Path, *, follow: bool = False) -> bytes:
-    """Read a regular file of at most `LARGEST_TEXT` bytes.
-
-    Raises:
-        OSError: as for `open_regular`, or the file is larger.
-    """
+    """Read a regular file of at most `LARGEST_TEXT` bytes; OSError for a larger one, and as `open_regular`."""
     with open_regular(path, follow=follow) as file:
         data = file.read(LARGEST_TEXT + 1)
     if len(data) > LARGEST_TEXT:
@@ -78,11 +70,7 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to strict JSON: tuples to lists, NaN and the infinities to their names.
-
-    Raises:
-        TypeError: the value contains a key or an object that JSON doesn't have.
-    """
+    """Convert a value to strict JSON: tuples to lists, NaN and the infinities to their names; else TypeError."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     if isinstance(value, Mapping):
@@ -102,20 +90,15 @@ def number(value: float | str) -> float:
 
 
 def to_json_text(value: Any) -> str:
-    """Write a value as strict JSON text, with unsorted keys and a newline at the end.
-
-    Raises:
-        TypeError: as for `plain`.
-    """
+    """Write a value as strict JSON text, with unsorted keys and a newline at the end."""
     return json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def parse_json(data: bytes) -> Any:
     """Parse strict JSON from an untrusted source.
 
-    Raises:
-        ValueError: it isn't UTF-8 or JSON, is nested too deeply, has a key twice, or has a number or a text that other
-            programs can't read: NaN, an infinity, more than a float64 can hold, half a surrogate pair.
+    It is a ValueError if it isn't UTF-8 or JSON, is nested too deeply, has a key twice, or has a number or a text that
+    other programs can't read: NaN, an infinity, more than a float64 can hold, half a surrogate pair.
     """
     if _depth(data) > DEEPEST:
         raise ValueError(f"it is nested more than {DEEPEST} levels deep")
@@ -136,15 +119,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def read_json(path: Path, *, follow: bool = False) -> Any:
-    """Read a regular file with `parse_json`.
-
-    Args:
-        follow: accept a link to a regular file.
-
-    Raises:
-        OSError: the file isn't regular, is too large or can't be read.
-        ValueError: as for `parse_json`.
-    """
+    """Read a regular file with `read_text_bytes` and `parse_json`, which raise OSError and ValueError."""
     return parse_json(read_text_bytes(path, follow=follow))
 
 
@@ -183,11 +158,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read and check the manifest of a folder.
-
-    Raises:
-        BundleError: there is no manifest, or it can't be read, or it is broken; one sentence.
-    """
+    """Read and check the manifest of a folder; raise `BundleError` if there is none, or it is broken."""
     path = folder / MANIFEST
     if folder.is_file():
         raise BundleError(f"{folder} is a file, not a bundle: {_folder_of(folder)}.")
@@ -212,3 +183,138 @@ def _folder_of(file: Path) -> str:
     if (file.parent / MANIFEST).is_file():
         return f"use the folder of its bundle, {file.parent}"
     return f"a bundle is a folder with a {MANIFEST}, as export wrote it"
+
+
+# ------------------------------------------------------------------------------------------------------------- hashes
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a regular file, read in pieces."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sums_text(digests: Mapping[str, str]) -> str:
+    """The text of SHA256SUMS, in the format of `sha256sum -c`."""
+    return "".join(f"{digests[path]}  {path}\n" for path in sorted(digests))
+
+
+def entries_below(folder: Path) -> dict[str, os.stat_result]:
+    """The status of every entry below a folder, by its relative path with forward slashes; links aren't followed."""
+    found: dict[str, os.stat_result] = {}
+    for root, folders, files in os.walk(folder, onerror=_raise):
+        for name in (*folders, *files):
+            path = Path(root, name)
+            found[path.relative_to(folder).as_posix()] = path.lstat()
+    return found
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def unlisted(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """The paths in a bundle's folder that the manifest doesn't list, sorted.
+
+    A folder is one of them if the manifest lists nothing below it; only the folder itself is named then.
+    """
+    listed = {file["path"] for file in manifest["files"]} | {MANIFEST, SUMS}
+    parents = {parent.as_posix() for path in listed for parent in Path(path).parents}
+    entries = entries_below(folder)
+    extra = [
+        path
+        for path, status in entries.items()
+        if path not in listed and not (path in parents and stat.S_ISDIR(status.st_mode))
+    ]
+    # Name an unlisted folder, but not its contents.
+    return sorted(path for path in extra if not any(parent.as_posix() in extra for parent in Path(path).parents))
+
+
+def file_problem(folder: Path, file: Mapping[str, Any], *, hashed: bool = True) -> str | None:
+    """A sentence if a file of a bundle is missing or changed; without `hashed`, only its size is compared."""
+    try:
+        with open_regular(folder / file["path"]) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size != file["bytes"]:
+                return f"{file['path']} was changed: it has {size} bytes, and {file['bytes']} were written."
+            if hashed and hashlib.file_digest(opened, "sha256").hexdigest() != file["sha256"]:
+                return f"{file['path']} was changed: its SHA-256 is not the one in {MANIFEST}."
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{file['path']} is missing."
+    except OSError as error:
+        return f"{file['path']} can't be read: {error.strerror or error}."
+    return None
+
+
+def read_checked(folder: Path, manifest: Mapping[str, Any], path: str) -> bytes:
+    """Read a file of a bundle whole, and return its bytes only if they have the size and the hash in the manifest.
+
+    The bytes that are hashed are those that are returned, so another process can't change the file in between.
+    """
+    file = next(each for each in manifest["files"] if each["path"] == path)
+    # The size first: a file of another size isn't read.
+    if problem := file_problem(folder, file, hashed=False):
+        raise BundleError(f"{folder} is damaged: {problem}")
+    try:
+        with open_regular(folder / path) as opened:
+            data = opened.read(file["bytes"] + 1)
+    except OSError as error:
+        raise BundleError(f"{folder} is damaged: {path} can't be read: {error.strerror or error}.") from error
+    if hashlib.sha256(data).hexdigest() != file["sha256"]:
+        raise BundleError(f"{folder} is damaged: {path} was changed: its SHA-256 is not the one in {MANIFEST}.")
+    return data
+
+
+def sums_problem(folder: Path, manifest: Mapping[str, Any], expect: str | None = None) -> str | None:
+    """A sentence if SHA256SUMS doesn't match the manifest and its file hashes; None if it does.
+
+    Each file is read once, and the manifest is compared with the one on disk: both may change while this runs. `expect` is
+    the SHA-256 that SHA256SUMS must have.
+    """
+    digests = {file["path"]: file["sha256"] for file in manifest["files"]}
+    try:
+        written = read_text_bytes(folder / SUMS)
+        data = read_text_bytes(folder / MANIFEST)
+    except FileNotFoundError:
+        return f"{SUMS} is missing."
+    except OSError as error:
+        return f"{Path(error.filename or folder).name} can't be read: {error.strerror or error}."
+    found = hashlib.sha256(written).hexdigest()
+    if expect not in (None, found):
+        return f"This is not the expected bundle: the SHA-256 of its {SUMS} is {found}, not {expect}."
+    digests[MANIFEST] = hashlib.sha256(data).hexdigest()
+    try:
+        agree = written == sums_text(digests).encode("utf-8") and parse_json(data) == manifest
+    except ValueError:
+        agree = False
+    return None if agree else f"{MANIFEST} or {SUMS} was changed: they don't agree."
+
+
+def sums_digest(folder: Path) -> str:
+    """The SHA-256 of SHA256SUMS, which represents all files of a bundle."""
+    return hashlib.sha256(read_text_bytes(folder / SUMS)).hexdigest()
+
+
+def changed_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """The files of a bundle that were changed after the bundle was written. Missing files aren't included."""
+    there = [file for file in manifest["files"] if os.path.lexists(folder / file["path"])]
+    changed = [file["path"] for file in there if file_problem(folder, file)]
+    return [*changed, f"{MANIFEST} or {SUMS}"] if sums_problem(folder, manifest) else changed
+
+
+def damage_of(
+    folder: Path, manifest: Mapping[str, Any], *, hashed: bool = True, expect: str | None = None
+) -> dict[str, str]:
+    """A sentence for each file of a bundle that is missing, changed or not listed, by its path.
+
+    Without `hashed`, the listed files are compared only by their sizes; the manifest is compared by its hash in any case.
+    `expect` is the SHA-256 that SHA256SUMS must have.
+    """
+    problems = {SUMS: problem} if (problem := sums_problem(folder, manifest, expect)) else {}
+    found = {file["path"]: file_problem(folder, file, hashed=hashed) for file in manifest["files"]}
+    problems |= {path: problem for path, problem in found.items() if problem}
+    try:
+        extra = unlisted(folder, manifest)
+    except OSError as error:
+        return {**problems, ".": f"{folder} can't be read: {error.strerror or error}."}
+    return {**problems, **{path: f"{path} is not listed in {MANIFEST}." for path in extra}}

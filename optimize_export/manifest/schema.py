@@ -112,76 +112,58 @@ _DIGESTS = _Kind(
 # A dict is an object with these fields; "name?" may be missing. {str: kind} is an object with any keys, [kind] is a
 # list, [kind, ...] a list that isn't empty, and (kind, None) may be null.
 
-_DEVICE = {"type": _TEXT, "name": _TEXT}
-_TENSOR = {"name": _TEXT, "dtype": _TEXT, "shape": [_DIMENSION]}
+
+def _all(kind: Any, *names: str) -> dict[str, Any]:
+    """Fields of one kind."""
+    return dict.fromkeys(names, kind)
+
+
+_DEVICE = _all(_TEXT, "type", "name")
+_TENSOR = {**_all(_TEXT, "name", "dtype"), "shape": [_DIMENSION]}
 _NOISE = {
-    "name": _TEXT,
-    "kind": _TEXT,
-    "dtype": _TEXT,
-    "scale": _NUMBER,
-    "rms": _NUMBER,
-    "own_error": _NUMBER,
-    "own_error_rms": _NUMBER,
-    "response": _NUMBER,
-    "response_rms": _NUMBER,
-    "noise": _SIZE,
-    "noise_rms": _SIZE,
+    **_all(_TEXT, "name", "kind", "dtype"),
+    **_all(_NUMBER, "scale", "rms", "own_error", "own_error_rms", "response", "response_rms"),
+    **_all(_SIZE, "noise", "noise_rms", "declared?"),
     "signal": (_TEXT, None),
     "deterministic": _FLAG,
     "tied": _COUNT,
-    "declared?": _SIZE,
 }
 _CALL = {
     "batch_size": (_COUNT, None),
-    "draw": _COUNT,
-    **dict.fromkeys(("max_error?", "mean_error?", "p999_error?", "cosine?", "agreement?"), (_NUMBER, None)),
-    "undecided?": _COUNT,
+    **_all((_NUMBER, None), "max_error?", "mean_error?", "p999_error?", "cosine?", "agreement?"),
+    **_all(_COUNT, "draw", "undecided?"),
     "sizes?": {str: _COUNT},
+}
+_OUTPUT = {
+    "name": _TEXT,
+    "tolerance": (_SIZE, None),
+    **_all((_NUMBER, None), "ratio?", "slice_ratio?"),
+    **_all(_FLAG, "judged?", "by_user?"),
+    "calls?": [_CALL],
 }
 _PARITY = {
     "ok": _FLAG,
-    "verdict": _TEXT,
-    "reason": _TEXT,
-    "effort?": _TEXT,
+    **_all(_TEXT, "verdict", "reason", "effort?"),
     "factor?": _POSITIVE,
-    "outputs?": [
-        {
-            "name": _TEXT,
-            "tolerance": (_SIZE, None),
-            "ratio?": (_NUMBER, None),
-            "slice_ratio?": (_NUMBER, None),
-            "judged?": _FLAG,
-            "by_user?": _FLAG,
-            "calls?": [_CALL],
-        }
-    ],
+    "outputs?": [_OUTPUT],
 }
 _DIFFERENCE = {
     "noise": _NOISE,
-    "max_error": _NUMBER,
-    "rms_error": _NUMBER,
+    **_all(_NUMBER, "max_error", "rms_error", "slice_error?", "slice_noise?"),
     "mismatches": _COUNT,
     "problems": [_TEXT],
-    "where": _TEXT,
+    **_all(_TEXT, "where", "slice?"),
     "frontier": [_POINT],
-    "slice?": _TEXT,
-    "slice_error?": _NUMBER,
-    "slice_noise?": _NUMBER,
     "calls?": [_CALL],
 }
+_ROW = {
+    **_all(_TEXT, "name", "how"),
+    **_all(_NUMBER, "max_difference", "rms_difference"),
+    **_all(_COUNT, "mismatches", "batch_size", "row"),
+    "frontier": [_POINT],
+}
 _ROWS = {
-    "outputs": [
-        {
-            "name": _TEXT,
-            "max_difference": _NUMBER,
-            "rms_difference": _NUMBER,
-            "mismatches": _COUNT,
-            "batch_size": _COUNT,
-            "row": _COUNT,
-            "how": _TEXT,
-            "frontier": [_POINT],
-        }
-    ],
+    "outputs": [_ROW],
     "batch_sizes": [_COUNT],
     "alone": _FLAG,
     "without_rows": [_TEXT],
@@ -189,34 +171,29 @@ _ROWS = {
 }
 _MEASUREMENT = {
     "outputs": [_DIFFERENCE, ...],
-    "problems": [_TEXT],
-    "notes": [_TEXT],
-    "reference": _TEXT,
-    "reference_reason": _TEXT,
-    "mode": _TEXT,
-    "device": _TEXT,
+    **_all([_TEXT], "problems", "notes"),
+    **_all(_TEXT, "reference", "reference_reason", "mode", "device", "precision?", "reference_device?"),
     "batch_sizes": [_COUNT],
     "draws": _COUNT,
     "seed": _SEED,
     "settings": {str: _TEXT},
-    "precision?": _TEXT,
     "rows?": (_ROWS, None),
-    "reference_device?": _TEXT,
 }
+_BUDGET = _all((_FINITE, None), "cosine", "top1")
 _ACCURACY = {
-    **dict.fromkeys(("cosine", "top1", "equal", "snr"), (_FINITE, None)),
+    **_BUDGET,
+    **_all((_FINITE, None), "equal", "snr"),
     "max_error": (_SIZE, None),
     "calls": _COUNT,
     "problem": (_TEXT, None),
 }
 _ARTIFACT = {
-    "format": _TEXT,
+    **_all(_TEXT, "format", "route"),
     "path": _PATH,
     "files": [_PATH, ...],
     "sha256": _DIGEST,
     "bytes": _COUNT,
-    "route": _TEXT,
-    "refused": [{"route": _TEXT, "reason": _TEXT}],
+    "refused": [_all(_TEXT, "route", "reason")],
     "inputs": [_TENSOR],
     "outputs": [_TENSOR, ...],
     "notes": [_TEXT],
@@ -225,25 +202,17 @@ _ARTIFACT = {
     "placement?": ({str: _COUNT}, None),
     "opset?": (_COUNT, None),
     "metadata?": {str: _TEXT},
-    "accuracy?": {"budget": {"cosine": (_FINITE, None), "top1": (_FINITE, None)}, **_ACCURACY},
+    "accuracy?": {"budget": _BUDGET, **_ACCURACY},
     "quantization?": {"kind": _TEXT, "kept": [_TEXT]},
-    "limits?": [{"condition": _TEXT, "size": _TEXT, "largest": _COUNT}],
-    "without_passes?": [{"name": _TEXT, "reason": _TEXT}],
+    "limits?": [{**_all(_TEXT, "condition", "size"), "largest": _COUNT}],
+    "without_passes?": [_all(_TEXT, "name", "reason")],
 }
-_PASS = {
-    "name": _TEXT,
-    "options": _OBJECT,
-    "status": _TEXT,
-    "max_error?": (_NUMBER, None),
-    "error?": (_NUMBER, None),
-}
+_PASS = {**_all(_TEXT, "name", "status"), "options": _OBJECT, **_all((_NUMBER, None), "max_error?", "error?")}
 _GOLDEN_CALL = {
     "name": _TEXT,
     "batch_size": (_COUNT, None),
     "draw": _COUNT,
-    "inputs": [_TEXT],
-    "outputs": [_TEXT],
-    "tied": [_TEXT],
+    **_all([_TEXT], "inputs", "outputs", "tied"),
     "sizes?": {str: _COUNT},
     "seed?": _SEED,
 }
@@ -251,18 +220,16 @@ _GOLDEN = {
     "path": _PATH,
     "device": _DEVICE,
     "calls": [_GOLDEN_CALL, ...],
-    "outputs": [{**_NOISE, "atol": (_TOLERANCE, None), "rtol": (_TOLERANCE, None)}, ...],
+    "outputs": [{**_NOISE, **_all((_TOLERANCE, None), "atol", "rtol")}, ...],
     "precision?": _TEXT,
 }
-_ROUTE = {"format": _TEXT, "runtime": _TEXT, "settings": _OBJECT}
+_ROUTE = {**_all(_TEXT, "format", "runtime"), "settings": _OBJECT}
 _FIGURE = {
     "name": _TEXT,
     "route": (_ROUTE, None),
-    "bytes": (_COUNT, None),
-    "memory": (_COUNT, None),
-    "seconds": (_POSITIVE, None),
-    "p95": (_POSITIVE, None),
-    "speed_up": ({"median": _POSITIVE, "low": _POSITIVE, "high": _POSITIVE, "rounds": _COUNT}, None),
+    **_all((_COUNT, None), "bytes", "memory"),
+    **_all((_POSITIVE, None), "seconds", "p95"),
+    "speed_up": ({**_all(_POSITIVE, "median", "low", "high"), "rounds": _COUNT}, None),
     "accuracy": (_ACCURACY, None),
     "dropped": (_TEXT, None),
 }
@@ -275,15 +242,16 @@ _BENCHMARK = {
     "reason?": _TEXT,
     "notes?": [_TEXT],
 }
+# In the order in which the fields are written.
 _MANIFEST = {
     "schema": {"name": _TEXT, "version": _COUNT},
     "created": _TEXT,
-    "program": {"name": _TEXT, "version": _TEXT},
-    "environment": {"python": _TEXT, "platform": _TEXT, "libraries": _VERSIONS},
+    "program": _all(_TEXT, "name", "version"),
+    "environment": {**_all(_TEXT, "python", "platform"), "libraries": _VERSIONS},
     "device": _DEVICE,
     "mode": _TEXT,
     "seed": _SEED,
-    "model": {"class": _TEXT, "source": _TEXT, "parameters": _COUNT, "bytes": _COUNT, "weights_sha256": _DIGEST},
+    "model": {**_all(_TEXT, "class", "source"), **_all(_COUNT, "parameters", "bytes"), "weights_sha256": _DIGEST},
     # Bundles of earlier versions lack `build.program`.
     "build?": {"options": _OBJECT, "files": _DIGESTS, "versions": _VERSIONS, "program?": _DIGEST},
     "input_structure?": _ANYTHING,
@@ -301,7 +269,7 @@ _MANIFEST = {
     "files": [{"path": _PATH, "sha256": _DIGEST, "bytes": _COUNT}, ...],
 }
 FIELDS = tuple(name.removesuffix("?") for name in _MANIFEST)
-"""The fields of a manifest in the order in which they are written. Others may come before the last one, `files`."""
+"""The fields of a manifest. Others may come before the last one, `files`."""
 
 
 # ---------------------------------------------------------------------------------------------------------- checking
@@ -313,11 +281,7 @@ def check_benchmark(benchmark: Any) -> None:
 
 
 def check_manifest(manifest: Any) -> None:
-    """Check a manifest against the schema, and its fields against each other.
-
-    Raises:
-        BundleError: the manifest doesn't match the schema or contradicts itself. One sentence that names the field.
-    """
+    """Check a manifest against the schema, and its fields against each other; `BundleError` names the field."""
     if not isinstance(manifest, dict):
         raise _wrong(MANIFEST, "an object", manifest)
     schema = manifest.get("schema")

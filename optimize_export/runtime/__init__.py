@@ -1,12 +1,14 @@
 """Run the artifacts of a bundle. An ONNX file needs numpy and onnxruntime only, not torch."""
 
-from optimize_export.runtime.loading import LoadedModel, Runner, load, open_route
+from optimize_export.runtime.loading import LoadedModel, load
 from optimize_export.runtime.openvino_runner import openvino_precisions
 from optimize_export.runtime.route import (
     SETTINGS,
     Route,
+    Runner,
     Setting,
     is_installed,
+    open_route,
     own_routes,
     processor,
     require_runtime,

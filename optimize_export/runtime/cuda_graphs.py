@@ -22,10 +22,9 @@ class Graphed:
     A graph reads and writes fixed memory, so calls wait for each other, in whatever streams they are. The inputs are
     copied in, the outputs out.
 
-    Args:
-        run: the function; it must launch the same kernels at each call of the same shapes, and not wait for the GPU.
-        record: makes a graph of inputs of the same shapes as those given; by default torch does. It returns a function
-            that replays the graph, and the tensors that the graph reads and writes.
+    `run` must launch the same kernels at each call of the same shapes, and not wait for the GPU. `record` makes a graph
+    for inputs of the given shapes, and returns a function that replays it and the tensors that it reads and writes; by
+    default torch makes it.
     """
 
     def __init__(

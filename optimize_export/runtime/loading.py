@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import os
@@ -11,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 
 from optimize_export.arguments import other_gpu, parse_digest
-from optimize_export.errors import BundleError, DeviceError, OptimizeExportError, UsageError
+from optimize_export.errors import BundleError, DeviceError, UsageError
 from optimize_export.manifest import (
     MOST_THREADS,
     SCHEMA_NAME,
@@ -27,61 +26,10 @@ from optimize_export.manifest import (
     sums_problem,
 )
 from optimize_export.relations import Relation
-from optimize_export.runtime.route import NUMPY_DTYPES, SETTINGS, Route, own_routes, processor, require_runtime
+from optimize_export.runtime.route import NUMPY_DTYPES, SETTINGS, Route, Runner, open_route, own_routes, processor
 from optimize_export.runtime.structure import Arguments, Outputs
 
-__all__ = ["LoadedModel", "Runner", "load", "open_route"]
-
 logger = logging.getLogger(__name__)
-
-_RUNNERS = {
-    "onnxruntime": ("optimize_export.onnx_runtime", "OnnxruntimeRunner"),
-    "openvino": ("optimize_export.runtime.openvino_runner", "OpenvinoRunner"),
-    "torch": ("optimize_export.runtime.torch_runner", "TorchRunner"),
-}
-
-
-class Runner(Protocol):
-    """A file in a runtime, ready to run; also an `exporters.base.LoadedArtifact`.
-
-    Attributes:
-        device: "cpu" or "cuda".
-    """
-
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def placement(self) -> dict[str, int] | None: ...
-
-    @property
-    def settings(self) -> dict[str, str]: ...
-
-    def __call__(self, *tensors: Any) -> tuple[Any, ...]:
-        """Run the file on flat inputs: numpy arrays give numpy arrays, torch tensors give torch tensors."""
-
-
-def open_route(path: Path, route: Route, device: str = "cpu") -> Runner:
-    """Open a file in the runtime of a route.
-
-    Raises:
-        DeviceError: the runtime isn't installed, can't use the device, or can't load the file.
-    """
-    require_runtime(route.runtime)
-    module, name = _RUNNERS[route.runtime]
-    try:
-        runner: Runner = getattr(importlib.import_module(module), name)(path, route, device)
-    except OptimizeExportError:
-        raise
-    except ModuleNotFoundError as error:
-        package = str(error.name).partition(".")[0]
-        raise DeviceError(f"{route.runtime} can't load {path.name} without {package}: pip install {package}") from error
-    # Each runtime has its own errors, and some derive from Exception alone. Another one is that a library of the system
-    # is missing.
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise DeviceError(f"{route.runtime} can't load {path.name}: {reason}") from error
-    return runner
 
 
 class LoadedModel:
@@ -89,15 +37,20 @@ class LoadedModel:
 
     Numpy arrays as arguments give numpy arrays, torch tensors give torch tensors on the device of the first of them.
     Calls may run in several threads at once.
-
-    Attributes:
-        route: the artifact, the runtime and its settings.
-        device: "cpu" or "cuda".
-        batch_sizes: those at which the route was chosen; others work where the artifact's batch is open.
-        accuracy: how far the outputs may differ from the original's, if by more than rounding: "within budget: cosine
-            0.9997 (budget: cosine 0.999)"; "" otherwise.
-        notes: sentences about a choice other than the recommended one, and about another machine.
     """
+
+    path: Path
+    route: Route
+    """The artifact, the runtime and its settings."""
+    device: str
+    """"cpu" or "cuda"."""
+    batch_sizes: tuple[int, ...]
+    """Those at which the route was chosen; others work where the artifact's batch is open."""
+    accuracy: str
+    """How far the outputs may differ from the original's, if by more than rounding: "within budget: cosine 0.9997 (budget:
+    cosine 0.999)"; "" otherwise."""
+    notes: tuple[str, ...]
+    """Sentences about a choice other than the recommended one, and about another machine."""
 
     def __init__(
         self, path: Path, artifact: Mapping[str, Any], manifest: Mapping[str, Any], runner: Runner, route: Route

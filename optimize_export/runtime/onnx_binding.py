@@ -12,11 +12,9 @@ from optimize_export.onnx_runtime import ort, without_graph
 
 
 class BoundSession:
-    """A session, called on torch tensors. The outputs are on `target`, in the session's order.
+    """A session, called on torch tensors. The outputs are on its device `target`, in the session's order.
 
-    Args:
-        target: the device of the session.
-        graphs: whether the session has the provider's option `enable_cuda_graph`.
+    `graphs`: whether the session has the provider's option `enable_cuda_graph`.
     """
 
     def __init__(self, session: ort.InferenceSession, target: torch.device, *, graphs: bool = False) -> None:
@@ -31,11 +29,7 @@ class BoundSession:
         self._numbers = itertools.count()
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run the session; the inputs may be on any device.
-
-        Raises:
-            ValueError: the number of tensors or the dtype of one doesn't match the file.
-        """
+        """Run the session; the inputs may be on any device. ValueError if their number or a dtype doesn't match the file."""
         held = self._on_target(tensors)
         binding = self._with_inputs(held)
         for name, _ in self._outputs:
@@ -50,11 +44,7 @@ class BoundSession:
     def recorded(
         self, tensors: Sequence[torch.Tensor]
     ) -> tuple[Callable[[], None], list[torch.Tensor], tuple[torch.Tensor, ...]]:
-        """Record a CUDA graph for inputs of these shapes.
-
-        Returns:
-            A function that replays it, and the tensors that it reads and writes.
-        """
+        """Record a CUDA graph for inputs of these shapes: a function that replays it, and its inputs and outputs."""
         inputs = [tensor.clone() for tensor in self._on_target(tensors)]
         # The sizes of the outputs are known after a run.
         outputs = self(*inputs)

@@ -14,11 +14,7 @@ from optimize_export.runtime.route import PRECISIONS, Route, require_runtime
 
 
 class OpenvinoRunner:
-    """A compiled file. Calls may run in several threads at once; each has its own request.
-
-    Raises:
-        DeviceError: OpenVINO isn't installed, or the device isn't the CPU.
-    """
+    """A compiled file. Calls may run in several threads at once; each has its own request."""
 
     placement: dict[str, int] | None = None
 
@@ -44,10 +40,7 @@ class OpenvinoRunner:
     def __call__(self, *tensors: Any) -> tuple[Any, ...]:
         torch = sys.modules.get("torch")
         is_torch = torch is not None and any(isinstance(tensor, torch.Tensor) for tensor in tensors)
-        arrays = tensors
-        if is_torch:
-            assert torch is not None
-            arrays = tuple(each.numpy(force=True) if isinstance(each, torch.Tensor) else each for each in tensors)
+        arrays = [each.numpy(force=True) if torch and isinstance(each, torch.Tensor) else each for each in tensors]
         request = getattr(self._local, "request", None)
         if request is None:
             request = self._local.request = self._compiled.create_infer_request()
@@ -76,9 +69,6 @@ def openvino() -> ModuleType:
     At import, OpenVINO sends an event to its makers, from a forked process. Besides the event itself, a fork in the middle
     of an export waits until the export is done, and torch's compiler then waits for the fork. Without the package
     `openvino_telemetry`, OpenVINO uses an empty stub, so that package is hidden during the import.
-
-    Raises:
-        ImportError: it isn't installed, or its libraries can't be loaded.
     """
     if "openvino" in sys.modules or _TELEMETRY in sys.modules:
         return importlib.import_module("openvino")

@@ -1,16 +1,17 @@
-"""Ways to run a file: the runtimes and their settings, and the processor of this machine."""
+"""Ways to run a file: the runtimes with their settings, and a file opened in one of them."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from optimize_export.errors import BundleError, DeviceError
+from optimize_export.errors import BundleError, DeviceError, OptimizeExportError
 from optimize_export.manifest import MOST_THREADS
 
 Setting = bool | int | str
@@ -67,11 +68,7 @@ class Route:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Route:
-        """Read a route.
-
-        Raises:
-            BundleError: a field is missing, the runtime or a setting is unknown, or a value is invalid.
-        """
+        """Read a route; BundleError if a field is missing, the runtime or a setting unknown, or a value invalid."""
         format, runtime, settings = (data.get(name) for name in ("format", "runtime", "settings"))
         if not (isinstance(format, str) and isinstance(runtime, str) and isinstance(settings, Mapping)):
             raise BundleError(
@@ -138,3 +135,51 @@ def processor() -> str:
 def usable_cpus() -> int:
     """The number of CPUs that this process may use: in a container often fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# A file in a runtime ---------------------------------------------------------------------------------------------------
+
+_RUNNERS = {
+    "onnxruntime": ("optimize_export.onnx_runtime", "OnnxruntimeRunner"),
+    "openvino": ("optimize_export.runtime.openvino_runner", "OpenvinoRunner"),
+    "torch": ("optimize_export.runtime.torch_runner", "TorchRunner"),
+}
+
+
+class Runner(Protocol):
+    """A file in a runtime, ready to run on "cpu" or "cuda"; also an `exporters.base.LoadedArtifact`."""
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def placement(self) -> dict[str, int] | None: ...
+
+    @property
+    def settings(self) -> dict[str, str]: ...
+
+    def __call__(self, *tensors: Any) -> tuple[Any, ...]:
+        """Run the file on flat inputs: numpy arrays give numpy arrays, torch tensors give torch tensors."""
+
+
+def open_route(path: Path, route: Route, device: str = "cpu") -> Runner:
+    """Open a file in the runtime of a route.
+
+    Raises:
+        DeviceError: the runtime isn't installed, can't use the device, or can't load the file.
+    """
+    require_runtime(route.runtime)
+    module, name = _RUNNERS[route.runtime]
+    try:
+        runner: Runner = getattr(importlib.import_module(module), name)(path, route, device)
+    except OptimizeExportError:
+        raise
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        raise DeviceError(f"{route.runtime} can't load {path.name} without {package}: pip install {package}") from error
+    # Each runtime has its own errors, and some derive from Exception alone. Another one is that a library of the system
+    # is missing.
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise DeviceError(f"{route.runtime} can't load {path.name}: {reason}") from error
+    return runner

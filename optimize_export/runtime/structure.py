@@ -7,6 +7,7 @@ import dataclasses
 import reprlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from optimize_export.errors import BundleError, UsageError
@@ -46,15 +47,10 @@ class Record(dict[Any, Any]):
 
 
 class Arguments:
-    """Finds the tensors in the arguments of a call.
+    """Finds the tensors in the arguments of a call, by the manifest's `input_structure`.
 
-    Args:
-        structure: the manifest's `input_structure`.
-        positional: the names of the original's positional parameters, in order; by default the names in the structure.
-        names: the inputs of the file, in order.
-
-    Raises:
-        BundleError: the structure is broken or doesn't name the inputs.
+    `positional` names the original's positional parameters, in order; by default those in the structure. `names` are the
+    inputs of the file, in order. A structure that is broken or doesn't name them is a BundleError.
     """
 
     def __init__(self, structure: Json, positional: Sequence[str] | None, names: Sequence[str]) -> None:
@@ -101,14 +97,9 @@ class Arguments:
 
 
 class Outputs:
-    """Builds the original's output from the tensors that a file returns.
+    """Builds the original's output from the tensors that a file returns, by the manifest's `output_structure`.
 
-    Args:
-        structure: the manifest's `output_structure`.
-        names: the outputs of the file, in order.
-
-    Raises:
-        BundleError: the structure is broken or doesn't name the outputs.
+    `names` are the outputs of the file, in order. A structure that is broken or doesn't name them is a BundleError.
     """
 
     def __init__(self, structure: Json, names: Sequence[str]) -> None:
@@ -122,18 +113,13 @@ class Outputs:
         return self._build(iter(tensors))
 
 
-class _readable:
+@contextmanager
+def _readable(field: str) -> Iterator[None]:
     """Turn the errors of a structure that isn't as this program writes it into a BundleError."""
-
-    def __init__(self, field: str) -> None:
-        self._field = field
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, KeyError | TypeError | ValueError | AttributeError | RecursionError):
-            raise BundleError(f"`{self._field}` of the manifest is broken: {type(error).__name__} {error}.") from error
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise BundleError(f"`{field}` of the manifest is broken: {type(error).__name__} {error}.") from error
 
 
 def _tensors(node: Json) -> Iterator[str]:

@@ -20,12 +20,8 @@ from optimize_export.shadowing import our_package
 class TorchRunner:
     """A file that torch runs. Calls may run in several threads at once.
 
-    Args:
-        route: `threads` is set for the process, since torch has one pool of threads. On a GPU, each call also sets the
-            process's TF32 settings and `cudnn.benchmark`, and leaves them so: another thread may run meanwhile.
-
-    Raises:
-        DeviceError: the device is a GPU, and torch finds none.
+    `threads` of the route is set for the process, since torch has one pool of threads. On a GPU, each call also sets the
+    process's TF32 settings and `cudnn.benchmark`, and leaves them so: another thread may run meanwhile.
     """
 
     def __init__(self, path: Path, route: Route, device: str) -> None:

@@ -2,10 +2,16 @@
 
 from optimizer.bundle.bundle import Bundle, artifact_entry, open_bundle
 from optimizer.bundle.golden import read_golden, write_golden
-from optimizer.bundle.manifest import describe_device, is_reproducible_build, usage_text, weights_hash
+from optimizer.bundle.manifest import (
+    describe_device,
+    factor_between,
+    is_reproducible_build,
+    usage_text,
+    weights_hash,
+)
 from optimizer.bundle.report import graph_of, write_report
 from optimizer.bundle.triton import write_triton_model
-from optimizer.bundle.verify import VerifyReport, factor_between, rejudge_bundle, verify_bundle
+from optimizer.bundle.verify import VerifyReport, rejudge_bundle, verify_bundle
 from optimizer.bundle.writing import check_target, write_bundle
 
 __all__ = [

@@ -11,7 +11,7 @@ bundle/
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from optimize_export.errors import BundleError
 from optimize_export.manifest import MANIFEST, file_problem, read_manifest, sums_digest, sums_problem
 from optimize_export.wording import listed
 from optimizer.bundle import exchange
-from optimizer.bundle.disk import absolute, bundle_errors
+from optimizer.bundle.exchange import absolute, bundle_errors
 from optimizer.bundle.golden import GoldenCall, read_golden
 from optimizer.bundle.report import fragment_of
 
@@ -163,17 +163,15 @@ def artifact_entry(
     measurement: Mapping[str, Any] | None = None,
     placement: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Build an entry of the manifest's `artifacts`; `write_bundle` adds the hashes and sizes.
+    """Build the entry in the manifest's `artifacts` of a file below `folder`; `write_bundle` adds its hash and size.
 
     Args:
-        artifact: was written below `folder`.
-        parity: the judgement.
-        measurement: the measurement behind the judgement, which `rejudge_bundle` needs.
+        parity, measurement: the judgement, and the measurement behind it, which `rejudge_bundle` needs.
         placement: the number of nodes that ran on each provider during the measurement.
     """
 
     def specs(tensors: Sequence[TensorSpec]) -> list[dict[str, Any]]:
-        return [{"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)} for tensor in tensors]
+        return [{**asdict(tensor), "shape": list(tensor.shape)} for tensor in tensors]
 
     entry = {
         "format": artifact.format,
@@ -191,16 +189,12 @@ def artifact_entry(
         "measurement": measurement,
     }
     if artifact.limits:
-        entry["limits"] = [
-            {"condition": limit.condition, "size": limit.size, "largest": limit.largest} for limit in artifact.limits
-        ]
+        entry["limits"] = [asdict(limit) for limit in artifact.limits]
     return entry
 
 
 def open_bundle(path: str | Path) -> Bundle:
-    """Open a bundle, given its folder or its `manifest.json`.
-
-    If a crash interrupted the exchange of the bundle, this first completes the exchange.
+    """Open a bundle, given its folder or its `manifest.json`, after an exchange that a crash interrupted is completed.
 
     Raises:
         BundleError: there is no bundle, or its manifest is broken or has another schema version.

@@ -1,4 +1,4 @@
-"""Replace a folder by a finished one: write it next to the target, then exchange the two.
+"""Replace a folder by a finished one: write it next to the target, then exchange the two. Failures of the disk are one sentence.
 
     parent/NAME                                  the target
     parent/.NAME.RANDOM.optimize-export/         the staging place, next to the target on the same file system
@@ -20,6 +20,7 @@ import ctypes
 import errno
 import logging
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -27,6 +28,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from safetensors import SafetensorError
+
+from exporters.errors import ExporterError
+from optimize_export.errors import BundleError, OptimizeExportError
+from optimize_export.manifest import entries_below
+from optimizer.paths import is_utf8
+from optimizer.showing import size_text
 
 if sys.platform != "win32":
     import fcntl
@@ -39,6 +48,8 @@ _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 # The errors of a kernel, file system or sandbox that doesn't support an operation. All other errors are real ones.
 _UNSUPPORTED = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM})
+# A disk that fails, and not a place that may not be written.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 # Another writer holds the lock of the parent folder while it hashes the replaced bundle, which takes seconds.
 _LONGEST_WAIT_SECONDS = 60.0
 
@@ -48,19 +59,12 @@ published: set[Path] = set()
 
 @contextlib.contextmanager
 def replacement(target: Path, may_replace: Callable[[Path], None]) -> Iterator[Path]:
-    """Yield an empty folder next to `target`, and move it to the target at the end of the block.
+    """Yield an empty folder next to `target`, an absolute path, and move it to the target at the end of the block.
 
     If the block raises, the target stays as it is, and the new folder and the parent folders made for it are removed.
 
-    Args:
-        target: an absolute path.
-        may_replace: called with a folder; raises if that folder must not be replaced. It checks the target first, and
-            then the folder that was actually moved away. If it refuses that one, the exchange is undone. So no folder
-            is deleted that it hasn't checked.
-
-    Raises:
-        OSError: a file system operation fails.
-        Exception: any exception of `may_replace`.
+    `may_replace` raises if a folder must not be replaced. It checks the target first, and then the folder that was
+    actually moved away. If it refuses that one, the exchange is undone. So no folder is deleted that it hasn't checked.
     """
     missing = [folder for folder in target.parents if not os.path.lexists(folder)]
     try:
@@ -127,11 +131,7 @@ def _remove(place: Path) -> None:
 
 
 def recover(target: Path) -> None:
-    """Finish an exchange whose writer ended between the two renames: move the complete new folder to the target.
-
-    Raises:
-        OSError: the rename is refused.
-    """
+    """Finish an exchange whose writer ended between the two renames: move the complete new folder to the target."""
     if not os.path.lexists(target) and _leftovers(target):
         with _locked(target.parent):
             _finish_interrupted(target)
@@ -291,3 +291,101 @@ def _sync(path: Path, flags: int) -> None:
             raise
     finally:
         os.close(handle)
+
+
+# ------------------------------------------------------------------------------------------------- paths and errors
+
+
+def absolute(path: str | Path) -> Path:
+    """Make a path absolute, with the home folder for `~`; a link as its last part isn't followed. May raise BundleError."""
+    given = Path(os.path.expanduser(path))
+    if "\0" in str(given):
+        raise BundleError(f"{str(given)!r} is not a valid path: it contains a null character.")
+    try:
+        path = given.resolve() if given.name in {"", ".."} else given.parent.resolve() / given.name
+    # Python before 3.13 raises RuntimeError for a loop of links.
+    except (OSError, RuntimeError) as error:
+        raise BundleError(f"{given} can't be resolved: {error}.") from error
+    if not is_utf8(str(path)):
+        raise BundleError(
+            f"{path} isn't UTF-8, which the libraries that write and read a bundle need: use another path."
+        )
+    return path
+
+
+@contextlib.contextmanager
+def bundle_errors(target: Path, done: str) -> Iterator[None]:
+    """Turn an OSError into a one-sentence BundleError."""
+    try:
+        yield
+    except OSError as error:
+        raise BundleError(f"The bundle {target} can't be {done}: {_cause(error)}.") from error
+
+
+def _cause(error: OSError) -> str:
+    where = f" ({error.filename})" if isinstance(error.filename, str) and error.filename else ""
+    known = {
+        errno.EACCES: "this user may not write there; choose another folder or change its permissions",
+        errno.EPERM: "the system doesn't allow it; choose another folder",
+        errno.ENOTEMPTY: "another program wrote there at the same time; run again to replace its result",
+        errno.EROFS: "the file system is read-only; choose another folder",
+        errno.ENAMETOOLONG: "the path is too long; choose a shorter one",
+        errno.ENOTDIR: "a part of the path is a file; choose another folder",
+        errno.EBUSY: "the folder is in use by the system; choose another one",
+        errno.ENOSPC: "the disk is full; free some space or choose another folder",
+        errno.EDQUOT: "the disk quota is used up; free some space or choose another folder",
+        errno.EFBIG: "a file is larger than the system allows here; raise the limit or choose another folder",
+    }
+    return known.get(error.errno or 0, error.strerror or str(error)) + where
+
+
+@contextlib.contextmanager
+def disk_failures(target: Path, folder: Path) -> Iterator[None]:
+    """Turn the errors that a failing disk causes in the writers into a one-sentence BundleError.
+
+    The libraries that write artifacts wrap the system's error in their own error types. This searches the whole chain
+    of causes for the error's number or text. The message gives file sizes, so it is built before the files are removed.
+    """
+    try:
+        yield
+    except Exception as error:
+        code = _disk_error(error)
+        if code == errno.ENOSPC:
+            raise BundleError(_disk_full(target, folder)) from error
+        if code is not None:
+            raise BundleError(
+                f"The bundle {target} can't be written: {_cause(OSError(code, os.strerror(code)))}."
+            ) from error
+        if isinstance(error, SafetensorError):
+            raise BundleError(f"The bundle {target} can't be written: {error}.") from error
+        raise
+
+
+def _disk_error(error: BaseException) -> int | None:
+    """The errno of the disk error that caused an exception; None if a disk error isn't the cause."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if isinstance(link, OSError) and link.errno in _DISK_ERRORS:
+            return link.errno
+        found = None if isinstance(link, BundleError) else re.search(r"\(os error (\d+)\)", str(link))
+        if found and int(found[1]) in _DISK_ERRORS:
+            return int(found[1])
+        if isinstance(link, OptimizeExportError | ExporterError | RuntimeError) and (code := _named_error(str(link))):
+            return code
+        link = link.__cause__ or link.__context__
+    return None
+
+
+def _named_error(text: str) -> int | None:
+    return next((code for code in _DISK_ERRORS if os.strerror(code) in text), None)
+
+
+def _disk_full(target: Path, folder: Path) -> str:
+    written = sum(status.st_size for status in entries_below(folder).values() if stat.S_ISREG(status.st_mode))
+    free = shutil.disk_usage(folder).free
+    return (
+        f"The bundle {target} can't be written: the disk is full ({size_text(free)} are free after writing "
+        f"{size_text(written)}, which is too little); free some space or choose another folder."
+    )

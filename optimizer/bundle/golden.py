@@ -60,17 +60,11 @@ def write_golden(
 
     Args:
         entries, noises: the calls and noises of the reference, with the reference's output names.
-        flatten: maps an entry's args and kwargs to its tensors, in the order of `input_names`
-            (`Adapter.flatten_inputs`).
+        flatten: maps an entry's args and kwargs to its tensors, in the order of `input_names`.
         input_names, output_names: the names in the artifacts.
         device: where the noise was measured.
         atol, rtol: the user's tolerances that replace the noise, by the reference's output names.
-        precision: "bfloat16" or "float16" if the noise is the original's error at that precision; "" if the noise is
-            rounding noise.
-
-    Raises:
-        ValueError: there is no entry, or the number of names differs from the number of tensors.
-        OSError, SafetensorError: the file can't be written.
+        precision: "bfloat16" or "float16" if the noise is the original's error at that precision; "" for rounding.
     """
     if not entries:
         raise ValueError("golden data needs at least one call")
@@ -151,10 +145,6 @@ def _storable(tensor: torch.Tensor) -> torch.Tensor:
 
 def read_golden(folder: Path, manifest: Mapping[str, Any]) -> tuple[GoldenCall, ...]:
     """Read the golden calls of a bundle, on the CPU.
-
-    Args:
-        folder: the bundle.
-        manifest: `files` has the size and the hash of the file, `artifacts` the dtypes of the inputs.
 
     Raises:
         BundleError: the file was changed, or the calls can't be read, lack a tensor, or differ from the manifest in a

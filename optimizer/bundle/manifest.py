@@ -22,6 +22,9 @@ from optimize_export.wording import dtype_name
 from optimizer.showing import number_text
 
 _CHUNK = 1 << 24
+# A processor of the same kind has other vector widths and kernels. Another kind also blocks and splits sums, fuses
+# multiplications with additions, and fuses kernels, which changes where values are rounded to half precision.
+_SAME_KIND, _OTHER_KIND = 2.0, 4.0
 
 
 # ---------------------------------------------------------------------------------------------------------- the content
@@ -33,11 +36,7 @@ def is_reproducible_build() -> bool:
 
 
 def creation_time() -> str:
-    """The current time in UTC, or the time of SOURCE_DATE_EPOCH for a reproducible bundle, in ISO 8601.
-
-    Raises:
-        BundleError: SOURCE_DATE_EPOCH isn't a whole number of seconds since 1970.
-    """
+    """The current time in UTC, or the time of SOURCE_DATE_EPOCH for a reproducible bundle, in ISO 8601."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
     if epoch is None:
         seconds = int(time.time())
@@ -53,6 +52,18 @@ def describe_device(device: str | torch.device) -> dict[str, str]:
     kind = torch.device(device)
     name = torch.cuda.get_device_name(kind) if kind.type == "cuda" else processor()
     return {"type": kind.type, "name": name}
+
+
+def factor_between(measured: Mapping[str, str], here: Mapping[str, str]) -> float:
+    """The factor by which an error may be larger here than on the device where the noise was measured.
+
+    Another device sums in a different order and fuses different instructions, so its rounding errors are a different
+    sample of the same distribution. The factor multiplies parity's own. It assumes that both devices accumulate half
+    precision in float32 and that TF32 is off on both.
+    """
+    if measured["type"] != here["type"]:
+        return _OTHER_KIND
+    return 1.0 if measured["name"] == here["name"] else _SAME_KIND
 
 
 def weights_hash(state_dict: Mapping[str, Any]) -> str:

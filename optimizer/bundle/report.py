@@ -78,20 +78,16 @@ class ModuleOperations:
 
 @dataclass(frozen=True)
 class ModuleNode:
-    """A module in the tree of the page.
-
-    Attributes:
-        name: the last part of its path.
-        own: its own operations.
-        passes: the passes that changed it.
-        before, after: the number of operations in it and below.
-    """
+    """A module in the tree of the page."""
 
     name: str
+    """The last part of its path."""
     own: ModuleOperations
     passes: tuple[str, ...]
+    """Those that changed it."""
     children: list[ModuleNode] = field(default_factory=list)
 
+    # The number of operations in it and below.
     @property
     def before(self) -> int:
         return sum(self.own.before.values()) + sum(child.before for child in self.children)
@@ -161,12 +157,7 @@ def _route_text(route: Mapping[str, Any]) -> str:
 def graph_of(
     kinds: Mapping[str, str], before: Iterable[tuple[str, str]], after: Iterable[tuple[str, str]]
 ) -> tuple[ModuleOperations, ...]:
-    """The operations by module.
-
-    Args:
-        kinds: the class of each module by its path.
-        before, after: the path of the module and the name of each operation.
-    """
+    """The operations by module, from the path of the module and the name of each; `kinds` are the classes by path."""
     counts: tuple[dict[str, Counter[str]], ...] = ({}, {})
     for found, operations in zip(counts, (before, after), strict=True):
         for path, name in operations:
@@ -243,9 +234,8 @@ def _candidate(figure: Mapping[str, Any]) -> dict[str, Any]:
 def write_report(folder: Path, manifest: Manifest, graph: tuple[ModuleOperations, ...], **more: Any) -> None:
     """Write `report.json` and the page into the folder of a bundle.
 
-    Args:
-        manifest: without `files`, which have the hash of the page.
-        more: the other fields of `BundleReport`; the folders of this machine are cut from their texts.
+    The manifest still lacks `files`, which have the hash of the page. `more` are the other fields of `BundleReport`; the
+    folders of this machine are cut from their texts.
     """
     cut = without_local_paths(plain(more), local_roots(folder))
     report = BundleReport(summary_of(manifest), graph=graph, **cut)

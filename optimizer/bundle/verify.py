@@ -20,7 +20,7 @@ from optimize_export.manifest import SUMS, damage_of, plain, sums_problem
 from optimize_export.wording import listed
 from optimizer.bundle.bundle import open_bundle
 from optimizer.bundle.golden import GoldenCall, read_golden, stored_noises, stored_tolerances
-from optimizer.bundle.manifest import describe_device, notes_on_missing
+from optimizer.bundle.manifest import describe_device, factor_between, notes_on_missing
 from optimizer.model import Call, in_turn, pinned_settings, random_state
 from optimizer.options import AccuracyBudget
 from optimizer.parity import (
@@ -37,22 +37,6 @@ from optimizer.parity import (
     judge,
 )
 from optimizer.showing import number_text
-
-# A processor of the same kind has other vector widths and kernels. Another kind also blocks and splits sums, fuses
-# multiplications with additions, and fuses kernels, which changes where values are rounded to half precision.
-_SAME_KIND, _OTHER_KIND = 2.0, 4.0
-
-
-def factor_between(measured: Mapping[str, str], here: Mapping[str, str]) -> float:
-    """The factor by which an error may be larger here than on the device where the noise was measured.
-
-    Another device sums in a different order and fuses different instructions, so its rounding errors are a different
-    sample of the same distribution. The factor multiplies parity's own. It assumes that both devices accumulate half
-    precision in float32 and that TF32 is off on both.
-    """
-    if measured["type"] != here["type"]:
-        return _OTHER_KIND
-    return 1.0 if measured["name"] == here["name"] else _SAME_KIND
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import os
 import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from optimize_export.manifest import (
 from optimize_export.wording import listed
 from optimizer.bundle import exchange
 from optimizer.bundle.bundle import Bundle, open_bundle
-from optimizer.bundle.disk import absolute, bundle_errors, disk_failures
+from optimizer.bundle.exchange import absolute, bundle_errors, disk_failures
 from optimizer.bundle.manifest import creation_time, usage_text
 
 
@@ -46,8 +46,6 @@ def write_bundle(
 ) -> Bundle:
     """Write a bundle atomically: `target` is either unchanged or the complete new bundle.
 
-    If anything raises, the staging folder and the parent folders created for it are removed.
-
     Args:
         target: the folder of the bundle. `check_target` runs before `fill`; its check of an existing bundle runs again
             before and after the exchange.
@@ -56,7 +54,6 @@ def write_bundle(
             sizes of the files. `fill` may write any file except `manifest.json` and `SHA256SUMS`. If it writes no
             `README.md`, this function does. Exceptions of `fill` reach the caller, except those of a failing disk.
         report: called with the folder and the finished manifest, without its `files`. It writes further files.
-        force: as for `check_target`.
 
     Raises:
         BundleError: the target must not be replaced, or the disk fails.
@@ -72,13 +69,6 @@ def new_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
     """Yield an empty staging folder on the same file system, and move it to `target` at the end of the block.
 
     If the block raises, the staging folder and the parent folders created for it are removed.
-
-    Args:
-        target: an absolute path.
-        force: as for `check_target`, which runs first.
-
-    Raises:
-        BundleError: the target must not be replaced, or the disk fails.
     """
     check_target(target, force=force)
     with (
@@ -167,9 +157,6 @@ def check_target(target: str | Path, *, force: bool = False) -> None:
 
     A bundle is never written to another folder, a file, a symbolic link, a mount point or a folder inside another
     bundle. It never replaces the current folder, the home folder or a folder that contains one of them.
-
-    Raises:
-        BundleError: a bundle can't be written there; one sentence with the reason.
     """
     folder = absolute(target)
     with bundle_errors(folder, "written"):
@@ -180,11 +167,7 @@ def check_target(target: str | Path, *, force: bool = False) -> None:
 
 
 def _check_replaceable(folder: Path, target: Path, *, force: bool) -> None:
-    """Check that `folder` may be replaced if it exists.
-
-    Raises:
-        BundleError: `folder` must not be replaced. The message names `target`.
-    """
+    """Raise `BundleError`, which names `target`, if `folder` exists and must not be replaced."""
     try:
         status = os.lstat(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -230,13 +213,9 @@ def _check_surroundings(target: Path) -> None:
 
 
 def _is_bundle(folder: Path) -> bool:
-    if not (folder / MANIFEST).is_file():
-        return False
-    try:
-        read_manifest(folder)
-    except BundleError:
-        return False
-    return True
+    with suppress(BundleError):
+        return bool(read_manifest(folder))
+    return False
 
 
 def _check_writable(target: Path) -> None:

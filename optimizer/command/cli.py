@@ -75,11 +75,7 @@ _OUT_OF_MEMORY = "Out of memory: this machine, or a limit such as ulimit -v, lea
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code.
-
-    Args:
-        argv: the arguments; None means `sys.argv[1:]`.
-    """
+    """Run the command with these arguments, by default `sys.argv[1:]`, and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     open_closed_streams()
     if exchange := sys.modules.get("optimizer.bundle.exchange"):

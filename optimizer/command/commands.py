@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from optimize_export.arguments import other_gpu
-from optimize_export.errors import UsageError
+from optimize_export.errors import OptimizeExportError, UsageError
 from optimizer.command.config import FOLDERS, Config, read_config, refuse_name_in_config
 from optimizer.command.early_checks import check_names
 from optimizer.command.option_names import advice_for
@@ -35,19 +35,6 @@ from optimizer.options import (
 from optimizer.paths import default_output
 
 PROGRAM = "optimize-export"
-
-# What used to be an option.
-_COMMANDS_NOW = {
-    "--verify": "verify BUNDLE",
-    "--bench": "bench BUNDLE",
-    "--rejudge": "rejudge BUNDLE",
-    "--layout": "triton BUNDLE --output DIR",
-    "--list-passes": "passes",
-    "--diagnose": "diagnose MODEL",
-    "--profile": "profile MODEL --profile-dir DIR",
-    "--all": "build --all",
-    "--config": "build NAME --config FILE",
-}
 
 _HELP = """
 Make a PyTorch model faster and put it into deployable files, with proof that it still computes the same.
@@ -83,33 +70,33 @@ Inputs (--input), one for each argument of forward:
 
 Exit codes:
   0    done
-  1    a defect of the program itself, or out of memory
-  2    an option, or a combination of options, is invalid
-  3    the model, its weights or its inputs couldn't be loaded
-  4    a requested format is missing from the bundle: it couldn't be exported, or its file isn't proven
-  5    the required device is missing
-  6    the files aren't proven to compute the same as the original; an export publishes nothing
-  7    a pass failed or was rolled back under --strict, or a requested pass isn't available
-  8    the bundle couldn't be written, read or verified
-  9    the model's outputs carry no signal, so nothing could be proven
-  10   diagnose has findings of the level of --fail-on, or of a higher one
+{codes}
   130  interrupted (Ctrl-C); 143 if terminated
 """
+
+
+def _exit_codes() -> str:
+    """The exit codes of the errors, with their docstrings."""
+    known: list[type[OptimizeExportError]] = [OptimizeExportError, *OptimizeExportError.__subclasses__()]
+    texts = {each.exit_code: (each.__doc__ or "").rstrip(".") for each in known}
+    texts[1] = "a defect of the program itself, or out of memory"
+    return "\n".join(f"  {code:<4} {text[:1].lower()}{text[1:]}" for code, text in texts.items())
 
 
 def parse(arguments: Sequence[str], shows: Any = None) -> Options | int:
     """What a call asks for; the exit code if it asked only for help or the version, which `shows` has printed.
 
-    The first word is a command, or else MODEL of an export.
-
-    Raises:
-        UsageError, click.ClickException: the call is invalid.
+    The first word is a command, or else MODEL of an export. Raises UsageError or click.ClickException for an invalid call.
     """
     name, rest = "export", list(arguments)
     words = [each for each in rest if each not in ("--json", "--quiet", "--details", "--debug")]
     if words and words[0] in COMMANDS:
         name = words[0]
         rest.remove(name)
+    elif len(words) > 1 and not words[1].startswith("-") and words[0].isidentifier() and not os.path.exists(words[0]):
+        near = difflib.get_close_matches(words[0], COMMANDS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}."
+        raise UsageError(f"There is no command or file {words[0]}: {hint}")
     command = COMMANDS[name]
     found: Options | int = command.main(rest, prog_name=command.called, standalone_mode=False, obj=shows)
     return found
@@ -123,11 +110,11 @@ def option_names(command: str | None = None) -> set[str]:
 
 
 def why_no_option(name: str, command: str) -> str:
-    """Why a command doesn't have an option, as a sentence: it is a command now, goes with another one, or doesn't exist."""
-    if form := _COMMANDS_NOW.get(name):
-        return f"{name} is a command now: {PROGRAM} {form}."
+    """Why a command doesn't have an option, as a sentence: it is a command, goes with another one, or doesn't exist."""
     if advice := advice_for(name, option_names(command)):
         return f"There is no option {name}: use {advice}."
+    if (own := name.removeprefix("--")) in COMMANDS:
+        return f"{name} is a command: {PROGRAM} {own} --help shows its form."
     homes = [
         f"{PROGRAM} {'MODEL' if each.name == 'export' else each.name}"
         for each in COMMANDS.values()
@@ -144,10 +131,9 @@ def why_no_option(name: str, command: str) -> str:
 
 
 class FieldOption(click.Option):
-    """An option that sets a field of a dataclass. It keeps the text, so that errors name the option and its value."""
+    """An option that sets a field of a dataclass, or one of its flags. Errors name the option and its text."""
 
     def __init__(self, field: Field[Any], flag: str = "") -> None:
-        """Make the option; `flag` is one of the field's flags."""
         spelled: Option = field.metadata["option"]
         self.field, self.spelled = field, spelled
         self.value: Any
@@ -240,10 +226,11 @@ class _Call:
         return self.words[0]
 
     def bundle(self) -> Path:
-        (text,) = self.words
-        if not text.strip():
-            raise UsageError("BUNDLE is empty: name the folder of a bundle.")
-        return Path(os.path.expanduser(text))
+        if not self.words or not self.words[0].strip():
+            raise UsageError(
+                f"BUNDLE is missing: name the folder of a bundle, such as dist/net ({PROGRAM} --help shows more)."
+            )
+        return Path(os.path.expanduser(self.words[0]))
 
 
 class _Command(click.Command):
@@ -265,8 +252,8 @@ class _Command(click.Command):
         eager = [
             click.Option(names, is_flag=True, is_eager=True, expose_value=False, callback=show) for names, show in told
         ]
-        # Without a MODEL, our own sentence shows what it may be.
-        shape: Any = {"nargs": -1} if word == "[NAMES]" else {"required": word != "MODEL"}
+        # Where the word is missing, our own sentence shows what it may be.
+        shape: Any = {"nargs": -1} if word == "[NAMES]" else {"required": False}
         arguments = [click.Argument([word.strip("[]").lower()], metavar=word, **shape)] if word else []
         super().__init__(
             name,
@@ -311,7 +298,7 @@ class _Command(click.Command):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the examples, the syntax of inputs and the exit codes, where all is asked for."""
         if self.name == "export" and ctx.meta.get(_ALL_HELP):
-            formatter.write(_EPILOG)
+            formatter.write(_EPILOG.format(codes=_exit_codes()))
 
 
 def _show_help(context: click.Context, option: click.Parameter, wanted: bool) -> None:

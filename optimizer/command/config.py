@@ -11,6 +11,7 @@ The values are those of the command's options. An option on the command line tak
 """
 
 import difflib
+import itertools
 import json
 import os
 import re
@@ -54,19 +55,12 @@ class Config:
 
     def refuse_shared_outputs(self, outputs: Mapping[str, Path]) -> None:
         """Raise `UsageError` if two models have the same folder, or one inside the other's."""
-        seen: dict[Path, str] = {}
-        for name, output in ((name, path.resolve()) for name, path in outputs.items()):
-            for other, its_name in seen.items():
-                if output.is_relative_to(other) or other.is_relative_to(output):
-                    where = (
-                        f"the same output, {os.path.relpath(output)}"
-                        if output == other
-                        else "outputs inside each other"
-                    )
-                    raise UsageError(
-                        f"{self.path}: the models {its_name} and {name} have {where}: give one of them another."
-                    )
-            seen[output] = name
+        places = {name: path.resolve() for name, path in outputs.items()}
+        for (one, output), (other, place) in itertools.combinations(places.items(), 2):
+            if output.is_relative_to(place) or place.is_relative_to(output):
+                same = f"the same output, {os.path.relpath(output)}"
+                where = same if output == place else "outputs inside each other"
+                raise UsageError(f"{self.path}: the models {one} and {other} have {where}: give one of them another.")
 
     @contextmanager
     def blamed(self, name: str) -> Iterator[None]:
@@ -94,14 +88,9 @@ def refuse_name_in_config(model: str) -> None:
 
 
 def read_config(path: Path | None, options: Mapping[str, click.Option]) -> Config:
-    """Read and check a config.
+    """Read a config, by default pyproject.toml; raise `UsageError` for all mistakes in it.
 
-    Args:
-        path: None for pyproject.toml in the current folder.
-        options: those that a model may have, by their long names.
-
-    Raises:
-        UsageError: the file can't be read or isn't TOML, or a table, a key or a value is wrong.
+    `options` are those that a model may have, by their long names.
     """
     path = _DEFAULT if path is None else path
     try:

@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NoReturn
@@ -17,8 +18,7 @@ from optimize_export.errors import LoadError, UsageError
 from optimize_export.manifest import MANIFEST
 from optimizer.options import ExportOptions
 from optimizer.paths import (
-    check_debug_folder,
-    check_profile_folder,
+    check_new_folder,
     is_utf8,
     library_of,
     program_in,
@@ -52,23 +52,17 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def check_early(options: ExportOptions) -> None:
-    """Check the names and files in the options.
-
-    Raises:
-        UsageError: a pass or format is unknown, the model's name is invalid, or the folder for debugging or
-            for the profile can't be used.
-        LoadError: the model's file, the weights file, an inputs file or the calibration inputs are missing.
-    """
+    """Raise `UsageError` or `LoadError` if a name in the options is wrong, or a file is missing."""
     check_names(options)
     refuse_missing_inputs(options.input_files)
     if split_library(options.model, options.name) is None:
-        split_target(options.model, options.name)
+        parse_target(options.model, options.name)
     if options.weights is not None:
         refuse_missing_weights(options.weights)
     if options.calibration is not None and not options.calibration.exists():
         raise LoadError(f"The calibration inputs {options.calibration} don't exist.")
-    check_debug_folder(options.debug_dir)
-    check_profile_folder(options.profile_dir, options.output, options.debug_dir)
+    check_new_folder(options.debug_dir, "debugging", options.output)
+    check_new_folder(options.profile_dir, "the profile", options.output, options.debug_dir)
 
 
 def check_names(options: ExportOptions) -> None:
@@ -103,24 +97,16 @@ def refuse_missing_inputs(paths: Sequence[Path]) -> None:
 
 
 def files_of(path: Path, further: Sequence[str] = ()) -> list[Path]:
-    """The file itself; or the .safetensors and .npz files in a folder, and those with further suffixes, by name.
-
-    Raises:
-        LoadError: there is none.
-    """
+    """The file itself; or the .safetensors and .npz files in a folder, and those with further suffixes, by name."""
     if path.is_file():
         return [path]
     suffixes = (".safetensors", ".npz", *further)
     found = sorted(each for each in path.glob("*") if each.suffix.lower() in suffixes and each.is_file())
     if not found:
+        if path.exists() and not path.is_dir():
+            raise LoadError(f"{path} is neither a file nor a folder.")
         *first, last = suffixes[:3]
-        what = (
-            f"contains no {', '.join(first)} or {last} file"
-            if path.is_dir()
-            else "is neither a file nor a folder"
-            if path.exists()
-            else "doesn't exist"
-        )
+        what = f"contains no {', '.join(first)} or {last} file" if path.is_dir() else "doesn't exist"
         raise LoadError(f"{path} {what}.")
     return found
 
@@ -129,24 +115,11 @@ def files_of(path: Path, further: Sequence[str] = ()) -> list[Path]:
 
 
 def split_library(spec: str, name: str | None = None) -> tuple[str, str] | None:
-    """Split MODEL into a library and the name of its model; None if MODEL is the user's file or module.
-
-    Args:
-        spec: the argument MODEL.
-        name: the value of `--model`, which may give the name instead.
-
-    Raises:
-        UsageError: there is no name, or MODEL and `--model` give different names.
-        LoadError: the name isn't UTF-8, the library isn't installed, or a package in the current folder has its name;
-            or, for transformers, the model's name is neither a folder nor one of the hub.
-    """
+    """The library of MODEL and the name of its model, which `--model` may give; None for the user's file or module."""
     library = library_of(spec)
     if library is None:
         return None
-    own_name = spec.partition(":")[2].strip()
-    if own_name and name and own_name != name:
-        raise UsageError(f"MODEL names {own_name!r} and --model names {name!r}; use only one of them.")
-    name = own_name or name
+    name = _only_name(spec.partition(":")[2].strip(), name)
     if not name:
         example = "bert-base-uncased, or a folder" if library == "transformers" else "resnet50"
         raise UsageError(f"MODEL {spec!r} names no model of {library}: add one, such as {library}:{example}.")
@@ -167,24 +140,20 @@ def split_library(spec: str, name: str | None = None) -> tuple[str, str] | None:
     return library, name
 
 
-def split_target(spec: str, name: str | None = None) -> tuple[str, Path | None, str | None]:
-    """Split MODEL into a module or an existing file, and the name in it.
+@dataclass(frozen=True)
+class Target:
+    """The user's file or importable module in MODEL, and the name in it, if any."""
 
-    Args:
-        spec: the argument MODEL.
-        name: the value of `--model`, which may give the name instead.
+    label: str
+    folder: Path
+    file: Path | None
+    name: str | None
 
-    Returns:
-        The file or module as in MODEL; the path of the file, None for a module; the name, None if there is none.
 
-    Raises:
-        UsageError: MODEL or the name is invalid, or MODEL and `--model` give different names.
-        LoadError: there is no such Python file, or its path isn't UTF-8.
-    """
+def parse_target(spec: str, name: str | None = None) -> Target:
+    """The target of MODEL, in which `--model` may give the name; raise `UsageError` or `LoadError` if there is none."""
     place, own_name = _split_name(spec)
-    if own_name and name and own_name != name:
-        raise UsageError(f"MODEL names {own_name!r} and --model names {name!r}; use only one of them.")
-    name = own_name or name
+    name = _only_name(own_name, name)
     if name is not None and not all(part.isidentifier() for part in name.split(".")):
         raise UsageError(
             f"{name!r} is not the name of a model in a Python file; use a name, such as {place}:build_model."
@@ -192,11 +161,18 @@ def split_target(spec: str, name: str | None = None) -> tuple[str, Path | None, 
     path = Path(place)
     is_a_file = path.suffix in _SUFFIXES_OF_FILES or path.exists()
     if not is_a_file and all(part.isidentifier() for part in place.split(".")):
-        return place, None, name
+        return Target(place, Path.cwd(), None, name)
     _refuse_other_files(path)
-    if not is_utf8(str(path.resolve())):
-        raise LoadError(f"The path {path.resolve()} isn't UTF-8, which torch's exporters need: rename it.")
-    return place, path, name
+    full = path.resolve()
+    if not is_utf8(str(full)):
+        raise LoadError(f"The path {full} isn't UTF-8, which torch's exporters need: rename it.")
+    return Target(path.name, full.parent, full, name)
+
+
+def _only_name(own: str | None, given: str | None) -> str | None:
+    if own and given and own != given:
+        raise UsageError(f"MODEL names {own!r} and --model names {given!r}; use only one of them.")
+    return own or given
 
 
 def _split_name(spec: str) -> tuple[str, str | None]:
@@ -288,11 +264,7 @@ _MOST_DIGITS = 100
 
 
 def parts_of_input(text: str) -> tuple[str | None, str, tuple[int, ...], str | None]:
-    """The name, the dtype as it is written, the shape and the range of one `--input`; None for no name or range.
-
-    Raises:
-        UsageError: it quotes the text, and shows a valid example.
-    """
+    """The name, the dtype as it is written, the shape and the range of one `--input`; None for no name or range."""
     head, equals, rest = text.strip().partition("=")
     name, body = (head.strip(), rest.strip()) if equals else (None, head)
     if name is not None and not name.isidentifier():

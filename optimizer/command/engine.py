@@ -58,10 +58,7 @@ def export_model(options: ExportOptions, progress: Callable[[Progress], None]) -
     """Make the bundle.
 
     If the bundle lacks a requested format, the document says so with `exit_code` 4. If a `ParityError` leaves nothing
-    to publish, the document has the measurements and `exit_code` 6.
-
-    Raises:
-        OptimizeExportError: any other error; errors of the packages `passes` and `exporters` are converted.
+    to publish, the document has the measurements and `exit_code` 6. Any other error is raised.
     """
     try:
         with own_errors(), names_restored(), hard_exits_raise(), unlogged():
@@ -108,9 +105,6 @@ def _checked_passes(options: ExportOptions) -> list[Pass]:
     """Make the passes that the options name, and check all options that can be checked without the model.
 
     The passes are made before the user's modules can take the names of our packages.
-
-    Raises:
-        PassesError, ExporterError, OptimizeExportError: an option is invalid, whatever the model is.
     """
     passes = make_passes(None if options.passes is None else parse_passes(options.passes), "inference")
     for name in options.formats:
@@ -176,23 +170,17 @@ def _exported(output: Path, bundle: Bundle, report: Document, loaded: Loaded, se
 
 @in_turn
 def diagnose_model(options: DiagnoseOptions, progress: Callable[[Progress], None]) -> Document:
-    """Diagnose a model.
-
-    With `fail_on`, the `exit_code` is 10 if there is a finding of that level or a higher one.
-
-    Raises:
-        OptimizeExportError: the model can't be loaded or doesn't run.
-    """
+    """Diagnose a model. With `fail_on`, the `exit_code` is 10 if there is a finding of that level or a higher one."""
     with own_errors(), names_restored(), hard_exits_raise(), unlogged():
         load = options.load
         device = _chosen_device(load.device, require_gpu=load.require_gpu)
         loaded = load_and_run(_with_absolute_paths(load), progress)
         step, notes = loaded.training_step, list(loaded.notes)
         if step is not None and (needed := required_arguments(step)):
-            step = None
             notes.append(
                 f"The training step was left out: training_step needs {listed(needed)}; it is called without arguments."
             )
+            step = None
         progress(Progress("diagnose", 0, 1, loaded.source))
         found = diagnose(
             loaded.model,
@@ -219,10 +207,7 @@ def _failing(found: Diagnosis, fail_on: Any) -> Document:
 
 
 def verify(options: VerifyOptions) -> Document:
-    """Verify a bundle again.
-
-    The `exit_code` is 8 if files are damaged, and 6 if an artifact isn't proven correct.
-    """
+    """Verify a bundle again. The `exit_code` is 8 if files are damaged, and 6 if an artifact isn't proven correct."""
     with own_errors():
         report = verify_bundle(
             options.bundle,
@@ -243,10 +228,7 @@ def bench(options: BenchOptions) -> Document:
 
 
 def rejudge(options: RejudgeOptions) -> Document:
-    """Judge the measurements of a bundle again.
-
-    The `exit_code` is 8 if the manifest is damaged, and 6 if an error is larger than allowed.
-    """
+    """Judge the measurements of a bundle again; the `exit_code` is as for `verify`."""
     with own_errors():
         report = rejudge_bundle(options.bundle, atol=options.atol, rtol=options.rtol, factor=options.factor)
     return _checked(options.bundle, report)

@@ -1,6 +1,5 @@
 """Load the model and run it once on its example inputs, before all other work."""
 
-import inspect
 import os
 import sys
 import time
@@ -19,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from optimize_export.errors import LoadError
 from optimize_export.wording import dtype_name, listed, type_name
 from optimizer.command.errors import errors_of_user_code
+from optimizer.command.input_files import misfit
 from optimizer.command.loading import Loaded, load
 from optimizer.command.up_to_date import inputs_of
 from optimizer.model import Call, Runs, called, eager_only, leaves_of, random_state
@@ -29,11 +29,7 @@ from optimizer.report import Progress, ProgressFunction
 def load_and_run(options: ExportOptions, progress: ProgressFunction) -> Loaded:
     """Load the model with its weights and inputs, run it once, and record what the bundle is built from.
 
-    Args:
-        options: with absolute paths.
-
-    Raises:
-        LoadError, UsageError: as for `load` and `check_runs`.
+    The paths in the options are absolute.
     """
     progress(Progress(LOAD_STAGE, 0, 2, options.model))
     inputs, before, started = inputs_of(options), dict(sys.modules), time.time()
@@ -59,9 +55,6 @@ def check_runs(loaded: Loaded, *, seed: int = 0) -> None:
     """Run a copy of the model once on each call of its inputs, in eval mode and without gradients.
 
     The random state of torch, numpy and Python is restored. Lazy modules get their parameters here and keep them.
-
-    Raises:
-        LoadError: the inputs don't fit forward, forward raises, or it returns no tensor.
     """
     model = loaded.model
     device = next((tensor.device for tensor in _tensors_of(model)), None)
@@ -96,38 +89,16 @@ def _initialize(loaded: Loaded, call: Call) -> None:
 
 
 def _run(loaded: Loaded, model: Callable[..., Any], call: Call) -> Any:
-    args, kwargs = call.args, call.kwargs
-    tensors = leaves_of((args, kwargs)).tensors()
+    tensors = leaves_of((call.args, call.kwargs)).tensors()
     shapes = listed([f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for _, tensor in tensors])
     try:
         with torch.no_grad(), errors_of_user_code(f"{loaded.source} failed on its inputs ({shapes})", loaded.folder):
             return called(model, call)
     except LoadError as error:
-        if not isinstance(error.__cause__, TypeError):
+        why = misfit(loaded.model, call) if isinstance(error.__cause__, TypeError) else None
+        if why is None:
             raise
-        misfit = _misfit(loaded.model, args, kwargs)
-        if misfit is None:
-            raise
-        raise LoadError(f"The inputs don't fit forward of {loaded.source}: {misfit}.") from error.__cause__
-
-
-def _misfit(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Say why the arguments don't bind to forward, and name its parameters.
-
-    Returns:
-        None if they bind, or if forward has no signature.
-    """
-    try:
-        signature = inspect.signature(model.forward)
-    except (ValueError, TypeError):
-        return None
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        names = [str(parameter).partition(":")[0] for parameter in signature.parameters.values()]
-        given = f"{len(args)} positional" + (f" and {listed(list(kwargs))}" if kwargs else "")
-        return f"{error}; forward takes ({', '.join(names)}), but got {given}"
-    return None
+        raise LoadError(f"The inputs don't fit forward of {loaded.source}: {why}.") from error.__cause__
 
 
 def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:

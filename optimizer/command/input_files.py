@@ -37,10 +37,6 @@ def read_calls(
     Args:
         own: the call in the user's file, if any. Its arguments without tensors (`use_cache=False`) are kept.
         preprocessing: converts images or texts; None if the model's isn't known.
-
-    Raises:
-        LoadError: a file can't be read, has an argument that forward doesn't take, lacks one that forward needs, or has
-            other tensors than the first file.
     """
     named = [(path.name, _tensors_in(path, preprocessing)) for path in paths]
     first, expected = named[0]
@@ -127,8 +123,10 @@ def _call(
         lacking, strange = (sorted(some) for some in (set(places) - set(tensors), set(tensors) - set(places)))
         told = f"lack {listed(lacking)}" if lacking else f"also contain {listed(strange)}"
         raise LoadError(f"The inputs {file} {told}: the model's inputs are {listed(list(places))}.")
-    _refuse_misfit(file, model, parameters, args, names)
-    return Call(args, {name: given[name] for name in names}, file)
+    call = Call(args, {name: given[name] for name in names}, file)
+    if why := misfit(model, call):
+        raise LoadError(f"The inputs {file} don't fit forward of {type(model).__name__}: {why}.")
+    return call
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter] | None:
@@ -139,31 +137,19 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter] | None:
         return None
 
 
-def _refuse_misfit(
-    file: str, model: nn.Module, parameters: Sequence[inspect.Parameter], args: Sequence[Any], names: Sequence[str]
-) -> None:
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    by_name = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    kinds = {p.kind for p in parameters}
-    takes = f"it takes {', '.join(map(str, _without_annotations(parameters))) or 'nothing'}"
-    forward = f"forward of {type(model).__name__}"
-    if len(args) > len(positional) and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        raise LoadError(
-            f"The inputs {file} contain {len(args)} positional arguments, more than {forward} takes: {takes}."
-        )
-    strange = [name for name in names if name not in by_name]
-    if strange and inspect.Parameter.VAR_KEYWORD not in kinds:
-        raise LoadError(f"The inputs {file} contain {listed(strange)}, which {forward} doesn't take: {takes}.")
-    numbered = positional[: len(args)]
-    if twice := [name for name in names if name in numbered and name in by_name]:
-        raise LoadError(f"The inputs {file} contain {twice[0]} twice, by name and as {numbered.index(twice[0])}.")
-    needed = [p.name for p in parameters if p.default is p.empty and p.name in {*positional, *by_name}]
-    if lacking := [name for name in needed if name not in {*numbered, *names}]:
-        raise LoadError(f"The inputs {file} lack {listed(lacking)}, which {forward} needs: {takes}.")
-
-
-def _without_annotations(parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
-    return [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+def misfit(model: nn.Module, call: Call) -> str | None:
+    """Say why the arguments don't bind to forward, and name its parameters; None if they do, or if it has no signature."""
+    try:
+        signature = inspect.signature(model.forward)
+    except (ValueError, TypeError):
+        return None
+    try:
+        signature.bind(*call.args, **call.kwargs)
+    except TypeError as error:
+        names = [str(parameter).partition(":")[0] for parameter in signature.parameters.values()]
+        given = f"{len(call.args)} positional" + (f" and {listed(list(call.kwargs))}" if call.kwargs else "")
+        return f"{error}; forward takes ({', '.join(names)}), but got {given}"
+    return None
 
 
 # Images and text files -----------------------------------------------------------------------------------------------
@@ -190,12 +176,7 @@ def kind_of(path: Path) -> Kind | None:
 
 
 def preprocessed(path: Path, kind: Kind, preprocessing: Preprocessing | None) -> dict[str, torch.Tensor]:
-    """Read an image or a text file, and convert it to tensors.
-
-    Raises:
-        LoadError: the model's preprocessing isn't known or is for the other kind of file; or the file can't be read, is
-            empty or can't be converted.
-    """
+    """Read an image or a text file, and convert it to tensors."""
     described = {"image": "an image", "text": "a text file"}
     if preprocessing is None:
         raise LoadError(

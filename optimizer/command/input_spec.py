@@ -13,25 +13,9 @@ from optimize_export.errors import LoadError, UsageError
 from optimize_export.wording import dtype_name, quote
 from optimizer.command.early_checks import parts_of_input, refuse_input
 
-_SHORT_DTYPES = {
-    "f16": "float16",
-    "fp16": "float16",
-    "f32": "float32",
-    "fp32": "float32",
-    "f64": "float64",
-    "fp64": "float64",
-    "bf16": "bfloat16",
-    "i8": "int8",
-    "i16": "int16",
-    "i32": "int32",
-    "i64": "int64",
-    "u8": "uint8",
-    "u16": "uint16",
-    "u32": "uint32",
-    "u64": "uint64",
-    "c64": "complex64",
-    "c128": "complex128",
-}
+# Short names: f16, fp16, bf16, i64, u8, c64, ...
+_SHORT_DTYPE = re.compile(r"(f|fp|bf|i|u|c)(\d+)")
+_KINDS = {"f": "float", "fp": "float", "bf": "bfloat", "i": "int", "u": "uint", "c": "complex"}
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
 _RANGE = re.compile(rf"(?P<low>{_NUMBER})\.\.(?P<high>{_NUMBER})", re.IGNORECASE)
 
@@ -52,11 +36,6 @@ class InputSpec:
     high: float | None = None
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
-        """Draw a tensor of this shape and dtype.
-
-        Raises:
-            LoadError: there isn't enough memory, or torch can't draw this dtype.
-        """
         size = math.prod(self.shape) * self.dtype.itemsize
         if size > _physical_memory():
             raise LoadError(f"The input {self} needs {size / 2**30:.0f} GiB, more than the memory of this machine.")
@@ -84,26 +63,21 @@ class InputSpec:
 
 def parse_input(text: str) -> InputSpec:
     """Parse one `--input`; raise a `UsageError` that quotes it and shows a valid example."""
-    name, dtype_name, shape, range_text = parts_of_input(text)
-    dtype = _dtype_named(dtype_name)
+    name, written, shape, range_text = parts_of_input(text)
+    dtype = _dtype_named(written)
     if dtype is None:
-        near = difflib.get_close_matches(dtype_name, [*_SHORT_DTYPES, *_SHORT_DTYPES.values(), "bool"], 1)
-        refuse_input(text, f"{dtype_name!r} is not a dtype" + (f" (did you mean {near[0]}?)" if near else ""))
+        known = [dtype_name(each) for each in vars(torch).values() if isinstance(each, torch.dtype)]
+        near = difflib.get_close_matches(written, known, 1)
+        refuse_input(text, f"{written!r} is not a dtype" + (f" (did you mean {near[0]}?)" if near else ""))
     if range_text is None:
         return InputSpec(name, dtype, shape)
     return InputSpec(name, dtype, shape, *_parse_range(text, range_text, dtype))
 
 
 def draw_inputs(specs: Sequence[InputSpec], seed: int) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-    """Draw the positional arguments, in order, and the keyword arguments, by name.
-
-    Raises:
-        UsageError: two inputs have the same name.
-        LoadError: an input can't be drawn.
-    """
+    """Draw the positional arguments, in order, and the keyword arguments, by name."""
     names = [spec.name for spec in specs if spec.name is not None]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UsageError(f"--input sets {', '.join(twice)} twice; set each input once.")
     generator = torch.Generator().manual_seed(seed)
     drawn = [(spec.name, spec.draw(generator)) for spec in specs]
@@ -112,7 +86,8 @@ def draw_inputs(specs: Sequence[InputSpec], seed: int) -> tuple[tuple[torch.Tens
 
 
 def _dtype_named(name: str) -> torch.dtype | None:
-    found = getattr(torch, _SHORT_DTYPES.get(name, name), None)
+    short = _SHORT_DTYPE.fullmatch(name)
+    found = getattr(torch, f"{_KINDS[short[1]]}{short[2]}" if short else name, None)
     quantized = isinstance(found, torch.dtype) and dtype_name(found).startswith(("q", "bits"))
     return found if isinstance(found, torch.dtype) and not quantized else None
 

@@ -57,16 +57,7 @@ class LibraryModel:
 
 
 def library_model(library: str, name: str, *, pretrained: bool, seed: int) -> LibraryModel:
-    """Create a library model in eval mode.
-
-    Args:
-        pretrained: False if weights will be loaded into the model.
-        seed: of the example inputs.
-
-    Raises:
-        LoadError: the library can't be imported or has no such model, or the weights can't be downloaded or lack some
-            that the model needs.
-    """
+    """Create a library model in eval mode; not pretrained if weights will be loaded into it. `seed`: of its inputs."""
     with errors_of_user_code(f"The package {library} couldn't be imported", Path.cwd()):
         importlib.import_module(library)
     what = f"{library}:{name} couldn't be created"
@@ -157,7 +148,11 @@ def _transformers(name: str, pretrained: bool, generator: torch.Generator) -> Li
     elif kwargs:
         load = transformers.AutoImageProcessor.from_pretrained
         processor = functools.cache(lambda: load(name, trust_remote_code=False))
-        preprocessing = Preprocessing(label, "image", lambda image: _pixels(processor(), image))
+        preprocessing = Preprocessing(
+            label,
+            "image",
+            lambda image: {"pixel_values": processor()(images=image, return_tensors="pt")["pixel_values"]},
+        )
     return LibraryModel(shown, model, (), kwargs, preprocessing, tuple(notes))
 
 
@@ -197,10 +192,6 @@ def _tokenizer(name: str) -> Any:
 def _tokens(tokenizer: Any, texts: list[str], example: Iterable[str]) -> dict[str, torch.Tensor]:
     tokens = tokenizer(texts, return_tensors="pt", padding=len(texts) > 1, truncation=True)
     return {key: tokens[key] for key in example if key in tokens}
-
-
-def _pixels(processor: Any, image: Any) -> dict[str, torch.Tensor]:
-    return {"pixel_values": processor(images=image, return_tensors="pt")["pixel_values"]}
 
 
 def _images(generator: torch.Generator, *shape: int) -> torch.Tensor:

@@ -32,11 +32,12 @@ from optimize_export.errors import LoadError, UsageError
 from optimize_export.wording import a_type, listed
 from optimizer.command.early_checks import (
     SUFFIXES,
+    Target,
     files_of,
     library_names,
+    parse_target,
     refuse_missing_inputs,
     split_library,
-    split_target,
 )
 from optimizer.command.errors import errors_of_user_code
 from optimizer.command.input_files import Preprocessing, read_calls
@@ -117,10 +118,6 @@ def load(
 
     Runs the user's code after `put_first`, with all random generators seeded with `seed`. The user's modules stay
     importable afterwards; `user_code.names_restored` removes them again.
-
-    Raises:
-        LoadError: the model, the weights or the inputs can't be loaded.
-        UsageError: an option is invalid.
     """
     specs = [parse_input(text) for text in inputs]
     library = split_library(spec, name)
@@ -131,7 +128,7 @@ def load(
     _seed_everything(seed)
     finder: _Finder | LibraryModel
     if target is not None:
-        finder, label = _Finder(target.import_module(), target), target.label
+        finder, label = _Finder(_imported(target), target), target.label
     else:
         assert library is not None
         finder, label = library_model(*library, pretrained=weights is None, seed=seed), library[0]
@@ -186,28 +183,18 @@ def load(
 # MODEL ----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Target:
-    """The file or importable module in MODEL, and the name in it, if any."""
-
-    label: str
-    folder: Path
-    file: Path | None
-    name: str | None
-
-    def import_module(self) -> ModuleType:
-        """Run the user's file or import the user's module; raise `LoadError` if that fails."""
-        sys.argv[:] = [str(self.file or self.label)]
-        sys.dont_write_bytecode = True
-        put_first(self.folder)
-        with errors_of_user_code(f"{self.label} couldn't be loaded", self.folder):
-            return self._execute() if self.file else self._import()
-
-    def _import(self) -> ModuleType:
+def _imported(target: Target) -> ModuleType:
+    """Run the user's file or import the user's module; raise `LoadError` if that fails."""
+    sys.argv[:] = [str(target.file or target.label)]
+    sys.dont_write_bytecode = True
+    put_first(target.folder)
+    with errors_of_user_code(f"{target.label} couldn't be loaded", target.folder):
+        if target.file is not None:
+            return _executed(target.file)
         try:
-            return importlib.import_module(self.label)
+            return importlib.import_module(target.label)
         except ModuleNotFoundError as error:
-            if error.name is None or not f"{self.label}.".startswith(f"{error.name}."):
+            if error.name is None or not f"{target.label}.".startswith(f"{error.name}."):
                 raise
             raise LoadError(
                 f"There is no module {error.name} here (MODEL is a path to a .py file, or package.module:factory with "
@@ -215,30 +202,22 @@ class Target:
                 f"{library_names(error.name)}."
             ) from error
 
-    def _execute(self) -> ModuleType:
-        assert self.file is not None
-        name = self.file.stem
-        if not name.isidentifier() or name in sys.modules or name in sys.stdlib_module_names:
-            name = "user_model_" + re.sub(r"\W", "_", name)
-        spec = importlib.util.spec_from_file_location(name, self.file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            sys.modules.pop(name, None)
-            raise
-        return module
 
-
-def parse_target(spec: str, name: str | None = None) -> Target:
-    """Make a target from MODEL and from the name in `--model`; raise `LoadError` or `UsageError`."""
-    place, path, name = split_target(spec, name)
-    if path is None:
-        return Target(place, Path.cwd(), None, name)
-    return Target(path.name, path.resolve().parent, path.resolve(), name)
+def _executed(file: Path) -> ModuleType:
+    name = file.stem
+    if not name.isidentifier() or name in sys.modules or name in sys.stdlib_module_names:
+        name = "user_model_" + re.sub(r"\W", "_", name)
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module
 
 
 # The contents of the user's module ------------------------------------------------------------------------------------
@@ -252,9 +231,9 @@ class _Finder:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        label = self.target.label
-        told = f"{label} is {label}.py in the current folder, not the installed package."
-        return (told,) if self._comes_before_a_library else ()
+        if not self._comes_before_a_library:
+            return ()
+        return (f"{self.target.label} is {self.target.label}.py in the current folder, not the installed package.",)
 
     @property
     def _comes_before_a_library(self) -> bool:
@@ -266,22 +245,20 @@ class _Finder:
         return self._instance(value, name), name
 
     def inputs(self) -> tuple[ExampleInputs | None, dict[str, Any]]:
-        names = ("example_inputs", "get_example_inputs")
-        name = next((name for name in names if self._held(name) is not _ABSENT), None)
+        name = self._first("example_inputs", "get_example_inputs")
         kwargs = self._keyword_inputs()
         if name is None:
             return None, kwargs
         value = self._held(name)
         if not callable(value) or isinstance(value, torch.Tensor | Mapping):
             return self._merged(value, name, kwargs)
-        if _takes_two(value):
+        if len(required_arguments(value)) == 2:  # a batch size and a generator
             return self._drawn_by(value, name), kwargs
         return self._merged(self._call(value, name), f"{name}()", kwargs)
 
     def calibration(self) -> list[Any] | None:
         """The calls of the file's `calibration_inputs` or `get_calibration_inputs()`; None if it has neither."""
-        names = ("calibration_inputs", "get_calibration_inputs")
-        name = next((name for name in names if self._held(name) is not _ABSENT), None)
+        name = self._first("calibration_inputs", "get_calibration_inputs")
         if name is None:
             return None
         value = self._held(name)
@@ -369,6 +346,10 @@ class _Finder:
         with errors_of_user_code(f"{name} in {self.target.label} couldn't be read", self.target.folder):
             return getattr(self.module if holder is None else holder, name, _ABSENT)
 
+    def _first(self, *names: str) -> str | None:
+        """The first of these names that the user's module has."""
+        return next((name for name in names if self._held(name) is not _ABSENT), None)
+
     def _instance(self, value: Any, name: str) -> nn.Module:
         if isinstance(value, nn.Module):
             return value
@@ -376,8 +357,7 @@ class _Finder:
             raise LoadError(f"{name} in {self.target.label} is the class {value.__name__}, which isn't an nn.Module.")
         if not callable(value):
             raise LoadError(f"{name} in {self.target.label} is {a_type(value)}, not an nn.Module.")
-        required = required_arguments(value)
-        if required:
+        if required := required_arguments(value):
             kind = f"the class {value.__name__}" if isinstance(value, type) else "a function"
             raise LoadError(
                 f"{name} in {self.target.label} is {kind} that needs arguments ({listed(required)}); add a function "
@@ -411,8 +391,7 @@ class _Finder:
         return self._keywords(value, "example_kwargs")
 
     def _keywords(self, value: Mapping[Any, Any], name: str) -> dict[str, Any]:
-        wrong = [key for key in value if not isinstance(key, str)]
-        if wrong:
+        if wrong := [key for key in value if not isinstance(key, str)]:
             raise LoadError(
                 f"{name} in {self.target.label} has the key {wrong[0]!r}, which isn't the name of an argument."
             )
@@ -421,8 +400,7 @@ class _Finder:
     def _merged(self, value: Any, name: str, kwargs: dict[str, Any]) -> tuple[ExampleInputs | None, dict[str, Any]]:
         if not isinstance(value, Mapping):
             return self._positional(value, name), kwargs
-        twice = [key for key in value if key in kwargs]
-        if twice:
+        if twice := [key for key in value if key in kwargs]:
             raise LoadError(f"{twice[0]} is in both {name} and example_kwargs of {self.target.label}; set it once.")
         return (), {**self._keywords(value, name), **kwargs}
 
@@ -448,11 +426,6 @@ class _Finder:
             return Call(self._positional(value, called), {})
 
         return draw
-
-
-def _takes_two(function: Callable[..., Any]) -> bool:
-    """Whether a function requires two arguments, a batch size and a generator."""
-    return len(required_arguments(function)) == 2
 
 
 def required_arguments(function: Callable[..., Any]) -> list[str]:
@@ -482,8 +455,7 @@ def _check_inputs(loaded: Loaded, seed: int) -> None:
         # The file is wrong here, not an option.
         raise LoadError(f"{loaded.source}: {error}") from error
     leaves = leaves_of((call.args, call.kwargs)).values
-    arrays = [leaf for leaf in leaves if isinstance(leaf, numpy.ndarray)]
-    if arrays:
+    if any(isinstance(leaf, numpy.ndarray) for leaf in leaves):
         raise LoadError(
             f"The example inputs of {loaded.source} contain a numpy array; torch.from_numpy converts it to a tensor."
         )

@@ -70,10 +70,7 @@ def _flush(stream: TextIO | None) -> None:
 
 
 def silence_stdout() -> None:
-    """Redirect stdout to stderr until the process ends.
-
-    Output that the user's code prints at exit goes to stderr, and a closed pipe is not an error.
-    """
+    """Redirect stdout to stderr until the process ends: what the user's code prints at exit, and to a closed pipe."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
     with contextlib.suppress(OSError):

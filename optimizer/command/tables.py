@@ -37,8 +37,7 @@ Document = Mapping[str, Any]
 def as_text(document: Document, *, terminal: bool, details: bool = False) -> str:
     """Render the result as lines, with colours and the screen's width only on a terminal.
 
-    Args:
-        details: also show routes, tensors, and the errors of every output and call.
+    With `details`, also show routes, tensors, and the errors of every output and call.
     """
     stream = io.StringIO()
     width = shutil.get_terminal_size().columns if terminal else _WIDE
@@ -185,14 +184,10 @@ def _metadata(format: str, given: Sequence[tuple[str, str]]) -> str:
 def _rows(format: str, rows: Document) -> str:
     if not rows["ok"]:
         return f"rows of {format}: {rows['problem']}"
-    otherwise = (
-        "alone, at other positions and among other rows" if rows["alone"] else "at other positions and among other rows"
-    )
-    lacking = (
-        f"; not checked, because they have no rows: {', '.join(rows['without_rows'])}" if rows["without_rows"] else ""
-    )
-    sizes = ", ".join(map(str, rows["batch_sizes"]))
-    return f"rows of {format}: none depends on the other rows (batch sizes {sizes}; run {otherwise}){lacking}"
+    how = f"{'alone, ' if rows['alone'] else ''}at other positions and among other rows"
+    sizes, lacking = ", ".join(map(str, rows["batch_sizes"])), ", ".join(rows["without_rows"])
+    text = f"rows of {format}: none depends on the other rows (batch sizes {sizes}; run {how})"
+    return f"{text}; not checked, because they have no rows: {lacking}" if lacking else text
 
 
 def _gained(report: Document) -> Iterable[str]:
@@ -225,13 +220,7 @@ def _passes(passes: Sequence[Document], width: int, *, details: bool) -> Iterabl
 def _artifacts(artifacts: Sequence[Document], width: int) -> Iterable[Text]:
     columns = ("file", "route", "inputs", "outputs", "nodes on")
     rows = [
-        (
-            each["path"],
-            each["route"],
-            _tensors(each["inputs"]),
-            _tensors(each["outputs"]),
-            _placement(each.get("placement")),
-        )
+        (each["path"], each["route"], *map(_tensors, (each["inputs"], each["outputs"])), _placement(each))
         for each in artifacts
     ]
     yield from table(columns, rows, width)
@@ -239,15 +228,14 @@ def _artifacts(artifacts: Sequence[Document], width: int) -> Iterable[Text]:
 
 def _ran(artifacts: Sequence[Document], width: int) -> Iterable[Text]:
     """The table of the artifacts that ran when the bundle was verified."""
-    rows = [(each["path"], each["device"], str(each["calls"]), _placement(each.get("placement"))) for each in artifacts]
+    rows = [(each["path"], each["device"], str(each["calls"]), _placement(each)) for each in artifacts]
     yield from table(("file", "run on", "calls", "nodes on"), rows, width)
 
 
-def _placement(counts: Mapping[str, int] | None) -> str:
+def _placement(artifact: Document) -> str:
     """The number of nodes that ran on each provider of the runtime."""
-    if not counts:
-        return "-"
-    return ", ".join(f"{name.removesuffix('ExecutionProvider')} {count}" for name, count in counts.items())
+    counts = artifact.get("placement") or {}
+    return ", ".join(f"{name.removesuffix('ExecutionProvider')} {count}" for name, count in counts.items()) or "-"
 
 
 _FIGURES = ("mean", "99.9 %", "cosine", "top-1")
@@ -268,10 +256,7 @@ def _parity(outputs: Sequence[tuple[Document, Document]], width: int) -> Iterabl
 
 
 def _judged(output: Document) -> tuple[str, str]:
-    """The error of an output and the allowed error.
-
-    The error is measured from the reference, or with a user's tolerance from the original itself.
-    """
+    """The error of an output, from the reference, or with a user's tolerance from the original; and the allowed error."""
     allowed = number_text(output.get("tolerance"))
     if output.get("by_user") and output.get("max_difference") is not None:
         return number_text(output["max_difference"]), f"{allowed} (yours)"
@@ -394,10 +379,7 @@ Row = Sequence[str]
 def table(columns: Row, rows: Sequence[Row], width: int, *, wraps: bool = False) -> Iterable[Text]:
     """Align the rows in columns if they fit; otherwise write one paragraph per row.
 
-    Only the last cell may be broken, at its spaces.
-
-    Args:
-        wraps: whether the last column contains sentences, which may be wrapped.
+    Where the last column `wraps`, it has sentences, which may be broken at their spaces.
     """
     widths = [max(cell_len(row[column]) for row in (columns, *rows)) for column in range(len(columns))]
     start = sum(widths[:-1]) + 2 * (len(widths) - 1)

@@ -32,7 +32,7 @@ from optimize_export.manifest import (
     version_of,
     without_local_paths,
 )
-from optimizer.command.early_checks import SUFFIXES, files_of, split_library, split_target
+from optimizer.command.early_checks import SUFFIXES, files_of, parse_target, split_library
 from optimizer.command.user_code import OWN_PACKAGES, ROOT
 from optimizer.options import ExportOptions
 from optimizer.paths import library_of, split_weights
@@ -68,11 +68,8 @@ class BuildInputs:
     def record(self, before: Mapping[str, object], opened: Iterable[Path], started: float) -> Document:
         """The manifest's `build`, once the model has been loaded and has run.
 
-        Args:
-            before: `sys.modules` before the model was loaded.
-            opened: the files that were read since then.
-            started: the Unix time at that moment. A file that changed since then may have been read before or after the
-                change, so its digest is null.
+        Before that, `sys.modules` was `before` and the Unix time `started`; `opened` are the files that were read since.
+        A file that changed meanwhile may have been read before or after the change, so its digest is null.
         """
         files, packages = dict(self.files), set[str]()
         for name, module in list(sys.modules.items()):
@@ -128,11 +125,7 @@ class BuildInputs:
 
 
 def inputs_of(options: ExportOptions) -> BuildInputs:
-    """Find the inputs of a build. Call it before the user's code runs, which may change the current folder.
-
-    Raises:
-        UsageError, LoadError: the model's file or the calibration inputs are missing.
-    """
+    """Find the inputs of a build. Call it before the user's code runs, which may change the current folder."""
     model, folder, files = _model_of(options)
     if options.weights is not None:
         files["--weights"], _ = split_weights(options.weights)
@@ -154,24 +147,18 @@ def _model_of(options: ExportOptions) -> tuple[str, Path, dict[str, Path]]:
     if (library := split_library(options.model, options.name)) is not None:
         saved = sorted(Path(library[1]).glob("*")) if library[0] == "transformers" else []
         return ":".join(library), Path.cwd(), {f"MODEL {each.name}": each for each in saved if each.is_file()}
-    place, path, name = split_target(options.model, options.name)
-    label = place if path is None else path.name
-    files = {} if path is None else {path.name: path.resolve()}
-    folder = _source_folder(place) if path is None else path.resolve().parent
-    return label if name is None else f"{label}:{name}", folder, files
+    target = parse_target(options.model, options.name)
+    model = target.label if target.name is None else f"{target.label}:{target.name}"
+    if target.file is None:
+        return model, _source_folder(target.label), {}
+    return model, target.folder, {target.label: target.file}
 
 
 def changes(options: ExportOptions) -> list[str]:
-    """The differences between the bundle at `output` and one built now, as short texts.
+    """The differences between the bundle at `output` and one built now, as short texts; none if it is up to date.
 
     Weights, inputs and sources are compared by their hashes. The files of the bundle are compared by their sizes, and
     the manifest by its hash in SHA256SUMS.
-
-    Returns:
-        An empty list if the bundle is up to date.
-
-    Raises:
-        UsageError, LoadError: as for `inputs_of`.
     """
     if not os.path.lexists(options.output / MANIFEST):
         return [f"there is no bundle at {options.output}"]

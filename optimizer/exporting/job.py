@@ -20,7 +20,7 @@ from optimize_export.runtime import require_runtime
 from optimizer.bundle import check_target
 from optimizer.model import OpenDims, Samples, open_dims
 from optimizer.options import ExportSettings
-from optimizer.paths import check_debug_folder, check_profile_folder
+from optimizer.paths import check_new_folder
 from optimizer.pipeline import Provenance
 from optimizer.report import Progress, ProgressFunction
 
@@ -95,10 +95,8 @@ def with_checked_folders(settings: ExportSettings) -> ExportSettings:
     )
     assert folder is not None
     check_target(folder, force=settings.force)
-    check_debug_folder(debug)
-    if debug is not None and os.path.realpath(debug) == os.path.realpath(folder):
-        raise UsageError(f"{debug} is the folder of the bundle: use another folder for debugging.")
-    check_profile_folder(profile, folder, debug)
+    check_new_folder(debug, "debugging", folder)
+    check_new_folder(profile, "the profile", folder, debug)
     # The user's code may change the current folder.
     return replace(
         settings,

@@ -34,7 +34,7 @@ from optimizer.model import (
     random_state,
     unsynchronised,
 )
-from optimizer.paths import check_profile_folder
+from optimizer.paths import check_new_folder
 from optimizer.profiling.operations import RUNS, Arguments, Place, Spent, call_root, operations_of, profile_runs
 from optimizer.profiling.peak_memory import PeakMemory, peak_memory_of
 from optimizer.profiling.profiles import Profile
@@ -79,7 +79,7 @@ def profile(
     check_model(model, runs=True)
     if mode not in ("inference", "training"):
         raise UsageError(f"mode must be 'inference' or 'training', not {mode!r}.")
-    check_profile_folder(directory)
+    check_new_folder(directory, "the profile")
     call, target = one_call("profile", model, example_inputs, example_kwargs, device)
     if directory is None:
         return profile_module(model, call, mode, target)

@@ -243,29 +243,6 @@ def test_a_module_with_the_name_of_a_command_is_reached_by_its_file(run):
     assert run("verify.py").options.model == "verify.py"
 
 
-OLD = {
-    "--verify": "verify BUNDLE",
-    "--bench": "bench BUNDLE",
-    "--rejudge": "rejudge BUNDLE",
-    "--layout": "triton BUNDLE --output DIR",
-    "--list-passes": "passes",
-    "--diagnose": "diagnose MODEL",
-    "--profile": "profile MODEL --profile-dir DIR",
-    "--all": "build --all",
-    "--config": "build NAME --config FILE",
-}
-
-
-@pytest.mark.parametrize("old", OLD)
-def test_an_option_that_is_a_command_now_says_the_new_form(run, old):
-    done = run(old, "dist/x")
-    assert (done.code, done.err) == (
-        2,
-        f"optimize-export: error: {old} is a command now: optimize-export {OLD[old]}.\n",
-    )
-    assert COMMANDS[OLD[old].split()[0]]
-
-
 def test_the_list_of_passes_is_shown(run):
     assert run("passes").out.split() == ["pass", "description", "options", "p", "Does", "[x].", "budget=0.5"]
     assert json.loads(run("passes", "--json").out)["available_passes"][0]["name"] == "p"
@@ -300,8 +277,12 @@ def test_the_default_folder_is_named_after_the_model(model, folder):
 MISTAKES = {
     "": "MODEL is missing: pass a Python file such as model.py",
     "diagnose": "MODEL is missing",
-    "verify": "Missing argument 'BUNDLE'",
-    "rejudge ' '": "BUNDLE is empty",
+    "verify": "BUNDLE is missing: name the folder of a bundle, such as dist/net",
+    "rejudge ' '": "BUNDLE is missing",
+    "verfy b": "There is no command or file verfy: did you mean verify?",
+    "zzz b": "There is no command or file zzz: the commands are export, build, verify,",
+    "--verify b": "--verify is a command: optimize-export verify --help shows its form.",
+    "m.py --bench": "--bench is a command: optimize-export bench",
     "m.py n.py": "unexpected extra argument (n.py)",
     "rejudge b m.py": "unexpected extra argument (m.py)",
     "m.py --no-such": "There is no option --no-such: optimize-export --help-all lists all.",

@@ -295,7 +295,7 @@ def test_a_mistake_is_named_with_its_place(capfd, text, sentence):
         (["build", "resnet", "-j", "2"], "--jobs goes with --all or several names only."),
         (["build", "resnet", "--shard", "1/2"], "--shard goes with --all or several names only."),
         (["resnet"], "resnet is a model of pyproject.toml: build it with optimize-export build resnet"),
-        (["resnet.py", "--all"], "--all is a command now: optimize-export build --all."),
+        (["resnet.py", "--all"], "There is no option --all here: it goes with optimize-export build."),
         (["resnet.py", "-j", "2"], "There is no option -j here: it goes with optimize-export build."),
         (["build", "resnet", "--all"], "--all builds all models of the config: leave out resnet, or --all."),
         (["build", "--all", "-j", "0"], "--jobs: '0' is not a whole number from 1 to 9999; use for example"),

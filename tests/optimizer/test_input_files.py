@@ -87,15 +87,13 @@ def test_what_is_no_tensor_in_the_users_file_stays(tmp_path: Path) -> None:
     [
         (
             {"idz": ids(2)},
-            "contain idz, which forward of Net doesn't take: it takes ids, mask=None, scale=1.0, flag=False.",
+            "missing a required argument: 'ids'; forward takes (ids, mask, scale, flag), but got 0 positional",
         ),
-        ({"mask": torch.ones(2, 5)}, "lack ids, which forward of Net needs: it takes ids, mask=None"),
+        ({"mask": torch.ones(2, 5)}, "missing a required argument: 'ids'"),
+        ({"ids": ids(2), "idz": ids(2)}, "got an unexpected keyword argument 'idz'; forward takes (ids, mask"),
         ({"0": ids(2), "2": ids(2)}, "lack the positional argument 1: number them from 0, without a gap."),
-        ({"0": ids(2), "ids": ids(2)}, "contain ids twice, by name and as 0."),
-        (
-            {str(number): ids(2) for number in range(4)},
-            "contain 4 positional arguments, more than forward of Net takes",
-        ),
+        ({"0": ids(2), "ids": ids(2)}, "multiple values for argument 'ids'"),
+        ({str(number): ids(2) for number in range(4)}, "don't fit forward of Net: too many positional arguments"),
         ({"00": ids(2)}, "lack the positional argument 0"),
         ({}, "contain no tensor"),
     ],

@@ -12,7 +12,8 @@ import torch
 from user_folder import UserFolder, refused
 
 from optimize_export.errors import LoadError, UsageError
-from optimizer.command.loading import load, parse_target
+from optimizer.command.early_checks import parse_target
+from optimizer.command.loading import load
 from optimizer.command.user_code import names_restored
 
 

@@ -179,7 +179,7 @@ def test_a_folder_that_is_there_or_of_the_bundle_is_refused_before_any_work(tmp_
     (tmp_path / "debug").mkdir()
     for name, message in (
         ("debug", "already exists: choose a new folder for debugging"),
-        ("x/../net", "is the folder of the bundle: use another folder for debugging"),
+        ("x/../net", "which has other files: use another folder"),
     ):
         with pytest.raises(UsageError, match=message):
             export(net(), example_inputs=X, output=tmp_path / "net", formats=["onnx"], debug_dir=tmp_path / name)

@@ -144,7 +144,7 @@ def test_a_dtype_that_the_backend_does_not_take_is_refused(format: str, dtype: s
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--output", "models"], "Missing argument 'BUNDLE'"),
+        (["--output", "models"], "BUNDLE is missing"),
         (["net"], "triton has no repository"),
         (
             ["net", "--output", "models", "--force"],

@@ -98,7 +98,7 @@ def test_an_accuracy_budget_implies_tuning(
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["bench", " "], "BUNDLE is empty"),
+        (["bench", " "], "BUNDLE is missing"),
         (["bench", "x", "y"], "Got unexpected extra argument (y)"),
         (["bench", "x", "--tune"], "There is no option --tune here: it goes with optimize-export MODEL."),
     ],
@@ -148,7 +148,7 @@ def test_calibration_files_that_are_no_calls_are_refused(write: UserFolder, tmp_
     numpy.savez(tmp_path / "pickled.npz", x=numpy.array([{}, {}], dtype=object))
     assert "pickled.npz couldn't be read as npz" in refused(path, calibration=tmp_path / "pickled.npz")
     numpy.savez(tmp_path / "names.npz", picture=numpy.zeros((2, 4), dtype=numpy.float32))
-    assert "names.npz contain picture, which forward of Net doesn't take" in refused(
+    assert "The inputs names.npz don't fit forward of Net: missing a required argument: 'x'" in refused(
         path, calibration=tmp_path / "names.npz"
     )
     (tmp_path / "broken.npz").write_bytes(b"PK")
