@@ -2,10 +2,30 @@
 
 from exporters.isolation import eager_only
 from optimize_export.structure import clone, first_difference, leaves_of, rebuild
-from optimizer.model.dynamic import BATCH, ENOUGH, Dynamic, OpenDims, Sizes, Taken, ladder, open_dims, two_batch_sizes
-from optimizer.model.inputs import Call, ExampleInputs, FurtherInputs, Samples, keeps_values
+from optimizer.model.dynamic import BATCH, Dynamic, OpenDims, Sizes, open_dims
+from optimizer.model.inputs import (
+    ENOUGH,
+    Call,
+    ExampleInputs,
+    FurtherInputs,
+    Samples,
+    Taken,
+    keeps_values,
+    ladder,
+    two_batch_sizes,
+)
 from optimizer.model.module_tree import REGISTRIES, is_script, modules_of, reachable_modules, unregistered_modules
-from optimizer.model.preparation import check_model, on_device, one_call, resolved_device, samples_of
+from optimizer.model.preparation import (
+    check_model,
+    on_device,
+    one_call,
+    refuse_circular_modules,
+    refuse_empty_tensors,
+    refuse_unmade_module,
+    refuse_unrunnable,
+    resolved_device,
+    samples_of,
+)
 from optimizer.model.reentrant import gradients_by_backward, is_reentrant
 from optimizer.model.runs import AsItIs, Runs, RunsOfCopy, Source, called, errors_of_model, named_tensors, refuse_arrays
 from optimizer.model.settings import (
@@ -20,13 +40,7 @@ from optimizer.model.settings import (
     seed_torch,
     unsynchronised,
 )
-from optimizer.model.weights import (
-    load_weights,
-    refuse_circular_modules,
-    refuse_empty_tensors,
-    refuse_unmade_module,
-    refuse_unrunnable,
-)
+from optimizer.model.weights import load_weights
 from optimizer.model.working_copy import Mode, WorkingCopy, is_plain, private_state, working_copy
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Load weights from a file without running any code from it, and refuse models without weights."""
+"""Load weights from a file without running any code from it."""
 
 import pickle
 import re
@@ -260,67 +260,3 @@ def _untied(model: nn.Module, missing: set[str], state: Mapping[str, Any]) -> se
 
 def _cast(given: torch.Tensor, own: Any) -> bool:
     return isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor) and given.dtype != own.dtype
-
-
-def refuse_unrunnable(model: nn.Module) -> None:
-    """Raise `LoadError` if a run would fail for lack of weights, or would give the module some permanently."""
-    refuse_unmade_module(model)
-    refuse_circular_modules(model)
-    refuse_lazy_modules(model)
-    refuse_empty_tensors(model)
-
-
-def refuse_unmade_module(model: nn.Module) -> None:
-    """Raise `LoadError` if the constructor of `nn.Module` didn't run, so that the module can't have weights."""
-    if not hasattr(model, "_parameters"):
-        raise LoadError(
-            f"{type(model).__name__} doesn't call the constructor of nn.Module: add super().__init__() to its __init__."
-        )
-
-
-def refuse_circular_modules(model: nn.Module) -> None:
-    """Raise `LoadError` if a module is its own descendant: `eval`, `state_dict` and others would never end."""
-    done = set[int]()
-    # Each module of the current path, its name in the module before it, and an iterator over its remaining children.
-    path = [(model, "", model.named_children())]
-    while path:
-        module, _, children = path[-1]
-        name, child = next(children, ("", None))
-        if child is None:
-            done.add(id(module))
-            path.pop()
-            continue
-        if (above := next((depth for depth, (one, *_) in enumerate(path) if one is child), None)) is not None:
-            names = [name for _, name, _ in path[1:]]
-            holder = ".".join([*names, name])
-            held = ".".join(names[:above]) or f"the {type(model).__name__} itself"
-            raise LoadError(
-                f"{holder} of the model is {held}: a module can't be its own descendant. Hold it in a tuple, such as "
-                f"self.{name} = (module,)."
-            )
-        if id(child) not in done:
-            path.append((child, name, child.named_children()))
-
-
-def refuse_empty_tensors(model: nn.Module) -> None:
-    """Raise `LoadError` if parameters or buffers are on the meta device and have no values to compute with."""
-    empty = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-    if empty:
-        raise LoadError(
-            f"{listed(empty)} of the model {'has' if len(empty) == 1 else 'have'} no values (device meta): load weights "
-            "into it first, or build the model on the CPU."
-        )
-
-
-def refuse_lazy_modules(model: nn.Module) -> None:
-    """Raise `LoadError` if a lazy module has no weights yet: the first run would change the caller's module."""
-    lazy = [
-        f"{path or 'the model'} ({type(module).__name__})"
-        for path, module in model.named_modules()
-        if any(is_lazy(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
-    ]
-    if lazy:
-        raise LoadError(
-            f"{listed(lazy)} {'has' if len(lazy) == 1 else 'have'} no weights yet: run the model once to initialize "
-            "them, and remove modules that it never calls."
-        )

@@ -22,9 +22,8 @@ from optimizer.model import (
 )
 from optimizer.options import is_to_be_timed
 from optimizer.parity import OriginalOutputs, ParityReport, RecordedRuns
-from optimizer.pipeline.comparer import Comparer, Lowered, lowered_by
 from optimizer.pipeline.copy_runs import CopyRuns
-from optimizer.pipeline.transactions import Transactions, verify_and_roll_back
+from optimizer.pipeline.transactions import Comparer, Lowered, Transactions, lowered_by, verify_and_roll_back
 from optimizer.report import PassRecord, Progress, ProgressFunction
 from passes.base import Context, Pass, PassResult
 from passes.graph.backend import GraphCall, compilation_of, without_graph_call

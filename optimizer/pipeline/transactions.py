@@ -9,25 +9,33 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from exporters.places import line_of_error
-from optimize_export.errors import OptimizeFailed, ParityError
+from optimize_export.errors import LoadError, OptimizeFailed, ParityError
 from optimize_export.wording import first_line
 from optimizer.faults import locate_in_module
-from optimizer.model import Source, WorkingCopy, is_script, reachable_modules
-from optimizer.parity import ParityReport, RegionParity, check_change
-from optimizer.pipeline.comparer import AppliedPass, Comparer, lowered_by, with_changes
+from optimizer.model import Mode, Samples, Source, WorkingCopy, is_script, reachable_modules
+from optimizer.parity import (
+    OriginalOutputs,
+    ParityReport,
+    Reference,
+    RegionParity,
+    check_change,
+    judge,
+    measure_reference,
+)
 from optimizer.pipeline.copy_runs import CopyRuns
 from optimizer.report import PassRecord, PlaceRecord, Progress, ProgressFunction
-from passes.base import Context, DeclaredError, Pass, PassResult
-from passes.casting.forwards import AutocastForward, root_cast
+from passes.base import Context, DeclaredError, Pass, PassResult, Precision
+from passes.casting.forwards import AutocastForward
 from passes.errors import PassesError
 from passes.graph.changes import Change, Edit, Place, taken_back
+from passes.graph.forwards import standing_around
 from passes.graph.model_tree import ModelTree
 from passes.graph.tensors import same_values
 
@@ -35,17 +43,37 @@ from passes.graph.tensors import same_values
 _MOST_TRIES = 8
 
 
-class Transactions:
-    """Runs the passes in order, keeps their records, and rolls them back.
+# The reason why a result may be less precise than the original.
+Lowered = Precision | DeclaredError
 
-    Attributes:
-        passes: the passes in their order.
-        records: the records of the passes that ran.
-        runs: runs the working copy.
-        comparer: compares the result with the original; None without samples.
-        applied: the passes that weren't rolled back so far, including those that changed nothing.
-        wrong: by number of the pass, the reason to roll it back whatever it does.
-    """
+
+@dataclass
+class AppliedPass:
+    """A pass that ran and hasn't been rolled back."""
+
+    number: int
+    record: PassRecord
+    result: PassResult
+    declared: DeclaredError | None = None
+
+    @property
+    def lowered(self) -> tuple[Lowered, ...]:
+        """The reasons why this pass makes the result less precise."""
+        return tuple(one for one in (self.declared, self.result.precision) if one is not None)
+
+
+def with_changes(applied: Iterable[AppliedPass]) -> list[AppliedPass]:
+    """The passes that changed something."""
+    return [one for one in applied if one.result.changes]
+
+
+def lowered_by(applied: Iterable[AppliedPass]) -> tuple[Lowered, ...]:
+    """The reasons why these passes make the result less precise."""
+    return tuple(dict.fromkeys(lowered for one in with_changes(applied) for lowered in one.lowered))
+
+
+class Transactions:
+    """Runs the passes in order, keeps their records, and rolls them back."""
 
     def __init__(
         self,
@@ -60,10 +88,12 @@ class Transactions:
     ) -> None:
         self.passes: Sequence[Pass] = ()
         self.records: list[PassRecord] = []
+        # The passes that weren't rolled back so far, including those that changed nothing.
         self.applied: list[AppliedPass] = []
+        # By number of the pass, the reason to roll it back whatever it does.
         self.wrong: dict[int, str] = {}
         self.runs = CopyRuns(copy.root)
-        self.comparer: Comparer | None = None
+        self.comparer: Comparer | None = None  # None without samples
         self._copy = copy
         self._original = original
         self._tree = tree
@@ -99,12 +129,11 @@ class Transactions:
         if context.example_calls:
             context = replace(context, judge=partial(judge_change, self._copy.root, item.declared_error))
         for tries_left in reversed(range(_MOST_TRIES)):
-            ran = attempt(item, context, self._copy, self._original, self._tree)
-            record, result = ran.record, ran.result
+            record, result, error = attempt(item, context, self._copy, self._original, self._tree)
             if result is None:
                 self.records.append(record)
                 if self._strict or item.is_guarantee:
-                    raise OptimizeFailed(f"{item.name} failed ({record.reason}).") from ran.error
+                    raise OptimizeFailed(f"{item.name} failed ({record.reason}).") from error
                 return
             if (reason := self.wrong.get(number)) is not None and result.changes:
                 self.records.append(record)
@@ -272,17 +301,10 @@ def _place_of(transactions: Transactions, comparer: Comparer, culprit: AppliedPa
     return f" {found}" if found.divergence is not None else ""
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """One run of a pass; `result` is None if it raised `error`."""
-
-    record: PassRecord
-    result: PassResult | None = None
-    error: Exception | None = None
-
-
-def attempt(item: Pass, context: Context, copy: WorkingCopy, original: nn.Module, tree: ModelTree) -> Attempt:
-    """Run a pass on the tree of the working copy; if it raises, restore the tree.
+def attempt(
+    item: Pass, context: Context, copy: WorkingCopy, original: nn.Module, tree: ModelTree
+) -> tuple[PassRecord, PassResult | None, Exception | None]:
+    """Run a pass on the tree of the working copy; if it raises, restore the tree and return the error.
 
     Raises:
         PassesError: the pass can't do its one job.
@@ -290,7 +312,7 @@ def attempt(item: Pass, context: Context, copy: WorkingCopy, original: nn.Module
     """
     started = time.perf_counter()
     before = TreeState(tree.modules())
-    sources = CallersTensors(copy, original, tree)
+    sources = _CallersTensors(copy, original, tree)
     try:
         result = item.run(tree, context)
     except PassesError:
@@ -303,7 +325,7 @@ def attempt(item: Pass, context: Context, copy: WorkingCopy, original: nn.Module
         line = line_of_error(error)
         reason = f"{type(error).__name__}: {first_line(error)}{f' ({line})' if line else ''}"
         seconds = time.perf_counter() - started
-        return Attempt(PassRecord(item.name, item.options, "failed", reason, seconds=seconds), error=error)
+        return PassRecord(item.name, item.options, "failed", reason, seconds=seconds), None, error
     sources.refuse_writes(item)
     record = PassRecord(
         item.name,
@@ -316,7 +338,7 @@ def attempt(item: Pass, context: Context, copy: WorkingCopy, original: nn.Module
         detail=result.detail,
         seconds=time.perf_counter() - started,
     )
-    return Attempt(record, result)
+    return record, result, None
 
 
 def judge_change(
@@ -327,23 +349,89 @@ def judge_change(
     values: tuple[Any, ...],
 ) -> list[tuple[RegionParity, RegionParity | None]]:
     """As `Context.judge`, for a change of a pass that may declare an error."""
-    cast = root_cast(root)
-    autocast = cast.dtype if isinstance(cast, AutocastForward) else None
-    return check_change(old, new, values, declared=declared, autocast=autocast)
+    cast = standing_around(root, AutocastForward)
+    return check_change(old, new, values, declared=declared, autocast=None if cast is None else cast.dtype)
+
+
+class Comparer:
+    """Compares the result with the original.
+
+    A training result is compared in eval mode too. If it is wrong only there, that report is returned.
+
+    Args:
+        result: the working copy.
+        notes: the notes of the report; further notes are appended here.
+    """
+
+    def __init__(
+        self,
+        outputs: OriginalOutputs,
+        original: nn.Module,
+        result: nn.Module,
+        samples: Samples,
+        mode: Mode,
+        batch_sizes: Sequence[int] | None,
+        notes: list[str],
+    ) -> None:
+        self.outputs = outputs
+        self.notes = notes
+        self._original = original
+        self.result = result
+        self._samples = samples
+        self.mode = mode
+        self._batch_sizes = batch_sizes
+        # None before it is measured; False if the original doesn't run in eval mode.
+        self._in_eval: Reference | Literal[False] | None = None
+        self._less_precise: dict[tuple[int, tuple[Lowered, ...]], Reference] = {}
+
+    def report(self, applied: Sequence[AppliedPass]) -> ParityReport:
+        """The report of the result as it is now, with the changes of these passes."""
+        lowered = lowered_by(applied)
+        report = judge(self.reference(lowered).compare(self.result))
+        if self.mode != "training" or report.verdict == "failed" or not with_changes(applied):
+            return report
+        in_eval = self._report_in_eval(lowered)
+        return in_eval if in_eval is not None and in_eval.verdict == "failed" else report
+
+    def reference(self, lowered: tuple[Lowered, ...] = ()) -> Reference:
+        """The reference for a result that is less precise for these reasons."""
+        return self._judging(self.outputs.reference(), lowered)
+
+    def _judging(self, reference: Reference, lowered: tuple[Lowered, ...]) -> Reference:
+        if not lowered:
+            return reference
+        key = id(reference), lowered
+        if key not in self._less_precise:
+            *before, last = lowered
+            self._less_precise[key] = self._judging(reference, tuple(before)).less_precise(last)
+        return self._less_precise[key]
+
+    def _report_in_eval(self, lowered: tuple[Lowered, ...]) -> ParityReport | None:
+        """The report with both in eval mode; None if the original doesn't run in eval mode."""
+        if self._in_eval is None:
+            try:
+                self._in_eval = measure_reference(self._original, self._samples, batch_sizes=self._batch_sizes)
+            except LoadError as error:
+                self.notes.append(f"the result wasn't compared in eval: {first_line(error).rstrip('.')}")
+                self._in_eval = False
+        if self._in_eval is False:
+            return None
+        report = judge(self._judging(self._in_eval, lowered).compare(self.result))
+        return replace(report, reason=f"In eval: {report.reason}")
 
 
 @dataclass
 class CheckedChanges:
     """The judgement of one pass's changes."""
 
+    # The largest error of a change, in units of the noise there; None if no change was compared.
     worst: float | None = None
-    """The largest error of a change, in units of the noise there; None if no change was compared."""
+    # The largest error of a change, as a share of the largest magnitude there.
     error: float | None = None
-    """The largest error of a change, as a share of the largest magnitude there."""
+    # The sentence about a change that computes something else; None if there is none.
     wrong: str | None = None
-    """The sentence about a change that computes something else; None if there is none."""
+    # The changes that lose too much to rounding, each with the reason.
     imprecise: dict[Place, str] = field(default_factory=dict)
-    """The changes that lose too much to rounding, each with the reason."""
 
     @classmethod
     def of(cls, record: PassRecord, result: PassResult) -> CheckedChanges:
@@ -381,7 +469,6 @@ class TreeState:
         ]
 
     def restore(self) -> None:
-        """Put everything back."""
         for holder, before in self._kept:
             holder.clear()
             holder.update(before)
@@ -397,7 +484,7 @@ def edits_of(applied: Iterable[AppliedPass]) -> list[Edit]:
     return [edit for one in applied for edit in one.result.rewriter.edits]
 
 
-class CallersTensors:
+class _CallersTensors:
     """The caller's tensors before a pass runs, with their versions.
 
     A run writes to the buffers of scripted modules and restores them, which changes their versions. So their values are
@@ -419,11 +506,7 @@ class CallersTensors:
         ]
 
     def refuse_writes(self, item: Pass) -> None:
-        """Check that the pass wrote to none of them, because that can't be undone.
-
-        Raises:
-            OptimizeFailed: the pass wrote to one.
-        """
+        """Raise `OptimizeFailed` if the pass wrote to one of them, because that can't be undone."""
         written = [
             source.path
             for source, values in self._before

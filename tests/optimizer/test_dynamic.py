@@ -13,8 +13,8 @@ from optimize_export.errors import ExportFailed, ParityError, UsageError
 from optimizer import export, open_bundle, optimize, verify_bundle
 from optimizer.command.cli import main
 from optimizer.exporting.artifact_parity import FileProof
-from optimizer.model.dynamic import OpenDims, Taken, ladder, open_dims
-from optimizer.model.inputs import Samples
+from optimizer.model.dynamic import OpenDims, open_dims
+from optimizer.model.inputs import Samples, Taken, ladder
 from optimizer.option_texts import parse_dynamic
 from optimizer.parity import golden_entries, measure_reference
 
