@@ -32,8 +32,8 @@ from passes.memory_format.costs import (
     cheapest_formats,
     kernel_of,
     why_dear,
+    why_no_format,
 )
-from passes.memory_format.forwards import why_no_format
 from passes.memory_format.training import ChannelsLastTraining
 from passes.memory_format.watch import CONTIGUOUS, EITHER, LAST, Loss
 from passes.module_interface import call_of, convolution_arguments, shape_of, tensor_of

@@ -19,18 +19,11 @@ from passes.module_interface import (
     call_of,
     inner_forward,
     is_parametrized,
-    is_stock,
     tensor_of,
 )
 from passes.torch_private import AnyBatchNorm, AnyInstanceNorm
 
 _LAYERS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-# Names that a subclass may define and lose in the conversion: they don't matter once the layer exists.
-_OF_THE_MAKING = frozenset({
-    "__init__", "__module__", "__doc__", "__qualname__", "__annotations__", "__annotate__", "__annotate_func__",
-    "__annotations_cache__", "__static_attributes__", "__firstlineno__", "__parameters__", "__orig_bases__",
-    "__constants__", "extra_repr", "__repr__",
-})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,7 +44,7 @@ class SyncBatchNorm(ModulePass):
 
     Does not handle:
 
-    - subclasses with a forward or methods of their own, parametrized layers, and lazy layers that never ran
+    - subclasses, layers with a forward of their own, parametrized layers, and lazy layers that never ran
     - TorchScript, calls of `F.batch_norm`, and layers without `num_batches_tracked`
     - InstanceNorm, which has no batch statistics
     - code that checks the class of a layer, which isn't nn.BatchNorm2d any more
@@ -129,23 +122,15 @@ def _why_not(module: nn.Module) -> str | None:
         return f"it is a {kind}, not initialised yet: run the model once first"
     if is_parametrized(module):
         return "it has parametrizations"
-    if not is_stock(module, _LAYERS):
-        what = f"its class {kind}" if inner_forward(module) is None else "it"
-        return f"{what} has its own forward, which a SyncBatchNorm wouldn't run"
-    if own := _own_names(module):
-        return f"its class {kind} has its own {own[0]}, which a SyncBatchNorm doesn't have"
+    if type(module) not in _LAYERS:
+        return f"its class {kind} may compute something else, which a SyncBatchNorm wouldn't"
+    if inner_forward(module) is not None:
+        return "it has its own forward, which a SyncBatchNorm wouldn't run"
     if module.num_features == 0:
         return "it has no channels, which a SyncBatchNorm doesn't accept"
     if module.track_running_stats and module._buffers.get("num_batches_tracked") is None:
         return "it has no num_batches_tracked, without which a SyncBatchNorm keeps no running statistics"
     return None
-
-
-def _own_names(module: nn.Module) -> list[str]:
-    """The names that the layer's classes define in addition to torch's own, and that other code may use."""
-    stock = next(cls for cls in _LAYERS if isinstance(module, cls))
-    added = [vars(cls) for cls in type(module).__mro__ if cls not in stock.__mro__]
-    return [name for names in added for name in names if name not in _OF_THE_MAKING]
 
 
 def _convert(model: ModuleRewriter, module: nn.Module) -> None:

@@ -51,7 +51,7 @@ class TorchCompile(Pass):
     With `freezing`, the weights and all other tensors that modules hold become constants of the code, in the layout
     that its kernels prefer. If one of them is written to, moved or replaced, the next call notices, and the code is
     compiled again; torch doesn't count writes through `.data`. After the fourth such change, or if a tensor can't be
-    watched (one that can't be reached from the module, for example), the code reads all tensors at each call. Calls
+    watched (one in a list of the module, for example), the code reads all tensors at each call. Calls
     with gradients enabled use other code.
 
     Attributes:

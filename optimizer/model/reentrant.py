@@ -6,12 +6,10 @@ the gradients go to `.grad` of the parameters, which belong to a copy of the mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.overrides import TorchFunctionMode
+from torch.autograd.graph import GradientEdge, Node
 
 from optimize_export.errors import LoadError
 from passes.torch_private import without_torch_function
@@ -61,29 +59,13 @@ def gradients_by_backward(
         with without_torch_function():
             for leaf, _ in kept:
                 leaf.grad = None
-        with _NestedBackward():
-            torch.autograd.backward(edges, cotangents)
+        torch.autograd.backward(edges, cotangents)
         with without_torch_function():
             return tuple(leaf.grad for leaf in leaves)
     finally:
         with without_torch_function():
             for leaf, gradient in kept:
                 leaf.grad = gradient
-
-
-class _NestedBackward(TorchFunctionMode):
-    """Keeps the surrounding modes active in the `backward` of a checkpoint, which may contain another checkpoint.
-
-    A function mode is off inside the functions that it intercepts, and it doesn't intercept a `backward` of edges.
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.autograd.backward:
-            outputs, *others = args
-            args = ([get_gradient_edge(output) for output in outputs], *others)
-        return func(*args, **(kwargs or {}))
 
 
 def _nodes_behind(edges: Sequence[GradientEdge]) -> Iterator[Node]:

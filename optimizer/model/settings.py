@@ -272,53 +272,30 @@ def unsynchronised() -> Iterator[bool]:
 
     With a process group it would wait for processes that may have nothing to measure, include batches that this process
     doesn't know, and raise on a CPU. The forward is replaced for all threads: on a GPU the backward pass has its own
-    thread, in which checkpoints run the forward again.
+    thread, in which checkpoints run the forward again. Only the thread whose turn it is may do so.
 
     Yields:
         Whether there is a process group.
     """
-    _apart.enter()
+    global _is_apart
+    before = _is_apart, nn.SyncBatchNorm.forward
+    _is_apart, nn.SyncBatchNorm.forward = True, _forward_apart  # type: ignore[method-assign]
     try:
         yield torch.distributed.is_available() and torch.distributed.is_initialized()
     finally:
-        _apart.leave()
+        _is_apart, nn.SyncBatchNorm.forward = before  # type: ignore[method-assign]
 
 
-class _Apart:
-    """Turns off the synchronization of SyncBatchNorm from the first `enter` to the last `leave`, in all threads."""
-
-    def __init__(self) -> None:
-        self.on = False
-        self._count = 0
-        self._lock = threading.Lock()
-        self._forward = nn.SyncBatchNorm.forward
-
-    def enter(self) -> None:
-        with self._lock:
-            self._count += 1
-            if self._count == 1:
-                self.on, self._forward = True, nn.SyncBatchNorm.forward
-                nn.SyncBatchNorm.forward = _forward_apart  # type: ignore[method-assign]
-
-    def leave(self) -> None:
-        with self._lock:
-            self._count -= 1
-            if self._count == 0:
-                self.on = False
-                nn.SyncBatchNorm.forward = self._forward  # type: ignore[method-assign]
-
-
-_apart = _Apart()
+_is_apart = False
 _synchronised_forward = nn.SyncBatchNorm.forward
 
 
 # With `wraps`, code that checks which module a forward comes from finds torch.
 @functools.wraps(nn.SyncBatchNorm.forward)
 def _forward_apart(self: nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
-    """Replacement for `nn.SyncBatchNorm.forward`."""
     # torch.compile guards on this flag. It has no guard on the process group, whose existence the original forward
     # checks once, and code that was compiled for a comparison is also called later.
-    if not _apart.on:
+    if not _is_apart:
         return _synchronised_forward(self, input)
     # The forward of the other BatchNorms; SyncBatchNorm computes the same if there is nothing to synchronize.
     return AnyBatchNorm.forward(self, input)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from passes.graph.forwards import AroundForward, is_atom, standing_around
+from passes.graph.forwards import AroundForward, is_atom
 from passes.torch_private import AnyNorm, is_tracing
 
 HALF = (torch.bfloat16, torch.float16)
@@ -41,46 +41,19 @@ class RootCast(AroundForward):
 
     def _given_out(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the call, and cast its outputs, and the tensors that it stored in its arguments, to their dtypes."""
-        held = list(_containers_in((args, kwargs.values())))
-        before = {id(leaf) for leaf in _tensors_in(held)} if held else set()
+        given = (args, kwargs.values())
+        held, before = list(_containers_in(given)), list(_tensors_in(given))
         outputs = call(*args, **kwargs)
-        leaves = pytree.tree_leaves(outputs, is_leaf=_is_size)
-        known = self.outputs if len(leaves) == len(self.outputs) else (None,) * len(leaves)
-        # A list for each tensor, because the same one may be returned in two dtypes. Not by id, see `Loan`.
-        casts: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
 
-        def casts_of(leaf: Any) -> list[torch.Tensor]:
-            for own, made in casts:
-                if own is leaf:
-                    return made
-            return []
+        def cast(leaf: Any, want: torch.dtype | None = None) -> Any:
+            is_ours = isinstance(leaf, torch.Tensor) and leaf.dtype is self.dtype and not _is_among(leaf, before)
+            return leaf.to(want or torch.float32) if is_ours else leaf
 
-        def add(leaf: Any, want: torch.dtype | None) -> None:
-            given = leaf.to(want or torch.float32)
-            if made := casts_of(leaf):
-                made.append(given)
-            else:
-                casts.append((leaf, [given]))
-
-        for leaf, want in zip(leaves, known, strict=True):
-            if self._is_ours(leaf) and not any(leaf is own for own in _tensors_in((args, kwargs.values()))):
-                add(leaf, want)
-        for leaf in _tensors_in(held):
-            if self._is_ours(leaf) and id(leaf) not in before and not casts_of(leaf):
-                add(leaf, None)
-        if not casts:
-            return outputs
-
-        def cast(leaf: Any) -> Any:
-            made = casts_of(leaf) or [leaf]
-            return made.pop(0) if len(made) > 1 else made[0]
-
-        given_out = changed(outputs, cast, held)
         changed_in_place(held, cast)
-        return given_out
-
-    def _is_ours(self, leaf: Any) -> bool:
-        return isinstance(leaf, torch.Tensor) and leaf.dtype is self.dtype
+        leaves, spec = pytree.tree_flatten(outputs, is_leaf=lambda each: _is_size(each) or _is_among(each, held))
+        known = self.outputs if len(leaves) == len(self.outputs) else (None,) * len(leaves)
+        new = [cast(leaf, want) for leaf, want in zip(leaves, known, strict=True)]
+        return outputs if _are_same(new, leaves) else pytree.tree_unflatten(new, spec)
 
 
 class AutocastForward(RootCast):
@@ -167,7 +140,10 @@ class InFloat32(AroundForward):
             own = loan.own(leaf)
             return cast_leaf(leaf, (torch.float32,), gives) if own is leaf else own
 
-        return changed(outputs, given, list(_containers_in((args, kwargs.values()))))
+        held = list(_containers_in((args, kwargs.values())))
+        leaves, spec = pytree.tree_flatten(outputs, is_leaf=lambda each: _is_size(each) or _is_among(each, held))
+        new = [given(leaf) for leaf in leaves]
+        return outputs if _are_same(new, leaves) else pytree.tree_unflatten(new, spec)
 
 
 class LoweredInput(AroundForward):
@@ -226,11 +202,6 @@ class FiniteMasks(AroundForward):
         return self._inner_forward(*args, **kwargs)
 
 
-def root_cast(root: nn.Module) -> RootCast | None:
-    """The cast that is already installed around the root's forward; None if there is none."""
-    return standing_around(root, RootCast)
-
-
 def takes_one_dtype(module: nn.Module) -> bool:
     """Whether the module is a torch.nn layer, or a subclass of one, that accepts only inputs of its weights' dtype."""
     if isinstance(module, AnyNorm | nn.Embedding | torch.jit.ScriptModule):
@@ -256,7 +227,7 @@ class Loan:
     """
 
     def __init__(self, cast: Callable[[Any], Any]) -> None:
-        # (cast, original tensor) for each tensor that was cast. Not by id, which torch 2.11 can't compile.
+        # (cast, original tensor) for each tensor that was cast.
         self.lent: list[tuple[Any, Any]] = []
         self._cast = cast
 
@@ -304,27 +275,6 @@ def changed_in_place(value: Any, change: Callable[[Any], Any]) -> Any:
     return value
 
 
-def changed(value: Any, change: Callable[[Any], Any], own: Sequence[Any] = ()) -> Any:
-    """Replace the tensors in a value, and rebuild their containers; containers in `own` are kept as is."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if any(value is each for each in own):
-        return value
-    if isinstance(value, tuple):
-        return _tuple_of(value, [changed(each, change, own) for each in value])
-    if type(value) is list:
-        items = [changed(each, change, own) for each in value]
-        return value if _are_same(items, value) else items
-    if type(value) is dict:
-        named = {key: changed(each, change, own) for key, each in value.items()}
-        return value if _are_same(named.values(), value.values()) else named
-    leaves, spec = pytree.tree_flatten(value, is_leaf=_is_size)
-    if spec.is_leaf():
-        return value
-    new = [change(leaf) for leaf in leaves]
-    return value if _are_same(new, leaves) else pytree.tree_unflatten(new, spec)
-
-
 def _tuple_of(value: Any, items: Sequence[Any]) -> Any:
     if _are_same(items, value):
         return value
@@ -333,6 +283,11 @@ def _tuple_of(value: Any, items: Sequence[Any]) -> Any:
 
 def _are_same(new: Iterable[Any], old: Iterable[Any]) -> bool:
     return all(one is other for one, other in zip(new, old, strict=True))
+
+
+def _is_among(value: Any, held: Iterable[Any]) -> bool:
+    # Not by id, which torch 2.11 can't compile.
+    return any(value is each for each in held)
 
 
 def _containers_in(value: Any) -> Iterator[Any]:

@@ -6,83 +6,26 @@ import itertools
 import logging
 import operator
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from passes.compiling.blocks import entry_of
-from passes.graph.containers import REGISTRIES, contents_of
-from passes.torch_private import COMPILED_CALL, has_autocast, inductor_settings
-
-# The search stops after this number of objects.
-_MOST = 1 << 20
-
-
-class Holding(NamedTuple):
-    """A reference: an entry of a dict, or all items of another container."""
-
-    owner: Any  # the module or object whose `__dict__` holds the entry, or the container itself
-    home: Any  # the dict or container
-    key: Any  # the key in the dict; None for another container
-    values: tuple[Any, ...]  # the referenced values; exactly one for a dict entry
-
-    @property
-    def is_row(self) -> bool:
-        """Whether it is a container without keys."""
-        return not isinstance(self.home, dict)
-
-
-def holdings_from(root: nn.Module, *, without: Sequence[str] = ()) -> Iterator[Holding]:
-    """All references reachable from a module through attributes, except those named in `without`, and containers."""
-    # The referenced values stay alive during the search, so ids stay unique.
-    waiting: list[Any] = [root]
-    seen = {id(root)}
-    for owner in waiting:
-        if len(waiting) > _MOST:
-            return
-        for place in _holdings_in(owner, without):
-            yield place
-            for value in place.values:
-                if id(value) not in seen and not isinstance(value, torch.Tensor) and not _is_graph(value):
-                    seen.add(id(value))
-                    waiting.append(value)
-
-
-def _is_graph(value: Any) -> bool:
-    """Whether the value is a torch.fx object, whose contents don't belong to the module."""
-    return type(value).__module__.startswith("torch.fx.")
-
-
-def _holdings_in(owner: Any, without: Sequence[str]) -> Iterator[Holding]:
-    if isinstance(owner, nn.Module):
-        own = vars(owner)
-        attributes = (Holding(owner, own, key, (own[key],)) for key in own if key not in (*REGISTRIES, *without))
-        yield from attributes
-        yield from (Holding(owner, own[name], *item) for name in REGISTRIES for item in _items(own[name]))
-        return
-    inside = owner if isinstance(owner, tuple) else contents_of(owner)
-    if isinstance(inside, dict):
-        yield from (Holding(owner, inside, *item) for item in _items(inside))
-    elif inside is not None:
-        yield Holding(owner, inside, None, tuple(inside))
-
-
-def _items(home: dict[Any, Any]) -> Iterator[tuple[Any, tuple[Any]]]:
-    return ((key, (value,)) for key, value in dict.items(home))
+from passes.torch_private import has_autocast, inductor_settings
 
 
 class BakedTensors:
-    """The tensors that are constants of compiled code, with all references that lead to them from a module.
+    """The tensors that are constants of compiled code, and the attributes that hold the tensors and modules of a module.
 
-    A tensor counts as unchanged if the references still lead to it, its memory address is the same, and torch counts no
-    write to it. The tensors are not kept alive.
+    A tensor counts as unchanged if the same attributes still hold the same objects, its memory address is the same, and
+    torch counts no write to it. The tensors are not kept alive.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
+        # Why the tensors can't be watched; None if they can be.
         self.unwatched: str | None = None
         self._found: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._looked_up = True
@@ -104,37 +47,29 @@ class BakedTensors:
             self._looked_up = False
 
     def look_up(self) -> None:
-        """Find the references to the tensors that were added."""
+        """Find the attributes that hold the tensors that were added."""
         if self._looked_up or self.unwatched is not None:
             return
         self._looked_up = True
-        into: dict[int, list[Holding]] = defaultdict(list)
-        # The compiled call of a module is not part of its state.
-        for place in holdings_from(self.root, without=(COMPILED_CALL,)):
-            for value in place.values:
-                into[id(value)].append(place)
-        waiting, seen, ways = list(self._found), set(self._found), []
-        for key in waiting:
-            if key in self._found and key not in into:
-                tensor = self._found[key][0]()
-                shape = "" if tensor is None else f" of shape {tuple(tensor.shape)}"
-                self.unwatched = f"a tensor{shape} that it reads is not an attribute of it or of a module in it"
-                self._put([])
-                return
-            for place in into[key]:
-                ways.append(place)
-                if id(place.owner) not in seen:
-                    seen.add(id(place.owner))
-                    waiting.append(id(place.owner))
-        self._put(ways)
+        places = [
+            (home, key, value)
+            for module in self.root.modules()
+            for home in (module._parameters, module._buffers, module._modules, vars(module))
+            for key, value in home.items()
+            if isinstance(value, torch.Tensor | nn.Module)
+        ]
+        held = {id(value) for *_, value in places}
+        unheld = next((reference() for key, (reference, *_) in self._found.items() if key not in held), None)
+        if not held.issuperset(self._found):
+            shape = "" if unheld is None else f" of shape {tuple(unheld.shape)}"
+            self.unwatched = f"a tensor{shape} that it reads is not an attribute of it or of a module in it"
+            places = []
+        self._put(places)
 
-    def _put(self, ways: list[Holding]) -> None:
+    def _put(self, places: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
         # Stored in parallel lists, because they are compared at every call.
-        places = {(id(place.home), place.key): place for place in ways}.values()
-        single = [place for place in places if not place.is_row]
-        self._homes, self._keys = [place.home for place in single], [place.key for place in single]
-        self._values = [_reference(*place.values) for place in single]
-        self._rows = [(place.home, [_reference(item) for item in place.values]) for place in places if place.is_row]
+        self._homes, self._keys = [home for home, *_ in places], [key for _, key, _ in places]
+        self._values = [weakref.ref(value) for *_, value in places]
         found = self._found.values()
         self._tensors = [tensor for tensor, _, _ in found]
         self._versions, self._pointers = [version for _, version, _ in found], [pointer for _, _, pointer in found]
@@ -148,10 +83,6 @@ class BakedTensors:
             and all(map(operator.is_not, tensors, itertools.repeat(None)))
             and list(map(_version_of, tensors)) == self._versions
             and list(map(torch.Tensor.data_ptr, tensors)) == self._pointers
-            and all(
-                len(row) == len(items) and all(map(operator.is_, row, [item() for item in items]))
-                for row, items in self._rows
-            )
         )
 
 
@@ -163,11 +94,6 @@ def _attribute_of(program: Any, path: str) -> Any:
     for name in path.split("."):
         value = getattr(value, name, None)
     return value
-
-
-def _reference(value: Any) -> Callable[[], Any]:
-    """Make a function that returns the value; tensors and modules are referenced weakly."""
-    return weakref.ref(value) if isinstance(value, torch.Tensor | nn.Module) else lambda: value
 
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,6 @@ from passes.graph.changes import (
     Skip,
     in_place,
     taken_back,
-    undo_all,
 )
 from passes.graph.forwards import dtype_inside, has_hooks, is_parametrized
 from passes.graph.model_tree import ModelTree, TensorRef, training_flags
@@ -114,13 +113,6 @@ class ModuleRewriter(ChangeRecord[ModuleChange]):
     def set_attribute(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute in the `__dict__` of one module instance."""
         self._set(module, name, value)
-
-    def withdraw(self, change: ModuleChange) -> None:
-        """Undo the last change."""
-        if self._open is not None or not self.changes or self.changes[-1] is not change:
-            raise RuntimeError("only the last change can be withdrawn")
-        undo_all(change.edits)
-        self.changes.pop()
 
 
 class ModulePass(Pass):

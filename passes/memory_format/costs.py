@@ -1,4 +1,4 @@
-"""What convolutions cost on a CPU in contiguous format and in channels_last, as numbers of moved elements."""
+"""Which convolutions can be in channels_last, and what they cost on a CPU, as numbers of moved elements."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
+from passes.graph.tensors import kind_of
 from passes.torch_private import convolution_kernel
 
 # Kernels that read a channels_last weight without packing it.
@@ -95,3 +97,12 @@ def kernel_of(named: Mapping[str, Any], weight: torch.Tensor, given: torch.Size,
         output_padding=each("output_padding", 0),
         groups=named.get("groups", 1),
     )
+
+
+def why_no_format(weight: torch.Tensor) -> str | None:
+    """The reason why a weight has no memory format, as a clause; None if it has one."""
+    if is_lazy(weight):
+        return "its weight is not initialised yet: run the model once first"
+    if kind := kind_of(weight):
+        return f"its weight is {kind}"
+    return None

@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from passes.graph.forwards import AroundForward, standing_around
 from passes.graph.tensors import (
     CHANNELS_LAST_FORMATS,
-    ORDERS,
     DimOrder,
     has_strides,
     is_channels_last,
-    kind_of,
     lies_in,
     order_of,
 )
 from passes.torch_private import is_transformed, without_torch_function
-
-
-def why_no_format(weight: torch.Tensor) -> str | None:
-    """The reason why a weight has no memory format, as a clause; None if it has one."""
-    if is_lazy(weight):
-        return "its weight is not initialised yet: run the model once first"
-    if kind := kind_of(weight):
-        return f"its weight is {kind}"
-    return None
 
 
 class ContiguousInput(AroundForward):
@@ -164,71 +151,6 @@ def _all_ordered(order: DimOrder, gradients: tuple[Any, ...]) -> tuple[Any, ...]
     return tuple(_ordered(gradient, order) for gradient in gradients)
 
 
-class ChannelsLastInputs(AroundForward):
-    """Converts some inputs of a root to channels_last, once for all operations that read them.
-
-    The caller's tensors keep their format. If the forward writes to a copy, the caller's tensor gets the values; if it
-    returns a copy, the caller's tensor is returned instead. Neither happened in the recorded runs.
-    """
-
-    def __init__(self, owner: nn.Module, inputs: frozenset[str], inner: Any) -> None:
-        self.owner = owner
-        self.inputs = inputs  # the names of the parameters to convert
-        self.inner = inner
-        names = positional_names(owner)
-        self._positions = frozenset(number for number, name in enumerate(names) if name in inputs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            # Compiled and exported programs choose the formats themselves.
-            return self._inner_forward(*args, **kwargs)
-        lent: list[_Lent] = []
-        given = [_lend(arg, lent) if number in self._positions else arg for number, arg in enumerate(args)]
-        named = {name: _lend(arg, lent) if name in self.inputs else arg for name, arg in kwargs.items()}
-        outputs = self._inner_forward(*given, **named)
-        for original, copied, version in lent:
-            if copied._version != version:
-                original.copy_(copied)
-        return pytree.tree_map(lambda leaf: _own_of(leaf, lent), outputs, is_leaf=_is_size) if lent else outputs
-
-
-# The caller's tensor, the copy that the forward gets, and the version counter of the copy.
-_Lent = tuple[torch.Tensor, torch.Tensor, int]
-
-
-def _lend(value: Any, lent: list[_Lent]) -> Any:
-    """Copy a feature map to channels_last, and record the copy in `lent`; anything else is returned as is."""
-    order = ORDERS.get(value.dim()) if _is_dense(value) else None
-    if order is None:
-        return value
-    copied = _back_as_it_came(value, _counting_writes(value, order))
-    if copied is not value:
-        lent.append((value, copied, copied._version))
-    return copied
-
-
-def _counting_writes(value: torch.Tensor, order: DimOrder) -> Any:
-    if not torch.is_inference_mode_enabled():
-        return _ordered(value, order)
-    # Tensors created in inference mode have no version counter.
-    with torch.inference_mode(False), torch.no_grad():
-        return _ordered(value, order)
-
-
-def _own_of(leaf: Any, lent: Sequence[_Lent]) -> Any:
-    return next((original for original, copied, _ in lent if copied is leaf), leaf)
-
-
-def positional_names(module: nn.Module) -> tuple[str, ...]:
-    """The names of the forward's parameters that can be passed by position."""
-    try:
-        parameters = inspect.signature(module.forward).parameters.values()
-    except (TypeError, ValueError):
-        return ()
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
-
-
 class FormattedForward(AroundForward):
     """Gives the outputs of a root the dim order that they have in the original.
 
@@ -236,27 +158,15 @@ class FormattedForward(AroundForward):
     on contiguous inputs return them.
     """
 
-    def __init__(
-        self,
-        owner: nn.Module,
-        orders: tuple[DimOrder | None, ...],
-        inner: Any,
-        others: tuple[DimOrder | None, ...] | None = None,
-    ) -> None:
+    def __init__(self, owner: nn.Module, orders: tuple[DimOrder | None, ...], inner: Any) -> None:
         self.owner = owner
         self.orders = orders  # the dim order of each output; None to leave it as it is
         self.inner = inner
-        # The dim orders when the root's training flag differs from `training`; None if they are the same
-        self.others = others
-        self.training = owner.training  # the root's training flag at the time of the pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self._inner_forward(*args, **kwargs)
-        known = self.orders if self.others is None or self.owner.training is self.training else self.others
-        if isinstance(outputs, torch.Tensor):
-            return _given_out(outputs, known[0] if len(known) == 1 else ())
         leaves, spec = pytree.tree_flatten(outputs, is_leaf=_is_size)
-        orders = known if len(leaves) == len(known) else ((),) * len(leaves)
+        orders = self.orders if len(leaves) == len(self.orders) else ((),) * len(leaves)
         return pytree.tree_unflatten([_given_out(*pair) for pair in zip(leaves, orders, strict=True)], spec)
 
 

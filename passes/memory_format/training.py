@@ -19,10 +19,10 @@ from passes.memory_format.costs import (
     cheapest_formats,
     kernel_of,
     why_dear,
+    why_no_format,
 )
 from passes.memory_format.forwards import (
     ChannelsLastInput,
-    ChannelsLastInputs,
     ContiguousInput,
     DrawsInOrder,
     FormattedForward,
@@ -30,14 +30,12 @@ from passes.memory_format.forwards import (
     enters_channels_last,
     is_kept_contiguous,
     ordered_leaves,
-    why_no_format,
 )
 from passes.memory_format.watch import Layouts, LayoutWatch
 from passes.module_interface import (
     CHANNELS_LAST_FORMATS,
     AroundForward,
     AttributeEdit,
-    ModuleChange,
     ModulePass,
     ModuleRewriter,
     Run,
@@ -94,7 +92,7 @@ def _train(model: ModuleRewriter, context: Context, seen: Runs) -> None:
     root = model.tree.root
     convolutions = dict(_convolutions(root))
     maps = _maps_in([run for run in seen.runs if run.number == 0 and _is_training(root, run)][:1] or seen.runs[:1])
-    orders, others = _orders(model, seen)
+    orders = _orders_of([run.recording.outputs for run in seen.runs if run.flag is None])
     reasons = {path: _why_not_entered(maps, module, context) for path, module in convolutions.items()}
     free = [path for path, reason in reasons.items() if reason is None]
     dear = _too_dear_in_training(model, maps, orders, reasons) if context.device.type == "cpu" else frozenset[str]()
@@ -121,7 +119,7 @@ def _train(model: ModuleRewriter, context: Context, seen: Runs) -> None:
         with model.change(path, "random numbers drawn as for contiguous maps"):
             _put_around(model, module, DrawsInOrder(module, module.__dict__.get("forward")))
     if model.changes:
-        _keep_output_orders(model, orders, others)
+        _keep_output_orders(model, orders)
 
 
 def _convolutions(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -234,38 +232,18 @@ def _backend(module: nn.Module, shape: torch.Size) -> str:
 
 
 def _audit(model: ModuleRewriter, context: Context) -> Layouts | None:
-    """Convert the root's inputs if that moves fewer elements, and add remarks where the format is lost.
-
-    Returns what a run with the final formats shows; None if there is no such run.
-    """
+    """Watch a run, and add remarks where the format is lost; returns None if there is no such run."""
     if context.run_inside is None:
         return None
-    root = model.tree.root
-    layouts, problem = _watched(root, context)
-    # Below twice the size of the input, almost nothing can be gained, for example if one convolution reads it padded.
-    names = [name for name, size in layouts.input_elements.items() if layouts.inputs[name] >= 2 * size]
-    if names and problem is None:
-        change = _convert_inputs(model, names)
-        converted, problem_then = _watched(root, context)
-        if problem_then is None and converted.moved < layouts.moved:
-            layouts = converted
-        else:
-            model.withdraw(change)
-    if problem is not None:
+    watch = LayoutWatch(model.tree.root)
+    if (problem := context.run_inside(watch, context.smallest_call)) is not None:
         model.remark("", f"no run shows where channels_last is lost ({problem})")
         return None
-    for path in layouts.scripted:
+    for path in watch.layouts.scripted:
         model.remark(path, "it is TorchScript: whether channels_last is lost inside it can't be seen")
-    for loss in layouts.losses:
+    for loss in watch.layouts.losses:
         model.remark(loss.where, loss.text)
-    return layouts
-
-
-def _watched(root: nn.Module, context: Context) -> tuple[Layouts, str | None]:
-    assert context.run_inside is not None
-    watch = LayoutWatch(root)
-    problem = context.run_inside(watch, context.smallest_call)
-    return watch.layouts, problem
+    return watch.layouts
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
@@ -276,28 +254,6 @@ def _keep_contiguous(model: ModuleRewriter, path: str, module: nn.Module) -> Non
         _put_around(model, module, ContiguousInput(module, module.__dict__.get("forward")))
 
 
-def _convert_inputs(model: ModuleRewriter, names: Sequence[str]) -> ModuleChange:
-    """Convert these arguments of the root to channels_last; `_keep_output_orders` adds its wrapper afterwards."""
-    root = model.tree.root
-    inner = root.__dict__.get("forward")
-    while isinstance(inner, ChannelsLastInputs | FormattedForward):
-        inner = inner.inner
-    with model.change("", f"input {' and '.join(names)} converted to channels_last once") as change:
-        _put_around(model, root, ChannelsLastInputs(root, frozenset(names), inner))
-    return change
-
-
-def _orders(model: ModuleRewriter, seen: Runs) -> tuple[_Orders, _Orders | None]:
-    """The order of dims in memory of each output of the root, and the same with its training flag reversed.
-
-    The second is None if no run has that flag.
-    """
-    root = model.tree.root
-    own = [run.recording.outputs for run in seen.runs if run.flag is None]
-    other = [run.recording.outputs for run in seen.runs if run.flag is not None and run.flag is not root.training]
-    return _orders_of(own), _orders_of(other) if other else None
-
-
 def _orders_of(outputs: Sequence[Any]) -> _Orders:
     if not outputs:
         return ()
@@ -306,20 +262,20 @@ def _orders_of(outputs: Sequence[Any]) -> _Orders:
     return tuple(dim_order(leaves) for leaves in zip(first, *alike, strict=True))
 
 
-def _keep_output_orders(model: ModuleRewriter, orders: _Orders, others: _Orders | None) -> None:
+def _keep_output_orders(model: ModuleRewriter, orders: _Orders) -> None:
     """Wrap the root's forward so that its outputs get these orders of dims in memory; None leaves an output as it is.
 
     An earlier such wrapper is replaced. The wrapper reads the outputs at each call, because they may differ between
     calls.
     """
-    if not any((*orders, *(others or ()))):
+    if not any(orders):
         return
     root = model.tree.root
     inner = root.__dict__.get("forward")
     if isinstance(inner, FormattedForward):
         inner = inner.inner
     with model.change("", "outputs in the memory format of the original"):
-        _put_around(model, root, FormattedForward(root, orders, inner, others))
+        _put_around(model, root, FormattedForward(root, orders, inner))
 
 
 def _put_around(model: ModuleRewriter, module: nn.Module, forward: AroundForward) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from passes.graph.forwards import intercepted_calls
 from passes.graph.tensors import CONTIGUOUS, EITHER, LAST, METADATA, is_channels_last, kind_of, layout_of, name_of
-from passes.memory_format.forwards import draws_for_last, enters_channels_last, is_kept_contiguous, positional_names
+from passes.memory_format.forwards import draws_for_last, enters_channels_last, is_kept_contiguous
 from passes.torch_private import share_storage, without_torch_function
 
 __all__ = ["CONTIGUOUS", "EITHER", "LAST", "LayoutWatch", "Layouts", "Loss", "layout_of"]
@@ -46,7 +46,6 @@ class Loss:
     goes_on: bool = False  # whether an operation computes further maps from these
     # Whether the operation reads a channels_last map and writes a new one; a view alone costs nothing
     copies: bool = False
-    is_seen: bool = True  # False if `where` is the convolution itself, because the watch didn't see what made its input
 
     @property
     def counts(self) -> bool:
@@ -58,8 +57,6 @@ class Loss:
         """What is lost, as a clause."""
         first, *others = self.convolutions or [""]
         which = f"{first} and {len(others)} more" if others else first
-        if not self.is_seen:
-            return f"its input is contiguous for a reason that no run shows: {self.converted:,} elements are converted"
         lost = f"channels_last is lost here for {self.elements:,} elements"
         if self.converted:
             return f"{lost}: {which} convert{'' if others else 's'} {self.converted:,} elements back"
@@ -71,10 +68,6 @@ class Layouts:
     """The result of watching one run."""
 
     moved: int = 0  # the number of elements that were copied only to change the format
-    # For each contiguous map among the root's arguments, by parameter name, the number of elements that convolutions
-    # convert of it and of maps made from it. Only maps that the root may receive as a copy are included.
-    inputs: dict[str, int] = field(default_factory=dict)
-    input_elements: dict[str, int] = field(default_factory=dict)  # the number of elements of these maps
     # The paths of the convolutions with `ChannelsLastInput` that converted their input, in the order of execution
     entries: list[str] = field(default_factory=list)
     # The paths of the modules that drew random numbers for channels_last maps
@@ -96,8 +89,6 @@ class _State:
     was_last: bool = False  # whether it is in channels_last, or was made from a tensor that was
     # Where this map lost the format; None if it didn't, if that was intended, or if it is no map now
     loss: Loss | None = None
-    # The name of the root's input that it was made from, as long as no convolution has read it
-    source: str | None = None
     # Whether it is contiguous on purpose: made by a convolution that was kept contiguous, or from such a map
     is_meant: bool = False
 
@@ -127,12 +118,9 @@ class LayoutWatch(TorchFunctionMode):
         self._frames: list[nn.Module] = []
         self._states: dict[int, tuple[weakref.ref[torch.Tensor], _State]] = {}
         self._paths = {id(module): path for path, module in root.named_modules()}
-        self._held: dict[int, torch.Tensor] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> LayoutWatch:
-        # Tensors held by modules aren't made by an operation. A reference to each keeps its id unique.
-        self._held = {id(tensor): tensor for module in self.root.modules() for tensor in _held_by(module)}
         self._stack.enter_context(intercepted_calls(self.root, self._around))
         super().__enter__()
         return self
@@ -142,14 +130,11 @@ class LayoutWatch(TorchFunctionMode):
     ) -> None:
         super().__exit__(kind, error, trace)
         self._stack.close()
-        self._held.clear()
         self._states.clear()
 
     def _around(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        is_root = not self._frames and module is self.root
-        given = self._inputs(args, kwargs) if is_root else {}
         self._frames.append(module)
         try:
             outputs = call(*args, **kwargs)
@@ -158,35 +143,7 @@ class LayoutWatch(TorchFunctionMode):
                 self._see("TorchScript", args, kwargs, outputs)
         finally:
             self._frames.pop()
-        if is_root:
-            self._leave_out_lent(given, outputs)
         return outputs
-
-    @_unseen
-    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[torch.Tensor, int | None]]:
-        """The contiguous maps among the root's arguments, each with its version counter."""
-        for leaf in _tensors_in((args, kwargs)):
-            self._keep(leaf, _NOTHING)
-        found: dict[str, tuple[torch.Tensor, int | None]] = {}
-        positional = dict(zip(positional_names(self.root), args, strict=False))
-        for name, value in (*positional.items(), *kwargs.items()):
-            # `forward(x, /, **others)` may also receive an `x` by name.
-            if name in positional and name in kwargs:
-                continue
-            if layout_of(value) == CONTIGUOUS:
-                found[name] = value, _version_of(value)
-                self._keep(value, _State(source=name))
-        return found
-
-    @_unseen
-    def _leave_out_lent(self, given: Mapping[str, tuple[torch.Tensor, int | None]], outputs: Any) -> None:
-        """Remove inputs that were written to or that an output is a view of: these must be the caller's own."""
-        leaves = _tensors_in(outputs)
-        for name, (tensor, version) in given.items():
-            if version is None or _version_of(tensor) != version or any(_shares(leaf, tensor) for leaf in leaves):
-                self.layouts.inputs.pop(name, None)
-            elif name in self.layouts.inputs:
-                self.layouts.input_elements[name] = tensor.numel()
 
     @property
     def _path(self) -> str:
@@ -234,14 +191,6 @@ class LayoutWatch(TorchFunctionMode):
         elements = input.numel()
         self.layouts.moved += elements
         state = self._state_of(input)
-        if state is None:
-            # A tensor held by a module isn't made by an operation. Any other unknown tensor was made by one that the
-            # watch didn't see.
-            state = (
-                _NOTHING if id(input) in self._held else _State(loss=self._loss_at("convolution", input, is_seen=False))
-            )
-        if state.source is not None:
-            self.layouts.inputs[state.source] = self.layouts.inputs.get(state.source, 0) + elements
         if state.loss is not None:
             state.loss.converted += elements
             if self._path not in state.loss.convolutions:
@@ -254,7 +203,7 @@ class LayoutWatch(TorchFunctionMode):
         if not made:
             return
         given = _tensors_in((args, kwargs))
-        states = [self._state_of(leaf) or _NOTHING for leaf in given]
+        states = [self._state_of(leaf) for leaf in given]
         for leaf in made:
             self._keep(leaf, self._state_after(name, leaf, given, states))
         if name in _COPIES and given and made[0].numel() == given[0].numel() and not _shares(made[0], given[0]):
@@ -273,20 +222,18 @@ class LayoutWatch(TorchFunctionMode):
             return _State(was_last=True)
         if layout == CONTIGUOUS and any(state.is_meant for state in states):
             return _MEANT
-        sources = (state.source for state in states if state.source is not None and name not in _CONVOLUTIONS)
-        source = next(sources, None)
         if layout == EITHER or not any(state.was_last for state in states):
-            return _State(source=source)
+            return _NOTHING
         if layout is None:
             # Tokens (more than 2 dims) may become a map again; rows of features don't.
-            return _State(was_last=made.dim() > 2, source=source)
+            return _State(was_last=made.dim() > 2)
         alike = [(leaf, state) for leaf, state in zip(given, states, strict=True) if leaf.dim() == made.dim()]
         loss = next((state.loss for _, state in alike if state.loss is not None), None)
         was_map = any(layout_of(leaf) == LAST for leaf, _ in alike)
         if loss is None and (was_map or self._is_map_again(made, given, states)):
             loss = self._loss_at(name, made)
             loss.copies |= was_map and not is_view
-        return _State(was_last=True, loss=loss, source=source)
+        return _State(was_last=True, loss=loss)
 
     def _is_map_again(self, made: torch.Tensor, given: list[torch.Tensor], states: list[_State]) -> bool:
         """Whether the operation makes a map from a tensor that isn't one but was made from one, as `view` and back.
@@ -298,30 +245,18 @@ class LayoutWatch(TorchFunctionMode):
             for leaf, state in zip(given, states, strict=True)
         )
 
-    def _loss_at(self, name: str, made: torch.Tensor, *, is_seen: bool = True) -> Loss:
+    def _loss_at(self, name: str, made: torch.Tensor) -> Loss:
         where = f"{self._path} ({name})"
-        loss = self.layouts._losses.setdefault(where, Loss(where, is_seen=is_seen))
+        loss = self.layouts._losses.setdefault(where, Loss(where))
         loss.elements += made.numel()
         return loss
 
     def _keep(self, tensor: torch.Tensor, state: _State) -> None:
         self._states[id(tensor)] = weakref.ref(tensor), state
 
-    def _state_of(self, tensor: torch.Tensor) -> _State | None:
-        reference, state = self._states.get(id(tensor), (None, None))
-        return state if reference is not None and reference() is tensor else None
-
-
-def _held_by(module: nn.Module) -> Iterator[torch.Tensor]:
-    if isinstance(module, torch.jit.ScriptModule):
-        return
-    for home in (module._parameters, module._buffers, module.__dict__):
-        yield from (value for value in home.values() if isinstance(value, torch.Tensor))
-
-
-def _version_of(tensor: torch.Tensor) -> int | None:
-    """The version counter, which counts in-place writes; None if the tensor has none."""
-    return None if tensor.is_inference() else tensor._version
+    def _state_of(self, tensor: torch.Tensor) -> _State:
+        reference, state = self._states.get(id(tensor), (None, _NOTHING))
+        return state if reference is not None and reference() is tensor else _NOTHING
 
 
 def _tensors_in(values: Any) -> list[torch.Tensor]:

@@ -28,8 +28,9 @@ from optimizer import export, optimize, report_of, verify_bundle
 from optimizer.command import cli
 from passes import CastPrecision
 from passes.base import Context
-from passes.casting.forwards import AutocastForward, InFloat32, UnderAutocast, root_cast
+from passes.casting.forwards import AutocastForward, InFloat32, RootCast, UnderAutocast
 from passes.errors import PassOptionError, RequirementNotMet
+from passes.graph.forwards import standing_around
 from passes.registry import parse_pass
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -770,7 +771,7 @@ def test_copies_and_pickles_answer_alike(dtype: Any, how: Any) -> None:
     assert torch.equal(pickle.loads(pickle.dumps(fast))(x), wanted)
     twin = copy.deepcopy(fast)
     assert torch.equal(twin(x), wanted)
-    assert root_cast(twin).owner is twin  # type: ignore[union-attr]
+    assert standing_around(twin, RootCast).owner is twin  # type: ignore[union-attr]
     with torch.no_grad():
         twin[0].weight.zero_()
     assert torch.equal(fast(x), wanted)
@@ -824,12 +825,12 @@ def test_a_result_is_optimized_again() -> None:
         assert report_of(again).verified
         # Folds are also possible under the autocast of cast-precision.
         assert report_of(again).passes[0].status == "applied"
-        assert root_cast(again) is not None
+        assert standing_around(again, RootCast) is not None
 
 
 def test_a_result_goes_where_it_is_moved() -> None:
     fast = optimize(net(), [CastPrecision()], example_inputs=(image(2, 3, 8, 8),))
-    cast = root_cast(fast)
+    cast = standing_around(fast, RootCast)
     assert isinstance(cast, AutocastForward)
     moved = copy.deepcopy(fast).to("meta")
     assert moved(torch.empty(2, 3, 8, 8, device="meta")).dtype == torch.float32
@@ -896,7 +897,7 @@ def test_a_weight_that_is_used_again_is_cast_once_in_a_call(gradients: bool, exa
     model, x = Repeated().eval(), rows(4, 5, 6)
     fast = optimize(model, [CastPrecision()], example_inputs=(x,) if examples else None)
     wanted = optimize(linear(6, 3), [CastPrecision()], example_inputs=(rows(2, 6),))
-    cast, other = root_cast(fast), root_cast(wanted)
+    cast, other = standing_around(fast, RootCast), standing_around(wanted, RootCast)
     assert isinstance(cast, AutocastForward)
     assert isinstance(other, AutocastForward)
     # Without a recorded run, a loop can't be ruled out.

@@ -328,28 +328,6 @@ def test_a_forward_that_counts_on_the_format_in_eval_is_never_wrong() -> None:
     assert torch.equal(copy.deepcopy(fast).eval()(images()), copy.deepcopy(model).eval()(images()))
 
 
-class Auxiliary(nn.Module):
-    """Returns two outputs in training and one in eval, with different dim orders."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.first(x).relu()
-        z = self.second(y).sigmoid()
-        return (z, y.permute(0, 2, 3, 1)) if self.training else z.permute(0, 2, 3, 1)
-
-
-def test_outputs_that_differ_between_training_and_eval() -> None:
-    model = made(Auxiliary)
-    fast = optimized(model, x=images(4, 24))
-    for training in (True, False, True):
-        mine, theirs = fast.train(training)(images(2, 20)), copy.deepcopy(model).train(training)(images(2, 20))
-        mine, theirs = (out if training else (out,) for out in (mine, theirs))
-        assert [leaf.stride() for leaf in mine] == [leaf.stride() for leaf in theirs]
-
-
 class Branching(Images):
     """Has a data-dependent branch."""
 
@@ -461,26 +439,6 @@ def test_an_image_of_one_channel_enters_by_its_strides() -> None:
     fast[1].register_forward_hook(lambda m, args, out: seen.append(layout_of(out)))
     fast(x)
     assert seen == [LAST]
-
-
-class Branches(nn.Module):
-    """Several convolutions read the same input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Conv2d(3, 8, size, padding=size // 2) for size in (3, 5, 7))
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        return sum(branch(pixels) for branch in self.branches).relu()
-
-
-def test_an_input_that_several_convolutions_read_is_converted_once() -> None:
-    model, x = made(Branches), images(4, 24)
-    done = check_pass(ChannelsLast(), model, (x,), mode="training")
-    assert [change.what for change in done.changes] == ["input pixels converted to channels_last once", OUTPUTS]
-    fast, leaf = optimized(model, x=x), x.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(fast(leaf).sum(), leaf)
-    assert gradient.stride() == leaf.stride()
 
 
 @pytest.mark.parametrize("forward", [ChannelsLastInput, ContiguousInput])

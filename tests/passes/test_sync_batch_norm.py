@@ -26,7 +26,6 @@ from torch.nn.utils import parametrize
 
 from optimizer import check_parity, export, optimize, report_of
 from optimizer.command.cli import main
-from optimizer.model.settings import unsynchronised
 from passes import Context, FoldConvBias, GraphRewriter, SyncBatchNorm
 from passes.errors import PassOrderError, RequirementNotMet
 from passes.registry import make_passes
@@ -260,14 +259,6 @@ class OwnForward(nn.BatchNorm2d):
         return F.relu(super().forward(input))
 
 
-class OwnMethod(nn.BatchNorm2d):
-    def __init__(self, features: int) -> None:
-        super().__init__(features)
-
-    def freeze(self) -> None:
-        self.eval()
-
-
 class Negative(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return -x
@@ -298,8 +289,10 @@ def scripted() -> nn.Module:
 
 
 LEFT_ALONE = {
-    "forward": (lambda: OwnForward(3), "its class OwnForward has its own forward, which a SyncBatchNorm wouldn't run"),
-    "method": (lambda: OwnMethod(3), "its class OwnMethod has its own freeze, which a SyncBatchNorm doesn't have"),
+    "subclass": (
+        lambda: OwnForward(3),
+        "its class OwnForward may compute something else, which a SyncBatchNorm wouldn't",
+    ),
     "instance": (forward_of_the_instance, "it has its own forward, which a SyncBatchNorm wouldn't run"),
     "parametrized": (parametrized, "it has parametrizations"),
     "synced": (lambda: nn.SyncBatchNorm(3), "it is already a SyncBatchNorm"),
@@ -523,21 +516,6 @@ def test_a_model_that_was_converted_by_hand_is_compared_on_this_process_too(grou
     assert report_of(result).verified
     assert report_of(result).passes[0].status == "applied"
     assert check_parity(model, result, (x,), mode="training").ok
-
-
-def test_two_threads_that_compare_leave_the_layers_as_they_were(group: None) -> None:
-    forward = nn.SyncBatchNorm.forward
-    first, second = unsynchronised(), unsynchronised()
-    # The one that begins later also ends later.
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    norm = made(nn.SyncBatchNorm, 3)
-    norm(image())
-    second.__exit__(None, None, None)
-    assert nn.SyncBatchNorm.forward is forward
-    with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):
-        norm(image())
 
 
 def test_settings_come_back_where_the_comparison_raises(group: None) -> None:

@@ -434,30 +434,17 @@ def test_freezing_is_given_up_where_weights_keep_changing(caplog: pytest.LogCapt
     assert len(given_up) == 1
 
 
-class Scale:
-    def __init__(self) -> None:
-        self.value = torch.full((8,), 1.5)
-
-
 class Holder(nn.Module):
-    """Reads tensors that aren't parameters or buffers, from all kinds of places where a module may keep them."""
+    """Reads a buffer, and a tensor that is neither a parameter nor a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 8)
         self.scale = torch.full((8,), 0.5)
-        self.held: dict[str, Any] = {"shifts": [torch.ones(8), (torch.ones(8), 2)]}
-        self.object = Scale()
-        self.unregistered = [nn.Linear(8, 8)]
+        self.register_buffer("shift", torch.ones(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.last(self.first(x) * self.scale) + self.held["shifts"][0] * self.held["shifts"][1][0]
-        return self.unregistered[0](y) * self.object.value
-
-
-def _exchange_object(net: Holder) -> None:
-    net.object = Scale()
-    net.object.value.fill_(7)
+        return self.last(self.first(x) * self.scale) + self.shift
 
 
 def _exchange_child(net: Holder) -> None:
@@ -467,13 +454,8 @@ def _exchange_child(net: Holder) -> None:
 CHANGES: dict[str, Callable[[Holder], object]] = {
     "an attribute is written to": lambda net: net.scale.mul_(3),
     "an attribute is replaced": lambda net: setattr(net, "scale", torch.full((8,), 4.0)),
-    "a tensor in a list in a dict is written to": lambda net: net.held["shifts"][0].mul_(3),
-    "a tensor in a list in a dict is replaced": lambda net: net.held["shifts"].__setitem__(0, torch.full((8,), 4.0)),
-    "a tensor in a tuple is written to": lambda net: net.held["shifts"][1][0].mul_(3),
-    "the tensor of an object is written to": lambda net: net.object.value.mul_(3),
-    "the object is replaced": _exchange_object,
+    "a buffer is replaced": lambda net: setattr(net, "shift", torch.full((8,), 4.0)),
     "a child is replaced": _exchange_child,
-    "a layer that isn't registered is written to": lambda net: net.unregistered[0].weight.mul_(3),
 }
 
 
@@ -494,7 +476,7 @@ def test_frozen_code_sees_whatever_it_is_made_of(kind: str) -> None:
         # The new tensors are watched like the old ones.
         for each in (model, twin):
             each.last.weight.mul_(2)
-            each.object.value.mul_(2)
+            each.scale.mul_(2)
         assert torch.allclose(call(rows()), twin(rows()), atol=1e-6)
         assert call.compiled is not None
 
@@ -504,7 +486,7 @@ def test_frozen_code_stays_as_long_as_nothing_changes() -> None:
     with torch.no_grad():
         call(rows())
         first = call.compiled
-        call.module.held["another"] = torch.ones(1)
+        call.module.another = torch.ones(1)
         call.module.last.zero_grad()
         call(rows())
     assert first is not None
@@ -587,10 +569,25 @@ class Outside(Tower):
         return super().forward(x) * _elsewhere
 
 
+class Listing(Tower):
+    """Holds a tensor in a list, where replacing it would not be noticed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = [torch.full((3,), 2.0)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scales[0]
+
+
 def test_what_cant_be_watched_isnt_compiled_in(caplog: pytest.LogCaptureFixture) -> None:
     for model, said in (
         (
             enliven(Outside()).eval(),
+            "a tensor of shape (3,) that it reads is not an attribute of it or of a module in it",
+        ),
+        (
+            enliven(Listing()).eval(),
             "a tensor of shape (3,) that it reads is not an attribute of it or of a module in it",
         ),
         (_of_inference_tensors(), "is an inference tensor: torch doesn't track writes to it"),

@@ -1,9 +1,7 @@
 """Forward wrappers that set the memory format of inputs and outputs."""
 
-import copy
 import inspect
 import itertools
-import pickle
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from laid_out import NESTED, SPARSE, laid_out
 from torch import Tensor, nn
 
 from passes.graph.forwards import inner_forward
-from passes.memory_format.forwards import ChannelsLastInputs, FormattedForward, dim_order, ordered_leaves
+from passes.memory_format.forwards import FormattedForward, dim_order, ordered_leaves
 
 
 class Formats(nn.Module):
@@ -89,75 +87,3 @@ def test_a_format_for_other_dims_is_no_error() -> None:
     model = nn.Flatten()
     model.forward = FormattedForward(model, ((0, 2, 3, 1),), None)
     assert model(image()).is_contiguous()
-
-
-class Lender(nn.Module):
-    """Reads its input, writes to it, or returns it."""
-
-    def forward(self, x: Tensor, how: str = "read", *, y: Tensor | None = None) -> Any:
-        if how == "write":
-            x[0] += 1
-        given = {"x": x.stride(), "y": None if y is None else y.stride()}
-        return {"given": given, "back": [x, x.shape] if how == "give back" else None}
-
-
-def lender(*inputs: str) -> Lender:
-    model = Lender()
-    model.forward = ChannelsLastInputs(model, frozenset(inputs), None)
-    return model
-
-
-def test_inputs_are_given_in_channels_last() -> None:
-    x, last = image(), image().contiguous(memory_format=torch.channels_last)
-    before = x.clone()
-    assert lender("x")(x)["given"]["x"] == last.stride()
-    assert lender("x")(x=x)["given"]["x"] == last.stride()
-    assert lender("y")(x, y=x)["given"] == {"x": x.stride(), "y": last.stride()}
-    assert lender("x", "y")(x, y=x)["given"] == {"x": last.stride(), "y": last.stride()}
-    assert lender("x")(last)["given"]["x"] == last.stride()
-    volume = torch.randn(2, 3, 4, 5, 6)
-    assert lender("x")(volume)["given"]["x"] == volume.contiguous(memory_format=torch.channels_last_3d).stride()
-    rows = torch.randn(2, 3)
-    assert lender("x")(rows)["given"]["x"] == rows.stride()
-    assert torch.equal(x, before)
-    assert x.is_contiguous()
-    assert list(inspect.signature(lender("x").forward).parameters) == ["x", "how", "y"]
-
-
-@pytest.mark.parametrize("inference", [False, True])
-def test_a_call_that_writes_to_its_input_does_so(inference: bool) -> None:
-    with torch.inference_mode(inference):
-        x, kept = image(), image()
-        kept.copy_(x)
-        lender("x")(x, "write")
-        kept[0] += 1
-        assert torch.equal(x, kept)
-        assert x.is_contiguous()
-        writes = None if inference else x._version
-        lender("x")(x)
-        assert inference or x._version == writes, "one that doesn't leaves it alone"
-
-
-def test_a_call_that_gives_its_input_back_gives_the_callers() -> None:
-    x = image()
-    got, shape = lender("x")(x, "give back")["back"]
-    assert got is x
-    assert type(shape) is torch.Size
-
-
-def test_channels_last_inputs_are_copied_and_mapped() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
-    model.forward = ChannelsLastInputs(model, frozenset({"input"}), None)
-    x = image()
-    wanted = type(model).forward(model, x)
-    for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert twin.forward.owner is twin
-        assert torch.allclose(twin(x), wanted, atol=1e-6)
-    mapped = torch.func.vmap(lambda one: model(one[None])[0])(x)
-    assert torch.allclose(mapped, wanted, atol=1e-6)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert torch.allclose(compiled(x), wanted, atol=1e-6)
-    exported = torch.export.export(model, (x,)).module()
-    assert torch.allclose(exported(x), wanted, atol=1e-6)
-    strict = torch.export.export(model, (x,), strict=True).module()
-    assert torch.allclose(strict(x), wanted, atol=1e-6)

@@ -243,17 +243,6 @@ def test_torchscript_is_named_and_not_looked_into() -> None:
     assert (loss.where, loss.convolutions) == ("operation (TorchScript)", ["second"])
 
 
-def test_an_operation_that_no_call_shows() -> None:
-    class Hidden(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch._C.DisableTorchFunction():
-                return x.softmax(1)
-
-    (loss,) = watched(in_last(Between(Hidden())), image()).losses
-    assert not loss.is_seen
-    assert (loss.where, loss.converted) == ("second (convolution)", MAP)
-
-
 def test_what_a_module_holds_is_nobodys_loss() -> None:
     class Learned(Between):
         def __init__(self) -> None:
@@ -265,44 +254,6 @@ def test_what_a_module_holds_is_nobodys_loss() -> None:
 
     layouts = watched(in_last(Learned()), image())
     assert layouts.losses == []
-    assert layouts.inputs == {"x": image().numel()}
-
-
-class Branches(nn.Module):
-    """Two convolutions read one input, or a product of it."""
-
-    def __init__(self, how: str = "") -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(3, 8, 3, padding=1)
-        self.how = how
-
-    def forward(self, x: Tensor, scale: float = 2.0) -> Any:
-        if self.how == "written":
-            x.mul_(scale)
-        if self.how == "written by a view":
-            x[:, 0].mul_(scale)
-        y = self.a(x * scale if self.how == "scaled" else x) + self.b(x)
-        if self.how == "given back":
-            return y, x
-        return (y, {"left": x[:, :1]}) if self.how == "given back as a view" else y
-
-
-@pytest.mark.parametrize("how", ["", "scaled"])
-@pytest.mark.parametrize("named", [False, True])
-def test_conversions_of_an_input_are_counted(how: str, named: bool) -> None:
-    x = image()
-    model = in_last(Branches(how))
-    layouts = watched(model, x=x) if named else watched(model, x)
-    assert layouts.inputs == {"x": 2 * x.numel()}
-    assert layouts.input_elements == {"x": x.numel()}
-    assert layouts.losses == []
-    assert watched(model, x.contiguous(memory_format=LAST_2D)).inputs == {}
-
-
-@pytest.mark.parametrize("how", ["written", "written by a view", "given back", "given back as a view"])
-def test_an_input_that_has_to_be_the_callers_own_is_left_out(how: str) -> None:
-    layouts = watched(in_last(Branches(how)), image())
-    assert (layouts.inputs, layouts.input_elements) == ({}, {})
 
 
 def test_the_run_keeps_nothing_alive_and_leaves_nothing_behind() -> None:
