@@ -31,7 +31,7 @@ from optimize_export.errors import StructureError
 Key = str | int
 
 # Types that a file can hold as constants. A value of any other type could hide a tensor.
-_CONSTANTS = (
+CONSTANTS = (
     type(None),
     bool,
     int,
@@ -50,7 +50,7 @@ _CONSTANTS = (
 )
 
 # Types whose attributes aren't part of a model's output.
-_NEVER_OPENED = (*_CONSTANTS, type, types.FunctionType, types.MethodType, types.ModuleType, nn.Module, torch.Generator)
+_NEVER_OPENED = (*CONSTANTS, type, types.FunctionType, types.MethodType, types.ModuleType, nn.Module, torch.Generator)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Structure:
         if isinstance(value, torch.Tensor):
             self._refuse_layout(value, path)
             return TensorNode(path)
-        if isinstance(value, _CONSTANTS):
+        if isinstance(value, CONSTANTS):
             return ConstantNode(path, value)
         opened = None if any(value is each for each in around) else self._open(value, around)
         if opened is None:
@@ -309,7 +309,7 @@ def _same_constant(left: Any, right: Any) -> bool:
 def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return "a tensor"
-    return repr(value) if isinstance(value, _CONSTANTS) else f"a {type(value).__name__}"
+    return repr(value) if isinstance(value, CONSTANTS) else f"a {type(value).__name__}"
 
 
 def _listed(keys: Iterable[Key]) -> str:

@@ -47,14 +47,11 @@ _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr)
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a model.
-
-    Attributes:
-        file: the name of the file that it was read from, for messages; "" if there is none.
-    """
+    """One call of a model."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    # The name of the file that it was read from, for messages; "" if there is none.
     file: str = field(default="", compare=False, repr=False)
 
 
@@ -68,22 +65,17 @@ class Samples:
         further_inputs: more calls of the user, each a pair (args, kwargs) that differs from the first only in its rows.
             They replace the next draws at their batch sizes.
 
-    Attributes:
-        given: the user's own call; for a function, its call at batch size 2, draw 0.
-        batch_size: the size of dim 0 of the first tensor with dims, or of the dims that are declared as the batch; None
-            if there is none.
-        dynamic: False if no other batch size can be made.
-        sizes: the given size of each open dim except the batch, by name; empty before `opened`.
-
     Raises:
         UsageError: the example inputs are none of the above, or contain a tensor that is nested, has no values, has an
             unsupported layout, or is quantized per channel.
         LoadError: the function raises.
     """
 
-    given: Call
+    given: Call  # the user's own call; for a function, its call at batch size 2, draw 0
+    # The size of dim 0 of the first tensor with dims, or of the dims that are declared as the batch; None without one.
     batch_size: int | None
-    dynamic: bool
+    dynamic: bool  # False if no other batch size can be made
+    sizes: dict[str, int]  # the given size of each open dim except the batch, by name; empty before `opened`
 
     def __init__(
         self,
@@ -100,7 +92,7 @@ class Samples:
             )
         self.seed = seed
         self.device = None if device is None else torch.device(device)
-        self.sizes: dict[str, int] = {}
+        self.sizes = {}
         self._open: dict[int, Mapping[int, str]] = {}
         self._batch = ""
         self._kwargs = dict(example_kwargs or {})
@@ -143,9 +135,7 @@ class Samples:
         """
         tensors = _tensors(self.given)
         places = {id(tensor): number for number, tensor in enumerate(tensors)}
-        opened = copy.copy(self)
-        # Which further calls fit depends on the open dims.
-        opened.__dict__.pop("_own", None)
+        opened = self._twin()
         opened.sizes = dict(dims.given)
         opened.batch_size, opened._batch = dims.rows, dims.batch
         opened._open = {places[id(inputs[name])]: declared for name, declared in dims.of.items()}
@@ -154,15 +144,14 @@ class Samples:
 
     def as_given(self) -> "Samples":
         """The same samples without the user's function and further calls: all are drawn from the given call."""
-        given = copy.copy(self)
-        given.__dict__.pop("_own", None)
+        given = self._twin()
         given._function, given._further_inputs = None, ()
         given.dynamic = bool(self.batch_size)
         return given
 
     def with_open_batch_only(self) -> "Samples":
         """The same samples without open dims other than the batch."""
-        batch = copy.copy(self)
+        batch = self._twin()
         batch.sizes = {}
         batch._open = {
             number: {dim: name for dim, name in dims.items() if name == self._batch}
@@ -211,16 +200,16 @@ class Samples:
 
     def to(self, device: torch.device | str) -> "Samples":
         """The same samples on another device, with equal values."""
-        there = Samples(
-            self.given.args if self._function is None else self._function,
-            self._kwargs,
-            further_inputs=self._further_inputs,
-            seed=self.seed,
-            device=device,
-        )
-        there.sizes, there.dynamic, there._open, there._batch = self.sizes, self.dynamic, self._open, self._batch
-        there.batch_size = self.batch_size
+        there = self._twin()
+        there.device = torch.device(device)
+        there.given = there._placed(self.given)
         return there
+
+    def _twin(self) -> "Samples":
+        twin = copy.copy(self)
+        # Which further calls fit depends on the open dims.
+        twin.__dict__.pop("_own", None)
+        return twin
 
     @functools.cached_property
     def _own(self) -> dict[tuple[int | None, int], Call]:
@@ -265,20 +254,7 @@ class Samples:
         if isinstance(made, Call):
             return self._placed(Call(made.args, {**self._kwargs, **made.kwargs}))
         args = _positional(made, "the function given as example_inputs")
-        call = self._placed(Call(args, self._resized_kwargs(args, batch_size, draw)))
-        return self._with_rows(call, batch_size, generator)
-
-    def _with_rows(self, call: Call, batch_size: int, generator: torch.Generator) -> Call:
-        """The call with the batch size in each dim that is declared as the batch, where a function made another one."""
-        taken_of = {
-            id(tensor): {
-                dim: _rows(tensor.shape[dim], batch_size, generator)
-                for dim in self._row_dims(number, tensor, batch_size)
-                if tensor.shape[dim] != batch_size
-            }
-            for number, tensor in enumerate(_tensors(call))
-        }
-        return _redrawn_call(call, taken_of, generator)
+        return self._placed(Call(args, self._resized_kwargs(args, batch_size, draw)))
 
     def _resized_kwargs(self, args: tuple[Any, ...], batch_size: int, draw: int) -> dict[str, Any]:
         kwargs_rows = _batch_size(Call((), self._kwargs))

@@ -40,17 +40,16 @@ class Runs:
     same holds for a module that keeps functions over its own modules, because in a copy these would still use the
     original's modules. A callable that isn't a module runs as it is.
 
-    Attributes:
-        target: the model; it never runs itself, except as described above.
+    Args:
         in_eval: whether it runs in eval mode.
         written: names of the parameters that forward writes to. Each copy has its own of these, and shares the others.
-        watch: called with the module that runs; returns a context for the run. None if no calls are watched.
     """
 
     def __init__(self, target: Callable[..., Any], *, in_eval: bool, written: frozenset[str] = frozenset()) -> None:
         self.target = target
         self.in_eval = in_eval
         self.written = written
+        # Called with the module that runs; returns a context for the run.
         self.watch: Callable[[nn.Module], AbstractContextManager[Any]] | None = None
 
     @functools.cached_property
@@ -118,7 +117,7 @@ class Runs:
         while True:
             with self.fresh() as module:
                 assert isinstance(module, nn.Module)
-                guard, before = WriteGuard(shared, self.target, module), layouts_of(module)
+                guard, before = WriteGuard(shared, self.target), layouts_of(module)
                 result: Any = None
                 try:
                     with guard:
@@ -268,36 +267,23 @@ class WriteGuard(TorchDispatchMode):
     Args:
         shared: the tensors of the model, with their names.
         target: the model.
-        module: the module that runs.
-
-    Attributes:
-        found: the names of the parameters at which a write was stopped.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, shared: Iterable[tuple[str, torch.Tensor]], target: nn.Module, module: nn.Module) -> None:
+    def __init__(self, shared: Iterable[tuple[str, torch.Tensor]], target: nn.Module) -> None:
         super().__init__()
-        self.found = frozenset[str]()
+        self.found = frozenset[str]()  # the names of the parameters at which a write was stopped
         self._parameters = {name for name, _ in target.named_parameters(remove_duplicate=False)}
-        self._in_training = module.training
         self._places: dict[int, set[str]] = {}
         for name, tensor in shared:
             for place in storages_of(tensor):
                 self._places.setdefault(place, set()).add(name)
-        own = {id(tensor) for one in reachable_modules(module) for tensor in _tensors_of(one)}
-        # Only modules of the model itself read these tensors; modules of the copy have their own.
-        self._readers = {
-            id(tensor): one for one in reachable_modules(target) for tensor in _tensors_of(one) if id(tensor) not in own
-        }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         # Calls from TorchScript arrive here without passing the function modes, which must not see the calls below.
         with without_torch_function():
-            for value in args:
-                if (reader := self._readers.get(id(value))) is not None and (reader.training or self._in_training):
-                    self._refuse_reader(reader)
             for tensor in _written_by(schema_of(func), args, kwargs):
                 names = {name for place in storages_of(tensor) for name in self._places.get(place, ())}
                 if names:
@@ -314,12 +300,6 @@ class WriteGuard(TorchDispatchMode):
         self.found |= names
         raise WritesToWeights
 
-    def _refuse_reader(self, reader: nn.Module) -> None:
-        raise LoadError(
-            f"Forward runs {type(reader).__name__} modules of the model in training mode through a reference "
-            "outside the module, such as a global or a function that holds the model: use self instead."
-        )
-
 
 def layouts_of(module: nn.Module) -> dict[str, Any]:
     """Address, shape, strides and version of each parameter; two results differ if the parameter changed."""
@@ -329,11 +309,6 @@ def layouts_of(module: nn.Module) -> dict[str, Any]:
 def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     strides = tensor.stride() if tensor.layout is torch.strided and not tensor.is_nested else ()
     return storages_of(tensor), tensor.shape, strides, None if tensor.is_inference() else tensor._version
-
-
-def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
 
 
 def _written_by(schema: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:

@@ -7,10 +7,8 @@ all other state are copied. So nothing that a run or a pass does to the copy rea
 from __future__ import annotations
 
 import copy
-import enum
 import types
 import warnings
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from optimize_export.errors import LoadError
+from optimize_export.structure import CONSTANTS
 from optimize_export.wording import a_type, lack_of_memory, listed, quote, type_name
 from optimizer.model.module_tree import (
     REGISTRIES,
@@ -40,22 +39,11 @@ Mode = Literal["inference", "training"]
 
 # Values of these types can't change in place, so both trees may contain the same one.
 _CONSTANT = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    enum.Enum,
+    *CONSTANTS,
     type,
     types.BuiltinFunctionType,
     types.FunctionType,
     types.ModuleType,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
     torch.Size,
     torch.jit.ScriptFunction,
 )
@@ -94,12 +82,6 @@ class WorkingCopy:
     def unregistered(self) -> list[tuple[str, nn.Module]]:
         """The modules in plain containers of the copy, outside its tree, each with its path."""
         return [place for place in unregistered_modules(self.root) if id(place[1]) in self.originals]
-
-    def source_of(self, module: nn.Module, name: str) -> weakref.ref[torch.Tensor] | None:
-        """The caller's tensor behind parameter or buffer `name` of a module of the copy, as a weak reference."""
-        original = self.originals.get(id(module))
-        tensor = None if original is None else getattr(original, name, None)
-        return weakref.ref(tensor) if isinstance(tensor, torch.Tensor) else None
 
 
 def working_copy(

@@ -17,25 +17,32 @@ from optimizer.model import (
     ExampleInputs,
     FurtherInputs,
     Mode,
+    Runs,
+    RunsOfCopy,
     Samples,
     Source,
     WorkingCopy,
     check_model,
     in_turn,
+    is_plain,
+    is_script,
     on_device,
     outside_inference_mode,
     rare_collection,
+    reachable_modules,
     release_memory,
     resolved_device,
     samples_of,
+    two_batch_sizes,
     unregistered_modules,
     working_copy,
 )
 from optimizer.options import check_numbers
-from optimizer.parity import OriginalOutputs, ParityReport, Reference
-from optimizer.pipeline.pipeline import Pipeline
+from optimizer.parity import OriginalOutputs, ParityReport, RecordedRuns, Reference
+from optimizer.pipeline.copy_runs import CopyRuns, run_as_written_if_faster
 from optimizer.pipeline.results import Provenance, attach, detach, remove_hooks, share_until_loading
-from optimizer.report import CoverageRecord, ProgressFunction, Report, Size
+from optimizer.pipeline.transactions import Comparer, Transactions, lowered_by, verify_and_roll_back
+from optimizer.report import CoverageRecord, Progress, ProgressFunction, Report, Size
 from passes.base import Context, Pass, PassResult, device_of
 from passes.graph.model_tree import ModelTree
 from passes.graph.recording import call_of, operation_name, recorded_runs, tensor_of
@@ -106,14 +113,15 @@ def optimize_model(
         _note_modes(report, model, copy.root, mode)
         told = _notes_on_verification(copy.root, mode, report.parity)
         report.notes.extend(note for note in told if note not in report.notes)
-        sources = _sources(copy, original, pipeline.kept)
+        applied = pipeline.transactions.applied
+        sources = _sources(copy, original, [done.result for done in applied])
         report.seconds = time.perf_counter() - started
         sizes = None if batch_sizes is None else tuple(batch_sizes)
         if outputs is not None and (mode == "training" or outputs.kept_bytes > _LARGEST_KEPT):
             # Exports compute in inference mode, and large outputs would take too much memory.
             outputs = None
         provenance = Provenance(
-            original, report, sources, pipeline.precisions, tuple(chosen), sizes, outputs, operations
+            original, report, sources, lowered_by(applied), tuple(chosen), sizes, outputs, operations
         )
         attach(copy.root, provenance, samples, stays_in_eval=mode == "inference")
         if mode == "inference":
@@ -142,22 +150,23 @@ def _run_stages(
             check_reference(outputs.reference())
     with _timed(stages, "original"):
         pipeline.record()
-    tree, context = pipeline.tree, pipeline.context()
+    tree, context = pipeline.tree, pipeline.transactions.context()
     before, coverage = size_of(tree), coverage_record(tree, context)
     operations = recorded_operations(tree, context)
     with _timed(stages, "passes"):
         pipeline.run(passes)
     with _timed(stages, "comparison"):
         parity = pipeline.verify()
-        if is_called:
-            pipeline.use_if_faster()
+        if is_called and pipeline.mode == "inference":
+            note = run_as_written_if_faster(tree.root, pipeline.transactions.runs)
+            pipeline.notes += [note] if note else []
     report = Report(
         model=type(model).__name__,
         mode=pipeline.mode,
         device=str(context.device),
         torch=torch.__version__,
         coverage=coverage,
-        passes=pipeline.records,
+        passes=pipeline.transactions.records,
         parity=parity,
         before=before,
         after=size_of(tree),
@@ -173,6 +182,137 @@ def _timed(stages: dict[str, float], name: str) -> Iterator[None]:
     started = time.perf_counter()
     yield
     stages[name] = stages.get(name, 0.0) + time.perf_counter() - started
+
+
+class Pipeline:
+    """The stages that turn the working copy into the verified result; without samples nothing is run or verified."""
+
+    def __init__(
+        self,
+        copy: WorkingCopy,
+        original: nn.Module,
+        samples: Samples | None,
+        device: torch.device,
+        *,
+        strict: bool,
+        explain: bool,
+        batch_sizes: Sequence[int] | None,
+        progress: ProgressFunction,
+    ) -> None:
+        self.tree = ModelTree(copy.root, copy.unregistered())
+        self.notes: list[str] = []  # for the report
+        self.mode = copy.mode
+        self._copy = copy
+        self._original = original
+        self._samples = samples
+        self._batch_sizes = batch_sizes
+        self._progress = progress
+        self.transactions = Transactions(
+            copy, original, self.tree, device, strict=strict, explain=explain, progress=progress
+        )
+
+    def run_original(self) -> OriginalOutputs | None:
+        """Run the original at the calls at which results are compared; None without samples.
+
+        These are the given batch size, another one if the batch can change, and the further inputs. In inference mode,
+        these runs are recorded for the passes.
+
+        Raises:
+            LoadError: the original raises on the example inputs.
+        """
+        samples = self._samples
+        if samples is None:
+            return None
+        self._progress(Progress("capture", 0, 3, "running the original", ""))
+        sizes = two_batch_sizes(samples, self.mode, self._batch_sizes)
+        given: list[int | None] = [samples.batch_size]
+        keys = [(size, 0) for size in sizes or given] + list(samples.further)
+        recorded = None
+        if self.mode == "inference":
+            recorded = RecordedRuns(RunsOfCopy(self._original, self._copy.root), self.tree, keys)
+        outputs = OriginalOutputs.run(
+            self._original,
+            samples,
+            batch_sizes=sizes,
+            # A BatchNorm over the few rows of the example inputs rounds differently from draw to draw.
+            draws=2 if self.mode == "training" else None,
+            mode=self.mode,
+            measured_sizes=2 if self.mode == "training" else 1,
+            recorded=recorded,
+            or_larger=self._batch_sizes is None,
+        )
+        self._copy.own_parameters(outputs.written)
+        # Passes get all of these calls, so that they see a branch that only one of them takes before they rewrite it.
+        larger = [(size, 0) for size in outputs.batch_sizes if size not in (sizes or given)]
+        keys = [(size, draw) for size, draw in keys if size in outputs.batch_sizes or not outputs.batch_sizes]
+        keys = list(dict.fromkeys((*keys, *larger)))
+        calls = [samples.at(size, draw) for size, draw in keys]
+        seeds = [outputs.seed_of(*key) for key in keys]
+        self.transactions.runs = CopyRuns(self._copy.root, calls, seeds, outputs.written)
+        if len(calls) < 2:
+            self.notes.append(
+                "only one batch size could be run, so constants that depend on the batch size can't be detected"
+            )
+        if recorded is not None:
+            self.tree.runs = recorded.as_runs(keys)
+        self.transactions.comparer = Comparer(
+            outputs, self._original, self._copy.root, samples, self.mode, sizes, self.notes
+        )
+        return outputs
+
+    def record(self) -> None:
+        """Record runs of the working copy, unless those of the original were recorded."""
+        self._progress(Progress("capture", 1, 2, "recording a run", ""))
+        recorded = recorded_runs(self.tree, self.transactions.context())
+        if recorded is not None and recorded.failure:
+            self.notes.append(f"no run could be recorded, so passes that need one change nothing: {recorded.failure}")
+        self._progress(Progress("capture", 2, 2, "", ""))
+
+    def run(self, passes: Sequence[Pass]) -> None:
+        """Run the passes in order; each is kept or rolled back.
+
+        Raises:
+            OptimizeFailed: a pass fails or is rolled back, with `strict` or if it is a guarantee.
+        """
+        transactions = self.transactions
+        transactions.passes = passes
+        if transactions.comparer is not None and not all(map(is_own, passes)):
+            # A pass of another package may write to the caller's weights, so measure the reference before it runs.
+            transactions.comparer.outputs.reference()
+        transactions.run_from(0)
+        self._progress(Progress("optimize", len(passes), len(passes) + 1, "comparing the result with the original", ""))
+
+    def verify(self) -> ParityReport | None:
+        """Compare the result with the original, and roll back wrong passes until it is right.
+
+        Raises:
+            OptimizeFailed: a pass is rolled back, with `strict` or if it is a guarantee.
+            ParityError: the result is wrong without any pass.
+        """
+        comparer = self.transactions.comparer
+        if comparer is None or self._samples is None:
+            return None
+        if not self._may_differ():
+            return comparer.outputs.unchanged("No pass changed the model: there was nothing to compare.")
+        return verify_and_roll_back(self.transactions, comparer)
+
+    def _may_differ(self) -> bool:
+        """Whether the result may differ from the model.
+
+        Passes of other packages may have changed it without reporting that. A model that defines its own copying, or
+        that runs itself instead of a copy, may differ without any pass.
+        """
+        return (
+            any(record.status != "unchanged" for record in self.transactions.records)
+            or not all(map(is_own, self.transactions.passes))
+            or not all(is_plain(module) or is_script(module) for module in reachable_modules(self._original))
+            or Runs(self._original, in_eval=True).is_run_itself
+        )
+
+
+def is_own(item: Pass) -> bool:
+    """Whether a pass belongs to this project, and not to another package."""
+    return type(item).__module__.partition(".")[0] == "passes"
 
 
 def _copy_of(model: nn.Module, mode: Mode) -> WorkingCopy:
@@ -262,11 +402,10 @@ def _sources(copy: WorkingCopy, original: nn.Module, kept: Sequence[PassResult])
     found: dict[int, Source] = {}
     for result in kept:
         for ref in (ref for change in result.changes for ref in change.sources):
-            reference = copy.source_of(ref.owner, ref.name)
-            tensor = None if reference is None else reference()
-            if tensor is not None:
-                path = paths.get(id(copy.originals[id(ref.owner)]), "")
-                found[id(tensor)] = Source.of(f"{path}.{ref.name}".lstrip("."), tensor)
+            owner = copy.originals.get(id(ref.owner))
+            tensor = getattr(owner, ref.name, None)
+            if isinstance(tensor, torch.Tensor):
+                found[id(tensor)] = Source.of(f"{paths.get(id(owner), '')}.{ref.name}".lstrip("."), tensor)
     return tuple(found.values())
 
 

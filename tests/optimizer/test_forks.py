@@ -30,10 +30,8 @@ def settings():
 def work():
     if sys.argv[1] == "optimize":
         optimize(model, ["jit-fusion"], example_inputs=(x,))
-    elif sys.argv[1] == "export":
-        export(model, example_inputs=(x,), output="net", formats=("torchscript",), batch_sizes=(2,))
     else:
-        check_parity(model, model, (x,), batch_sizes=(2,))
+        export(model, example_inputs=(x,), output="net", formats=("torchscript",), batch_sizes=(2,))
 
 before = settings()
 thread = threading.Thread(target=work)
@@ -62,12 +60,7 @@ sys.exit(code)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "longest_wait", "forward_waits"),
-    [
-        ("export", 600, 0.02),
-        ("optimize", 0, 60),
-        pytest.param("optimize", 600, 0.02, marks=pytest.mark.zoo),
-        pytest.param("check_parity", 600, 0.02, marks=pytest.mark.zoo),
-    ],
+    [("export", 600, 0.02), ("optimize", 0, 60)],
 )
 def test_a_child_forked_during_the_work_of_another_thread(work, longest_wait, forward_waits, tmp_path):
     script = tmp_path / "forking.py"

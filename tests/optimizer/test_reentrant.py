@@ -30,7 +30,7 @@ class Part(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """`how` is the checkpoint around the part: "plain" (none), "other" (not reentrant), "reentrant" or "nested"."""
+    """`how` is the checkpoint around the part: "plain" (none), "other" (not reentrant) or "reentrant"."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -42,8 +42,7 @@ class Checkpointed(nn.Module):
             self.listed = [Part()]
 
     def inner(self, x: Tensor) -> Tensor:
-        x = checkpoint(self.part, x, use_reentrant=True) if self.how == "nested" else self.part(x)
-        return self.listed[0](x).sin()
+        return self.listed[0](self.part(x)).sin()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -53,7 +52,6 @@ class Checkpointed(nn.Module):
 
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-REENTRANT = ("reentrant",)
 
 
 def seen(target: Callable[..., Any], x: Tensor = X, **options: Any) -> Observation:
@@ -75,10 +73,9 @@ def untouched(before: list[tuple[Tensor, Tensor | None]]) -> bool:
     )
 
 
-@pytest.mark.parametrize("how", REENTRANT)
-def test_gradients_are_those_of_the_other_checkpoint(how: str) -> None:
+def test_gradients_are_those_of_the_other_checkpoint() -> None:
     x = X.clone().requires_grad_()
-    got, wanted = seen(Checkpointed(how).train(), x), seen(Checkpointed("other").train(), x)
+    got, wanted = seen(Checkpointed("reentrant").train(), x), seen(Checkpointed("other").train(), x)
     assert got.values.keys() == wanted.values.keys()
     assert {"gradient of x", "gradient of part.linear.weight", "gradient of idle.bias"} <= got.values.keys()
     for name, value in wanted.values.items():
@@ -86,18 +83,16 @@ def test_gradients_are_those_of_the_other_checkpoint(how: str) -> None:
         assert (value != 0).any() == ("idle" not in name)
 
 
-@pytest.mark.parametrize("how", REENTRANT)
-def test_what_is_computed_anew_is_in_float64(how: str) -> None:
-    got = seen(Checkpointed(how).train(), mode=Float64Mode(leaf_parameters=True))
+def test_what_is_computed_anew_is_in_float64() -> None:
+    got = seen(Checkpointed("reentrant").train(), mode=Float64Mode(leaf_parameters=True))
     wanted = seen(Checkpointed("plain").train(), mode=Float64Mode(leaf_parameters=True))
     for name, value in wanted.values.items():
         assert got.values[name].dtype is torch.float64
         torch.testing.assert_close(got.values[name], value, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("how", REENTRANT)
-def test_both_kinds_are_compared_in_training(how: str) -> None:
-    model, other = Checkpointed(how).train(), Checkpointed("plain").train()
+def test_both_kinds_are_compared_in_training() -> None:
+    model, other = Checkpointed("reentrant").train(), Checkpointed("plain").train()
     before = marked(model)
     for reference, candidate in ((model, other), (other, model)):
         report = check_parity(reference, candidate, (X,), mode="training")
@@ -111,18 +106,9 @@ def test_both_kinds_are_compared_in_training(how: str) -> None:
     assert untouched(before)
 
 
-@pytest.mark.parametrize("how", REENTRANT)
-def test_every_gradient_is_put_back(how: str) -> None:
-    model = Checkpointed(how).train()
-    before = marked(model)
-    seen(model)
-    assert untouched(before)
-
-
-@pytest.mark.parametrize("how", REENTRANT)
-def test_a_function_that_holds_one_is_refused(how: str) -> None:
+def test_a_function_that_holds_one_is_refused() -> None:
     """For a function it is unknown which parameters would get gradients from the backward pass."""
-    model = Checkpointed(how).train()
+    model = Checkpointed("reentrant").train()
     before = marked(model)
     with pytest.raises(LoadError, match="pass the module itself"):
         seen(lambda x: model(x), X.clone().requires_grad_())
