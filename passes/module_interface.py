@@ -6,7 +6,7 @@ from passes.graph.derived import exact
 from passes.graph.forwards import AroundForward, inner_forward, is_atom, is_parametrized
 from passes.graph.matching import batch_norm_arguments, convolution_arguments, is_stock
 from passes.graph.model_tree import ModelTree, TensorRef, paths_matching, training_flags
-from passes.graph.module_pass import ModuleChange, ModulePass, ModuleRewriter
+from passes.graph.module_pass import ModulePass, ModuleRewriter
 from passes.graph.recording import Node, Run, Runs, call_of, shape_of, tensor_of
 from passes.graph.tensors import CHANNELS_LAST_FORMATS, is_channels_last
 
@@ -16,7 +16,6 @@ __all__ = [
     "AttributeEdit",
     "Edit",
     "ModelTree",
-    "ModuleChange",
     "ModulePass",
     "ModuleRewriter",
     "Node",
