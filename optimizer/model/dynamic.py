@@ -60,14 +60,21 @@ def open_dims(
     default = None if first is None else first.shape[0]
     if dynamic is None:
         return OpenDims()
-    declared = {name: _named_dims(name, dims) for name, dims in _mapping(dynamic).items()}
+    if not isinstance(dynamic, Mapping):
+        raise UsageError(
+            f"dynamic must be a dict such as {{'x': (0, 2)}} or {{'x': {{0: 'batch', 2: 'time'}}}}, not {dynamic!r}."
+        )
+    if not dynamic:
+        raise UsageError("dynamic opens no dim: list the dims of an input, such as {'x': (0, 2)}, or leave it out.")
+    declared = {name: _named_dims(name, dims) for name, dims in dynamic.items()}
     if unknown := [name for name in declared if name not in inputs]:
         raise UsageError(f"dynamic names {unknown[0]}, but the inputs in the files are {listed(list(inputs))}.")
     _refuse_one_tensor_for_two(declared, inputs)
     for name, dims in declared.items():
         _refuse_absent(name, dims, inputs[name])
     batch, rows, place = BATCH, default, f"the {BATCH}"
-    if (called := _dim_called(BATCH, declared)) is not None:
+    named_batch = ((name, dim) for name, dims in declared.items() for dim in dims if dims[dim] == BATCH)
+    if (called := next(named_batch, None)) is not None:
         rows, place = inputs[called[0]].shape[called[1]], f"dim {called[1]} of {called[0]}"
     else:
         batch = next((dims.get(0) for name, dims in declared.items() if inputs[name] is first), None) or BATCH
@@ -91,21 +98,6 @@ def open_dims(
                     f" {size} and {known}: use two names, or inputs of equal size."
                 )
     return OpenDims(named, batch, rows, {symbol: size for symbol, (size, _) in sizes.items() if symbol != batch})
-
-
-def _dim_called(size: str, declared: Mapping[str, Mapping[int, str | None]]) -> tuple[str, int] | None:
-    """The first input and dim that are declared with this name of a size."""
-    return next(((name, dim) for name, dims in declared.items() for dim in dims if dims[dim] == size), None)
-
-
-def _mapping(dynamic: Dynamic) -> Dynamic:
-    if not isinstance(dynamic, Mapping):
-        raise UsageError(
-            f"dynamic must be a dict such as {{'x': (0, 2)}} or {{'x': {{0: 'batch', 2: 'time'}}}}, not {dynamic!r}."
-        )
-    if not dynamic:
-        raise UsageError("dynamic opens no dim: list the dims of an input, such as {'x': (0, 2)}, or leave it out.")
-    return dynamic
 
 
 def _named_dims(name: object, dims: object) -> dict[int, str | None]:

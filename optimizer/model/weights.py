@@ -4,7 +4,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +105,6 @@ def _unpickled(path: Path) -> Any:
             "code; save only the state dict: torch.save(model.state_dict(), ...)."
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        if "legacy .tar" in str(error):
-            raise LoadError(
-                f"The weights {path.name} are in torch's old .tar format, which could run arbitrary code; load them "
-                "with an old torch and save the state dict again: torch.save(model.state_dict(), ...)."
-            ) from error
         if whole := program_in(path):
             raise LoadError(f"The weights {path.name} contain {whole}{_STATE_DICT}") from error
         # Quote only an OSError: other messages are about opcodes of the pickle or records of the archive.
@@ -209,7 +204,8 @@ def _named_as(
     own = set(model.state_dict())
 
     def fits(names: Mapping[str, torch.Tensor]) -> bool:
-        return set(names) <= own and not _untied(model, own - set(names), names)
+        missing = own - set(names)
+        return set(names) <= own and missing <= _tied(model, missing, names)
 
     if fits(state):
         return dict(state), []
@@ -247,15 +243,11 @@ def _notes_on_names(names: Mapping[str, str], prefix: str, path: Path) -> list[s
     return notes
 
 
-def _tied(model: nn.Module, missing: Sequence[str], state: Mapping[str, Any]) -> set[str]:
+def _tied(model: nn.Module, missing: Iterable[str], state: Mapping[str, Any]) -> set[str]:
     """The missing names whose tensor is in the file under another name."""
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     filled = {id(tensor) for name, tensor in tensors.items() if name in state}
     return {name for name in missing if name in tensors and id(tensors[name]) in filled}
-
-
-def _untied(model: nn.Module, missing: set[str], state: Mapping[str, Any]) -> set[str]:
-    return missing - _tied(model, sorted(missing), state)
 
 
 def _cast(given: torch.Tensor, own: Any) -> bool:

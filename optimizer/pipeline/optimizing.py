@@ -47,6 +47,7 @@ from passes.base import Context, Pass, PassResult, device_of
 from passes.graph.model_tree import ModelTree
 from passes.graph.recording import call_of, operation_name, recorded_runs, tensor_of
 from passes.registry import make_passes
+from passes.torch_private import AnyNorm
 
 # Bytes of the original's outputs that a result keeps for its export.
 _LARGEST_KEPT = 64 * 2**20
@@ -355,7 +356,8 @@ def notes_on_modes(model: nn.Module, result: nn.Module, made: str) -> tuple[list
     left = [path for path, module in model.named_modules() if module.training and not now.get(path, True)]
     norms = []
     if not model.training:
-        norms = [path for path in left if _takes_batch_statistics(model.get_submodule(path))]
+        modules = {path: model.get_submodule(path) for path in left}
+        norms = [path for path, one in modules.items() if isinstance(one, AnyNorm) and one.running_mean is not None]
         left = [path for path in left if path not in norms]
     notes = []
     if left:
@@ -366,7 +368,14 @@ def notes_on_modes(model: nn.Module, result: nn.Module, made: str) -> tuple[list
             else f"{left[0]}{more} in training mode inside a model in eval mode"
         )
         notes.append(f"{named}; {made} compared with the model in eval mode")
-    return _warning_on_norms(norms), notes
+    if not norms:
+        return [], notes
+    warning = (
+        f"{listed(norms, _NAMES_TOLD)} {'are' if norms[1:] else 'is'} in training mode inside a model in eval mode: the "
+        "model normalizes with the statistics of each batch, the result with the running statistics, so their outputs "
+        "differ. Call model.eval() first if that isn't intended"
+    )
+    return [warning], notes
 
 
 def _notes_on_verification(result: nn.Module, mode: Mode, parity: ParityReport | None) -> list[str]:
@@ -377,22 +386,6 @@ def _notes_on_verification(result: nn.Module, mode: Mode, parity: ParityReport |
             "BatchNorm does; with several processes it uses the statistics of all of them"
         )
     return [*notes, *(["nothing was verified: pass example inputs to optimize()"] if parity is None else parity.notes)]
-
-
-def _takes_batch_statistics(module: nn.Module) -> bool:
-    """Whether a module in training mode normalizes differently in eval mode, because it has running statistics."""
-    return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
-
-
-def _warning_on_norms(paths: Sequence[str]) -> list[str]:
-    if not paths:
-        return []
-    one = len(paths) == 1
-    return [
-        f"{listed(paths, _NAMES_TOLD)} {'is' if one else 'are'} in training mode inside a model in eval mode: the model"
-        " normalizes with the statistics of each batch, the result with the running statistics, so their outputs differ."
-        " Call model.eval() first if that isn't intended"
-    ]
 
 
 def _sources(copy: WorkingCopy, original: nn.Module, kept: Sequence[PassResult]) -> tuple[Source, ...]:

@@ -44,22 +44,21 @@ class Provenance:
     and its files are compared with the result itself.
     """
 
+    # The caller's module, which shares all weights with the result that no pass changed; None after unpickling.
     original: nn.Module | None
-    """The caller's module, which shares all weights with the result that no pass changed; None after unpickling."""
     report: Report
-    """The report of `optimize`."""
+    # The caller's tensors that the result holds converted copies of.
     sources: tuple[Source, ...] = field(default=(), repr=False)
-    """The caller's tensors that the result holds converted copies of."""
+    # The reasons why the result is less precise than the original: half precisions, and declared errors.
     precisions: tuple[Precision | DeclaredError, ...] = ()
-    """The reasons why the result is less precise than the original: half precisions, and declared errors."""
+    # The passes in order, which can run again; empty after unpickling.
     passes: tuple[Pass, ...] = field(default=(), repr=False)
-    """The passes in order, which can run again; empty after unpickling."""
+    # The argument of `optimize`.
     batch_sizes: tuple[int, ...] | None = None
-    """The argument of `optimize`."""
+    # The original's outputs, for an export on the same inputs; None in training mode, or if they take much memory.
     outputs: OriginalOutputs | None = field(default=None, repr=False)
-    """The original's outputs, for an export on the same inputs; None in training mode, or if they take much memory."""
+    # The operations of a run of the original, as `recorded_operations` gives them; empty after unpickling.
     operations: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    """The operations of a run of the original, as `recorded_operations` gives them; empty after unpickling."""
 
     @property
     def applied(self) -> tuple[Pass, ...]:
@@ -74,11 +73,7 @@ class Provenance:
         return Provenance, (None, self.report)
 
     def check_sources(self) -> None:
-        """Check that the original still has the values that the result was computed from.
-
-        Raises:
-            ExportFailed: the caller wrote to one of them since.
-        """
+        """Raise `ExportFailed` if the caller wrote to a tensor of the original from which the result was computed."""
         for source in self.sources:
             if not source.unchanged:
                 raise ExportFailed(
@@ -87,12 +82,12 @@ class Provenance:
                 )
 
 
+@dataclass(eq=False, repr=False)
 class StaysInEval:
     """Replaces `train` in the `__dict__` of an inference result: the result stays in eval, and warns once."""
 
-    def __init__(self, owner: nn.Module) -> None:
-        self.owner = owner
-        self.warned = False
+    owner: nn.Module
+    warned: bool = False
 
     def __call__(self, mode: bool = True) -> nn.Module:
         if mode and not self.warned:
@@ -106,11 +101,11 @@ class StaysInEval:
         return self.owner
 
 
+@dataclass(eq=False, repr=False)
 class Refresh:
     """The `refresh` of a result: call it after writes to its weights that torch doesn't count, through `.data` or numpy."""
 
-    def __init__(self, owner: nn.Module) -> None:
-        self.owner = owner
+    owner: nn.Module
 
     def __call__(self) -> None:
         refresh(self.owner)
@@ -138,14 +133,9 @@ def provenance_of(module: object) -> Provenance | None:
 def detach(module: nn.Module) -> None:
     """Remove everything that `attach` added."""
     module.__dict__.pop(_ATTRIBUTE, None)
-    if isinstance(module.__dict__.get("train"), StaysInEval):
-        del module.__dict__["train"]
-    if isinstance(module.__dict__.get("refresh"), Refresh):
-        del module.__dict__["refresh"]
-    if isinstance(module.__dict__.get("warm_up"), WarmUp):
-        del module.__dict__["warm_up"]
-    if isinstance(module.__dict__.get("report"), Report):
-        del module.__dict__["report"]
+    for name, kind in {"train": StaysInEval, "refresh": Refresh, "warm_up": WarmUp, "report": Report}.items():
+        if isinstance(module.__dict__.get(name), kind):
+            del module.__dict__[name]
 
 
 def report_of(model: nn.Module) -> Report:

@@ -113,8 +113,8 @@ class Transactions:
             OptimizeFailed: a pass fails or is rolled back, with `strict` or if it is a guarantee.
         """
         for number, item in enumerate(self.passes[first:], first):
-            if is_lossy(item) and self.comparer is not None:
-                find_wrong_after(self, self.comparer, number)
+            if is_lossy(item) and self.comparer is not None and take_back_wrong(self, self.comparer, number):
+                return
             self.run_numbered(number)
 
     def run_numbered(self, number: int) -> None:
@@ -183,56 +183,27 @@ def verify_and_roll_back(transactions: Transactions, comparer: Comparer) -> Pari
         OptimizeFailed: a pass is rolled back, with `strict` or if it is a guarantee.
         ParityError: the result is wrong without any pass.
     """
-    while True:
-        report = comparer.report(transactions.applied)
-        if report.verdict != "failed":
-            if (wrong := find_wrong_before_lossy(transactions, comparer)) is None:
-                return report
-            take_back_culprit(transactions, comparer, *wrong)
-            continue
-        if not with_changes(transactions.applied):
+    while (report := comparer.report(transactions.applied)).verdict == "failed":
+        applied = with_changes(transactions.applied)
+        if not applied:
             raise ParityError(
                 f"Even without any pass, the copy doesn't compute the same as the model ({report.reason}): the model "
                 "or a pass writes to the model's weights."
             )
-        take_back_culprit(transactions, comparer, report)
+        culprit, reason = _bisect(comparer, applied, report.reason)
+        transactions.take_back(culprit, f"{reason}{_place_of(transactions, comparer, culprit)}")
+    return report
 
 
-def take_back_culprit(
-    transactions: Transactions, comparer: Comparer, report: ParityReport, among: Sequence[AppliedPass] | None = None
-) -> None:
-    """Roll back the first pass after which the result is wrong, and run the later ones again.
-
-    Args:
-        report: of the wrong result.
-        among: the first passes, if these alone make the result wrong; None for all passes.
-    """
-    applied = with_changes(transactions.applied) if among is None else among
-    culprit, reason = _bisect(transactions, comparer, applied, report.reason)
-    transactions.take_back(culprit, f"{reason}{_place_of(transactions, comparer, culprit)}")
-
-
-def find_wrong_before_lossy(
-    transactions: Transactions, comparer: Comparer
-) -> tuple[ParityReport, list[AppliedPass]] | None:
-    """The passes before the first lossy one, with their report, if they make the result wrong; otherwise None.
-
-    Judged together with the lossy pass, their error might be a hundredth of the error that it allows.
-    """
-    applied = with_changes(transactions.applied)
-    first = next((n for n, done in enumerate(applied) if done.lowered), 0)
-    if not first:
-        return None
-    with taken_back(edits_of(applied[first:])):
-        report = comparer.report(applied[:first])
-    return (report, applied[:first]) if report.verdict == "failed" else None
-
-
-def find_wrong_after(transactions: Transactions, comparer: Comparer, number: int) -> None:
-    """Find the passes after a lossy one that are wrong by themselves, in runs without the lossy one.
+def take_back_wrong(transactions: Transactions, comparer: Comparer, number: int) -> bool:
+    """Find the passes that are wrong by themselves, in runs without the lossy pass of this number.
 
     Judged together with the lossy pass, their error might be a hundredth of the error that it allows. Passes that
     compile are left out: they generate other code for other dtypes, so a run without the lossy pass shows nothing.
+
+    Returns:
+        Whether one before the lossy pass was wrong. It was rolled back, and all later passes ran again. Wrong ones
+        after it are noted in `wrong`.
     """
     later = [
         each
@@ -240,48 +211,34 @@ def find_wrong_after(transactions: Transactions, comparer: Comparer, number: int
         if not (is_lossy(item) or item.is_barrier or each in transactions.wrong)
     ]
     before = len(with_changes(transactions.applied))
-    while later:
+    # Whether an earlier lossy pass stays, before which all these were compared.
+    is_known = any(done.lowered for done in with_changes(transactions.applied))
+    while True:
         for each in later:
             transactions.run_numbered(each)
             if transactions.records[-1].status == "rolled-back":
                 transactions.wrong[each] = transactions.records[-1].reason
-        found = _wrong_after(transactions, comparer, before)
+        applied = with_changes(transactions.applied)
+        is_new = len(applied) > before or (applied and not is_known)
+        if not is_new or (report := comparer.report(applied)).verdict != "failed":
+            transactions.take_back_from(number)
+            return False
+        culprit, reason = _bisect(comparer, applied, report.reason)
         transactions.take_back_from(number)
-        if found is None:
-            return
-        culprit, reason = found
+        if culprit.number < number:
+            transactions.take_back(culprit, f"{reason}{_place_of(transactions, comparer, culprit)}")
+            return True
         transactions.wrong[culprit.number] = reason
         later.remove(culprit.number)
 
 
-def _wrong_after(transactions: Transactions, comparer: Comparer, before: int) -> tuple[AppliedPass, str] | None:
-    """The first wrong pass after the first `before` ones; None if the result is right, or wrong because of these."""
-    applied = with_changes(transactions.applied)
-    if len(applied) == before or (report := comparer.report(applied)).verdict != "failed":
-        return None
-    if before:
-        with taken_back(edits_of(applied[before:])):
-            if comparer.report(applied[:before]).verdict == "failed":
-                # An earlier pass is wrong; the check of the whole result will find it.
-                return None
-    return _bisect(transactions, comparer, applied, report.reason, right=before)
-
-
-def _bisect(
-    transactions: Transactions, comparer: Comparer, applied: Sequence[AppliedPass], reason: str, *, right: int = 0
-) -> tuple[AppliedPass, str]:
-    """The first wrong pass by bisection, with the reason.
-
-    Args:
-        reason: why the result with all of them is wrong.
-        right: a number of first passes with which the result is right.
-    """
-    everything = with_changes(transactions.applied)
+def _bisect(comparer: Comparer, applied: Sequence[AppliedPass], reason: str) -> tuple[AppliedPass, str]:
+    """The first wrong pass by bisection, with the reason; `reason` is why the result with all of them is wrong."""
     # The result is right with the first `low` passes and wrong with the first `high` ones.
-    low, high = right, len(applied)
+    low, high = 0, len(applied)
     while high - low > 1:
         middle = (low + high) // 2
-        with taken_back(edits_of(everything[middle:])):
+        with taken_back(edits_of(applied[middle:])):
             seen = comparer.report(applied[:middle])
         if seen.verdict == "failed":
             high, reason = middle, seen.reason

@@ -1,4 +1,4 @@
-"""Check whether inductor can compile on this machine."""
+"""Whether inductor can compile on this machine, and a record of what a compiler got."""
 
 from __future__ import annotations
 

@@ -149,21 +149,20 @@ def test_without_rows_there_is_one_batch_size(args):
         samples.at(2)
 
 
-def test_a_single_tensor_is_one_argument():
-    assert Samples(torch.ones(2, 3)).given.args[0].shape == (2, 3)
-
-
 @pytest.mark.parametrize("bad", [[torch.ones(2)], {"x": torch.ones(2)}, "x", 3])
 def test_anything_else_is_refused_in_one_sentence(bad):
     with pytest.raises(UsageError, match="tuple"):
         Samples(bad)
 
 
-def test_keywords_must_be_a_dict_and_a_batch_size_positive():
+def test_keywords_are_a_dict_and_a_batch_size_is_positive():
+    assert Samples(torch.ones(2, 3)).given.args[0].shape == (2, 3), "a single tensor is one argument"
     with pytest.raises(UsageError, match="dict"):
         Samples((torch.ones(2),), [1])
     with pytest.raises(UsageError, match="at least 1"):
         Samples((torch.ones(2),)).at(0)
+    with pytest.raises(UsageError, match="a batch of no rows"):
+        Samples((torch.randn(0, 3),))
 
 
 def test_moving_keeps_the_values():
@@ -172,11 +171,6 @@ def test_moving_keeps_the_values():
     assert torch.equal(moved.at(4, 1).args[0], samples.at(4, 1).args[0])
     assert moved.given.args[0].requires_grad
     assert moved.to("meta").given.args[0].device.type == "meta"
-
-
-def test_a_batch_of_no_rows_is_refused():
-    with pytest.raises(UsageError, match="a batch of no rows"):
-        Samples((torch.randn(0, 3),))
 
 
 def meta(size):

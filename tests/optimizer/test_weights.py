@@ -1,7 +1,6 @@
 """Load weights from users' files."""
 
 import pickle
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -64,14 +63,6 @@ def test_compressed_weights_files(write, tmp_path, state):
     with torch.utils.serialization.config.patch({"load.mmap": True}):
         path = write("with torch.device('meta'):\n    model = Net()")
         assert_filled(load(str(path), weights=tmp_path / "w.pt"), state)
-
-
-def test_weights_in_the_old_tar_format_are_told_so(write, tmp_path):
-    with tarfile.open(tmp_path / "w.pt", "w") as old:
-        for name in ("sys_info", "pickle", "storages", "tensors"):
-            old.addfile(tarfile.TarInfo(name))
-    message = refused(str(write("")), weights=tmp_path / "w.pt")
-    assert message.startswith("The weights w.pt are in torch's old .tar format")
 
 
 OTHERS = {"linear.weight": torch.ones(3, 4), "linear.bias": torch.ones(3)}

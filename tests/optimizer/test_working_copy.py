@@ -427,13 +427,6 @@ def test_the_result_counts_as_the_model_does(inputs):
     assert not torch.equal(twin.center, model.center)
 
 
-def test_training_shares_all_state():
-    model = make(_adds_unseen)
-    model.register_buffer("total", torch.zeros(()))
-    result = working_copy(model, "training")
-    assert result.root.total is model.total
-
-
 def test_a_run_in_a_private_state_leaves_no_trace():
     model = make(_adds, calls=[], state=SimpleNamespace(last=None), cache=[torch.zeros(2)], history=torch.zeros(2))
     model.register_buffer("total", torch.ones(()))
