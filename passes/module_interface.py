@@ -3,8 +3,8 @@
 from passes.graph.backend import names_of_graph_passes
 from passes.graph.changes import AttributeEdit, Edit, TensorEdit, in_place
 from passes.graph.derived import exact
-from passes.graph.forwards import AroundForward, inner_forward, is_atom, is_parametrized
-from passes.graph.matching import batch_norm_arguments, convolution_arguments, is_stock
+from passes.graph.forwards import AroundForward, inner_forward, is_atom, is_parametrized, is_stock
+from passes.graph.layers import batch_norm_arguments, convolution_arguments
 from passes.graph.model_tree import ModelTree, TensorRef, paths_matching, training_flags
 from passes.graph.module_pass import ModulePass, ModuleRewriter
 from passes.graph.recording import Node, Run, Runs, call_of, shape_of, tensor_of

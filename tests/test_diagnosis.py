@@ -17,7 +17,7 @@ from optimize_export.errors import LoadError, UsageError
 from optimizer import diagnose
 from optimizer.diagnosis import LEVELS, RULES, Diagnosis, evidence, kernels, settings
 from optimizer.diagnosis import attention as attention_rule
-from passes.graph.matching import convolution_at
+from passes.graph.layers import RecordedLayers
 
 
 class Net(nn.Module):
@@ -411,7 +411,8 @@ def test_a_function_that_is_not_faster_here_is_no_finding(monkeypatch, after):
     with evidence.LineRecorder(layer, layer.modules) as recorder:
         layer(torch.ones(2, 512).half())
     on_gpu = SimpleNamespace(device=torch.device("cuda"), fastest=lambda *runs: [1.0, after])
-    assert kernels._gain(on_gpu, convolution_at(recorder.recording.nodes()[-1])) is None
+    graph = recorder.recording.graph
+    assert kernels._gain(on_gpu, RecordedLayers(graph).layer_at([*graph.nodes][-1])) is None
 
 
 def test_attention_is_timed_next_to_the_function(monkeypatch):

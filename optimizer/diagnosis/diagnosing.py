@@ -38,11 +38,11 @@ from optimizer.model import (
     unsynchronised,
 )
 from optimizer.torch_private import is_profiling
-from passes.graph.matching import STOCK_CONVOLUTIONS
 from passes.graph.model_tree import ModelTree
 from passes.graph.recording import Recording
 from passes.graph.tensors import CHANNELS_LAST_FORMATS, is_channels_last
 from passes.memory_format.watch import LayoutWatch, Loss
+from passes.torch_private import AnyConvolution
 
 # In the order in which their findings of one level are reported.
 RULES: tuple[Rule, ...] = (
@@ -198,7 +198,7 @@ def _paths(attributes: PlainTensors) -> frozenset[str]:
 
 
 def _is_in_channels_last(module: nn.Module) -> bool:
-    if not isinstance(module, STOCK_CONVOLUTIONS):
+    if not isinstance(module, AnyConvolution):
         return False
     weight = module.weight
     assert isinstance(weight, torch.Tensor)

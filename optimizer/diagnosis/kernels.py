@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from math import prod
 
@@ -15,18 +15,8 @@ from optimizer.diagnosis.evidence import Evidence, Line, Seen
 from optimizer.diagnosis.findings import rule
 from optimizer.showing import percent_text, seconds_text
 from passes.graph.effects import kind_of_operator
-from passes.graph.matching import (
-    BatchNorm,
-    Convolution,
-    Pair,
-    channels_at_end,
-    computed_from,
-    computed_scale_at,
-    convolution_arguments,
-    convolution_at,
-    pairs_behind,
-)
-from passes.graph.recording import Node, call_of, operation_name, shape_of, users_of
+from passes.graph.layers import Layer, Pair, RecordedLayers, convolution_arguments
+from passes.graph.recording import Node, Recording, call_of, operation_name, shape_of, tensor_of, users_of
 from passes.memory_format.watch import Loss
 from passes.pad_channels import BALANCE, IMAGE_CHANNELS
 
@@ -44,15 +34,15 @@ _HALVES = (torch.float16, torch.bfloat16)
 @rule("warning")
 def bias_before_norm(evidence: Evidence) -> Iterator[Seen]:
     """A convolution or linear layer has a bias that the following BatchNorm subtracts again."""
-    pairs = [pair for pair in pairs_behind(evidence.recording) if isinstance(pair.affine, BatchNorm)]
-    followed = {pair.conv.node for pair in pairs if _takes_channels_alone(pair)}
+    layers = RecordedLayers(evidence.recording.graph)
+    norms = filter(None, map(layers.batch_norm_at, evidence.calls))
+    pairs = [*filter(None, map(layers.pair_before, norms))]
+    followed = {pair.layer.node for pair in pairs if _takes_channels_alone(pair)}
     found = {
-        pair.conv.node: pair.conv
+        pair.layer.node: pair.layer
         for pair in pairs
         # The layer may also run without a BatchNorm.
-        if pair.conv.bias_value is not None
-        and pair.conv.bias is not None
-        and followed.issuperset(evidence.recording.uses(pair.conv.bias))
+        if (bias := tensor_of(pair.layer.bias)) is not None and followed.issuperset(evidence.recording.uses(bias))
     }
     for line, group in evidence.by_line(found):
         count = sum(found[node].channels for node in group)
@@ -68,13 +58,16 @@ def bias_before_norm(evidence: Evidence) -> Iterator[Seen]:
 @rule("warning")
 def scale_computed(evidence: Evidence) -> Iterator[Seen]:
     """A layer's channels are scaled by numbers that forward computes from parameters and buffers, as in FrozenBatchNorm."""
+    layers = RecordedLayers(evidence.recording.graph)
     found = {
-        node: scale
+        node: numbers
         for node in evidence.calls
-        if (scale := computed_scale_at(node)) is not None and any(map(_computes, scale.numbers))
+        if (scale := layers.scale_at(node)) is not None
+        and any(map(_computes, numbers := layers.computing(scale.numbers)))
+        and layers.pair_before(scale) is not None
     }
     for line, group in evidence.by_line(found):
-        nodes = {each for node in group for each in (node, *found[node].numbers)}
+        nodes = {each for node in group for each in (node, *found[node])}
         yield evidence.seen(
             line,
             group,
@@ -91,10 +84,10 @@ def weight_computed(evidence: Evidence) -> Iterator[Seen]:
 
     Not reported with a training step, which needs it.
     """
-    found: dict[Node, tuple[Node, ...]] = {}
+    layers = RecordedLayers(evidence.recording.graph)
+    found: dict[Node, list[Node]] = {}
     for node in evidence.calls if evidence.step is None else ():
-        weight = (convolution_arguments(node) or {}).get("weight")
-        calls = computed_from(weight)[0] if isinstance(weight, Node) and weight.op == "call_function" else ()
+        calls = layers.computing((convolution_arguments(node) or {}).get("weight"))
         if any(map(_computes, calls)):
             found[node] = calls
     for line, group in evidence.by_line(found):
@@ -116,7 +109,7 @@ def channels_not_multiple_of_8(evidence: Evidence) -> Iterator[Seen]:
     Grouped convolutions, those on pooled maps, the channels of images, and layers so small that memory limits their
     speed are left out. So are linear layers in half precision on a GPU that aren't faster with multiples.
     """
-    layers, work, total = _working_layers(evidence.calls)
+    layers, work, total = _working_layers(evidence.recording)
     uneven = {node: sizes for node in layers if (sizes := _uneven(layers[node]))}
     for line, group in evidence.by_line(uneven):
         sizes = sorted({size for node in group for size in uneven[node]})
@@ -139,7 +132,7 @@ def rows_not_multiple_of_8(evidence: Evidence) -> Iterator[Seen]:
 
     The number of rows is the batch size, times the length of sequences.
     """
-    layers, work, total = _working_layers(evidence.step.calls if evidence.step else [])
+    layers, work, total = _working_layers(evidence.step.recording if evidence.step else Recording())
     uneven = {node: rows for node, layer in layers.items() if _is_large(layer) and (rows := _rows(layer)) % _MULTIPLE}
     if uneven:
         node = max(uneven, key=work.__getitem__)
@@ -176,9 +169,9 @@ def layout_flip(evidence: Evidence) -> Iterator[Seen]:
 
 def _takes_channels_alone(pair: Pair) -> bool:
     """Whether nothing but the BatchNorm reads the layer's output, and its channels are those of the layer."""
-    channels = channels_at_end(pair)
+    channels = pair.channels
     is_alone = all(len(users_of(node)) == 1 for node in pair.way[:-1])
-    return is_alone and channels is not None and channels.dim == 1 and channels.count == pair.conv.channels
+    return is_alone and channels is not None and channels.dim == 1
 
 
 def _computes(node: Node) -> bool:
@@ -186,25 +179,25 @@ def _computes(node: Node) -> bool:
     return kind_of_operator(operation_name(node)) == "computes"
 
 
-def _working_layers(calls: Sequence[Node]) -> tuple[dict[Node, Convolution], dict[Node, int], int]:
+def _working_layers(recording: Recording) -> tuple[dict[Node, Layer], dict[Node, int], int]:
     """The layers with a share of the multiplications that matters, the multiplications of each, and those of all calls."""
-    layers = {node: layer for node in calls if (layer := convolution_at(node)) is not None}
+    nodes, known = recording.nodes(), RecordedLayers(recording.graph)
+    layers = {node: layer for node in nodes if (layer := known.layer_at(node)) is not None}
     work = {node: _multiplications(layer) for node, layer in layers.items()}
-    total = sum(work.values()) + sum(map(_multiplications_of_product, calls))
+    total = sum(work.values()) + sum(map(_multiplications_of_product, nodes))
     return {node: layer for node, layer in layers.items() if work[node] >= _LEAST_WORK * total}, work, total
 
 
-def _rows(layer: Convolution) -> int:
+def _rows(layer: Layer) -> int:
     """The number of rows that a linear layer multiplies; 0 for a convolution, and for a number that isn't known."""
     source = shape_of(layer.input)
     return 0 if layer.dims or source is None else prod(source.sizes[:-1])
 
 
-def _multiplications(layer: Convolution) -> int:
-    made, weight = shape_of(layer.input if layer.transposed else layer.node), layer.weight.value
-    assert weight is not None
+def _multiplications(layer: Layer) -> int:
+    made = shape_of(layer.input if layer.transposed else layer.node)
     # The input may be one of several tensors that one call returned.
-    return 0 if made is None else prod(made.sizes) * weight[0].numel()
+    return 0 if made is None else prod(made.sizes) * prod(layer.weight_shape[1:])
 
 
 def _multiplications_of_product(node: Node) -> int:
@@ -216,17 +209,15 @@ def _multiplications_of_product(node: Node) -> int:
     return 0 if first is None or not first.sizes else prod(made.sizes) * first.sizes[-1]
 
 
-def _is_large(layer: Convolution) -> bool:
+def _is_large(layer: Layer) -> bool:
     """Whether multiplications limit the speed of a layer, and not memory."""
-    weight, given, made = layer.weight.value, layer.input_channels, layer.channels
-    assert weight is not None
-    return weight[0, 0].numel() * given * made >= BALANCE * (given + made)
+    given, made = layer.input_channels, layer.channels
+    return prod(layer.weight_shape[2:]) * given * made >= BALANCE * (given + made)
 
 
-def _uneven(layer: Convolution) -> list[int]:
+def _uneven(layer: Layer) -> list[int]:
     """The numbers of input and output channels that aren't multiples."""
-    weight, shape = layer.weight.value, shape_of(layer.node)
-    assert weight is not None
+    shape = shape_of(layer.node)
     assert shape is not None
     given, made = layer.input_channels, layer.channels
     if layer.dims and prod(shape.sizes[-layer.dims :]) == 1:
@@ -238,11 +229,11 @@ def _uneven(layer: Convolution) -> list[int]:
     return [size for size in (made, *(() if is_image else (given,))) if size % _MULTIPLE]
 
 
-def _gain(evidence: Evidence, layer: Convolution) -> str | None:
+def _gain(evidence: Evidence, layer: Layer) -> str | None:
     """The time of a linear layer with its own sizes and with multiples, measured on a GPU; None without a gain."""
-    weight, source = layer.weight.value, shape_of(layer.input)
-    assert weight is not None
-    if evidence.device.type != "cuda" or layer.dims or weight.dtype not in _HALVES or source is None:
+    ref, source = tensor_of(layer.weight), shape_of(layer.input)
+    weight = None if ref is None else ref.value
+    if evidence.device.type != "cuda" or layer.dims or weight is None or weight.dtype not in _HALVES or source is None:
         return "tensor cores in half precision are slower with them"
     padded = [-(-size // _MULTIPLE) * _MULTIPLE for size in weight.shape]
     runs = [

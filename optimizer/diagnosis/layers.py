@@ -10,7 +10,7 @@ from torch import nn
 from optimizer.diagnosis.evidence import Evidence, Line, Seen
 from optimizer.diagnosis.findings import rule
 from passes.graph.effects import is_dropout_off
-from passes.graph.matching import batch_norm_at
+from passes.graph.layers import batch_norm_arguments
 from passes.graph.recording import Node, call_of, operation_name
 from passes.torch_private import AnyBatchNorm
 
@@ -147,5 +147,5 @@ def _drops(node: Node) -> bool:
 
 
 def _normalizes_by_batch(node: Node) -> bool:
-    norm = batch_norm_at(node)
-    return norm is not None and norm.uses_batch_statistics and norm.mean is not None
+    given = batch_norm_arguments(node) or {}
+    return given.get("training") is True and given.get("running_mean") is not None

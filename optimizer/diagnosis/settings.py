@@ -12,7 +12,7 @@ import torch
 from optimizer.diagnosis.evidence import Evidence, Line, Seen
 from optimizer.diagnosis.findings import rule
 from optimizer.showing import percent_text, seconds_text
-from passes.graph.matching import convolution_at
+from passes.graph.layers import convolution_arguments
 from passes.graph.recording import Node, operation_name, shape_of
 
 # ------------------------------------------------------------------------------------------------------- torch on a GPU
@@ -84,11 +84,11 @@ def _compare_setting(evidence: Evidence, owner: object, name: str, reason: str, 
 
 
 def _has_convolutions(evidence: Evidence) -> bool:
-    return any((layer := convolution_at(node)) is not None and layer.dims for node in evidence.calls)
+    return any(convolution_arguments(node) and operation_name(node) != "linear" for node in evidence.calls)
 
 
 def _is_float32(evidence: Evidence) -> bool:
-    shapes = (shape_of(node) for node in evidence.calls if convolution_at(node) is not None)
+    shapes = (shape_of(node) for node in evidence.calls if convolution_arguments(node))
     return any(shape is not None and shape.dtype is torch.float32 for shape in shapes)
 
 

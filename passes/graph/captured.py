@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -207,8 +207,11 @@ def value_with(node: fx.Node, examples: Mapping[fx.Node, Any]) -> Any:
         return values[-1]
 
     args, kwargs = fx.map_arg(node.args, example), fx.map_arg(node.kwargs, example)
-    leaves = pytree.tree_leaves(values)
-    mode = next((leaf.fake_mode for leaf in leaves if hasattr(leaf, "fake_mode")), None)
+    tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    mode = next((tensor.fake_mode for tensor in tensors if hasattr(tensor, "fake_mode")), None)
+    if mode is None and tensors and all(tensor.is_meta for tensor in tensors):
+        # The examples of a recorded run.
+        mode = nullcontext()
     if mode is None or any(value is None for value in values):
         return None
     with mode, torch.no_grad(), autocast_at(node):

@@ -1,4 +1,4 @@
-"""Find layers in a captured graph, and the BatchNorms, products and sums by channel before and after them.
+"""Find layers in a graph, and the BatchNorms, products and sums by channel before and after them.
 
 A layer is a convolution, a transposed convolution or a linear layer. Between the two there may be operations that only
 move values. Authors of passes use this as follows:
@@ -14,7 +14,9 @@ for node in graph.calls("batch_norm"):
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +25,10 @@ import torch.nn.functional as F
 from torch import fx
 
 from passes.graph import effects
-from passes.graph.captured import argument, example_of, is_tensor, name_of
-from passes.graph.effects import is_dropout_off, is_pure
+from passes.graph.captured import EXAMPLE, argument, example_of, is_tensor, name_of, value_with
 from passes.graph.graph_pass import GraphRewriter, Node
-from passes.graph.tensors import PLAIN_TENSORS, dims_from_zero, listed_dims
+from passes.graph.recording import operation_name, shape_of
+from passes.graph.tensors import PLAIN_TENSORS
 from passes.torch_private import OpOverload, enter_autocast, has_autocast
 
 # The number of spatial dims, 0 for a linear layer, and whether the layer is transposed.
@@ -40,51 +42,46 @@ _NORM_ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "tr
 # `torch.batch_norm` and the ATen operator have another order than `F.batch_norm`.
 _NORM_ARGUMENTS_OF_TORCH = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
 _OPERATIONS = {
-    "mul": "mul", "multiply": "mul", "add": "add", "sub": "sub", "subtract": "sub", "rsub": "rsub",
-    "div": "div", "divide": "div", "true_divide": "div", "truediv": "div",
+    "mul": "mul", "multiply": "mul", "rmul": "mul", "add": "add", "radd": "add", "sub": "sub", "subtract": "sub",
+    "rsub": "rsub", "div": "div", "divide": "div", "true_divide": "div", "truediv": "div",
 }  # fmt: skip
 # The operation if the value is the second operand.
 _SWAPPED = {"mul": "mul", "add": "add", "sub": "rsub", "rsub": "sub"}
 # Calls that read only the shape of a tensor, and calls that read only the shape of their second argument.
 _SHAPE_READERS = frozenset({"size", "dim", "numel", "nelement", "ndimension", "sym_size", "__len__"})
-_SHAPED_AS = frozenset({"reshape_as", "view_as", "expand_as"})
+SHAPED_AS = frozenset({"reshape_as", "view_as", "expand_as"})
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A convolution, transposed convolution or linear layer.
+    """A convolution, transposed convolution or linear layer."""
 
-    Attributes:
-        node: the call.
-        input: the node of its input.
-        weight: convolution: (out, in / groups, *kernel); transposed: (in, out / groups, *kernel); linear: (out, in).
-        bias: (out,), or None.
-        dims: the number of spatial dims: 1, 2 or 3; 0 for a linear layer.
-        transposed: whether it is a transposed convolution.
-        groups: the number of groups; 1 for a linear layer.
-        pads: whether it pads its input with zeros, or may do so.
-        names: the names of the arguments of the call, in their order.
-    """
-
-    node: Node
+    node: Node  # the call
     input: Node
-    weight: Node
-    bias: Node | None
-    dims: int
-    transposed: bool
-    groups: int
-    pads: bool
-    names: Sequence[str]
+    weight: Node  # convolution: (out, in / groups, *kernel); transposed: (in, out / groups, *kernel); linear: (out, in)
+    bias: Node | None  # (out,)
+    dims: int  # the number of spatial dims: 1, 2 or 3; 0 for a linear layer
+    transposed: bool  # whether it is a transposed convolution
+    groups: int  # 1 for a linear layer
+    pads: bool  # whether it pads its input with zeros, or may do so
+    names: Sequence[str]  # the names of the arguments of the call, in their order
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """The shape of its weight."""
+        return tuple(map(int, example_of(self.weight).shape))
 
     @property
     def channels(self) -> int:
         """The number of output channels."""
-        return _size(self.weight, 1) * self.groups if self.transposed else _size(self.weight, 0)
+        first, second, *_ = self.weight_shape
+        return second * self.groups if self.transposed else first
 
     @property
     def input_channels(self) -> int:
         """The number of input channels."""
-        return _size(self.weight, 0) if self.transposed else _size(self.weight, 1) * self.groups
+        first, second, *_ = self.weight_shape
+        return first if self.transposed else second * self.groups
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -99,27 +96,18 @@ class Layer:
 
 @dataclass(frozen=True)
 class BatchNorm:
-    """A batch normalization.
-
-    Attributes:
-        node, input, names: as in `Layer`.
-        mean, var: the running statistics, (channels,); None for a call without them.
-        weight, bias: scale and shift, (channels,); None for a call without them.
-        eps: added to the variance.
-        momentum: the share of a batch in new running statistics.
-        uses_batch_statistics: whether it normalizes by the statistics of the batch.
-    """
+    """A batch normalization. The tensors, (channels,), are None for a call without them."""
 
     node: Node
     input: Node
-    mean: Node | None
+    mean: Node | None  # mean, var: the running statistics
     var: Node | None
-    weight: Node | None
-    bias: Node | None
-    eps: float
-    momentum: Any
-    uses_batch_statistics: bool
-    names: Sequence[str]
+    weight: Node | None  # the scale
+    bias: Node | None  # the shift
+    eps: float  # added to the variance
+    momentum: Any  # the share of a batch in new running statistics
+    uses_batch_statistics: bool  # whether it normalizes by the statistics of the batch
+    names: Sequence[str]  # as in `Layer`
 
     @property
     def tensors(self) -> dict[str, Node]:
@@ -130,18 +118,12 @@ class BatchNorm:
 
 @dataclass(frozen=True)
 class ChannelScale:
-    """A product or sum of a value with numbers that are constant between calls.
-
-    Attributes:
-        node, input: as in `Layer`.
-        operation: "mul", "div", "add", "sub", or "rsub" for numbers - value.
-        numbers: one number per channel, or one for all, in a shape that broadcasts this way.
-    """
+    """A product or sum of a value with numbers that are constant between calls."""
 
     node: Node
     input: Node
-    operation: str
-    numbers: Node
+    operation: str  # "mul", "div", "add", "sub", or "rsub" for numbers - value
+    numbers: Node  # one number per channel, or one for all, in a shape that broadcasts this way
 
     @property
     def tensors(self) -> dict[str, Node]:
@@ -155,18 +137,12 @@ Affine = BatchNorm | ChannelScale
 
 @dataclass(frozen=True)
 class Pair:
-    """A layer and an affine operation, one of which takes the other's output.
-
-    Attributes:
-        layer, affine: the two.
-        moves: the operations between the two that only move values, in order.
-        affine_first: whether the affine operation comes before the layer.
-    """
+    """A layer and an affine operation, one of which takes the other's output."""
 
     layer: Layer
     affine: Affine
-    moves: tuple[Node, ...]
-    affine_first: bool
+    moves: tuple[Node, ...]  # the operations between the two that only move values, in order
+    affine_first: bool  # whether the affine operation comes before the layer
 
     @property
     def way(self) -> tuple[Node, ...]:
@@ -186,49 +162,38 @@ class Pair:
         return channels
 
 
-class Layers:
-    """The layers and affine operations of one graph. It stays valid while a pass folds them one by one."""
+class Finder(ABC):
+    """Finds the layers and affine operations of one graph."""
 
-    def __init__(self, graph: GraphRewriter) -> None:
-        self._graph = graph
-        self._memory = graph.memory()
-        self._switches = [node for node in graph.nodes if effects.is_setting(node)]
-        self._partial_autocasts = [node for node in self._switches if self._is_partial_autocast(node)]
-        self._constants: set[Node] = set()
-        for node in graph.nodes:
-            if self._is_computed_from_constants(node):
-                self._constants.add(node)
-
-    # Find -------------------------------------------------------------------------------------------------------------
-
+    @abstractmethod
     def is_constant(self, node: Any) -> bool:
         """Whether the value is a parameter or buffer, or computed from such tensors only."""
-        is_tensor = self._graph.is_parameter(node) or (isinstance(node, Node) and self._graph.is_derived(node))
-        return is_tensor or node in self._constants
+
+    @abstractmethod
+    def _is_pure(self, node: Node) -> bool:
+        """Whether the node only computes a value."""
 
     def layer_at(self, node: Node) -> Layer | None:
         """The layer that the node computes; None for other nodes, and for weights that depend on the inputs."""
-        name = name_of(node)
-        if name not in _LAYERS or not self._graph.is_pure(node):
+        given = convolution_arguments(node)
+        if given is None or not self._is_pure(node):
             return None
-        dims, transposed = _LAYERS[name]
-        names = _TRANSPOSED_ARGUMENTS if transposed else _ARGUMENTS
-        given = _named(node, names)
+        dims, transposed = _LAYERS[name_of(node)]
         weight: Any = given.get("weight")
         bias, groups = given.get("bias"), given.get("groups", 1)
         if not self.is_constant(weight) or not (bias is None or self.is_constant(bias)):
             return None
-        if self._graph.example(weight).dim() != dims + 2 or not _is_static(weight):
+        shape = example_of(weight).shape
+        if len(shape) != dims + 2 or not all(type(size) is int for size in shape):
             return None
-        pads = _reads_zeros(given.get("padding", 0), self._graph.example(weight).shape[2:])
-        return Layer(node, given["input"], weight, bias, dims, transposed, groups, pads, names)
+        pads = _reads_zeros(given.get("padding", 0), shape[2:])
+        return Layer(node, given["input"], weight, bias, dims, transposed, groups, pads, _layer_arguments(node))
 
     def batch_norm_at(self, node: Node) -> BatchNorm | None:
         """The batch normalization that the node computes; None for other nodes."""
-        names = _norm_arguments(node)
-        if names is None:
+        names, given = _norm_arguments(node), batch_norm_arguments(node)
+        if names is None or given is None:
             return None
-        given = _named(node, names)
         mean, var, weight, bias = (given.get(name) for name in _NORM_ARGUMENTS[1:5])
         eps, training = given.get("eps", 1e-5), given.get("training", False)
         if not isinstance(eps, float) or not isinstance(training, bool):
@@ -240,15 +205,15 @@ class Layers:
 
     def scale_at(self, node: Node) -> ChannelScale | None:
         """The product or sum with constant numbers that the node computes; None for other nodes."""
-        operation = _OPERATIONS.get(name_of(node))
-        if operation is None or len(node.args) != 2 or node.kwargs or not self._graph.is_pure(node):
+        operation = _OPERATIONS.get(operation_name(node))
+        if operation is None or len(node.args) != 2 or node.kwargs or not self._is_pure(node):
             return None
         value: Any
         numbers: Any
         value, numbers = node.args
         if self.is_constant(value):
             value, numbers, operation = numbers, value, _SWAPPED.get(operation)
-        if operation is None or not self.is_constant(numbers) or not self._graph.is_tensor(value):
+        if operation is None or not self.is_constant(numbers) or not is_tensor(value):
             return None
         return None if self.is_constant(value) else ChannelScale(node, value, operation, numbers)
 
@@ -258,28 +223,93 @@ class Layers:
 
     def pair_before(self, affine: Affine) -> Pair | None:
         """The affine operation and the layer that makes its input; None if there is none."""
-        moves: list[Node] = []
-        node: Any = affine.input
-        while is_move(node):
-            moves.append(node)
-            node = node.args[0]
-        layer = self.layer_at(node)
+        source, moves = self._source_of(affine.input)
+        layer = self.layer_at(source)
         if layer is None:
             return None
-        pair = Pair(layer, affine, tuple(reversed(moves)), affine_first=False)
+        pair = Pair(layer, affine, moves, affine_first=False)
         return pair if isinstance(affine, BatchNorm) or _are_by_channel(affine.numbers, pair.channels) else None
 
     def pair_after(self, affine: Affine) -> Pair | None:
         """The affine operation and the only layer that takes its output; None if there is none."""
-        moves: list[Node] = []
-        users = _readers(affine.node)
-        while len(users) == 1 and is_move(users[0]):
-            moves.append(users[0])
-            users = _readers(users[0])
+        users, moves = self._readers_after(affine.node)
         layer = self.layer_at(users[0]) if len(users) == 1 else None
         if layer is None or layer.input is not (moves[-1] if moves else affine.node):
             return None
-        return Pair(layer, affine, tuple(moves), affine_first=True)
+        return Pair(layer, affine, moves, affine_first=True)
+
+    def _is_move(self, node: Any) -> bool:
+        """Whether the node is an operation that only moves or reshapes its first argument."""
+        return name_of(node) in _MOVES and self._is_pure(node) and bool(node.args) and is_tensor(node.args[0])
+
+    def _source_of(self, node: Any) -> tuple[Node, tuple[Node, ...]]:
+        """The node that makes a value, and the moves of the value after it, in order."""
+        moves: list[Node] = []
+        while self._is_move(node):
+            moves.append(node)
+            node = node.args[0]
+        return node, tuple(reversed(moves))
+
+    def _readers_after(self, node: Node) -> tuple[list[Node], tuple[Node, ...]]:
+        """The nodes that read a value after its moves, and the moves, in order."""
+        moves: list[Node] = []
+        users = _readers(node)
+        while len(users) == 1 and self._is_move(users[0]):
+            moves.append(users[0])
+            users = _readers(users[0])
+        return users, tuple(moves)
+
+
+class RecordedLayers(Finder):
+    """The layers and affine operations of a recorded run."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._constants: set[Node] = set()
+        for node in graph.nodes:
+            inputs = node.all_input_nodes
+            if node.op == "get_attr" or (inputs and self._constants.issuperset(inputs)):
+                self._constants.add(node)
+            if (shape := shape_of(node)) is not None and shape.dtype.is_floating_point:
+                node.meta[EXAMPLE] = torch.empty(shape.sizes, dtype=shape.dtype, device="meta")
+
+    def is_constant(self, node: Any) -> bool:
+        """See `Finder.is_constant`."""
+        return isinstance(node, Node) and node in self._constants
+
+    def computing(self, node: Any) -> list[Node]:
+        """The calls that compute a constant from parameters and buffers, last first; none for other nodes."""
+        found, waiting = dict[Node, None](), [node] if self.is_constant(node) else []
+        while waiting:
+            each = waiting.pop()
+            if each.op != "get_attr" and each not in found:
+                found[each] = None
+                waiting += each.all_input_nodes
+        return list(found)
+
+    def _is_pure(self, node: Node) -> bool:
+        return node.op == "call_function"
+
+
+class Layers(Finder):
+    """The layers and affine operations of a captured graph. It stays valid while a pass folds them one by one."""
+
+    def __init__(self, graph: GraphRewriter) -> None:
+        self._graph = graph
+        self._memory = graph.memory()
+        self._switches = [node for node in graph.nodes if effects.is_setting(node)]
+        self._partial_autocasts = [node for node in self._switches if self._is_partial_autocast(node)]
+        self._constants: set[Node] = set()
+        for node in graph.nodes:
+            if self._is_computed_from_constants(node):
+                self._constants.add(node)
+
+    def is_constant(self, node: Any) -> bool:
+        """See `Finder.is_constant`."""
+        is_tensor = self._graph.is_parameter(node) or (isinstance(node, Node) and self._graph.is_derived(node))
+        return is_tensor or node in self._constants
+
+    def _is_pure(self, node: Node) -> bool:
+        return effects.is_pure(node)
 
     # Judge ------------------------------------------------------------------------------------------------------------
 
@@ -292,23 +322,17 @@ class Layers:
         names = _norm_arguments(node)
         if names is None:
             return None
+        everywhere = "is computed at every call, and not from parameters and buffers alone"
         if name := self._first_computed(node, names[:5]):
-            return f"its {name} is computed at every call, and not from parameters and buffers alone"
-        layer = _named(node, names)["input"]
-        while is_move(layer):
-            layer = layer.args[0]
+            return f"its {name} {everywhere}"
+        layer, _ = self._source_of(_named(node, names)["input"])
         if name_of(layer) in _LAYERS and (name := self._first_computed(layer, _ARGUMENTS[:3])):
-            return (
-                f"the {name} of {self._graph.where(layer)} is computed at every call, and not from parameters and "
-                "buffers alone"
-            )
+            return f"the {name} of {self._graph.where(layer)} {everywhere}"
         return None
 
     def why_unmatched(self, affine: Affine) -> str:
         """The reason why `pair_before`, and for a BatchNorm `pair_after`, find no layer, as a clause."""
-        source: Any = affine.input
-        while is_move(source):
-            source = source.args[0]
+        source, _ = self._source_of(affine.input)
         layer = self.layer_at(source)
         if layer is not None and isinstance(affine, ChannelScale):
             shape = list(self._graph.example(affine.numbers).shape)
@@ -319,9 +343,7 @@ class Layers:
         before = f"its input {maker}, not by a convolution or linear layer"
         if not isinstance(affine, BatchNorm):
             return before
-        users = _readers(affine.node)
-        while len(users) == 1 and is_move(users[0]):
-            users = _readers(users[0])
+        users, _ = self._readers_after(affine.node)
         takers = "the output of its graph" if any(user.op == "output" for user in users) else f"{len(users)} operations"
         if len(users) == 1 and users[0].op != "output":
             takers = self._graph.where(users[0])
@@ -517,12 +539,35 @@ class Layers:
         return f"{owner} is {channels.rank}-D, where the BatchNorm's channels are not the {ends} of the {kind}"
 
 
+def _layer_arguments(node: Node) -> Sequence[str]:
+    """The names of the arguments of a layer's call, in their order."""
+    return _TRANSPOSED_ARGUMENTS if _LAYERS[name_of(node)][1] else _ARGUMENTS
+
+
+def convolution_arguments(node: Node) -> dict[str, Any] | None:
+    """The arguments of a call of a convolution or linear layer, by name ("input", "weight", "stride", …).
+
+    Arguments left to their defaults are missing. None for any other call.
+    """
+    is_layer = node.op in ("call_function", "call_method") and name_of(node) in _LAYERS
+    return _named(node, _layer_arguments(node)) if is_layer else None
+
+
 def _norm_arguments(node: Node) -> Sequence[str] | None:
     """The names of the arguments of a batch normalization, in their order; None for other nodes."""
     if node.target is F.batch_norm:
         return _NORM_ARGUMENTS
     is_of_torch = node.target is torch.batch_norm or isinstance(node.target, OpOverload)
     return _NORM_ARGUMENTS_OF_TORCH if is_of_torch and name_of(node) == "batch_norm" else None
+
+
+def batch_norm_arguments(node: Node) -> dict[str, Any] | None:
+    """The arguments of a call of a batch normalization, by name ("input", "running_mean", "training", …).
+
+    Arguments left to their defaults are missing. None for any other call.
+    """
+    names = _norm_arguments(node)
+    return None if names is None else _named(node, names)
 
 
 def _are_by_channel(numbers: Node, channels: Channels | None) -> bool:
@@ -536,14 +581,6 @@ def _are_by_channel(numbers: Node, channels: Channels | None) -> bool:
 
 def _named(node: Node, names: Sequence[str]) -> dict[str, Any]:
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-
-
-def _size(node: Node, dim: int) -> int:
-    return int(example_of(node).shape[dim])
-
-
-def _is_static(node: Node) -> bool:
-    return all(type(size) is int for size in example_of(node).shape)
 
 
 def _reads_zeros(padding: Any, kernel: Sequence[int]) -> bool:
@@ -561,7 +598,16 @@ def _reads_shape(user: Node, value: Node) -> bool:
     name = name_of(user)
     if name == "getattr":
         return user.args[1] in ("shape", "ndim")
-    return name in _SHAPE_READERS or (name in _SHAPED_AS and user.args[0] is not value)
+    return name in _SHAPE_READERS or (name in SHAPED_AS and user.args[0] is not value)
+
+
+# Operations that return the values as they are, perhaps in other memory; dropouts only if they are off.
+_COPIES = frozenset({
+    "contiguous", "clone", "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
+    "feature_dropout",
+})  # fmt: skip
+_VIEWS = frozenset({"transpose", "swapaxes", "swapdims", "permute", "flatten", "unsqueeze", "view", "reshape"})
+_MOVES = _COPIES | _VIEWS | {"pad"}
 
 
 @dataclass(frozen=True)
@@ -573,81 +619,32 @@ class Channels:
     count: int  # the number of channels
 
     def after(self, node: Node) -> Channels | None:
-        """The channels after a move (see `is_move`); None if it may mix them with other values."""
-        move: Channels | None = _MOVES[name_of(node)](self, node)
-        return move
+        """The channels after a move; None if it may mix them with other values."""
+        name = name_of(node)
+        if name in _COPIES:
+            return self if "dropout" not in name or effects.is_dropout_off(node) else None
+        return self._after_padding(node) if name == "pad" else self._after_view(node)
 
+    def _after_view(self, node: Node) -> Channels | None:
+        """The dim that is left with a stride after the view of a tensor in which only the channels have one."""
+        source: Any = node.args[0]
+        example = example_of(source)
+        strides = [int(dim == self.dim) for dim in range(self.rank)]
+        with getattr(example, "fake_mode", nullcontext()):
+            marked = torch.empty_strided(example.shape, strides, dtype=example.dtype, device=example.device)
+        try:
+            value = value_with(node, {source: marked})
+        except (RuntimeError, ValueError):
+            return None
+        sizes = [size if type(size) is int else None for size in value.shape]
+        # The strides of dims of size 1 mean nothing. A stride that is a symbol isn't 0.
+        zero = [type(stride) is int and stride == 0 for stride in value.stride()]
+        found = [dim for dim, size in enumerate(sizes) if size != 1 and not zero[dim]]
+        # If the view is a copy, or the channels are in several dims, several dims have strides, or one of another size.
+        return Channels(value.dim(), found[0], self.count) if [sizes[dim] for dim in found] == [self.count] else None
 
-def is_move(node: Any) -> bool:
-    """Whether the node is an operation that only moves or reshapes its first argument."""
-    return name_of(node) in _MOVES and is_pure(node) and bool(node.args) and is_tensor(node.args[0])
-
-
-def _as_they_are(channels: Channels, node: Node) -> Channels | None:
-    return channels
-
-
-def _without_draws(channels: Channels, node: Node) -> Channels | None:
-    return channels if is_dropout_off(node) else None
-
-
-def _swapped(channels: Channels, node: Node) -> Channels | None:
-    dims = dims_from_zero(_others(node), channels.rank)
-    if dims is None or len(dims) != 2:
-        return None
-    first, second = dims
-    return Channels(channels.rank, {first: second, second: first}.get(channels.dim, channels.dim), channels.count)
-
-
-def _permuted(channels: Channels, node: Node) -> Channels | None:
-    dims = dims_from_zero(listed_dims(_others(node)), channels.rank)
-    if dims is None or sorted(dims) != list(range(channels.rank)):
-        return None
-    return Channels(channels.rank, dims.index(channels.dim), channels.count)
-
-
-def _flattened(channels: Channels, node: Node) -> Channels | None:
-    given = [argument(node, 1, "start_dim", 0), argument(node, 2, "end_dim", -1)]
-    dims = dims_from_zero(given, channels.rank)
-    if dims is None or dims[0] > dims[1]:
-        return None
-    start, end = dims
-    if start < end and start <= channels.dim <= end:
-        return None
-    gone = end - start
-    return Channels(channels.rank - gone, channels.dim - (gone if channels.dim > end else 0), channels.count)
-
-
-def _unsqueezed(channels: Channels, node: Node) -> Channels | None:
-    dims = dims_from_zero(_others(node), channels.rank + 1)
-    if dims is None or len(dims) != 1:
-        return None
-    return Channels(channels.rank + 1, channels.dim + (dims[0] <= channels.dim), channels.count)
-
-
-def _regrouped(channels: Channels, node: Node) -> Channels | None:
-    """`view` and `reshape` keep the channels if they are the last dim and its size doesn't change."""
-    shape = example_of(node).shape
-    if channels.dim != channels.rank - 1 or not shape or type(shape[-1]) is not int or shape[-1] != channels.count:
-        return None
-    return Channels(len(shape), len(shape) - 1, channels.count)
-
-
-def _padded(channels: Channels, node: Node) -> Channels | None:
-    """Padding with copies of the values keeps the channels; zeros don't belong to any channel."""
-    widths, mode = argument(node, 1, "pad"), argument(node, 2, "mode", "constant")
-    is_outside = isinstance(widths, list | tuple) and channels.dim < channels.rank - len(widths) // 2
-    return channels if mode in ("reflect", "replicate", "circular") and is_outside else None
-
-
-def _others(node: Node) -> list[Any]:
-    return [*node.args[1:], *node.kwargs.values()]
-
-
-_MOVES = {
-    "contiguous": _as_they_are, "clone": _as_they_are,
-    **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d"), _without_draws),
-    **dict.fromkeys(("alpha_dropout", "feature_alpha_dropout", "feature_dropout"), _without_draws),
-    "transpose": _swapped, "swapaxes": _swapped, "swapdims": _swapped, "permute": _permuted,
-    "flatten": _flattened, "unsqueeze": _unsqueezed, "view": _regrouped, "reshape": _regrouped, "pad": _padded,
-}  # fmt: skip
+    def _after_padding(self, node: Node) -> Channels | None:
+        """Padding with copies of the values keeps the channels; zeros don't belong to any channel."""
+        widths, mode = argument(node, 1, "pad"), argument(node, 2, "mode", "constant")
+        is_outside = isinstance(widths, list | tuple) and self.dim < self.rank - len(widths) // 2
+        return self if mode in ("reflect", "replicate", "circular") and is_outside else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -226,15 +226,3 @@ def order_of(tensor: torch.Tensor) -> DimOrder | None:
 def lies_in(tensor: torch.Tensor, order: DimOrder) -> bool:
     """Whether the dims of a tensor are in this order in memory, without gaps; dims of size 1 fit anywhere."""
     return tensor.dim() == len(order) and tensor.permute(order).is_contiguous()
-
-
-def listed_dims(arguments: list[Any]) -> list[Any]:
-    """Return dims or sizes as one list, whether they are given one by one or as a sequence."""
-    return list(arguments[0]) if len(arguments) == 1 and isinstance(arguments[0], list | tuple) else arguments
-
-
-def dims_from_zero(arguments: Sequence[Any], rank: int) -> list[int] | None:
-    """The dims counted from 0; None if one of them is not a valid dim number."""
-    if any(type(dim) is not int or not -rank <= dim < rank for dim in arguments):
-        return None
-    return [dim % rank for dim in arguments]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,9 +27,10 @@ from optimizer.parity import check_parity
 from optimizer.pipeline.copy_runs import CopyRuns
 from passes import Precision
 from passes.base import Context, Pass, PassResult, device_of
-from passes.graph.matching import BatchNorm, Convolution, pair_behind
+from passes.graph.layers import RecordedLayers
 from passes.graph.model_tree import ModelTree
-from passes.graph.recording import Recorder, Recording, recorded_runs
+from passes.graph.recording import Recorder, Recording, call_of, recorded_runs, tensor_of
+from passes.torch_private import AnyBatchNorm
 
 Snapshot = dict[str, Any]
 
@@ -62,16 +64,26 @@ def captured(
     return tree, context
 
 
-def conv_bn_chains(tree: ModelTree, context: Context) -> Iterator[tuple[Convolution, BatchNorm]]:
-    """Each pair of a convolution and a BatchNorm in the first recorded run, once."""
+def conv_bn_chains(tree: ModelTree, context: Context) -> Iterator[tuple[SimpleNamespace, SimpleNamespace]]:
+    """Each pair of a convolution and a BatchNorm in the first recorded run, once: their modules, and their tensors."""
     runs = recorded_runs(tree, context)
     assert runs is not None
+    layers = RecordedLayers(runs.runs[0].recording.graph)
     seen = set()
     for node in runs.runs[0].recording.nodes():
-        pair = pair_behind(node)
-        if pair is not None and isinstance(pair.affine, BatchNorm) and pair.conv.weight not in seen:
-            seen.add(pair.conv.weight)
-            yield pair.conv, pair.affine
+        norm = layers.batch_norm_at(node)
+        pair = norm and layers.pair_before(norm)
+        if norm is None or pair is None or pair.layer.weight in seen:
+            continue
+        seen.add(pair.layer.weight)
+        weight, bias, mean, var = map(tensor_of, (pair.layer.weight, pair.layer.bias, norm.mean, norm.var))
+        owner = call_of(node).module
+        yield (
+            SimpleNamespace(module=call_of(pair.layer.node).module, weight=weight, bias=bias),
+            SimpleNamespace(
+                node=node, module=owner if isinstance(owner, AnyBatchNorm) else None, mean=mean, var=var, eps=norm.eps
+            ),
+        )
 
 
 def recorded(model: nn.Module, x: torch.Tensor) -> Recording:
