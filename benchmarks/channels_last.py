@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from optimize_export.runtime import usable_cpus
 from optimizer import optimize, report_of
-from passes.graph.tensors import CHANNELS_LAST_FORMATS, is_channels_last
+from passes.graph.layouts import CHANNELS_LAST_FORMATS, is_channels_last
 
 FOLD = "fold"
 OURS = "ours"

@@ -35,12 +35,11 @@ from optimize_export.runtime import usable_cpus
 from optimizer.model.working_copy import working_copy
 from optimizer.tuning import PeakMemory
 from passes import InsertCheckpoints
-from passes.base import Context
+from passes.base import Context, ModelTree
 from passes.checkpointing.fake import faked
 from passes.checkpointing.live_bytes import LiveBytes
 from passes.checkpointing.profile import loss_of, measure, profile, there_before
 from passes.checkpointing.solve import Solver
-from passes.graph.model_tree import ModelTree
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from goal_steps import GOALS, STEPS, TrainingStep, llama70b, step_of

@@ -18,8 +18,7 @@ from exporters.onnx import OnnxExporter
 from exporters.torchscript import TorchScriptExporter
 from optimizer import optimize
 from optimizer.model.inputs import Call
-from passes.base import Context
-from passes.graph.model_tree import TensorRef
+from passes.base import Context, TensorRef
 from passes.graph.module_pass import ModulePass, ModuleRewriter
 
 BY_A_PASS = "a pass scales a weight by 1 %"

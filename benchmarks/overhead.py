@@ -55,8 +55,7 @@ from passes import (
     PassResult,
     Simplify,
 )
-from passes.base import Context
-from passes.graph.model_tree import ModelTree
+from passes.base import Context, ModelTree
 from passes.graph.trial import try_on_graphs
 from passes.registry import make_passes
 

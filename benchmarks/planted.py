@@ -14,8 +14,7 @@ import torch
 from onnx import helper, numpy_helper
 
 from exporters.isolation import torchscript_allowed
-from passes.base import Context
-from passes.graph.model_tree import TensorRef
+from passes.base import Context, TensorRef
 from passes.graph.module_pass import ModulePass, ModuleRewriter
 
 SCALE = 1.01

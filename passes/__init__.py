@@ -6,13 +6,12 @@ file for each of them lists the names for writing it: `graph_interface` and `mod
 """
 
 from passes import graph_interface, module_interface
-from passes.base import Context, Pass, PassResult, Precision
+from passes.base import Change, Context, Pass, PassResult, Precision, Skip
 from passes.cast_precision import CastPrecision
 from passes.channels_last import ChannelsLast
 from passes.errors import RequirementNotMet
 from passes.fold_conv_bias import FoldConvBias
 from passes.fold_conv_bn import FoldConvBn
-from passes.graph.changes import Change, Skip
 from passes.graph_interface import *  # noqa: F403 - both files define `__all__`
 from passes.insert_checkpoints import InsertCheckpoints
 from passes.jit_fusion import JitFusion

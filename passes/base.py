@@ -6,18 +6,18 @@ import dataclasses
 import types
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from passes.errors import PassOptionError, RequirementNotMet
-from passes.graph.changes import Change, Edit, Place, Remark, Skip
-from passes.graph.model_tree import ModelTree
 
 RunCompiled = Callable[[AbstractContextManager[Any]], str | None]
 # (old, new, values) -> one result per comparison, as a pair of `optimizer.parity` measures: the error in exact
@@ -27,7 +27,7 @@ Apart = Callable[[], AbstractContextManager[tuple[tuple[Any, ...], dict[str, Any
 
 
 # (graph pass, tree, context) -> its result
-TryOnGraphs = Callable[[Any, ModelTree, "Context"], "PassResult"]
+TryOnGraphs = Callable[[Any, "ModelTree", "Context"], "PassResult"]
 
 
 class RunInside(Protocol):
@@ -36,39 +36,161 @@ class RunInside(Protocol):
     def __call__(self, watch: AbstractContextManager[Any], number: int = 0, /) -> str | None: ...
 
 
+# The tensor classes whose stored values torch's operations use unchanged.
+PLAIN_TENSORS: frozenset[type[torch.Tensor]] = frozenset({torch.Tensor, nn.Parameter})
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """A parameter or buffer, identified by its place rather than by the tensor."""
+
+    owner: nn.Module  # the module that registers it
+    name: str  # its name there, such as "weight"
+
+    @property
+    def value(self) -> torch.Tensor | None:
+        """The tensor; None if none is registered."""
+        parameter = self.owner._parameters.get(self.name)
+        return self.owner._buffers.get(self.name) if parameter is None else parameter
+
+
+class ModelTree:
+    """All modules of a model, including those held only in plain containers, and their tensors."""
+
+    def __init__(self, root: nn.Module, unregistered: Sequence[tuple[str, nn.Module]] = ()) -> None:
+        self.root = root
+        self.unregistered = unregistered  # (path, module) of the modules held only in plain containers
+        # The `GraphCall` of the root with its captured graphs, for reuse by the next graph pass
+        self.graph_call: Any = None
+        self.runs: Any = None  # the recorded `Runs` of the current tree; None if it hasn't been recorded
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the tree again after edits."""
+        self._paths: dict[int, list[str]] = defaultdict(list)
+        self._modules: dict[int, nn.Module] = {}
+        for path, module in (*self.root.named_modules(remove_duplicate=False), *self.unregistered):
+            self._paths[id(module)].append(path)
+            self._modules[id(module)] = module
+        self._holders: dict[int, int] = defaultdict(int)
+        for module in self.modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                for tensor in (*module._parameters.values(), *module._buffers.values()):
+                    self._holders[id(tensor)] += 1
+        self.forget_runs()
+
+    def forget_runs(self) -> None:
+        """Drop the recorded runs, which may no longer match the edited model."""
+        self.runs = None
+
+    def modules(self) -> Iterable[nn.Module]:
+        """Every module once: the registered ones first, then the others."""
+        return self._modules.values()
+
+    def path(self, module: nn.Module) -> str:
+        """The first path of a module; "" for the root."""
+        return self._paths[id(module)][0] if id(module) in self._paths else type(module).__name__
+
+    def paths(self, module: nn.Module) -> Sequence[str]:
+        """All paths of a module."""
+        return self._paths[id(module)]
+
+    def is_registered(self, module: nn.Module) -> bool:
+        """Whether the module is registered in the tree, and not only held in plain containers."""
+        return all(module is not other for _, other in self.unregistered)
+
+    def path_of(self, ref: TensorRef) -> str:
+        """The path of a tensor: "layer1.conv.weight"."""
+        path = self.path(ref.owner)
+        return f"{path}.{ref.name}" if path else ref.name
+
+    def holders_of(self, tensor: torch.Tensor) -> int:
+        """The number of places where the tensor is registered."""
+        return self._holders.get(id(tensor), 0)
+
+
+class Edit(Protocol):
+    """One change at one place in a module, which can be undone; `passes.graph.edits` has the kinds."""
+
+    def apply(self) -> None:
+        """Write the new value, and remember the current one."""
+
+    def undo(self) -> None:
+        """Restore the value from before `apply`."""
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A candidate that a pass checked and did not change."""
+
+    where: str  # the module path
+    reason: str  # a sentence without the full stop
+
+
+class Place(NamedTuple):
+    """Identifies one change of a pass, also across repeated runs of the pass."""
+
+    # where, what: as in the change
+    where: str
+    what: str
+    number: int  # the index of the change among those with the same `where` and `what`
+
+
+@dataclass(frozen=True)
+class Remark:
+    """A place that costs performance and that only the user can fix."""
+
+    where: str  # the module path, with the operation if the remark is about one: "encoder.layer1 (view)"
+    text: str  # a sentence without the full stop
+
+
+@dataclass
+class Change:
+    """One rewrite."""
+
+    where: str  # the module path
+    what: str  # what was done, in a few words
+    number: int = 0  # as in `Place`
+    edits: list[Edit] = field(default_factory=list)  # the edits of the modules
+    sources: list[TensorRef] = field(
+        default_factory=list
+    )  # what new tensors were computed from, in the caller's module
+    left_alone: bool = False  # whether this change is excluded, so that nothing of it is kept
+
+    @property
+    def place(self) -> Place:
+        """The key that identifies the change among those of the pass."""
+        return Place(self.where, self.what, self.number)
+
+
 @dataclass(frozen=True)
 class Context:
     """The settings and services that the optimizer gives to a pass.
 
-    Attributes:
-        mode: "inference" or "training".
-        device: the device of the model's parameters.
-        example_calls: (args, kwargs) at several batch sizes; empty if the user gave no example inputs.
-        left_alone: changes that an earlier run of this pass made and that it must not make again, each with the reason.
-            The rewriters enforce this.
-        run_inside: runs the root on the example call with the given index (the first by default) inside a given
-            context, for example a recorder, and restores all state. Returns the error as a clause, or None on success.
-            None if the model must not be run.
-        run_compiled: runs all example calls inside a given context. Unlike `run_inside`, it runs calls that are set up
-            to be compiled as compiled code.
-        try_on_graphs: captures the graphs of the example calls, has a graph pass rewrite them and checks its changes; None
-            if the model must not be run.
-        apart: a context in which a pass may run the root with gradients; it restores all state and yields the arguments
-            of the first example call. None if the model must not be run.
-        judge: compares the original part of the model with its replacement on given values; None if the model must not
-            be run.
-        explain: whether to record also why candidates don't match a pass' pattern, with their file and line.
+    The services are None if the model must not be run.
     """
 
-    mode: str
-    device: torch.device
+    mode: str  # "inference" or "training"
+    device: torch.device  # the device of the model's parameters
+    # (args, kwargs) at several batch sizes; empty if the user gave no example inputs
     example_calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]] = ()
+    # The changes that an earlier run of this pass made and that it must not make again, each with the reason; the
+    # rewriters enforce this
     left_alone: Mapping[Place, str] = field(default_factory=dict)
+    # Runs the root on the example call with the given index (the first by default) inside a given context, for example
+    # a recorder, and restores all state; returns the error as a clause, or None on success
     run_inside: RunInside | None = None
+    # Runs all example calls inside a given context. Unlike `run_inside`, it runs calls that are set up to be compiled
+    # as compiled code
     run_compiled: RunCompiled | None = None
+    # Captures the graphs of the example calls, has a graph pass rewrite them and checks its changes
     try_on_graphs: TryOnGraphs | None = None
+    # A context in which a pass may run the root with gradients; it restores all state and yields the arguments of the
+    # first example call
     apart: Apart | None = None
+    # Compares the original part of the model with its replacement on given values
     judge: Judge | None = None
+    # Whether to record also why candidates don't match a pass' pattern, with their file and line
     explain: bool = False
 
     @property
@@ -94,19 +216,12 @@ class DeclaredError:
 
 @dataclass(frozen=True)
 class Precision:
-    """The reduced precision of a result, which its comparison with the original must allow for.
+    """The reduced precision of a result, which its comparison with the original must allow for."""
 
-    Attributes:
-        dtype: torch.bfloat16 or torch.float16.
-        everywhere: whether the weights have this dtype too; False if only autocast casts.
-        kept: the paths of the modules that compute in float32, including their submodules.
-        bare: the paths among `kept` whose outputs are not rounded to `dtype` either.
-    """
-
-    dtype: torch.dtype
-    everywhere: bool = False
-    kept: tuple[str, ...] = ()
-    bare: tuple[str, ...] = ()
+    dtype: torch.dtype  # torch.bfloat16 or torch.float16
+    everywhere: bool = False  # whether the weights have this dtype too; False if only autocast casts
+    kept: tuple[str, ...] = ()  # the paths of the modules that compute in float32, including their submodules
+    bare: tuple[str, ...] = ()  # the paths among `kept` whose outputs are not rounded to `dtype` either
 
     @property
     def name(self) -> str:
@@ -125,59 +240,51 @@ class Written(Protocol):
         """Undo all changes; later passes must be rolled back first."""
 
 
+class NothingWritten:
+    """The rewriter of a pass that changed nothing."""
+
+    edits: Sequence[Edit] = ()
+
+    def roll_back(self) -> None:
+        """See `Written`."""
+
+
 @dataclass(frozen=True)
 class PassResult:
-    """The record of one run of a pass.
+    """The record of one run of a pass."""
 
-    Attributes:
-        changes: the changes that were made, in order.
-        skips: the candidates that were not changed, each with the reason.
-        rewriter: the object that made the changes; it can undo them.
-        remarks: places that cost performance and that only the user can fix.
-        detail: a pass-specific part of the report; None for nothing.
-        precision: the reduced precision of the result. Its error is then compared with the original's own error at that
-            precision. None if the precision is unchanged.
-        checked: the results of `Context.judge` for the changes that the pass had checked.
-    """
-
-    changes: tuple[Change, ...]
+    changes: tuple[Change, ...]  # in the order in which they were made
     skips: tuple[Skip, ...]
-    rewriter: Written
+    rewriter: Written  # can undo the changes
     remarks: tuple[Remark, ...] = ()
-    detail: Detail | None = None
+    detail: Detail | None = None  # a pass-specific part of the report
+    # The reduced precision of the result, whose error is then compared with the original's own error at that precision;
+    # None if the precision is unchanged
     precision: Precision | None = None
+    # The results of `Context.judge` for the changes that the pass had checked
     checked: tuple[tuple[Change, Sequence[tuple[Any, Any]]], ...] = ()
 
 
 @dataclass(frozen=True)
 class Pass(ABC):
-    """A step of `optimize`: a frozen dataclass whose fields are the options of the pass.
+    """A step of `optimize`: a frozen dataclass whose fields are the options of the pass."""
 
-    Attributes:
-        name: the name on the command line and in reports.
-        modes: the modes that the pass supports.
-        needs_graph: whether the pass must run before passes such as `torch-compile`, whose result has no graph any
-            more.
-        is_barrier: whether the result has no graph and can't be exported.
-        plans_calls: whether the pass plans around the forward as it is at that point; no later pass may change the
-            forward.
-        is_guarantee: whether the user relies on the effect of the pass. If it fails or is rolled back, this is an error
-            even without `strict`.
-        lowers_precision: whether the result may compute at a lower precision; see `PassResult.precision`.
-        max_error: the error that the pass introduces on purpose: the largest absolute error of an output, relative to
-            the largest magnitude in that output, between 0 and 1 exclusive. Each change and the final result may have
-            this error plus rounding. None allows rounding only.
-        needs_run: what the pass needs to run the model for, in a few words; "" if it works without example inputs.
-    """
-
-    name: ClassVar[str]
-    modes: ClassVar[tuple[str, ...]] = ("inference", "training")
+    name: ClassVar[str]  # the name on the command line and in reports
+    modes: ClassVar[tuple[str, ...]] = ("inference", "training")  # the modes that the pass supports
+    # Whether the pass must run before passes such as `torch-compile`, whose result has no graph any more
     needs_graph: ClassVar[bool] = True
-    is_barrier: ClassVar[bool] = False
+    is_barrier: ClassVar[bool] = False  # whether the result has no graph and can't be exported
+    # Whether the pass plans around the forward as it is at that point; no later pass may change the forward
     plans_calls: ClassVar[bool] = False
+    # Whether the user relies on the effect of the pass: if it fails or is rolled back, this is an error even without
+    # `strict`
     is_guarantee: ClassVar[bool] = False
-    lowers_precision: ClassVar[bool] = False
+    lowers_precision: ClassVar[bool] = False  # whether the result may compute at a lower precision
+    # The error that the pass introduces on purpose: the largest absolute error of an output, relative to the largest
+    # magnitude in that output, between 0 and 1 exclusive. Each change and the final result may have this error plus
+    # rounding. None allows rounding only.
     max_error: ClassVar[float | None] = None
+    # What the pass needs to run the model for, in a few words; "" if it works without example inputs
     needs_run: ClassVar[str] = ""
 
     @property
@@ -314,3 +421,33 @@ def rows_of(call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> int:
     """The batch size of a call: the first dim of its first tensor that has dims; 0 if there is none."""
     tensors = (leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor))
     return next((len(tensor) for tensor in tensors if tensor.dim()), 0)
+
+
+def paths_matching(paths: Iterable[str], pattern: str) -> set[str]:
+    """The paths that match a pattern such as `"stem|layers.*"`.
+
+    `|` separates alternatives, and `*` matches one name of a path or a part of it: "layers.*" matches "layers.0", but
+    not "layers" or "layers.0.norm".
+    """
+    wanted = [one.strip().split(".") for one in pattern.split("|")]
+    return {path for path in paths if any(_matches(path.split("."), one) for one in wanted)}
+
+
+def _matches(path: list[str], wanted: list[str]) -> bool:
+    return len(path) == len(wanted) and all(map(fnmatchcase, path, wanted))
+
+
+@contextmanager
+def training_flags(root: nn.Module, flag: bool | None) -> Iterator[None]:
+    """Set the `training` attribute of all modules under `root` for the block, without calling their `.train()`.
+
+    None sets nothing. Afterwards each module has its old flag again, even if the block changed it.
+    """
+    flags = [(module, module.__dict__["training"]) for module in root.modules() if "training" in module.__dict__]
+    try:
+        for module, own in flags:
+            module.__dict__["training"] = own if flag is None else flag
+        yield
+    finally:
+        for module, own in flags:
+            module.__dict__["training"] = own

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from passes.base import Context, PassResult
-from passes.graph.changes import Skip
+from passes.base import Context, PassResult, Skip
 from passes.graph_interface import (
     CHANNELS_LAST_FORMATS,
     Example,

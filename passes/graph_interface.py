@@ -1,12 +1,11 @@
 """The names for writing a `GraphPass`, which rewrites the graphs of torch.compile. `passes` exports them too."""
 
-from passes.graph.derived import exact, float64, why_not_finite
+from passes.base import ModelTree
 from passes.graph.effects import Memory
 from passes.graph.graph_pass import Example, GraphPass, GraphRewriter, Node
-from passes.graph.layers import Affine, BatchNorm, ChannelScale, Layer, Layers, Pair
-from passes.graph.model_tree import ModelTree
+from passes.graph.layers import Affine, BatchNorm, ChannelScale, Layer, Layers, Pair, exact, float64, why_not_finite
+from passes.graph.layouts import CHANNELS_LAST_FORMATS, is_channels_last, layout_of
 from passes.graph.recording import Recording, operation_name
-from passes.graph.tensors import CHANNELS_LAST_FORMATS, is_channels_last, layout_of
 
 __all__ = [
     "CHANNELS_LAST_FORMATS",

@@ -1,14 +1,13 @@
 """The names for writing a `ModulePass`, which changes how modules store tensors and run. `passes` exports them too."""
 
+from passes.base import Edit, ModelTree, TensorRef, paths_matching, training_flags
 from passes.graph.backend import names_of_graph_passes
-from passes.graph.changes import AttributeEdit, Edit, TensorEdit, in_place
-from passes.graph.derived import exact
+from passes.graph.edits import AttributeEdit, TensorEdit, in_place
 from passes.graph.forwards import AroundForward, inner_forward, is_atom, is_parametrized, is_stock
-from passes.graph.layers import batch_norm_arguments, convolution_arguments
-from passes.graph.model_tree import ModelTree, TensorRef, paths_matching, training_flags
+from passes.graph.layers import batch_norm_arguments, convolution_arguments, exact
+from passes.graph.layouts import CHANNELS_LAST_FORMATS, is_channels_last
 from passes.graph.module_pass import ModulePass, ModuleRewriter
 from passes.graph.recording import Node, Run, Runs, call_of, shape_of, tensor_of
-from passes.graph.tensors import CHANNELS_LAST_FORMATS, is_channels_last
 
 __all__ = [
     "CHANNELS_LAST_FORMATS",

@@ -309,9 +309,8 @@ def imported_by_a_pass(tree: ast.AST, own: tuple[str, ...]) -> Iterator[str]:
 
 # Names that all kinds of passes use.
 COMMON = {
-    *(f"passes.base.{name}" for name in ("Context", "Pass", "PassResult", "Precision")),
+    *(f"passes.base.{name}" for name in ("Change", "Context", "Pass", "PassResult", "Precision", "Skip")),
     "passes.errors.RequirementNotMet",
-    *(f"passes.graph.changes.{name}" for name in ("Change", "Skip")),
 }
 INTERFACE = {name for kind in KINDS for name in kind.__all__} | {name.rpartition(".")[2] for name in COMMON}
 
@@ -325,13 +324,13 @@ def test_the_reader_of_the_imports_of_a_pass_finds_them() -> None:
     tree = ast.parse(
         "import torch\nimport passes.base\nfrom passes import Pass\nfrom passes.graph_interface import Node\n"
         "from passes.fusion.kernels import Backend\nfrom passes.fusionless import Backend\n"
-        "from passes.graph.captured import name_of\nfrom passes.graph.changes import in_place\n"
+        "from passes.graph.captured import name_of\nfrom passes.graph.edits import in_place\n"
     )
     outside = ["passes.base", "passes.Pass", "passes.fusionless.Backend", "passes.graph.captured.name_of"]
-    assert list(imported_by_a_pass(tree, ("passes.fusion",))) == [*outside, "passes.graph.changes.in_place"]
+    assert list(imported_by_a_pass(tree, ("passes.fusion",))) == [*outside, "passes.graph.edits.in_place"]
     # Names of the interface must come from it, even in passes that may import more.
     found = imported_by_a_pass(tree, ("passes.fusion", "passes.graph"))
-    assert list(found) == [*outside[:3], "passes.graph.changes.in_place"]
+    assert list(found) == [*outside[:3], "passes.graph.edits.in_place"]
 
 
 def documented(tree: ast.Module) -> Iterator[str]:

@@ -38,9 +38,9 @@ from optimizer.model import (
     unsynchronised,
 )
 from optimizer.torch_private import is_profiling
-from passes.graph.model_tree import ModelTree
+from passes.base import ModelTree
+from passes.graph.layouts import CHANNELS_LAST_FORMATS, is_channels_last
 from passes.graph.recording import Recording
-from passes.graph.tensors import CHANNELS_LAST_FORMATS, is_channels_last
 from passes.memory_format.watch import LayoutWatch, Loss
 from passes.torch_private import AnyConvolution
 

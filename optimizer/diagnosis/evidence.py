@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from exporters.places import is_users
-from passes.graph.model_tree import ModelTree
+from passes.base import ModelTree
 from passes.graph.recording import Node, Recorder, Recording, call_of, operation_name, shape_of, shape_of_each
 from passes.memory_format.watch import Loss
 

@@ -26,7 +26,7 @@ from optimizer.parity import (
     wide,
 )
 from passes.graph.containers import contents_of, items_of, numbers_in, slots_of
-from passes.graph.tensors import same_values
+from passes.graph.memory import same_values
 
 # The maximum number of changed attributes that the message names.
 _NAMED = 3

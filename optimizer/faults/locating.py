@@ -30,7 +30,7 @@ from optimizer.faults.locating_modules import (
 )
 from optimizer.model import Call, random_state
 from optimizer.parity import Flatten, Measurement, Reference, judged_values, reference_at
-from passes.graph.tensors import same_values
+from passes.graph.memory import same_values
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from optimize_export.wording import dtype_name, quote
 from optimizer.model.dynamic import OpenDims, Sizes
 from optimizer.model.settings import random_state
 from optimizer.model.working_copy import Mode
-from passes.graph.tensors import has_strides
+from passes.graph.layouts import has_strides
 
 FurtherInputs = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 ExampleInputs = tuple[Any, ...] | torch.Tensor | Callable[[int, torch.Generator], Any] | None

@@ -27,7 +27,7 @@ from optimizer.model.module_tree import functions_over_modules, reachable_module
 from optimizer.model.working_copy import is_plain, private_state, working_copy
 from optimizer.torch_private import schema_of
 from passes.graph.forwards import is_compiled
-from passes.graph.tensors import storages_of
+from passes.graph.memory import storages_of
 from passes.torch_private import COMPILED_CALL, without_torch_function
 
 _T = TypeVar("_T")

@@ -32,8 +32,8 @@ from torch.utils import _pytree as pytree
 
 from optimizer.parity.ties import chooses
 from optimizer.parity.torch_functions import DATA_MOVEMENT, mapped, moved_argument, reads_metadata, written_ids
-from passes.graph.containers import copied_together
-from passes.graph.tensors import argument, name_of
+from passes.graph.memory import copied_together
+from passes.graph.recording import argument, name_of
 from passes.torch_private import OpOverload, OpOverloadPacket
 
 _RAISED = {

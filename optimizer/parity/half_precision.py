@@ -32,7 +32,7 @@ from optimizer.parity.torch_functions import mapped, reads_metadata, written_ids
 from passes.base import Precision
 from passes.casting.forwards import Loan, takes_one_dtype
 from passes.graph.forwards import intercepted_calls
-from passes.graph.tensors import name_of
+from passes.graph.recording import name_of
 
 _RUN_IN = torch.bfloat16
 # These accept float32 statistics and weights next to an input of another dtype.

@@ -31,9 +31,9 @@ from optimizer.model import (
     rebuild,
 )
 from optimizer.parity.float64 import Float64Mode, raised
-from passes.graph.model_tree import ModelTree
+from passes.base import ModelTree
+from passes.graph.memory import same_values
 from passes.graph.recording import Recorder, Recording, Run, Runs
-from passes.graph.tensors import same_values
 
 _OTHER_KINDS = re.compile(r"^(output|gradient of|buffer) | \(changed in place\)$")
 

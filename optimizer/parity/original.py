@@ -31,7 +31,7 @@ from optimizer.model import (
 from optimizer.parity.observe import Observation, RecordedRuns, input_names, observe
 from optimizer.parity.results import Measurement
 from optimizer.parity.ties import Tie, aligned
-from passes.graph.tensors import same_values
+from passes.graph.memory import same_values
 
 logger = logging.getLogger(__name__)
 

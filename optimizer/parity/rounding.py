@@ -23,8 +23,8 @@ from optimizer.parity.observe import Observation, observe, own_dtype
 from optimizer.parity.original import Original, OriginalCall, mixed_seed, without_warnings
 from optimizer.parity.torch_functions import mapped, moved_argument, reads_metadata, written_ids
 from optimizer.torch_private import decomposition_of, schema_of
-from passes.graph.containers import groups_of, places_in
-from passes.graph.tensors import name_of
+from passes.graph.memory import groups_of, places_in
+from passes.graph.recording import name_of
 
 # Norms subtract a mean inside, and the difference may be far smaller than the rounded numbers.
 _NORMS = re.compile("norm(?!al)")

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimizer.parity.differences import unit
 from optimizer.torch_private import schema_of
-from passes.graph.tensors import argument, name_of
+from passes.graph.recording import argument, name_of
 
 Values = Mapping[str, torch.Tensor]
 """Outputs by name."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from passes.graph.tensors import argument
+from passes.graph.recording import argument
 
 # Functions that return elements of a tensor unchanged. Moving the elements before casting or perturbing them gives the
 # same result and needs less memory.

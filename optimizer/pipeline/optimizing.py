@@ -43,8 +43,7 @@ from optimizer.pipeline.copy_runs import CopyRuns, run_as_written_if_faster
 from optimizer.pipeline.results import Provenance, attach, detach, remove_hooks, share_until_loading
 from optimizer.pipeline.transactions import Comparer, Transactions, lowered_by, verify_and_roll_back
 from optimizer.report import CoverageRecord, Progress, ProgressFunction, Report, Size
-from passes.base import Context, Pass, PassResult, device_of
-from passes.graph.model_tree import ModelTree
+from passes.base import Context, ModelTree, Pass, PassResult, device_of
 from passes.graph.recording import call_of, operation_name, recorded_runs, tensor_of
 from passes.registry import make_passes
 from passes.torch_private import AnyNorm

@@ -22,8 +22,7 @@ from optimizer.report import Report
 from passes.base import DeclaredError, Pass, Precision, device_of
 from passes.errors import UnknownPass
 from passes.graph.backend import refresh
-from passes.graph.containers import copied_together, groups_of
-from passes.graph.tensors import storages_of
+from passes.graph.memory import copied_together, groups_of, storages_of
 from passes.registry import pass_named
 
 _ATTRIBUTE = "_optimize_export"

@@ -31,13 +31,12 @@ from optimizer.parity import (
 )
 from optimizer.pipeline.copy_runs import CopyRuns
 from optimizer.report import PassRecord, PlaceRecord, Progress, ProgressFunction
-from passes.base import Context, DeclaredError, Pass, PassResult, Precision
+from passes.base import Change, Context, DeclaredError, Edit, ModelTree, Pass, PassResult, Place, Precision
 from passes.casting.forwards import AutocastForward
 from passes.errors import PassesError
-from passes.graph.changes import Change, Edit, Place, taken_back
+from passes.graph.edits import taken_back
 from passes.graph.forwards import standing_around
-from passes.graph.model_tree import ModelTree
-from passes.graph.tensors import same_values
+from passes.graph.memory import same_values
 
 # Maximum number of runs of a pass. Each run leaves out the imprecise changes of the one before, but may make new ones.
 _MOST_TRIES = 8

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from passes.base import training_flags
 from passes.casting.forwards import HALF, cast_leaf, finite_in, map_leaves, masks_of, takes_one_dtype, with_masks
 from passes.graph.forwards import intercepted_calls
-from passes.graph.model_tree import training_flags
 from passes.torch_private import without_torch_function
 
 # A context in which a module runs in the half precision, except for the submodules that stay in float32.

@@ -24,12 +24,11 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from passes.base import PLAIN_TENSORS, Place
 from passes.graph.captured import CapturedGraph, Modules, example_of
-from passes.graph.changes import Place
-from passes.graph.derived_values import DerivedInputs, DerivedTensors, lifted
+from passes.graph.derived import DerivedInputs, DerivedTensors, lifted
 from passes.graph.forwards import has_global_hooks
 from passes.graph.graph_pass import GraphRewriter
-from passes.graph.tensors import PLAIN_TENSORS
 from passes.torch_capture import as_captured, captured_call
 from passes.torch_private import COMPILED_CALL, DISPATCHES_AGAIN, forget_sources, is_watched, without_subclasses
 

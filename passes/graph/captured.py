@@ -18,8 +18,15 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from passes.graph.model_tree import TensorRef
-from passes.torch_private import OpOverload, OpOverloadPacket, enter_autocast, module_id_of
+from passes.base import TensorRef
+from passes.torch_private import (
+    OpOverload,
+    OpOverloadPacket,
+    enter_autocast,
+    has_autocast,
+    module_id_of,
+    without_subclasses,
+)
 
 # A line of a textual stack: the file and the number of the line.
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -301,3 +308,58 @@ def between(wanted: Sequence[fx.Node], stops: Mapping[fx.Node, Any] | set[fx.Nod
             found.add(node)
             waiting += [source for source in node.all_input_nodes if source not in stops]
     return found
+
+
+# Derived tensors --------------------------------------------------------------------------------------------------------
+
+Usable = Callable[[torch.Tensor], str | None]
+
+
+class Derived:
+    """The call in a graph that computes a derived tensor.
+
+    Args:
+        function: computes the tensor; differentiable. Equal functions of the same sources share one value, so a frozen
+            dataclass with `__call__` is better than a closure.
+        what: a description of the tensor, for reports.
+        usable: the reason why a value must not be used, as a clause; None for values that may.
+        in_autocast: whether the function is part of the forward and follows an active autocast. If False, it is always
+            run without autocast.
+        each_call: whether it is computed in the graph at each call, because gradients flow through it.
+    """
+
+    # torch.fx requires a name for functions in a graph.
+    __name__ = "derived"
+    takes_and_gives = True
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        what: str,
+        usable: Usable | None = None,
+        *,
+        in_autocast: bool = True,
+        each_call: bool = False,
+    ) -> None:
+        try:
+            hash(function)
+        except TypeError:
+            raise TypeError(
+                f"derived() takes a hashable function, and {type(function).__name__} isn't: write a function, or a frozen "
+                "dataclass with __call__."
+            ) from None
+        self.function = function
+        self.what = what
+        self.usable = usable
+        self.in_autocast = in_autocast
+        self.each_call = each_call
+
+    def __call__(self, *sources: torch.Tensor) -> torch.Tensor:
+        off = not self.in_autocast and has_autocast()
+        with torch.autocast(sources[0].device.type, enabled=False) if off else nullcontext(), without_subclasses():
+            value: torch.Tensor = self.function(*sources)
+        return value
+
+
+class Unusable(Exception):
+    """A value that the pass can't use; the message is a clause with the reason."""

@@ -15,7 +15,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from passes.graph.captured import argument, example_of, is_tensor, name_of
-from passes.graph.tensors import METADATA
+from passes.graph.recording import METADATA
 from passes.torch_private import OpOverloadPacket, beneath_transforms, has_kernel, is_transformed
 
 # torch functions written in Python, which have no schema.

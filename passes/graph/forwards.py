@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.nn.modules import module as _modules
 from torch.nn.utils import parametrize
 
-from passes.graph.changes import AttributeEdit, in_place
+from passes.graph.edits import AttributeEdit, in_place
 from passes.torch_private import compiled_module_types
 
 

@@ -24,13 +24,20 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from passes.base import Context, Pass, PassResult
+from passes.base import Change, Context, ModelTree, NothingWritten, Pass, PassResult, Place, Remark, Skip
 from passes.errors import RequirementNotMet
 from passes.graph import captured, effects, layouts
-from passes.graph.captured import EXAMPLE, CapturedGraph, computing, example_of, name_of, propagate
-from passes.graph.changes import Change, ChangeRecord, Place, Remark, Skip
-from passes.graph.derived import Derived, Unusable, Usable
-from passes.graph.model_tree import ModelTree
+from passes.graph.captured import (
+    EXAMPLE,
+    CapturedGraph,
+    Derived,
+    Unusable,
+    Usable,
+    computing,
+    example_of,
+    name_of,
+    propagate,
+)
 from passes.graph.recording import Recording
 
 Node = fx.Node
@@ -77,7 +84,7 @@ class GraphPass(Pass):
             return context.try_on_graphs(self, tree, context)
         if self.needs_run:
             raise RequirementNotMet(f"The pass {self.name} {self.needs_run}: add example inputs.")
-        return PassResult((), (Skip("", "it needs a run: add example inputs"),), ChangeRecord(tree))
+        return PassResult((), (Skip("", "it needs a run: add example inputs"),), NothingWritten())
 
 
 @dataclass

@@ -14,6 +14,7 @@ for node in graph.calls("batch_norm"):
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -24,11 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from passes.base import PLAIN_TENSORS
 from passes.graph import effects
 from passes.graph.captured import EXAMPLE, argument, example_of, is_tensor, name_of, value_with
 from passes.graph.graph_pass import GraphRewriter, Node
 from passes.graph.recording import operation_name, shape_of
-from passes.graph.tensors import PLAIN_TENSORS
 from passes.torch_private import OpOverload, enter_autocast, has_autocast
 
 # The number of spatial dims, 0 for a linear layer, and whether the layer is transposed.
@@ -648,3 +649,32 @@ class Channels:
         widths, mode = argument(node, 1, "pad"), argument(node, 2, "mode", "constant")
         is_outside = isinstance(widths, list | tuple) and self.dim < self.rank - len(widths) // 2
         return self if mode in ("reflect", "replicate", "circular") and is_outside else None
+
+
+# Arithmetic of folds ---------------------------------------------------------------------------------------------------
+
+
+def exact(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without gradients, in its own dtype; a tensor on MPS, which has no float64, is copied to the CPU.
+
+    A product or sum with a float64 tensor is then computed in float64, without a float64 copy of a large weight. This
+    doesn't hold for a float64 scalar tensor, unless this tensor is a scalar too.
+    """
+    tensor = tensor.detach()
+    return tensor.cpu() if tensor.device.type == "mps" else tensor
+
+
+def float64(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the tensor in float64, without gradients; on the CPU if its device has no float64."""
+    return exact(tensor).double()
+
+
+def why_not_finite(tensor: torch.Tensor) -> str | None:
+    """The reason not to use the tensor, as a clause, if it holds NaN or infinity; None otherwise.
+
+    A rewrite that reorders operations isn't exact on such tensors.
+    """
+    # A NaN or an infinity makes the sum non-finite. The sum of finite values may overflow too, so check them one by one
+    # then.
+    is_finite = math.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())
+    return None if is_finite else "the new weights wouldn't be finite"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,46 +13,49 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from passes.base import Context, Pass, PassResult, Precision
-from passes.graph.changes import (
+from passes.base import (
+    PLAIN_TENSORS,
     Change,
-    ChangeRecord,
-    ClassEdit,
+    Context,
+    Edit,
+    ModelTree,
+    Pass,
+    PassResult,
     Place,
+    Precision,
     Remark,
     Skip,
-    in_place,
-    taken_back,
+    TensorRef,
+    training_flags,
 )
+from passes.graph.edits import AttributeEdit, ClassEdit, TensorEdit, in_place, taken_back, undo_all
 from passes.graph.forwards import dtype_inside, has_hooks, is_parametrized
-from passes.graph.model_tree import ModelTree, TensorRef, training_flags
 from passes.graph.recording import Runs, recorded_runs
-from passes.graph.tensors import PLAIN_TENSORS
 
 
 @dataclass
 class ModuleChange(Change):
-    """One rewrite of modules.
+    """One rewrite of modules."""
 
-    Attributes:
-        module: the module whose calls are compared before and after; None if only the whole model is compared.
-    """
-
-    module: nn.Module | None = None
+    module: nn.Module | None = None  # whose calls are compared before and after; None to compare only the whole model
 
 
-class ModuleRewriter(ChangeRecord[ModuleChange]):
+class ModuleRewriter:
     """Changes the modules of one working copy, for one pass. Every write must be inside a `change` block.
 
-    Attributes:
-        remarks: places that cost performance and that only the user can fix.
-        precision: the reduced precision of the result, if the pass lowers it; None otherwise.
+    It keeps the record of the changes, and rolls them back.
     """
 
     def __init__(self, tree: ModelTree, left_alone: Mapping[Place, str] | None = None) -> None:
-        super().__init__(tree, left_alone)
+        self.tree = tree
+        self.changes: list[ModuleChange] = []
+        self.skips: list[Skip] = []
         self.remarks: list[Remark] = []
-        self.precision: Precision | None = None
+        self.precision: Precision | None = None  # the reduced precision of the result, if the pass lowers it
+        # The changes that must not be made, each with the reason: a sentence without the full stop.
+        self._left_alone = left_alone or {}
+        self._words: Counter[tuple[str, str]] = Counter()
+        self._open: ModuleChange | None = None
 
     def runs(self, context: Context) -> Runs | None:
         """The recorded runs of the example inputs on the current model; None without example inputs."""
@@ -88,11 +92,31 @@ class ModuleRewriter(ChangeRecord[ModuleChange]):
     def change(self, where: str, what: str, module: nn.Module | None = None) -> Iterator[ModuleChange]:
         """Record the edits of the block as one change, checked at the calls of `module`.
 
+        An excluded change is undone and recorded as a skip. An error in the block undoes its edits.
+
         Raises:
             RuntimeError: another change is open.
         """
-        with self._recorded(ModuleChange(where, what, module=module)) as change:
+        if self._open is not None:
+            raise RuntimeError("a change is opened inside another one")
+        change = ModuleChange(where, what, self._words[where, what], module=module)
+        self._words[where, what] += 1
+        reason = self._left_alone.get(change.place)
+        change.left_alone = reason is not None
+        self._open = change
+        try:
             yield change
+        except BaseException:
+            undo_all(change.edits)
+            raise
+        finally:
+            self._open = None
+        if reason is None:
+            self.changes.append(change)
+        else:
+            undo_all(change.edits)
+            change.edits.clear()
+            self.skips.append(Skip(change.where, reason))
 
     def set_tensor(self, ref: TensorRef, value: torch.Tensor | None) -> None:
         """Put another tensor under the name of a parameter or buffer; None removes the tensor.
@@ -104,7 +128,7 @@ class ModuleRewriter(ChangeRecord[ModuleChange]):
             sources = (ref, *self._changing().sources)
             needs_gradient = any(one.value is not None and one.value.requires_grad for one in sources)
             value = nn.Parameter(value, requires_grad=needs_gradient)
-        self._put(ref, value)
+        self._do(TensorEdit(ref.owner, ref.name, value))
 
     def set_class(self, module: nn.Module, cls: type[nn.Module]) -> None:
         """Change the class of one module instance, which keeps its attributes."""
@@ -112,7 +136,31 @@ class ModuleRewriter(ChangeRecord[ModuleChange]):
 
     def set_attribute(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute in the `__dict__` of one module instance."""
-        self._set(module, name, value)
+        self._do(AttributeEdit(module, name, value))
+
+    def _changing(self) -> ModuleChange:
+        if self._open is None:
+            raise RuntimeError("a module is modified outside a change")
+        return self._open
+
+    def _do(self, edit: Edit) -> None:
+        change = self._changing()
+        edit.apply()
+        change.edits.append(edit)
+        self.tree.forget_runs()
+
+    @property
+    def edits(self) -> list[Edit]:
+        """All edits of modules, in the order in which they were made."""
+        return [edit for change in self.changes for edit in change.edits]
+
+    def roll_back(self) -> None:
+        """Undo all edits; later passes must be rolled back first."""
+        undo_all(self.edits)
+        # The record is kept, but there is nothing left to undo.
+        for change in self.changes:
+            change.edits = []
+        self.tree.refresh()
 
 
 class ModulePass(Pass):

@@ -14,13 +14,12 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from passes.base import Context, PassResult
+from passes.base import Change, Context, Edit, ModelTree, PassResult, Place, Remark, Skip
 from passes.graph.backend import GRAPH_CALL, Applied, GraphCall, Step, compilation_of
 from passes.graph.captured import CapturedGraph, function_of
-from passes.graph.changes import AttributeEdit, Change, Edit, Place, Remark, Skip, undo_all
+from passes.graph.edits import AttributeEdit, undo_all
 from passes.graph.effects import Memory
 from passes.graph.graph_pass import GraphChange, GraphPass, GraphRewriter
-from passes.graph.model_tree import ModelTree
 from passes.graph.recording import recorded_runs
 from passes.torch_private import COMPILED_CALL, active_transforms
 

@@ -21,7 +21,7 @@ from passes.compiling.compiler import GraphBreak
 from passes.errors import PassesError
 from passes.graph.backend import entry_of
 from passes.graph.captured import EXAMPLE, FRAME, CapturedGraph, Modules, name_of
-from passes.graph.derived_values import DerivedTensors
+from passes.graph.derived import DerivedTensors
 from passes.torch_capture import Dim, SizeConditions, captured_call, dim_of, is_held, mark_open, shape_environment
 
 Place = tuple[int, int]

@@ -18,8 +18,7 @@ import torch
 from torch import fx, nn
 
 from passes.graph.backend import GRAPH_CALL, Applied, GraphCall
-from passes.graph.captured import CapturedGraph, example_of, is_tensor, name_of
-from passes.graph.derived import Derived
+from passes.graph.captured import CapturedGraph, Derived, example_of, is_tensor, name_of
 from passes.graph.forwards import InstanceForward, has_hooks
 from passes.graph.whole_captures import FlatCall, NoWholeGraph, WholeCapture, WholeTrace, reader
 from passes.torch_private import COMPILED_CALL, FUNCTIONS, OpOverload, is_tracing, is_watched, without_subclasses

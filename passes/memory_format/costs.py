@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from passes.graph.tensors import kind_of
+from passes.graph.layouts import kind_of
 from passes.torch_private import convolution_kernel
 
 # Kernels that read a channels_last weight without packing it.

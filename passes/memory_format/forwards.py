@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from passes.graph.forwards import AroundForward, standing_around
-from passes.graph.tensors import (
+from passes.graph.layouts import (
     CHANNELS_LAST_FORMATS,
     DimOrder,
     has_strides,

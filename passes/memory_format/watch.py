@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from passes.graph.forwards import intercepted_calls
-from passes.graph.tensors import CONTIGUOUS, EITHER, LAST, METADATA, is_channels_last, kind_of, layout_of, name_of
+from passes.graph.layouts import CONTIGUOUS, EITHER, LAST, is_channels_last, kind_of, layout_of
+from passes.graph.recording import METADATA, name_of
 from passes.memory_format.forwards import draws_for_last, enters_channels_last, is_kept_contiguous
 from passes.torch_private import share_storage, without_torch_function
 

@@ -18,8 +18,7 @@ from optimizer import check_parity, export, optimize, report_of, verify_bundle
 from optimizer.model.inputs import Samples
 from optimizer.parity import ParityReport, Reference, judge, measure_reference
 from passes import CastPrecision, Precision
-from passes.base import Context
-from passes.graph.model_tree import TensorRef
+from passes.base import Context, TensorRef
 from passes.graph.module_pass import ModulePass, ModuleRewriter
 
 BFLOAT16 = Precision(torch.bfloat16)

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from optimize_export.errors import OptimizeFailed
 from optimizer import export, optimize, verify_bundle
-from passes.base import Context, Pass
+from passes.base import Context, Pass, TensorRef
 from passes.errors import PassOptionError
 from passes.graph.graph_pass import GraphPass, GraphRewriter
-from passes.graph.model_tree import TensorRef
 from passes.graph.module_pass import ModulePass, ModuleRewriter
 
 

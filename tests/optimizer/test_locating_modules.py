@@ -17,8 +17,7 @@ from optimizer import export, optimize
 from optimizer.faults.locating_modules import first_wrong_module, first_wrong_part
 from optimizer.model.inputs import Samples
 from optimizer.parity import measure_reference
-from passes.base import Context
-from passes.graph.model_tree import TensorRef
+from passes.base import Context, TensorRef
 from passes.graph.module_pass import ModulePass, ModuleRewriter
 
 

@@ -19,8 +19,8 @@ from torch import nn
 
 from optimize_export.errors import LoadError, UsageError
 from optimizer import optimize, report_of
+from passes.base import TensorRef
 from passes.graph.backend import GRAPH_CALL
-from passes.graph.model_tree import TensorRef
 from passes.graph.module_pass import ModulePass
 from passes.torch_private import COMPILED_CALL
 

@@ -21,12 +21,11 @@ from optimize_export.errors import OptimizeFailed, ParityError
 from optimizer import optimize, report_of
 from optimizer.parity import float64
 from passes import FoldConvBn, Pass, PassResult, fold_conv_bn, registry
-from passes.base import Context
-from passes.graph.derived import exact
-from passes.graph.model_tree import ModelTree, TensorRef
+from passes.base import Context, ModelTree, TensorRef
+from passes.graph.layers import exact
+from passes.graph.memory import same_values
 from passes.graph.module_pass import ModulePass, ModuleRewriter
 from passes.graph.recording import call_of
-from passes.graph.tensors import same_values
 from passes.registry import register
 
 

@@ -15,8 +15,7 @@ from optimize_export.errors import ParityError
 from optimizer import export, optimize
 from optimizer.exporting.artifact_parity import pass_to_blame
 from passes import Pass
-from passes.base import Context
-from passes.graph.model_tree import TensorRef
+from passes.base import Context, TensorRef
 from passes.graph.module_pass import ModulePass, ModuleRewriter
 
 

@@ -24,8 +24,8 @@ from optimizer import optimize, report_of
 from passes import ChannelsLast
 from passes.graph.backend import GRAPH_CALL, compilation_of
 from passes.graph.captured import example_of, name_of
+from passes.graph.layouts import CONTIGUOUS, LAST, is_channels_last, layout_of
 from passes.graph.layouts import laid_out as laid_out_example
-from passes.graph.tensors import CONTIGUOUS, LAST, is_channels_last, layout_of
 from passes.memory_format.costs import Costs, cheapest_formats
 
 

@@ -143,7 +143,7 @@ class _Scales(passes.ModulePass):
             root.linear.weight = nn.Parameter(root.linear.weight.detach() * 1)
         elif self.how == "wrong":
             with graph.change("linear", "scaled by one half more"):
-                ref = passes.graph.changes.TensorRef(root.linear, "weight")
+                ref = passes.base.TensorRef(root.linear, "weight")
                 graph.set_tensor(ref, root.linear.weight.detach() * 1.5)
         elif self.how == "sentence":
             graph.skip("linear", "No.")

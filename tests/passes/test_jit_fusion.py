@@ -34,7 +34,7 @@ from passes.fusion import fused, kernels
 from passes.fusion.fused import FusedUnit
 from passes.fusion.pointwise import pointwise_groups
 from passes.graph.captured import CapturedGraph, Modules
-from passes.graph.derived_values import DerivedTensors
+from passes.graph.derived import DerivedTensors
 from passes.graph.graph_pass import GraphRewriter
 from passes.jit_fusion import FusionRecord
 from passes.torch_capture import captured_call

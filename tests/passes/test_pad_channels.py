@@ -22,7 +22,7 @@ from optimizer import check_parity, export, optimize, report_of
 from passes import PadChannels, PassResult
 from passes.errors import PassOptionError
 from passes.graph.captured import name_of
-from passes.graph.tensors import is_channels_last
+from passes.graph.layouts import is_channels_last
 from passes.registry import parse_pass
 
 ANYWHERE = PadChannels(force=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from optimizer import optimize, report_of
 from passes import PassResult, Simplify
-from passes.graph import derived
+from passes.graph import captured as graphs
 
 
 class Around(nn.Module):
@@ -352,8 +352,8 @@ def test_a_constant_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     _, fast = _fast(_standardized)
     x = torch.randn(3, 6)
     calls: list[int] = []
-    compute = derived.Derived.__call__
-    monkeypatch.setattr(derived.Derived, "__call__", lambda *args: calls.append(1) or compute(*args))
+    compute = graphs.Derived.__call__
+    monkeypatch.setattr(graphs.Derived, "__call__", lambda *args: calls.append(1) or compute(*args))
     with torch.no_grad():
         fast(x), fast(x), fast(x)
         assert len(calls) <= 1

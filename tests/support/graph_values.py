@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from passes.graph.backend import GRAPH_CALL, _Program
 from passes.graph.captured import CapturedGraph
-from passes.graph.derived_values import lifted
+from passes.graph.derived import lifted
 
 
 def values_in(fast: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[CapturedGraph, fx.Node, Any]]:

@@ -26,9 +26,8 @@ from optimizer.model.working_copy import Mode, working_copy
 from optimizer.parity import check_parity
 from optimizer.pipeline.copy_runs import CopyRuns
 from passes import Precision
-from passes.base import Context, Pass, PassResult, device_of
+from passes.base import Context, ModelTree, Pass, PassResult, device_of
 from passes.graph.layers import RecordedLayers
-from passes.graph.model_tree import ModelTree
 from passes.graph.recording import Recorder, Recording, call_of, recorded_runs, tensor_of
 from passes.torch_private import AnyBatchNorm
 

@@ -9,7 +9,7 @@ import torch
 from laid_out import laid_out
 from torch import Tensor, nn
 
-from passes.graph.containers import Place, SharedMemory, copied_together, groups_of, places_in
+from passes.graph.memory import Place, SharedMemory, copied_together, groups_of, places_in
 
 
 def _others(*tensors: Tensor) -> list[str | None]:

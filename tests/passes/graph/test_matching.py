@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from folding_models import image
 from torch import nn
 
+from passes.base import TensorRef
 from passes.graph.layers import ChannelScale, RecordedLayers
-from passes.graph.model_tree import TensorRef
 from passes.graph.recording import Recorder, tensor_of
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))

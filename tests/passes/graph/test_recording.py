@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from passes.graph.model_tree import TensorRef
+from passes.base import TensorRef
 from passes.graph.recording import (
     Recorder,
     Recording,

@@ -13,7 +13,7 @@ from torch._prims_common import suggest_memory_format
 from torch.overrides import TorchFunctionMode
 
 from exporters.isolation import torchscript_allowed
-from passes.graph.tensors import CHANNELS_LAST_FORMATS, is_channels_last
+from passes.graph.layouts import CHANNELS_LAST_FORMATS, is_channels_last
 from passes.memory_format.forwards import ContiguousInput
 from passes.memory_format.watch import CONTIGUOUS, EITHER, LAST, Layouts, LayoutWatch, layout_of
 

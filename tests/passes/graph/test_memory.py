@@ -9,7 +9,8 @@ import torch
 from laid_out import LAYOUTS, NESTED, SPARSE, laid_out
 from torch import nn
 
-from passes.graph.tensors import extents_of, has_strides, kind_of, parts_of, same_values
+from passes.graph.layouts import has_strides, kind_of
+from passes.graph.memory import extents_of, parts_of, same_values
 
 DENSE = torch.tensor([[1.0, 0.0, 2.0, 0.0], [0.0, 0.5, 0.0, 0.0], [0.0, 0.0, 3.0, 0.0], [1.0, 0.0, 0.0, 4.0]])
 KINDS = {**dict.fromkeys(SPARSE, "sparse"), **dict.fromkeys(NESTED, "nested"), "mkldnn": "in mkldnn's own layout"}
