@@ -7,7 +7,6 @@ any forward: branches, decorators, loops, keyword arguments. A recording shows o
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -46,18 +45,14 @@ class Shape:
 
 
 class Recording:
-    """The torch calls of one run.
-
-    Attributes:
-        graph: a flat graph. A `get_attr` node reads a parameter or buffer; each occurs once. A `placeholder` node is
-            another tensor that no recorded call made. A `call_function` node is a torch call; tensor methods are
-            functions too.
-        outputs: the output of the root, with its tensors replaced by meta tensors of the same shape and strides; None
-            for tensors without strides.
-    """
+    """The torch calls of one run."""
 
     def __init__(self) -> None:
+        # A flat graph. A `get_attr` node reads a parameter or buffer; each occurs once. A `placeholder` node is another
+        # tensor that no recorded call made. A `call_function` node is a torch call; tensor methods are functions too.
         self.graph = fx.Graph()
+        # The output of the root, with its tensors replaced by meta tensors of the same shape and strides; None for
+        # tensors without strides.
         self.outputs: Any = None
         self._reads: dict[tuple[int, str], fx.Node] = {}
 
@@ -65,13 +60,9 @@ class Recording:
         """All nodes, in the order of execution."""
         return list(self.graph.nodes)
 
-    def reader(self, ref: TensorRef) -> Node | None:
-        """The node that reads the parameter or buffer; None if no call does."""
-        return self._reads.get((id(ref.owner), ref.name))
-
     def uses(self, ref: TensorRef) -> list[Node]:
         """The calls that use the values of a parameter or buffer."""
-        node = self.reader(ref)
+        node = self._reads.get((id(ref.owner), ref.name))
         return [] if node is None else users_of(node)
 
 
@@ -163,38 +154,21 @@ def _takes_shape_alone(user: Node, value: Node) -> bool:
 
 @dataclass(frozen=True)
 class Run:
-    """One recorded run of the model.
+    """One recorded run of the model."""
 
-    Attributes:
-        number: the index of the example call.
-        flag: the training flag of all modules; None for their own flags.
-        recording: the torch calls of the run, in order: `.nodes()`, `.uses(ref)` of a parameter, and the `.outputs`.
-    """
-
-    number: int
-    flag: bool | None
+    number: int  # the index of the example call
+    flag: bool | None  # the training flag of all modules; None for their own flags
+    # The torch calls of the run, in order: `.nodes()`, `.uses(ref)` of a parameter, and the `.outputs`
     recording: Recording
-
-    @property
-    def when(self) -> str:
-        """The training state for reports: "in eval", "in training", or "" for the modules' own flags."""
-        return WHEN[self.flag]
-
-
-WHEN = {None: "", False: "in eval", True: "in training"}
 
 
 @dataclass(frozen=True)
 class Runs:
-    """The recorded runs of a model.
+    """The recorded runs of a model."""
 
-    Attributes:
-        runs: one run per example call and, in training mode, per state of the training flags; up to the first failure.
-        failure: the reason why a run couldn't be recorded, as a clause; "" if all were.
-    """
-
+    # One run per example call and, in training mode, per state of the training flags; up to the first failure
     runs: tuple[Run, ...] = ()
-    failure: str = ""
+    failure: str = ""  # the reason why a run couldn't be recorded, as a clause
 
 
 class Recorder(TorchFunctionMode):
@@ -220,7 +194,6 @@ class Recorder(TorchFunctionMode):
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
                     self._places.setdefault(id(tensor), TensorRef(module, name))
-        _recorders.add(self)
         self._hooks.callback(register_module_forward_pre_hook(self._enter_module).remove)
         self._hooks.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
         return super().__enter__()
@@ -228,7 +201,6 @@ class Recorder(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._hooks.close()
-        _recorders.discard(self)
         if error[0] is None:
             self._mark_escapes()
         self._values.clear()
@@ -270,11 +242,9 @@ class Recorder(TorchFunctionMode):
         mapped_args, mapped_kwargs = fx.node.map_aggregate((args, kwargs), self._argument)
         node = self.recording.graph.call_function(func, mapped_args, mapped_kwargs)
         asks = not made and asks_no_values(func, args, kwargs)
-        node.meta.update(call=self._calls, asks=asks, autocast=autocast_dtype(leaf.device.type for leaf in leaves))
-        if len(made) == 1:
-            node.meta["shape"] = _shape(made[0])
-        elif len(shapes := set(map(_shape, made))) == 1:
-            node.meta["shape_of_each"] = shapes.pop()
+        node.meta.update(call=self._calls, asks=asks)
+        if len(shapes := set(map(_shape, made))) == 1:
+            node.meta["shape" if len(made) == 1 else "shape_of_each"] = shapes.pop()
         for leaf in made:
             if id(leaf) not in self._places:
                 self._remember(leaf, node)
@@ -328,20 +298,6 @@ class Recorder(TorchFunctionMode):
                     node.meta.update(escapes=True, returned=key in returned)
 
 
-_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
-
-
-def _stop_other_threads() -> None:
-    """Remove the hooks of recorders whose threads don't exist in a forked child."""
-    for recorder in list(_recorders):
-        if recorder._thread != threading.get_ident():
-            recorder._hooks.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_stop_other_threads)
-
-
 def _base_of(leaf: Any) -> torch.Tensor | None:
     """The tensor that a view belongs to, which lives as long as the view; None if it isn't a view."""
     return leaf._base if isinstance(leaf, torch.Tensor) else None
@@ -387,14 +343,6 @@ def _without_values(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def autocast_dtype(devices: Iterable[str]) -> torch.dtype | None:
-    """The current autocast dtype for one of these device types; None if autocast is off for all of them."""
-    for device in devices:
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            return torch.get_autocast_dtype(device)
-    return None
-
-
 def recorded_runs(tree: ModelTree, context: Context) -> Runs | None:
     """The recordings of the example calls on the current tree; None if the model must not be run."""
     if tree.runs is None and context.run_inside is not None:
@@ -405,13 +353,14 @@ def recorded_runs(tree: ModelTree, context: Context) -> Runs | None:
 def _record(tree: ModelTree, context: Context) -> Runs:
     assert context.run_inside is not None
     runs: list[Run] = []
+    when = {None: "", False: "in eval", True: "in training"}
     for flag in _states(tree.root, context.mode):
         for number in range(len(context.example_calls)):
             recorder = Recorder(tree.root, tree.modules)
             with training_flags(tree.root, flag):
                 failure = context.run_inside(recorder, number)
             if failure is not None:
-                return Runs(tuple(runs), " ".join(filter(None, ("it can't be recorded", WHEN[flag], f"({failure})"))))
+                return Runs(tuple(runs), " ".join(filter(None, ("it can't be recorded", when[flag], f"({failure})"))))
             runs.append(Run(number, flag, recorder.recording))
     return Runs(tuple(runs))
 
@@ -421,8 +370,3 @@ def _states(root: nn.Module, mode: str) -> list[bool | None]:
         return [None]
     flags = {module.training for module in root.modules() if hasattr(module, "training")}
     return [None, *(flag for flag in (False, True) if flag not in flags or len(flags) > 1)]
-
-
-def is_under_autocast(tree: ModelTree) -> bool:
-    """Whether autocast is on for a device that holds parameters of the model."""
-    return autocast_dtype({parameter.device.type for parameter in tree.root.parameters()}) is not None

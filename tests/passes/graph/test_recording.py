@@ -150,21 +150,6 @@ def test_a_value_that_is_written_in_place_is_another_one_from_then_on():
     assert users_of(relu) == [sin]
 
 
-def test_autocast_shows_at_the_calls_under_it():
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(3, 3)
-
-        def forward(self, x):
-            with torch.autocast("cpu", torch.bfloat16):
-                y = self.layer(x)
-            return self.layer(y.float())
-
-    (run,) = recorded(Mixed(), (torch.randn(2, 3),))
-    assert [node.meta["autocast"] for node in named(run, "linear")] == [torch.bfloat16, None]
-
-
 def test_each_run_has_a_graph_of_its_own_and_leaves_no_hooks():
     from torch.nn.modules import module as hooks
 
