@@ -29,7 +29,7 @@ FILES = (
 )
 # The answer of each predicate that lets the judge go on.
 LETS_PASS = {
-    "is_constant": True, "_is_computed_from_constants": True, "_is_move": True, "_is_partial_autocast": False, "_are_by_channel": True,
+    "is_constant": True, "_is_pure": True, "_is_computed_from_constants": True, "_is_move": True, "_is_partial_autocast": False, "_are_by_channel": True,
     "_reads_zeros": False, "_reads_shape": True,
 }  # fmt: skip
 # Functions in these files that judge no fold.
