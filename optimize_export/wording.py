@@ -7,9 +7,9 @@ import torch
 
 _MOST_NAMED = 5
 _LONGEST_QUOTE = 400
-# The message of torch's CPU allocator; the size is in bytes.
 # A message that goes on with a place, as in "could not be resolved. At" before the lines of a file.
 _BEFORE_A_PLACE = re.compile(r"[.,:;]?\s+(?:at|in|from|here|see|where)\s*:?$", re.IGNORECASE)
+# The message of torch's CPU allocator; the size is in bytes.
 _NO_MEMORY = re.compile(r"(?:can't allocate memory|not enough memory): you tried to allocate (\d+) bytes")
 
 

@@ -41,25 +41,17 @@ __all__ = [
     "verify_bundle",
 ]
 
-_HOMES = {
-    "export": "optimizer.api",
-    "optimize": "optimizer.api",
-    "report_of": "optimizer.pipeline",
-    "Bundle": "optimizer.bundle",
-    "open_bundle": "optimizer.bundle",
-    "rejudge_bundle": "optimizer.bundle",
-    "verify_bundle": "optimizer.bundle",
-    "Diagnosis": "optimizer.diagnosis",
-    "Finding": "optimizer.diagnosis",
-    "diagnose": "optimizer.diagnosis",
-    "ParityReport": "optimizer.parity",
-    "check_parity": "optimizer.parity",
-    "Profile": "optimizer.profiling",
-    "profile": "optimizer.profiling",
-    "Report": "optimizer.report",
-    "LoadedModel": "optimize_export.runtime",
-    "load": "optimize_export.runtime",
+_NAMES = {
+    "optimizer.api": ("export", "optimize"),
+    "optimizer.bundle": ("Bundle", "open_bundle", "rejudge_bundle", "verify_bundle"),
+    "optimizer.diagnosis": ("Diagnosis", "Finding", "diagnose"),
+    "optimizer.parity": ("ParityReport", "check_parity"),
+    "optimizer.pipeline": ("report_of",),
+    "optimizer.profiling": ("Profile", "profile"),
+    "optimizer.report": ("Report",),
+    "optimize_export.runtime": ("LoadedModel", "load"),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
 """The bundle that an export writes (manifest, artifacts, golden data), and its verification."""
 
-from optimizer.bundle.bundle import Bundle, artifact_entry, open_bundle
+from optimizer.bundle.bundle import Bundle, artifact_entry, check_target, open_bundle, write_bundle
 from optimizer.bundle.golden import read_golden, write_golden
 from optimizer.bundle.manifest import (
     describe_device,
@@ -12,7 +12,6 @@ from optimizer.bundle.manifest import (
 from optimizer.bundle.report import graph_of, write_report
 from optimizer.bundle.triton import write_triton_model
 from optimizer.bundle.verify import VerifyReport, rejudge_bundle, verify_bundle
-from optimizer.bundle.writing import check_target, write_bundle
 
 __all__ = [
     "Bundle",

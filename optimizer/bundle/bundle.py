@@ -1,4 +1,4 @@
-"""Open a bundle.
+"""Open a bundle, and write one atomically, to a folder that may be written.
 
 A bundle is the folder that users deploy:
 
@@ -10,7 +10,10 @@ bundle/
     model.onnx, …           the artifacts, and any other files of the writer
 """
 
-from collections.abc import Mapping, Sequence
+import os
+import stat
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,11 +22,36 @@ from typing import Any
 from exporters.base import Artifact, Limit, LoadedArtifact, TensorSpec
 from exporters.registry import load_artifact
 from optimize_export.errors import BundleError
-from optimize_export.manifest import MANIFEST, file_problem, read_manifest, sums_digest, sums_problem
+from optimize_export.manifest import (
+    FIELDS,
+    MANIFEST,
+    README,
+    SCHEMA_NAME,
+    SCHEMA_VERSION,
+    SUMS,
+    changed_files,
+    check_manifest,
+    describe_environment,
+    describe_program,
+    entries_below,
+    file_digest,
+    file_problem,
+    is_inside_path,
+    local_roots,
+    plain,
+    read_manifest,
+    sums_digest,
+    sums_problem,
+    sums_text,
+    to_json_text,
+    unlisted,
+    without_local_paths,
+)
 from optimize_export.wording import listed
 from optimizer.bundle import exchange
-from optimizer.bundle.exchange import absolute, bundle_errors
+from optimizer.bundle.exchange import absolute, bundle_errors, disk_failures
 from optimizer.bundle.golden import GoldenCall, read_golden
+from optimizer.bundle.manifest import creation_time, usage_text
 from optimizer.bundle.report import fragment_of
 
 
@@ -206,3 +234,199 @@ def open_bundle(path: str | Path) -> Bundle:
         exchange.recover(folder)
     manifest = read_manifest(folder)
     return Bundle(folder, manifest, manifest.get("missing", {}), benchmark=manifest.get("benchmark"))
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+def write_bundle(
+    target: str | Path,
+    fill: Callable[[Path], Mapping[str, Any]],
+    *,
+    report: Callable[[Path, Mapping[str, Any]], None] | None = None,
+    force: bool = False,
+) -> Bundle:
+    """Write a bundle atomically: `target` is either unchanged or the complete new bundle.
+
+    Args:
+        target: the folder of the bundle. `check_target` runs before `fill`; its check of an existing bundle runs again
+            before and after the exchange.
+        fill: called with an empty staging folder on the same file system. It writes the files there and returns the
+            manifest's body. This function adds the schema, creation time, program, environment, and the hashes and
+            sizes of the files. `fill` may write any file except `manifest.json` and `SHA256SUMS`. If it writes no
+            `README.md`, this function does. Exceptions of `fill` reach the caller, except those of a failing disk.
+        report: called with the folder and the finished manifest, without its `files`. It writes further files.
+
+    Raises:
+        BundleError: the target must not be replaced, or the disk fails.
+    """
+    folder = absolute(target)
+    with new_folder(folder, force=force) as staging:
+        _complete(staging, fill(staging), report)
+    return open_bundle(folder)
+
+
+@contextmanager
+def new_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
+    """Yield an empty staging folder on the same file system, and move it to `target` at the end of the block.
+
+    If the block raises, the staging folder and the parent folders created for it are removed.
+    """
+    check_target(target, force=force)
+    with (
+        bundle_errors(target, "written"),
+        exchange.replacement(target, lambda folder: _check_replaceable(folder, target, force=force)) as folder,
+        disk_failures(target, folder),
+    ):
+        yield folder
+
+
+def _complete(
+    folder: Path, body: Mapping[str, Any], report: Callable[[Path, Mapping[str, Any]], None] | None = None
+) -> None:
+    """Add the manifest, the hashes, the report and, if it is missing, the README to a filled folder."""
+    given = without_local_paths(plain(body), local_roots(folder))
+    manifest = {
+        **given,
+        "schema": {"name": SCHEMA_NAME, "version": SCHEMA_VERSION},
+        "created": creation_time(),
+        "program": describe_program(),
+        "environment": describe_environment(),
+    }
+    if not (folder / README).exists():
+        (folder / README).write_text(usage_text(manifest), encoding="utf-8", newline="\n")
+    files = _hashed_files(folder)
+    manifest["artifacts"] = [_with_hashes(artifact, files) for artifact in manifest["artifacts"]]
+    if report is not None:
+        report(folder, manifest)
+        files += _hashed_files(folder, known={file["path"] for file in files})
+        files.sort(key=lambda file: str(file["path"]))
+    manifest["files"] = files
+    first = [name for name in FIELDS[:-1] if name in manifest]
+    manifest = {
+        name: manifest[name] for name in (*first, *(n for n in manifest if n not in (*first, "files")), "files")
+    }
+    check_manifest(manifest)
+    (folder / MANIFEST).write_text(to_json_text(manifest), encoding="utf-8", newline="\n")
+    digests = {file["path"]: file["sha256"] for file in files} | {MANIFEST: file_digest(folder / MANIFEST)}
+    (folder / SUMS).write_text(sums_text(digests), encoding="utf-8", newline="\n")
+    _set_permissions(folder)
+
+
+def _hashed_files(folder: Path, known: Collection[str] = ()) -> list[dict[str, Any]]:
+    files = []
+    for path, status in sorted(entries_below(folder).items()):
+        if path in known or stat.S_ISDIR(status.st_mode):
+            continue
+        if not stat.S_ISREG(status.st_mode) or not is_inside_path(path) or path in {MANIFEST, SUMS}:
+            raise BundleError(
+                f"{path} can't be a file of a bundle: it isn't a regular file, or its name isn't allowed."
+            )
+        files.append({"path": path, "sha256": file_digest(folder / path), "bytes": status.st_size})
+    return files
+
+
+def _with_hashes(artifact: Mapping[str, Any], files: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    sizes = {file["path"]: file["bytes"] for file in files}
+    digests = {file["path"]: file["sha256"] for file in files}
+    missing = [path for path in artifact["files"] if path not in sizes]
+    if missing or artifact["path"] not in digests:
+        raise BundleError(
+            f"The artifact {artifact['format']} names {(missing or [artifact['path']])[0]}, which wasn't written."
+        )
+    added = {"sha256": digests[artifact["path"]], "bytes": sum(sizes[path] for path in artifact["files"])}
+    return {**{name: artifact[name] for name in ("format", "path", "files")}, **added, **artifact}
+
+
+def _set_permissions(folder: Path) -> None:
+    """Give every file the permissions of the user's umask, because some writers create owner-only files."""
+    if os.name != "posix":
+        return
+    mode = stat.S_IMODE(folder.stat().st_mode) & 0o666
+    for path, status in entries_below(folder).items():
+        if stat.S_ISREG(status.st_mode):
+            (folder / path).chmod(mode)
+
+
+# --------------------------------------------------------------------------------------------------------- the target
+
+
+def check_target(target: str | Path, *, force: bool = False) -> None:
+    """Check that a bundle can be written at `target`, before any work is done.
+
+    A bundle can be written to a path that doesn't exist and to an empty folder. With `force`, it can also replace a
+    bundle, unless that bundle contains files that this program didn't write, or files that were changed since.
+
+    A bundle is never written to another folder, a file, a symbolic link, a mount point or a folder inside another
+    bundle. It never replaces the current folder, the home folder or a folder that contains one of them.
+    """
+    folder = absolute(target)
+    with bundle_errors(folder, "written"):
+        exchange.recover(folder)
+        _check_replaceable(folder, folder, force=force)
+        _check_surroundings(folder)
+        _check_writable(folder)
+
+
+def _check_replaceable(folder: Path, target: Path, *, force: bool) -> None:
+    """Raise `BundleError`, which names `target`, if `folder` exists and must not be replaced."""
+    try:
+        status = os.lstat(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if stat.S_ISLNK(status.st_mode):
+        raise BundleError(f"{target} is a symbolic link, which is not replaced: use the folder itself.")
+    if not stat.S_ISDIR(status.st_mode):
+        raise BundleError(f"{target} is a file, which is not replaced: choose a folder.")
+    if os.path.ismount(folder):
+        raise BundleError(f"{target} is a mount point, which can't be replaced: choose a folder inside it.")
+    if exchange.is_empty_folder(folder):
+        return
+    if not (folder / MANIFEST).is_file():
+        raise BundleError(f"{target} is a folder with other contents, which is not replaced: choose another folder.")
+    try:
+        manifest = read_manifest(folder)
+    except BundleError as error:
+        raise BundleError(
+            f"{target} is not replaced, because it can't be recognised as a bundle ({error}) Delete the folder, or choose "
+            "another one."
+        ) from error
+    if not force:
+        raise BundleError(f"{target} is already a bundle: replace it with `force=True`, or choose another folder.")
+    if extra := unlisted(folder, manifest):
+        raise BundleError(
+            f"{target} contains files that this program didn't write ({listed(extra)}): move them elsewhere first."
+        )
+    if changed := changed_files(folder, manifest):
+        raise BundleError(
+            f"{target} contains files that were changed since this program wrote them ({listed(changed)}): move "
+            "them elsewhere, or delete the folder, first."
+        )
+
+
+def _check_surroundings(target: Path) -> None:
+    home = Path(os.path.expanduser("~")).resolve()
+    for kept, what in ((Path.cwd(), "the current folder"), (home, "the home folder")):
+        if target == kept or target in kept.parents:
+            raise BundleError(f"{target} is or contains {what}, which is not replaced: choose a separate folder.")
+    for parent in target.parents:
+        if _is_bundle(parent):
+            raise BundleError(f"{target} is inside the bundle {parent}: choose a folder outside it.")
+
+
+def _is_bundle(folder: Path) -> bool:
+    with suppress(BundleError):
+        return bool(read_manifest(folder))
+    return False
+
+
+def _check_writable(target: Path) -> None:
+    existing = next(parent for parent in target.parents if os.path.lexists(parent))
+    if not existing.is_dir():
+        raise BundleError(f"{target} can't be written, because {existing} is not a folder: choose another path.")
+    limit = os.pathconf(existing, "PC_NAME_MAX") if hasattr(os, "pathconf") else 255
+    if too_long := [part for part in target.parts if len(os.fsencode(part)) > limit]:
+        raise BundleError(f"The name {too_long[0][:40]}… is too long: a name can have at most {limit} bytes.")
+    probe = existing / exchange.staging_name(target)
+    probe.mkdir()
+    probe.rmdir()

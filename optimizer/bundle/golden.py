@@ -168,36 +168,28 @@ def read_golden(folder: Path, manifest: Mapping[str, Any]) -> tuple[GoldenCall, 
             tensors[key] = torch.view_as_complex(tensors[key])
         except RuntimeError as error:
             raise BundleError(f"{path} can't be read: {key} isn't made of pairs of real numbers.") from error
-    taken = {each["name"]: each["dtype"] for artifact in manifest["artifacts"] for each in artifact["inputs"]}
     dtypes = {
-        "input": taken,
+        "input": {each["name"]: each["dtype"] for artifact in manifest["artifacts"] for each in artifact["inputs"]},
         "output": {each["name"]: each["dtype"] for each in golden["outputs"]},
         "tied": {each["name"]: "bool" for each in golden["outputs"]},
     }
 
-    def checked(key: str, kind: str, name: str) -> torch.Tensor:
-        tensor = tensors[key]
-        dtype, wanted = dtype_name(tensor.dtype), dtypes[kind].get(name)
-        if wanted not in (None, dtype):
-            raise BundleError(f"{path} can't be used: {key} has dtype {dtype}, and the manifest says {wanted}.")
-        return tensor
-
-    def side(call: Mapping[str, Any], key: str, names: str) -> dict[str, torch.Tensor]:
-        found = {name: checked(f"{call['name']}/{key}/{name}", key, name) for name in call[names]}
-        if key == "tied":
-            for name, mask in found.items():
-                if mask.shape != tensors[f"{call['name']}/output/{name}"].shape:
-                    raise BundleError(
-                        f"{path} can't be used: {call['name']}/tied/{name} doesn't have the shape of its output."
-                    )
+    def tensors_of(call: Mapping[str, Any], kind: str, names: str) -> dict[str, torch.Tensor]:
+        found = {name: tensors[f"{call['name']}/{kind}/{name}"] for name in call[names]}
+        for name, tensor in found.items():
+            key, dtype, wanted = f"{call['name']}/{kind}/{name}", dtype_name(tensor.dtype), dtypes[kind].get(name)
+            if wanted not in (None, dtype):
+                raise BundleError(f"{path} can't be used: {key} has dtype {dtype}, and the manifest says {wanted}.")
+            if kind == "tied" and tensor.shape != tensors[f"{call['name']}/output/{name}"].shape:
+                raise BundleError(f"{path} can't be used: {key} doesn't have the shape of its output.")
         return found
 
     try:
         return tuple(
             GoldenCall(
-                side(call, "input", "inputs"),
-                side(call, "output", "outputs"),
-                side(call, "tied", "tied"),
+                tensors_of(call, "input", "inputs"),
+                tensors_of(call, "output", "outputs"),
+                tensors_of(call, "tied", "tied"),
                 call["batch_size"],
                 call["draw"],
                 call.get("sizes", {}),

@@ -16,9 +16,8 @@ from typing import Any
 from optimize_export.errors import BundleError, UsageError
 from optimize_export.manifest import MANIFEST, file_problem, sums_problem
 from optimize_export.runtime import Route, own_routes
-from optimizer.bundle.bundle import open_bundle
+from optimizer.bundle.bundle import new_folder, open_bundle
 from optimizer.bundle.exchange import absolute
-from optimizer.bundle.writing import new_folder
 from optimizer.parity import WITHIN_BUDGET, accuracy_text
 
 _VERSION = "1"

@@ -14,14 +14,14 @@ import torch
 
 from exporters.child_process import one_child
 from exporters.registry import load_for_proof
-from optimize_export.arguments import other_gpu, parse_digest
-from optimize_export.errors import BundleError, DeviceError, UsageError, printable
+from optimize_export.arguments import parse_digest
+from optimize_export.errors import BundleError, UsageError, printable
 from optimize_export.manifest import SUMS, damage_of, plain, sums_problem
-from optimize_export.wording import listed
+from optimize_export.wording import listed, quote
 from optimizer.bundle.bundle import open_bundle
 from optimizer.bundle.golden import GoldenCall, read_golden, stored_noises, stored_tolerances
 from optimizer.bundle.manifest import describe_device, factor_between, notes_on_missing
-from optimizer.model import Call, in_turn, pinned_settings, random_state
+from optimizer.model import Call, in_turn, pinned_settings, random_state, resolved_device
 from optimizer.options import AccuracyBudget
 from optimizer.parity import (
     FACTOR,
@@ -190,15 +190,15 @@ def verify_bundle(
 
     Raises:
         BundleError: there is no readable manifest.
-        DeviceError: the device is unknown or missing, or a GPU is required and there is none.
-        UsageError: `expect` isn't a SHA-256, or a device is given together with `run=False`.
+        DeviceError: the device is missing, or a GPU is required and there is none.
+        UsageError: the device is unknown, `expect` isn't a SHA-256, or a device is given together with `run=False`.
     """
     if not run and (require_gpu or device != "cpu"):
         raise UsageError("run=False runs nothing: leave out device and require_gpu.")
     expected = None if expect is None else parse_digest("expect", expect)
     bundle = open_bundle(path)
     folder, manifest = bundle.path, bundle.manifest
-    where = _device(device, require_gpu) if run else None
+    where = resolved_device(device, require_gpu=require_gpu).type if run else None
     # An artifact is a program, and the manifest determines how it is run and judged: any change, and nothing is loaded.
     if damage := damage_of(folder, manifest, expect=expected):
         note = f"no artifact was loaded, because some files are wrong: {listed([*damage])}"
@@ -227,20 +227,6 @@ def verify_bundle(
     if unjudged:
         notes.append(f"not judged, because the original is not deterministic there: {listed(unjudged)}")
     return VerifyReport(folder, where, (), tuple(figures), tuple(notes))
-
-
-def _device(device: str, require_gpu: bool) -> str:
-    if device not in {"cpu", "cuda", "auto"}:
-        raise DeviceError(f"A bundle can't be verified on {device!r}: {other_gpu(device) or 'use cpu, cuda or auto'}.")
-    if require_gpu and device == "cpu":
-        raise DeviceError("A GPU is required, but the requested device is cpu: use cuda or auto.")
-    if torch.cuda.is_available():
-        return "cpu" if device == "cpu" else "cuda"
-    if require_gpu or device == "cuda":
-        raise DeviceError(
-            "A GPU is required, but torch finds none here: verify on the CPU, or on a machine with a GPU."
-        )
-    return "cpu"
 
 
 def _not_run(folder: Path, golden: Mapping[str, Any], calls: Sequence[GoldenCall], expect: str | None) -> VerifyReport:
@@ -278,7 +264,7 @@ def _run_artifact(
                     answers.append(loaded(*tensors))
     # Any exception of a runtime that can't load or run a file is a failure of the artifact, and is reported as one.
     except Exception as error:  # noqa: BLE001
-        problem = f"it can't be loaded or run: {_one_line(error)}"
+        problem = f"it can't be loaded or run: {quote(error, with_type=True)}"
         return ArtifactFigures(artifact["format"], artifact["path"], device, len(calls), None, placement, problem)
     figures = ArtifactFigures(artifact["format"], artifact["path"], device, len(calls), None, placement)
     if (allowed := artifact.get("accuracy")) is not None:
@@ -321,11 +307,6 @@ def _judged(
         settings=settings,
         **tolerances,
     )
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}"
 
 
 # ------------------------------------------------------------------------------------------------------ judging again

@@ -63,6 +63,8 @@ _BUNDLE_WORK = {
     TritonOptions: "lay_out",
     ListOptions: "list_passes",
 }
+# The fields of a document that may have sentences of the library.
+_WITH_SENTENCES = ("error", "missing", "notes", "problems", "unproven", "benchmark")
 # How libraries say that memory is lacking, in lower case.
 _MEMORY_ERRORS = (
     "cannot allocate memory",
@@ -85,31 +87,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         kept.enter_context(_sigterm_unwinds())
         try:
             code = _run(arguments, voice)
-        except (KeyboardInterrupt, click.Abort) as interrupt:
-            code = voice.fail(EXIT_INTERRUPTED, "Interrupted", _stopped("interrupted"), interrupt)
-        except Terminated as termination:
-            code = voice.fail(EXIT_TERMINATED, "Terminated", _stopped("terminated"), termination)
-        except click.NoSuchOption as error:
-            command = error.ctx.command.name if error.ctx else None
-            code = voice.fail(EXIT_USAGE, "UsageError", why_no_option(error.option_name, command or "export"), error)
-        except click.ClickException as error:
-            code = voice.fail(EXIT_USAGE, "UsageError", " ".join(error.format_message().split()), error)
-        except OptimizeExportError as error:
-            told = with_options(str(error), option_names())
-            code = voice.fail(error.exit_code, type(error).__name__, told, error)
-        except ModuleNotFoundError as error:
-            lack = missing_package(error)
-            code, kind = (EXIT_USAGE, "UsageError") if lack else (EXIT_DEFECT, "Defect")
-            code = voice.fail(code, kind, lack or _defect(error), error)
         except BaseException as error:  # noqa: BLE001 - the last resort: a defect is also reported in one sentence
-            if _lacks_memory(error):
-                code = voice.fail(EXIT_DEFECT, "OutOfMemory", _OUT_OF_MEMORY, error)
-            else:
-                code = voice.fail(EXIT_DEFECT, "Defect", _defect(error), error)
+            code = voice.fail(*_failure(error), error)
     if argv is None:
         silence_stdout()
         _keep_exit_code(code)
     return code
+
+
+def _failure(error: BaseException) -> tuple[int, str, str]:
+    """The exit code, the kind and the sentence of an error."""
+    match error:
+        case KeyboardInterrupt() | click.Abort():
+            return EXIT_INTERRUPTED, "Interrupted", _stopped("interrupted")
+        case Terminated():
+            return EXIT_TERMINATED, "Terminated", _stopped("terminated")
+        case click.NoSuchOption():
+            command = error.ctx.command.name if error.ctx else None
+            return EXIT_USAGE, "UsageError", why_no_option(error.option_name, command or "export")
+        case click.ClickException():
+            return EXIT_USAGE, "UsageError", " ".join(error.format_message().split())
+        case OptimizeExportError():
+            return error.exit_code, type(error).__name__, with_options(str(error), option_names())
+        case ModuleNotFoundError() if lack := missing_package(error):
+            return EXIT_USAGE, "UsageError", lack
+        case _ if _lacks_memory(error):
+            return EXIT_DEFECT, "OutOfMemory", _OUT_OF_MEMORY
+    return EXIT_DEFECT, "Defect", _defect(error)
 
 
 def _run(arguments: list[str], voice: Voice) -> int:
@@ -120,11 +124,7 @@ def _run(arguments: list[str], voice: Voice) -> int:
         return _build_all(options, voice)
     with stdout_goes_to_stderr():
         document = _work(options, voice)
-    told = {
-        key: document[key]
-        for key in ("error", "missing", "notes", "problems", "unproven", "benchmark")
-        if key in document
-    }
+    told = {key: document[key] for key in _WITH_SENTENCES if key in document}
     document |= all_with_options(told, option_names())
     code = int(document.get("exit_code", 0))
     return code if voice.show(document) else code or BundleError.exit_code

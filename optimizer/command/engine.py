@@ -211,8 +211,7 @@ def verify(options: VerifyOptions) -> Document:
     with own_errors():
         report = verify_bundle(
             options.bundle,
-            device=options.device,
-            require_gpu=options.require_gpu,
+            device=_chosen_device(options.device, require_gpu=options.require_gpu),
             expect=options.expect,
             run=options.run,
         )

@@ -26,14 +26,13 @@ from tiny_models import enliven
 from torch import nn
 
 from exporters import onnx_session
-from exporters.base import Adapter, Artifact, ExportRequest, TensorSpec
+from exporters.base import Artifact, TensorSpec
 from exporters.errors import ExporterError
-from exporters.registry import exporter_named, load_artifact, load_for_proof
+from exporters.registry import load_artifact, load_for_proof
 from exporters.torchscript import TorchScriptExporter
 from optimize_export.errors import BundleError, DeviceError, UsageError
 from optimize_export.manifest import (
     MANIFEST,
-    check_benchmark,
     check_manifest,
     file_digest,
     number,
@@ -64,9 +63,8 @@ from optimizer.bundle import bundle as bundles
 from optimizer.bundle.golden import stored_noises, stored_tolerances
 from optimizer.bundle.manifest import usage_text
 from optimizer.bundle.verify import VerifyReport, factor_between
-from optimizer.bundle.writing import _complete
 from optimizer.model.inputs import Call, Samples
-from optimizer.parity import GoldenEntry, OutputNoise, Reference, golden_entries, judge, measure_reference
+from optimizer.parity import GoldenEntry, OutputNoise, Reference, golden_entries, measure_reference
 
 WEIGHT = torch.linspace(-1, 1, 12, dtype=torch.float32).reshape(4, 3)
 
@@ -216,9 +214,12 @@ def test_the_manifest_has_what_was_given_and_what_is_added(bundle: Bundle) -> No
 
 
 def test_the_manifest_is_strict_json_in_utf8_with_a_last_newline(tmp_path: Path) -> None:
-    bundle = write_bundle(
-        tmp_path / "net", lambda folder: fill(folder, notes=["größer"], coverage={"share": float("inf")})
-    )
+    def noted(folder: Path) -> dict[str, Any]:
+        (folder / "README.md").write_text("mine")
+        return fill(folder, notes=["größer"], coverage={"share": float("inf")})
+
+    bundle = write_bundle(tmp_path / "net", noted)
+    assert (bundle.path / "README.md").read_text() == "mine"
     text = (bundle.path / "manifest.json").read_bytes().decode("utf-8")
     assert text.endswith("}\n")
     assert "größer" in text
@@ -245,17 +246,14 @@ def test_local_paths_are_cut_and_others_stay() -> None:
 
 
 def test_the_same_input_makes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "86400")
-    first, second = (write_bundle(tmp_path / name, fill) for name in ("a", "b"))
-    assert first.manifest["created"] == "1970-01-02T00:00:00Z"
-    assert content(first.path) == content(second.path)
-
-
-def test_a_broken_source_date_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "yesterday")
     with pytest.raises(BundleError, match="SOURCE_DATE_EPOCH"):
         write_bundle(tmp_path / "net", fill)
     assert names(tmp_path) == []
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "86400")
+    first, second = (write_bundle(tmp_path / name, fill) for name in ("a", "b"))
+    assert first.manifest["created"] == "1970-01-02T00:00:00Z"
+    assert content(first.path) == content(second.path)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
@@ -266,16 +264,6 @@ def test_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert {oct(path.stat().st_mode & 0o777) for path in bundle.path.rglob("*") if path.is_file()} == {"0o644"}
-
-
-@pytest.mark.skipif(shutil.which("sha256sum") is None, reason="no sha256sum")
-def test_the_hashes_are_those_of_sha256sum(bundle: Bundle) -> None:
-    subprocess.run(["sha256sum", "-c", "--strict", "--quiet", "SHA256SUMS"], cwd=bundle.path, check=True)
-
-
-def test_a_readme_of_the_writer_is_kept(tmp_path: Path) -> None:
-    bundle = write_bundle(tmp_path / "net", filling(lambda folder, _: (folder / "README.md").write_text("mine")))
-    assert (bundle.path / "README.md").read_text() == "mine"
 
 
 def test_the_readme_shows_how_to_run_what_is_there(bundle: Bundle) -> None:
@@ -329,9 +317,11 @@ def test_force_replaces_a_bundle_and_without_it_nothing(bundle: Bundle) -> None:
     with pytest.raises(BundleError, match="is already a bundle: replace it with `force=True`, or"):
         write_bundle(bundle.path, must_not_fill)
     assert content(bundle.path) == before
+    (bundle.path / "model.affine").unlink()
     write_bundle(bundle.path, lambda folder: fill(folder, seed=7), force=True)
     assert open_bundle(bundle.path).manifest["seed"] == 7
     assert names(bundle.path.parent) == ["net"]
+    assert verify_bundle(bundle.path).ok
 
 
 @pytest.mark.parametrize(
@@ -340,17 +330,9 @@ def test_force_replaces_a_bundle_and_without_it_nothing(bundle: Bundle) -> None:
 def test_a_bundle_with_a_file_that_was_changed_is_not_replaced(bundle: Bundle, name: str) -> None:
     flip(bundle.path / name, 1 if name != "manifest.json" else content(bundle.path)[name].index(b"Affine"))
     before = content(bundle.path)
-    with pytest.raises(
-        BundleError, match=rf"changed since this program wrote them \(.*{name}.*\): move them elsewhere"
-    ):
+    with pytest.raises(BundleError, match=rf"changed since this program wrote them \(.*{name}.*\): move them"):
         write_bundle(bundle.path, must_not_fill, force=True)
     assert content(bundle.path) == before
-
-
-def test_a_bundle_that_lacks_a_file_is_replaced(bundle: Bundle) -> None:
-    (bundle.path / "model.affine").unlink()
-    write_bundle(bundle.path, fill, force=True)
-    assert verify_bundle(bundle.path).ok
 
 
 @pytest.mark.parametrize("name", ["README.md", "notes.txt"])
@@ -493,11 +475,9 @@ def test_a_folder_that_cannot_be_written_is_named_before_any_work(
 
 def test_an_exchange_that_stopped_halfway_is_finished_at_the_next_open(bundle: Bundle) -> None:
     place = bundle.path.parent / exchange.staging_name(bundle.path)
-    (place / "new").mkdir(parents=True)
+    shutil.copytree(bundle.path, place / "new")
     (place / exchange.LOCK).write_text(bundle.path.name)
-    _complete(place / "new", fill(place / "new", seed=9))
     os.rename(bundle.path, place / "old")
-    assert open_bundle(bundle.path).manifest["seed"] == 9
     assert verify_bundle(bundle.path).ok
 
 
@@ -654,7 +634,36 @@ def put(value: Any, *keys: Any) -> Callable[[dict[str, Any]], object]:
     return change
 
 
+ACCURACY = {
+    "cosine": 0.9,
+    "top1": None,
+    "equal": None,
+    "max_error": "Infinity",
+    "snr": 3.0,
+    "calls": 1,
+    "problem": None,
+}
+RATIO = {"median": 1.0, "low": 1.0, "high": 1.0, "rounds": 1}
+FIGURE = {
+    "name": "eager",
+    **dict.fromkeys(("route", "bytes", "p95", "dropped")),
+    "accuracy": ACCURACY,
+    "speed_up": RATIO,
+}
+
+
+def figured(**changes: Any) -> Callable[[dict[str, Any]], object]:
+    return put({"figures": [{**FIGURE, "memory": 0, "seconds": 1e-6, **changes}]}, "benchmark")
+
+
 BROKEN = [
+    (figured(memory=-28672), "memory` must be a whole number, not -28672"),
+    (figured(seconds=0), "seconds` must be a finite number above 0, not 0"),
+    (figured(p95="NaN"), 'p95` must be a finite number above 0, not "NaN"'),
+    (figured(speed_up={**RATIO, "high": "Infinity"}), r"speed_up\.high` must be a finite number above 0"),
+    (figured(accuracy={**ACCURACY, "cosine": "NaN"}), r"accuracy\.cosine` must be a finite number"),
+    (figured(accuracy={**ACCURACY, "max_error": -1}), r"accuracy\.max_error` must be a number of 0 or more"),
+    (figured(accuracy={}), r"the field `benchmark\.figures\[0\]\.accuracy\.cosine` is missing"),
     (drop("schema"), "its `schema` is missing"),
     (put("other", "schema", "name"), "its `schema` is missing"),
     (put(2, "schema", "version"), "has schema version 2, but this program reads version 1"),
@@ -695,40 +704,6 @@ BROKEN = [
 ]
 
 
-FIGURE = {
-    **dict.fromkeys(("route", "bytes", "memory", "seconds", "p95", "speed_up", "accuracy", "dropped")),
-    "name": "eager",
-}
-ACCURACY = {
-    "cosine": 0.9,
-    "top1": None,
-    "equal": None,
-    "max_error": "Infinity",
-    "snr": 3.0,
-    "calls": 1,
-    "problem": None,
-}
-RATIO = {"median": 1.0, "low": 1.0, "high": 1.0, "rounds": 1}
-
-
-@pytest.mark.parametrize(
-    ("figure", "message"),
-    [
-        ({"memory": -28672}, "memory` must be a whole number, not -28672"),
-        ({"seconds": 0}, "seconds` must be a finite number above 0, not 0"),
-        ({"p95": "NaN"}, 'p95` must be a finite number above 0, not "NaN"'),
-        ({"speed_up": {**RATIO, "high": "Infinity"}}, "speed_up.high` must be a finite number above 0"),
-        ({"accuracy": {**ACCURACY, "cosine": "NaN"}}, "accuracy.cosine` must be a finite number"),
-        ({"accuracy": {**ACCURACY, "max_error": -1}}, "accuracy.max_error` must be a number of 0 or more"),
-        ({"accuracy": {}}, "the field `benchmark.figures[0].accuracy.cosine` is missing"),
-    ],
-)
-def test_measured_numbers_have_their_ranges(figure: dict[str, Any], message: str) -> None:
-    check_benchmark({"figures": [{**FIGURE, "accuracy": ACCURACY, "speed_up": RATIO, "memory": 0, "seconds": 1e-6}]})
-    with pytest.raises(BundleError, match=re.escape(message)):
-        check_benchmark({"figures": [{**FIGURE, **figure}]})
-
-
 @pytest.mark.parametrize(("change", "message"), BROKEN, ids=[message for _, message in BROKEN])
 def test_a_broken_manifest_names_the_field(bundle: Bundle, change: Callable[[Any], None], message: str) -> None:
     edit_manifest(bundle, change)
@@ -739,7 +714,8 @@ def test_a_broken_manifest_names_the_field(bundle: Bundle, change: Callable[[Any
     assert Affine.loaded == []
 
 
-def test_a_field_of_a_later_program_is_no_error(bundle: Bundle) -> None:
+def test_a_field_of_a_later_program_and_measured_figures_are_no_error(bundle: Bundle) -> None:
+    edit_manifest(bundle, figured())
     edit_manifest(bundle, put({"x": 1}, "later"))
     assert open_bundle(bundle.path).manifest["later"] == {"x": 1}
 
@@ -865,14 +841,12 @@ def test_an_artifact_that_computes_something_else_fails(
     assert re.search(message, " | ".join(report.problems))
 
 
-def test_an_error_within_the_noise_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert published(tmp_path, lambda x: (exact(x) + 2e-8, exact(x) > 0), monkeypatch).ok
-
-
 def test_tolerances_of_the_user_are_used_instead_of_the_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def loosen(folder: Path, body: dict[str, Any]) -> None:
         body["golden"] = golden(folder, atol={"output_0": 0.5})
 
+    for shift, ok in ((2e-8, True), (2e-5, False)):
+        assert published(tmp_path / str(shift), lambda x, by=shift: (exact(x) + by, exact(x) > 0), monkeypatch).ok is ok
     bundle = write_bundle(tmp_path / "net", filling(loosen))
     assert stored_tolerances(bundle.manifest["golden"]) == {"atol": {"y": 0.5}}
     for shift, ok in ((0.4, True), (0.6, False)):
@@ -994,12 +968,6 @@ def test_without_running_hashes_and_golden_data_are_checked(bundle: Bundle) -> N
     assert Affine.loaded == []
 
 
-def test_golden_data_that_cannot_be_read_are_named_without_running(tmp_path: Path) -> None:
-    filled = filling(lambda folder, _: (folder / "golden.safetensors").write_bytes(b"nothing"))
-    report = verify_bundle(write_bundle(tmp_path / "net", filled).path, run=False)
-    assert "golden.safetensors can't be read" in report.problems[0]
-
-
 def test_what_makes_no_sense_together_is_refused(bundle: Bundle) -> None:
     for expect in ("", "0" * 63, "g" * 64, 7):
         with pytest.raises(UsageError, match="is not a SHA-256, which has 64 hexadecimal digits"):
@@ -1079,9 +1047,11 @@ def test_the_factor_grows_with_the_distance_of_the_devices() -> None:
 
 def test_a_device_that_is_missing_is_an_error(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for device, require in (("cuda", False), ("cuda:0", False), ("cpu", True), ("auto", True), ("nonsense", False)):
+    for device, require in (("cuda", False), ("cuda:0", False), ("cpu", True), ("auto", True)):
         with pytest.raises(DeviceError):
             verify_bundle(bundle.path, device=device, require_gpu=require)
+    with pytest.raises(UsageError, match="There is no device 'nonsense'"):
+        verify_bundle(bundle.path, device="nonsense")
     assert verify_bundle(bundle.path, device="auto").device == "cpu"
 
 
@@ -1208,7 +1178,7 @@ def test_golden_data_of_another_dtype_or_shape_are_damage(bundle: Bundle, kind: 
     assert not report.intact
     (problem,) = report.problems
     assert key in problem
-    assert problem.endswith("isn't made of pairs of real numbers." if kind == "complex" else "."), problem
+    assert ("isn't made of pairs of real numbers." in problem) == (kind == "complex")
     assert report.artifacts == ()
 
 
@@ -1303,48 +1273,11 @@ class Classifier(nn.Module):
         return {"logits": logits, "label": logits.argmax(1)}
 
 
-def export_all(folder: Path) -> dict[str, Any]:
-    model = enliven(Classifier()).eval()
-    example = (torch.randn(2, 3, 8, 8), torch.rand(2, 1) + 0.5)
-    samples = Samples(example)
-    adapter = Adapter(model, *((call := samples.at(2)).args, call.kwargs))
-    reference = measure_reference(model, samples, batch_sizes=(1, 2, 3), draws=1)
-    calls = tuple((entry.call.args, entry.call.kwargs) for entry in (samples_at(samples, n) for n in (2, 3)))
-    artifacts = []
-    for name in ("torchscript", "onnx", "pt2"):
-        artifact = exporter_named(name).export(ExportRequest(model, calls), folder)
-        loaded = artifact.load("cpu")
-        report = judge(reference.compare(loaded, flatten=adapter.flatten_inputs))
-        artifacts.append(artifact_entry(artifact, folder, report.to_json()))
-    return fill(folder) | {
-        "artifacts": artifacts,
-        "golden": write_golden(
-            folder,
-            golden_entries(reference),
-            reference.noises,
-            flatten=adapter.flatten_inputs,
-            input_names=adapter.input_names,
-            output_names=adapter.output_names,
-        ),
-        "model": {
-            "class": "Classifier",
-            "source": "net.py",
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "bytes": 0,
-            "weights_sha256": weights_hash(model.state_dict()),
-        },
-        "input_structure": adapter.input_structure,
-        "output_structure": adapter.output_structure,
-    }
-
-
-def samples_at(samples: Samples, batch_size: int) -> GoldenEntry:
-    return GoldenEntry(batch_size, 0, samples.at(batch_size), {}, {})
-
-
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return write_bundle(tmp_path_factory.mktemp("real") / "net", export_all)
+    example = (torch.randn(2, 3, 8, 8), torch.rand(2, 1) + 0.5)
+    options: dict[str, Any] = {"formats": ("torchscript", "onnx", "pt2"), "bench": False, "effort": "quick"}
+    return export(enliven(Classifier()).eval(), example, output=tmp_path_factory.mktemp("real") / "net", **options)
 
 
 @pytest.fixture
@@ -1357,9 +1290,9 @@ def real_copy(real: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_real_artifacts_are_verified_after_the_move(real_copy: Path) -> None:
     report = verify_bundle(real_copy)
     assert report.ok, str(report)
-    assert [figures.format for figures in report.artifacts] == ["torchscript", "onnx", "pt2"]
+    assert {figures.format for figures in report.artifacts} == {"torchscript", "onnx", "pt2"}
     assert all(figures.parity.ok for figures in report.artifacts)
-    assert report.artifacts[1].placement
+    assert next(figures for figures in report.artifacts if figures.format == "onnx").placement
 
 
 @pytest.mark.slow
@@ -1379,13 +1312,6 @@ def test_a_crash_of_onnxruntime_is_a_problem_in_the_report(real_copy: Path, monk
     (problem,) = report.problems
     assert problem.startswith("model.onnx: it can't be loaded or run: RuntimeCrashed: onnxruntime ")
     assert problem.endswith(" crashes (SIGSEGV) while it loads the file")
-
-
-def test_a_flipped_bit_in_the_onnx_leaves_no_other_artifact_to_be_run(real_copy: Path) -> None:
-    flip(real_copy / "model.onnx", (real_copy / "model.onnx").stat().st_size // 2)
-    report = verify_bundle(real_copy)
-    assert report.artifacts == ()
-    assert [problem.partition(" was changed")[0] for problem in report.problems] == ["model.onnx"]
 
 
 class Runs:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from changed_bundles import edit_manifest
 from fake_tuning import Rounding, Speeds, Wrong, fake_clock, fake_quantization, opening
 from tiny_models import enliven
 from torch import nn
@@ -17,7 +18,7 @@ from torch import nn
 from exporters.errors import ExportError
 from exporters.torchscript import TorchScriptExporter
 from optimize_export.errors import BundleError, DeviceError, ExportFailed, ParityError, UsageError
-from optimize_export.manifest import MANIFEST, SUMS, file_digest, sums_text
+from optimize_export.manifest import MANIFEST, file_digest
 from optimizer import Bundle, export, load, open_bundle, rejudge_bundle, verify_bundle
 from optimizer.bundle import write_triton_model
 
@@ -74,11 +75,7 @@ def edited(bundle: Bundle, folder: Path, change: Callable[[Manifest], Any]) -> P
     """A copy of a bundle with a changed manifest, and hashes that fit."""
     copy = folder / "edited"
     shutil.copytree(bundle.path, copy)
-    manifest = json.loads((copy / MANIFEST).read_text(encoding="utf-8"))
-    change(manifest)
-    (copy / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-    digests = {file["path"]: file["sha256"] for file in manifest["files"]} | {MANIFEST: file_digest(copy / MANIFEST)}
-    (copy / SUMS).write_text(sums_text(digests), encoding="utf-8")
+    edit_manifest(copy, change)
     return copy
 
 

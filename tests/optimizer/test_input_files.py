@@ -133,10 +133,8 @@ def test_tensors_go_by_the_names_in_the_exported_files(own: Call, names: list[st
     found = named_inputs(model, call.args, call.kwargs)
     assert list(found) == names
     assert all(torch.equal(found[name], tensors[name]) for name in names)
-    assert (
-        first_difference(leaves_of((own.args, own.kwargs)).structure, leaves_of((call.args, call.kwargs)).structure)
-        is None
-    )
+    structures = (leaves_of((each.args, each.kwargs)).structure for each in (own, call))
+    assert first_difference(*structures) is None
     if len(names) > 1:
         with pytest.raises(LoadError, match=rf"lack {names[-1]}: the model's inputs are {', '.join(names)}\."):
             read_calls([saved(tmp_path, "b", **dict(list(tensors.items())[:-1]))], model, own)
@@ -148,7 +146,7 @@ def test_files_that_are_none_or_differ(tmp_path: Path) -> None:
         read_calls([tmp_path / "x.safetensors"], Net(), None)
     one, other = saved(tmp_path, "a", ids=ids(2)), saved(tmp_path, "b", ids=ids(2), mask=torch.ones(2, 5))
     with pytest.raises(
-        LoadError, match=r"b\.safetensors contains ids, mask, but a\.safetensors contains ids: each file is one call"
+        LoadError, match=r"b\.safetensors contains ids, mask, but a\.safetensors contains ids: each file"
     ):
         read_calls([one, other], Net(), None)
 
@@ -177,10 +175,7 @@ def test_further_calls_stand_in_the_place_of_the_next_draws() -> None:
     ("item", "sentence"),
     [
         ((ids(2, 7),), "must be a pair of a tuple and a dict"),
-        (
-            ((ids(2, 7),), {}),
-            r"differ .* in more than the number of rows: argument_0 is int64\[2, 7\], but should be int64\[2, 5\]",
-        ),
+        (((ids(2, 7),), {}), r"differ .* in more than the number of rows: argument_0 is int64\[2, 7\], but should"),
         (((ids(4, 6),), {}), r"is int64\[4, 6\], but should be int64\[4, 5\]"),
         (((ids(2).int(),), {}), r"is int32\[2, 5\], but should be int64\[2, 5\]"),
         (((), {"ids": ids(2)}), "contains .* but should contain"),
@@ -206,9 +201,8 @@ def test_every_further_call_is_compared_and_golden() -> None:
     report = check_parity(model, wrong, (x,), further_inputs=further(odd))
     assert report.verdict == "failed"
     assert "batch size 7, draw 0" in report.reason
-    reference = measure_reference(
-        model, Samples((x,), further_inputs=further(odd, ids(2, seed=4))), batch_sizes=(2, 1, 3)
-    )
+    samples = Samples((x,), further_inputs=further(odd, ids(2, seed=4)))
+    reference = measure_reference(model, samples, batch_sizes=(2, 1, 3))
     entries = golden_entries(reference, 3)
     assert [(entry.batch_size, entry.draw) for entry in entries] == [(2, 0), (7, 0), (2, 1)]
     assert any(torch.equal(entry.call.args[0], odd) for entry in entries)
@@ -267,7 +261,7 @@ def test_a_bundle_holds_the_users_calls(tmp_path: Path) -> None:
     assert torch.equal(golden[2, 0], x)
     assert torch.equal(golden[6, 0], y)
     with pytest.raises(
-        UsageError, match=r"static_batch fixes the batch size at 2, but there are further inputs of batch size 6\."
+        UsageError, match="static_batch fixes the batch size at 2, but there are further inputs of batch"
     ):
         export(Net().eval(), example_inputs=(x,), further_inputs=further(y), static_batch=True, force=True, **options)
     with pytest.raises(UsageError, match="pass the first call as example_inputs"):

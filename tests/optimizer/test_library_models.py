@@ -127,13 +127,11 @@ def test_the_bundle_is_named_after_the_model(model: str, folder: str, tmp_path: 
 @pytest.mark.parametrize("spec", ["timm:", "timm", "timm: ", "torchvision:", "transformers:"])
 def test_a_library_without_a_name(spec: str) -> None:
     assert "names no model of" in refused(spec, error=UsageError)
-
-
-def test_a_name_that_isnt_utf8() -> None:
     assert refused("timm:\udcff") == "The name '\\udcff' isn't UTF-8."
 
 
-def test_the_name_may_be_an_option(timm: Any) -> None:
+def test_the_name_may_be_an_option_and_a_folder_of_checkpoints_is_no_module(tmp_path: Path, timm: Any) -> None:
+    (tmp_path / "timm").mkdir()
     assert split_library("timm", "resnet50") == ("timm", "resnet50")
     assert split_library("timm:resnet50", "resnet50") == ("timm", "resnet50")
     assert "use only one of them" in refused("timm:resnet50", name="resnet18", error=UsageError)
@@ -177,11 +175,6 @@ def test_a_module_of_a_library_is_still_a_module(timm: Any) -> None:
     assert loaded.source == "timm.models.byobnet:test_byobnet"
 
 
-def test_a_folder_of_checkpoints_isnt_a_module(tmp_path: Path, timm: Any) -> None:
-    (tmp_path / "timm").mkdir()
-    assert split_library("timm:resnet50") == ("timm", "resnet50")
-
-
 # ------------------------------------------------------------------------------------------------------------- timm
 
 
@@ -192,11 +185,9 @@ def test_timm_with_weights_of_the_users(timm: Any) -> None:
     assert same_weights(loaded, model)
     assert not loaded.model.training
     assert [tensor.shape for tensor in loaded.example_inputs] == [(2, 3, 160, 160)]
-    again = load(f"timm:{SMALL}", weights=Path("weights.pt"))
-    assert torch.equal(again.example_inputs[0], loaded.example_inputs[0])
-    assert not torch.equal(
-        load(f"timm:{SMALL}", weights=Path("weights.pt"), seed=1).example_inputs[0], again.example_inputs[0]
-    )
+    again, other = (load(f"timm:{SMALL}", weights=Path("weights.pt"), seed=seed).example_inputs[0] for seed in (0, 1))
+    assert torch.equal(again, loaded.example_inputs[0])
+    assert not torch.equal(other, again)
 
 
 def test_timm_with_its_pretrained_weights(timm: Any, tmp_path: Path) -> None:
@@ -209,13 +200,9 @@ def test_timm_with_its_pretrained_weights(timm: Any, tmp_path: Path) -> None:
 
 def test_timm_never_keeps_random_weights(timm: Any) -> None:
     sentence = refused(f"timm:{SMALL}")
-    assert sentence.startswith(
-        f"timm:{SMALL} couldn't be created with its pretrained weights (without a network, pass your own with --weights"
-        " FILE): LocalEntryNotFoundError: "
-    )
-    assert refused("timm:coatnet_0_224") == (
-        "timm has no pretrained weights for coatnet_0_224: pass your own with --weights FILE."
-    )
+    assert sentence.startswith(f"timm:{SMALL} couldn't be created with its pretrained weights (without a network, pass")
+    assert " with --weights FILE): LocalEntryNotFoundError: " in sentence
+    assert "timm has no pretrained weights for coatnet_0_224: pass your own" in refused("timm:coatnet_0_224")
     state_of(nn.Linear(2, 2))
     assert "don't fit the model: missing" in refused(f"timm:{SMALL}", weights=Path("weights.pt"))
 
@@ -233,23 +220,15 @@ def test_timm_has_no_such_model(timm: Any, name: str, near: str | None) -> None:
 # ------------------------------------------------------------------------------------------------------- torchvision
 
 
-def test_torchvision_with_weights_of_the_users(torchvision: Any) -> None:
+def test_torchvision_with_its_pretrained_weights_or_yours(torchvision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "pass your own with --weights FILE): URLError: " in refused(f"torchvision:{SMALL_OF_TORCHVISION}")
     model = torchvision.models.get_model(SMALL_OF_TORCHVISION)
     loaded = load(f"torchvision:{SMALL_OF_TORCHVISION}", weights=state_of(model))
     assert loaded.source == f"torchvision:{SMALL_OF_TORCHVISION}"
     assert same_weights(loaded, model)
     assert [tensor.shape for tensor in loaded.example_inputs] == [(2, 3, 224, 224)]
-
-
-def test_torchvision_with_its_pretrained_weights(torchvision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = torchvision.models.get_model(SMALL_OF_TORCHVISION)
     monkeypatch.setattr(torchvision.models._api, "load_state_dict_from_url", lambda *_, **__: model.state_dict())
     assert same_weights(load(f"torchvision:{SMALL_OF_TORCHVISION}"), model)
-
-
-def test_torchvision_never_keeps_random_weights(torchvision: Any) -> None:
-    sentence = refused(f"torchvision:{SMALL_OF_TORCHVISION}")
-    assert "pass your own with --weights FILE): URLError: " in sentence
 
 
 def test_torchvision_has_no_such_model(torchvision: Any) -> None:
@@ -260,20 +239,11 @@ def test_torchvision_has_no_such_model(torchvision: Any) -> None:
 @pytest.mark.slow
 def test_the_size_of_images_is_that_of_the_weights(torchvision: Any) -> None:
     """Also of a model for segmentation, whose first part has weights of its own; videos aren't images."""
-    for name, size in (("lraspp_mobilenet_v3_large", 520), ("r3d_18", None)):
-        weights = state_of(torchvision.models.get_model(name, weights=None, **_without_backbone(name)))
-        if size is None:
-            assert refused(f"torchvision:{name}", weights=weights) == (
-                f"The inputs of torchvision:{name} aren't known; pass each input with --input, such as --input "
-                "2x3x224x224 or --input ids=int64[2,128]:0..30000."
-            )
-        else:
-            loaded = load(f"torchvision:{name}", weights=weights)
-            assert loaded.example_inputs[0].shape == (2, 3, size, size)
-
-
-def _without_backbone(name: str) -> dict[str, None]:
-    return {"weights_backbone": None} if name.startswith("lraspp") else {}
+    name = "lraspp_mobilenet_v3_large"
+    weights = state_of(torchvision.models.get_model(name, weights=None, weights_backbone=None))
+    assert load(f"torchvision:{name}", weights=weights).example_inputs[0].shape == (2, 3, 520, 520)
+    weights = state_of(torchvision.models.get_model("r3d_18", weights=None))
+    assert "The inputs of torchvision:r3d_18 aren't known; pass each" in refused("torchvision:r3d_18", weights=weights)
 
 
 # ------------------------------------------------------------------------------------------------------ transformers
@@ -433,12 +403,8 @@ def test_each_line_of_a_text_is_a_row(tmp_path: Path) -> None:
 def test_files_that_cant_be_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text_model(tmp_path / "bert")
     vision_model(tmp_path / "vit")
-    for name, content in {
-        "a.txt": b"the cat",
-        "empty.txt": b" \n",
-        "bad.txt": b"\xff\xfe",
-        "bad.png": b"\x89PNG",
-    }.items():
+    files = {"a.txt": b"the cat", "empty.txt": b" \n", "bad.txt": b"\xff\xfe", "bad.png": b"\x89PNG"}
+    for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "none").mkdir()
     picture("a.png")

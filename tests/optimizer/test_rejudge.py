@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from changed_bundles import edit_manifest
 from tiny_models import enliven
 from torch import nn
 
 from optimize_export.errors import BundleError, UsageError
-from optimize_export.manifest import file_digest, sums_text
 from optimizer import Bundle, export, open_bundle, optimize, rejudge_bundle, verify_bundle
 from optimizer.command import cli
 
@@ -59,17 +59,6 @@ def bundle(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bu
     return open_bundle(copy)
 
 
-def edit(bundle: Bundle, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest, and update its checksums to match."""
-    path = bundle.path / "manifest.json"
-    manifest = json.loads(path.read_text(encoding="utf-8"))
-    change(manifest)
-    path.write_text(json.dumps(manifest), encoding="utf-8")
-    digests = {file["path"]: file["sha256"] for file in manifest["files"]}
-    sums = sums_text(digests | {"manifest.json": file_digest(path)})
-    (bundle.path / "SHA256SUMS").write_text(sums, encoding="utf-8")
-
-
 def test_without_options_it_is_the_judgement_of_the_export(bundle: Bundle) -> None:
     before = {path.name: path.read_bytes() for path in bundle.path.iterdir()}
     report = rejudge_bundle(bundle.path)
@@ -114,7 +103,7 @@ def test_a_bundle_whose_original_ran_on_another_device_is_judged_by_that_factor(
         return parity.factor
 
     assert factor() == 4.0
-    edit(bundle, lambda manifest: manifest["device"].update(type="cuda"))
+    edit_manifest(bundle.path, lambda manifest: manifest["device"].update(type="cuda"))
     assert factor() == factor(atol=1.0) == 16.0
     assert factor(factor=3.0) == 3.0
 
@@ -132,9 +121,7 @@ def test_a_tolerance_decides_at_the_largest_difference(bundle: Bundle) -> None:
 
 
 def test_what_makes_no_sense_is_one_sentence(bundle: Bundle) -> None:
-    with pytest.raises(
-        UsageError, match=r"'boxes'; the outputs are: scores \(logits in the model\), vector \(features in"
-    ):
+    with pytest.raises(UsageError, match=r"'boxes'; the outputs are: scores \(logits in the model\), vector \("):
         rejudge_bundle(bundle.path, atol={"boxes": 1.0})
     for factor in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(UsageError, match="factor must be a number above 0"):
@@ -148,7 +135,7 @@ def test_what_makes_no_sense_is_one_sentence(bundle: Bundle) -> None:
 
 @pytest.mark.parametrize("drop", [lambda entry: entry.pop("measurement"), lambda entry: entry.update(measurement=None)])
 def test_a_bundle_from_before_measurements_were_kept(bundle: Bundle, drop: Callable[[dict[str, Any]], object]) -> None:
-    edit(bundle, lambda manifest: drop(manifest["artifacts"][0]))
+    edit_manifest(bundle.path, lambda manifest: drop(manifest["artifacts"][0]))
     with pytest.raises(BundleError, match=r"no measurement of model\.torchscript\.pt, .*: export the model again, or"):
         rejudge_bundle(bundle.path)
 
@@ -179,16 +166,14 @@ def test_a_broken_measurement_names_the_field(bundle: Bundle, keys: tuple[Any, .
             place = place[key]
         place[keys[-1]] = value
 
-    edit(bundle, change)
+    edit_manifest(bundle.path, change)
     with pytest.raises(BundleError, match=sentence):
         rejudge_bundle(bundle.path)
 
 
 def test_a_measurement_of_other_outputs_contradicts_the_manifest(bundle: Bundle) -> None:
-    edit(bundle, lambda manifest: manifest["artifacts"][0]["measurement"]["outputs"].pop())
-    with pytest.raises(
-        BundleError, match="the measurement of the artifact torchscript doesn't have the artifact's outputs"
-    ):
+    edit_manifest(bundle.path, lambda manifest: manifest["artifacts"][0]["measurement"]["outputs"].pop())
+    with pytest.raises(BundleError, match="measurement of the artifact torchscript doesn't have the artifact's"):
         rejudge_bundle(bundle.path)
 
 
@@ -199,22 +184,21 @@ def test_an_error_that_is_no_number_is_read_and_fails(bundle: Bundle, figure: st
         output["max_error"] = output["calls"][0]["max_error"] = figure
         output["frontier"].append([figure, 1.0])
 
-    edit(bundle, change)
+    edit_manifest(bundle.path, change)
     assert not rejudge_bundle(bundle.path, factor=1e12).ok
     assert not rejudge_bundle(bundle.path, atol=1e12).ok
 
 
 @pytest.mark.parametrize("figure", ["noise", "noise_rms"])
 def test_an_infinite_noise_proves_nothing(bundle: Bundle, figure: str) -> None:
-    edit(
-        bundle,
-        lambda manifest: manifest["artifacts"][0]["measurement"]["outputs"][1]["noise"].update({figure: "Infinity"}),
-    )
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["artifacts"][0]["measurement"]["outputs"][1]["noise"][figure] = "Infinity"
+
+    edit_manifest(bundle.path, change)
     report = rejudge_bundle(bundle.path)
     assert report.intact
-    assert report.problems == (
-        "model.torchscript.pt: nothing is proven. The noise of vector is infinite, so any error would be allowed.",
-    )
+    (problem,) = report.problems
+    assert problem.startswith("model.torchscript.pt: nothing is proven. The noise of vector is infinite, so any error")
     # The user's tolerance replaces it.
     assert rejudge_bundle(bundle.path, atol=0.1).ok
 
@@ -225,17 +209,11 @@ def test_the_command_judges_as_it_verifies(
     monkeypatch.setattr("optimizer.command.user_code.import_own_packages", lambda: None)
     verified = verify_bundle(written)
     assert verified.ok
-    documents = {}
-    for options, code in (
-        ([], 0),
-        (["--atol", "scores=0.1"], 0),
-        (["--factor", "4"], 6),
-        (["--atol", "scores=1e-9"], 6),
-    ):
-        assert cli.main(["rejudge", str(written), "--json", *options]) == code
-        documents[tuple(options)] = json.loads(capsys.readouterr().out)
-        assert documents[tuple(options)]["exit_code"] == code
-    assert documents[()].keys() == {"exit_code", "bundle", *verified.to_json()}
+    for options, code in (("", 0), ("--atol scores=0.1", 0), ("--factor 4", 6), ("--atol scores=1e-9", 6)):
+        assert cli.main(["rejudge", str(written), "--json", *options.split()]) == code
+        document = json.loads(capsys.readouterr().out)
+        assert document["exit_code"] == code
+        assert document.keys() >= {"bundle", *verified.to_json()}
     assert cli.main(["rejudge", str(written), "--details"]) == 0
     shown = capsys.readouterr().out
     assert "scores" in shown

@@ -42,35 +42,6 @@ def write(tmp_path: Path) -> UserFolder:
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--tune-seconds", "0"], "--tune-seconds: '0' is not a number above 0"),
-        (["--tune-seconds", "-1"], "--tune-seconds: '-1' is not a number above 0"),
-        (["--tune-seconds", "abc"], "--tune-seconds: 'abc' is not a number above 0"),
-        (["--tune-seconds", "inf"], "--tune-seconds: 'inf' is not a number above 0"),
-        (["--tune", "--no-bench"], "Tuning times the files: leave out --no-bench"),
-        (["--tune", "--choices", "x"], "Tuning and choices contradict each other"),
-        (
-            ["--accuracy", "0.9", "--no-bench"],
-            "An accuracy budget implies tuning, which times the files: leave out --no-bench.",
-        ),
-        (["--accuracy", "0.9", "--no-tune"], "only with tuning or choices: leave out --no-tune."),
-        (["--tune", "--accuracy", "1"], "accuracy '1' isn't a budget"),
-        (["--tune", "--accuracy", "top1=2"], "accuracy 'top1=2' isn't a budget"),
-        (["--tune", "--calibration", "x"], "only with an accuracy budget: add one, such as --accuracy 0.999."),
-        (["--tune", "--accuracy", "0.9", "--calibration", " "], "--calibration names no file"),
-        (["--choices", " "], "--choices names no bundle"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(
-    options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["model.py", *options]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert sentence in line
-
-
-@pytest.mark.parametrize(
     ("arguments", "tunes"),
     [
         ({}, False),
@@ -93,19 +64,6 @@ def test_an_accuracy_budget_implies_tuning(
     inputs = (torch.randn(2, 4),)
     export(model, example_inputs=inputs, output=tmp_path / "net", formats=("torchscript",), **arguments)
     assert [job.tune for job in jobs] == [tunes]
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["bench", " "], "BUNDLE is missing"),
-        (["bench", "x", "y"], "Got unexpected extra argument (y)"),
-        (["bench", "x", "--tune"], "There is no option --tune here: it goes with optimize-export MODEL."),
-    ],
-)
-def test_bench_takes_a_bundle_alone(options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(options) == 2
-    assert sentence in capsys.readouterr().err
 
 
 def test_missing_calibration_is_refused_before_the_model_is_loaded(
