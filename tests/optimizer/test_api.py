@@ -456,17 +456,6 @@ def test_a_required_gpu_that_is_missing(model, image, tmp_path, options):
         export(model, example_inputs=(image,), output=tmp_path / "net", **options)
 
 
-def test_the_original_on_the_device_of_the_artifacts_is_as_without_naming_it(model, image, tmp_path):
-    options = {"example_inputs": (image,), "formats": ("torchscript",), "device": "cpu"}
-    plain = export(model, output=tmp_path / "plain", **options)
-    named = export(model, output=tmp_path / "named", reference_device="cpu", **options)
-    assert named.manifest["artifacts"][0]["parity"] == plain.manifest["artifacts"][0]["parity"]
-    device = named.manifest["device"]
-    assert named.manifest["parity"]["reference_device"] == named.manifest["golden"]["device"] == device
-    assert named.manifest["parity"]["factor"] == 4.0
-    assert named.manifest["artifacts"][0]["parity"]["reference_device"] == ""
-
-
 def test_an_original_on_another_device_allows_the_factor_of_the_devices(model, image, tmp_path, monkeypatch):
     seen = []
 
@@ -478,6 +467,8 @@ def test_an_original_on_another_device_allows_the_factor_of_the_devices(model, i
     given = {"formats": ("torchscript",), "device": "cpu", "reference_device": "cpu"}
     bundle = export(model, example_inputs=(image,), output=tmp_path / "net", **given)
     assert seen == [("cpu", "cpu")]
+    assert bundle.manifest["parity"]["reference_device"] == bundle.manifest["golden"]["device"]
+    assert bundle.manifest["artifacts"][0]["parity"]["reference_device"] == ""
     parity = bundle.manifest["artifacts"][0]["parity"]
     assert parity["factor"] == bundle.manifest["parity"]["factor"] == 16.0
     assert all(output["tolerance"] == 16 * output["noise"] for output in parity["outputs"])
@@ -536,11 +527,10 @@ def test_a_wrapper_of_torch_compile_is_refused_with_the_way_out(model, image, tm
     ):
         with pytest.raises(UsageError, match="pass the module itself"):
             call()
-
-
-def test_what_is_no_module_is_refused():
     with pytest.raises(UsageError, match=r"must be an nn\.Module, not function"):
         optimize(lambda x: x)
+    with pytest.raises(UsageError, match="didn't return it"):
+        report_of(model)
 
 
 def test_a_forward_that_changes_the_current_folder_moves_no_bundle(image, tmp_path, monkeypatch):
@@ -555,11 +545,6 @@ def test_a_forward_that_changes_the_current_folder_moves_no_bundle(image, tmp_pa
     assert bundle.path == tmp_path / "net"
     assert (tmp_path / "net" / "manifest.json").is_file()
     assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
-def test_a_module_that_was_not_optimized_has_no_report(model):
-    with pytest.raises(UsageError, match="didn't return it"):
-        report_of(model)
 
 
 def test_a_models_own_report_stays(image):

@@ -131,8 +131,8 @@ def test_a_library_without_a_name(spec: str) -> None:
 
 
 def test_the_name_may_be_an_option_and_a_folder_of_checkpoints_is_no_module(tmp_path: Path, timm: Any) -> None:
-    (tmp_path / "timm").mkdir()
     assert split_library("timm", "resnet50") == ("timm", "resnet50")
+    (tmp_path / "timm").mkdir()
     assert split_library("timm:resnet50", "resnet50") == ("timm", "resnet50")
     assert "use only one of them" in refused("timm:resnet50", name="resnet18", error=UsageError)
 
