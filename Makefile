@@ -74,7 +74,7 @@ zoo: $(VENV)/test $(TIMM) $(PACKAGES)
 rule: $(VENV)/examples
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/rule.py --runs $(RUNS) --check --json benchmarks/results/rule.json --markdown benchmarks/results/rule.md
 
-mutants: $(VENV)/test
+mutants: $(VENV)/dev
 	$(BIN)/python tests/mutation/mutants.py --jobs $(WORKERS)
 
 crash: N = 20

@@ -4,7 +4,6 @@ import gc
 import logging
 import os
 import signal
-from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -61,19 +60,3 @@ def _gpus(item: pytest.Item) -> int:
 def pytest_report_header() -> str:
     found = torch.cuda.is_available()
     return f"CUDA: {torch.cuda.get_device_name() if found else 'none; tests marked gpu are deselected'}"
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print how often each kind of random module, fold and part outcome occurred."""
-    seen: Counter[str] = Counter()
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            # The report of the teardown repeats the properties of the call.
-            for name, counts in report.user_properties if getattr(report, "when", "") == "call" else ():
-                if name == "seen":
-                    seen.update(counts)
-    if seen:
-        terminalreporter.section("what the random modules were")
-        for group in sorted({kind.partition(":")[0] for kind in seen}):
-            counts = sorted((kind.partition(": ")[2], n) for kind, n in seen.items() if kind.startswith(f"{group}: "))
-            terminalreporter.write_line(f"{group}: " + ", ".join(f"{kind} {n}" for kind, n in counts))

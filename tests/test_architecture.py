@@ -370,21 +370,3 @@ def test_all_that_the_passes_use_is_in_the_interface_and_no_more() -> None:
     }
     # A record that a pass may read and needn't create.
     assert INTERFACE - used == {"Change"}
-
-
-def test_every_file_of_a_pass_holds_its_pass() -> None:
-    """The file, the class and the name of a pass derive from each other; `SHARED` lists the other files in `passes`."""
-    for path in PASS_FILES:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-        wanted = "".join(part.capitalize() for part in path.stem.split("_"))
-        assert wanted in classes, f"{path.name} has no class {wanted}"
-        names = [
-            node.value.value
-            for node in classes[wanted].body
-            if isinstance(node, ast.AnnAssign)
-            and isinstance(node.target, ast.Name)
-            and node.target.id == "name"
-            and isinstance(node.value, ast.Constant)
-        ]
-        assert names == [path.stem.replace("_", "-")]

@@ -3,6 +3,7 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -20,23 +21,22 @@ from optimizer.tuning import bench_bundle
 pytestmark = pytest.mark.gpu
 
 
+def made(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A model, and the arguments for it on the GPU."""
+    model, args, kwargs = REAL_MODELS[name]()
+    return model, {"example_inputs": args or None, "example_kwargs": kwargs, "device": "cuda"}
+
+
 @pytest.mark.parametrize("name", ["resnet", "bert"])
 def test_a_model_on_the_gpu_goes_the_whole_way(name, tmp_path):
-    model, args, kwargs = REAL_MODELS[name]()
-    fast = optimize(model, example_inputs=args or None, example_kwargs=kwargs, device="cuda")
+    model, given = made(name)
+    fast = optimize(model, **given)
     assert fast.report.device.startswith("cuda")
     assert fast.report.verified
     assert next(fast.parameters()).is_cuda
     assert not next(model.parameters()).is_cuda
 
-    bundle = export(
-        fast,
-        example_inputs=args or None,
-        example_kwargs=kwargs,
-        output=tmp_path / "bundle",
-        device="cuda",
-        require_gpu=True,
-    )
+    bundle = export(fast, **given, output=tmp_path / "bundle", require_gpu=True)
     assert bundle.parity.ok
     assert bundle.manifest["device"]["type"] == "cuda"
 
@@ -55,10 +55,9 @@ def test_a_model_on_the_gpu_goes_the_whole_way(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["resnet", "bert"])
 def test_programs_of_torch_export_go_the_whole_way(name, tmp_path):
-    model, args, kwargs = REAL_MODELS[name]()
-    given = {"example_inputs": args or None, "example_kwargs": kwargs}
-    fast = optimize(model, **given, device="cuda")
-    bundle = export(fast, **given, output=tmp_path / "bundle", formats=("pt2", "aoti"), device="cuda", require_gpu=True)
+    model, given = made(name)
+    fast = optimize(model, **given)
+    bundle = export(fast, **given, output=tmp_path / "bundle", formats=("pt2", "aoti"), require_gpu=True)
     assert bundle.parity.ok
     assert all(bundle.load(name, "cuda").device == "cuda" for name in ("pt2", "aoti"))
     assert verify_bundle(bundle.path, device="cuda", require_gpu=True).ok
@@ -69,16 +68,9 @@ def test_programs_of_torch_export_go_the_whole_way(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["resnet", "bert"])
 def test_an_original_on_the_cpu_is_compared_with_artifacts_on_the_gpu(name, tmp_path):
-    model, args, kwargs = REAL_MODELS[name]()
-    bundle = export(
-        optimize(model, example_inputs=args or None, example_kwargs=kwargs, device="cuda"),
-        example_inputs=args or None,
-        example_kwargs=kwargs,
-        output=tmp_path / "bundle",
-        device="cuda",
-        reference_device="cpu",
-        row_independence=True,
-    )
+    model, given = made(name)
+    fast = optimize(model, **given)
+    bundle = export(fast, **given, output=tmp_path / "bundle", reference_device="cpu", row_independence=True)
     assert bundle.manifest["device"]["type"] == "cuda"
     assert bundle.manifest["parity"]["reference_device"]["type"] == bundle.manifest["golden"]["device"]["type"] == "cpu"
     for artifact in bundle.manifest["artifacts"]:
@@ -200,25 +192,21 @@ def test_a_group_of_operations_is_one_kernel(backend: str) -> None:
     assert x.grad is not None
 
 
-@pytest.mark.parametrize("how", ["autocast", "weights"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_transformer_in_a_half_precision_is_verified_in_kind(dtype: str, how: str) -> None:
-    model, args, kwargs = REAL_MODELS["bert"]()
-    passes = [f"cast-precision:dtype={dtype}:how={how}"]
-    fast = optimize(model, passes, example_inputs=args or None, example_kwargs=kwargs, device="cuda")
-    assert fast.report.passes[0].status == "applied", fast.report
-    assert fast.report.parity is not None
-    assert fast.report.parity.precision == dtype
-
-
-@pytest.mark.parametrize("options", ["", ":mode=reduce-overhead", ":freezing=true"])
-def test_a_transformer_is_compiled(options: str) -> None:
-    model, args, kwargs = REAL_MODELS["bert"]()
-    fast = optimize(
-        model, [f"torch-compile{options}"], example_inputs=args or None, example_kwargs=kwargs, device="cuda"
-    )
+@pytest.mark.parametrize(
+    "item",
+    [
+        *(f"cast-precision:dtype={dtype}:how={how}" for dtype in ("float16", "bfloat16") for how in ("autocast", "weights")),
+        *("torch-compile", "torch-compile:mode=reduce-overhead", "torch-compile:freezing=true", "merge-linears"),
+    ],
+)  # fmt: skip
+def test_a_pass_changes_a_transformer(item: str) -> None:
+    model, given = made("bert")
+    fast = optimize(model, [item], **given)
     assert fast.report.passes[0].status == "applied", fast.report
     assert fast.report.verified
+    assert fast.report.parity is not None
+    # In a half precision, it is compared with the original in that.
+    assert fast.report.parity.precision == (item.split(":")[1].removeprefix("dtype=") if "dtype" in item else None)
 
 
 def test_equal_blocks_are_compiled_once() -> None:
@@ -226,13 +214,6 @@ def test_equal_blocks_are_compiled_once() -> None:
     model = torch.nn.TransformerEncoder(block, 4, enable_nested_tensor=False).eval()
     x = torch.randn(2, 16, 64)
     fast = optimize(model, ["torch-compile:regions=blocks"], example_inputs=(x,), device="cuda")
-    assert fast.report.passes[0].status == "applied", fast.report
-    assert fast.report.verified
-
-
-def test_merged_linear_layers_compute_the_same() -> None:
-    model, args, kwargs = REAL_MODELS["bert"]()
-    fast = optimize(model, ["merge-linears"], example_inputs=args or None, example_kwargs=kwargs, device="cuda")
     assert fast.report.passes[0].status == "applied", fast.report
     assert fast.report.verified
 

@@ -1,15 +1,10 @@
 """The benchmark of fused operations, on few elements."""
 
-import json
-
-from benchmark_runs import run_benchmark
+from benchmark_runs import written
 
 
 def test_measures_all_ways_and_says_what_is_one_kernel(tmp_path):
-    paths = [f"--json={tmp_path / 'fusion.json'}", f"--markdown={tmp_path / 'fusion.md'}"]
-    process = run_benchmark("fusion", "--elements=100000", "--rounds=2", "--threads=1", "--check", *paths)
-    assert process.returncode == 0, process.stderr
-    data = json.loads((tmp_path / "fusion.json").read_text())
+    data, markdown, _ = written("fusion", tmp_path, "--elements=100000", "--rounds=2", "--threads=1", "--check")
     (result,) = data["results"]
     assert result["kernels"] == [5, 1]
     assert 0 < result["error"] < 1e-5
@@ -17,4 +12,4 @@ def test_measures_all_ways_and_says_what_is_one_kernel(tmp_path):
     assert all(len(way["values"]) == 2 for way in result["ways"].values())
     # The goals are for a GPU.
     assert data["missed"] == []
-    assert "| 100,000 | jit-fusion |" in (tmp_path / "fusion.md").read_text()
+    assert "| 100,000 | jit-fusion |" in markdown

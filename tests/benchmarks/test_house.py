@@ -1,16 +1,12 @@
 """The benchmark that counts what a person reads to follow one call."""
 
 import ast
-import json
 
-from benchmark_runs import imported, run_benchmark
+from benchmark_runs import imported, written
 
 
 def test_counts_the_files_of_both_calls_and_the_lines_of_the_product(tmp_path):
-    path, markdown = tmp_path / "house.json", tmp_path / "house.md"
-    process = run_benchmark("house", f"--json={path}", f"--markdown={markdown}", timeout=600)
-    assert process.returncode == 0, process.stderr
-    found = json.loads(path.read_text())
+    found, markdown, _ = written("house", tmp_path, timeout=600)
     optimizing, exporting = found["calls"]
     assert {"optimizer/api.py", "passes/fold_conv_bn.py"} <= set(optimizing["files"])
     assert {"optimizer/api.py", "exporters/onnx.py"} <= set(exporting["files"])
@@ -19,7 +15,7 @@ def test_counts_the_files_of_both_calls_and_the_lines_of_the_product(tmp_path):
     folders = {each["folder"]: each["lines"] for each in found["folders"]}
     assert folders["passes"] > 1000
     assert optimizing["lines"] < sum(folders.values())
-    assert "| optimize, preset |" in markdown.read_text()
+    assert "| optimize, preset |" in markdown
 
 
 def test_counts_importers_by_module_and_by_name():

@@ -1,22 +1,16 @@
 """The benchmark of what a call of a loaded bundle costs."""
 
-import json
-
 import pytest
-from benchmark_runs import imported, run_benchmark
+from benchmark_runs import imported, written
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("load_overhead")
-    path, markdown = folder / "load_overhead.json", folder / "load_overhead.md"
-    process = run_benchmark("load_overhead", "--rounds=2", f"--json={path}", f"--markdown={markdown}")
-    assert process.returncode == 0, process.stderr
-    return json.loads(path.read_text()), markdown.read_text()
+    return written("load_overhead", tmp_path_factory.mktemp("load_overhead"), "--rounds=2")
 
 
 def test_times_each_way_with_each_kind_of_inputs(done):
-    figures, markdown = done
+    figures, markdown, _ = done
     seen = [(result["model"], result["way"], result["inputs"]) for result in figures["results"]]
     ways = ("onnxruntime", "openvino", "torchscript", "pt2")
     assert seen == [(name, way, kind) for name in ("plain", "nested") for way in ways for kind in ("numpy", "torch")]

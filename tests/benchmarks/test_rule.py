@@ -66,13 +66,6 @@ def test_goes_on_where_it_was_stopped_with_other_weights(done):
     assert [run["ratio"] for run in units[2]["runs"]] != [run["ratio"] for run in units[0]["runs"]]
 
 
-def test_figures_of_other_settings_are_not_added_to(done):
-    options, *_ = done
-    process = run_benchmark("rule", *options, "--seed=1")
-    assert process.returncode == 2
-    assert "holds figures of other settings" in process.stderr
-
-
 def spoilt(rule, monkeypatch, factor):
     """Measure one model with a judge that allows `factor` times the noise."""
     right = rule.judge

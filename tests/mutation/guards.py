@@ -17,8 +17,8 @@ chain that permits something.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 # The files of the judge of a fold.
@@ -41,37 +41,21 @@ OTHER_WORK = {
 
 
 @dataclass(frozen=True)
-class Edit:
-    """Bytes from `start` to `end` of a file, and the text that replaces them."""
-
-    start: int
-    end: int
-    text: str
-
-
-@dataclass(frozen=True)
 class Guard:
-    """One way in which the judge refuses.
+    """One way in which the judge refuses."""
 
-    Attributes:
-        file: its path in the repository.
-        line: the line on which it starts.
-        function: the innermost function or class around it.
-        text: its sentence, or its code.
-        edits: make the judge go on as if the guard weren't there.
-        probes: insertions that note a refusal of the guard, each at one place, with `{}` for its number.
-    """
-
-    file: str
-    line: int
-    function: str
-    text: str
-    edits: tuple[Edit, ...]
-    probes: tuple[Edit, ...]
+    file: str  # its path in the repository
+    line: int  # the line on which it starts
+    function: str  # the innermost function or class around it
+    text: str  # its sentence, or its code
+    start: int  # the bytes from `start` to `end` of the file are replaced by `code` to remove it
+    end: int
+    code: str
+    refuses_at: int  # a line that runs in each test in which it refuses
 
     @property
     def name(self) -> str:
-        """The name of the guard in declared.py, which stays the same when lines move."""
+        """The name of the guard, which stays the same when lines move."""
         return f"{self.file}: {self.function}: {self.text}"
 
 
@@ -84,36 +68,17 @@ def guards_in(root: Path, file: str) -> list[Guard]:
     found = list(_Reader(file, (root / file).read_bytes()).guards())
     names = [guard.name for guard in found]
     if twice := {name for name in names if names.count(name) > 1}:
-        found = [_numbered(guard, found[:place]) if guard.name in twice else guard for place, guard in enumerate(found)]
+        numbers = [1 + names[:place].count(name) for place, name in enumerate(names)]
+        found = [
+            replace(guard, text=f"{guard.text} ({number})") if guard.name in twice else guard
+            for guard, number in zip(found, numbers, strict=True)
+        ]
     return found
 
 
-def _numbered(guard: Guard, before: Sequence[Guard]) -> Guard:
-    number = 1 + sum(each.name == guard.name for each in before)
-    return Guard(guard.file, guard.line, guard.function, f"{guard.text} ({number})", guard.edits, guard.probes)
-
-
-def noting(source: bytes, notes: Mapping[int, Guard]) -> bytes:
-    """The source with a note, by its number, wherever one of these guards refuses; otherwise it behaves as before."""
-    body = ast.parse(source).body
-    documented = isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
-    first = next(
-        statement
-        for statement in body[documented:]
-        if not (isinstance(statement, ast.ImportFrom) and statement.module == "__future__")
-    )
-    start = sum(len(line) for line in source.splitlines(keepends=True)[: first.lineno - 1])
-    edits = [
-        Edit(edit.start, edit.end, edit.text.format(number)) for number, each in notes.items() for edit in each.probes
-    ]
-    return edited(source, [Edit(start, start, "import reached; "), *edits])
-
-
-def edited(source: bytes, edits: Sequence[Edit]) -> bytes:
-    """The source with all edits; edits at the same place are inserted in the given order."""
-    for _, edit in sorted(enumerate(edits), key=lambda pair: (pair[1].start, pair[0]), reverse=True):
-        source = source[: edit.start] + edit.text.encode() + source[edit.end :]
-    return source
+def without(source: bytes, guard: Guard) -> bytes:
+    """The source without this guard."""
+    return source[: guard.start] + guard.code.encode() + source[guard.end :]
 
 
 class _Reader:
@@ -130,7 +95,7 @@ class _Reader:
 
     def guards(self) -> Iterator[Guard]:
         found = [guard for function in _functions(self.tree) for guard in self._of_function(function)]
-        yield from sorted(found, key=lambda guard: (guard.line, guard.edits[0].start))
+        yield from sorted(found, key=lambda guard: (guard.line, guard.start))
 
     def _of_function(self, function: ast.FunctionDef) -> Iterator[Guard]:
         if function.name in OTHER_WORK:
@@ -151,7 +116,7 @@ class _Reader:
                 yield from self._permitted(function, condition)
             elif isinstance(value, ast.BoolOp) and isinstance(value.op, ast.Or):
                 for part in value.values:
-                    yield self._guard(function, part, [self._swap(part, "None")], self._where(part, True))
+                    yield self._guard(function, part, "None")
             else:
                 yield from self._refused(function, statement, condition)
 
@@ -171,7 +136,7 @@ class _Reader:
             if condition is not None and isinstance(condition.test, ast.BoolOp):
                 yield from self._permitted(function, condition)
             for part in _parts(value, ast.And if passing else ast.Or):
-                yield self._guard(function, part, [self._swap(part, str(passing))], self._where(part, not passing))
+                yield self._guard(function, part, str(passing))
 
     def _of_matcher(self, function: ast.FunctionDef) -> Iterator[Guard]:
         for statement, condition in _returns(function):
@@ -181,10 +146,10 @@ class _Reader:
                     yield from self._refused(function, statement, condition)
             elif isinstance(value, ast.IfExp) and _is_constant(value.orelse, None):
                 for part in _parts(value.test, ast.And):
-                    yield self._guard(function, part, [self._swap(part, "True")], self._where(part, False))
+                    yield self._guard(function, part, "True")
             elif isinstance(value, ast.IfExp) and _is_constant(value.body, None):
                 for part in _parts(value.test, ast.Or):
-                    yield self._guard(function, part, [self._swap(part, "False")], self._where(part, True))
+                    yield self._guard(function, part, "False")
             else:
                 yield from self._permitted(function, condition)
 
@@ -198,52 +163,36 @@ class _Reader:
         parts = [] if condition is None else _parts(condition.test, ast.Or)
         if len(parts) < 2:
             text = _sentence(statement) or self._said(statement, condition)
-            note = self._before(statement)
-            yield self._guard(function, statement, [self._swap(statement, "pass")], [note], text)
+            yield self._guard(function, statement, "pass", text=text)
             return
         for part in parts:
-            yield self._guard(function, part, [self._swap(part, "False")], self._where(part, True))
+            yield self._guard(function, part, "False", refuses_at=statement.lineno)
 
     def _permitted(self, function: ast.FunctionDef, condition: ast.If | None) -> Iterator[Guard]:
         """The guards of a permission: one for each part of its condition if that is an `and` chain."""
         parts = [] if condition is None else _parts(condition.test, ast.And)
         if condition is not None and len(parts) > 1:
             for part in parts:
-                yield self._guard(function, part, [self._swap(part, "True")], self._where(part, False))
+                yield self._guard(function, part, "True")
 
     def _guard(
-        self, function: ast.stmt, node: ast.AST, edits: list[Edit], probes: Sequence[Edit], text: str | None = None
+        self, function: ast.FunctionDef, node: ast.expr | ast.stmt, code: str, *, text: str = "", refuses_at: int = 0
     ) -> Guard:
-        name = getattr(function, "name", "")
-        return Guard(
-            self.file, node.lineno, name, text or " ".join(ast.unparse(node).split()), tuple(edits), tuple(probes)
-        )
+        start, end = self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
+        if code in ("True", "False") and any(isinstance(each, ast.NamedExpr) for each in ast.walk(node)):
+            # Keep the assignment expression, because later code uses the name that it binds.
+            code = f"(({self.source[start:end].decode()}) {'or' if code == 'True' else 'and'} {code})"
+        said = text or " ".join(ast.unparse(node).split())
+        return Guard(self.file, node.lineno, function.name, said, start, end, code, refuses_at or node.lineno)
 
     def _said(self, statement: ast.stmt, condition: ast.If | None) -> str:
         code = " ".join(ast.unparse(statement).split())
         return code if condition is None else f"if {' '.join(ast.unparse(condition.test).split())}: {code}"
 
-    def _swap(self, node: ast.AST, text: str) -> Edit:
-        if any(isinstance(each, ast.NamedExpr) for each in ast.walk(node)) and text in ("True", "False"):
-            # Keep the assignment expression, because later code uses the name that it binds.
-            code = self.source[self._start(node) : self._end(node)].decode()
-            text = f"(({code}) {'or' if text == 'True' else 'and'} {text})"
-        return Edit(self._start(node), self._end(node), text)
-
-    def _before(self, statement: ast.stmt) -> Edit:
-        start = self._start(statement)
-        return Edit(start, start, "reached.note({}); ")
-
-    def _where(self, value: ast.expr, answer: bool) -> list[Edit]:
-        """Insert notes where the value is true, or where it is false; the value itself doesn't change."""
-        start, end = self._start(value), self._end(value)
-        return [Edit(start, start, f"reached.note_where({{}}, {answer}, ("), Edit(end, end, "))")]
-
-    def _start(self, node: ast.AST) -> int:
-        return self.lines[node.lineno - 1] + node.col_offset
-
-    def _end(self, node: ast.AST) -> int:
-        return self.lines[node.end_lineno - 1] + node.end_col_offset
+    def _offset(self, line: int | None, column: int | None) -> int:
+        assert line is not None
+        assert column is not None
+        return self.lines[line - 1] + column
 
 
 def _functions(tree: ast.AST) -> list[ast.FunctionDef]:

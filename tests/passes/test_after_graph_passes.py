@@ -90,7 +90,9 @@ def made() -> dict[str, tuple[nn.Module, nn.Module]]:
     for name, (make, _) in MODELS.items():
         torch.manual_seed(0)
         model = enliven(make()).eval()
-        fast = optimize(model, PASSES, example_inputs=(data(name, 4),))
+        # Each kernel of jit-fusion takes seconds to compile, so one of the models has them.
+        passes = PASSES if name == "attention" else PASSES[:-1]
+        fast = optimize(model, passes, example_inputs=(data(name, 4),))
         assert "applied" in [record.status for record in report_of(fast).passes], report_of(fast)
         assert {record.status for record in report_of(fast).passes} <= {"applied", "unchanged"}, report_of(fast)
         found[name] = model, fast

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import pickle
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pass_contract import captured, check_pass, sentences_of
-from tiny_models import enliven
+from tiny_models import Net, enliven
 from torch import Tensor, nn
 from training_models import peak_of
 
@@ -65,6 +66,17 @@ def made(cls: Any = Images) -> nn.Module:
 def optimized(model: nn.Module, passes: Any = ("channels-last",), x: Tensor | None = None) -> nn.Module:
     given = images() if x is None else x
     return optimize(model, list(passes), mode="training", example_inputs=(given,), strict=True)
+
+
+@functools.cache
+def _pair() -> tuple[nn.Module, nn.Module]:
+    model = made()
+    return model, optimized(model)
+
+
+def pair() -> tuple[nn.Module, nn.Module]:
+    """A model and its result, which share their tensors."""
+    return copy.deepcopy(_pair())
 
 
 def changes_of(result: nn.Module, name: str = "channels-last") -> list[tuple[str, str]]:
@@ -139,13 +151,12 @@ def test_the_maps_go_to_channels_last_and_the_parameters_are_the_callers_own() -
     "x", [images(), images(2, 12), images(7, 24), images(3, 16).to(memory_format=torch.channels_last)]
 )
 def test_steps_are_the_originals_at_any_size(x: Tensor) -> None:
-    model = made()
-    original, fast = doubles(model, optimized(model))
+    original, fast = doubles(*pair())
     assert_close(steps(original, x.double()), steps(fast, x.double()))
 
 
 def test_gradients_lie_as_the_parameters_and_the_inputs_do() -> None:
-    fast = optimized(made())
+    _, fast = pair()
     x = images().requires_grad_()
     loss_of(fast(x)).backward()
     assert x.grad is not None
@@ -158,8 +169,7 @@ def test_gradients_lie_as_the_parameters_and_the_inputs_do() -> None:
 
 
 def test_outputs_lie_as_the_originals_do_in_training_and_in_eval() -> None:
-    model = made()
-    fast = optimized(model)
+    model, fast = pair()
     for training in (True, False, True):
         for x in (images(), images(2, 12)):
             mine, theirs = fast.train(training)(x), copy.deepcopy(model).train(training)(x)
@@ -168,7 +178,7 @@ def test_outputs_lie_as_the_originals_do_in_training_and_in_eval() -> None:
 
 def test_gradients_come_back_in_the_format_of_each_map() -> None:
     """Otherwise, the backward pass of a BatchNorm takes eight times as long."""
-    fast = optimized(made())
+    _, fast = pair()
     seen: dict[str, tuple[Any, Any]] = {}
 
     def hook(module: nn.Module, args: Any, output: Tensor, path: str) -> None:
@@ -190,22 +200,21 @@ def test_a_model_in_eval_is_optimized_as_it_trains() -> None:
     model = made().eval()
     fast = optimized(model)
     assert not fast.training
-    assert changes_of(fast) == changes_of(optimized(made()))
+    assert changes_of(fast) == changes_of(_pair()[1])
     original, fast = doubles(model, fast)
     assert_close(steps(original.train(), images().double()), steps(fast.train(), images().double()))
 
 
 @pytest.mark.parametrize("move", [copy.deepcopy, lambda result: pickle.loads(pickle.dumps(result))])
 def test_copies_train_alike(move: Any) -> None:
-    fast = optimized(made())
+    fast = _pair()[1]
     moved = move(fast)
     assert moved.stem[0].forward.owner is moved.stem[0]
     assert_close(steps(copy.deepcopy(fast), images()), steps(moved, images()), 0.0)
 
 
 def test_state_dicts_load_both_ways() -> None:
-    model, other = made(), enliven(Images(), seed=5)
-    fast = copy.deepcopy(optimized(model))
+    (model, fast), other = pair(), enliven(Images(), seed=5)
     assert list(fast.state_dict()) == list(model.state_dict())
     fast.load_state_dict(other.state_dict())
     original, mine = doubles(other.train(), fast)
@@ -216,7 +225,7 @@ def test_state_dicts_load_both_ways() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_dtypes_move(dtype: torch.dtype) -> None:
-    fast = copy.deepcopy(optimized(made())).to(dtype)
+    fast = pair()[1].to(dtype)
     logits, maps = fast(images().to(dtype))
     assert logits.dtype is maps.dtype is dtype
     loss_of((logits, maps)).backward()
@@ -224,8 +233,7 @@ def test_dtypes_move(dtype: torch.dtype) -> None:
 
 
 def test_under_autocast() -> None:
-    model = made()
-    fast, original = copy.deepcopy(optimized(model)), copy.deepcopy(model)
+    original, fast = copy.deepcopy(_pair()[0]), pair()[1]
     losses = []
     for each in (original, fast):
         with torch.autocast("cpu", torch.bfloat16):
@@ -258,7 +266,7 @@ def test_behind_a_fold_and_in_front_of_checkpoints(budget: float | str) -> None:
 
 
 def test_a_result_that_is_optimized_again_stays_as_it_is() -> None:
-    fast = optimized(made())
+    _, fast = pair()
     again = optimize(fast, ["channels-last"], mode="training", example_inputs=(images(),))
     assert report_of(again).passes[0].status == "unchanged"
 
@@ -266,28 +274,26 @@ def test_a_result_that_is_optimized_again_stays_as_it_is() -> None:
 # Random numbers -------------------------------------------------------------------------------------------------------
 
 
-class Dropping(nn.Module):
+def dropping(how: str) -> nn.Module:
     """Draws random numbers for maps, for dropout or noise, as `how` says."""
 
-    def __init__(self, how: str = "function") -> None:
-        super().__init__()
-        self.stem, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
-        self.drop, self.how = nn.Dropout(0.3, inplace=how == "in place"), how
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.stem(x) * 2
-        if self.how == "function":
-            y = F.dropout(y, 0.3, self.training)
-        elif self.how == "noise":
+    def run(m: Any, x: Tensor) -> Tensor:
+        y = m.stem(x) * 2
+        if how == "function":
+            y = F.dropout(y, 0.3, m.training)
+        elif how == "noise":
             y = y + 0.1 * torch.rand_like(y)
         else:
-            y = self.drop(y)
-        return self.last(y).mean((2, 3))
+            y = m.drop(y)
+        return m.last(y).mean((2, 3))
+
+    layers = {"stem": nn.Conv2d(3, 8, 3), "last": nn.Conv2d(8, 8, 3)}
+    return Net(run, **layers, drop=nn.Dropout(0.3, inplace=how == "in place"))
 
 
 @pytest.mark.parametrize(("how", "where"), [("function", ""), ("noise", ""), ("module", "drop"), ("in place", "drop")])
 def test_random_numbers_fall_on_the_elements_that_they_fell_on(how: str, where: str) -> None:
-    model = made(lambda: Dropping(how))
+    model = made(lambda: dropping(how))
     fast = optimized(model, x=images(4, 24))
     assert (where, "random numbers drawn as for contiguous maps") in changes_of(fast)
     original, fast = doubles(model, fast)
@@ -299,7 +305,7 @@ def test_random_numbers_fall_on_the_elements_that_they_fell_on(how: str, where: 
 
 
 def test_what_draws_nothing_in_eval_isnt_brought_there_and_back() -> None:
-    fast = optimized(made(lambda: Dropping("module")), x=images(4, 24))
+    fast = optimized(made(lambda: dropping("module")), x=images(4, 24))
     moved = [watched(fast.train(training), images(4, 24)).layouts.moved for training in (True, False)]
     assert moved[1] < moved[0]
 
@@ -307,20 +313,18 @@ def test_what_draws_nothing_in_eval_isnt_brought_there_and_back() -> None:
 # Difficult models and refusals ----------------------------------------------------------------------------------------
 
 
-class ViewedInEval(nn.Module):
+def of_two(run: Any) -> nn.Module:
+    return made(lambda: Net(run, first=nn.Conv2d(3, 8, 3), second=nn.Conv2d(8, 8, 3)))
+
+
+def viewed_in_eval(m: Any, x: Tensor) -> Tensor:
     """Depends on the memory format, but only in eval mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.second(self.first(x).relu())
-        return y.flatten(1) if self.training else y.view(len(y), -1)
+    y = m.second(m.first(x).relu())
+    return y.flatten(1) if m.training else y.view(len(y), -1)
 
 
 def test_a_forward_that_counts_on_the_format_in_eval_is_never_wrong() -> None:
-    model = made(ViewedInEval)
+    model = of_two(viewed_in_eval)
     fast = optimize(model, ["channels-last"], mode="training", example_inputs=(images(4, 24),))
     (record,) = report_of(fast).passes
     assert record.status == "rolled-back"

@@ -25,7 +25,6 @@ SUPPORT = Path(__file__).parents[1] / "support"
 SCENARIOS = (
     "ddp-tied-unused",
     "ddp-folded",
-    "fsdp",
     "fsdp-min",
     "fsdp-units",
     "fsdp-whole",

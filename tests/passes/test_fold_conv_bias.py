@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +11,7 @@ import folding_models as models
 import pytest
 import torch
 import torch.nn.functional as F
-from folding_models import CONVOLUTIONS, FAR, Pair, image, norm_behind
+from folding_models import CONVOLUTIONS, Pair, image, norm_behind, side_by_side
 from operations import computed
 from pass_contract import captured, check_pass, check_same, sentences_of, tree_of
 from tiny_models import enliven
@@ -25,14 +24,6 @@ from optimizer.model.working_copy import Mode
 from passes import Context, FoldConvBias, GraphPass, GraphRewriter, Layers
 from passes.fold_conv_bias import ShiftedMean
 
-# In islands, a branch on values between the layer and its BatchNorm breaks the graph.
-SPELLED = [
-    cls
-    for cls in models.FOLDED
-    if not issubclass(cls, models.Island) and cls not in (models.Functional, models.TorchFunctions)
-]
-# Those whose BatchNorm isn't always in eval mode.
-TRAINED = [cls for cls in SPELLED if not issubclass(cls, models.Functional)]
 BATCH = image(6, 3, 8, 8)
 
 
@@ -44,32 +35,21 @@ def same(fast: nn.Module, model: nn.Module, x: Tensor, tolerance: float = 1e-4) 
 # Inference ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", CONVOLUTIONS)
-@pytest.mark.parametrize("affine", [True, False])
-def test_the_algebra_is_exact_in_float64(kind: str, affine: bool) -> None:
-    make, shape = CONVOLUTIONS[kind]
-    conv = make()
-    model = enliven(nn.Sequential(conv, norm_behind(conv, shape, affine=affine))).double().eval()
-    x = image(*shape).double()
-    tree, context = captured(model, x)
-    (change,) = FoldConvBias().run(tree, context).changes
-    assert (change.where, change.what) == ("0", "bias moved into the running mean of 1")
-    same(tree.root, model, x, 1e-12)
-    model[0].bias = None
-    assert not torch.allclose(tree.root(x), model(x), rtol=1e-2, atol=1e-2), "this bias does nothing to be moved"
-
-
-@pytest.mark.parametrize("cls", SPELLED)
-def test_moves_the_bias_in_every_spelling(cls: type[nn.Module]) -> None:
-    model = cls().eval()
-    before = copy.deepcopy(model.state_dict())
-    fast = optimize(model, ["fold-conv-bias", "fold-conv-bn"], example_inputs=(image(),))
-    assert [record.status for record in report_of(fast).passes] == ["applied", "applied"], str(report_of(fast))
-    assert computed("batch_norm", fast, image()) == 0
-    for twin in (fast, copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
-        same(twin, model, image(seed=7))
-        assert list(twin.state_dict()) == list(before)
-        assert all(torch.equal(twin.state_dict()[name], value) for name, value in before.items())
+@pytest.mark.parametrize(("kinds", "affine"), [(CONVOLUTIONS, True), (("conv2d", "linear"), False)])
+def test_the_algebra_is_exact_in_float64(kinds: Iterable[str], affine: bool) -> None:
+    layers, shapes = [CONVOLUTIONS[kind][0]() for kind in kinds], [CONVOLUTIONS[kind][1] for kind in kinds]
+    norms = [norm_behind(*each, affine=affine) for each in zip(layers, shapes, strict=True)]
+    model, xs = side_by_side(*map(nn.Sequential, layers, norms), shapes=shapes)
+    tree, context = captured(model, xs)
+    changes = [(change.where, change.what) for change in FoldConvBias().run(tree, context).changes]
+    places = [f"blocks.{place}" for place in range(len(layers))]
+    assert changes == [(f"{place}.0", f"bias moved into the running mean of {place}.1") for place in places]
+    with torch.no_grad():
+        torch.testing.assert_close(got := tree.root(*xs), model(*xs), rtol=1e-12, atol=1e-12)
+        for layer in layers:
+            layer.bias = None
+        for before, after in zip(got, model(*xs), strict=True):
+            assert not torch.allclose(before, after, rtol=1e-2, atol=1e-2), "this bias does nothing to be moved"
 
 
 def test_the_layer_adds_no_bias() -> None:
@@ -233,6 +213,18 @@ def folded(model: nn.Module, x: Tensor = BATCH, passes: Any = ("fold-conv-bias",
     return fast
 
 
+@pytest.fixture(scope="module")
+def made() -> tuple[nn.Module, Any]:
+    model = Nets().train()
+    return model, folded(model)
+
+
+@pytest.fixture
+def nets(made: Any) -> tuple[nn.Module, Any]:
+    """`Nets` and its result."""
+    return copy.deepcopy(made[0]), copy.deepcopy(made[1])
+
+
 def relative(mine: Tensor, theirs: Tensor) -> float:
     return float((mine - theirs).detach().abs().max() / theirs.detach().abs().max())
 
@@ -294,9 +286,8 @@ def test_trains_as_the_original_with_adamw() -> None:
     same(fast.eval(), model.eval(), BATCH.double(), 1e-7)
 
 
-def test_one_step_gives_each_bias_a_zero_gradient() -> None:
-    model = Nets().train()
-    fast, y = folded(model), image(6, 3, seed=2)
+def test_one_step_gives_each_bias_a_zero_gradient(nets: Any) -> None:
+    (model, fast), y = nets, image(6, 3, seed=2)
     for one in (model, fast):
         F.mse_loss(one(BATCH), y).backward()
     gradients = dict(model.named_parameters())
@@ -319,9 +310,8 @@ def test_the_original_and_its_state_dict_stay() -> None:
     assert all(torch.equal(fast.state_dict()[name], value) for name, value in model.state_dict().items())
 
 
-def test_train_and_eval_any_number_of_times() -> None:
-    model = Nets().train()
-    fast = folded(model)
+def test_train_and_eval_any_number_of_times(nets: Any) -> None:
+    model, fast = nets
     optimizers = sgd(model), sgd(fast)
     for number in range(3):
         x, y = image(6, 3, 8, 8, seed=number), image(6, 3, seed=number)
@@ -386,7 +376,11 @@ class ReadsBias(Pair):
 
 
 @pytest.mark.parametrize(
-    "cls", [AuxiliaryHead, OtherwiseInEval, ByFunctions, NormTwice, Transposed, ReadsBias, *TRAINED]
+    "cls",
+    [
+        *(AuxiliaryHead, OtherwiseInEval, ByFunctions, NormTwice, Transposed, ReadsBias),
+        *(Pair, models.AcrossModules, models.SharedBlock, models.TwoNorms),
+    ],
 )
 def test_folds_in_every_spelling_and_answers_in_both_modes(cls: type[nn.Module]) -> None:
     model = cls().train()
@@ -441,18 +435,6 @@ def test_a_norm_that_is_put_in_eval_later_trains_the_bias() -> None:
     assert relative(fast.conv.bias.grad, model.conv.bias.grad) < 1e-4
 
 
-@pytest.mark.parametrize("cls", [cls for cls in models.UNSEEN if cls is not models.IslandReads])
-@pytest.mark.parametrize("flag", [True, False])
-def test_a_branch_that_was_not_seen_answers_as_the_model(cls: type[nn.Module], flag: bool) -> None:
-    model = cls().train()
-    fast = optimize(copy.deepcopy(model), ["fold-conv-bias"], mode="training", example_inputs=(BATCH,))
-    for x in (image(seed=4), FAR):
-        wanted, got = (one.train(flag)(x) for one in (model, fast))
-        if isinstance(wanted, models.Output):
-            wanted, got = ([one.features, one.rest[0].features] for one in (wanted, got))
-        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-2 if x is FAR else 1e-4)
-
-
 def test_hooks_of_the_bias_see_its_zero_gradient() -> None:
     fast = folded(Pair().train())
     seen: list[Tensor] = []
@@ -461,17 +443,14 @@ def test_hooks_of_the_bias_see_its_zero_gradient() -> None:
     assert [gradient.abs().max().item() for gradient in seen] == [0]
 
 
-def test_under_autocast_it_is_no_further_from_the_truth() -> None:
+def test_under_autocast_it_is_no_further_from_the_truth(nets: Any) -> None:
     """On average over several batches: the errors of a single one differ by a factor of two either way."""
-    model = Nets().train()
-    fast = folded(model)
-    errors = torch.zeros(2)
-    copies = [copy.deepcopy(one) for one in (model, fast)]
+    model, errors = copy.deepcopy(nets[0]), torch.zeros(2)
     for seed in range(12):
         x = image(6, 3, 8, 8, seed=seed)
         truth = copy.deepcopy(model).double()(x.double())
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            outputs = [one(x).double() for one in copies]
+            outputs = [one(x).double() for one in nets]
         errors += torch.tensor([relative(output, truth) for output in outputs])
     assert errors[1] < 1.3 * errors[0]
 
@@ -488,7 +467,7 @@ def test_compiled_it_trains_alike() -> None:
     torch.testing.assert_close(fast.state_dict()["bn.running_mean"], model.bn.running_mean, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("cls", TRAINED)
+@pytest.mark.parametrize("cls", [Pair, models.AcrossModules])
 def test_what_was_trained_is_folded_for_inference(cls: type[nn.Module]) -> None:
     trained = folded(cls().train()).eval()
     deployed = optimize(trained, ["fold-conv-bias", "fold-conv-bn"], example_inputs=(BATCH,))

@@ -1,11 +1,9 @@
 """Fusion of pointwise operations: each group becomes one kernel."""
 
 import copy
-import dataclasses
 import math
 import operator
 import re
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,16 +12,15 @@ import onnx
 import pytest
 import torch
 import torch.nn.functional as F
-from pass_contract import captured
-from tiny_models import enliven
+from tiny_models import Net, enliven
 from torch import nn
+from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._inductor.exc import InductorError
 
 from exporters.isolation import torchscript_allowed
 from optimizer import export, optimize, report_of
 from optimizer.report import PassRecord
 from passes import (
-    ChannelsLast,
-    FoldConvBn,
     JitFusion,
     Simplify,
     TorchCompile,
@@ -85,24 +82,11 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return OneByOne.ran
 
 
-class OfFunction(nn.Module):
-    """Computes a function of a linear layer's output, and of a parameter."""
-
-    def __init__(self, function: Callable[..., Any], **layers: nn.Module) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 6)
-        self.scale = nn.Parameter(torch.ones(6))
-        self.function = function
-        for name, layer in layers.items():
-            self.add_module(name, layer)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(self, self.linear(x))
-
-
-def model_of(function: Callable[..., Any], **layers: nn.Module) -> OfFunction:
+def model_of(function: Callable[..., Any], **layers: nn.Module) -> Net:
+    """A function of a linear layer's output, and of a parameter."""
     torch.manual_seed(0)
-    return enliven(OfFunction(function, **layers)).eval()
+    held = {"linear": nn.Linear(4, 6), "scale": nn.Parameter(torch.ones(6)), **layers}
+    return enliven(Net(lambda m, x: function(m, m.linear(x)), **held)).eval()
 
 
 def rows(count: int = 2, seed: int = 0) -> torch.Tensor:
@@ -293,25 +277,6 @@ def test_all_derivatives_are_those_of_the_operations(kind: str, ran: list[str]) 
     assert ran or kind == "jacrev"
 
 
-def test_gradients_are_computed_in_the_autocast_of_the_value(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of(by_hand_gelu)
-    fast, _ = fused_model(model, mode="training")
-    seen: list[Any] = []
-    compute = OneByOne.gradients
-
-    def gradients(self: OneByOne, *arguments: Any) -> Any:
-        seen.append(torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"))
-        return compute(self, *arguments)
-
-    monkeypatch.setattr(OneByOne, "gradients", gradients)
-    for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast("cpu", dtype):
-            out = fast(rows().requires_grad_())
-        out.float().sum().backward()
-    fast(rows()).sum().backward()
-    assert seen == [torch.bfloat16, torch.float16, False]
-
-
 def test_second_derivatives_where_one_source_is_made_of_another(ran: list[str]) -> None:
     model = model_of(lambda self, x: (x * self.scale).sigmoid() * x.exp() + self.scale)
     unit = FusedUnit.of(*_first_group(model), "inductor")
@@ -419,17 +384,6 @@ def test_derivatives_in_the_forward_direction_and_lazy_negation_are_those_of_the
     assert not ran
 
 
-def test_nested_tensors_are_for_the_operations(ran: list[str]) -> None:
-    unit = FusedUnit.of(*_first_group(OfGelu()), "inductor")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # Nested tensors are a prototype.
-        nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
-    # Nested tensors support neither these operations nor the kernel.
-    with pytest.raises(NotImplementedError):
-        unit(nested)
-    assert not ran
-
-
 def _first_group(model: nn.Module) -> Any:
     found: list[Any] = []
 
@@ -455,12 +409,7 @@ def test_the_exports_hold_the_operations(ran: list[str], tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "passes",
-    [
-        [Simplify(), JitFusion()],
-        [JitFusion(), Simplify()],
-        [JitFusion(), JitFusion()],
-        [JitFusion(), TorchCompile(backend="eager")],
-    ],
+    [[Simplify(), JitFusion()], [JitFusion(), Simplify()], [JitFusion(), TorchCompile(backend="eager")]],
     ids=lambda passes: "-".join(item.name for item in passes),
 )
 def test_it_may_stand_anywhere_in_the_order(passes: list[Any], ran: list[str]) -> None:
@@ -468,18 +417,6 @@ def test_it_may_stand_anywhere_in_the_order(passes: list[Any], ran: list[str]) -
     fast, _ = fused_model(model, *passes)
     assert [record.status for record in report_of(fast).passes if record.name != "jit-fusion"] in (["applied"], [])
     assert same(fast, model)
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_it_goes_with_folding_and_channels_last(first: bool, ran: list[str]) -> None:
-    torch.manual_seed(0)
-    model = enliven(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), OfGelu(), nn.Conv2d(8, 8, 3))).eval()
-    others = [FoldConvBn(), ChannelsLast()]
-    x = torch.randn(2, 3, 9, 9)
-    fast = optimize(model, [JitFusion(), *others] if first else [*others, JitFusion()], example_inputs=(x,))
-    assert {record.status for record in report_of(fast).passes} == {"applied"}
-    with torch.no_grad():
-        assert torch.allclose(fast(x), model(x), atol=1e-4)
 
 
 # --------------------------------------------------------------------------------------------- the check of each kernel
@@ -502,6 +439,10 @@ def _off_in_one(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
+def _raising(value: torch.Tensor) -> torch.Tensor:
+    raise ValueError("no such thing")
+
+
 WRONG: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "other values": (
         lambda value: value * 1.5,
@@ -513,6 +454,7 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
         torch.Tensor.double,
         r"returns torch\.float64 of shape \(2, 6\), but its operations return torch\.float32",
     ),
+    "an error": (_raising, "its kernel raises on the example values"),
     "another shape": (lambda value: value[:1], r"returns torch\.float32 of shape \(1, 6\), but its operations return"),
 }
 
@@ -531,24 +473,6 @@ def test_a_kernel_that_is_wrong_is_refused_at_any_size(kind: str, off: dict[str,
     assert skip.where == "the root (add)"
     assert re.search(said, skip.text), skip.text
     assert same(fast, model)
-
-
-def test_a_kernel_that_raises_is_refused(off: dict[str, Any]) -> None:
-    def raising(value: torch.Tensor) -> torch.Tensor:
-        raise ValueError("no such thing")
-
-    off["exp_add"] = raising
-    model = model_of(lambda self, x: ((x.exp() + 1).sum(-1, keepdim=True) + x).sin() * 2)
-    fast, record = fused_model(model)
-    assert units_of(record) == ["add_sin_mul"]
-    assert [skip.text for skip in record.skips] == ["its kernel raises on the example values"]
-    assert same(fast, model)
-
-
-def test_each_kernel_is_tried_once_and_the_operations_answer(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 10**6)
-    fused_model(model_of(lambda self, x: ((x.exp() + 1).sum(-1, keepdim=True) + x).sin() * 2), batch_sizes=(1, 2, 3))
-    assert sorted(ran) == ["add_sin_mul", "exp_add"]
 
 
 WRONG_GRADIENTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor | None], str]] = {
@@ -603,7 +527,7 @@ def test_gradients_through_a_cast_are_tried(ran: list[str], monkeypatch: pytest.
 
 def test_a_sum_of_gradients_may_be_off_by_roundings_of_its_terms(ran: list[str]) -> None:
     """The terms nearly cancel, and the operations' own sum may be exact by luck, so rounding of the terms counts."""
-    unit = FusedUnit.of(*_first_group(OfFunction(lambda self, x: x.sin() * self.scale)), "inductor")
+    unit = FusedUnit.of(*_first_group(model_of(lambda self, x: x.sin() * self.scale)), "inductor")
     x, scale = torch.randn(4, 6, requires_grad=True), torch.ones(1, requires_grad=True)
     value = unit.plain(x, scale).detach()
     gradient = torch.linspace(-1.3, 1.7, 24).reshape(4, 6)
@@ -621,7 +545,7 @@ def test_a_sum_of_gradients_may_be_off_by_roundings_of_its_terms(ran: list[str])
 
 
 def test_what_nothing_depends_on_may_get_no_gradient_or_zeros(ran: list[str]) -> None:
-    unit = FusedUnit.of(*_first_group(OfFunction(lambda self, x: x.sin() * (self.scale > 0))), "inductor")
+    unit = FusedUnit.of(*_first_group(model_of(lambda self, x: x.sin() * (self.scale > 0))), "inductor")
     x, scale = torch.randn(3, 6, requires_grad=True), torch.randn(6, requires_grad=True)
     value, (of_x,) = unit.plain(x, scale).detach(), torch.autograd.grad(unit.plain(x, scale).sum(), x)
     for of_scale, is_right in ((None, True), (torch.zeros(6), True), (torch.ones(6), False)):
@@ -709,18 +633,22 @@ def test_where_no_compiler_is_any_more_operations_run_one_by_one(
     ] == [True]
 
 
-def _raised(kind: str) -> Exception:
-    from torch._dynamo.exc import FailOnRecompileLimitHit
-    from torch._inductor.exc import InductorError
+def failing(error: Exception) -> Callable[..., Any]:
+    """A compiler whose code raises this."""
 
-    return {
-        "one kind of call too many": FailOnRecompileLimitHit("too many"),
-        "a compiler that fails": InductorError(RuntimeError("no"), None),
-        "what the operations raise": RuntimeError("sizes don't match"),
-    }[kind]
+    def run(*arguments: Any) -> Any:
+        raise error
+
+    return lambda function: run
 
 
-@pytest.mark.parametrize("kind", ["one kind of call too many", "a compiler that fails"])
+GIVEN_UP = {
+    "one kind of call too many": FailOnRecompileLimitHit("too many"),
+    "a compiler that fails": InductorError(RuntimeError("no"), None),
+}
+
+
+@pytest.mark.parametrize("kind", GIVEN_UP)
 def test_what_the_compiler_gives_up_runs_one_by_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
@@ -728,7 +656,7 @@ def test_what_the_compiler_gives_up_runs_one_by_one(kind: str, monkeypatch: pyte
         def run(*arguments: Any) -> Any:
             calls.append(arguments[-1].shape)
             if arguments[-1].dim() == 2:
-                raise _raised(kind)
+                raise GIVEN_UP[kind]
             return function(*arguments)
 
         return run
@@ -752,26 +680,14 @@ def test_what_the_compiler_gives_up_runs_one_by_one(kind: str, monkeypatch: pyte
 
 
 def test_what_the_operations_raise_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            raise _raised("what the operations raise")
-
-        return run
-
-    monkeypatch.setattr(kernels, "_compiled", compiled)
+    monkeypatch.setattr(kernels, "_compiled", failing(RuntimeError("sizes don't match")))
     monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 1)
     with pytest.raises(RuntimeError, match="sizes don't match"):
         FusedUnit.of(*_first_group(OfGelu()), "inductor")(rows())
 
 
 def test_a_unit_of_which_no_kernel_can_be_made_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            raise _raised("a compiler that fails")
-
-        return run
-
-    monkeypatch.setattr(kernels, "_compiled", compiled)
+    monkeypatch.setattr(kernels, "_compiled", failing(GIVEN_UP["a compiler that fails"]))
     _, record = fused_model(model_of(by_hand_gelu))
     assert units_of(record) == []
     assert [skip.text for skip in record.skips] == [
@@ -793,17 +709,6 @@ def test_units_of_torchscript(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert all(parameter.grad is not None for parameter in fast.parameters())
     bundle = export(fast, example_inputs=(rows(),), output=tmp_path / "bundle", formats=("torchscript", "onnx"))
     assert bundle.parity.ok
-
-
-def test_units_of_torchscript_are_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("passes.jit_fusion.torchscript_fuses", lambda device: True)
-    runs: list[int] = []
-    tree, context = captured(OfGelu(), (rows(),))
-    run = context.run_compiled
-    context = dataclasses.replace(context, run_compiled=lambda watch: runs.append(1) or run(watch))
-    JitFusion(backend="torchscript").run(tree, context)
-    # One run captures the graphs, one checks the kernels. The fuser profiles the next runs, then generates its kernels.
-    assert len(runs) == 4
 
 
 def test_equal_units_share_one_code() -> None:

@@ -1,6 +1,6 @@
 """Padding of layers to multiples of 8 channels: only where that can pay, with the same outputs."""
 
-import io
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graph_values import values_in
-from pass_contract import captured, check_pass
-from real_models import lively
-from tiny_models import enliven
+from pass_contract import captured, changes, check_pass, skips
+from real_models import REAL_MODELS
+from tiny_models import Net, enliven
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.profiler import ProfilerActivity, profile
-from transformers import BertConfig, BertForSequenceClassification, ResNetConfig, ResNetForImageClassification
 
 from optimizer import check_parity, export, optimize, report_of
 from passes import PadChannels, PassResult
@@ -51,14 +50,6 @@ def operations(model: nn.Module, *args: Any) -> list[tuple[str, Any]]:
 def weights_of(model: nn.Module, *args: Any) -> list[tuple[int, ...]]:
     """The shapes of the weights that linear layers and convolutions compute with."""
     return [tuple(shapes[1]) for name, shapes in operations(model, *args) if name in PRODUCTS]
-
-
-def changes(done: PassResult) -> list[tuple[str, str]]:
-    return [(change.where, change.what) for change in done.changes]
-
-
-def skips(done: PassResult) -> list[tuple[str, str]]:
-    return [(skip.where, skip.reason) for skip in done.skips]
 
 
 def padded(model: nn.Module, x: Tensor) -> nn.Module:
@@ -188,15 +179,9 @@ def test_a_multiple_of_less_than_two_is_refused(multiple: int) -> None:
 
 
 def test_a_transposed_convolution_gives_the_size_that_is_asked_for() -> None:
-    class Sized(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = enliven(nn.ConvTranspose2d(3, 5, 3, stride=2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.up(x, output_size=[14, 14]) + self.up(x, [14, 14])
-
-    model, x = Sized().eval(), torch.randn(2, 3, 6, 6)
+    up = enliven(nn.ConvTranspose2d(3, 5, 3, stride=2))
+    model = Net(lambda m, x: m.up(x, output_size=[14, 14]) + m.up(x, [14, 14]), up=up).eval()
+    x = torch.randn(2, 3, 6, 6)
     fast = padded(model, x)
     assert fast(x).shape == (2, 5, 14, 14)
     assert weights_of(fast, x) == [(8, 8, 3, 3)] * 2
@@ -234,11 +219,18 @@ def test_an_input_that_does_not_fit_raises_as_before(name: str) -> None:
 # Parameters -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def both() -> tuple[nn.Module, nn.Module, Tensor]:
+@pytest.fixture(scope="module")
+def made() -> tuple[nn.Module, nn.Module, Tensor]:
     model = nn.Sequential(whole_numbers(nn.Linear(5, 3)), nn.ReLU()).eval()
     x = torch.randint(-3, 4, (4, 5)).float()
-    return model, padded(model, x), x
+    fast = padded(model, x)
+    assert [value.data_ptr() for value in fast.parameters()] == [value.data_ptr() for value in model.parameters()]
+    return model, fast, x
+
+
+@pytest.fixture
+def both(made: Any) -> tuple[nn.Module, nn.Module, Tensor]:
+    return copy.deepcopy(made)
 
 
 def paddings(model: nn.Module, x: Tensor) -> list[Any]:
@@ -258,31 +250,6 @@ def test_a_weight_is_padded_once(both: Any) -> None:
         padded = [event.input_shapes[0] for event in found.events() if event.name == "aten::constant_pad_nd"]
         assert padded == [[3, 5], [4, 5]]
     assert paddings(fast, x) == [[4, 5]]
-
-
-def test_checkpoints_go_both_ways_and_hold_nothing_twice(both: Any) -> None:
-    model, fast, x = both
-    with torch.no_grad():
-        fast(x)
-    sizes = []
-    for each in (model, fast):
-        file = io.BytesIO()
-        torch.save(each.state_dict(), file)
-        sizes.append(file.getbuffer().nbytes)
-    assert sizes[0] == sizes[1]
-    other = whole_numbers(nn.Sequential(nn.Linear(5, 3), nn.ReLU())).eval()
-    fast.load_state_dict(other.state_dict())
-    assert torch.equal(fast(x), other(x))
-    other.load_state_dict({name: value * 2 for name, value in fast.state_dict().items()})
-    assert torch.equal(other[0].weight, fast[0].weight * 2)
-    assert list(fast.state_dict()) == ["0.weight", "0.bias"]
-    assert fast[0].weight.is_contiguous()
-
-
-def test_the_callers_model_is_not_held_twice(both: Any) -> None:
-    model, fast, _ = both
-    for mine, theirs in zip(fast.parameters(), model.parameters(), strict=True):
-        assert mine.data_ptr() == theirs.data_ptr()
 
 
 # What isn't padded ----------------------------------------------------------------------------------------------------
@@ -319,18 +286,13 @@ def test_a_layer_that_can_not_be_padded_stays(name: str) -> None:
 
 
 def test_a_weight_that_the_forward_writes_to_stays() -> None:
-    class Decaying(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(5, 3)
-            self.register_buffer("weight", torch.randn(7, 3))
+    def decaying(m: Any, x: Tensor) -> Tensor:
+        y = F.linear(m.layer(x), m.weight)
+        m.weight.mul_(0.5)
+        return y
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = F.linear(self.layer(x), self.weight)
-            self.weight.mul_(0.5)
-            return y
-
-    tree, context = captured(enliven(Decaying()).eval(), (torch.randn(4, 5),))
+    model = enliven(Net(decaying, layer=nn.Linear(5, 3), weight=nn.Buffer(torch.randn(7, 3)))).eval()
+    tree, context = captured(model, (torch.randn(4, 5),))
     done = ANYWHERE.run(tree, context)
     reason = "its parameters may be written to by the forward"
     assert skips(done) == [("the root (linear)", reason)]
@@ -338,15 +300,9 @@ def test_a_weight_that_the_forward_writes_to_stays() -> None:
 
 
 def test_layers_of_any_class_and_functions_are_padded() -> None:
-    class Functions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.own, self.weight = OwnLinear(5, 3), nn.Parameter(torch.randn(7, 3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(self.own(x).relu(), weight=self.weight).relu()
-
-    model, x = enliven(Functions()).eval(), torch.randn(4, 5)
+    weight = nn.Parameter(torch.randn(7, 3))
+    model = Net(lambda m, x: F.linear(m.own(x).relu(), weight=m.weight).relu(), own=OwnLinear(5, 3), weight=weight)
+    model, x = enliven(model).eval(), torch.randn(4, 5)
     assert [change.where for change in check_pass(ANYWHERE, model, (x,)).changes] == [
         "own (linear)", "the root (linear)"
     ]  # fmt: skip
@@ -360,18 +316,10 @@ def test_what_is_in_multiples_needs_nothing() -> None:
 
 
 def test_tied_weights_and_shared_layers_are_padded() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words = nn.Embedding(11, 6)
-            self.layer = nn.Linear(6, 6)
-            self.head = nn.Linear(6, 11, bias=False)
-            self.head.weight = self.words.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.layer(self.layer(self.words(x))))
-
-    model, x = enliven(Tied()).eval(), torch.randint(0, 11, (4, 3))
+    layers = {"words": nn.Embedding(11, 6), "layer": nn.Linear(6, 6), "head": nn.Linear(6, 11, bias=False)}
+    model = Net(lambda m, x: m.head(m.layer(m.layer(m.words(x)))), **layers)
+    model.head.weight = model.words.weight
+    model, x = enliven(model).eval(), torch.randint(0, 11, (4, 3))
     check_pass(ANYWHERE, model, (x,))
     fast = padded(model, x)
     assert fast.head.weight is fast.words.weight
@@ -455,13 +403,9 @@ LITTLE = (
 
 
 def test_a_size_counts_only_if_it_is_fixed(ampere: Any) -> None:
-    class OfTwo(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x.view(2, 1001))
-
     layer = nn.Linear(1001, 999).bfloat16()
-    done = on_a_gpu(OfTwo(layer), halves(2, 1001))
-    assert (changes(done), skips(done)) == ([], [("0", f"{LITTLE}, on an input of shape [2, 1001]")])
+    done = on_a_gpu(Net(lambda m, x: m.layer(x.view(2, 1001)), layer=layer), halves(2, 1001))
+    assert (changes(done), skips(done)) == ([], [("layer", f"{LITTLE}, on an input of shape [2, 1001]")])
     # One graph serves all sizes, for which padding is assumed to pay.
     done = on_a_gpu(nn.Sequential(layer), halves(2, 1001))
     padded = "padded with zeros from 1001 to 1008 inputs and from 999 to 1000 outputs"
@@ -469,18 +413,12 @@ def test_a_size_counts_only_if_it_is_fixed(ampere: Any) -> None:
 
 
 def test_the_dtype_is_that_of_autocast(ampere: Any) -> None:
-    class Cast(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside = nn.Linear(500, 501)
-            self.outside = nn.Linear(501, 500)
+    def cast(m: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = m.inside(x)
+        return m.outside(x.float())
 
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                x = self.inside(x)
-            return self.outside(x.float())
-
-    done = on_a_gpu(Cast(), torch.randn(500, 500))
+    done = on_a_gpu(Net(cast, inside=nn.Linear(500, 501), outside=nn.Linear(501, 500)), torch.randn(500, 500))
     assert changes(done) == [("inside", "padded with zeros from 500 to 504 inputs and from 501 to 504 outputs")]
     assert skips(done) == [("outside", "it computes in float32, which doesn't gain from multiples")]
 
@@ -538,55 +476,25 @@ def test_a_convolution_is_padded_where_cudnn_does_not_do_it(ampere: Any, layer: 
     assert skips(done) == ([] if reason is None else [("0", reason)])
 
 
-def test_what_only_costs_is_done_where_it_is_asked_for() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 9, 1), nn.Flatten(), nn.Linear(9, 1)).eval()
-    assert len(check_pass(ANYWHERE, model, (torch.randn(2, 3, 1, 1),)).changes) == 2
-
-
 # With other passes ----------------------------------------------------------------------------------------------------
-
-
-class Everything(nn.Module):
-    """A model with something to change for every pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 6, 3, padding=1)
-        self.norm = nn.BatchNorm2d(6)
-        self.act = nn.ReLU()
-        self.up = nn.ConvTranspose2d(6, 5, 2, stride=2)
-        self.drop = nn.Dropout()
-        self.front = nn.BatchNorm2d(5)
-        self.point = nn.Conv2d(5, 7, 1)
-        self.first = nn.Linear(7, 9)
-        self.second = nn.Linear(9, 7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.act(self.norm(self.conv(x)))
-        x = self.point(self.front(self.drop(self.up(x))))
-        x = x.mean((2, 3))
-        return x + self.second(F.gelu(self.first(x)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
 def test_a_file_computes_the_same(file_format: str, tmp_path: Any) -> None:
-    model, x = enliven(Everything()).eval(), torch.randn(2, 3, 8, 8)
+    layers = {"conv": nn.Conv2d(3, 6, 3, padding=1), "norm": nn.BatchNorm2d(6), "up": nn.ConvTranspose2d(6, 5, 2)}
+    more = {"first": nn.Linear(5, 9), "second": nn.Linear(9, 5)}
+    run = lambda m, x: m.second(F.gelu(m.first(m.up(m.norm(m.conv(x)).relu()).mean((2, 3)))))  # noqa: E731
+    model, x = enliven(Net(run, **layers, **more)).eval(), torch.randn(2, 3, 8, 8)
     fast = optimize(model, ["fold-conv-bn", "channels-last", ANYWHERE], example_inputs=(x,))
     bundle = export(fast, example_inputs=(x,), output=tmp_path / "bundle", formats=(file_format,))
     assert bundle.parity.ok
 
 
 def test_merged_layers_are_padded_together() -> None:
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate, self.up, self.down = nn.Linear(6, 9), nn.Linear(6, 9), nn.Linear(9, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.down(self.gate(x).sigmoid() * self.up(x))
-
-    model, x = enliven(Gated()).eval(), torch.randn(4, 6)
+    layers = {"gate": nn.Linear(6, 9), "up": nn.Linear(6, 9), "down": nn.Linear(9, 6)}
+    model = enliven(Net(lambda m, x: m.down(m.gate(x).sigmoid() * m.up(x)), **layers)).eval()
+    x = torch.randn(4, 6)
     fast = optimize(model, ["merge-linears:force=true", ANYWHERE], example_inputs=(x,))
     assert [record.status for record in report_of(fast).passes] == ["applied", "applied"]
     assert check_parity(model, fast, (x,), batch_sizes=(1, 2, 5)).ok
@@ -600,50 +508,30 @@ def test_merged_layers_are_padded_together() -> None:
 # Real models ----------------------------------------------------------------------------------------------------------
 
 
-def bert() -> tuple[nn.Module, dict[str, Tensor]]:
-    config = BertConfig(
-        vocab_size=51, hidden_size=30, num_hidden_layers=2, num_attention_heads=3, intermediate_size=37, num_labels=3
-    )
-    ids = torch.randint(0, 51, (2, 7), generator=torch.Generator().manual_seed(0))
-    return lively(BertForSequenceClassification(config).eval()), {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-    }
-
-
-def resnet() -> tuple[nn.Module, dict[str, Tensor]]:
-    config = ResNetConfig(embedding_size=6, hidden_sizes=[10, 14, 18, 22], depths=[1, 1, 1, 1], layer_type="basic")
-    x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    return lively(ResNetForImageClassification(config).eval()), {"pixel_values": x}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("make", "count", "dtype"), [(bert, 14, torch.bfloat16), (resnet, 14, torch.float32)])
-def test_a_real_model_of_odd_sizes_computes_the_same(make: Any, count: int, dtype: torch.dtype) -> None:
-    model, kwargs = make()
-    model = model.to(dtype)
-    kwargs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in kwargs.items()}
-    fast = optimize(model, [ANYWHERE], example_kwargs=kwargs)
+@pytest.mark.parametrize(("name", "dtype"), [("bert", torch.bfloat16), ("resnet", torch.float32)])
+def test_a_real_model_of_odd_sizes_computes_the_same(name: str, dtype: torch.dtype) -> None:
+    model, args, kwargs = REAL_MODELS[name]()
+    model, args = model.to(dtype), tuple(value.to(dtype) if value.is_floating_point() else value for value in args)
+    given = {"example_inputs": args, "example_kwargs": kwargs}
+    # Their sizes are powers of two.
+    fast = optimize(model, [PadChannels(multiple=12, force=True)], **given)
     (record,) = report_of(fast).passes
-    assert (record.status, len(record.changes), record.skips) == ("applied", count, ())
-    assert check_parity(model, fast, (), example_kwargs=kwargs, batch_sizes=(1, 2, 5), draws=1).ok
+    assert (record.status, record.skips) == ("applied", ())
+    assert len(record.changes) == sum(isinstance(each, nn.Linear | nn.Conv2d) for each in model.modules())
+    assert check_parity(model, fast, **given, batch_sizes=(1, 2, 5), draws=1).ok
 
 
 # Between layers -------------------------------------------------------------------------------------------------------
 
 
-class Row(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.act, self.second = nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.act(self.first(x)))
+def of_two(run: Callable[..., Any]) -> nn.Module:
+    return Net(run, first=nn.Linear(5, 7), second=nn.Linear(7, 3)).eval()
 
 
 @pytest.fixture
 def row() -> tuple[nn.Module, nn.Module, Tensor]:
-    model = whole_numbers(Row()).eval()
+    model = whole_numbers(of_two(lambda m, x: m.second(m.first(x).relu())))
     x = torch.randint(-3, 4, (4, 5)).float()
     return model, padded(model, x), x
 
@@ -661,8 +549,4 @@ def test_nan_and_infinity_stay_in_their_rows_between_layers(row: Any) -> None:
     lambda self, x: (self.second(h := self.first(x)), h.view(-1)), lambda self, x: self.first(x).view(7, -1),
 ])  # fmt: skip
 def test_an_output_is_a_tensor_of_its_own(function: Callable[..., Any]) -> None:
-    class Used(Row):
-        def forward(self, x: Tensor) -> Any:
-            return function(self, x)
-
-    check_pass(ANYWHERE, enliven(Used()).eval(), (torch.randn(4, 5),))
+    check_pass(ANYWHERE, enliven(of_two(function)), (torch.randn(4, 5),))

@@ -6,62 +6,41 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from pass_contract import captured, check_pass
-from tiny_models import enliven
+from pass_contract import captured, check_pass, skips
+from tiny_models import Net, enliven
 from torch import Tensor, nn
 
 from optimizer import optimize, report_of
-from passes import PassResult, Simplify
+from passes import FoldConvBn, PassResult, Simplify
 from passes.graph import captured as graphs
 
 
-class Around(nn.Module):
-    """Calls a function of itself and its input, after a dropout, so that the pass always has a change to make."""
-
-    def __init__(self, function: Callable[..., Any], **children: Any) -> None:
-        super().__init__()
-        self.worth = nn.Dropout()
-        self.linear = nn.Linear(6, 6)
-        self.weight = nn.Parameter(torch.randn(6, 6))
-        self.register_buffer("steps", torch.arange(6))
-        for name, child in children.items():
-            setattr(self, name, child)
-        enliven(self)
-        self.function = function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, self.worth(x))
+def around(function: Callable[..., Any], **children: Any) -> nn.Module:
+    """A function of the module and its input, after a dropout, so that the pass always has a change to make."""
+    held = {"worth": nn.Dropout(), "linear": nn.Linear(6, 6), "weight": nn.Parameter(torch.randn(6, 6))}
+    steps = nn.Buffer(torch.arange(6))
+    return enliven(Net(lambda m, x: function(m, m.worth(x)), **held, steps=steps, **children)).eval()
 
 
 def simplified(function: Callable[..., Any], **children: Any) -> PassResult:
     """Run the pass on a module that computes this function, and check the contract of passes."""
-    return check_pass(Simplify(), Around(function, **children).eval(), (torch.randn(4, 6),))
+    return check_pass(Simplify(), around(function, **children), (torch.randn(4, 6),))
 
 
 def changes(done: PassResult) -> list[tuple[str, str]]:
     return [(change.where, change.what) for change in done.changes if change.where != "worth"]
 
 
-def skips(done: PassResult) -> list[tuple[str, str]]:
-    return [(skip.where, skip.reason) for skip in done.skips]
-
-
 # No-ops ---------------------------------------------------------------------------------------------------------------
 
 
+OFF = "left out, because dropout does nothing in eval"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("child", "what"),
-    [
-        (nn.Dropout(0.5), "left out, because dropout does nothing in eval"),
-        (nn.Dropout(0.5, inplace=True), "left out, because dropout does nothing in eval"),
-        (nn.AlphaDropout(0.5), "left out, because dropout does nothing in eval"),
-        (nn.Dropout1d(0.5), "left out, because dropout does nothing in eval"),
-    ],
-)
-def test_a_child_that_does_nothing_is_left_out(child: nn.Module, what: str) -> None:
-    done = simplified(lambda self, x: self.child(self.linear(x)).relu(), child=child)
-    assert changes(done) == [("child", what)]
+@pytest.mark.parametrize("child", [nn.Dropout(), nn.Dropout(inplace=True), nn.AlphaDropout(), nn.Dropout1d()], ids=str)
+def test_a_child_that_does_nothing_is_left_out(child: nn.Module) -> None:
+    assert changes(simplified(lambda self, x: self.child(self.linear(x)).relu(), child=child)) == [("child", OFF)]
 
 
 @pytest.mark.slow
@@ -121,23 +100,51 @@ def test_an_operation_that_does_nothing_is_left_out(function: Callable[..., Any]
 )
 def test_an_operation_that_does_something_stays(function: Callable[..., Any]) -> None:
     torch.manual_seed(0)
-    model = Around(function).eval()
+    model = around(function)
     tree, context = captured(model, (torch.randn(4, 6),))
     assert changes(Simplify().run(tree, context)) == []
 
 
-@pytest.mark.slow
-def test_a_copy_that_is_written_to_stays_a_copy() -> None:
-    def function(self: Any, x: Tensor) -> Tensor:
-        y = F.softmax(self.linear(x), -1)
-        z = y * 1
-        z.add_(1)
-        return y + z
+MAY_BE = "or a value that it is computed from, may be written to"
+CONSTANT = "the value of exp is the same at every call, but"
 
+
+def _written_constant(m: Any, x: Tensor) -> Tensor:
+    mask = (m.steps / 6).sin().exp()
+    mask[0] = 1
+    return x * mask
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "where", "reason"),
+    [
+        (lambda m, x: (y := m.linear(x).tanh(), z := y * 1, z.add_(1), y + z)[3], "mul", MAY_BE),
+        (
+            lambda m, x: (y := m.linear(x), back := y.transpose(0, 1).transpose(0, 1), y.t_(), back * 2)[3],
+            "transpose",
+            "the value that transpose returns unchanged may be written to",
+        ),
+        (lambda m, x: (a := x.relu(), b := x.relu(), a.add_(1), a * b)[3], "relu", MAY_BE),
+        (
+            lambda m, x: (y := m.linear(x), a := y.sin(), y.add_(1), a * y.sin())[3],
+            "sin",
+            "sin occurs twice, and its input may be written to in between",
+        ),
+        (_written_constant, "exp", f"{CONSTANT} may be written to"),
+        (
+            lambda m, x: x + (m.steps / 6).repeat(2_000_000).exp()[x.size(0)],
+            "exp",
+            f"{CONSTANT} would take 45 MiB to keep",
+        ),
+    ],
+)
+def test_what_may_be_written_to_or_is_large_stays(function: Callable[..., Any], where: str, reason: str) -> None:
     done = simplified(function)
     assert changes(done) == []
-    reason = "the value of mul, or a value that it is computed from, may be written to"
-    assert skips(done) == [("the root (mul)", reason)]
+    ((place, said),) = skips(done)
+    assert place == f"the root ({where})"
+    assert reason in said
 
 
 @pytest.mark.slow
@@ -146,7 +153,7 @@ def test_a_copy_that_is_given_out_stays_a_copy() -> None:
         y = F.softmax(self.linear(x), -1)
         return y, y * 1
 
-    model = Around(function).eval()
+    model = around(function)
     fast = optimize(model, ["simplify"], example_inputs=(torch.randn(4, 6),))
     first, second = fast(torch.randn(4, 6))
     assert first.data_ptr() != second.data_ptr()
@@ -155,39 +162,9 @@ def test_a_copy_that_is_given_out_stays_a_copy() -> None:
 
 
 @pytest.mark.slow
-def test_a_view_of_what_is_turned_in_place_stays() -> None:
-    def function(self: Any, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        back = y.transpose(0, 1).transpose(0, 1)
-        y.t_()
-        return back * 2
-
-    done = simplified(function)
-    assert changes(done) == []
-    assert skips(done) == [("the root (transpose)", "the value that transpose returns unchanged may be written to")]
-
-
-@pytest.mark.slow
 def test_what_is_written_to_behind_a_dropout_is_written_to() -> None:
-    def function(self: Any, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        z = self.child(y)
-        z.add_(1)
-        return y * z
-
-    assert changes(simplified(function, child=nn.Dropout())) == [
-        ("child", "left out, because dropout does nothing in eval")
-    ]
-
-
-@pytest.mark.slow
-def test_a_dropout_in_training_stays() -> None:
-    class Always(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(x, 1e-9, True)
-
-    done = simplified(lambda self, x: self.child(self.linear(x)).relu(), child=Always())
-    assert changes(done) == []
+    done = simplified(lambda m, x: (y := m.linear(x), z := m.child(y), z.add_(1), y * z)[3], child=nn.Dropout())
+    assert changes(done) == [("child", OFF)]
 
 
 @pytest.mark.slow
@@ -209,35 +186,30 @@ def test_a_forward_that_asks_a_clock_asks_it_at_each_call(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_what_is_done_twice_is_computed_once() -> None:
-    def function(self: Any, x: Tensor) -> Tensor:
-        return self.linear(x).relu() + self.linear(x).relu() * x.size(0) + x.size(0)
-
-    done = simplified(function)
-    assert changes(done) == [
-        ("linear, call 2", "linear computed once instead of twice"),
-        ("the root (relu)", "relu computed once instead of twice"),
-    ]
-
-
-@pytest.mark.slow
-def test_what_is_made_of_equal_sizes_and_views_is_computed_once() -> None:
-    def function(self: Any, x: Tensor) -> Tensor:
-        first = x.transpose(0, 1)[: x.size(1) - 1].exp()
-        return first * x.transpose(0, 1)[: x.size(1) - 1].exp().sum() + self.linear(x).sum()
-
-    assert changes(simplified(function)) == [
-        ("the root (exp)", "exp computed once instead of twice"),
-    ]
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        (
+            lambda m, x: m.linear(x).relu() + m.linear(x).relu() * x.size(0) + x.size(0),
+            ["linear computed once instead of twice", "relu computed once instead of twice"],
+        ),
+        # Equal sizes and views.
+        (
+            lambda m, x: x.t()[: x.size(1) - 1].exp() * x.t()[: x.size(1) - 1].exp().sum() + m.linear(x).sum(),
+            ["exp computed once instead of twice"],
+        ),
+    ],
+)
+def test_what_is_done_twice_is_computed_once(function: Callable[..., Any], wanted: list[str]) -> None:
+    assert [what for _, what in changes(simplified(function))] == wanted
 
 
 def test_sizes_that_are_asked_for_twice_or_for_nobody_are_no_reason_to_change_a_forward() -> None:
-    class Asking(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            _, width = x.shape
-            return x.view(x.size(0), x.size(1)).exp().view(x.size(0), width)
+    def asking(m: Any, x: Tensor) -> Tensor:
+        _, width = x.shape
+        return x.view(x.size(0), x.size(1)).exp().view(x.size(0), width)
 
-    done = check_pass(Simplify(), Asking(), (torch.randn(4, 6),))
+    done = check_pass(Simplify(), Net(asking).eval(), (torch.randn(4, 6),))
     assert changes(done) == skips(done) == []
 
 
@@ -255,42 +227,14 @@ def test_sizes_that_are_asked_for_twice_or_for_nobody_are_no_reason_to_change_a_
     ],
 )
 def test_what_is_done_differently_is_done_twice(function: Callable[..., Any]) -> None:
-    tree, context = captured(Around(function).eval(), (torch.randn(4, 6),))
+    tree, context = captured(around(function), (torch.randn(4, 6),))
     assert [change for change in Simplify().run(tree, context).changes if "instead of twice" in change.what] == []
-
-
-@pytest.mark.slow
-def test_two_values_of_which_one_is_written_to_stay_two() -> None:
-    def function(self: Any, x: Tensor) -> Tensor:
-        a, b = x.relu(), x.relu()
-        a.add_(1)
-        return a * b
-
-    done = simplified(function)
-    assert changes(done) == []
-    assert skips(done) == [
-        ("the root (relu)", "the value of relu, or a value that it is computed from, may be written to")
-    ]
-
-
-@pytest.mark.slow
-def test_two_values_made_before_and_behind_a_write_stay_two() -> None:
-    def function(self: Any, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        a = y.sin()
-        y.add_(1)
-        return a * y.sin()
-
-    done = simplified(function)
-    assert changes(done) == []
-    reason = "sin occurs twice, and its input may be written to in between"
-    assert skips(done) == [("the root (sin)", reason)]
 
 
 @pytest.mark.slow
 def test_two_values_that_are_given_out_stay_two() -> None:
     fast = optimize(
-        Around(lambda self, x: (self.linear(x).sin(), self.linear(x).sin())).eval(),
+        around(lambda self, x: (self.linear(x).sin(), self.linear(x).sin())),
         ["simplify"],
         example_inputs=(torch.randn(4, 6),),
     )
@@ -323,7 +267,7 @@ def _standardized(self: Any, x: Tensor) -> Tensor:
 
 
 def _fast(function: Callable[..., Any], **children: Any) -> tuple[nn.Module, nn.Module]:
-    model = Around(function, **children).eval()
+    model = around(function, **children)
     return model, optimize(model, ["simplify"], example_inputs=(torch.randn(4, 6),))
 
 
@@ -364,22 +308,8 @@ def test_a_constant_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_constant_that_may_be_written_to_stays() -> None:
-    def function(self: Any, x: Tensor) -> Tensor:
-        mask = (self.steps / 6).sin().exp()
-        mask[0] = 1
-        return x * mask
-
-    done = simplified(function)
-    assert changes(done) == []
-    assert skips(done) == [
-        ("the root (exp)", "the value of exp is the same at every call, but may be written to"),
-    ]
-
-
-@pytest.mark.slow
 def test_a_constant_that_is_given_out_stays() -> None:
-    model = Around(lambda self, x: (x + 1, (self.steps / 6).sin().exp())).eval()
+    model = around(lambda self, x: (x + 1, (self.steps / 6).sin().exp()))
     fast = optimize(model, ["simplify"], example_inputs=(torch.randn(4, 6),))
     fast(torch.ones(2, 6))[1].zero_()
     assert torch.equal(fast(torch.ones(2, 6))[1], model(torch.ones(2, 6))[1])
@@ -395,17 +325,8 @@ def test_a_constant_that_is_given_out_stays() -> None:
     ],
 )
 def test_what_is_cheap_drawn_or_not_the_same_is_no_constant(function: Callable[..., Any]) -> None:
-    tree, context = captured(Around(function).eval(), (torch.randn(4, 6),))
+    tree, context = captured(around(function), (torch.randn(4, 6),))
     assert changes(Simplify().run(tree, context)) == []
-
-
-@pytest.mark.slow
-def test_a_constant_that_would_take_much_memory_stays() -> None:
-    def function(self: Any, x: Tensor) -> Tensor:
-        return x + (self.steps / 6).repeat(2_000_000).exp()[x.size(0)]
-
-    (skip,) = simplified(function).skips
-    assert skip.reason == "the value of exp is the same at every call, but would take 45 MiB to keep"
 
 
 # Unused results -------------------------------------------------------------------------------------------------------
@@ -435,48 +356,23 @@ def test_what_nobody_uses_is_left_out() -> None:
     ],
 )
 def test_what_has_an_effect_stays(function: Callable[..., Any]) -> None:
-    tree, context = captured(Around(function).eval(), (torch.randn(4, 6),))
+    tree, context = captured(around(function), (torch.randn(4, 6),))
     assert changes(Simplify().run(tree, context)) == []
 
 
-# Later changes and other calls ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_hook_on_what_was_left_out_fires() -> None:
-    _, fast = _fast(lambda self, x: self.child(self.linear(x)).relu(), child=nn.Dropout(0.5))
-    seen: list[Tensor] = []
-    handle = fast.child.register_forward_hook(lambda module, args, output: seen.append(output))
-    fast(torch.randn(2, 6))
-    handle.remove()
-    fast(torch.randn(2, 6))
-    assert len(seen) == 1
-
-
-class Folded(nn.Module):
-    """A functional convolution to fold and a dropout to leave out, in one forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 3, 3, 3))
-        self.norm, self.drop = nn.BatchNorm2d(6), nn.Dropout()
-        enliven(self)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        y = self.drop(self.norm(F.conv2d(x, self.weight)).relu())
-        return y if mask is None else y * mask
+# With others -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_fold_behind_it_is_taken_back_alone() -> None:
-    model, x = Folded().eval(), torch.randn(2, 3, 8, 8)
+    layers = {"weight": nn.Parameter(torch.randn(6, 3, 3, 3)), "norm": nn.BatchNorm2d(6), "drop": nn.Dropout()}
+    model = enliven(Net(lambda m, x: m.drop(m.norm(F.conv2d(x, m.weight)).relu()), **layers)).eval()
+    x = torch.randn(2, 3, 8, 8)
     tree, context = captured(model, (x,))
     first = Simplify().run(tree, context)
-    from passes import FoldConvBn
-
     second = FoldConvBn().run(tree, context)
     assert second.changes
     second.rewriter.roll_back()
-    assert torch.equal(tree.root(x, torch.ones(1)), model(x, torch.ones(1)))
+    assert torch.equal(tree.root(x), model(x))
     first.rewriter.roll_back()
     assert "forward" not in vars(tree.root)
 

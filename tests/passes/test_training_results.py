@@ -18,6 +18,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.checkpoint import checkpoint
+from training_models import assert_equal, state_of, steps
 
 from optimizer import optimize, report_of
 from passes import InsertCheckpoints
@@ -69,37 +70,6 @@ def pair():
     return plain, result
 
 
-def steps(model, *inputs, count=3, call=None, **kwargs):
-    """The losses, gradients and buffers of some steps, and the state of the random generator after them."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.01) if trained else None
-    torch.manual_seed(1)
-    seen = []
-    for _ in range(count):
-        model.zero_grad()
-        loss = loss_of(model(*inputs, **kwargs) if call is None else call(model))
-        loss.backward()
-        seen.append(loss.detach())
-        seen += state_of(model)
-        if optimizer is not None:
-            optimizer.step()
-    return [*seen, torch.get_rng_state()]
-
-
-def state_of(model):
-    gradients = (None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters())
-    return [*gradients, *(buffer.clone() for buffer in model.buffers())]
-
-
-def assert_equal(expected, got):
-    assert len(expected) == len(got)
-    for number, (a, b) in enumerate(zip(expected, got, strict=True)):
-        assert (a is None) == (b is None), number
-        if a is not None:
-            assert a.layout == b.layout
-            assert torch.equal(*((a.to_dense(), b.to_dense()) if a.is_sparse else (a, b))), number
-
-
 # ------------------------------------------------------------------------------------- uses of a result
 
 
@@ -117,14 +87,6 @@ def switched(model):
 def autocast(model):
     def call(model):
         with torch.autocast("cpu", torch.bfloat16):
-            return model(image())
-
-    return steps(model, call=call)
-
-
-def autocast_without_cache(model):
-    def call(model):
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
             return model(image())
 
     return steps(model, call=call)
@@ -218,10 +180,6 @@ def hooked(model):
     for handle in handles:
         handle.remove()
     return [*seen, *(tensor.detach() for tensor in held), *steps(model, image())]
-
-
-def written_to_behind_it(model):
-    return steps(model, call=lambda model: model(image()).mul_(2).add_(1))
 
 
 def frozen_in_part(model):
@@ -320,19 +278,6 @@ def deterministic(model):
         torch.use_deterministic_algorithms(False)
 
 
-def watched_for_anomalies(model):
-    with torch.autograd.set_detect_anomaly(True):
-        return steps(model, image(), count=1)
-
-
-def on_a_default_device(model):
-    torch.set_default_device("cpu")
-    try:
-        return steps(model, image())
-    finally:
-        torch.set_default_device(None)
-
-
 def of_other_sizes(model):
     return steps(model, image(rows=2)) + steps(model, image(rows=7, size=10))
 
@@ -371,15 +316,14 @@ def loaded(model):
 
 
 DONE = [
-    switched, autocast, autocast_without_cache, scaled, gathered, gone_through_twice, with_a_penalty, in_parts, in_a_thread,
-    with_other_parameters, by_torch_func, hooked, written_to_behind_it, frozen_in_part, frozen, with_other_children,
+    switched, autocast, scaled, gathered, gone_through_twice, with_a_penalty, in_parts, in_a_thread,
+    with_other_parameters, by_torch_func, hooked, frozen_in_part, frozen, with_other_children,
     with_other_dropout, in_other_dtypes, on_meta_and_back, swapped, copied_and_pickled, averaged, parametrized,
-    saved_on_the_cpu, inside_of_a_checkpoint, deterministic, watched_for_anomalies, on_a_default_device, of_other_sizes,
+    saved_on_the_cpu, inside_of_a_checkpoint, deterministic, of_other_sizes,
     broken_off_forward, broken_off_backward, loaded,
 ]  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("do", DONE, ids=lambda do: do.__name__)
 def test_a_plan_changes_nothing_but_what_is_kept(do, pair):
     seen = []
@@ -550,11 +494,6 @@ def counting():
     return nn.Sequential(linear(), nn.BatchNorm1d(8, momentum=None), nn.GELU(), linear(), nn.Tanh())
 
 
-def synced():
-    layers = linear(), nn.BatchNorm1d(8), nn.GELU(), linear(), nn.BatchNorm1d(8), nn.Tanh()
-    return nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(*layers))
-
-
 MODELS = {
     "lstm": lambda: recurrent(nn.LSTM),
     "packed": packed,
@@ -573,7 +512,6 @@ MODELS = {
     "nested": nested,
     "another class": of_another_class,
     "counting": counting,
-    "synced": synced,
     "leaking": lambda: nn.Sequential(linear(), nn.RReLU(), linear(), nn.Tanh()),
     "one call": linear,
     "nothing to compute again": lambda: nn.Sequential(nn.Flatten(), linear()),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -167,35 +169,11 @@ class Adapted(nn.Module):
         return x + self.project(self.bn(self.conv(x))) * self.scale
 
 
-CASES: list[tuple[Callable[[], nn.Module], str]] = [
-    (Backbone, "features before the BatchNorm"),
-    (Backbone, "both features"),
-    (Backbone, "kept features"),
-    (Backbone, "channels in another order"),
-    (Backbone, "two sizes in one batch"),
-    (Backbone, "the other domain"),
-    (Backbone, "raw class map"),
-    (Backbone, "shape"),
-    (Regularised, "fresh statistics"),
-    (Regularised, "statistics by hand"),
-    (Regularised, "other epsilon"),
-    (Regularised, "penalty"),
-    (Regularised, "bias in a helper"),
-    (Regularised, "slimming"),
-    (Regularised, "statistics as a feature"),
-    (Regularised, "gate by a tensor"),
-    (Regularised, "gate by a number"),
-    (Regularised, "log of a weight"),
-    (Regularised, "same as at the start"),
-    (Regularised, "norm for a log"),
-    (Adapted, "functional"),
-    (Adapted, "beside"),
-    (Adapted, "without the scale"),
-    (Adapted, "scale as a number"),
-    (Adapted, "merged in place"),
-    (Adapted, "merged into a copy"),
-    (Adapted, "merged into a new parameter"),
-    (Adapted, "padded"),
+# The branches of each model, read from the source of its forward.
+CASES = [
+    (build, branch)
+    for build in (Backbone, Regularised, Adapted)
+    for branch in re.findall(r'(?:want|extra|adapter) == "(.+?)"', inspect.getsource(build.forward))
 ]
 
 

@@ -192,7 +192,6 @@ def main():
     scenarios = {
         "ddp-tied-unused": lambda: compare(rank, words, 0.5, ddp),
         "ddp-folded": lambda: compare(rank, images, "min", ddp, [FoldConvBias()]),
-        "fsdp": lambda: compare(rank, words, 0.5, lambda model: sharded(model, mesh)),
         "fsdp-min": lambda: compare(rank, words, "min", lambda model: sharded(model, mesh)),
         "fsdp-units": lambda: compare(rank, words, "min", lambda model: sharded(model, mesh), units="blocks.*"),
         "fsdp-whole": lambda: compare(rank, words, "min", lambda model: sharded(model, mesh, whole_between=True)),

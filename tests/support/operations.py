@@ -8,8 +8,8 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def computed(name: str, model: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
-    """How often the second call without gradients runs an operation of ATen."""
-    with torch.no_grad():
+    """How often the second call runs an operation of ATen; without gradients, unless an argument requires them."""
+    with torch.set_grad_enabled(any(getattr(each, "requires_grad", False) for each in args)):
         model(*args, **kwargs)
         with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found:
             model(*args, **kwargs)

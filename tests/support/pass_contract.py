@@ -259,3 +259,11 @@ def _check_sentences(result: PassResult) -> None:
 def _check_options(item: Pass) -> None:
     text = {name.replace("_", "-"): str(value) for name, value in item.options.items()}
     assert type(item).from_options(text) == item, f"{item.name}: its options don't come back from text"
+
+
+def changes(done: PassResult) -> list[tuple[str, str]]:
+    return _texts(done.changes, "what")
+
+
+def skips(done: PassResult) -> list[tuple[str, str]]:
+    return _texts(done.skips, "reason")

@@ -11,27 +11,15 @@ all others can be added and concatenated.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from folding_models import Reader
+from folding_models import BatchNormAct
 from hypothesis import strategies as st
-from random_ways import (
-    ACTIVATED,
-    OWN_CONVOLUTIONS,
-    OWN_NORMS,
-    OWN_TRANSPOSED,
-    PLAIN_WAYS,
-    POOLED,
-    WAYS,
-    Output,
-    OwnLinear,
-)
-from tiny_models import enliven
+from tiny_models import Net, enliven
 from torch import Tensor, nn
 
 CHANNELS = 4
@@ -51,13 +39,7 @@ EXACT = {"float32", "float64"}
 
 @dataclass(frozen=True)
 class Conv:
-    """A convolution.
-
-    Attributes:
-        resize: "" keeps the size of the maps; "stride" halves it, or doubles it with an output padding if transposed;
-            "valid" pads nothing.
-        own: whether its class has its own forward, which calls the function.
-    """
+    """A convolution."""
 
     kernel: int = 3
     bias: bool = True
@@ -65,8 +47,10 @@ class Conv:
     dilation: int = 1
     transposed: bool = False
     padding: str = "zeros"
+    # "" keeps the size of the maps; "stride" halves it, or doubles it with an output padding if transposed; "valid" pads
+    # nothing.
     resize: str = ""
-    own: bool = False
+    own: bool = False  # whether its class has its own forward, which calls the function
 
     @property
     def pads(self) -> bool:
@@ -76,88 +60,37 @@ class Conv:
 
 @dataclass(frozen=True)
 class Norm:
-    """A BatchNorm.
-
-    Attributes:
-        running: whether it keeps running statistics.
-        training: whether it is left in training mode.
-        activated: whether its class contains an activation.
-        own: whether its class has its own forward, which calls the function.
-    """
+    """A BatchNorm."""
 
     affine: bool = True
     momentum: float | None = 0.1
-    running: bool = True
-    training: bool = False
-    activated: bool = False
-    own: bool = False
-
-    @property
-    def is_function(self) -> bool:
-        """Whether its class calls the function."""
-        return self.activated or self.own
+    running: bool = True  # whether it keeps running statistics
+    training: bool = False  # whether it is left in training mode
+    activated: bool = False  # whether its class contains an activation
+    own: bool = False  # whether its class has its own forward, which calls the function
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A convolution and its BatchNorm.
-
-    Attributes:
-        style: how the two are joined, and what else uses them; a key of `STYLES` or `WAYS`.
-        act: what follows, a key of `ACTIVATIONS`.
-        extra: a hook or a parametrization, a key of `EXTRAS`.
-        wide: whether there are twice as many channels between the two.
-        branches: whether the forward of a way has a data-dependent branch.
-    """
+    """A convolution and its BatchNorm."""
 
     conv: Conv = Conv()
     norm: Norm = Norm()
-    style: str = "modules"
-    act: str = "none"
-    extra: str = "none"
-    wide: bool = False
-    branches: bool = False
-
-    @property
-    def leads(self) -> bool:
-        """Whether the BatchNorm comes before the layer."""
-        return self.style in WAYS and WAYS[self.style].leads
-
-    @property
-    def is_linear(self) -> bool:
-        """Whether the layer is linear, not a convolution."""
-        return self.style in WAYS and WAYS[self.style].is_linear
+    style: str = "modules"  # how the two are joined, and what else uses them; a key of `STYLES`
+    act: str = "none"  # what follows, a key of `ACTIVATIONS`
+    extra: str = "none"  # a hook or a parametrization, a key of `EXTRAS`
+    wide: bool = False  # whether there are twice as many channels between the two
 
     @property
     def is_plain(self) -> bool:
         """Whether the pair has no difficulty, so that it must be folded."""
         usual = self.norm.running and not self.norm.training
-        if self.leads and (self.norm.activated or (not self.is_linear and (self.conv.pads or self.conv.transposed))):
-            return False
-        plain = self.style in PLAIN_STYLES or self.style in PLAIN_WAYS
-        return plain and self.extra in ("none", "frozen") and usual
-
-    def kinds(self) -> Iterator[str]:
-        """What a fold of this pair is an example of."""
-        yield f"style {self.style}"
-        yield "in front" if self.leads else "behind"
-        if self.is_linear:
-            yield "linear"
-        else:
-            yield "transposed" if self.conv.transposed else "convolution"
-            yield f"padding {self.conv.padding}{' in front' if self.leads else ''}"
-            yield "grouped" if self.conv.groups > 1 else "one group"
-        if self.conv.own or self.norm.is_function:
-            yield "function: " + " and ".join(["layer"] * self.conv.own + ["norm"] * self.norm.is_function)
-        if self.branches:
-            yield "a branch in the way"
-        if self.extra == "frozen":
-            yield "frozen"
+        return self.style in PLAIN_STYLES and self.extra in ("none", "frozen") and usual
 
 
 @dataclass(frozen=True)
 class Combined:
-    """Several blocks in one. `kind` is one of `COMBINATIONS`, and determines the number of blocks."""
+    """Several blocks in one. `kind` is a key of `_ONE` or `_TWO`, or "concatenated"."""
 
     kind: str
     parts: tuple[Block, ...]
@@ -168,27 +101,17 @@ Block = Pair | Combined
 
 @dataclass(frozen=True)
 class Description:
-    """A model and its inputs.
-
-    Attributes:
-        head: what follows the blocks: "none", or a linear layer on 2-D or 3-D input with a BatchNorm; a key of
-            `_HEADS`.
-        output: a key of `_ROOTS`: "tensor", "tuple", "dict" or "object".
-        layout: the layout of the inputs: "contiguous", "channels_last", or "strided" with gaps between the elements.
-        scaled: whether a second tensor is passed as a keyword.
-        training: whether the model is in training mode when `optimize` gets it.
-        batch: the rows of the example inputs; 0 if they are a function of the batch size.
-    """
+    """A model and its inputs."""
 
     blocks: tuple[Block, ...]
     dims: int = 2
-    head: str = "none"
-    output: str = "tensor"
+    head: str = "none"  # what follows the blocks: "none", or a key of `_HEADS`
+    output: str = "tensor"  # a key of `_ROOTS`
     dtype: str = "float32"
-    layout: str = "contiguous"
-    scaled: bool = False
-    training: bool = False
-    batch: int = 2
+    layout: str = "contiguous"  # of the inputs, or "channels_last", or "strided" with gaps between the elements
+    scaled: bool = False  # whether a second tensor is passed as a keyword
+    training: bool = False  # whether the model is in training mode when `optimize` gets it
+    batch: int = 2  # the rows of the example inputs; 0 if they are a function of the batch size
     seed: int = 0
 
     @property
@@ -199,9 +122,7 @@ class Description:
         belongs to a convolution at the start of one of them, if that one pads no zeros.
         """
         either = [block for block in self._combined() if block.kind.startswith("either")]
-        begins = any(
-            pair.leads or pair.is_linear or not pair.conv.pads for block in either for pair in _pairs_in(block)
-        )
+        begins = any(not pair.conv.pads for block in either for pair in _pairs_in(block))
         return begins or any(pair.style in UNSEEN_STYLES for pair in self.pairs())
 
     def _combined(self) -> Iterator[Combined]:
@@ -234,63 +155,19 @@ Run = Callable[[Any, Tensor], Tensor]
 Style = Callable[[Any, Any, nn.Module], nn.Module]
 
 
-class Joined(nn.Module):
-    """Holds the two, an activation and what a style adds, and runs them by the function of the style."""
-
-    def __init__(self, run: Run, conv: nn.Module, norm: nn.Module, act: nn.Module, add: Callable[[Any], None]) -> None:
-        super().__init__()
-        self.run = run
-        self.conv, self.norm, self.act = conv, norm, act
-        add(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self, x)
-
-
 def _style(run: Run, add: Callable[[Any], None] = lambda m: None) -> Style:
     """A style from a function of the module and the maps; `add` gives the module more attributes."""
-    return lambda conv, norm, act: Joined(run, conv, norm, act, add)
+
+    def joined(conv: nn.Module, norm: nn.Module, act: nn.Module) -> nn.Module:
+        module = Net(run, conv=conv, norm=norm, act=act)
+        add(module)
+        return module
+
+    return joined
 
 
 def _in_sequence(m: Any, x: Tensor) -> Tensor:
     return m.act(m.norm(m.conv(x)))
-
-
-def _in_turn(m: Any, x: Tensor) -> Tensor:
-    for layer in m.layers:
-        x = layer(x)
-    return x
-
-
-class Stem(nn.Module):
-    def __init__(self, conv: nn.Module) -> None:
-        super().__init__()
-        self.conv = conv
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x.tanh())
-
-
-class Head(nn.Module):
-    def __init__(self, norm: nn.Module, act: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.act = norm, act
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.norm(x))
-
-
-class Hidden(nn.Module):
-    """Holds its layers only in a plain list: they aren't in the module tree."""
-
-    def __init__(self, conv: nn.Module, norm: nn.Module, act: nn.Module) -> None:
-        super().__init__()
-        self.layers = [conv, norm, act]
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 class Functional(nn.Module):
@@ -317,23 +194,6 @@ class Functional(nn.Module):
 def _besides(m: Any, x: Tensor) -> Tensor:
     y = m.conv(x)
     return m.act(m.norm(y) + y)
-
-
-def _tied(name: str, of: str) -> Callable[[Any], None]:
-    """Add a second layer that shares one parameter or buffer with the first."""
-
-    def add(m: Any) -> None:
-        m.second = _like(getattr(m, of))
-        setattr(m.second, name, getattr(getattr(m, of), name))
-
-    return add
-
-
-def _norm_read(m: Any, x: Tensor) -> Tensor:
-    y = m.norm(m.conv(x))
-    if m.norm.running_var is not None:
-        y = y * m.norm.running_var.mean()
-    return m.act(y)
 
 
 def _changed_between(m: Any, x: Tensor) -> Tensor:
@@ -399,7 +259,8 @@ def _nested(conv: nn.Module, norm: nn.Module, act: nn.Module) -> nn.Module:
 
 
 def _across(conv: nn.Module, norm: nn.Module, act: nn.Module) -> nn.Module:
-    return nn.Sequential(Stem(conv), Head(norm, act))
+    stem = Net(lambda m, x: m.conv(x.tanh()), conv=conv)
+    return nn.Sequential(stem, Net(lambda m, x: m.act(m.norm(x)), norm=norm, act=act))
 
 
 PLAIN_STYLES: dict[str, Style] = {
@@ -410,6 +271,7 @@ PLAIN_STYLES: dict[str, Style] = {
     "identity": _style(
         lambda m, x: m.act(m.norm(m.between(m.conv(x)))), lambda m: m.add_module("between", nn.Identity())
     ),
+    "cloned": _style(lambda m, x: m.act(m.norm(m.conv(x).clone().contiguous()))),
     "keywords": _style(lambda m, x: m.act(m.norm(input=m.conv(input=x)))),
     "two norms": _style(
         lambda m, x: m.act(m.second(m.norm(m.conv(x)))), lambda m: m.add_module("second", _like(m.norm))
@@ -419,29 +281,14 @@ STYLES: dict[str, Style] = PLAIN_STYLES | {
     "functional": Functional,
     # A data-dependent branch that is never taken.
     "island": _style(_unless(lambda x: x.sum() > 1e6)),
-    "listed": _style(_in_turn, lambda m: setattr(m, "layers", [m.conv, m.norm, m.act])),
-    "hidden": Hidden,
     "twice": _style(lambda m, x: m.act(m.norm(m.conv(x)) + m.conv(x.tanh()))),
     "besides": _style(_besides),
-    "norm twice": _style(lambda m, x: _in_sequence(m, x) + m.norm(x).mean()),
-    "shared norm": _style(
-        lambda m, x: m.act(m.norm(m.conv(x)) + m.norm(m.second(x))), lambda m: m.add_module("second", _like(m.conv))
-    ),
-    "two names": _style(_in_sequence, lambda m: m.add_module("alias", m.conv)),
-    "two names used": _style(
-        lambda m, x: m.act(m.norm(m.conv(x)) + m.alias(x.tanh())), lambda m: m.add_module("alias", m.conv)
-    ),
-    "norm two names": _style(lambda m, x: m.act(m.alias(m.conv(x))), lambda m: m.add_module("alias", m.norm)),
-    "tied weight": _style(lambda m, x: m.act(m.norm(m.conv(x)) + m.second(x)), _tied("weight", "conv")),
-    "tied bias": _style(lambda m, x: m.act(m.norm(m.conv(x)) + m.second(x)), _tied("bias", "conv")),
-    "tied statistics": _style(lambda m, x: m.second(_in_sequence(m, x)), _tied("running_mean", "norm")),
-    "weight read": _style(lambda m, x: m.act(m.norm(m.conv(x)) * (1 + m.conv.weight.mean()))),
-    "norm read": _style(_norm_read),
-    "read by sibling": _style(
-        lambda m, x: m.reader(_in_sequence(m, x)), lambda m: m.add_module("reader", Reader(m.conv))
-    ),
     "changed between": _style(_changed_between),
     "view changed": _style(_view_changed),
+    "swapped": _style(lambda m, x: m.act(m.norm(m.conv(x).transpose(-1, 2)).transpose(-1, 2))),
+    "move used": _style(lambda m, x: m.act((m.norm(y := m.conv(x).transpose(-1, 2)) + y).transpose(-1, 2))),
+    "move written": _style(lambda m, x: m.act((y := m.conv(x), y.transpose(-1, 2).mul_(2), m.norm(y))[2])),
+    "norm first, used": _style(lambda m, x: m.act(m.conv(y := m.norm(x)) + y)),
     "norm first": _style(lambda m, x: m.act(m.conv(m.norm(x)))),
     "counter": _style(_counting, lambda m: m.register_buffer("calls", torch.zeros((), dtype=torch.int64))),
     "keeps": _style(_keeps, _with_state),
@@ -452,6 +299,47 @@ STYLES: dict[str, Style] = PLAIN_STYLES | {
     "over rows": _style(lambda m, x: torch.cat([_in_sequence(m, row.unsqueeze(0)) for row in x])),
 }
 UNSEEN_STYLES = {"raw by data", "raw by batch"}
+
+
+# ---- classes with their own forward
+
+
+def _convolve(self: Any, input: Tensor) -> Tensor:
+    function = _FUNCTIONS[self.weight.dim() - 2]
+    return function(input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+def _convolve_transposed(self: Any, input: Tensor) -> Tensor:
+    function = _TRANSPOSED_FUNCTIONS[self.weight.dim() - 2]
+    settings = (self.stride, self.padding, self.output_padding, self.groups, self.dilation)
+    return function(input, self.weight, self.bias, *settings)
+
+
+def _normalise(self: Any, input: Tensor) -> Tensor:
+    statistics = self.running_mean, self.running_var
+    uses_batch = self.training or self.running_mean is None
+    return F.batch_norm(input, *statistics, self.weight, self.bias, uses_batch, self.momentum or 0.0, self.eps)
+
+
+def _with_forward(base: type[nn.Module], forward: Any) -> type[nn.Module]:
+    return type(f"Own{base.__name__}", (base,), {"forward": forward, "__module__": __name__})
+
+
+_BASES = {
+    "conv": (nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    "transposed": (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    "norm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+}
+
+
+def _by_dims(kind: str, forward: Any) -> dict[int, Callable[..., nn.Module]]:
+    return {dims: _with_forward(base, forward) for dims, base in enumerate(_BASES[kind], 1)}
+
+
+OWN_CONVOLUTIONS = _by_dims("conv", _convolve)
+OWN_TRANSPOSED = _by_dims("transposed", _convolve_transposed)
+OWN_NORMS = _by_dims("norm", _normalise)
+ACTIVATED = _by_dims("norm", BatchNormAct.forward)
 
 
 # ---- activations, hooks and parametrizations
@@ -480,13 +368,6 @@ def _shift(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
     return (args[0] + 0.5,)
 
 
-def _old_weight_norm(conv: nn.Module) -> None:
-    with warnings.catch_warnings():
-        # It is deprecated, but many older models use it.
-        warnings.simplefilter("ignore", FutureWarning)
-        nn.utils.weight_norm(conv)
-
-
 EXTRAS: dict[str, Callable[[nn.Module, nn.Module], object]] = {
     "none": lambda conv, norm: None,
     "hook on conv": lambda conv, norm: conv.register_forward_hook(_scale),
@@ -495,8 +376,6 @@ EXTRAS: dict[str, Callable[[nn.Module, nn.Module], object]] = {
     "hook on norm": lambda conv, norm: norm.register_forward_hook(_scale),
     "weight_norm": lambda conv, norm: nn.utils.parametrizations.weight_norm(conv),
     "spectral_norm": lambda conv, norm: nn.utils.parametrizations.spectral_norm(conv),
-    "old weight_norm": lambda conv, norm: _old_weight_norm(conv),
-    "old spectral_norm": lambda conv, norm: nn.utils.spectral_norm(conv),
     "frozen": lambda conv, norm: conv.requires_grad_(False),
 }
 
@@ -504,156 +383,67 @@ EXTRAS: dict[str, Callable[[nn.Module, nn.Module], object]] = {
 # ---- how blocks are combined
 
 
-class One(nn.Module):
+def _residual_in_place(m: Any, x: Tensor) -> Tensor:
+    y = m.inner(x)
+    y += x
+    return y
+
+
+def _by_number(m: Any, x: Tensor) -> Tensor:
+    """Calls its block once for each row, at most three times."""
+    for _ in range(min(len(x), 3)):
+        x = m.inner(x).tanh()
+    return x
+
+
+def _one(run: Run) -> Callable[[nn.Module], nn.Module]:
+    return lambda inner: Net(run, inner=inner)
+
+
+def _two(run: Run) -> Callable[[nn.Module, nn.Module], nn.Module]:
+    return lambda first, second: Net(run, first=first, second=second)
+
+
+def _gives_and_takes_dict(inner: nn.Module) -> nn.Module:
+    gives = Net(lambda m, x: {"y": m.inner(x), "rest": [x.mean(), None]}, inner=inner)
+    return Net(lambda m, x: (found := m.inner(x))["y"] + found["rest"][0], inner=gives)
+
+
+def _gives_and_takes_both(first: nn.Module, second: nn.Module) -> nn.Module:
+    gives = Net(lambda m, x: (y := m.first(x), m.second(y)), first=first, second=second)
+    return Net(lambda m, x: (both := m.inner(x))[0] - both[1], inner=gives)
+
+
+class Guarded(nn.Module):
+    """A data-dependent branch that is never taken, around blocks with graphs. It ends a graph, so it is in a `forward`."""
+
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
-
-
-class Residual(One):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
-
-
-class ResidualInPlace(One):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(x)
-        y += x
-        return y
-
-
-class Repeated(One):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(self.inner(x).tanh())
-
-
-class Aliased(One):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__(inner)
-        self.alias = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.alias(self.inner(x).tanh())
-
-
-class GivesDict(One):
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        return {"y": self.inner(x), "rest": [x.mean(), None]}
-
-
-class GivesObject(One):
-    """Returns a dataclass instance."""
-
-    def forward(self, x: Tensor) -> Output:
-        return Output(self.inner(x), {"mean": x.mean()})
-
-
-class TakesObject(One):
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.inner(x)
-        return found.features + found.rest["mean"]
-
-
-class ListOfModules(nn.Module):
-    """Holds its blocks in a plain list: they aren't in the module tree."""
-
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
-        super().__init__()
-        self.parts = [first, second]
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in self.parts:
-            x = part(x)
-        return x
-
-
-class TakesDict(One):
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.inner(x)
-        return found["y"] + found["rest"][0]
-
-
-class Guarded(One):
-    """A data-dependent branch that is never taken, around blocks with graphs."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x if x.sum() > 1e6 else self.inner(x)
 
 
-class BatchLoop(One):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.inner(row.unsqueeze(0)) for row in x])
-
-
-class NumberOfLoops(One):
-    """Calls its block once for each row, at most three times."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(min(len(x), 3)):
-            x = self.inner(x).tanh()
-        return x
-
-
-class Two(nn.Module):
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
-        super().__init__()
-        self.first, self.second = first, second
-
-
-class Sum(Two):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.first(x) + self.second(x)
-
-
-class Concatenated(Two):
-    """Concatenates the channels of both, and brings them back to the number of one by a convolution."""
-
-    def __init__(self, first: nn.Module, second: nn.Module, narrow: nn.Module) -> None:
-        super().__init__(first, second)
-        self.narrow = narrow
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.narrow(torch.cat([self.first(x), self.second(x)], 1))
-
-
-class GivesBoth(Two):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = self.first(x)
-        return y, self.second(y)
-
-
-class TakesBoth(One):
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.inner(x)
-        return first - second
-
-
-class EitherByData(Two):
-    def forward(self, x: Tensor) -> Tensor:
-        # Don't use the mean: after a BatchNorm, it may be zero except for rounding.
-        if x.flatten()[0] > 0:
-            return self.first(x)
-        return self.second(x)
-
-
-class EitherByBatch(Two):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.first(x) if len(x) > 4 else self.second(x)
-
-
 _ONE: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "residual": Residual, "residual in place": ResidualInPlace, "repeated": Repeated, "aliased": Aliased,
-    "dict": lambda inner: TakesDict(GivesDict(inner)), "guarded": Guarded, "batch loop": BatchLoop,
-    "number of loops": NumberOfLoops, "object": lambda inner: TakesObject(GivesObject(inner)),
-}  # fmt: skip
+    "residual": _one(lambda m, x: x + m.inner(x)),
+    "residual in place": _one(_residual_in_place),
+    "repeated": _one(lambda m, x: m.inner(m.inner(x).tanh())),
+    "dict": _gives_and_takes_dict,
+    "guarded": Guarded,
+    "batch loop": _one(lambda m, x: torch.cat([m.inner(row.unsqueeze(0)) for row in x])),
+    "number of loops": _one(_by_number),
+}
 _TWO: dict[str, Callable[[nn.Module, nn.Module], nn.Module]] = {
-    "sequence": nn.Sequential, "sum": Sum, "tuple": lambda first, second: TakesBoth(GivesBoth(first, second)),
-    "either by data": EitherByData, "either by batch": EitherByBatch, "plain list": ListOfModules,
-}  # fmt: skip
-COMBINATIONS = (*_ONE, *_TWO, "concatenated")
-# Combinations in which a part is called only for some batches, is in the tree twice or not at all, or is called once
-# for each row.
-_UNFOLDED_IN = {"aliased", "either by data", "either by batch", "batch loop", "number of loops", "plain list"}
+    "sequence": nn.Sequential,
+    "sum": _two(lambda m, x: m.first(x) + m.second(x)),
+    "tuple": _gives_and_takes_both,
+    # Don't use the mean: after a BatchNorm, it may be zero except for rounding.
+    "either by data": _two(lambda m, x: m.first(x) if x.flatten()[0] > 0 else m.second(x)),
+    "either by batch": _two(lambda m, x: m.first(x) if len(x) > 4 else m.second(x)),
+}
+# Combinations in which a part is called only for some batches, or once for each row.
+_UNFOLDED_IN = {"either by data", "either by batch", "batch loop", "number of loops"}
 
 
 # ---- the whole
@@ -691,51 +481,29 @@ class RootOfDict(Root):
         return {"y": x if self.head is None else self.head(x), "features": features, "kind": "maps"}
 
 
-class LinearOn2d(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(CHANNELS, 6), nn.BatchNorm1d(6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.linear(x.flatten(2).mean(2)))
+def _linear_on_2d() -> nn.Module:
+    layers = {"linear": nn.Linear(CHANNELS, 6), "norm": nn.BatchNorm1d(6)}
+    return Net(lambda m, x: m.norm(m.linear(x.flatten(2).mean(2))), **layers)
 
 
-class LinearOn3d(nn.Module):
+def _linear_on_3d() -> nn.Module:
     """The channels of the BatchNorm aren't the outputs of the linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(CHANNELS, CHANNELS), nn.BatchNorm1d(CHANNELS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.linear(F.adaptive_avg_pool1d(x.flatten(2), CHANNELS)))
+    layers = {"linear": nn.Linear(CHANNELS, CHANNELS), "norm": nn.BatchNorm1d(CHANNELS)}
+    return Net(lambda m, x: m.norm(m.linear(F.adaptive_avg_pool1d(x.flatten(2), CHANNELS))), **layers)
 
 
-class RootOfObject(Root):
-    def forward(self, x: Tensor, *, scale: Tensor | None = None) -> Any:
-        return Output(super().forward(x, scale=scale), [x])
-
-
-_ROOTS = {"tensor": Root, "tuple": RootOfTuple, "dict": RootOfDict, "object": RootOfObject}
-_HEADS: dict[str, type[nn.Module]] = {"linear on 2-D": LinearOn2d, "linear on 3-D": LinearOn3d}
+_ROOTS = {"tensor": Root, "tuple": RootOfTuple, "dict": RootOfDict}
+_HEADS: dict[str, Callable[[], Any]] = {"linear on 2-D": _linear_on_2d, "linear on 3-D": _linear_on_3d}
 
 
 @dataclass(frozen=True)
 class BuiltPair:
-    """A layer and its BatchNorm in a model.
-
-    Attributes:
-        conv, norm: the paths of the two.
-        kinds: what a fold of the two is an example of.
-        is_plain: whether it must be folded if there are example inputs.
-        has_bias: whether the layer has a bias that must be moved into the BatchNorm.
-    """
+    """A layer and its BatchNorm in a model, by their paths."""
 
     conv: str
     norm: str
-    kinds: tuple[str, ...]
-    is_plain: bool
-    has_bias: bool
+    is_plain: bool  # whether it must be folded if there are example inputs
+    has_bias: bool  # whether the layer has a bias that must be moved into the BatchNorm
 
 
 @dataclass(frozen=True)
@@ -746,24 +514,6 @@ class Built:
     pairs: tuple[BuiltPair, ...]
 
 
-def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, with its path; those in plain lists with the paths that reports use."""
-    seen: set[int] = set()
-    waiting = [("", model)]
-    while waiting:
-        path, module = waiting.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        yield path, module
-        children = list(module.named_children())
-        for name, value in module.__dict__.items():
-            if isinstance(value, list):
-                children += [(f"{name}[{n}]", item) for n, item in enumerate(value) if isinstance(item, nn.Module)]
-        # Registered children come first, so that a module in the tree gets its path in the tree.
-        waiting[:0] = [(f"{path}.{name}".lstrip("."), child) for name, child in reversed(children)]
-
-
 def build(description: Description) -> Built:
     """Make the model, the same at every call, with weights and statistics that make comparisons meaningful."""
     builder = _Builder(description)
@@ -771,26 +521,19 @@ def build(description: Description) -> Built:
         torch.manual_seed(description.seed)
         blocks = [builder.block(block, foldable=True) for block in description.blocks]
         head = _HEADS[description.head]() if description.head in _HEADS else None
-        if isinstance(head, LinearOn2d):
-            builder.pairs.append((head.linear, head.norm, ("style head", "linear"), True, True))
+        if description.head == "linear on 2-D":
+            builder.pairs.append((head.linear, head.norm, True, True))
         model = _ROOTS[description.output](blocks, head)
-        registered = {id(module) for module in model.modules()}
-        everything = dict(modules_of(model))
-        trees = [model, *(module for module in everything.values() if id(module) not in registered)]
-        for tree in trees:
-            enliven(tree, description.seed).to(DTYPES[description.dtype])
+        enliven(model, description.seed).to(DTYPES[description.dtype])
         model.train(description.training)
-        for part in trees[1:]:
-            # It isn't in the module tree, so `eval` of the model doesn't reach it.
-            part.eval()
         for norm in builder.in_training:
             norm.train()
         for extra in builder.extras:
             extra()
-    paths = {id(module): path for path, module in everything.items()}
+    paths = {id(module): path for path, module in model.named_modules()}
     pairs = tuple(
-        BuiltPair(paths[id(conv)], paths[id(norm)], kinds, plain, has_bias)
-        for conv, norm, kinds, plain, has_bias in builder.pairs
+        BuiltPair(paths[id(conv)], paths[id(norm)], plain, has_bias)
+        for conv, norm, plain, has_bias in builder.pairs
         if id(conv) in paths and id(norm) in paths
     )
     return Built(model, pairs)
@@ -799,8 +542,8 @@ def build(description: Description) -> Built:
 class _Builder:
     def __init__(self, description: Description) -> None:
         self.dims = description.dims
-        # Layer, BatchNorm, kinds, whether it is plain, whether the layer has a bias to be moved.
-        self.pairs: list[tuple[nn.Module, nn.Module, tuple[str, ...], bool, bool]] = []
+        # Layer, BatchNorm, whether it is plain, whether the layer has a bias to be moved.
+        self.pairs: list[tuple[nn.Module, nn.Module, bool, bool]] = []
         self.in_training: list[nn.Module] = []
         self.extras: list[Callable[[], object]] = []
 
@@ -810,27 +553,22 @@ class _Builder:
         foldable = foldable and block.kind not in _UNFOLDED_IN
         parts = [self.block(part, foldable=foldable) for part in block.parts]
         if block.kind == "concatenated":
-            return Concatenated(*parts, _CONVOLUTIONS[self.dims](2 * CHANNELS, CHANNELS, 1))
+            # A convolution brings the channels of both back to the number of one.
+            first, second = parts
+            narrow = _CONVOLUTIONS[self.dims](2 * CHANNELS, CHANNELS, 1)
+            run = lambda m, x: m.narrow(torch.cat([m.first(x), m.second(x)], 1))  # noqa: E731
+            return Net(run, first=first, second=second, narrow=narrow)
         return (_ONE if block.kind in _ONE else _TWO)[block.kind](*parts)
 
     def pair(self, pair: Pair, *, foldable: bool) -> nn.Module:
         out = 2 * CHANNELS if pair.wide else CHANNELS
-        way = WAYS.get(pair.style)
-        conv, norm = self.layer(pair, out), self.norm(pair.norm, out, way.norm_dims(self.dims) if way else self.dims)
-        act = ACTIVATIONS[pair.act]()
-        joined = way.joined(conv, norm, act, branches=pair.branches) if way else STYLES[pair.style](conv, norm, act)
-        has_bias = pair.conv.bias and not pair.leads
-        self.pairs.append((conv, norm, (*pair.kinds(),), foldable and pair.is_plain, has_bias))
+        conv, norm = self.conv(pair.conv, out, self.dims), self.norm(pair.norm, out, self.dims)
+        joined = STYLES[pair.style](conv, norm, ACTIVATIONS[pair.act]())
+        self.pairs.append((conv, norm, foldable and pair.is_plain, pair.conv.bias))
         if pair.norm.training:
             self.in_training.append(norm)
         self.extras.append(lambda: EXTRAS[pair.extra](conv, norm))
         return nn.Sequential(joined, _CONVOLUTIONS[self.dims](out, CHANNELS, 1)) if pair.wide else joined
-
-    def layer(self, pair: Pair, out: int) -> nn.Module:
-        if pair.is_linear:
-            return (OwnLinear if pair.conv.own else nn.Linear)(CHANNELS, out, bias=pair.conv.bias)
-        way = WAYS.get(pair.style)
-        return self.conv(pair.conv, out, way.conv_dims(self.dims) if way else self.dims)
 
     def conv(self, conv: Conv, out: int, dims: int) -> nn.Module:
         same = conv.dilation * (conv.kernel - 1) // 2
@@ -924,11 +662,10 @@ def _pairs(*, resizes: bool) -> st.SearchStrategy[Pair]:
         Pair,
         conv=_convs(resizes=resizes),
         norm=_NORMS_DRAWN,
-        style=st.sampled_from([*PLAIN_STYLES, *STYLES, *PLAIN_WAYS, *WAYS]),
+        style=st.sampled_from([*PLAIN_STYLES, *STYLES]),
         act=st.sampled_from([*ACTIVATIONS]),
         extra=st.sampled_from(["none"] * 2 * len(EXTRAS) + [*EXTRAS]),
         wide=st.booleans(),
-        branches=st.sampled_from([False, False, True]),
     ).map(_fitting)
 
 
@@ -940,19 +677,8 @@ def _fitting(pair: Pair) -> Pair:
     if pair.style == "keywords":
         extra = "none" if pair.extra == "hook before norm" else pair.extra
         pair = replace(pair, norm=replace(pair.norm, activated=False), extra=extra)
-    if pair.style in WAYS:
-        # The output has the sizes of the input. Many convolutions after a BatchNorm would pad with zeros.
+    if pair.style.startswith("norm first"):
         pair = replace(pair, wide=False, conv=replace(pair.conv, resize=""))
-        if pair.leads and not pair.is_linear:
-            conv = pair.conv
-            pads = conv.pads or conv.transposed
-            pair = replace(pair, conv=replace(conv, kernel=1, transposed=False) if pads and pair.branches else conv)
-        if pair.style in POOLED:
-            pair = replace(pair, norm=replace(pair.norm, running=True))
-    else:
-        pair = replace(pair, branches=False)
-    if pair.style in ("norm twice", "norm first"):
-        pair = replace(pair, wide=False)
     if pair.style == "functional":
         conv = replace(pair.conv, padding="zeros")
         return replace(pair, conv=conv, norm=replace(pair.norm, training=False), extra="none")
@@ -982,8 +708,4 @@ DESCRIPTIONS: st.SearchStrategy[Description] = st.builds(
     training=st.booleans(),
     batch=st.sampled_from([2, 3, 1, 0]),
     seed=st.integers(0, 7),
-)
-# One pair, with nothing around it that could prevent a fold.
-LONE_PAIRS: st.SearchStrategy[Description] = st.builds(
-    Description, blocks=st.tuples(_pairs(resizes=True)), dims=_DIMS, dtype=_DTYPES
 )

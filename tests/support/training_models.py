@@ -5,7 +5,7 @@ import random
 import torch
 import torch.nn.functional as F
 import transformers
-from tiny_models import enliven
+from tiny_models import Net, enliven
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -112,105 +112,61 @@ class Doubled(torch.Tensor):
         return result + result if func.__name__ == "mul" else result
 
 
-class Chosen(nn.Module):
+def chosen(m, x):
     """Chooses its kernel, its generator and its tensor class itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        q = self.layer(x).view(1, 1, -1, 8)
-        with sdpa_kernel(SDPBackend.MATH):
-            y = F.scaled_dot_product_attention(q, q, q).tanh()
-        y = self.layer(y).exp()
-        noise = torch.empty_like(y).uniform_(generator=torch.Generator().manual_seed(int(x.numel())))
-        noise = torch.rand(y.shape, generator=torch.Generator().manual_seed(5)) + noise
-        z = torch.mul(y.as_subclass(Doubled), noise).as_subclass(torch.Tensor)
-        return z.sigmoid() * y
+    q = m.layer(x).view(1, 1, -1, 8)
+    with sdpa_kernel(SDPBackend.MATH):
+        y = F.scaled_dot_product_attention(q, q, q).tanh()
+    y = m.layer(y).exp()
+    noise = torch.empty_like(y).uniform_(generator=torch.Generator().manual_seed(int(x.numel())))
+    noise = torch.rand(y.shape, generator=torch.Generator().manual_seed(5)) + noise
+    z = torch.mul(y.as_subclass(Doubled), noise).as_subclass(torch.Tensor)
+    return z.sigmoid() * y
 
 
-class Mapped(nn.Module):
+def mapped(m, x):
     """Maps a function over its rows, whose tensors aren't usable outside of it, and takes a gradient in there."""
 
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
+    def row(r):
+        return (m.layer(r).tanh() * r.exp()).sigmoid().sum()
 
-    def forward(self, x):
-        def row(r):
-            return (self.layer(r).tanh() * r.exp()).sigmoid().sum()
-
-        y = torch.func.vmap(row)(x)
-        slope = torch.func.vmap(torch.func.grad(row))(x)
-        return y[:, None] * slope.sin().cos()
+    y = torch.func.vmap(row)(x)
+    slope = torch.func.vmap(torch.func.grad(row))(x)
+    return y[:, None] * slope.sin().cos()
 
 
-class Sliced(nn.Module):
+def sliced(m, x):
     """Slices at a computed position, and takes a tuple of results apart."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        y = self.layer(x)
-        best = y.max(dim=1)
-        count = best.indices.sum().clamp(2, 5)
-        chosen = y[:count, torch.tensor([1, 0, 2])]
-        return (best.values[:count] * chosen.exp().sum(1)).sigmoid()
+    y = m.layer(x)
+    best = y.max(dim=1)
+    count = best.indices.sum().clamp(2, 5)
+    some = y[:count, torch.tensor([1, 0, 2])]
+    return (best.values[:count] * some.exp().sum(1)).sigmoid()
 
 
-class Twice(nn.Module):
+def twice(m, x):
     """Passes one tensor as several arguments, which changes the path that a call takes."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention, self.norm = nn.MultiheadAttention(8, 2, dropout=0.2), nn.LayerNorm(8)
-
-    def forward(self, x):
-        y = self.norm(x).exp()[:, None].sigmoid()
-        return self.norm(x + self.attention(y, y, y)[0][:, 0]).tanh()
+    y = m.norm(x).exp()[:, None].sigmoid()
+    return m.norm(x + m.attention(y, y, y)[0][:, 0]).tanh()
 
 
-class Precise(nn.Module):
+def precise(m, x):
     """Computes a part in another default dtype, and makes random tensors there."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        try:
-            y = self.layer(x) * (torch.arange(8) / 3 + torch.rand(8)).sin()
-        finally:
-            torch.set_default_dtype(before)
-        return y.exp()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        y = m.layer(x) * (torch.arange(8) / 3 + torch.rand(8)).sin()
+    finally:
+        torch.set_default_dtype(before)
+    return y.exp()
 
 
-class Inferring(nn.Module):
+def inferring(m, x):
     """Computes a part in inference mode."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-
-    def forward(self, x):
-        y = self.layers[0](x).exp()
-        with torch.inference_mode():
-            scale = y.abs().amax(1, keepdim=True).clamp_(min=1)
-        return self.layers[1](y + scale).sin()
-
-
-class First(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x[:, None])[0]
+    y = m.layer(x).exp()
+    with torch.inference_mode():
+        scale = y.abs().amax(1, keepdim=True).clamp_(min=1)
+    return m.other(y + scale).sin()
 
 
 class Named(nn.Module):
@@ -237,21 +193,21 @@ class Convolutions(nn.Sequential):
         super().__init__(*layers, nn.Flatten(), nn.Linear(32, 5), nn.Softmax(1))
 
 
-class Cast(nn.Module):
+class Cast(nn.Sequential):
     """Runs its inner module under autocast."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
 
     def forward(self, *args):
         with torch.autocast("cpu", torch.bfloat16):
-            return self.inner(*args)
+            return self[0](*args)
 
 
 def built(make, *inputs):
     torch.manual_seed(0)
     return enliven(make()).train(), inputs
+
+
+def with_a_layer(run):
+    return built(lambda: Net(run, layer=nn.Linear(8, 8)), rows())
 
 
 def image(requires_grad=True):
@@ -273,13 +229,17 @@ MODELS = {
     "tied": lambda: built(lambda: Attention(tied=True), tokens()),
     "mixed": lambda: built(Mixed, rows()),
     "mask": lambda: built(Mixed, rows(), torch.rand(6, 10, generator=torch.Generator().manual_seed(4)) > 0.5),
-    "recurrent": lambda: built(lambda: First(nn.LSTM(8, 6, num_layers=2, dropout=0.2)), rows()),
-    "twice": lambda: built(Twice, rows()),
-    "precise": lambda: built(Precise, rows()),
-    "infers": lambda: built(Inferring, rows()),
-    "maps": lambda: built(Mapped, rows()),
-    "chooses": lambda: built(Chosen, rows()),
-    "slices": lambda: built(Sliced, rows()),
+    "recurrent": lambda: built(
+        lambda: Net(lambda m, x: m.inner(x[:, None])[0], inner=nn.LSTM(8, 6, num_layers=2, dropout=0.2)), rows()
+    ),
+    "twice": lambda: built(
+        lambda: Net(twice, attention=nn.MultiheadAttention(8, 2, dropout=0.2), norm=nn.LayerNorm(8)), rows()
+    ),
+    "infers": lambda: built(lambda: Net(inferring, layer=nn.Linear(8, 8), other=nn.Linear(8, 8)), rows()),
+    "precise": lambda: with_a_layer(precise),
+    "maps": lambda: with_a_layer(mapped),
+    "chooses": lambda: with_a_layer(chosen),
+    "slices": lambda: with_a_layer(sliced),
     "norms": lambda: built(
         lambda: nn.Sequential(
             nn.Conv2d(3, 8, 3),
@@ -327,6 +287,37 @@ def peak_of(model, inputs, kwargs):
     with LiveBytes(without=there_before(model, inputs, kwargs)) as live:
         loss_of(model(*inputs, **kwargs)).backward()
     return live.peak
+
+
+def steps(model, *inputs, count=3, call=None, **kwargs):
+    """The losses, gradients and buffers of some steps, and the state of the random generator after them."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.01) if trained else None
+    torch.manual_seed(1)
+    seen = []
+    for _ in range(count):
+        model.zero_grad()
+        loss = loss_of(model(*inputs, **kwargs) if call is None else call(model))
+        loss.backward()
+        seen.append(loss.detach())
+        seen += state_of(model)
+        if optimizer is not None:
+            optimizer.step()
+    return [*seen, torch.get_rng_state()]
+
+
+def state_of(model):
+    gradients = (None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters())
+    return [*gradients, *(buffer.clone() for buffer in model.buffers())]
+
+
+def assert_equal(expected, got):
+    assert len(expected) == len(got)
+    for number, (a, b) in enumerate(zip(expected, got, strict=True)):
+        assert (a is None) == (b is None), number
+        if a is not None:
+            assert a.layout == b.layout
+            assert torch.equal(*((a.to_dense(), b.to_dense()) if a.is_sparse else (a, b))), number
 
 
 def random_choice_of(profile, seed):

@@ -1,11 +1,7 @@
 """Compile a module that has a checkpointing plan."""
 
 import copy
-import pickle
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -148,24 +144,3 @@ def test_in_eager_and_in_eval_it_is_as_without():
     model, result = copy.deepcopy(model_and_result())
     assert_equal([model.eval()(IMAGES)], [result.eval()(IMAGES)])
     assert_equal([model(IMAGES)], [torch.compile(result, backend="aot_eager", fullgraph=True)(IMAGES)])
-
-
-@pytest.mark.slow
-def test_a_result_from_another_process_is_compiled_likewise(tmp_path):
-    _, result = model_and_result()
-    (tmp_path / "result").write_bytes(pickle.dumps(result))
-    code = (
-        "import pickle, sys, torch, test_compiled as tests\n"
-        "result = pickle.loads(open(sys.argv[1], 'rb').read())\n"
-        "print(tests.steps(result)[1], tests.steps(tests.Net().train())[1])\n"
-    )
-    paths = [str(Path(__file__).parent), *sys.path]
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}\n" + code, str(tmp_path / "result")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    after, before = map(int, done.stdout.split())
-    assert after < 0.6 * before

@@ -13,7 +13,6 @@ from training_models import built, rows
 
 from passes.checkpointing.forward import CheckpointedForward
 from passes.checkpointing.plan import Plan, Step
-from passes.checkpointing.tape import Tape
 
 
 class Doubling(TorchFunctionMode):
@@ -83,19 +82,3 @@ def test_a_device_of_all_tensors_is_no_reason(caplog):
         result(*inputs)
     assert "function mode" not in caplog.text
     assert "hooks on saved tensors are active" in caplog.text
-
-
-def test_a_plan_within_another_one_counts_for_nothing(caplog, monkeypatch):
-    entered = []
-
-    class Seen(Tape):
-        def __enter__(self):
-            entered.append(self)
-            return super().__enter__()
-
-    monkeypatch.setattr("passes.checkpointing.forward.Tape", Seen)
-    _, result, inputs = planned()
-    with Seen(Plan((), ())) as outer:
-        result(*inputs)
-    assert entered == [outer]
-    assert not caplog.text

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 from training_models import MODELS, Names, built, rows
 
 from passes.checkpointing.plan import Plan, Step
@@ -108,7 +107,7 @@ def test_all_may_be_computed_again(name):
     assert_equal(steps(model, inputs, None), steps(model, inputs, planned(model, inputs, everything)))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", MODELS)
 def test_any_part_may_be_computed_again(name, seed):
     model, inputs = MODELS[name]()
@@ -163,20 +162,6 @@ def test_threads_draw_one_at_a_time(kept, switching):
     assert wrong == [0] * 200
 
 
-def test_tensors_are_made_anew_where_they_were_made():
-    class Making(nn.Module):
-        def forward(self, x):
-            return x * torch.ones(8) * torch.rand(8).exp()
-
-    x = torch.ones(8, device="meta", requires_grad=True)
-    with torch.device("meta"):
-        plan = Plan(names_of(Making(), (x,)), (Step(recomputed=True, random=True),) * 5)
-        with Tape(plan):
-            y = Making()(x)
-    y.sum().backward()
-    assert x.grad.device.type == "meta"
-
-
 def test_what_is_given_in_inference_mode_is_kept():
     class Added(nn.Module):
         def __init__(self):
@@ -210,76 +195,6 @@ def test_tuples_of_any_class_are_taken_apart():
     assert_equal(steps(model, inputs, None), steps(model, inputs, planned(model, inputs, everything)))
 
 
-def test_what_fills_a_tensor_that_it_has_saved_is_kept():
-    class Leaking(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x):
-            return 2 * F.rrelu(self.layer(x).exp() - 1, training=True)
-
-    model, inputs = built(Leaking, rows())
-    assert_equal(steps(model, inputs, None), steps(model, inputs, planned(model, inputs, everything)))
-
-
-def test_statistics_that_a_function_without_a_name_for_them_moves_move_once():
-    class Normed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(8)
-
-        def forward(self, x):
-            norm = self.norm
-            y = torch.native_batch_norm(
-                x.exp(), norm.weight, norm.bias, norm.running_mean, norm.running_var, True, 0.1, 1e-5
-            )
-            return y[0].sin()
-
-    model, inputs = built(Normed, rows())
-    assert_equal(steps(model, inputs, None), steps(model, inputs, planned(model, inputs, everything)))
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("name", ["in place", "attention", "mixed"])
-def test_under_autocast_the_casts_are_computed_again(name, seed):
-    model, inputs = MODELS[name]()
-    plan = planned(model, inputs, random_choice(seed))
-    with torch.autocast("cpu", torch.bfloat16):
-        expected, got = steps(model, inputs, None), steps(model, inputs, plan)
-    assert_equal(expected, got)
-
-
-def test_in_eval_with_gradients_it_is_the_same():
-    model, inputs = MODELS["in place"]()
-    model.eval()
-    assert_equal(steps(model, inputs, None), steps(model, inputs, planned(model, inputs, everything)))
-
-
-def test_a_second_derivative_is_the_same():
-    model, (x,) = MODELS["out of place"]()
-    plan = planned(model, (x,), everything)
-
-    def penalty(plan):
-        torch.manual_seed(0)
-        copied = copy.deepcopy(model)
-        with Tape(plan) if plan is not None else nullcontext():
-            y = copied(x)
-        (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-        gradient.square().sum().backward()
-        return [parameter.grad for parameter in copied.parameters()]
-
-    assert_equal(penalty(None), penalty(plan))
-
-
-def test_a_graph_that_is_kept_is_gone_through_twice():
-    model, (x,) = MODELS["in place"]()
-    with Tape(planned(model, (x,), everything)):
-        y = model(x)
-    once, twice = (torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(once, twice)
-
-
 def test_a_gradient_inside_of_the_forward_is_the_same():
     class Inner(nn.Module):
         def __init__(self):
@@ -294,87 +209,7 @@ def test_a_gradient_inside_of_the_forward_is_the_same():
     assert_equal(steps(model, inputs, None), steps(model, inputs, planned(model, inputs, everything)))
 
 
-def test_who_reads_what_is_saved_inside_of_the_forward_doesnt_disturb_it():
-    made = []
-
-    class Reading(nn.Module):
-        def forward(self, x):
-            y = x.exp()
-            assert y.grad_fn._saved_result.shape == y.shape
-            z = y.exp()
-            made.append(StorageWeakRef(z.untyped_storage()))
-            return z.sum()
-
-    x = rows()
-    with Tape(Plan(("exp", "exp", "sum"), (Step(recomputed=True), Step(recomputed=True), None))):
-        result = Reading()(x)
-    # The second exp got its step: the recomputation of the first one doesn't count as a call of the plan.
-    assert made[0].expired()
-    result.backward()
-
-
 # ------------------------------------------------------------------------------------- kept and dropped values
-
-
-def test_a_product_isnt_run_again_for_its_argument():
-    """Recomputing GELU doesn't repeat the product before it, because the result of the product is kept."""
-    model, inputs = built(lambda: nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), rows())
-
-    def flops(plan):
-        with FlopCounterMode(display=False) as counter:
-            steps(model, inputs, plan, count=1)
-        return counter.get_total_flops()
-
-    def only_gelu(index, name):
-        return Step(recomputed=name == "gelu")
-
-    plain = flops(None)
-    assert flops(planned(model, inputs, only_gelu)) == plain
-    assert flops(planned(model, inputs, everything)) == plain + 2 * 6 * 8 * 32
-
-
-def test_what_is_computed_again_isnt_kept():
-    model, inputs = built(lambda: nn.Sequential(nn.Linear(8, 512), nn.GELU(), nn.Tanh(), nn.Linear(512, 8)), rows())
-    made = {}
-
-    class Watch(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            for number, layer in enumerate(self.inner):
-                x = layer(x)
-                made[number] = StorageWeakRef(x.untyped_storage())
-            return x
-
-    watched = Watch(model)
-    plan = planned(watched, inputs, lambda index, name: Step(recomputed=name in ("gelu", "tanh")))
-    plain = watched(*inputs)
-    assert [made[number].expired() for number in range(4)] == [False, True, False, False]
-    del plain
-    with Tape(plan):
-        result = watched(*inputs)
-    # The first product is kept, because GELU is recomputed from it; the results of GELU and tanh are gone.
-    assert [made[number].expired() for number in range(4)] == [False, True, True, False]
-    result.sum().backward()
-    assert all(made[number].expired() for number in range(3))
-
-
-def test_what_is_written_over_lets_go_of_what_it_was_computed_from():
-    class Writing(nn.Module):
-        def forward(self, x):
-            y = x + 1
-            made = StorageWeakRef(y.untyped_storage())
-            z = (y * 2).relu_()
-            del y
-            # The product before the write is never needed again, so its argument isn't held.
-            assert made.expired()
-            return z.sum()
-
-    with Tape(Plan(("add", "mul", "relu_", "sum"), (None, Step(recomputed=True), Step(), None))):
-        result = Writing()(rows())
-    result.backward()
 
 
 @pytest.mark.parametrize("comes", [True, False])
@@ -402,23 +237,6 @@ def test_a_plan_goes_on_behind_a_norm_that_synchronises(comes):
     result.backward()
 
 
-def test_of_two_norms_the_one_that_may_synchronise_isnt_computed_again():
-    norm, names = torch.nn.functional.batch_norm, ("batch_norm", "batch_norm", "sin")
-    plan = Plan(names, (Step(), Step(recomputed=True), Step()), frozenset({0}))
-    with Counts() as counts:
-        with Tape(plan) as tape:
-            first = norm(rows().requires_grad_(), None, None, training=True)
-            kept = StorageWeakRef(first.untyped_storage())
-            second = norm(first, None, None, training=True)
-            gone = StorageWeakRef(second.untyped_storage())
-            result = second.sin()
-            del first, second
-        assert tape.missed is None
-        assert (kept.expired(), gone.expired()) == (False, True)
-        result.sum().backward()
-    assert counts["native_batch_norm"] == 3
-
-
 def test_a_plan_waits_for_what_comes_behind_a_norm_that_synchronises():
     with Tape(Plan(("mul", "batch_norm", "exp"), (None, Step(), None), frozenset({1}))) as tape:
         (rows() * 2).sin()
@@ -430,16 +248,6 @@ def test_a_plan_waits_for_what_comes_behind_a_norm_that_synchronises():
         (rows() * 2).sin()
     # The call of a norm that never synchronises must come.
     assert tape.missed == "batch_norm (number 1)"
-
-
-def test_statistics_move_once_a_step():
-    model, inputs = MODELS["in place"]()
-    plan = planned(model, inputs, everything)
-    for _ in range(3):
-        with Tape(plan):
-            outputs = model(*inputs)
-        backward(outputs)
-    assert [int(norm.num_batches_tracked) for norm in model.norms] == [3, 3]
 
 
 # ---------------------------------------------------------------------------------- forwards that deviate from the plan
@@ -460,30 +268,6 @@ def test_a_forward_that_takes_another_way_keeps_everything():
     plan = planned(model, (positive,), everything)
     got = steps(model, (negative,), plan, missed="sin (number 5)")
     assert_equal(steps(model, (negative,), None), got)
-
-
-@pytest.mark.parametrize("batch", [1, 3, 9])
-def test_another_batch_size_has_the_same_plan(batch):
-    model, inputs = MODELS["in place"]()
-    plan = planned(model, inputs, everything)
-    other = (torch.randn(batch, 3, 8, 8, requires_grad=True),)
-    assert_equal(steps(model, other, None), steps(model, other, plan))
-
-
-def test_a_write_to_what_was_saved_raises_as_without():
-    class Writing(nn.Module):
-        def forward(self, x):
-            y = x + 1
-            z = y * y
-            y.add_(1)
-            return z
-
-    x = rows()
-    plan = Plan(("add", "mul", "add_"), (None, Step(recomputed=True), None))
-    with Tape(plan):
-        result = Writing()(x)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        result.sum().backward()
 
 
 def test_a_weight_that_is_written_to_before_the_backward_pass_raises():

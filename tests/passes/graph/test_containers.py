@@ -9,59 +9,32 @@ import torch
 from laid_out import laid_out
 from torch import Tensor, nn
 
-from passes.graph.memory import Place, SharedMemory, copied_together, groups_of, places_in
+from passes.graph.memory import copied_together, groups_of, places_in
+
+FLAT, WHOLE = torch.zeros(8), laid_out("coo", torch.eye(4))
 
 
-def _others(*tensors: Tensor) -> list[str | None]:
-    shared = SharedMemory(Place(str(number), tensor) for number, tensor in enumerate(tensors))
-    found = [shared.beside(tensor) for tensor in tensors]
-    return [None if place is None else place.path for place in found]
+@pytest.mark.parametrize(
+    ("tensors", "groups"),
+    [
+        ([FLAT, FLAT[2:4], torch.zeros(8)], [[0, 1], [2]]),
+        ([FLAT[:5], FLAT[4:]], [[0, 1]]),
+        ([FLAT.view(2, 4).t(), FLAT[7:]], [[0, 1]]),
+        ([FLAT[:4], FLAT[4:], FLAT[2:3]], [[0, 2], [1]]),
+        ([FLAT[4:], FLAT.view(torch.float64)[:2]], [[0], [1]]),
+        ([FLAT[4:], FLAT.view(torch.float64)[:3]], [[0, 1]]),
+        ([WHOLE, WHOLE._values()], [[0, 1]]),
+        ([torch.zeros(4, device="meta"), FLAT[:0], nn.UninitializedParameter(), laid_out("mkldnn", torch.eye(2))],
+         [[0], [1], [2], [3]]),
+    ],
+    ids=["views", "parts", "transposed", "apart", "of other dtypes", "overlapping dtypes", "sparse", "no memory"],
+)  # fmt: skip
+def test_groups_share_no_bytes(tensors: list[Tensor], groups: list[list[int]]) -> None:
+    found = groups_of([*tensors, tensors[0]])
+    assert [[id(one) for one in group] for group in found] == [[id(tensors[n]) for n in group] for group in groups]
 
 
-def test_views_of_the_same_bytes_share_them() -> None:
-    flat = torch.zeros(8)
-    assert _others(flat, flat[2:4], torch.zeros(8)) == ["1", "0", None]
-    assert _others(flat[:5], flat[4:]) == ["1", "0"]
-    assert _others(flat.view(2, 4).t(), flat[7:]) == ["1", "0"]
-
-
-def test_parts_of_one_storage_are_apart() -> None:
-    flat = torch.zeros(8)
-    assert _others(flat[:4], flat[4:]) == [None, None]
-    assert _others(flat[6:], flat[:3], flat[3:6], flat[2:3]) == [None, "3", None, "1"]
-
-
-def test_bytes_are_counted_and_not_elements() -> None:
-    flat = torch.zeros(8)
-    assert _others(flat[4:], flat.view(torch.float64)[:2]) == [None, None]
-    assert _others(flat[4:], flat.view(torch.float64)[:3]) == ["1", "0"]
-
-
-def test_a_tensor_is_not_beside_itself() -> None:
-    assert _others(*[torch.zeros(2)] * 2) == [None, None]
-
-
-def test_what_does_not_count_is_not_told_of() -> None:
-    flat = torch.zeros(4)
-    parameter, view = nn.Parameter(flat), flat[1:]
-    shared = SharedMemory(
-        [Place("parameter", parameter), Place("view", view)], counts=lambda tensor: tensor is not parameter
-    )
-    assert shared.beside(view) is None
-    assert shared.beside(parameter) == Place("view", view)
-
-
-def test_a_tensor_without_strides_shares_by_its_numbers() -> None:
-    sparse = laid_out("coo", torch.eye(4))
-    numbers = sparse._values()
-    assert _others(sparse, numbers) == ["1", "0"]
-
-
-def test_tensors_without_memory_share_none() -> None:
-    none = [torch.zeros(4, device="meta"), torch.zeros(4)[:0], nn.UninitializedParameter()]
-    assert _others(*none, *none[:1], laid_out("mkldnn", torch.eye(2))) == [None] * 5
-
-
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 def test_a_module_holds_tensors_by_registering_them_as_attributes_and_in_containers() -> None:
     module = nn.BatchNorm1d(2, affine=False)
     module.plain = module.running_mean
@@ -71,51 +44,23 @@ def test_a_module_holds_tensors_by_registering_them_as_attributes_and_in_contain
     module.kept = functools.partial(torch.add, torch.zeros(1), other=torch.zeros(1))
     module.function = lambda x: x + inner
     module.function.itself = module.function
-    found = {place.path: place.stands_apart for place in places_in([("bn", module)])}
-    assert found == {
-        "bn.running_mean": False,
-        "bn.running_var": False,
-        "bn.num_batches_tracked": False,
-        "bn.plain": True,
-        "bn.held['a'][0]": True,
-        "bn.kept": True,
-        "bn.function": True,
-    }
-    assert len(list(places_in([("", module)]))) == len(found) + 1
-    shared = SharedMemory(places_in([("", module)])).beside(module.running_mean)
-    assert shared is not None
-    assert shared.path == "plain"
+    held = {place.path: place.tensor for place in places_in([("bn", module)])}
+    registered = ["bn.running_mean", "bn.running_var", "bn.num_batches_tracked"]
+    assert list(held) == [*registered, "bn.plain", "bn.held['a'][0]", "bn.kept", "bn.function"]
+    assert len(groups_of(held.values())) == 6
 
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
-def test_a_scripted_module_shares_the_memory_of_its_tensors() -> None:
-    layer = nn.BatchNorm1d(2)
-    scripted = torch.jit.script(layer)
-    shared = SharedMemory(places_in([("layer", layer), ("scripted", scripted)]))
-    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
-        place = shared.beside(tensor)
-        assert place is not None
-        assert place.path == f"scripted.{name}"
+    scripted = torch.jit.script(nn.BatchNorm1d(2))
+    assert len(list(places_in([("", scripted)]))) == 5
 
 
 def test_what_modules_share_is_looked_through_once() -> None:
-    shared = [torch.zeros(1), [torch.zeros(1)]]
     modules = [nn.Module(), nn.Module()]
     for module in modules:
-        module.shared = shared
+        module.shared = modules
+    modules[0].held = [torch.zeros(1), [torch.zeros(1)]]
+    modules[1].held = modules[0].held
     found = places_in((str(number), module) for number, module in enumerate(modules))
-    assert [place.path for place in found] == ["0.shared[0]", "0.shared[1][0]"]
-
-
-def test_groups_share_no_bytes() -> None:
-    flat, other, meta = torch.zeros(8), torch.zeros(2), torch.zeros(2, device="meta")
-    parts = [flat[:4], flat[4:], flat[2:3], other, meta, other]
-    assert [[id(one) for one in group] for group in groups_of(parts)] == [
-        [id(parts[0]), id(parts[2])],
-        [id(parts[1])],
-        [id(other)],
-        [id(meta)],
-    ]
+    assert [place.path for place in found] == ["0.held[0]", "0.held[1][0]"]
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float64])
@@ -155,11 +100,3 @@ def test_what_can_not_be_laid_anew_is_copied_for_itself() -> None:
     copies = copied_together([sparse, sparse._values()])
     copies[1].zero_()
     assert torch.equal(copies[0].to_dense(), torch.eye(4))
-
-
-def test_what_stands_deep_in_one_module_and_near_in_another_is_found() -> None:
-    inner = [torch.zeros(1)]
-    deep, near = nn.Module(), nn.Module()
-    deep.held = [[[inner]]]
-    near.held = [inner]
-    assert [place.path for place in places_in([("deep", deep), ("near", near)])] == ["near.held[0][0]"]

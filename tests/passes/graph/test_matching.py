@@ -128,11 +128,6 @@ def test_only_what_has_one_number_for_each_channel_scales_them(shape, count):
     assert all(isinstance(pair.affine, ChannelScale) for pair in found)
 
 
-def test_what_scales_channels_that_were_mixed_is_no_pair():
-    model = Scaled(lambda y, s: y.flatten(1) * s, (1,))
-    assert not (pairs_in(recorded(model, image())))
-
-
 def test_a_number_that_a_tensor_holds_is_no_eps():
     class Norm(nn.BatchNorm2d):
         def forward(self, x):
@@ -141,27 +136,6 @@ def test_a_number_that_a_tensor_holds_is_no_eps():
     norm = Norm(4)
     norm.register_buffer("epsilon", torch.tensor(1e-3))
     assert not (pairs_in(recorded(nn.Sequential(nn.Conv2d(3, 4, 1), norm).eval(), image())))
-
-
-def test_a_loop_and_a_shared_head_give_one_pair_for_each_call():
-    class Loop(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = [nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)]
-
-        def forward(self, x):
-            for _ in range(3):
-                for layer in self.layers:
-                    x = layer(x)
-            return x
-
-    model = Loop()
-    for layer in model.layers:
-        layer.eval()
-    model.held = nn.ModuleList(model.layers)
-    found = pairs_in(recorded(model, image()))
-    assert len(found) == 3
-    assert len({(pair.layer.weight, pair.affine.mean) for pair in found}) == 1
 
 
 def test_layers_of_a_class_of_its_own_are_taken_by_what_they_call():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from passes.base import TensorRef
@@ -103,16 +102,6 @@ def test_questions_about_shape_and_kind_use_no_values_and_looks_at_values_do():
         assert users_of(named(run, "conv2d")[0])
 
 
-def test_what_a_further_argument_gives_alone_is_its_shape():
-    class Shaped(nn.Module):
-        def forward(self, x):
-            y = x.exp()
-            return x.flatten().view_as(y)
-
-    (run,) = recorded(Shaped(), (torch.randn(2, 3),))
-    assert users_of(named(run, "exp")[0]) == []
-
-
 def test_values_that_outlive_the_run_show():
     class Keeps(nn.Module):
         def __init__(self, keep):
@@ -150,16 +139,6 @@ def test_a_value_that_is_written_in_place_is_another_one_from_then_on():
     assert users_of(relu) == [sin]
 
 
-def test_each_run_has_a_graph_of_its_own_and_leaves_no_hooks():
-    from torch.nn.modules import module as hooks
-
-    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
-    first, second = recorded(model, (torch.randn(2, 3),), (torch.randn(5, 3),))
-    assert [shape_of(named(run, "relu")[0]).sizes for run in (first, second)] == [(2, 3), (5, 3)]
-    assert not hooks._global_forward_hooks
-    assert not hooks._global_forward_pre_hooks
-
-
 def test_a_run_that_raises_leaves_no_hooks():
     from torch.nn.modules import module as hooks
 
@@ -184,21 +163,3 @@ def test_a_scripted_module_uses_what_it_is_given():
     (run,) = recorded(Scripted().eval(), (torch.randn(2, 3, 4, 4),))
     (user,) = users_of(named(run, "conv2d")[0])
     assert operation_name(user) == "call_script"
-
-
-@pytest.mark.parametrize("function", [F.linear, torch.nn.functional.linear])
-def test_a_parameter_that_the_tree_shares_is_read_under_one_name(function):
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first = nn.Linear(3, 3)
-            self.second = nn.Linear(3, 3)
-            self.second.weight = self.first.weight
-
-        def forward(self, x):
-            return self.second(self.first(x))
-
-    model = Shared()
-    (run,) = recorded(model, (torch.randn(2, 3),))
-    assert len(run.uses(TensorRef(model.first, "weight"))) == 2
-    assert run.uses(TensorRef(model.second, "weight")) == []

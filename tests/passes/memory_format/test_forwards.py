@@ -11,7 +11,7 @@ from laid_out import NESTED, SPARSE, laid_out
 from torch import Tensor, nn
 
 from passes.graph.forwards import inner_forward
-from passes.memory_format.forwards import FormattedForward, dim_order, ordered_leaves
+from passes.memory_format.forwards import FormattedForward, dim_order
 
 
 class Formats(nn.Module):
@@ -30,20 +30,6 @@ def test_outputs_get_the_formats_that_are_asked_for() -> None:
     assert all(leaf.is_contiguous() for leaf in model(x, 3)), "more values than were recorded are contiguous"
     assert list(inspect.signature(model.forward).parameters) == ["x", "count"]
     assert inner_forward(model) is None
-
-
-def test_sizes_among_the_outputs_stay_what_they_are() -> None:
-    class Sizes(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return {"size": x.shape, "x": x.to(memory_format=torch.channels_last)}
-
-    model, x = Sizes(), image()
-    orders = tuple(dim_order([leaf]) for leaf in ordered_leaves({"size": x.shape, "x": x}))
-    model.forward = FormattedForward(model, orders, None)
-    got = model(x)
-    assert isinstance(got["size"], torch.Size)
-    assert got["size"] == x.shape
-    assert got["x"].is_contiguous()
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
@@ -81,9 +67,3 @@ def test_what_has_no_order_has_none(leaf: Any) -> None:
 @pytest.mark.parametrize("layout", [*SPARSE, *NESTED, "mkldnn", "quantized per channel"])
 def test_what_has_no_strides_has_no_order(layout: str) -> None:
     assert dim_order([laid_out(layout, torch.eye(4))]) is None
-
-
-def test_a_format_for_other_dims_is_no_error() -> None:
-    model = nn.Flatten()
-    model.forward = FormattedForward(model, ((0, 2, 3, 1),), None)
-    assert model(image()).is_contiguous()

@@ -82,10 +82,6 @@ def squeezed(x: Tensor) -> Tensor:
     return x * F.adaptive_avg_pool2d(x, 1).sigmoid()
 
 
-def pooled_branch(x: Tensor) -> Tensor:
-    return torch.cat([x, F.interpolate(x.mean((2, 3))[:, :, None, None], size=x.shape[2:])], 1)
-
-
 MAP = 2 * 8 * 36
 
 
@@ -132,12 +128,6 @@ def test_the_usual_ways_keep_the_format() -> None:
         assert watched(in_last(Between(operation)), image()).losses == []
 
 
-def test_a_branch_that_comes_without_the_format() -> None:
-    """A map with one position is in both formats, but not once it is enlarged: the format is lost at the `cat`."""
-    (loss,) = watched(in_last(Between(pooled_branch, width=16)), image()).losses
-    assert (loss.where, loss.elements, loss.converted) == ("the root (cat)", 2 * MAP, 2 * MAP)
-
-
 def test_a_new_map_of_features_is_no_loss() -> None:
     class Decoder(Between):
         def forward(self, x: Tensor) -> Tensor:
@@ -166,23 +156,6 @@ def test_at_the_end_only_what_goes_on_counts(tail: nn.Module, count: int) -> Non
     assert all(loss.converted == 0 and loss.goes_on for loss in losses)
 
 
-def test_calls_of_one_place_are_counted_together() -> None:
-    class Loop(Between):
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.first(x)
-            for _ in range(3):
-                y = self.second(self.operation(y))
-            return y
-
-    model = Loop(nn.Softmax(1))
-    model.second = nn.Conv2d(8, 8, 3, padding=1)
-    layouts = watched(in_last(model), image())
-    (loss,) = layouts.losses
-    assert (loss.where, loss.elements, loss.converted) == ("operation (softmax)", 3 * MAP, 3 * MAP)
-    assert loss.convolutions == ["second"]
-    assert layouts.moved == 3 * MAP + image().numel()
-
-
 def test_what_costs_most_comes_first() -> None:
     model = nn.Sequential(Between(nn.Softmax(1)), nn.Softmax(1), nn.Conv2d(4, 8, 1), Between(nn.Softmax(1), width=16))
     model[3].first = nn.Conv2d(8, 16, 1)
@@ -209,25 +182,6 @@ def test_a_format_that_is_lost_in_front_of_such_a_convolution_is_what_it_wants()
     assert watched(model, torch.randn(2, 3, 8, 8)).losses == []
 
 
-def test_what_such_a_convolution_makes_takes_others_with_it() -> None:
-    class Residual(Between):
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.first(x)
-            return self.operation(self.second(y) + y).relu()
-
-    model = Residual(nn.Identity(), width=8)
-    model.second = nn.Conv2d(8, 8, 3, padding=1)
-    in_last(model)
-    model.second.weight.data = model.second.weight.data.contiguous()
-    model.second.forward = ContiguousInput(model.second, None)
-    assert watched(model, image()).losses == []
-    model.operation = nn.Conv2d(8, 4, 3)
-    in_last(model.operation)
-    layouts = watched(model, image())
-    assert layouts.losses == [], "that the next one converts is what the change of formats costs"
-    assert layouts.moved == image().numel() + 2 * MAP
-
-
 def test_maps_of_three_dims() -> None:
     model = in_last(nn.Sequential(nn.Conv3d(3, 4, 3, padding=1), nn.InstanceNorm3d(4), nn.ConvTranspose3d(4, 2, 2)))
     (loss,) = watched(model, torch.randn(2, 3, 4, 5, 6)).losses
@@ -241,19 +195,6 @@ def test_torchscript_is_named_and_not_looked_into() -> None:
     assert layouts.scripted == ["operation"]
     (loss,) = layouts.losses
     assert (loss.where, loss.convolutions) == ("operation (TorchScript)", ["second"])
-
-
-def test_what_a_module_holds_is_nobodys_loss() -> None:
-    class Learned(Between):
-        def __init__(self) -> None:
-            super().__init__(F.relu)
-            self.start = nn.Parameter(torch.randn(2, 8, 6, 6))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.first(x).mean() + self.second(self.start)
-
-    layouts = watched(in_last(Learned()), image())
-    assert layouts.losses == []
 
 
 def test_the_run_keeps_nothing_alive_and_leaves_nothing_behind() -> None:
