@@ -20,11 +20,11 @@ from optimizer.exporting import (
     WrittenFiles,
     add_report,
     exporters_of,
-    is_vacuous,
     measure,
     measured_reference,
     opened,
     profiled,
+    reason_vacuous,
     sizes_of,
     with_checked_folders,
     write_data,
@@ -329,7 +329,7 @@ def optimize_to_export(
     """
 
     def refuse(reference: Reference) -> None:
-        if not is_vacuous(reference):
+        if reason_vacuous(reference) is None:
             return
         # Other batch sizes may show a signal that these two don't, so measure at all sizes of `export`.
         home = resolved_device(settings.reference_device or settings.device, require_gpu=False)

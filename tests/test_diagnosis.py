@@ -65,6 +65,10 @@ IMAGE = torch.randn(2, 3, 8, 8)
 TOKENS = torch.randn(2, 4, 128, 64)
 CONV, NORM = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)
 FREE_OF_BIAS = nn.Conv2d(3, 16, 3, bias=False)
+LAST = {
+    "first": nn.Conv2d(3, 16, 3).to(memory_format=torch.channels_last),
+    "second": nn.Conv2d(16, 16, 3).to(memory_format=torch.channels_last),
+}
 
 # By rule: a forward that it is for, a similar one that it isn't for, the input, and the layers.
 CASES = {
@@ -149,6 +153,14 @@ CASES = {
         IMAGE,
         {"free": FREE_OF_BIAS},
     ),
+    "layout-flip": (
+        lambda self, x: self.second(self.first(x).contiguous()),
+        lambda self, x: self.second(self.first(x)),
+        IMAGE,
+        LAST,
+    ),
+    # Without a GPU, the call returns its tensor.
+    "fixed-device": (lambda self, x: x + torch.ones(8).cuda(), lambda self, x: x + torch.ones(8), None, {}),
     "reentrant-checkpoint": (checkpointed(True), checkpointed(False), None, {}),
 }
 
@@ -242,6 +254,15 @@ def test_a_layer_left_in_training_is_an_error_inside_of_a_model_in_eval():
 )
 def test_other_ways_to_write_it_are_found(rule, forward):
     assert set(found(forward)) == {rule}
+
+
+def test_a_map_that_is_made_of_tokens_has_lost_channels_last():
+    def by_tokens(self, x):
+        tokens = self.first(x).flatten(2).mT.contiguous()
+        return self.second(tokens.mT.reshape(2, 16, 6, 6).contiguous())
+
+    finding = found(by_tokens, IMAGE, **LAST)["layout-flip"]
+    assert "1,152 elements lose the format, and convolutions convert 1,152 back" in finding.effect
 
 
 GLOBAL = torch.from_numpy(numpy.ones(8, "float32"))
@@ -405,24 +426,6 @@ def test_parts_of_one_tensor_are_told_apart():
     assert found(gated, torch.randn(64, 1024), layer=nn.Linear(512, 1001)).keys() == {"channels-not-multiple-of-8"}
     transposed = nn.ConvTranspose2d(8, 8, 3)
     assert found(lambda self, x: self.layer(x.chunk(2, 1)[0]), torch.randn(2, 16, 8, 8), layer=transposed) == {}
-
-
-def test_a_fixed_device_is_found_without_a_gpu():
-    assert found(lambda self, x: x + torch.ones(8).cuda())["fixed-device"].level == "warning"
-
-
-def test_a_map_that_loses_channels_last_is_found():
-    convs = {"first": nn.Conv2d(3, 16, 3), "second": nn.Conv2d(16, 16, 3)}
-    model = (
-        Net(lambda self, x: self.second(self.first(x).contiguous()), **convs)
-        .eval()
-        .to(memory_format=torch.channels_last)
-    )
-    (finding,) = diagnose(model, (IMAGE,)).findings
-    assert finding.rule == "layout-flip"
-    assert finding.line
-    kept = Net(lambda self, x: self.second(self.first(x)), **convs).eval().to(memory_format=torch.channels_last)
-    assert diagnose(kept, (IMAGE,)).findings == ()
 
 
 def test_data_parallelism_is_found():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -39,10 +39,7 @@ from optimizer.model import (
 )
 from optimizer.torch_private import is_profiling
 from passes.base import ModelTree
-from passes.graph.layouts import CHANNELS_LAST_FORMATS, is_channels_last
 from passes.graph.recording import Recording
-from passes.memory_format.watch import LayoutWatch, Loss
-from passes.torch_private import AnyConvolution
 
 # In the order in which their findings of one level are reported.
 RULES: tuple[Rule, ...] = (
@@ -143,7 +140,7 @@ def record(module: Any, call: Call, attributes: PlainTensors) -> tuple[ModelTree
 
 
 def collect_evidence(model: nn.Module, copied: nn.Module, call: Call, device: torch.device) -> Evidence:
-    """Run a copy of the model twice, and once more if it has convolutions in channels_last.
+    """Run a copy of the model twice.
 
     The second run is the evidence: what the first one made and kept costs nothing at later calls.
     """
@@ -155,12 +152,7 @@ def collect_evidence(model: nn.Module, copied: nn.Module, call: Call, device: to
         # The shorter of two times contains less of the machine's other work.
         for node, other in zip(calls, others, strict=True):
             node.meta["seconds"] = min(node.meta.get("seconds", 0.0), other.meta.get("seconds", 0.0))
-    losses: Sequence[Loss] = ()
-    if any(map(_is_in_channels_last, tree.modules())):
-        with LayoutWatch(copied) as watch:
-            called(copied, call)
-        losses = watch.layouts.losses
-    return Evidence(model, tree, recording, device, losses, forward=partial(called, copied, call))
+    return Evidence(model, tree, recording, device, forward=partial(called, copied, call))
 
 
 def unmoved_tensors(runs: Runs, call: Call) -> frozenset[str]:
@@ -195,14 +187,6 @@ def _left_behind(moved: nn.Module) -> PlainTensors:
 
 def _paths(attributes: PlainTensors) -> frozenset[str]:
     return frozenset(path for path, _ in attributes.values())
-
-
-def _is_in_channels_last(module: nn.Module) -> bool:
-    if not isinstance(module, AnyConvolution):
-        return False
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    return weight.dim() in CHANNELS_LAST_FORMATS and is_channels_last(weight) and not weight.is_contiguous()
 
 
 def record_step(model: nn.Module, step: Callable[[], object]) -> Step:

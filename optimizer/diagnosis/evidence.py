@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 
 from exporters.places import is_users
 from passes.base import ModelTree
+from passes.graph.layouts import layout_of
 from passes.graph.recording import Node, Recorder, Recording, call_of, operation_name, shape_of, shape_of_each
-from passes.memory_format.watch import Loss
 
 _TORCH = Path(torch.__file__).parent
 # Functions of torch that a call may be inside of, by the names that rules use.
@@ -57,6 +57,7 @@ class LineRecorder(Recorder):
     - "seconds": the time of the call; on a GPU until its kernels have ended; 0 for the call of a scripted module.
     - "device": of the tensor that it returned.
     - "answer": the type of a result without tensors; None for other results.
+    - "layout": of a feature map that it returned, as `layout_of` names it; None for other results.
     - "pageable": whether it copies much memory that isn't pinned to the GPU.
     - "loose": whether the call reads a parameter that no module registers.
 
@@ -100,6 +101,7 @@ class LineRecorder(Recorder):
         device = result.device if isinstance(result, torch.Tensor) else None
         answer = None if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)) else type(result)
         node.meta.update(line=line, inside=inside, seconds=0.0, device=device, answer=answer)
+        node.meta["layout"] = layout_of(result)
         node.meta["pageable"] = _is_pageable_copy(args, result)
         node.meta["loose"] = any(
             isinstance(leaf, nn.Parameter) and id(leaf) not in self._places
@@ -225,8 +227,6 @@ class Evidence:
     recording: Recording
     """The torch calls of its second run."""
     device: torch.device
-    losses: Sequence[Loss] = ()
-    """Where feature maps lose the channels_last format; empty if the model has no such convolutions."""
     step: Step | None = None
     """A training step; None without one."""
     unmoved: frozenset[str] = frozenset()
@@ -262,6 +262,12 @@ class Evidence:
     def seen(self, line: Line, nodes: Iterable[Node], reason: str, effect: str, remedy: str) -> Seen:
         """What a rule saw at a line, in the modules that made these calls."""
         return Seen(tuple(dict.fromkeys(map(self.path, nodes))), line, reason, effect, remedy)
+
+    def seen_at_lines(self, nodes: Iterable[Node], reason: str, effect: str, remedy: str) -> Iterator[Seen]:
+        """What a rule saw at each line of these calls; "{names}" in the reason stands for their operations."""
+        for line, group in self.by_line(nodes):
+            names = " and ".join(f"`{name}`" for name in dict.fromkeys(map(operation_name, group)))
+            yield self.seen(line, group, reason.replace("{names}", names), effect, remedy)
 
     @cached_property
     def on_host(self) -> set[Node]:

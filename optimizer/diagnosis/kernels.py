@@ -11,13 +11,13 @@ import torch.nn.functional as F
 
 from exporters.places import paths_of
 from optimize_export.wording import listed
-from optimizer.diagnosis.evidence import Evidence, Line, Seen
+from optimizer.diagnosis.evidence import Evidence, Seen, elements_of
 from optimizer.diagnosis.findings import rule
 from optimizer.showing import percent_text, seconds_text
 from passes.graph.effects import kind_of_operator
 from passes.graph.layers import Layer, Pair, RecordedLayers, convolution_arguments
+from passes.graph.layouts import CONTIGUOUS, LAST
 from passes.graph.recording import Node, Recording, call_of, operation_name, shape_of, tensor_of, users_of
-from passes.memory_format.watch import Loss
 from passes.pad_channels import BALANCE, IMAGE_CHANNELS
 
 # Tensor cores are fastest with multiples of this number of channels, which are 16 bytes in half precision (NVIDIA,
@@ -25,8 +25,6 @@ from passes.pad_channels import BALANCE, IMAGE_CHANNELS
 _MULTIPLE = 8
 # The least share of the model's multiplications for a layer whose sizes matter.
 _LEAST_WORK = 0.01
-# The path of the model itself in the places of `Loss`.
-_ROOT = "the root"
 _PRODUCTS = frozenset({"addmm", "baddbmm", "bmm", "matmul", "mm", "rmatmul"})
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -152,17 +150,28 @@ def rows_not_multiple_of_8(evidence: Evidence) -> Iterator[Seen]:
 @rule("warning")
 def layout_flip(evidence: Evidence) -> Iterator[Seen]:
     """In a model in channels_last, an operation returns a contiguous map, and a later convolution converts it back."""
-    for loss in evidence.losses:
-        if not loss.converted:
-            continue
-        nodes = [node for node in evidence.calls if _is_at(evidence, node, loss)]
-        line = nodes[0].meta["line"] if nodes else Line()
-        module, _, operation = loss.where.rpartition(" ")
-        yield Seen(
-            ("" if module == _ROOT else module or operation,),
+    convolutions = [node for node in evidence.calls if convolution_arguments(node) and operation_name(node) != "linear"]
+    dims = {len(shape.sizes) for node in convolutions if (shape := shape_of(node)) is not None}
+    # By call whose value was in channels_last before: the call that made a contiguous map of it, if one did.
+    lost: dict[Node, Node | None] = {}
+    converted: dict[Node, int] = {}
+    for node in evidence.calls:
+        sources, shape = node.all_input_nodes, shape_of(node)
+        layout = None if shape is None or len(shape.sizes) not in dims else node.meta["layout"]
+        makers = [maker for source in sources if (maker := lost.get(source)) is not None]
+        if layout == LAST and node in convolutions and makers:
+            converted[makers[0]] = converted.get(makers[0], 0) + sum(
+                elements_of(each) for each in sources if each in lost
+            )
+        elif layout in (None, CONTIGUOUS) and any(each in lost or each.meta.get("layout") == LAST for each in sources):
+            lost[node] = makers[0] if makers else node if layout == CONTIGUOUS else None
+    for line, group in evidence.by_line(converted):
+        yield evidence.seen(
             line,
-            f"{operation.strip('()')} returns a contiguous map in a model in channels_last",
-            f"{loss.elements:,} elements lose the format, and convolutions convert {loss.converted:,} back",
+            group,
+            f"{' and '.join(dict.fromkeys(map(operation_name, group)))} returns a contiguous map in a model in channels_last",
+            f"{sum(map(elements_of, group)):,} elements lose the format, and convolutions convert "
+            f"{sum(converted[node] for node in group):,} back",
             "use an operation that keeps the format",
         )
 
@@ -247,7 +256,3 @@ def _gain(evidence: Evidence, layer: Layer) -> str | None:
         f"here the largest takes {seconds_text(seconds[0])}, with {padded[1]} input and {padded[0]} output channels "
         f"{seconds_text(seconds[1])}"
     )
-
-
-def _is_at(evidence: Evidence, node: Node, loss: Loss) -> bool:
-    return f"{evidence.path(node) or _ROOT} ({operation_name(node)})" == loss.where

@@ -41,14 +41,12 @@ def unregistered(evidence: Evidence) -> Iterator[Seen]:
     loose = [
         node for node in evidence.calls if node.meta["loose"] and evidence.tree.is_registered(call_of(node).module)
     ]
-    for line, group in evidence.by_line(loose):
-        yield evidence.seen(
-            line,
-            group,
-            "forward uses a parameter that no module registers",
-            "an optimizer doesn't train it, state_dict doesn't save it, and .to() doesn't move it",
-            "make it an attribute of the module, or put it into an nn.ParameterList",
-        )
+    yield from evidence.seen_at_lines(
+        loose,
+        "forward uses a parameter that no module registers",
+        "an optimizer doesn't train it, state_dict doesn't save it, and .to() doesn't move it",
+        "make it an attribute of the module, or put it into an nn.ParameterList",
+    )
 
 
 @rule("error")
@@ -64,22 +62,18 @@ def training_mode(evidence: Evidence) -> Iterator[Seen]:
                 "the outputs are random, or depend on the other rows of the batch",
                 "call model.eval()",
             )
-    for line, group in evidence.by_line(node for node in evidence.calls if _drops(node)):
-        yield evidence.seen(
-            line,
-            group,
-            f"`{operation_name(group[0])}` drops values in eval mode too",
-            "the outputs are random",
-            "pass training=self.training (dropout_p=0.0 in eval for attention)",
-        )
-    for line, group in evidence.by_line(node for node in evidence.calls if _normalizes_by_batch(node)):
-        yield evidence.seen(
-            line,
-            group,
-            "batch_norm normalizes by the statistics of the batch in eval mode too, and updates the running ones",
-            "the outputs depend on the other rows of the batch",
-            "pass training=self.training",
-        )
+    yield from evidence.seen_at_lines(
+        filter(_drops, evidence.calls),
+        "values are dropped in eval mode too, by {names}",
+        "the outputs are random",
+        "pass training=self.training (dropout_p=0.0 in eval for attention)",
+    )
+    yield from evidence.seen_at_lines(
+        filter(_normalizes_by_batch, evidence.calls),
+        "batch_norm normalizes by the statistics of the batch in eval mode too, and updates the running ones",
+        "the outputs depend on the other rows of the batch",
+        "pass training=self.training",
+    )
 
 
 @rule("note")

@@ -25,7 +25,8 @@ _AMPERE = (8, 0)
 @rule("note")
 def cudnn_benchmark(evidence: Evidence) -> Iterator[Seen]:
     """On a GPU, `torch.backends.cudnn.benchmark` is off, and the convolutions are at least 5 % faster with it."""
-    if evidence.device.type == "cuda" and not torch.backends.cudnn.benchmark and _has_convolutions(evidence):
+    has_convolutions = any(convolution_arguments(node) and operation_name(node) != "linear" for node in evidence.calls)
+    if evidence.device.type == "cuda" and not torch.backends.cudnn.benchmark and has_convolutions:
         yield from _compare_setting(
             evidence,
             torch.backends.cudnn,
@@ -45,7 +46,8 @@ def tf32_off(evidence: Evidence) -> Iterator[Seen]:
     except RuntimeError:
         # torch refuses to read it after the user has set `fp32_precision`.
         return
-    if is_on or not _is_float32(evidence):
+    shapes = (shape_of(node) for node in evidence.calls if convolution_arguments(node))
+    if is_on or not any(shape is not None and shape.dtype is torch.float32 for shape in shapes):
         return
     yield from _compare_setting(
         evidence,
@@ -81,15 +83,6 @@ def _compare_setting(evidence: Evidence, owner: object, name: str, reason: str, 
     if before >= _LEAST_GAIN * after:
         effect = f"the forward takes {seconds_text(before)}, and {seconds_text(after)} with the other setting"
         yield Seen(("",), Line(), reason, effect, remedy)
-
-
-def _has_convolutions(evidence: Evidence) -> bool:
-    return any(convolution_arguments(node) and operation_name(node) != "linear" for node in evidence.calls)
-
-
-def _is_float32(evidence: Evidence) -> bool:
-    shapes = (shape_of(node) for node in evidence.calls if convolution_arguments(node))
-    return any(shape is not None and shape.dtype is torch.float32 for shape in shapes)
 
 
 # ---------------------------------------------------------------------------------------------------- the training step

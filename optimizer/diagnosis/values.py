@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy
 import torch
@@ -26,44 +25,35 @@ _MOVES = ("to", "cuda", "type_as")
 @rule("warning")
 def value_read(evidence: Evidence) -> Iterator[Seen]:
     """Forward moves values to the CPU: `.item()`, `.tolist()`, `.numpy()`, `.cpu()`, `.to("cpu")`, `int(tensor)`, or a tensor in a text."""
-    nodes = [node for node in evidence.calls if _reads(evidence, node)]
-    for line, group in evidence.by_line(nodes):
-        yield evidence.seen(
-            line,
-            group,
-            f"values of the device move to Python or to the CPU, by {_names(group)}",
-            _WAITS,
-            "keep it a tensor, or compute it outside of forward",
-        )
+    return evidence.seen_at_lines(
+        [node for node in evidence.calls if _reads(evidence, node)],
+        "values of the device move to Python or to the CPU, by {names}",
+        _WAITS,
+        "keep it a tensor, or compute it outside of forward",
+    )
 
 
 @rule("warning")
 def data_dependent_branch(evidence: Evidence) -> Iterator[Seen]:
     """Python decides by the values of a tensor: `if mask.any()`, `while`, `assert`, `and`, `torch.equal`."""
     answers = [node for node in evidence.calls if node.meta["answer"] is bool and "check" not in node.meta["inside"]]
-    nodes = [node for node in answers if _is_of_device(evidence, node)]
-    for line, group in evidence.by_line(nodes):
-        yield evidence.seen(
-            line,
-            group,
-            "Python decides by the values of a tensor",
-            _WAITS,
-            "use torch.where or torch.cond, or decide outside of forward",
-        )
+    return evidence.seen_at_lines(
+        [node for node in answers if _is_of_device(evidence, node)],
+        "Python decides by the values of a tensor",
+        _WAITS,
+        "use torch.where or torch.cond, or decide outside of forward",
+    )
 
 
 @rule("warning")
 def fixed_device(evidence: Evidence) -> Iterator[Seen]:
     """Forward moves a tensor with `.cuda()`."""
-    nodes = [node for node in evidence.calls if operation_name(node) == "cuda"]
-    for line, group in evidence.by_line(nodes):
-        yield evidence.seen(
-            line,
-            group,
-            "`.cuda()` moves a tensor to the current GPU",
-            "the model doesn't run on a CPU, nor on another GPU than the current one, and each call copies",
-            "move the inputs before the call, make constants with register_buffer, or pass device=x.device",
-        )
+    return evidence.seen_at_lines(
+        [node for node in evidence.calls if operation_name(node) == "cuda"],
+        "`.cuda()` moves a tensor to the current GPU",
+        "the model doesn't run on a CPU, nor on another GPU than the current one, and each call copies",
+        "move the inputs before the call, make constants with register_buffer, or pass device=x.device",
+    )
 
 
 @rule("warning")
@@ -72,15 +62,12 @@ def tensor_from_array(evidence: Evidence) -> Iterator[Seen]:
     # What is still alive after the run wasn't made for it, such as an input.
     made = [node for node in evidence.recording.nodes() if node.meta.get("of_array") and not escapes(node)]
     unseen = {user for node in made for user in node.users}
-    found = [node for node in evidence.calls if node in unseen or _is_of_array(node)]
-    for line, group in evidence.by_line(found):
-        yield evidence.seen(
-            line,
-            group,
-            "forward makes a tensor of a NumPy array",
-            _FROM_HOST,
-            "make it once in __init__ with register_buffer",
-        )
+    return evidence.seen_at_lines(
+        [node for node in evidence.calls if node in unseen or _is_of_array(node)],
+        "forward makes a tensor of a NumPy array",
+        _FROM_HOST,
+        "make it once in __init__ with register_buffer",
+    )
 
 
 @rule("warning")
@@ -95,14 +82,12 @@ def moved_from_host(evidence: Evidence) -> Iterator[Seen]:
         and source in evidence.on_host
         and not arrays & _sources_of(source)
     ]
-    for line, group in evidence.by_line(nodes):
-        yield evidence.seen(
-            line,
-            group,
-            "a tensor is made on the CPU and then moved to the device",
-            _FROM_HOST,
-            "pass device=x.device where it is made, or make it once with register_buffer",
-        )
+    return evidence.seen_at_lines(
+        nodes,
+        "a tensor is made on the CPU and then moved to the device",
+        _FROM_HOST,
+        "pass device=x.device where it is made, or make it once with register_buffer",
+    )
 
 
 @rule("warning")
@@ -132,16 +117,13 @@ def unregistered_tensor(evidence: Evidence) -> Iterator[Seen]:
 def float64_leak(evidence: Evidence) -> Iterator[Seen]:
     """A float64 tensor meets one of a lower precision, and the result is float64, which nobody asked for by a cast."""
     doubles = [node for node in evidence.calls if (shape := shape_of(node)) and shape.dtype is torch.float64]
-    share = evidence.share(doubles)
-    for line, group in evidence.by_line(filter(_promotes, doubles)):
-        yield evidence.seen(
-            line,
-            group,
-            f"a float64 tensor meets one of a lower precision in {_names(group)}, so the result is float64",
-            f"float64 takes twice the memory, and on most GPUs many times as long; here float64 takes "
-            f"{percent_text(share)} of the time",
-            "make the float64 tensor with dtype=x.dtype",
-        )
+    return evidence.seen_at_lines(
+        filter(_promotes, doubles),
+        "a float64 tensor meets one of a lower precision in {names}, so the result is float64",
+        f"float64 takes twice the memory, and on most GPUs many times as long; here float64 takes "
+        f"{percent_text(evidence.share(doubles))} of the time",
+        "make the float64 tensor with dtype=x.dtype",
+    )
 
 
 def _reads(evidence: Evidence, node: Node) -> bool:
@@ -186,8 +168,3 @@ def _promotes(node: Node) -> bool:
     shapes = [shape_of(source) for source in node.all_input_nodes]
     dtypes = {shape.dtype for shape in shapes if shape is not None and shape.sizes and shape.dtype.is_floating_point}
     return len(dtypes) > 1 and torch.float64 in dtypes and operation_name(node) not in ("to", "type_as", "copy_")
-
-
-def _names(nodes: Sequence[Node]) -> str:
-    """The operations, as code: "`cpu` and `item`"."""
-    return " and ".join(f"`{name}`" for name in Counter(map(operation_name, nodes)))

@@ -1,10 +1,15 @@
 """The stages of an export: measure the original, write and prove each file, and build the manifest."""
 
-from optimizer.exporting.copies import copy_for_export, optimize_again
 from optimizer.exporting.graph_files import remove
-from optimizer.exporting.job import ExportJob, exporters_of, opened, with_checked_folders
-from optimizer.exporting.measuring import MeasuredExport, measure
-from optimizer.exporting.references import is_vacuous, measured_reference, sizes_of
+from optimizer.exporting.job import (
+    ExportJob,
+    copy_for_export,
+    exporters_of,
+    opened,
+    optimize_again,
+    with_checked_folders,
+)
+from optimizer.exporting.measuring import MeasuredExport, measure, measured_reference, reason_vacuous, sizes_of
 from optimizer.exporting.writing import WrittenFiles, add_report, profiled, write_data, write_files
 
 __all__ = [
@@ -14,12 +19,12 @@ __all__ = [
     "add_report",
     "copy_for_export",
     "exporters_of",
-    "is_vacuous",
     "measure",
     "measured_reference",
     "opened",
     "optimize_again",
     "profiled",
+    "reason_vacuous",
     "remove",
     "sizes_of",
     "with_checked_folders",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,16 +13,12 @@ from torch import nn
 
 from exporters.base import Artifact, Exporter, LoadedArtifact
 from optimize_export.manifest import file_digest
-from optimize_export.wording import quote
+from optimize_export.wording import listed
 from optimizer.bundle import describe_device, factor_between
-from optimizer.exporting.copies import copy_for_export, optimize_again
 from optimizer.exporting.job import ExportJob
 from optimizer.faults import Located, fault_of_runtime, locate_in_file, suspect_calls, write_reproduction
 from optimizer.model import on_device
 from optimizer.parity import FACTOR, Flatten, Measurement, ParityReport, Reference, Rows, Tolerance, golden_entry, judge
-from passes.base import Pass
-
-logger = logging.getLogger(__name__)
 
 Measured = tuple[Measurement, Mapping[str, int] | None]
 """The measurement of a file against the original, and the number of its nodes that ran on each provider."""
@@ -62,10 +57,6 @@ class ArtifactParity:
         # A session maps the file into memory, so it must be closed before the folder is moved.
         del loaded
         return measurement, placement
-
-    def is_wrong(self, module: nn.Module) -> bool:
-        """Whether the outputs of a module on the original's device are wrong."""
-        return self.judge(self.reference.compare(module)).verdict == "failed"
 
     def is_right(self, artifact: Artifact) -> bool:
         return self.judge(self.measure(artifact)[0]).verdict != "failed"
@@ -118,29 +109,33 @@ class Failures:
         # Write the reproduction now, because the rest takes longer and may be interrupted.
         folder = self.job.debug_dir
         written = "" if folder is None else self._reproduced(artifact, measurement, report, found, folder)
-        told = (str(found), fault_of_runtime(artifact, by.is_right), self._pass_to_blame, self._draws(), written)
+        draws = "The model draws random numbers, and a file that draws different numbers can't match it: make them an input."
+        told = (
+            str(found),
+            fault_of_runtime(artifact, by.is_right),
+            self._passes_to_blame,
+            draws if by.reference.draws_random_numbers else "",
+            written,
+        )
         return found, " ".join(filter(None, told))
 
     @cached_property
-    def _pass_to_blame(self) -> str:
-        """A sentence about the pass that made the exported module wrong; "" if none did, or if none can run again."""
-        job, provenance = self.job, self.job.provenance
-        if provenance is None or provenance.original is None:
+    def _passes_to_blame(self) -> str:
+        """A sentence about the passes if the exported module is wrong itself; "" if it is right.
+
+        `optimize` compares at two batch sizes, and rolls back a pass that is wrong there. Files are compared at more
+        calls, so a file may show an error of a pass at another size.
+        """
+        provenance, reference = self.job.provenance, self.parity.reference
+        if provenance is None or provenance.original is None or not provenance.applied:
             return ""
-        exported = on_device(self.exported, job.home)
-
-        def is_wrong_with(passes: Sequence[Pass] | None) -> bool:
-            again = exported if passes is None else copy_for_export(optimize_again(job, passes, job.home), job.home)
-            return self.parity.is_wrong(again)
-
-        return pass_to_blame(provenance.applied, is_wrong_with)
-
-    def _draws(self) -> str:
-        if not self.parity.reference.draws_random_numbers:
+        report = self.parity.judge(reference.compare(on_device(self.exported, self.job.home)))
+        if report.verdict != "failed":
             return ""
+        names = listed(list(dict.fromkeys(each.name for each in provenance.applied)))
         return (
-            "The model draws random numbers, and a file that draws different numbers can't match it: make them an "
-            "input."
+            f"The optimized module is wrong there too: one of its passes ({names}) causes it, or it was modified after "
+            "optimize() made it. Optimize with fewer passes to find out."
         )
 
     def _reproduced(
@@ -155,12 +150,7 @@ class Failures:
 
 
 def factor_between_devices(home: torch.device, target: torch.device) -> tuple[float, list[str]]:
-    """The allowed error of artifacts in units of the noise, with a note if different devices make it larger.
-
-    Args:
-        home: the device of the original.
-        target: the device of the artifacts.
-    """
+    """The allowed error of artifacts on `target` in units of the noise, with a note if the original's device is another."""
     measured, here = describe_device(home), describe_device(target)
     factor = FACTOR * factor_between(measured, here)
     if factor == FACTOR:
@@ -169,48 +159,3 @@ def factor_between_devices(home: torch.device, target: torch.device) -> tuple[fl
         f"the original ran on {measured['name']} ({measured['type']}): artifacts on {here['name']} ({here['type']}) "
         f"may have errors of {factor:g} times its noise"
     ]
-
-
-def pass_to_blame(passes: Sequence[Pass], is_wrong_with: Callable[[Sequence[Pass] | None], bool]) -> str:
-    """Find the pass that makes a result wrong, by bisection.
-
-    `optimize` compares at two batch sizes, and rolls back a pass that is wrong there. Files are compared at more calls, so
-    a file may show an error that a pass causes at another size. The first passes of the list run again from the original,
-    and each result is compared at every call at which files are compared.
-
-    An exception in the search goes into the sentence and isn't raised, because it would hide the original failure.
-
-    Args:
-        passes: the passes that changed something, in order.
-        is_wrong_with: runs the given passes alone on the original, and returns whether the result is wrong at any call.
-            For None it judges the existing result.
-
-    Returns:
-        A sentence about the pass; "" if the result is right or no pass changed anything.
-    """
-    try:
-        return _bisect(passes, is_wrong_with)
-    except Exception as error:  # the search runs foreign code, whose error must not hide the failure
-        logger.debug("the search for the pass raised", exc_info=True)
-        return f"The pass that causes it is unknown: the search raised {type(error).__name__}: {quote(error)}."
-
-
-def _bisect(passes: Sequence[Pass], is_wrong_with: Callable[[Sequence[Pass] | None], bool]) -> str:
-    if not passes or not is_wrong_with(None):
-        return ""
-    if not is_wrong_with(passes):
-        return "The same passes, run again, give a correct result: this one was modified after optimize() made it."
-    # Invariant: the first `low` passes are right or low is 0, and the first `high` passes are wrong.
-    low, high = 0, len(passes)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if is_wrong_with(passes[:middle]):
-            high = middle
-        else:
-            low = middle
-    if high <= 1 and is_wrong_with(()):
-        return "It is wrong even without any pass."
-    return (
-        f"The pass {passes[high - 1].name} causes it: without it and the later passes, the result is correct at "
-        "every call."
-    )

@@ -21,7 +21,7 @@ _TIME = "time"
 
 _UNTRIED = "(dynamic= in Python; the original runs so, files weren't tried)"
 
-# Maximum number of dims that are tried together with those that are open.
+# Maximum number of dims that are tried alone.
 _MOST_TRIED = 6
 
 # A slice whose values change less than this, relative to the largest of the output, doesn't depend on the changed one.
@@ -29,38 +29,6 @@ _INDEPENDENT = 1e-4
 
 Names = dict[str, dict[int, str]]
 """The open dims of inputs with the names of their sizes, as in `OpenDims.of`."""
-
-
-def note_on_fixed_dims(
-    inputs: Mapping[str, torch.Tensor], samples: Samples, reference: Reference, *, open_batch: bool
-) -> list[str]:
-    """A note on the fixed dims of integer inputs and masks, with the option that opens them.
-
-    There is no note if the model itself accepts only the given sizes. Dims of other inputs, such as images, are left
-    out: users expect those to be fixed, and the shapes in the files show them.
-
-    Args:
-        inputs: the tensors of the example inputs, by their names in the files.
-        samples: the example inputs.
-        reference: runs the original at other sizes.
-        open_batch: whether the batch is open in the files.
-    """
-    found = _lengths(inputs, samples.batch_size)
-    # Dims of equal size are the same length, such as those of the tokens and their mask.
-    sizes = dict.fromkeys(size for dims in found.values() for size in dims.values())
-    rows = samples.batch_size if open_batch else None
-    taken = [size for size in sizes if _takes_others(_only(found, [size]), inputs, samples, reference, rows)]
-    if not taken:
-        return []
-    names = {size: f"{_TIME}_{number}" if number > 1 else _TIME for number, size in enumerate(taken, 1)}
-    found = _only(found, taken)
-    declared = {name: {dim: names[size] for dim, size in dims.items()} for name, dims in found.items()}
-    declared = _with_batch(declared, inputs, rows)
-    fixed = [f"dim {dim} of {name} ({size})" for name, dims in found.items() for dim, size in dims.items()]
-    return [
-        f"fixed in the files, although the model takes other sizes: {', '.join(fixed)}; `{option_text(declared)}` may make "
-        f"{'them' if len(fixed) > 1 else 'it'} dynamic {_UNTRIED}"
-    ]
 
 
 def _only(found: Mapping[str, Mapping[int, int]], sizes: Sequence[int]) -> dict[str, dict[int, int]]:
@@ -86,48 +54,6 @@ def _counts(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() and not (tensor.dtype is torch.uint8 and tensor.dim() > 2)
 
 
-def _with_batch(
-    declared: Mapping[str, dict[int, str]], inputs: Mapping[str, torch.Tensor], rows: int | None
-) -> dict[str, dict[int, str]]:
-    """The open dims with the batch dim of each input that has `rows` rows; unchanged if `rows` is None."""
-    return {
-        name: {0: BATCH, **dims} if rows is not None and inputs[name].shape[0] == rows else dims
-        for name, dims in declared.items()
-    }
-
-
-def _takes_others(
-    dims: Mapping[str, Mapping[int, int]],
-    inputs: Mapping[str, torch.Tensor],
-    samples: Samples,
-    reference: Reference,
-    rows: int | None,
-) -> bool:
-    """Whether the model runs with another size of one length, which is the size of all of `dims`.
-
-    Args:
-        rows: the batch size of the example inputs if the batch is open. Then one row is run if the model accepts one.
-    """
-    declared = _with_batch({name: dict.fromkeys(each, _TIME) for name, each in dims.items()}, inputs, rows)
-    opened_dims = open_dims(declared, inputs, first=samples.first, static_batch=rows is None)
-    opened = samples.opened(opened_dims, inputs)
-    given = opened_dims.given[_TIME]
-    rows = 1 if rows is not None and 1 in reference.batch_sizes else opened.batch_size
-
-    def runs(size: int) -> bool:
-        return runs_on(reference, opened.at(rows, 0, ((_TIME, size),)))
-
-    try:
-        # A model that reads rows by number, as the two of a graph's edges, ignores further ones but takes no fewer. A dim
-        # of size 1 is broadcast, also where other sizes aren't accepted.
-        if given == 2:
-            return runs(1) and runs(3)
-        return any(runs(size) for size in (given // 2, given - 1) if size > 1)
-    except UsageError:
-        # The user's function for the example inputs doesn't always return the same length.
-        return False
-
-
 def option_text(declared: Mapping[str, Mapping[int, str]]) -> str:
     """The dims as options of the command."""
     texts = (f"{name}:{','.join(f'{dim}={size}' for dim, size in dims.items())}" for name, dims in declared.items())
@@ -146,6 +72,65 @@ class Suggestions:
     reference: Reference
     """Runs the original."""
 
+    def note_on_fixed_dims(self, *, open_batch: bool) -> list[str]:
+        """A note on the fixed dims of integer inputs and masks, with the option that opens them.
+
+        There is no note if the model itself accepts only the given sizes. Dims of other inputs, such as images, are left
+        out: users expect those to be fixed, and the shapes in the files show them.
+
+        Args:
+            open_batch: whether the batch is open in the files.
+        """
+        found = _lengths(self.inputs, self.samples.batch_size)
+        # Dims of equal size are the same length, such as those of the tokens and their mask.
+        sizes = dict.fromkeys(size for dims in found.values() for size in dims.values())
+        rows = self.samples.batch_size if open_batch else None
+        taken = [size for size in sizes if self._takes_others(_only(found, [size]), rows)]
+        if not taken:
+            return []
+        names = {size: f"{_TIME}_{number}" if number > 1 else _TIME for number, size in enumerate(taken, 1)}
+        found = _only(found, taken)
+        declared = self._with_batch(
+            {name: {dim: names[size] for dim, size in dims.items()} for name, dims in found.items()}, rows
+        )
+        fixed = [f"dim {dim} of {name} ({size})" for name, dims in found.items() for dim, size in dims.items()]
+        return [
+            f"fixed in the files, although the model takes other sizes: {', '.join(fixed)}; `{option_text(declared)}` may "
+            f"make {'them' if len(fixed) > 1 else 'it'} dynamic {_UNTRIED}"
+        ]
+
+    def _with_batch(self, declared: Names, rows: int | None) -> Names:
+        """The open dims with the batch dim of each input that has `rows` rows; unchanged if `rows` is None."""
+        return {
+            name: {0: BATCH, **dims} if rows is not None and self.inputs[name].shape[0] == rows else dims
+            for name, dims in declared.items()
+        }
+
+    def _takes_others(self, dims: Mapping[str, Mapping[int, int]], rows: int | None) -> bool:
+        """Whether the original runs with another size of one length, which is the size of all of `dims`.
+
+        Args:
+            rows: the batch size of the example inputs if the batch is open. Then one row is run if the model accepts one.
+        """
+        declared = self._with_batch({name: dict.fromkeys(each, _TIME) for name, each in dims.items()}, rows)
+        opened_dims = open_dims(declared, self.inputs, first=self.samples.first, static_batch=rows is None)
+        opened = self.samples.opened(opened_dims, self.inputs)
+        given = opened_dims.given[_TIME]
+        rows = 1 if rows is not None and 1 in self.reference.batch_sizes else opened.batch_size
+
+        def runs(size: int) -> bool:
+            return runs_on(self.reference, opened.at(rows, 0, ((_TIME, size),)))
+
+        try:
+            # A model that reads rows by number, as the two of a graph's edges, ignores further ones but takes no fewer. A
+            # dim of size 1 is broadcast, also where other sizes aren't accepted.
+            if given == 2:
+                return runs(1) and runs(3)
+            return any(runs(size) for size in (given // 2, given - 1) if size > 1)
+        except UsageError:
+            # The user's function for the example inputs doesn't always return the same length.
+            return False
+
     def with_equal_dims(self, size: str) -> str:
         """A sentence with the option that gives further dims the name of a size; "" if the original doesn't run so.
 
@@ -163,7 +148,9 @@ class Suggestions:
             for dim, length in enumerate(tensor.shape)
             if length == given and length > 1 and dim not in own.get(name, {})
         ]
-        for added in _groups(others) if len(others) <= _MOST_TRIED else ():
+        # All of them, or each alone: some may have the size by chance.
+        alone = [[other] for other in others[:_MOST_TRIED]] if len(others) > 1 else []
+        for added in filter(None, (others, *alone)):
             named = {name: dict(dims) for name, dims in own.items()}
             for name, dim in added:
                 named.setdefault(name, {})[dim] = size
@@ -206,8 +193,7 @@ class Suggestions:
         }
         full = {name: {0: _TIME, 1: BATCH}, **{other: dims for other, dims in full.items() if dims}}
         only_batch = {other: {dim: size for dim, size in dims.items() if size == BATCH} for other, dims in full.items()}
-        alone: Names = {name: {1: BATCH}}
-        for named in (full, only_batch, {name: full[name]}, alone):
+        for named in (full, only_batch):
             named = {other: dims for other, dims in named.items() if dims}
             if self._runs(named, [BATCH, *([_TIME] if _TIME in named[name].values() else [])]):
                 return (
@@ -239,16 +225,6 @@ class Suggestions:
         if not any(bool(each.any()) for each in moved):
             return None
         return all(_only_first(each, tensor.shape[dim]) for each in moved)
-
-
-def _groups(others: Sequence[tuple[str, int]]) -> Iterator[Sequence[tuple[str, int]]]:
-    """All of them, each alone, and all but one."""
-    if others:
-        yield others
-    if len(others) > 1:
-        yield from ([other] for other in others)
-    if len(others) > 2:
-        yield from ([other for other in others if other != left_out] for left_out in others)
 
 
 def _others(samples: Samples, dims: OpenDims, size: str) -> Iterator[Call]:

@@ -52,7 +52,7 @@ class GraphFiles:
 
         Args:
             result: the result of `optimize`.
-            fresh: makes a copy of the result.
+            fresh: makes a copy of it.
             adapter: wraps another such copy.
             request: gives the calls; the forward is captured at the first one.
         """
@@ -89,10 +89,9 @@ class GraphFiles:
         if self.module is None:
             return None
         before = set(folder.iterdir())
+        request = replace(request, model=self.module, captures=self.captures, place_of=None)
         try:
-            artifact = exporter.export(
-                replace(request, model=self.module, captures=self.captures, place_of=None), folder
-            )
+            artifact = exporter.export(request, folder)
             measurement, placement = proof.measure(artifact, exporter)
             parity = proof.by.judge(measurement)
             if parity.ok:

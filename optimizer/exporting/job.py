@@ -1,8 +1,9 @@
-"""One export: its settings, with devices, samples, folders and exporters resolved."""
+"""One export: its settings, with devices, samples, folders and exporters resolved, and copies of its model."""
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize, remove_spectral_norm, remove_weight_norm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from exporters.base import Exporter, named_inputs
 from exporters.metadata import refuse_metadata
@@ -18,11 +22,12 @@ from exporters.registry import exporter_named, register
 from optimize_export.errors import UsageError
 from optimize_export.runtime import require_runtime
 from optimizer.bundle import check_target
-from optimizer.model import OpenDims, Samples, open_dims
+from optimizer.model import OpenDims, Samples, open_dims, working_copy
 from optimizer.options import ExportSettings
 from optimizer.paths import check_new_folder
-from optimizer.pipeline import Provenance
-from optimizer.report import Progress, ProgressFunction
+from optimizer.pipeline import Provenance, detach, optimize_model
+from optimizer.report import Progress, ProgressFunction, no_progress
+from passes.base import Pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,3 +123,82 @@ def opened(model: nn.Module, samples: Samples, settings: ExportSettings) -> tupl
     inputs = named_inputs(model, call.args, call.kwargs, input_names=settings.input_names)
     dims = open_dims(settings.dynamic, inputs, first=samples.first, static_batch=settings.static_batch)
     return samples.opened(dims, inputs), dims
+
+
+# ------------------------------------------------------------------------------------------------- copies of its model
+
+
+def copy_for_export(
+    model: nn.Module, device: torch.device, written: frozenset[str] = frozenset(), *, fixed: bool = False
+) -> nn.Module:
+    """Copy a module for export: without compiled calls and provenance, in eval mode, on the device.
+
+    Args:
+        written: names of parameters that forward writes to; the copy has its own memory for these.
+        fixed: compute once what weight_norm, spectral_norm and other parametrizations by torch's modules compute at each
+            call.
+    """
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    copy = working_copy(model, "inference", private=own & written).root
+    detach(copy)
+    copy.eval()
+    if fixed:
+        _fix_weights(copy)
+    return copy.to(device)
+
+
+def _fix_weights(copy: nn.Module) -> None:
+    """Replace computed weights with plain ones, except those that differ from one computation to the next."""
+    with torch.no_grad():
+        for module in list(copy.modules()):
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            for hook in list(module._forward_pre_hooks.values()):
+                if isinstance(hook, WeightNorm):
+                    remove_weight_norm(module, hook.name)
+                elif isinstance(hook, SpectralNorm):
+                    remove_spectral_norm(module, hook.name)
+            if parametrize.is_parametrized(module) and _depends_on_weights_alone(module):
+                _fix_parametrized(module)
+
+
+def _depends_on_weights_alone(module: nn.Module) -> bool:
+    """Whether all parametrizations of a module are torch's; forward may change the settings of others between calls."""
+    assert isinstance(module.parametrizations, nn.ModuleDict)
+    steps = list(module.parametrizations.modules())[1:]
+    return all(type(each).__module__.startswith("torch.nn.") for each in steps)
+
+
+def _fix_parametrized(module: nn.Module) -> None:
+    assert isinstance(module.parametrizations, nn.ModuleDict)
+    weights: dict[str, torch.Tensor] = {
+        name: getattr(module, name).detach().clone() for name in module.parametrizations
+    }
+    if not all(torch.equal(weight, getattr(module, name)) for name, weight in weights.items()):
+        return
+    # parametrize.remove_parametrizations changes the class, which the copied model shares.
+    module.__class__ = parametrize.type_before_parametrizations(module)
+    del module.parametrizations
+    for name, weight in weights.items():
+        module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+
+
+def optimize_again(job: ExportJob, passes: Sequence[Pass], device: torch.device) -> nn.Module:
+    """Optimize the original of an export with other passes."""
+    provenance = job.provenance
+    original = job.model if provenance is None else provenance.original
+    assert original is not None
+    with warnings.catch_warnings():
+        # The first run of the passes has already shown their warnings.
+        warnings.simplefilter("ignore")
+        return optimize_model(
+            original,
+            passes,
+            **job.inputs,
+            mode="inference" if provenance is None else provenance.report.mode,
+            device=device,
+            strict=False,
+            batch_sizes=None if provenance is None else provenance.batch_sizes,
+            seed=job.seed,
+            progress=no_progress,
+        )

@@ -1,33 +1,47 @@
-"""Measure the original for one export, and prepare the request for the exporters."""
+"""Measure the original for one export: the reference for all files, and the request for the exporters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import nn
 
 from exporters.base import Adapter, Captures, ExportRequest, named_inputs
+from optimize_export.errors import ExportFailed, UsageError, VacuousError
+from optimize_export.wording import listed
 from optimizer.exporting.artifact_parity import ArtifactParity, Failures, factor_between_devices
-from optimizer.exporting.copies import copy_for_export
-from optimizer.exporting.fixed_dims import Suggestions, note_on_fixed_dims
+from optimizer.exporting.fixed_dims import Suggestions
 from optimizer.exporting.graph_files import GraphFiles
-from optimizer.exporting.job import ExportJob
-from optimizer.exporting.references import lower_reference, measured_reference, sizes_of
-from optimizer.exporting.requests import (
-    names_in_files,
-    note_on_fixed_batch,
-    note_on_numbers,
-    note_on_one_row,
-    notes_on_training_mode,
-    refuse_sizes_not_taken,
-    request_for,
-    smallest_call,
-)
-from optimizer.faults import locate_in_refused, refuse_carried_state
+from optimizer.exporting.job import ExportJob, copy_for_export
+from optimizer.faults import describe_carried_state, locate_in_refused
 from optimizer.model import Samples, on_device
-from optimizer.parity import Reference, Rows, by_output, independent_rows
+from optimizer.options import Effort
+from optimizer.parity import (
+    BATCH_SIZES,
+    OriginalOutputs,
+    Reference,
+    Rows,
+    by_output,
+    independent_rows,
+    judge,
+    measure_in_sequence,
+    measure_reference,
+    why_vacuous,
+)
+from optimizer.pipeline import Provenance, notes_on_modes
+from passes.base import fewest_rows
+from passes.graph.forwards import dtype_inside
+
+# The number of batch sizes at which the rounding noise is measured; None for all of them.
+_MEASURED_SIZES: Mapping[Effort, int | None] = {"quick": 1, "normal": 2, "thorough": None}
+# If a row of an input has more elements than this, like an image of 224 x 224, files are compared at small batch sizes
+# only: the feature maps of each row cost time and memory, and larger batches show nothing new.
+_LARGE_ROW = 100_000
+_FEW_ROWS = (1, 2, 3)
+# The maximum number of fixed numbers that a note names.
+_NUMBERS_TOLD = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +83,16 @@ def measure(job: ExportJob) -> MeasuredExport:
     exported = copy_for_export(job.model, job.target)
     at_home = job.samples if job.home.type == job.target.type else job.samples.to(job.home)
     original, rounding = _measured(job, exported, at_home)
-    reference = lower_reference(rounding, job.provenance)
+    reference = _lower_reference(rounding, job.provenance)
     inputs = named_inputs(original, at_home.given.args, at_home.given.kwargs, input_names=job.input_names)
     suggestions = Suggestions(inputs, at_home, job.dims, reference)
-    refuse_sizes_not_taken(job, reference, suggestions)
-    request = request_for(job, exported, reference)
+    _refuse_sizes_not_taken(job, suggestions)
+    request = _request_for(job, exported, reference)
     if reference is not rounding or job.home.type != job.target.type:
         # A less precise result, or one on another device, doesn't have the original's outputs.
         request = replace(request, outputs=None)
     fresh = partial(copy_for_export, job.model, job.target, reference.written, fixed=True)
-    call = smallest_call(request)
+    call = request.calls[fewest_rows(request.calls)]
     try:
         # The adapter runs the model once.
         adapter = Adapter(fresh(), *call, input_names=job.input_names, output_names=job.output_names)
@@ -91,7 +105,9 @@ def measure(job: ExportJob) -> MeasuredExport:
     flatten, device = adapter.flatten_inputs, job.target.type
     place_of = partial(locate_in_refused, reference=reference, exported=exported, flatten=flatten, device=device)
     request = replace(request, place_of=place_of, output_structure=adapter.outputs, captures=Captures(adapter))
-    names = names_in_files(reference, adapter)
+    # The comparison reports a different number of outputs.
+    own = reference.output_names
+    names = dict(zip(own, adapter.output_names if len(adapter.output_names) == len(own) else own, strict=True))
     absolute, relative = by_output("atol", job.atol, names), by_output("rtol", job.rtol, names)
     factor, factor_notes = factor_between_devices(job.home, job.target)
     rows = independent_rows(rounding, atol=absolute, rtol=relative) if job.row_independence else None
@@ -112,11 +128,7 @@ def measure(job: ExportJob) -> MeasuredExport:
         fresh=fresh,
         graph=GraphFiles.of(job.model, fresh, adapter, request),
         parity=parity,
-        failures=Failures(
-            parity=parity,
-            job=job,
-            exported=exported,
-        ),
+        failures=Failures(parity=parity, job=job, exported=exported),
         absolute=absolute,
         relative=relative,
         rows=rows,
@@ -135,20 +147,229 @@ def _measured(job: ExportJob, exported: nn.Module, at_home: Samples) -> tuple[nn
     sizes = sizes_of(job.samples, job.batch_sizes, job.static_batch, job.effort)
     outputs = None if job.provenance is None else job.provenance.outputs
     rounding = measured_reference(original, at_home, sizes, job.effort, outputs, or_larger=job.batch_sizes is None)
-    refuse_carried_state(original, rounding)
+    _refuse_carried_state(original, rounding)
     return original, rounding
 
 
 def _notes(job: ExportJob, suggestions: Suggestions, adapter: Adapter, *, open_batch: bool) -> list[str]:
     """The notes for the manifest that don't depend on the files."""
     itself = job.provenance is None or job.provenance.original is None
-    reference = suggestions.reference
     notes = ["the artifacts are compared with the exported module itself"] if itself else []
-    notes += notes_on_training_mode(job, adapter)
-    notes += note_on_fixed_batch(job, reference, suggestions)
+    for told in notes_on_modes(job.model, adapter.model, "the files are in eval mode and were"):
+        notes += told
+    notes += _note_on_fixed_batch(job, suggestions)
     notes += suggestions.notes_on_broadcast()
-    notes += note_on_one_row(job, reference)
-    notes += note_on_numbers(adapter)
+    notes += _note_on_one_row(job, suggestions.reference)
+    if numbers := [f"{where} = {number}" for where, number in adapter.inputs.numbers()]:
+        notes.append(f"fixed in the files at the values of the example inputs: {listed(numbers, _NUMBERS_TOLD)}")
     if job.dynamic is None:
-        notes += note_on_fixed_dims(suggestions.inputs, suggestions.samples, reference, open_batch=open_batch)
+        notes += suggestions.note_on_fixed_dims(open_batch=open_batch)
     return notes
+
+
+# ---------------------------------------------------------------------------------------------------------- the reference
+
+
+def measured_reference(
+    original: nn.Module,
+    samples: Samples,
+    batch_sizes: Sequence[int] | None,
+    effort: Effort,
+    known: OriginalOutputs | None = None,
+    *,
+    or_larger: bool = False,
+) -> Reference:
+    """Measure the reference for all files.
+
+    Args:
+        batch_sizes: from `sizes_of`.
+        effort: determines the number of draws and of measured batch sizes.
+        known: outputs of the original from `optimize`, which need not be computed again.
+        or_larger: as for `measure_reference`.
+
+    Raises:
+        VacuousError: the outputs prove nothing.
+    """
+    reference = measure_reference(
+        original,
+        samples,
+        batch_sizes=batch_sizes,
+        draws=3 if effort == "thorough" else None,
+        measured_sizes=_MEASURED_SIZES[effort],
+        known=known,
+        or_larger=or_larger,
+        other_values=True,
+    )
+    _refuse_vacuous(reference)
+    return reference
+
+
+def sizes_of(samples: Samples, batch_sizes: Sequence[int] | None, static: bool, effort: Effort) -> list[int] | None:
+    """The batch sizes at which files are compared; None if the inputs have no batch.
+
+    Args:
+        batch_sizes: those that the user chose; None to choose them here.
+
+    Raises:
+        UsageError: the batch is fixed, and further inputs have another batch size.
+    """
+    if static and (further := [size for size, _ in samples.further if size != samples.batch_size]):
+        raise UsageError(
+            f"static_batch fixes the batch size at {samples.batch_size}, but there are further inputs of batch size "
+            f"{further[0]}."
+        )
+    if static or not samples.dynamic:
+        return None if samples.batch_size is None else [samples.batch_size]
+    own: list[int] = [] if samples.batch_size is None else [samples.batch_size]
+    if batch_sizes is None:
+        is_large = effort != "thorough" and samples.elements_of_a_row > _LARGE_ROW
+        batch_sizes = _FEW_ROWS if is_large else BATCH_SIZES
+    if effort == "quick":
+        others = sorted((size for size in batch_sizes if size != samples.batch_size), key=lambda size: size == 1)
+        return [*own, *others[:1]]
+    return list(dict.fromkeys([*own, *batch_sizes]))
+
+
+def _lower_reference(reference: Reference, provenance: Provenance | None) -> Reference:
+    """Adapt the reference to the precision of a result whose passes lower it.
+
+    Raises:
+        VacuousError: the outputs prove nothing at that precision.
+    """
+    if provenance is None or provenance.original is None:
+        return reference
+    for lowered in provenance.precisions:
+        reference = reference.less_precise(lowered)
+        _refuse_vacuous(reference)
+    return reference
+
+
+def _refuse_vacuous(reference: Reference) -> None:
+    """Raise if no output of the reference can prove anything. If some can't, a note of the reference says so."""
+    if (reason := reason_vacuous(reference)) is None:
+        return
+    computed = f"computed in {reference.precision}, " if reference.precision else ""
+    told = f"{computed}{reason}, so nothing could be proven"
+    if not any(noise.deterministic for noise in reference.noises.values()):
+        advice = "make the model return the same outputs for the same inputs"
+    else:
+        ways = "leave out cast-precision, " if reference.precision else ""
+        advice = f"{ways}load trained weights, or use other example inputs"
+    raise VacuousError(f"{told[0].upper()}{told[1:]}: {advice}.")
+
+
+def reason_vacuous(reference: Reference) -> str | None:
+    """Why none of the original's outputs can prove anything about a file; None if one can."""
+    # Files are compared by outputs only, not by changed inputs. Exporters refuse a model without outputs.
+    outputs = [noise for noise in reference.noises.values() if noise.kind == "output"]
+    return why_vacuous(outputs) if outputs else None
+
+
+def _refuse_carried_state(original: nn.Module, reference: Reference) -> None:
+    """Check that the original's outputs don't depend on earlier calls.
+
+    One copy answers all measured calls in sequence. Each output must equal that of a separate run, within the
+    original's noise. The user's tolerances don't apply, because both runs use the same module on the same device. A
+    model that answers the same call differently each time, whatever calls came before, isn't refused here but in the
+    comparison.
+
+    Args:
+        reference: of the original in its own dtypes.
+    """
+    measurement = measure_in_sequence(reference)
+    report = judge(measurement)
+    if report.verdict != "failed" or judge(reference.compare(original)).verdict == "failed":
+        return
+    raise ExportFailed(
+        f"{describe_carried_state(original, reference, measurement)}, and exported files can't: make the state an "
+        f"explicit input and output. In repeated calls: {report.reason}"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ the request
+
+
+def _request_for(job: ExportJob, model: nn.Module, reference: Reference) -> ExportRequest:
+    """Make the request for the exporters: the calls at which a file must be right, with the original's outputs."""
+    samples, taken = job.samples, reference.taken
+    worked = list(reference.batch_sizes)
+    own, bases = samples.batch_size, taken.bases()
+    batches = [own]
+    if not job.static_batch and len(worked) > 1:
+        # The first call is traced. It has more than one row, because every tracer specializes to a batch of one. Two
+        # further sizes are enough to show the dependence on the batch size.
+        larger = sorted(size for size in worked if size > 1)
+        own = samples.batch_size if samples.batch_size in larger else larger[0]
+        others = [size for size in (*larger, *worked) if size != own]
+        batches = list(dict.fromkeys([own, *others[:2], *([1] if 1 in worked else [])]))
+    asked = [(size, bases) for size in batches]
+    asked += [(own, tuple({**dict(bases), name: size}.items())) for name in taken.given for size in taken.others(name)]
+    asked += taken.together
+    calls = [samples.at(size, sizes=sizes) for size, sizes in asked]
+    known = [(size, tuple(one for one in sizes if one not in samples.sizes.items())) for size, sizes in asked]
+    return ExportRequest(
+        model=model,
+        calls=tuple((call.args, call.kwargs) for call in calls),
+        outputs=reference.outputs_at(known),
+        varying=reference.varying_dims(),
+        undecided=reference.undecided,
+        chosen=reference.chosen,
+        dynamic_batch=len(batches) > 1,
+        open_dims=job.dims.of,
+        input_names=None if job.input_names is None else tuple(job.input_names),
+        output_names=None if job.output_names is None else tuple(job.output_names),
+        computes_in=dtype_inside(model),
+        opset=job.opset,
+        metadata=job.metadata or {},
+    )
+
+
+def _refuse_sizes_not_taken(job: ExportJob, suggestions: Suggestions) -> None:
+    """Refuse an open dim for which the original itself accepts only one size.
+
+    Raises:
+        ExportFailed: the original raises at every other size of the dim.
+        UsageError: `batch_sizes` has only the size of the example inputs.
+    """
+    dims, reference = job.dims, suggestions.reference
+    fixed = [name for name, sizes in reference.taken.alone.items() if not sizes]
+    if job.samples.dynamic and dims.places(dims.batch) and len(reference.batch_sizes) < 2:
+        fixed.append(dims.batch)
+    for name in fixed:
+        where = dims.places(name)
+        why = reference.why_not(None if name == dims.batch else name)
+        if why is None:
+            raise UsageError(
+                f"dynamic opens {where}, but batch_sizes has only the size of the example inputs: add another size."
+            )
+        what = f"dynamic opens {where}, but the model raises at every other size that was tried ({why})"
+        if option := suggestions.with_equal_dims(name):
+            raise ExportFailed(f"{what}.{option}")
+        raise ExportFailed(f"{what}: leave {where} out, or change that line.")
+
+
+def _note_on_fixed_batch(job: ExportJob, suggestions: Suggestions) -> list[str]:
+    """A note if the files accept only one batch size although the user didn't ask for that."""
+    reference = suggestions.reference
+    if job.static_batch or not job.samples.dynamic or len(reference.batch_sizes) > 1:
+        return []
+    why = reference.why_not(None)
+    if why is None:
+        return ["the batch size is fixed, as with static_batch: batch_sizes has only the size of the example inputs"]
+    option = suggestions.with_equal_dims(job.dims.batch)
+    raised = f"the model raises at every other size that was tried ({why})"
+    return [
+        f"the batch size is fixed, as with static_batch: {raised}{f'.{option}' if option else ''}".removesuffix(".")
+    ]
+
+
+def _note_on_one_row(job: ExportJob, reference: Reference) -> list[str]:
+    """A note if the files accept one row, but aren't compared there, because the user chose other batch sizes."""
+    if job.static_batch or len(reference.batch_sizes) < 2:
+        return []
+    if 1 in (sizes_of(job.samples, job.batch_sizes, job.static_batch, job.effort) or ()):
+        return []
+    chosen = "the quick effort" if job.batch_sizes is None else "batch_sizes"
+    return [
+        f"batch size 1 isn't compared, because {chosen} leaves it out: models that squeeze behave differently there"
+    ]

@@ -130,7 +130,11 @@ def _write(
     if parity.verdict == "failed":
         found, remark = measured.failures.explain(artifact, measurement, parity)
         entry |= found.to_json()
-    written.missing[exporter.name] = _not_proven(parity, exporter.name, remark)
+    written.missing[exporter.name] = ParityError(
+        f"The {exporter.name} artifact isn't proven to compute the same as the original: {parity.reason}"
+        f"{f' {remark}' if remark else ''}",
+        {"notes": all_notes((), {exporter.name: parity})},
+    )
     written.unproven.append(plain({**entry, "measurement": None}))
     remove(artifact.files)
 
@@ -147,9 +151,7 @@ def _note_on_limits(artifact: Artifact) -> Sequence[str]:
     """A note on sizes beyond which the model takes another path, at inputs that are too large to compare."""
     if not artifact.limits:
         return ()
-    conditions = " and ".join(
-        f"`{condition}`" for condition in dict.fromkeys(each.condition for each in artifact.limits)
-    )
+    conditions = " and ".join(dict.fromkeys(f"`{each.condition}`" for each in artifact.limits))
     least: dict[str, int] = {}
     for each in artifact.limits:
         least[each.size] = min(each.largest, least.get(each.size, each.largest))
@@ -163,14 +165,6 @@ def _note_on_limits(artifact: Artifact) -> Sequence[str]:
 def all_notes(own: Sequence[str], reports: Mapping[str, ParityReport]) -> list[str]:
     """The notes of the export and of its comparisons, without duplicates."""
     return list(dict.fromkeys([*own, *(note for report in reports.values() for note in report.notes)]))
-
-
-def _not_proven(parity: ParityReport, name: str, remark: str) -> ParityError:
-    where = f" {remark}" if remark else ""
-    return ParityError(
-        f"The {name} artifact isn't proven to compute the same as the original: {parity.reason}{where}",
-        {"notes": all_notes((), {name: parity})},
-    )
 
 
 def write_data(
@@ -196,8 +190,6 @@ def write_data(
         precision=reference.precision,
     )
     report = None if job.provenance is None else job.provenance.report
-    told = None if report is None else _told(report)
-    before = [] if report is None else report.notes
     return {
         "device": describe_device(job.target),
         "mode": "inference",
@@ -216,8 +208,10 @@ def write_data(
         },
         "golden": golden,
         "coverage": None if report is None else report.coverage.to_json(),
-        "passes": [] if told is None else told["passes"],
-        "notes": all_notes([*before, *measured.notes, *written.notes], written.reports),
+        "passes": [] if report is None else _told(report)["passes"],
+        "notes": all_notes(
+            [*([] if report is None else report.notes), *measured.notes, *written.notes], written.reports
+        ),
     }
 
 
@@ -276,7 +270,7 @@ def add_report(
 ) -> None:
     """Write the report of an export whose manifest is finished."""
     provenance = job.provenance
-    told = None if provenance is None else _told(provenance.report)
+    told = {} if provenance is None else _told(provenance.report)
     before = () if provenance is None else provenance.operations
     write_report(
         folder,
@@ -287,7 +281,7 @@ def add_report(
             measured.graph.operations(measured.request.captures),
         ),
         # The manifest has these two.
-        optimize=told and {name: value for name, value in told.items() if name not in ("passes", "coverage")},
+        optimize={name: value for name, value in told.items() if name not in ("passes", "coverage")} or None,
         # Times differ from build to build.
         profile={} if is_reproducible_build() else profiles,
         unproven=written.unproven,

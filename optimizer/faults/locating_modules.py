@@ -86,7 +86,7 @@ class Divergence:
 logger = logging.getLogger(__name__)
 
 Key = tuple[str, int]
-"""The path of a module, and the number of its call, counted from 1."""
+"""The path of a module, "" for the root, and the number of its call, counted from 1."""
 
 ROOT: Key = ("", 1)
 
@@ -95,10 +95,7 @@ ROOT: Key = ("", 1)
 class ModuleCall:
     """One call of a module."""
 
-    path: str
-    """The path of the module; "" for the root."""
-    number: int
-    """The index of this call among the calls of the module, counted from 1."""
+    key: Key
     line: str
     """The line of the call, such as "modeling_resnet.py:66"; "" if unknown."""
     kind: str
@@ -107,17 +104,17 @@ class ModuleCall:
     """Whether its only argument is one tensor."""
     reads: frozenset[Key]
     """The calls whose output tensors are its inputs, unchanged."""
+    other_arguments: Any
+    """Its arguments other than tensors: the structure of the arguments, and the float numbers in them."""
     # Copies on the CPU; no outputs if the call raised.
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor] = field(default_factory=list)
     children: list[ModuleCall] = field(default_factory=list)
     """The calls that it makes, in order."""
-    other_arguments: Any = None
-    """Its arguments other than tensors: the structure of the arguments, and the float numbers in them."""
 
     @property
-    def key(self) -> Key:
-        return self.path, self.number
+    def path(self) -> str:
+        return self.key[0]
 
 
 class Watch:
@@ -149,11 +146,14 @@ class Watch:
         leaves = leaves_of((args, kwargs))
         given = [tensor for _, tensor in leaves.tensors()]
         reads = frozenset(key for tensor in given for key in self._givers.get(id(tensor), (tensor, ()))[1])
-        number, kind = self._numbers[path], type(module).__name__
-        alone = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
-        other_arguments = leaves.structure, [value for value in leaves.values if isinstance(value, float)]
         made = ModuleCall(
-            path, number, self._line(), kind, alone, reads, copies_of(given), other_arguments=other_arguments
+            key=(path, self._numbers[path]),
+            line=self._line(),
+            kind=type(module).__name__,
+            alone=len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor),
+            reads=reads,
+            other_arguments=(leaves.structure, [value for value in leaves.values if isinstance(value, float)]),
+            inputs=copies_of(given),
         )
         self.calls[made.key] = made
         if self._open:
@@ -364,7 +364,7 @@ class _Verdicts:
             # Code that passes generate has no lines, but the original's code has.
             same = record_calls(self._reference, self._where, original).get(key)
             line = same.line if same is not None and same.line else line
-        place = Place(call.path, call.number, line or line_of_forward(self._target, call.path), call.kind)
+        place = Place(*call.key, line or line_of_forward(self._target, call.path), call.kind)
         return Divergence.at(place, self._raised.get(key) or self._worst[key, "outputs"], self._where)
 
 

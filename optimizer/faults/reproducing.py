@@ -120,7 +120,6 @@ _RUN = {
     return list(outputs) if isinstance(outputs, list | tuple) else [outputs]
 """,
 }
-_NEEDS = {"onnx": "torch and onnxruntime", "torchscript": "torch", "pt2": "torch", "aoti": "torch"}
 
 
 def write_reproduction(
@@ -138,11 +137,7 @@ def write_reproduction(
     the artifact.
 
     Args:
-        inputs: the inputs of the file at the call `where`.
-        golden: the outputs of the original at that call.
-        where: the call, such as "batch size 3, draw 1".
-        report: the judgement of the artifact.
-        located: the place of the first divergence.
+        inputs: of the file at the call `where`, such as "batch size 3, draw 1"; `golden` has the original's outputs there.
 
     Returns:
         A sentence that names the folder, or the reason why there is none.
@@ -154,8 +149,7 @@ def write_reproduction(
     # The file and the original have their outputs in the same order.
     outputs = dict(zip((spec.name for spec in artifact.outputs), golden.outputs.values(), strict=True))
     allowed = {name: judged.tolerance for name, judged in zip(outputs, report.outputs, strict=False)}
-    run = _RUN[artifact.format].format(file=file)
-    needs = _NEEDS[artifact.format]
+    needs = "torch and onnxruntime" if artifact.format == "onnx" else "torch"
     seeded = "" if golden.seed is None else f"    torch.manual_seed({golden.seed})  # the model draws random numbers\n"
     texts = {
         "reproduce.py": _SCRIPT.format(
@@ -163,7 +157,7 @@ def write_reproduction(
             device=torch.device(report.device).type,
             inputs=list(given),
             allowed=allowed,
-            run=run,
+            run=_RUN[artifact.format].format(file=file),
             seeded=seeded,
         ),
         "README.md": _README.format(file=file, reason=report.reason, place=f"\n{located}", where=where, needs=needs),
@@ -186,7 +180,9 @@ def _write(
         for path in copied:
             shutil.copyfile(path, staging / path.name)
         for name, values in tensors.items():
-            save_file(_plain(values), staging / f"{name}.safetensors")
+            # safetensors refuses tensors that share memory.
+            plain = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in values.items()}
+            save_file(plain, staging / f"{name}.safetensors")
         for name, text in texts.items():
             (staging / name).write_text(text, encoding="utf-8")
         staging.chmod(0o755)
@@ -194,8 +190,3 @@ def _write(
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-
-
-def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy tensors to separate CPU memory, because safetensors refuses tensors that share memory."""
-    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}

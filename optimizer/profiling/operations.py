@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -47,14 +47,7 @@ class Operation:
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain data."""
-        return {
-            "name": self.name,
-            "where": self.where,
-            "modules": list(self.modules),
-            "calls": self.calls,
-            "seconds": self.seconds,
-            "share": self.share,
-        }
+        return {"name": self.name, "where": self.where, **vars(self), "modules": list(self.modules)}
 
 
 def without_numbers(path: str) -> str:
@@ -139,10 +132,9 @@ def profile_runs(
     arguments: Callable[[], Arguments],
     device: torch.device,
 ) -> tuple[float, tuple[Operation, ...], torch.profiler.profile]:
-    """Profile some runs after one run to warm up.
+    """Profile some runs of `module` after one run to warm up.
 
     Args:
-        module: the module that `run` calls.
         run: one run; it calls `call_root` where it calls the module.
         arguments: makes the arguments of one run; its time doesn't count.
 
@@ -203,14 +195,11 @@ def _named_calls(root: nn.Module) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class _Around:
-    """What an event is in: a module, and the outermost operation that the module calls."""
+class _Around(NamedTuple):
+    """What an event is in: the path of a module, and the outermost operation that the module calls, if any."""
 
     path: str | None = None
-    """Of the module; None outside of the model."""
     operation: Place | None = None
-    """None directly in the module."""
 
 
 class _Times:
@@ -218,15 +207,12 @@ class _Times:
 
     An operation has the time of all operations inside it, except those of modules that it calls. A node of the backward
     pass belongs to the module that made it, as the last event of the forward with its sequence number tells.
-
-    Attributes:
-        spent: the calls and seconds of each operation in each module.
-        seconds: of all runs: on a CPU their duration, on a GPU the sum over the kernels.
     """
 
     def __init__(self, *, on_device: bool) -> None:
         self._on_device = on_device
         self.spent: dict[Place, Spent] = {}
+        # Of all runs: on a CPU their duration, on a GPU the sum over the kernels.
         self.seconds = 0.0
         # By thread and sequence number: the path of the module, and the shapes of the inputs.
         self._makers: dict[tuple[int, int], tuple[str | None, Any]] = {}
@@ -251,7 +237,11 @@ class _Times:
         if event.name.startswith(_MODULE):
             return _Around(event.name.removeprefix(_MODULE))
         if around.operation is None and event.name.startswith(_COMPILED):
-            return self._compiled(event, around)
+            # The time of the fused kernels; the operations inside are added one by one.
+            each = self.spent.setdefault(("compiled code", around.path), Spent())
+            each.calls += event.name.startswith(_REGION)
+            self._add_time(event, each)
+            return around
         if around.operation is None and not event.is_user_annotation:
             around = self._begun(event, around)
         if around.operation is None:
@@ -266,13 +256,6 @@ class _Times:
         own = (event.self_device_time_total if self._on_device else event.self_cpu_time_total) / 1e6
         to.seconds += own
         self.seconds += own if self._on_device else 0.0
-
-    def _compiled(self, event: Any, around: _Around) -> _Around:
-        """Add the time of the fused kernels; the operations inside are added one by one."""
-        each = self.spent.setdefault(("compiled code", around.path), Spent())
-        each.calls += event.name.startswith(_REGION)
-        self._add_time(event, each)
-        return around
 
     def _begun(self, event: Any, around: _Around) -> _Around:
         path, shapes = around.path, event.input_shapes

@@ -56,7 +56,10 @@ def profile_lines(profile: Mapping[str, Any], title: str, unit: str = "module") 
     run = "training step" if profile["mode"] == "training" else "run"
     yield f"{title}: {_milliseconds(profile['seconds'])} a {run} on {profile['device']}"
     operations = profile["operations"]
-    if kinds := _by_name(operations):
+    kinds: Counter[str] = Counter()
+    for each in operations:
+        kinds[each["name"]] += each["share"]
+    if kinds:
         yield f"mostly {', '.join(f'{name} {_percent(share)}' for name, share in kinds.most_common(_MOST_NAMED))}"
     rows = [
         (_percent(row["share"]), _milliseconds(row["seconds"]), str(row["calls"]), row["name"], row["where"])
@@ -66,14 +69,6 @@ def profile_lines(profile: Mapping[str, Any], title: str, unit: str = "module") 
     if (memory := profile["peak_memory"]) is not None:
         yield ""
         yield from _memory_lines(memory)
-
-
-def _by_name(operations: Sequence[Mapping[str, Any]]) -> Counter[str]:
-    """The share of each kind of operation in all modules."""
-    shares: Counter[str] = Counter()
-    for each in operations:
-        shares[each["name"]] += each["share"]
-    return shares
 
 
 def _memory_lines(memory: Mapping[str, Any]) -> Iterator[str]:

@@ -202,7 +202,7 @@ def profile_export(
     with new_folder(directory) as folder:
         for number, (name, module) in enumerate((("original", original), ("optimized", optimized))):
             progress(Progress("profile", number, 3, name, name))
-            trace = _trace(folder, name)
+            trace = folder / f"{name}.trace.json"
             found[name] = profile_module(module, samples.given, "inference", device, trace=trace).to_json()
         if onnx is not None:
             progress(Progress("profile", 2, 3, "onnx", "onnx"))
@@ -213,14 +213,10 @@ def profile_export(
 
 
 def _profile_file(path: Path, inputs: Sequence[torch.Tensor], device: torch.device, folder: Path) -> Profile:
-    seconds, nodes = profile_nodes(path, device, tuple(inputs), _trace(folder, "onnx"), runs=RUNS)
+    seconds, nodes = profile_nodes(path, device, tuple(inputs), folder / "onnx.trace.json", runs=RUNS)
     spent: dict[Place, Spent] = {}
     for node in nodes:
         each = spent.setdefault((node.op_type, node.name), Spent(shapes=node.shapes))
         each.calls += 1
         each.seconds += node.seconds
     return Profile(seconds, operations_of(spent, seconds=seconds, runs=RUNS), device.type)
-
-
-def _trace(folder: Path, name: str) -> Path:
-    return folder / f"{name}.trace.json"

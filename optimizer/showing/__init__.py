@@ -1,8 +1,15 @@
 """Show plain data to people: texts for numbers, plots, and HTML that loads nothing from elsewhere."""
 
 from optimizer.showing.charts import accuracy_plot, checkpoint_plot, memory_plot, parity_plot
-from optimizer.showing.pages import fragment, page
-from optimizer.showing.texts import number_text, percent_text, profile_rows, seconds_text, size_text
+from optimizer.showing.pages import (
+    fragment,
+    number_text,
+    page,
+    percent_text,
+    profile_rows,
+    seconds_text,
+    size_text,
+)
 
 __all__ = [
     "accuracy_plot",

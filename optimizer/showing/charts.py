@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optimize_export.manifest import number
-from optimizer.showing.texts import number_text, seconds_text, size_text
+from optimizer.showing.pages import number_text, seconds_text, size_text
 
 # -------------------------------------------------------------------------------------------------------- plots as data
 
@@ -121,7 +121,10 @@ def parity_plot(parity: Mapping[str, Any]) -> Plot | None:
         return None
     names = sorted({_batch(call) for call, *_ in found}, key=lambda name: (not name.isdigit(), name.zfill(9)))
     x = categories("batch size", names)
-    y = logarithmic("error, % of the allowed error", [1.0, *_shares(found)], _percent, least=_LEAST_SHARE)
+    shares = [error / allowed for *_, error, allowed in found]
+    y = logarithmic(
+        "error, % of the allowed error", [1.0, *shares], lambda each: f"{100 * each:g} %", least=_LEAST_SHARE
+    )
     points = tuple(
         Point(
             x.place(names.index(_batch(call))),
@@ -138,14 +141,6 @@ def _batch(call: Mapping[str, Any]) -> str:
     return "given" if call["batch_size"] is None else str(call["batch_size"])
 
 
-def _shares(found: Iterable[tuple[Any, str, float, float]]) -> list[float]:
-    return [error / allowed for *_, error, allowed in found]
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:g} %"
-
-
 Figures = Sequence[Mapping[str, Any]]
 """Those of the manifest that have times."""
 
@@ -160,33 +155,26 @@ def memory_plot(timed: Figures, refused: Figures = ()) -> Plot | None:
     if not any(each["memory"] for each in timed):
         return None
     every = (*timed, *refused)
-    largest = max(each["memory"] or 0 for each in every)
-    unit = next(size for size in (2**30, 2**20, 2**10, 1) if largest >= size)
-    axis = linear(
-        "peak memory", [(each["memory"] or 0) / unit for each in every], lambda size: size_text(int(size * unit))
-    )
-    costs = {n: e["memory"] / unit for n, e in enumerate(every) if e["memory"]}
+    held = {row: each["memory"] for row, each in enumerate(every) if each["memory"]}
+    # The ticks are round numbers of this unit.
+    unit = next(size for size in (2**30, 2**20, 2**10, 1) if max(held.values()) >= size)
+    costs = {row: size / unit for row, size in held.items()}
+    axis = linear("peak memory", costs.values(), lambda size: size_text(int(size * unit)))
     return _trade_off("memory", every, len(timed), axis, costs)
 
 
 def accuracy_plot(timed: Figures, refused: Figures = ()) -> Plot | None:
     """Latency and loss of accuracy of the candidates; None if none is lossy. Arguments as for `memory_plot`."""
     every = (*timed, *refused)
-    lossy = {
-        number: 1 - each["accuracy"]["cosine"]
-        for number, each in enumerate(every)
-        if each["accuracy"] and each["accuracy"]["cosine"] is not None
-    }
+    cosines = {row: each["accuracy"]["cosine"] for row, each in enumerate(every) if each["accuracy"]}
+    lossy = {row: 1 - cosine for row, cosine in cosines.items() if cosine is not None}
     if not lossy:
         return None
-    exact = {number: 0.0 for number, each in enumerate(timed) if not each["accuracy"]}
-    costs = {**exact, **lossy}
-    axis = logarithmic("1 - cosine", list(costs.values()), _power, least=_LEAST_LOSS)
+    costs = {**{row: 0.0 for row, each in enumerate(timed) if not each["accuracy"]}, **lossy}
+    axis = logarithmic(
+        "1 - cosine", list(costs.values()), lambda value: f"{value:g}".replace("e-0", "e-"), least=_LEAST_LOSS
+    )
     return _trade_off("loss of accuracy", every, len(timed), axis, costs)
-
-
-def _power(value: float) -> str:
-    return f"{value:g}".replace("e-0", "e-")
 
 
 def _trade_off(what: str, every: Figures, usable: int, y: Axis, costs: Mapping[int, float]) -> Plot | None:
@@ -234,22 +222,22 @@ def checkpoint_plot(detail: Mapping[str, Any] | None) -> Plot | None:
         ("equal parts", "bad", detail["uniform"]),
         ("the chosen plan", "best", detail),
     ]
-    places = [(each["peak_bytes"] / eager, each["recomputed_flops"] / forward) for _, _, each in named]
-    x = linear("peak memory, % of eager", [100 * peak for peak, _ in places], "{:g} %".format)
-    y = linear("computed again, % of the forward", [100 * again for _, again in places], "{:g} %".format)
+    shares = [
+        (name, kind, 100 * each["peak_bytes"] / eager, 100 * each["recomputed_flops"] / forward, each["peak_bytes"])
+        for name, kind, each in named
+    ]
+    x = linear("peak memory, % of eager", [share[2] for share in shares], "{:g} %".format)
+    y = linear("computed again, % of the forward", [share[3] for share in shares], "{:g} %".format)
     points = tuple(
         Point(
-            x.place(100 * peak),
-            y.place(100 * again),
+            x.place(peak),
+            y.place(again),
             kind,
-            f"{name}: peak {size_text(each['peak_bytes'])}, {100 * again:.0f} % of the forward computed again",
+            f"{name}: peak {size_text(size)}, {again:.0f} % of the forward computed again",
         )
-        for (name, kind, each), (peak, again) in zip(named, places, strict=True)
+        for name, kind, peak, again, size in shares
     )
-    curve = sorted(
-        (100 * peak, 100 * again)
-        for (name, _, _), (peak, again) in zip(named, places, strict=True)
-        if name != "equal parts"
+    line = tuple(
+        (point.x, point.y) for point in sorted(points, key=lambda each: (each.x, each.y)) if point.kind != "bad"
     )
-    line = tuple((x.place(peak), y.place(again)) for peak, again in curve)
     return Plot("Memory and recomputation of training steps", x, y, points, line)

@@ -60,17 +60,11 @@ class Figure:
     """Why it isn't a choice; None if it is."""
 
     def to_json(self) -> dict[str, Any]:
-        ratio = None if self.speed_up is None else vars(self.speed_up)
         return {
-            "name": self.name,
+            **vars(self),
             "route": None if self.route is None else self.route.to_json(),
-            "bytes": self.bytes,
-            "memory": self.memory,
-            "seconds": self.seconds,
-            "p95": self.p95,
-            "speed_up": ratio,
+            "speed_up": None if self.speed_up is None else vars(self.speed_up),
             "accuracy": None if self.accuracy is None else self.accuracy.to_json(),
-            "dropped": self.dropped,
         }
 
     @classmethod
@@ -105,12 +99,10 @@ class Benchmark:
 
     def to_json(self) -> dict[str, Any]:
         return {
+            **vars(self),
             "batch_sizes": list(self.batch_sizes),
-            "threads": self.threads,
-            "rounds": self.rounds,
             "figures": [figure.to_json() for figure in self.figures],
             "recommended": None if self.recommended is None else self.recommended.to_json(),
-            "reason": self.reason,
             "notes": list(self.notes),
         }
 
@@ -139,15 +131,13 @@ class Benchmark:
     def from_json(cls, data: Mapping[str, Any]) -> Benchmark:
         """Read what `to_json` wrote; errors as for `Figure.from_json`."""
         recommended = data["recommended"]
-        return cls(
-            batch_sizes=tuple(data["batch_sizes"]),
-            threads=data["threads"],
-            rounds=data["rounds"],
-            figures=tuple(map(Figure.from_json, data["figures"])),
-            recommended=None if recommended is None else Route.from_json(recommended),
-            reason=data["reason"],
-            notes=tuple(data["notes"]),
-        )
+        read = {
+            "batch_sizes": tuple(data["batch_sizes"]),
+            "figures": tuple(map(Figure.from_json, data["figures"])),
+            "recommended": None if recommended is None else Route.from_json(recommended),
+            "notes": tuple(data["notes"]),
+        }
+        return cls(**{**data, **read})
 
 
 @dataclass(frozen=True)
@@ -180,15 +170,11 @@ def opened(candidate: Candidate) -> Opened:
 
 
 class Refused(Exception):
-    """A candidate isn't a choice; the message is the reason, a clause.
-
-    Attributes:
-        accuracy: of a lossy candidate that is outside the budget.
-        seconds: of one of its calls; None if it wasn't timed.
-    """
+    """A candidate isn't a choice; the message is the reason, a clause."""
 
     def __init__(self, reason: str, accuracy: Accuracy | None = None, seconds: float | None = None) -> None:
         super().__init__(reason)
+        # Of a lossy candidate that is outside the budget, and of one of its calls; None if it wasn't timed.
         self.accuracy = accuracy
         self.seconds = seconds
 
@@ -237,6 +223,11 @@ class Timed:
     notes: tuple[str, ...] = ()
     """Sentences about the choice."""
 
+    @property
+    def route(self) -> Route | None:
+        """The route of the chosen candidate."""
+        return next((figure.route for figure in self.figures if figure.name == self.chosen), None)
+
 
 def timed(candidates: Sequence[Opened], preferred: Sequence[str], seconds: float, finished: Run) -> Timed:
     """Time candidates side by side, and choose one; the first one is the base of the speed-ups.
@@ -268,25 +259,15 @@ def timed(candidates: Sequence[Opened], preferred: Sequence[str], seconds: float
 
 
 def _figure(opened: Opened, latency: Latency, base: Latency) -> Figure:
-    candidate = opened.candidate
-    return Figure(
-        name=candidate.name,
-        route=candidate.route,
-        bytes=candidate.bytes,
-        memory=opened.memory,
-        seconds=latency.median,
-        p95=latency.p95,
-        speed_up=ratio(base, latency),
-        accuracy=candidate.accuracy,
-    )
+    made, seconds, p95, gain = opened.candidate, latency.median, latency.p95, ratio(base, latency)
+    return Figure(made.name, made.route, made.bytes, opened.memory, seconds, p95, gain, made.accuracy)
 
 
 def chosen(latencies: Mapping[str, Latency], preferred: Sequence[str]) -> str:
-    """The name of the first contender that is preferred, unless a later one is surely faster, and so on.
+    """The name of the first preferred contender, unless a later one is surely faster, and so on.
 
     Args:
         latencies: by name, from one `interleaved`.
-        preferred: the names to choose from, simplest first.
     """
     best, *others = preferred
     for name in others:

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,10 +22,9 @@ from optimize_export.errors import BundleError
 from optimize_export.manifest import check_benchmark, file_digest, plain, read_json, to_json_text, version_of
 from optimize_export.runtime import Route
 from optimizer.bundle import describe_device, weights_hash
-from optimizer.tuning.bench import Bench
-from optimizer.tuning.benchmark import Benchmark, Figure, recommendation
-from optimizer.tuning.files import candidate_name
-from optimizer.tuning.lossy import Lossy, is_lossy, quantized_path
+from optimizer.tuning.benchmark import Benchmark, recommendation
+from optimizer.tuning.candidates import Bench
+from optimizer.tuning.lossy import Lossy, is_lossy
 
 _DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d UTC"
 # What the choice depends on, besides the files and the machine.
@@ -33,19 +32,14 @@ _DISTRIBUTIONS = ("optimize-export", "torch", "onnxruntime", "onnxruntime-gpu", 
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A result that was kept."""
+class Choices:
+    """A route that was chosen earlier."""
 
     path: Path
-    date: str
-    """The date in ISO 8601."""
-    found: Benchmark
-    recipe: Recipe | None
-    """How the recommended file is made, if it is a quantized one."""
-
-    @property
-    def note(self) -> str:
-        return f"these are times of {self.date}; delete {self.path} to tune again"
+    """The manifest, or the file of the cache."""
+    route: Route
+    recipe: Recipe | None = None
+    """How its file is made, if it is a quantized one."""
 
 
 def cache_file(bench: Bench, lossy: Lossy | None) -> Path:
@@ -54,6 +48,8 @@ def cache_file(bench: Bench, lossy: Lossy | None) -> Path:
     It is below $XDG_CACHE_HOME, or below ~/.cache without that variable.
     """
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    calls = () if lossy is None else (*lossy.calibration.used, *lossy.calibration.held_out)
+    named = {f"{number:06}.{index}": t for number, call in enumerate(calls) for index, t in enumerate(call)}
     content = {
         "files": {
             entry["format"]: [file_digest(bench.files.folder / path) for path in entry["files"]]
@@ -68,25 +64,18 @@ def cache_file(bench: Bench, lossy: Lossy | None) -> Path:
         "mode": bench.measured.reference.blank.mode,
         "budget": str(bench.job.budget),
         "finite_inputs": bench.job.finite_inputs,
-        "calibration": None if lossy is None else _digest((*lossy.calibration.used, *lossy.calibration.held_out)),
+        "calibration": None if lossy is None else weights_hash(named),
     }
     digest = hashlib.sha256(json.dumps(plain(content), sort_keys=True).encode()).hexdigest()
     return Path(home, "optimize-export", "tune", f"{digest}.json")
 
 
-def _digest(calls: Iterable[tuple[torch.Tensor, ...]]) -> str:
-    named = {f"{number:06}.{index}": t for number, call in enumerate(calls) for index, t in enumerate(call)}
-    return weights_hash(named)
-
-
-def read_kept(path: Path, bench: Bench, lossy: Lossy | None) -> Kept | None:
-    """The result that a file keeps.
-
-    Anyone who can write to the cache may have changed it, so a choice that this export couldn't have made counts as none.
+def read_kept(path: Path, bench: Bench, lossy: Lossy | None) -> tuple[Choices, Benchmark] | None:
+    """The result that a file keeps, and the choice that it recommends.
 
     Returns:
-        None if there is no such file, it is broken, it isn't about these files, or its tuning took less time than this
-        one may take.
+        None if there is no such file, it is broken, it recommends a route that this export couldn't have timed, or its
+        tuning took less time than this one may take.
     """
     try:
         data = read_json(path, follow=True)
@@ -94,33 +83,18 @@ def read_kept(path: Path, bench: Bench, lossy: Lossy | None) -> Kept | None:
         found, recipe, date = Benchmark.from_json(data["benchmark"]), data["quantization"], data["date"]
         if data["seconds"] < bench.job.tune_seconds or not re.fullmatch(_DATE, date):
             return None
-        recommended = _recommended(found, bench, lossy)
-        if recommended is None or recommended.route is None:
+        timed = (figure for figure in found.figures if figure.seconds is not None and figure.dropped is None)
+        name, route = next((each.name, each.route) for each in timed if each.route and each.route == found.recommended)
+        # The format is one of the files'.
+        bench.files.entry(exported_format(route.format))
+        if is_lossy(route) and lossy is None:
             return None
-        format = recommended.route.format
-        made = Recipe.from_json(recipe, format) if format in QUANTIZED else None
-        return Kept(path, date, replace(found, reason=recommendation(found.figures, recommended.name)), made)
-    except (OSError, ValueError, KeyError, TypeError, BundleError):
+        made = Recipe.from_json(recipe, route.format) if route.format in QUANTIZED else None
+        note = f"these are times of {date}; delete {path} to tune again"
+        reason = recommendation(found.figures, name)
+        return Choices(path, route, made), replace(found, reason=reason, notes=(*found.notes, note))
+    except (OSError, ValueError, KeyError, TypeError, StopIteration, BundleError):
         return None
-
-
-def _recommended(found: Benchmark, bench: Bench, lossy: Lossy | None) -> Figure | None:
-    """The figure of the recommended route; None if this export couldn't have measured it or another figure."""
-    routes = [figure.route for figure in found.figures if figure.route is not None]
-    formats = {entry["format"] for entry in bench.files.entries}
-    if any(exported_format(route.format) not in formats or (is_lossy(route) and lossy is None) for route in routes):
-        return None
-    if any(figure.route and figure.name != _name(bench, figure.route) for figure in found.figures):
-        return None
-    if (found.batch_sizes, found.threads) != (bench.batch_sizes, torch.get_num_threads()):
-        return None
-    timed = (figure for figure in found.figures if figure.seconds is not None and figure.dropped is None)
-    return next((figure for figure in timed if figure.route == found.recommended), None)
-
-
-def _name(bench: Bench, route: Route) -> str:
-    path = Path(bench.files.entry(exported_format(route.format))["path"])
-    return candidate_name(quantized_path(path, route.format) if route.format in QUANTIZED else path, route)
 
 
 def keep(path: Path, found: Benchmark, recipe: Mapping[str, Any] | None, seconds: float) -> str | None:
@@ -129,9 +103,8 @@ def keep(path: Path, found: Benchmark, recipe: Mapping[str, Any] | None, seconds
     Returns:
         A note if the file can't be written; None if it was.
     """
-    date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     data: dict[str, Any] = {
-        "date": date,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "seconds": seconds,
         "quantization": recipe,
         "benchmark": found.to_json(),

@@ -1,28 +1,31 @@
-"""Choose the file of an export to ship and the way to run it: by timing, by tuning, or as chosen earlier."""
+"""Choose the file of an export or bundle and the way to run it: by timing, by tuning, or as chosen earlier."""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from exporters.child_process import one_child
 from exporters.onnx_quantization import Recipe
 from exporters.registry import QUANTIZED, exported_format
 from optimize_export.errors import BundleError, ExportFailed, ParityError, UsageError
-from optimize_export.manifest import MANIFEST, read_json, read_manifest, sums_problem
-from optimize_export.runtime import Route
+from optimize_export.manifest import MANIFEST, damage_of, read_json, read_manifest, sums_problem
+from optimize_export.runtime import Route, is_installed
 from optimize_export.wording import quote
+from optimizer.bundle import open_bundle
 from optimizer.exporting import ExportJob, MeasuredExport, WrittenFiles, remove
 from optimizer.model import random_state, release_memory
 from optimizer.options import AccuracyBudget
 from optimizer.parity import Accuracy
-from optimizer.tuning.bench import Bench
-from optimizer.tuning.benchmark import Benchmark, Candidate, Figure, Opened, Refused, budget_text, open_all
-from optimizer.tuning.cache import Kept, cache_file, keep, read_kept
-from optimizer.tuning.files import frozen
+from optimizer.tuning.benchmark import Benchmark, Candidate, Figure, Opened, Refused, budget_text, open_all, timed
+from optimizer.tuning.cache import Choices, cache_file, keep, read_kept
+from optimizer.tuning.candidates import Bench, Files, frozen
 from optimizer.tuning.lossy import Calibration, Lossy, is_lossy
 from optimizer.tuning.tuner import Tuner
 
@@ -52,7 +55,7 @@ def choose(
         return None
     # Once, because a collection takes long after an export: it visits all objects of torch's exporters.
     gc.collect()
-    bench = Bench.of(job, measured, written, folder)
+    bench = Bench(job, measured, written, folder)
     lossy = None if calibration is None else Lossy(measured, job.budget, calibration)
     try:
         # The timed model may draw random numbers.
@@ -91,25 +94,18 @@ def _timed(bench: Bench) -> Benchmark:
 def tune(bench: Bench, lossy: Lossy | None, written: WrittenFiles) -> Benchmark:
     """Recommend one of the files. A recommended quantized file is added to those written."""
     path = cache_file(bench, lossy)
-    kept = read_kept(path, bench, lossy)
-    if kept is not None and _is_still_proven(kept, bench, lossy, written):
-        return replace(kept.found, notes=(*kept.found.notes, kept.note))
+    if (kept := read_kept(path, bench, lossy)) is not None:
+        choices, found = kept
+        # A runtime's own errors count too: the file of the cache may ask for a setting that the runtime lacks.
+        proof = Candidate(str(choices.route), lambda: lambda: prove_again(bench, lossy, written, choices))
+        proven, _ = open_all([proof])
+        if proven:
+            return found
     found, entry = _tune_anew(bench, lossy, written)
     if found.recommended is None:
         return found
     note = keep(path, found, None if entry is None else entry["quantization"], bench.job.tune_seconds)
-    return found if note is None else replace(found, notes=(*found.notes, note))
-
-
-def _is_still_proven(kept: Kept, bench: Bench, lossy: Lossy | None, written: WrittenFiles) -> bool:
-    route = kept.found.recommended
-    assert route is not None
-
-    choices = Choices(kept.path, route, kept.recipe)
-    # A runtime's own errors count too: the file of the cache may ask for a setting that the runtime lacks.
-    proof = Candidate(str(route), lambda: lambda: prove_again(bench, lossy, written, choices))
-    proven, _ = open_all([proof])
-    return bool(proven)
+    return _with_notes(found, [note] if note else [])
 
 
 def _tune_anew(bench: Bench, lossy: Lossy | None, written: WrittenFiles) -> tuple[Benchmark, Mapping[str, Any] | None]:
@@ -124,11 +120,11 @@ def _tune_anew(bench: Bench, lossy: Lossy | None, written: WrittenFiles) -> tupl
         written.entries.append(chosen)
     for entry in tuner.entries.values():
         remove(bench.files.folder / name for name in entry["files"])
-    return with_notes(found, lossy), chosen
+    return _with_notes(found, () if lossy is None else lossy.notes), chosen
 
 
-def with_notes(found: Benchmark, lossy: Lossy | None) -> Benchmark:
-    return found if lossy is None else replace(found, notes=(*found.notes, *lossy.notes))
+def _with_notes(found: Benchmark, notes: Sequence[str]) -> Benchmark:
+    return replace(found, notes=(*found.notes, *notes))
 
 
 def repeat_choice(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choices: Choices) -> Benchmark:
@@ -142,9 +138,8 @@ def repeat_choice(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choi
         ) from refused
     found = bench.unmeasured(f"ship {choices.route}, as chosen earlier{budget_text(accuracy)}")
     figures = () if accuracy is None else (Figure(str(choices.route), choices.route, accuracy=accuracy),)
-    notes = tuple(f"{route}: {lost}" for route, lost in bench.lost.items())
-    found = replace(found, recommended=choices.route, figures=figures, notes=notes)
-    return with_notes(found, lossy)
+    notes = [f"{route}: {lost}" for route, lost in bench.lost.items()] + [*(() if lossy is None else lossy.notes)]
+    return replace(_with_notes(found, notes), recommended=choices.route, figures=figures)
 
 
 def prove_again(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choices: Choices) -> Accuracy | None:
@@ -167,31 +162,16 @@ def prove_again(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choice
         bench.prove(route)
         return None
     assert lossy is not None
-    if route.format not in QUANTIZED:
-        accuracy = lossy.proven(bench.files.candidate(route), bench.files).accuracy
-        bench.keep_nonfinite(route, bench.files.open_for_proof(route))
-        return accuracy
-    entry = lossy.made(route.format, bench.files, choices.recipe)
-    files = replace(bench.files, entries=[*bench.files.entries, entry])
+    made = [lossy.made(route.format, bench.files, choices.recipe)] if route.format in QUANTIZED else []
+    files = replace(bench.files, entries=[*bench.files.entries, *made])
     try:
         accuracy = lossy.proven(files.candidate(route), files).accuracy
         bench.keep_nonfinite(route, files.open_for_proof(route))
     except BaseException:
-        remove(files.folder / name for name in entry["files"])
+        remove(files.folder / name for entry in made for name in entry["files"])
         raise
-    written.entries.append(entry)
+    written.entries.extend(made)
     return accuracy
-
-
-@dataclass(frozen=True)
-class Choices:
-    """A route that was chosen earlier."""
-
-    path: Path
-    """The manifest."""
-    route: Route
-    recipe: Recipe | None = None
-    """How its file is made, if it is a quantized one."""
 
 
 def read_choices(path: str | Path, formats: Collection[str], budget: AccuracyBudget) -> Choices:
@@ -239,3 +219,61 @@ def _recipe(manifest: Mapping[str, Any], format: str, file: Path) -> Recipe | No
         return Recipe.from_json(artifact["quantization"], format)
     except (KeyError, TypeError, ValueError, StopIteration) as error:
         raise UsageError(f"{file} doesn't say how its {format} file was quantized: pass a whole {MANIFEST}.") from error
+
+
+# ---------------------------------------------------------------------------------------------------- a finished bundle
+
+
+@one_child()
+def bench_bundle(path: str | Path, *, device: str = "cpu", seconds: float = 5.0) -> Benchmark:
+    """Time the files of a bundle side by side, in every runtime that is installed, on the first golden call.
+
+    The original isn't there, so speed-ups are relative to the first file: the recommended one, if there is one. The
+    bundle isn't changed.
+
+    Args:
+        path: the bundle.
+        device: "cpu" or "cuda".
+        seconds: for all rounds.
+
+    Raises:
+        BundleError: there is no bundle, or a file was changed.
+    """
+    bundle = open_bundle(path)
+    if damage := damage_of(bundle.path, bundle.manifest):
+        raise BundleError(f"{bundle.path} is damaged, and no file is run: {next(iter(damage.values()))}")
+    call = bundle.golden()[0]
+    inputs = [tensor.to(device) for tensor in call.inputs.values()]
+    files = Files(bundle.path, bundle.manifest["artifacts"], device, inputs)
+    routes = _routes(files, bundle.manifest)
+    ready, dropped = open_all([files.candidate(route, _accuracy_of(bundle.manifest, route)) for route in routes])
+    threads, sizes = torch.get_num_threads(), () if call.batch_size is None else (call.batch_size,)
+    if not ready:
+        return Benchmark(sizes, threads, 0, tuple(dropped), None, "no file runs here")
+    finished = torch.cuda.synchronize if device == "cuda" else lambda: None
+    try:
+        found = timed(ready, [each.candidate.name for each in ready], seconds, finished)
+    except Refused as refused:
+        return Benchmark(sizes, threads, 0, tuple(dropped), None, f"not measured: {refused}")
+    first = ready[0].candidate.name
+    reason = f"run {found.chosen}: no simpler file is as fast here, and no other is surely faster"
+    reason += f"; the speed-ups are over {first}" if len(ready) > 1 else ""
+    return Benchmark(sizes, threads, found.rounds, (*found.figures, *dropped), found.route, reason, found.notes)
+
+
+def _routes(files: Files, manifest: Mapping[str, Any]) -> list[Route]:
+    found = files.own_routes
+    found += [route for each in found if (route := frozen(each)) is not None]
+    if files.device == "cpu" and is_installed("openvino"):
+        found += [Route(each.format, "openvino") for each in found if each.runtime == "onnxruntime"]
+    recommended = (manifest.get("benchmark") or {}).get("recommended")
+    return found if recommended is None else list({str(r): r for r in (Route.from_json(recommended), *found)}.values())
+
+
+def _accuracy_of(manifest: Mapping[str, Any], route: Route) -> Accuracy | None:
+    """The accuracy of a lossy route, as the export measured it."""
+    artifact = next(each for each in manifest["artifacts"] if each["format"] == route.format)
+    figures = (manifest.get("benchmark") or {}).get("figures", ())
+    found = [figure["accuracy"] for figure in figures if figure["route"] == route.to_json()]
+    accuracy = next(filter(None, [*found, artifact.get("accuracy")]), None)
+    return None if accuracy is None else Accuracy.from_json(accuracy)

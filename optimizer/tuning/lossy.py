@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,7 @@ from optimizer.model import Call, Samples, errors_of_model
 from optimizer.options import AccuracyBudget
 from optimizer.parity import WITHIN_BUDGET, Accuracy, accuracy_between, accuracy_of
 from optimizer.tuning.benchmark import Candidate, Refused
-from optimizer.tuning.files import Files, open_in_child
+from optimizer.tuning.candidates import Files, open_in_child
 
 CalibrationCall = torch.Tensor | tuple[Any, ...] | Mapping[str, Any] | Call
 """One call: a tensor, a tuple of positional arguments, a dict of keyword arguments, or a `Call` of both.
@@ -45,26 +45,16 @@ def is_lossy(route: Route) -> bool:
 
 
 class Lossy:
-    """Makes and judges lossy candidates.
-
-    They are judged at the golden calls and at the calls held out of the calibration.
-
-    Args:
-        measured: the original, and its reference.
-        budget: the user's accuracy budget.
-        calibration: the inputs for static quantization, and the calls held out of it.
-
-    Attributes:
-        notes: sentences for the user.
-        is_late: whether the time is up, so that no further file is made.
-        seconds_of: times a call of a file outside the budget, given its format.
-    """
+    """Makes lossy candidates, and judges them at the golden calls and at the calls held out of the calibration."""
 
     def __init__(self, measured: MeasuredExport, budget: AccuracyBudget, calibration: Calibration) -> None:
         self.budget = budget
         self.calibration = calibration
+        # Sentences for the user.
         self.notes: tuple[str, ...] = ()
+        # Whether the time is up, so that no further file is made.
         self.is_late: Callable[[], bool] = lambda: False
+        # Times a call of a file outside the budget, given its format.
         self.seconds_of: Callable[[str, Runner], float | None] = lambda format, runner: None
         self._measured = measured
         # By route, the accuracies of quantized files in onnxruntime, which are judged when they are made.
@@ -122,7 +112,8 @@ class Lossy:
 
     def _made(self, format: str, files: Files, recipe: Recipe | None) -> dict[str, Any]:
         source = files.folder / files.entry("onnx")["path"]
-        target = quantized_path(source, format)
+        # Such as `model.int8.onnx`.
+        target = source.with_suffix(format.removeprefix("onnx").replace("-", ".", 1) + source.suffix)
         route = Route(format, "onnxruntime")
         found: list[Accuracy] = []
         # The best file outside the budget, with the time of a call.
@@ -206,13 +197,7 @@ class Lossy:
         return found
 
 
-def quantized_path(source: Path, format: str) -> Path:
-    """The path of a quantized copy: `model.int8.onnx` of `model.onnx`."""
-    return source.with_suffix(format.removeprefix("onnx").replace("-", ".", 1) + source.suffix)
-
-
 def _closeness(accuracy: Accuracy) -> tuple[bool, float]:
-    """Orders accuracies, the best last."""
     return accuracy.problem is None, accuracy.cosine or 0.0
 
 
@@ -250,7 +235,9 @@ def calibration_of(
             if _rows(whole) == 0 and _rows(example):
                 raise UsageError(f"{named} has a batch of no rows: use at least one row.")
             for name, tensor, part, other in zip(adapter.input_names, whole, parts[0], example, strict=True):
-                _refuse_misfit(f"{named}: `{name}`", tensor, part, other, _free_dims(name, other, example, request))
+                has_batch = request.dynamic_batch and other.dim() and other.shape[0] == _rows(example)
+                free = (*request.open_dims.get(name, ()), *([0] if has_batch else []))
+                _refuse_misfit(f"{named}: `{name}`", tensor, part, other, free)
             flat += parts
     if not flat:
         raise UsageError("calibration is empty: pass at least one call.")
@@ -261,26 +248,25 @@ def calibration_of(
 
 
 def _flat(call: CalibrationCall, named: str, adapter: Adapter) -> tuple[torch.Tensor, ...]:
-    if not isinstance(call, Call):
-        call = Call((), dict(call)) if isinstance(call, Mapping) else Call(_positional(call, named))
+    if isinstance(call, Mapping):
+        call = Call((), dict(call))
+    elif isinstance(call, torch.Tensor | tuple | list):
+        call = Call((call,) if isinstance(call, torch.Tensor) else tuple(call))
+    elif not isinstance(call, Call):
+        raise UsageError(
+            f"{named} is of type {type(call).__name__}: pass a tensor, a tuple of arguments or a dict "
+            "of keyword arguments."
+        )
     try:
         return adapter.flatten_inputs(call.args, call.kwargs)
     except StructureError as error:
         raise UsageError(f"{named} doesn't fit the model: {error}") from error
 
 
-def _free_dims(
-    name: str, tensor: torch.Tensor, example: Sequence[torch.Tensor], request: ExportRequest
-) -> frozenset[int]:
-    """The dims of an example input that may have any size."""
-    has_batch = request.dynamic_batch and tensor.dim() and tensor.shape[0] == _rows(example)
-    return frozenset({*request.open_dims.get(name, ()), *([0] if has_batch else [])})
-
-
 def _refuse_misfit(
-    named: str, whole: torch.Tensor, part: torch.Tensor, other: torch.Tensor, free: frozenset[int]
+    named: str, whole: torch.Tensor, part: torch.Tensor, other: torch.Tensor, free: Collection[int]
 ) -> None:
-    """Compare the first part of a calibration input with the example input."""
+    """Compare the first part of a calibration input with the example input, whose `free` dims may have any size."""
     sizes = zip(part.shape, other.shape, strict=False)
     fits = part.dim() == other.dim() and all(a == b or dim in free for dim, (a, b) in enumerate(sizes))
     if part.dtype != other.dtype or not fits:
@@ -292,17 +278,6 @@ def _refuse_misfit(
 
 def _described(tensor: torch.Tensor) -> str:
     return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
-
-
-def _positional(call: object, named: str) -> tuple[Any, ...]:
-    if isinstance(call, torch.Tensor):
-        return (call,)
-    if not isinstance(call, tuple | list):
-        raise UsageError(
-            f"{named} is of type {type(call).__name__}: pass a tensor, a tuple of arguments or a dict "
-            "of keyword arguments."
-        )
-    return tuple(call)
 
 
 def _rows(call: Sequence[torch.Tensor]) -> int | None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,25 +149,24 @@ def _p95(values: Sequence[float]) -> float:
 
 
 class PeakMemory:
-    """Measures how far the resident memory of this process rises above its level at the start of the block.
-
-    Attributes:
-        before: the resident memory at the start of the block, in bytes; its highest value so far if not `exact`.
-        bytes: the rise to the peak, in bytes; set at the end of the block.
-        exact: False if the system can't reset its high-water mark. Then a rise that stays below an earlier peak isn't
-            seen.
-    """
+    """Measures how far the resident memory of this process rises above its level at the start of the block."""
 
     before: int
+    """The resident memory at the start of the block, in bytes; 0 if not `exact`."""
     bytes: int
+    """The rise to the peak, in bytes; set at the end of the block. 0 if not `exact`."""
     exact: bool
+    """False if the system doesn't tell, or can't reset its high-water mark."""
 
     def __enter__(self) -> PeakMemory:
         # Otherwise the allocator would reuse freed memory that it kept, and this use wouldn't be seen.
         release_memory()
-        before = status("VmRSS") if _reset_peak() else None
-        self.exact = before is not None
-        self.before = self._highest() if before is None else before
+        before = None
+        with suppress(OSError):
+            # Set the high-water mark of this process to its current memory.
+            Path("/proc/self/clear_refs").write_text("5")
+            before = status("VmRSS")
+        self.before, self.exact = before or 0, before is not None
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -176,21 +174,7 @@ class PeakMemory:
         self.exact = peak is not None
         # The kernel's counters lag by some pages, and under memory pressure it takes pages away: the peak that it tells
         # can be below the level that it told before.
-        self.bytes = max(0, (self._highest() if peak is None else peak) - self.before)
-
-    @staticmethod
-    def _highest() -> int:
-        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return highest if sys.platform == "darwin" else highest * 1024
-
-
-def _reset_peak() -> bool:
-    """Set the high-water mark of this process to its current memory; False where the system can't."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
+        self.bytes = 0 if peak is None else max(0, peak - self.before)
 
 
 def status(field: str) -> int | None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from exporters.registry import QUANTIZED
 from optimize_export.runtime import Route, Runner, Setting, is_installed, openvino_precisions, usable_cpus
-from optimizer.tuning.bench import Bench
 from optimizer.tuning.benchmark import (
     Benchmark,
     Candidate,
@@ -21,7 +20,7 @@ from optimizer.tuning.benchmark import (
     open_all,
     try_candidate,
 )
-from optimizer.tuning.files import frozen
+from optimizer.tuning.candidates import Bench, frozen
 from optimizer.tuning.lossy import Lossy, is_lossy
 from optimizer.tuning.timing import Latency, Ratio, interleaved, ratio
 
@@ -42,33 +41,6 @@ _LEAST_LAST_TIMING = 0.15
 _FLOAT16 = "onnx-float16"
 
 
-class _Time:
-    """The time for all candidates.
-
-    Attributes:
-        longest: the longest time that a candidate took so far, in seconds: one that needs as much isn't begun too late.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self.longest = 0.0
-        self._seconds = seconds
-        self._started = time.monotonic()
-
-    def spent(self) -> float:
-        return time.monotonic() - self._started
-
-    def is_late(self, needed: float = 0.0) -> bool:
-        """Whether the time is up, or would be after this many seconds."""
-        return self.spent() + needed > (1 - _LAST_TIMING) * self._seconds
-
-    def cut(self, needed: float) -> str:
-        """The reason why a candidate isn't tried that takes this many seconds."""
-        if self.is_late():
-            return "not tried: the time was up"
-        left = (1 - _LAST_TIMING) * self._seconds - self.spent()
-        return f"not tried: it takes about {needed:.0f} s, and {left:.0f} s were left"
-
-
 class Tuner:
     """Collects candidates, those that need the least work first, until the time is up.
 
@@ -76,17 +48,15 @@ class Tuner:
         bench: the files and the original.
         lossy: makes and judges lossy candidates; None if only rounding is allowed.
         seconds: the time for everything.
-
-    Attributes:
-        entries: the manifest's entries of the quantized files that were made, by format.
     """
 
     def __init__(self, bench: Bench, lossy: Lossy | None, seconds: float) -> None:
+        # The manifest's entries of the quantized files that were made, by format.
         self.entries: dict[str, dict[str, Any]] = {}
-        self._bench = bench
-        self._lossy = lossy
-        self._seconds = seconds
-        self._time = _Time(seconds)
+        self._bench, self._lossy, self._seconds = bench, lossy, seconds
+        self._started = time.monotonic()
+        # The longest time that a candidate took so far: one that needs as much isn't begun too late.
+        self._longest = 0.0
         self._own = bench.files.own_routes
         self._dropped: list[Figure] = []
         # The proven files in the order of their trials, each with its speed relative to the first one, from its first
@@ -101,7 +71,7 @@ class Tuner:
         # By candidate, from its first timing.
         self._latencies: dict[str, Latency] = {}
         if lossy is not None:
-            lossy.is_late = self._time.is_late
+            lossy.is_late = self._is_late
             lossy.seconds_of = self._seconds_of
 
     def run(self) -> Benchmark:
@@ -114,14 +84,30 @@ class Tuner:
         for candidate in self._candidates():
             started = time.monotonic()
             self._try(candidate)
-            self._time.longest = max(self._time.longest, time.monotonic() - started)
+            self._longest = max(self._longest, time.monotonic() - started)
         self._try_in_python(eager)
         # The line of a stage has its last text.
         self._bench.job.progress("tune", self._tried, self._tried, f"{self._tried} ways to run the model")
         ready = [eager, *self._finalists(), *self._in_python]
-        seconds = max(self._seconds - self._time.spent(), _LEAST_LAST_TIMING * self._seconds)
+        spent = time.monotonic() - self._started
+        seconds = max(self._seconds - spent, _LEAST_LAST_TIMING * self._seconds)
         found = self._bench.conclude(ready, self._dropped, seconds)
         return replace(found, notes=(*found.notes, *self._notes))
+
+    def _left(self) -> float:
+        """The seconds until the last timing."""
+        return (1 - _LAST_TIMING) * self._seconds - (time.monotonic() - self._started)
+
+    def _is_late(self, needed: float = 0.0) -> bool:
+        """Whether the time is up, or would be after this many seconds."""
+        return self._left() < needed
+
+    def _cut(self, needed: float) -> str:
+        """The reason why a candidate isn't tried that takes this many seconds."""
+        left = self._left()
+        if left < 0:
+            return "not tried: the time was up"
+        return f"not tried: it takes about {needed:.0f} s, and {left:.0f} s were left"
 
     def _candidates(self) -> Iterator[Candidate]:
         files, slow = self._bench.files, [format for format in QUANTIZED if format != _FLOAT16]
@@ -156,13 +142,20 @@ class Tuner:
 
     def _in_cuda_graphs(self) -> Iterator[Candidate]:
         """All files so far in CUDA graphs: without these, the time of the launches hides which file is the fastest."""
-        for route in [opened.candidate.route for opened, _ in self._ready]:
-            assert route is not None
-            yield self._bench.files.candidate(replace(route, settings={**route.settings, "cuda_graph": True}))
+        for opened, _ in list(self._ready):
+            yield self._with(opened, {"cuda_graph": True})
 
     def _settings_of_best(self) -> Iterator[Candidate]:
+        """The best files with one setting added, for each setting that may pay on the device; on a GPU also with all."""
         for opened, _ in _by_speed(self._ready)[:_WITH_SETTINGS]:
-            yield from self._with_settings(opened.candidate.route)
+            assert opened.candidate.route is not None
+            for setting in settings_of(opened.candidate.route, self._bench.files.device, exact=self._lossy is None):
+                yield self._with(opened, setting)
+
+    def _with(self, opened: Opened, setting: Mapping[str, Setting]) -> Candidate:
+        route = opened.candidate.route
+        assert route is not None
+        return self._bench.files.candidate(replace(route, settings={**route.settings, **setting}))
 
     def _in_openvino(self, format: str) -> Iterator[Candidate]:
         if not format.startswith("onnx") or self._bench.files.device != "cpu" or not is_installed("openvino"):
@@ -176,8 +169,8 @@ class Tuner:
         """Make a quantized file within the budget, and run it in every runtime."""
         files = self._bench.files
         try:
-            if self._time.is_late(self._time.longest):
-                raise Refused(self._time.cut(self._time.longest))
+            if self._is_late(self._longest):
+                raise Refused(self._cut(self._longest))
             entry = lossy.made(format, files)
         except Refused as refused:
             figure = Figure(format, None, accuracy=refused.accuracy, seconds=refused.seconds, dropped=str(refused))
@@ -187,12 +180,6 @@ class Tuner:
         files.entries = [*files.entries, entry]
         yield files.candidate(Route(format, "onnxruntime"))
         yield from self._in_openvino(format)
-
-    def _with_settings(self, route: Route | None) -> Iterator[Candidate]:
-        """The route with one setting added, for each setting that may pay on the device; on a GPU also with all."""
-        assert route is not None
-        for setting in settings_of(route, self._bench.files.device, exact=self._lossy is None):
-            yield self._bench.files.candidate(Route(route.format, route.runtime, {**route.settings, **setting}))
 
     def _try(self, candidate: Candidate) -> None:
         """Time a file next to the first one, and prove it. If it is slower than the best, the proof waits.
@@ -231,7 +218,7 @@ class Tuner:
             self._slower.remove(fastest)
             if self._is_far_behind(gain):
                 self._drop(opened.candidate, self._behind(gain))
-            elif self._time.is_late(self._time.longest):
+            elif self._is_late(self._longest):
                 self._drop(opened.candidate, f"not proven: the time was up, and {self._behind(gain)}")
             else:
                 self._prove(opened, gain)
@@ -289,20 +276,16 @@ class Tuner:
         self._tried += 1
         # Timing a file that was made and judged takes least of all, so it's never too late for that.
         judged = self._lossy is not None and self._lossy.is_judged(candidate)
-        needed = max(needed, self._time.longest)
-        if self._time.is_late(needed) and self._ready and not judged:
-            self._drop(candidate, self._time.cut(needed))
+        needed = max(needed, self._longest)
+        if self._is_late(needed) and self._ready and not judged:
+            self._drop(candidate, self._cut(needed))
             return []
         ready, dropped = open_all([candidate], prove)
         self._dropped += dropped
         return ready
 
     def _gain(self, opened: Opened) -> float:
-        """How many times as fast a candidate is as the first file.
-
-        Raises:
-            Refused: one of them fails.
-        """
+        """How many times as fast a candidate is as the first file."""
         if self._first is None:
             self._first = opened
             return 1.0
@@ -316,7 +299,7 @@ class Tuner:
 
     def _seconds_of(self, name: str, runner: Runner) -> float | None:
         """The time of one call of a file that is outside the budget; None if the time is up."""
-        if self._time.is_late():
+        if self._is_late():
             return None
         inputs = self._bench.files.inputs
         longest = _LONGEST_FIRST_TIMING * self._seconds

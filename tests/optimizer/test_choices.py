@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from changed_bundles import edit_manifest
-from fake_tuning import Rounding, Speeds, Wrong, fake_clock, fake_quantization, opening
+from fake_tuning import Wrong, fake_clock, fake_quantization, opening
 from tiny_models import enliven
 from torch import nn
 
@@ -40,19 +40,19 @@ def made(folder: Path, **options: Any) -> Bundle:
 
 
 @pytest.fixture(scope="module")
-def lossy(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def lossy(tmp_path_factory):
     """A bundle whose recommended file is quantized."""
     folder = tmp_path_factory.mktemp("lossy")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        monkeypatch.setattr("optimizer.tuning.bench.missing_compiler", lambda device: "none here")
+        monkeypatch.setattr("optimizer.tuning.candidates.missing_compiler", lambda device: "none here")
         fake_clock(monkeypatch).seconds = {"eager": 1.0, "int8.onnx in onnxruntime": 0.1, "": 0.5}
         fake_quantization(monkeypatch).levels = LEVELS
         return made(folder, formats=("onnx",), tune=True, tune_seconds=600, accuracy="0.999")
 
 
 @pytest.fixture(scope="module")
-def exact(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def exact(tmp_path_factory):
     """A bundle whose recommended route is exact, and isn't the default one."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         fake_clock(monkeypatch).seconds = {"eager": 1.0, "freeze": 0.3, "": 0.5}
@@ -60,12 +60,12 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 @pytest.fixture
-def no_clock(monkeypatch: pytest.MonkeyPatch) -> Speeds:
+def no_clock(monkeypatch):
     return fake_clock(monkeypatch)
 
 
 @pytest.fixture
-def rounding(monkeypatch: pytest.MonkeyPatch) -> Rounding:
+def rounding(monkeypatch):
     rounding = fake_quantization(monkeypatch)
     rounding.levels = dict(LEVELS)
     return rounding
@@ -82,7 +82,7 @@ def edited(bundle: Bundle, folder: Path, change: Callable[[Manifest], Any]) -> P
 # The bundle -------------------------------------------------------------------------------------------------------
 
 
-def test_the_manifest_has_the_accuracy_and_the_quantization_of_the_chosen_file(lossy: Bundle) -> None:
+def test_the_manifest_has_the_accuracy_and_the_quantization_of_the_chosen_file(lossy):
     assert [entry["path"] for entry in lossy.manifest["artifacts"]] == ["model.onnx", "model.int8.onnx"]
     entry = lossy.manifest["artifacts"][1]
     assert entry["quantization"] == {"kind": "int8-static", "kept": []}
@@ -93,19 +93,22 @@ def test_the_manifest_has_the_accuracy_and_the_quantization_of_the_chosen_file(l
     assert "accuracy" not in lossy.manifest["artifacts"][0]
 
 
-def test_a_lossy_bundle_is_verified_by_its_budget(lossy: Bundle) -> None:
+def test_a_lossy_bundle_is_verified_by_its_budget(lossy):
     report = verify_bundle(lossy)
     assert report.ok, report
     exact, rounded = report.artifacts
     assert (exact.accuracy, rounded.parity) == (None, None)
     assert rounded.accuracy is not None
     assert 0.999 < rounded.accuracy.cosine < 1
+    again = rejudge_bundle(lossy)
+    assert again.ok
+    assert [artifact.format for artifact in again.artifacts] == ["onnx", "onnx-int8"]
 
 
 WITHIN = re.compile(r"[Ww]ithin (the accuracy )?budget")
 
 
-def test_a_lossy_bundle_is_never_called_proven(lossy: Bundle, tmp_path: Path) -> None:
+def test_a_lossy_bundle_is_never_called_proven(lossy, tmp_path):
     parity = lossy.manifest["parity"]
     assert (parity["ok"], parity["verdict"]) == (True, "within budget")
     assert parity["reason"].startswith(
@@ -129,9 +132,11 @@ def test_a_lossy_bundle_is_never_called_proven(lossy: Bundle, tmp_path: Path) ->
         assert "proven" not in text, name
     for name in ("page", "notebook"):
         assert '<b class="warn">within budget</b>' in texts[name]
+    assert "## model.int8.onnx (onnx-int8)" in texts["README"]
+    assert 'onnxruntime.InferenceSession("model.int8.onnx"' in texts["README"]
 
 
-def test_a_lossy_file_has_the_figures_of_each_output_at_each_call(lossy: Bundle) -> None:
+def test_a_lossy_file_has_the_figures_of_each_output_at_each_call(lossy):
     entry = lossy.manifest["artifacts"][1]
     (output,) = entry["parity"]["outputs"]
     assert output["name"] == entry["outputs"][0]["name"]
@@ -145,7 +150,7 @@ def test_a_lossy_file_has_the_figures_of_each_output_at_each_call(lossy: Bundle)
     assert load(lossy, format="onnx").accuracy == ""
 
 
-def test_a_file_below_its_budget_fails_with_one_sentence(lossy: Bundle, tmp_path: Path) -> None:
+def test_a_file_below_its_budget_fails_with_one_sentence(lossy, tmp_path):
     def ask_for_more(manifest: Manifest) -> None:
         manifest["artifacts"][1]["accuracy"]["budget"]["cosine"] = 0.9999999999
 
@@ -157,13 +162,7 @@ def test_a_file_below_its_budget_fails_with_one_sentence(lossy: Bundle, tmp_path
     assert again.startswith("model.int8.onnx: cosine 0.99")
 
 
-def test_a_lossy_bundle_is_judged_again(lossy: Bundle) -> None:
-    report = rejudge_bundle(lossy)
-    assert report.ok
-    assert [artifact.format for artifact in report.artifacts] == ["onnx", "onnx-int8"]
-
-
-def test_load_runs_the_recommended_file(lossy: Bundle, exact: Bundle) -> None:
+def test_load_runs_the_recommended_file(lossy, exact):
     run = load(lossy)
     assert str(run.route) == "onnx-int8 in onnxruntime"
     difference = (run(rows(5)) - net()(rows(5)).detach()).abs().max()
@@ -171,19 +170,11 @@ def test_load_runs_the_recommended_file(lossy: Bundle, exact: Bundle) -> None:
     assert str(load(exact).route) == "torchscript in torch, freeze"
 
 
-def test_the_readme_of_the_bundle_shows_how_to_run_the_quantized_file(lossy: Bundle) -> None:
-    readme = (lossy.path / "README.md").read_text(encoding="utf-8")
-    assert "## model.int8.onnx (onnx-int8)" in readme
-    assert 'onnxruntime.InferenceSession("model.int8.onnx"' in readme
-
-
 # Choices ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["", MANIFEST])
-def test_an_exact_choice_is_repeated_without_a_clock(
-    exact: Bundle, tmp_path: Path, no_clock: Speeds, name: str
-) -> None:
+def test_an_exact_choice_is_repeated_without_a_clock(exact, tmp_path, no_clock, name):
     bundle = made(tmp_path, formats=("torchscript",), choices=exact.path / name)
     assert no_clock.timed == []
     benchmark = bundle.manifest["benchmark"]
@@ -194,9 +185,7 @@ def test_an_exact_choice_is_repeated_without_a_clock(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["", MANIFEST])
-def test_a_lossy_choice_is_made_again_with_the_same_nodes(
-    lossy: Bundle, tmp_path: Path, no_clock: Speeds, rounding: Rounding, name: str
-) -> None:
+def test_a_lossy_choice_is_made_again_with_the_same_nodes(lossy, tmp_path, no_clock, rounding, name):
     def keep(manifest: Manifest) -> None:
         manifest["artifacts"][1]["quantization"]["kept"] = ["head"]
 
@@ -211,9 +200,7 @@ def test_a_lossy_choice_is_made_again_with_the_same_nodes(
 
 
 @pytest.mark.slow
-def test_a_lossy_choice_outside_the_budget_is_refused(
-    lossy: Bundle, tmp_path: Path, no_clock: Speeds, rounding: Rounding
-) -> None:
+def test_a_lossy_choice_outside_the_budget_is_refused(lossy, tmp_path, no_clock, rounding):
     rounding.levels["int8-static"] = 2
     with pytest.raises(
         ParityError, match=r"onnx-int8 .* can't be used: outside the budget: the best has cosine 0"
@@ -224,7 +211,7 @@ def test_a_lossy_choice_outside_the_budget_is_refused(
 
 
 @pytest.mark.parametrize("budget", ["0.999", "0.999999999999"])
-def test_a_choice_of_float16_is_made_again(tmp_path: Path, no_clock: Speeds, budget: str) -> None:
+def test_a_choice_of_float16_is_made_again(tmp_path, no_clock, budget):
     torch.manual_seed(0)
     convolutions = [nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU()]
     model = enliven(nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 200))).eval()
@@ -255,9 +242,7 @@ def test_a_choice_of_float16_is_made_again(tmp_path: Path, no_clock: Speeds, bud
     torch.testing.assert_close(output, model(torch.ones(5, 3, 8, 8)), rtol=1e-2, atol=1e-2)
 
 
-def test_a_choice_that_is_wrong_now_is_refused(
-    exact: Bundle, tmp_path: Path, no_clock: Speeds, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_choice_that_is_wrong_now_is_refused(exact, tmp_path, no_clock, monkeypatch):
     opening(monkeypatch, lambda runner, route: Wrong(runner))
     with pytest.raises(ParityError, match=r"freeze, which .* chooses, can't be used: it isn't proven: "):
         made(tmp_path, formats=("torchscript",), choices=exact)
@@ -292,9 +277,7 @@ def test_a_choice_that_is_wrong_now_is_refused(
         ),
     ],
 )
-def test_choices_that_say_nothing_are_refused_before_anything_runs(
-    tmp_path: Path, content: str | None, sentence: str
-) -> None:
+def test_choices_that_say_nothing_are_refused_before_anything_runs(tmp_path, content, sentence):
     path = tmp_path / "choices.json"
     if content is not None:
         path.write_bytes(content.encode("utf-8", "surrogateescape"))
@@ -305,7 +288,7 @@ def test_choices_that_say_nothing_are_refused_before_anything_runs(
 
 @pytest.mark.timeout(60)
 @pytest.mark.skipif(os.name != "posix", reason="files of POSIX")
-def test_choices_that_are_no_file_are_refused(tmp_path: Path) -> None:
+def test_choices_that_are_no_file_are_refused(tmp_path):
     os.mkfifo(tmp_path / "choices.json")
     (tmp_path / "link.json").symlink_to("/dev/zero")
     for name in ("choices.json", "link.json"):
@@ -313,7 +296,7 @@ def test_choices_that_are_no_file_are_refused(tmp_path: Path) -> None:
             made(tmp_path, formats=("torchscript",), choices=tmp_path / name)
 
 
-def test_choices_of_a_damaged_bundle_are_refused(exact: Bundle, tmp_path: Path) -> None:
+def test_choices_of_a_damaged_bundle_are_refused(exact, tmp_path):
     copy = shutil.copytree(exact.path, tmp_path / "copy")
     text = (copy / MANIFEST).read_text(encoding="utf-8")
     (copy / MANIFEST).write_text(text.replace('"freeze": true', '"freeze": false'), encoding="utf-8")
@@ -321,7 +304,7 @@ def test_choices_of_a_damaged_bundle_are_refused(exact: Bundle, tmp_path: Path) 
         made(tmp_path, formats=("torchscript",), choices=copy)
 
 
-def test_a_lossy_choice_needs_a_budget_and_its_nodes(lossy: Bundle, tmp_path: Path) -> None:
+def test_a_lossy_choice_needs_a_budget_and_its_nodes(lossy, tmp_path):
     with pytest.raises(UsageError, match="chooses onnx-int8 in onnxruntime, which is lossy: add a budget"):
         made(tmp_path, formats=("onnx",), choices=lossy)
     with pytest.raises(UsageError, match="which needs the format onnx: add it to the formats"):
@@ -334,9 +317,7 @@ def test_a_lossy_choice_needs_a_budget_and_its_nodes(lossy: Bundle, tmp_path: Pa
             made(tmp_path, formats=("onnx",), choices=path, accuracy="0.9")
 
 
-def test_a_chosen_format_that_could_not_be_exported_is_an_error(
-    exact: Bundle, tmp_path: Path, no_clock: Speeds, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chosen_format_that_could_not_be_exported_is_an_error(exact, tmp_path, no_clock, monkeypatch):
     def fail(*_: Any) -> None:
         raise ExportError("it can't be scripted")
 
@@ -345,9 +326,7 @@ def test_a_chosen_format_that_could_not_be_exported_is_an_error(
         made(tmp_path, formats=("torchscript", "pt2"), choices=exact)
 
 
-def test_a_runtime_that_is_missing_is_named(
-    exact: Bundle, tmp_path: Path, no_clock: Speeds, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_runtime_that_is_missing_is_named(exact, tmp_path, no_clock, monkeypatch):
     def recommend(manifest: Manifest) -> None:
         manifest["benchmark"]["recommended"] |= {"runtime": "openvino", "settings": {}}
 
@@ -361,7 +340,7 @@ def test_a_runtime_that_is_missing_is_named(
 
 # An ONNX file, because TorchScript numbers the classes of one process.
 @pytest.mark.slow
-def test_a_reproducible_bundle_has_no_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reproducible_bundle_has_no_times(tmp_path, monkeypatch):
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     speeds, sums = fake_clock(monkeypatch), []
     for number, seconds in enumerate((0.5, 0.7)):
@@ -374,20 +353,16 @@ def test_a_reproducible_bundle_has_no_times(tmp_path: Path, monkeypatch: pytest.
     assert sums[0] == sums[1]
 
 
-def test_a_reproducible_bundle_does_not_say_why_nothing_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reproducible_bundle_does_not_say_why_nothing_was_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
-    monkeypatch.setattr("optimizer.tuning.bench.available_memory", lambda: 1000)
+    monkeypatch.setattr("optimizer.tuning.candidates.available_memory", lambda: 1000)
     bundle = made(tmp_path, formats=("onnx",), bench=True)
     assert "1000" not in json.dumps(bundle.manifest)
     assert "benchmark" not in bundle.manifest
 
 
 @pytest.mark.slow
-def test_a_reproducible_bundle_keeps_a_choice(
-    tmp_path: Path, no_clock: Speeds, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reproducible_bundle_keeps_a_choice(tmp_path, no_clock, monkeypatch):
     route = {"format": "onnx", "runtime": "onnxruntime", "settings": {"threads": 1}}
     choices = tmp_path / "choices.json"
     choices.write_text(json.dumps({"benchmark": {"recommended": route}}))

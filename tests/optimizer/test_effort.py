@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from optimize_export.errors import UsageError
 from optimizer import export, optimize
 from optimizer.command import cli
-from optimizer.exporting.references import measured_reference, sizes_of
+from optimizer.exporting import measured_reference, sizes_of
 from optimizer.model import Samples
 from optimizer.parity import judge
 
@@ -56,18 +55,18 @@ def reference(effort: Any) -> Any:
     ("effort", "sizes", "measured"),
     [("quick", {4, 2}, {4}), ("normal", {4, 1, 2, 3, 5, 8}, {4, 1}), ("thorough", *[{4, 1, 2, 3, 5, 8}] * 2)],
 )
-def test_the_sizes_of_each_effort(effort: str, sizes: set[int], measured: set[int]) -> None:
+def test_the_sizes_of_each_effort(effort, sizes, measured):
     RAN.clear()
     assert set(reference(effort).batch_sizes) == sizes
     assert {size for dtype, size in RAN if dtype is torch.float64} == measured
 
 
 @pytest.mark.parametrize(("asked", "compared"), [((1,), [4, 1]), ((4,), [4]), ((1, 8, 3), [4, 8]), ((4, 1, 2), [4, 2])])
-def test_a_quick_proof_takes_no_size_that_wasnt_asked_for(asked: tuple[int, ...], compared: list[int]) -> None:
+def test_a_quick_proof_takes_no_size_that_wasnt_asked_for(asked, compared):
     assert sizes_of(Samples((X,)), asked, False, "quick") == compared
 
 
-def test_a_thorough_proof_finds_an_error_that_fewer_inputs_dont_show() -> None:
+def test_a_thorough_proof_finds_an_error_that_fewer_inputs_dont_show():
     wrong = net(WrongAbove)
     normal, thorough = reference("normal"), reference("thorough")
     few, many = (torch.cat([call.args[0] for _, call in each.calls()]).amax(0) for each in (normal, thorough))
@@ -79,7 +78,7 @@ def test_a_thorough_proof_finds_an_error_that_fewer_inputs_dont_show() -> None:
 
 
 @pytest.mark.parametrize("effort", ["quick", "normal", "thorough"])
-def test_the_manifest_has_the_effort(effort: Any, tmp_path: Path) -> None:
+def test_the_manifest_has_the_effort(effort, tmp_path):
     fast = optimize(net(), example_inputs=(X,))
     bundle = export(fast, example_inputs=(X,), output=tmp_path / "net", formats=["torchscript"], effort=effort)
     assert bundle.manifest["parity"]["effort"] == effort
@@ -87,7 +86,7 @@ def test_the_manifest_has_the_effort(effort: Any, tmp_path: Path) -> None:
     assert sorted(bundle.manifest["parity"]["batch_sizes"]) == ([2, 4] if effort == "quick" else [1, 2, 3, 4, 5, 8])
 
 
-def test_an_unknown_effort_is_refused_before_any_work(tmp_path: Path) -> None:
+def test_an_unknown_effort_is_refused_before_any_work(tmp_path):
     with pytest.raises(UsageError, match=r"^effort must be 'quick', 'normal' or 'thorough', not 'fast'\.$"):
         export(net(), example_inputs=(X,), output=tmp_path / "net", effort="fast")  # type: ignore[arg-type]
 
@@ -103,9 +102,7 @@ example_inputs = (torch.randn(4, 6),)
 
 
 @pytest.mark.parametrize(("options", "effort"), [([], "normal"), (["--quick"], "quick"), (["--thorough"], "thorough")])
-def test_the_command_takes_the_effort(
-    options: list[str], effort: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_takes_the_effort(options, effort, tmp_path, capfd):
     (tmp_path / "model.py").write_text(MODEL)
     arguments = [str(tmp_path / "model.py"), "--output", str(tmp_path / "net"), "--formats", "torchscript", "--json"]
     assert cli.main([*arguments, *options]) == 0
@@ -114,7 +111,7 @@ def test_the_command_takes_the_effort(
     assert manifest["parity"]["effort"] == effort
 
 
-def test_quick_and_thorough_contradict_each_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_quick_and_thorough_contradict_each_other(tmp_path, capfd):
     (tmp_path / "model.py").write_text(MODEL)
     assert cli.main([str(tmp_path / "model.py"), "--quick", "--thorough"]) == 2
     assert "--quick and --thorough contradict each other" in capfd.readouterr().err

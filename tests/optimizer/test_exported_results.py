@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_
 from exporters.errors import ExporterError
 from exporters.isolation import torchscript_allowed
 from optimizer import export, optimize, verify_bundle
-from optimizer.exporting.copies import copy_for_export
+from optimizer.exporting import copy_for_export
 
 PASSES = {
     "resnet": [

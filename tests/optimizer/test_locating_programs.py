@@ -8,7 +8,7 @@ from pathlib import Path
 import located_models
 import pytest
 import torch
-from spoiling import spoiling
+from spoiling import scale_pt2, spoiling
 from tiny_models import enliven
 from torch import nn
 from torch.nn import functional
@@ -74,16 +74,6 @@ X = torch.randn(2, 3, 18, generator=torch.Generator().manual_seed(0))
 line_with = partial(located_models.line_with, file=__file__)
 
 
-def scaled(name: str):
-    def spoil(path: Path) -> None:
-        program = torch.export.load(path)
-        with torch.no_grad():
-            program.state_dict[f"model.{name}"].mul_(1.01)
-        torch.export.save(program, path)
-
-    return spoil
-
-
 def found_in(model: nn.Module, inputs: torch.Tensor, folder: Path, monkeypatch, spoil) -> dict:
     spoiling(monkeypatch, Pt2Exporter, spoil)
     with pytest.raises(ParityError) as caught:
@@ -107,7 +97,7 @@ PLACES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
 def test_a_weight_that_is_off_by_a_percent_is_found_at_its_operation(tmp_path, monkeypatch, name):
-    found = found_in(made(Net), X, tmp_path, monkeypatch, scaled(name))
+    found = found_in(made(Net), X, tmp_path, monkeypatch, lambda path: scale_pt2(path, f"model.{name}", 1.01))
     module, operation, line = PLACES[name]
     assert (found["module"], found["operation"], found["line"]) == (module, operation, line_with(line))
     assert found["error"] > 100 * found["noise"]
@@ -130,7 +120,9 @@ def test_another_argument_of_an_operation_is_found(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["first", "second"])
 def test_a_program_that_writes_to_its_values_is_found_where_they_are_computed(tmp_path, monkeypatch, name):
     inputs = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
-    found = found_in(made(Writing), inputs, tmp_path, monkeypatch, scaled(f"{name}.weight"))
+    found = found_in(
+        made(Writing), inputs, tmp_path, monkeypatch, lambda path: scale_pt2(path, f"model.{name}.weight", 1.01)
+    )
     assert (found["module"], found["operation"]) == (name, "linear")
 
 

@@ -8,7 +8,7 @@ from optimizer.tuning import PeakMemory, available_memory, timing
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def told(tmp_path, monkeypatch):
     """The folder that stands for /proc; `self/clear_refs` can be written."""
     real = Path
     monkeypatch.setattr(timing, "Path", lambda path: real(str(path).replace("/proc", str(tmp_path))))
@@ -22,7 +22,7 @@ def tell(told: Path, **fields: int) -> None:
 
 
 @pytest.mark.parametrize(("peak", "rise"), [(160, 60 * 1024), (100, 0), (72, 0)])
-def test_a_peak_below_the_level_at_the_start_is_no_rise(told: Path, peak: int, rise: int) -> None:
+def test_a_peak_below_the_level_at_the_start_is_no_rise(told, peak, rise):
     tell(told, VmRSS=100, VmHWM=100)
     with PeakMemory() as found:
         tell(told, VmRSS=50, VmHWM=peak)
@@ -30,7 +30,7 @@ def test_a_peak_below_the_level_at_the_start_is_no_rise(told: Path, peak: int, r
 
 
 @pytest.mark.parametrize("before", [{}, {"VmRSS": 100}, None], ids=["no fields", "no peak", "no file"])
-def test_a_system_that_tells_nothing_gives_no_exact_peak(told: Path, before: dict[str, int] | None) -> None:
+def test_a_system_that_tells_nothing_gives_no_exact_peak(told, before):
     if before is not None:
         tell(told, **before)
     with PeakMemory() as found:
@@ -39,14 +39,14 @@ def test_a_system_that_tells_nothing_gives_no_exact_peak(told: Path, before: dic
     assert found.bytes >= 0
 
 
-def test_the_status_may_be_lost_during_the_block(told: Path) -> None:
+def test_the_status_may_be_lost_during_the_block(told):
     tell(told, VmRSS=100, VmHWM=100)
     with PeakMemory() as found:
         (told / "self" / "status").unlink()
     assert not found.exact
 
 
-def test_the_free_memory_is_unknown_where_the_system_tells_nothing(told: Path) -> None:
+def test_the_free_memory_is_unknown_where_the_system_tells_nothing(told):
     assert available_memory() is None
     (told / "meminfo").write_text("MemTotal: 8 kB\nMemAvailable: 5 kB\n")
     assert available_memory() == 5 * 1024

@@ -4,16 +4,13 @@ import subprocess
 import sys
 import zipfile
 
-import onnx
 import pytest
 import torch
-from onnx import numpy_helper
-from spoiling import spoiling
+from spoiling import scale_onnx, scale_pt2, scale_torchscript, spoiling
 from tiny_models import enliven
 from torch import nn
 
 from exporters import AotiExporter, OnnxExporter, Pt2Exporter, TorchScriptExporter
-from exporters.isolation import torchscript_allowed
 from optimize_export.errors import ParityError, UsageError
 from optimizer import export
 
@@ -36,27 +33,6 @@ def net() -> nn.Module:
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 
 
-def spoil_onnx(path):
-    model = onnx.load(path)
-    weight = next(each for each in model.graph.initializer if each.name == "model.first.bias")
-    weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * 2, weight.name))
-    onnx.save(model, path)
-
-
-def spoil_torchscript(path):
-    with torchscript_allowed(), torch.no_grad():
-        module = torch.jit.load(path)
-        dict(module.named_parameters())["model.model.first.bias"].mul_(2)
-        module.save(path)
-
-
-def spoil_pt2(path):
-    program = torch.export.load(path)
-    with torch.no_grad():
-        program.state_dict["model.first.bias"].mul_(2)
-    torch.export.save(program, path)
-
-
 def spoil_aoti(path):
     """Write another bias into the machine code."""
     bias = net().first.bias.detach()
@@ -71,9 +47,9 @@ def spoil_aoti(path):
 
 
 FORMATS = {
-    "onnx": (OnnxExporter, spoil_onnx),
-    "torchscript": (TorchScriptExporter, spoil_torchscript),
-    "pt2": (Pt2Exporter, spoil_pt2),
+    "onnx": (OnnxExporter, lambda path: scale_onnx(path, "model.first.bias", 2)),
+    "torchscript": (TorchScriptExporter, lambda path: scale_torchscript(path, ["model.model.first.bias"], 2)),
+    "pt2": (Pt2Exporter, lambda path: scale_pt2(path, "model.first.bias", 2)),
 }
 
 

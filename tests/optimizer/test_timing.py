@@ -13,7 +13,7 @@ import pytest
 from optimize_export.gpu_settings import GpuSettings
 from optimizer.tuning import Candidate, Latency, Ratio, timing
 from optimizer.tuning.benchmark import Opened, chosen, timed
-from optimizer.tuning.files import calling
+from optimizer.tuning.candidates import calling
 from optimizer.tuning.timing import interleaved, ratio
 
 
@@ -45,7 +45,7 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
@@ -59,7 +59,7 @@ def below(cut: int, rounds: int) -> Fraction:
 
 
 @pytest.mark.parametrize("rounds", range(6, 42))
-def test_the_bounds_are_the_tightest_that_chance_crosses_in_a_fortieth_of_all_cases(rounds: int) -> None:
+def test_the_bounds_are_the_tightest_that_chance_crosses_in_a_fortieth_of_all_cases(rounds):
     values = [1.0 + number / 100 for number in range(rounds)]
     found = ratio(latency(values), latency([1.0] * rounds))
     cut = values.index(found.low)
@@ -69,14 +69,14 @@ def test_the_bounds_are_the_tightest_that_chance_crosses_in_a_fortieth_of_all_ca
 
 
 @pytest.mark.parametrize("rounds", range(3, 6))
-def test_the_bounds_of_few_rounds_are_the_extremes(rounds: int) -> None:
+def test_the_bounds_of_few_rounds_are_the_extremes(rounds):
     values = [1.1 + number for number in range(rounds)]
     found = ratio(latency(values), latency([1.0] * rounds))
     assert (found.low, found.high) == (values[0], values[-1])
 
 
 @pytest.mark.parametrize(("rounds", "gain", "pays"), [(3, 1.04, False), (3, 1.06, True), (5, 1.04, False)])
-def test_few_rounds_need_a_clear_gain(rounds: int, gain: float, pays: bool) -> None:
+def test_few_rounds_need_a_clear_gain(rounds, gain, pays):
     assert ratio(latency([gain] * rounds), latency([1.0] * rounds)).pays == pays
 
 
@@ -84,7 +84,7 @@ def test_few_rounds_need_a_clear_gain(rounds: int, gain: float, pays: bool) -> N
     ("low", "median", "pays"),
     [(1.01, 1.03, True), (1.0, 1.03, False), (0.99, 1.5, False), (1.01, 1.015, False), (1.001, 1.02, True)],
 )
-def test_a_gain_pays_if_it_is_sure_and_large_enough(low: float, median: float, pays: bool) -> None:
+def test_a_gain_pays_if_it_is_sure_and_large_enough(low, median, pays):
     assert Ratio(median, low, median + 1, 11).pays == pays
 
 
@@ -93,7 +93,7 @@ def noisy(generator: random.Random, seconds: float, rounds: int) -> Latency:
     return latency([seconds * (1 + generator.expovariate(10)) for _ in range(rounds)])
 
 
-def test_equal_contenders_pay_no_more_often_than_chance() -> None:
+def test_equal_contenders_pay_no_more_often_than_chance():
     generator = random.Random(0)
     rounds = [generator.choice((6, 9, 15, 41)) for _ in range(1000)]
     found = [ratio(noisy(generator, 1.0, count), noisy(generator, 1.0, count)).pays for count in rounds]
@@ -101,18 +101,13 @@ def test_equal_contenders_pay_no_more_often_than_chance() -> None:
     assert sum(found) <= 45
 
 
-def test_a_gain_of_a_tenth_is_seen_in_noise() -> None:
+def test_a_gain_of_a_tenth_is_seen_in_noise():
     generator = random.Random(1)
     found = [ratio(noisy(generator, 1.1, 41), noisy(generator, 1.0, 41)).pays for _ in range(200)]
     assert sum(found) >= 190
 
 
-def test_a_loss_never_pays() -> None:
-    generator = random.Random(2)
-    assert not any(ratio(noisy(generator, 1.0, 15), noisy(generator, 1.1, 15)).pays for _ in range(200))
-
-
-def test_each_call_runs_in_each_round_in_changing_order(clock: Clock) -> None:
+def test_each_call_runs_in_each_round_in_changing_order(clock):
     calls = {name: clock.taking(name, lambda: 0.3) for name in "abc"}
     found = interleaved(calls, seconds=20.0)
     warm, timed = clock.calls[:9], clock.calls[9:]
@@ -124,18 +119,18 @@ def test_each_call_runs_in_each_round_in_changing_order(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.001, 3), (1000.0, 41)])
-def test_there_are_at_least_3_rounds_and_at_most_41(clock: Clock, seconds: float, rounds: int) -> None:
+def test_there_are_at_least_3_rounds_and_at_most_41(clock, seconds, rounds):
     found = interleaved({"a": clock.taking("a", lambda: 0.1)}, seconds)
     assert len(found["a"].rounds) == rounds
 
 
 @pytest.mark.parametrize(("most_seconds", "rounds"), [(1.0, 3), (0.25, 2), (0.0, 1)])
-def test_there_are_fewer_rounds_if_three_take_too_long(clock: Clock, most_seconds: float, rounds: int) -> None:
+def test_there_are_fewer_rounds_if_three_take_too_long(clock, most_seconds, rounds):
     found = interleaved({"a": clock.taking("a", lambda: 0.1)}, 0.001, lambda: None, most_seconds)
     assert len(found["a"].rounds) == rounds
 
 
-def test_a_call_waits_until_the_threads_of_the_one_before_are_idle(clock: Clock) -> None:
+def test_a_call_waits_until_the_threads_of_the_one_before_are_idle(clock):
     clock.busy = [0.01] * 5
     interleaved({"a": clock.taking("a", lambda: 0.1)}, 0.1)
     assert clock.sleeps == 5 + 3, "one for each round, and five more"
@@ -144,13 +139,13 @@ def test_a_call_waits_until_the_threads_of_the_one_before_are_idle(clock: Clock)
     assert 3 * 25 <= clock.sleeps <= 3 * 35, "but not for ever"
 
 
-def test_a_short_call_is_repeated_and_a_long_one_is_not(clock: Clock) -> None:
+def test_a_short_call_is_repeated_and_a_long_one_is_not(clock):
     interleaved({"short": clock.taking("short", lambda: 0.001), "long": clock.taking("long", lambda: 1.0)}, 0.1)
     assert clock.calls.count("short") == 3 + 3 * 20
     assert clock.calls.count("long") == 1 + 3
 
 
-def test_the_latency_is_the_median_over_calls_and_waits_for_the_device(clock: Clock) -> None:
+def test_the_latency_is_the_median_over_calls_and_waits_for_the_device(clock):
     times = iter([0.4, *[0.1] * 12, 0.5, *[0.1] * 100])
 
     def finished() -> None:
@@ -163,7 +158,7 @@ def test_the_latency_is_the_median_over_calls_and_waits_for_the_device(clock: Cl
 
 
 @pytest.mark.parametrize("step", [0.0, -1.0, 1e-9], ids=["stands still", "goes back", "too coarse"])
-def test_a_clock_that_fails_gives_finite_times_and_ends(monkeypatch: pytest.MonkeyPatch, step: float) -> None:
+def test_a_clock_that_fails_gives_finite_times_and_ends(monkeypatch, step):
     ticks = itertools.count()
     for name in ("perf_counter", "process_time"):
         monkeypatch.setattr(timing.time, name, lambda: step * next(ticks))
@@ -174,7 +169,7 @@ def test_a_clock_that_fails_gives_finite_times_and_ends(monkeypatch: pytest.Monk
     assert all(0 < number < math.inf for number in (found["a"].median, found["a"].p95, gain.low, gain.high))
 
 
-def test_the_simplest_of_equals_is_chosen() -> None:
+def test_the_simplest_of_equals_is_chosen():
     generator = random.Random(3)
     times = {"simple": 1.0, "other": 0.99, "fast": 0.5, "as fast": 0.5}
     found = {name: noisy(generator, seconds, 41) for name, seconds in times.items()}
@@ -185,7 +180,7 @@ def test_the_simplest_of_equals_is_chosen() -> None:
     assert chosen(found, ["other"]) == "other"
 
 
-def test_a_file_that_is_surely_slower_than_another_is_not_chosen_because_the_fastest_is_noisy() -> None:
+def test_a_file_that_is_surely_slower_than_another_is_not_chosen_because_the_fastest_is_noisy():
     found = {
         "simple": latency([0.440, 0.441, 0.442]),
         "faster": latency([0.402, 0.403, 0.404]),
@@ -203,7 +198,7 @@ def opened_at(clock: Clock, name: str, seconds: list[float], then: float) -> Ope
     return Opened(Candidate(name, lambda: run), run, None)
 
 
-def test_a_doubt_about_two_files_is_settled_by_a_second_timing(clock: Clock) -> None:
+def test_a_doubt_about_two_files_is_settled_by_a_second_timing(clock):
     # Two rounds of the first timing are disturbed, which the sign test allows for in many rounds, not in 9.
     fast = opened_at(clock, "fast", [0.4] * 3 + [1.5] * 2, 0.4)
     files = [opened_at(clock, name, [], seconds) for name, seconds in (("eager", 0.6), ("simple", 0.5))]
@@ -216,7 +211,7 @@ def test_a_doubt_about_two_files_is_settled_by_a_second_timing(clock: Clock) -> 
     assert clock.now < 27
 
 
-def test_a_second_timing_may_show_that_the_simpler_file_is_as_fast(clock: Clock) -> None:
+def test_a_second_timing_may_show_that_the_simpler_file_is_as_fast(clock):
     lucky = opened_at(clock, "lucky", [0.3] * 10 + [0.9], 0.5)
     simple = opened_at(clock, "simple", [], 0.5)
     found = timed([simple, lucky], ["simple", "lucky"], 12.0, lambda: None)
@@ -224,7 +219,7 @@ def test_a_second_timing_may_show_that_the_simpler_file_is_as_fast(clock: Clock)
     assert found.notes == ("timed again, only these two: lucky is 1.00 (1.00 to 1.00) times as fast as simple",)
 
 
-def test_without_a_doubt_nothing_is_timed_again(clock: Clock) -> None:
+def test_without_a_doubt_nothing_is_timed_again(clock):
     simple, fast = opened_at(clock, "simple", [], 0.5), opened_at(clock, "fast", [], 0.4)
     found = timed([simple, fast], ["simple", "fast"], 10.0, lambda: None)
     assert (found.chosen, found.notes) == ("fast", ())
@@ -232,7 +227,7 @@ def test_without_a_doubt_nothing_is_timed_again(clock: Clock) -> None:
     assert timed([simple], [], 10.0, lambda: None).chosen is None
 
 
-def test_the_original_runs_under_the_settings_of_the_user() -> None:
+def test_the_original_runs_under_the_settings_of_the_user():
     before = GpuSettings.now()
     wanted = replace(before, matmul=not before.matmul)
     seen: list[GpuSettings] = []

@@ -2,15 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import crashing_runtimes
 import numpy
 import pytest
 import torch
-from fake_tuning import Speeds, fake_clock
+from fake_tuning import fake_clock
 from safetensors.torch import save_file
 from tiny_models import enliven
 from torch import nn
@@ -28,13 +26,13 @@ from optimizer.tuning import Benchmark, Figure, Ratio
 
 
 @pytest.fixture(autouse=True)
-def _own_names() -> Iterator[None]:
+def _own_names():
     with names_restored():
         yield
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> UserFolder:
+def write(tmp_path):
     return UserFolder(tmp_path)
 
 
@@ -54,9 +52,7 @@ def write(tmp_path: Path) -> UserFolder:
     ],
     ids=str,
 )
-def test_an_accuracy_budget_implies_tuning(
-    arguments: dict[str, Any], tunes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_accuracy_budget_implies_tuning(arguments, tunes, tmp_path, monkeypatch):
     jobs = []
     monkeypatch.setattr("optimizer.api.choose", lambda job, *rest: jobs.append(job))
     monkeypatch.setattr("optimizer.api.read_choices", lambda *given: "read")
@@ -66,18 +62,14 @@ def test_an_accuracy_budget_implies_tuning(
     assert [job.tune for job in jobs] == [tunes]
 
 
-def test_missing_calibration_is_refused_before_the_model_is_loaded(
-    write: UserFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_calibration_is_refused_before_the_model_is_loaded(write, capsys):
     path = write("raise SystemExit(9)")
     options = ["--tune", "--accuracy", "0.9", "--calibration", "nowhere.npz"]
     assert cli.main([str(path), *options]) == 3
     assert "The calibration inputs nowhere.npz don't exist." in capsys.readouterr().err
 
 
-def test_missing_choices_are_refused_before_the_model_is_loaded(
-    write: UserFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_choices_are_refused_before_the_model_is_loaded(write, capsys, monkeypatch):
     monkeypatch.chdir(write.folder)
     path = write("raise SystemExit(9)")
     assert cli.main([str(path), "--choices", "nowhere"]) == 2
@@ -87,7 +79,7 @@ def test_missing_choices_are_refused_before_the_model_is_loaded(
 # Calibration ------------------------------------------------------------------------------------------------------
 
 
-def test_each_file_of_a_folder_is_a_call(write: UserFolder, tmp_path: Path) -> None:
+def test_each_file_of_a_folder_is_a_call(write, tmp_path):
     folder = tmp_path / "rows"
     folder.mkdir()
     numpy.savez(folder / "b.npz", x=numpy.ones((3, 4), dtype=numpy.float32))
@@ -101,7 +93,7 @@ def test_each_file_of_a_folder_is_a_call(write: UserFolder, tmp_path: Path) -> N
     assert alone.kwargs["x"].tolist() == torch.ones(3, 4).tolist()
 
 
-def test_calibration_files_that_are_no_calls_are_refused(write: UserFolder, tmp_path: Path) -> None:
+def test_calibration_files_that_are_no_calls_are_refused(write, tmp_path):
     path = str(write(""))
     numpy.savez(tmp_path / "pickled.npz", x=numpy.array([{}, {}], dtype=object))
     assert "pickled.npz couldn't be read as npz" in refused(path, calibration=tmp_path / "pickled.npz")
@@ -123,7 +115,7 @@ def get_calibration_inputs():
 """
 
 
-def test_the_function_of_the_file_gives_the_calls_only_with_a_budget(write: UserFolder) -> None:
+def test_the_function_of_the_file_gives_the_calls_only_with_a_budget(write):
     calls = load(str(write(FUNCTION)), calibrates=True).calibration
     assert calls is not None
     assert [type(call) for call in calls] == [torch.Tensor, dict]
@@ -133,16 +125,14 @@ def test_the_function_of_the_file_gives_the_calls_only_with_a_budget(write: User
     assert load(str(write("", "without.py")), calibrates=True).calibration is None
 
 
-def test_calibration_inputs_must_be_a_list_of_calls(write: UserFolder) -> None:
+def test_calibration_inputs_must_be_a_list_of_calls(write):
     path = write("calibration_inputs = torch.ones(2, 4)\n", "alone.py")
     message = refused(str(path), calibrates=True)
     assert "calibration_inputs is a Tensor; it must be a list of calls" in message
 
 
 @pytest.mark.slow
-def test_a_file_with_calibration_is_exported_without_a_budget(
-    write: UserFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_with_calibration_is_exported_without_a_budget(write, tmp_path, capsys):
     path = write(FUNCTION, "calibrated.py")
     code = cli.main([str(path), "--output", str(tmp_path / "net"), "--formats", "torchscript", "--quick"])
     assert code == 0, capsys.readouterr().err
@@ -152,7 +142,7 @@ def test_a_file_with_calibration_is_exported_without_a_budget(
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def bundle(tmp_path_factory):
     torch.manual_seed(0)
     model = enliven(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))).eval()
     folder = tmp_path_factory.mktemp("bench") / "net"
@@ -160,7 +150,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 @pytest.fixture
-def speeds(monkeypatch: pytest.MonkeyPatch) -> Speeds:
+def speeds(monkeypatch):
     return fake_clock(monkeypatch)
 
 
@@ -168,10 +158,8 @@ def digests(bundle: Bundle) -> dict[str, str]:
     return {path.name: file_digest(path) for path in bundle.path.iterdir()}
 
 
-def test_bench_times_every_file_of_a_bundle_and_leaves_it_unchanged(
-    bundle: Bundle, speeds: Speeds, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("optimizer.tuning.files.is_installed", lambda runtime: False)
+def test_bench_times_every_file_of_a_bundle_and_leaves_it_unchanged(bundle, speeds, capsys, monkeypatch):
+    monkeypatch.setattr("optimizer.tuning.choice.is_installed", lambda runtime: False)
     speeds.seconds = {"freeze": 0.001, "onnxruntime": 0.004, "torch": 0.002}
     before = digests(bundle)
     assert cli.main(["bench", str(bundle.path), "--device", "cpu"]) == 0
@@ -197,9 +185,7 @@ def test_bench_times_every_file_of_a_bundle_and_leaves_it_unchanged(
     assert digests(bundle) == before
 
 
-def test_bench_runs_no_file_of_a_damaged_bundle(
-    bundle: Bundle, speeds: Speeds, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_runs_no_file_of_a_damaged_bundle(bundle, speeds, tmp_path, capsys):
     shutil.copytree(bundle.path, tmp_path / "copy")
     with (tmp_path / "copy" / "model.onnx").open("ab") as file:
         file.write(b"x")
@@ -209,14 +195,12 @@ def test_bench_runs_no_file_of_a_damaged_bundle(
     assert cli.main(["bench", str(tmp_path / "nothing")]) == 8
 
 
-def test_bench_says_that_no_file_runs(
-    bundle: Bundle, speeds: Speeds, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench_says_that_no_file_runs(bundle, speeds, capsys, monkeypatch):
     def fail(*_: Any) -> None:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr("optimizer.tuning.files.can_start", lambda: False)
-    monkeypatch.setattr("optimizer.tuning.files.open_route", fail)
+    monkeypatch.setattr("optimizer.tuning.candidates.can_start", lambda: False)
+    monkeypatch.setattr("optimizer.tuning.candidates.open_route", fail)
     assert cli.main(["bench", str(bundle.path), "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert "not used: model.onnx in onnxruntime: it can't run: no such instruction" in out
@@ -237,7 +221,7 @@ def lines(*figures: Figure, threads: int = 4, notes: tuple[str, ...] = ()) -> li
     return as_text({"benchmark": found.to_json()}, terminal=False).splitlines()
 
 
-def test_the_table_has_times_sizes_and_the_recommendation() -> None:
+def test_the_table_has_times_sizes_and_the_recommendation():
     head, eager, file, conclusion = lines(
         figure("eager", 2.0), figure("model.onnx", 0.0123, 2.5, bytes=3 << 20, memory=5 << 20)
     )
@@ -249,7 +233,7 @@ def test_the_table_has_times_sizes_and_the_recommendation() -> None:
     assert conclusion == "ship it (batch 2, 1 thread of torch, 21 rounds)"
 
 
-def test_the_table_has_accuracy_if_a_lossy_file_was_timed() -> None:
+def test_the_table_has_accuracy_if_a_lossy_file_was_timed():
     head, exact, lossy, *_ = lines(
         figure("model.onnx", 1e-5), figure("model.int8.onnx", 1e-6, accuracy=Accuracy(cosine=0.9999999, top1=0.98))
     )
@@ -260,7 +244,7 @@ def test_the_table_has_accuracy_if_a_lossy_file_was_timed() -> None:
     assert "1 µs" in lossy
 
 
-def test_dropped_candidates_and_notes_follow_the_table() -> None:
+def test_dropped_candidates_and_notes_follow_the_table():
     *_, dropped, note, conclusion = lines(
         figure("eager", 1.0), figure("model.pt2", None, dropped="it can't run: no"), notes=("the fan was loud",)
     )
@@ -269,7 +253,7 @@ def test_dropped_candidates_and_notes_follow_the_table() -> None:
     assert conclusion.startswith("ship it")
 
 
-def test_a_verified_lossy_file_is_shown_with_its_accuracy() -> None:
+def test_a_verified_lossy_file_is_shown_with_its_accuracy():
     artifact = {
         "format": "onnx-int8",
         "path": "model.int8.onnx",
@@ -283,10 +267,8 @@ def test_a_verified_lossy_file_is_shown_with_its_accuracy() -> None:
     assert line == "model.int8.onnx  failed: cosine 0.99800"
 
 
-def test_bench_says_which_runtime_crashes(
-    bundle: Bundle, speeds: Speeds, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("optimizer.tuning.files.open_route", crashing_runtimes.crash_unless_torch)
+def test_bench_says_which_runtime_crashes(bundle, speeds, capsys, monkeypatch):
+    monkeypatch.setattr("optimizer.tuning.candidates.open_route", crashing_runtimes.crash_unless_torch)
     assert cli.main(["bench", str(bundle.path), "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert "model.onnx in onnxruntime: it can't run: onnxruntime crashes (SIGSEGV) while it loads the file" in out

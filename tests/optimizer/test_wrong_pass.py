@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,8 +12,6 @@ from torch import nn
 
 from optimize_export.errors import ParityError
 from optimizer import export, optimize
-from optimizer.exporting.artifact_parity import pass_to_blame
-from passes import Pass
 from passes.base import Context, TensorRef
 from passes.graph.module_pass import ModulePass, ModuleRewriter
 
@@ -69,7 +66,7 @@ X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture
-def net() -> nn.Module:
+def net():
     torch.manual_seed(0)
     model = enliven(Net()).eval()
     with torch.no_grad():
@@ -78,12 +75,12 @@ def net() -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [0, 2])
-def test_a_pass_that_shows_at_a_larger_batch_alone_is_named_when_a_file_fails(net, tmp_path, place):
-    passes: list[Pass] = [Harmless(), Harmless("last"), Harmless("last", "bias")]
-    fast = optimize(net, [*passes[:place], Set(), *passes[place:]], example_inputs=X)
+def test_a_pass_that_shows_at_a_larger_batch_alone_is_named_when_a_file_fails(net, tmp_path):
+    fast = optimize(net, [Harmless(), Set(), Harmless("last")], example_inputs=X)
     assert {record.status for record in fast.report.passes} == {"applied"}, "it shows at neither of the two batch sizes"
-    with pytest.raises(ParityError, match="The pass set causes it: without it and the later passes, the") as caught:
+    with pytest.raises(
+        ParityError, match=r"one of its passes \(harmless, set\) causes it, or it was modified"
+    ) as caught:
         export(fast, example_inputs=X, output=tmp_path / "net", formats=["torchscript", "onnx"])
     assert "It first differs at late (test_wrong_pass.py:" in str(caught.value)
 
@@ -101,7 +98,7 @@ def test_a_result_that_was_written_to_is_no_passs_fault(net, tmp_path):
     fast = optimize(net, [Harmless(), Harmless("last")], example_inputs=X)
     with torch.no_grad():
         fast.last.weight.mul_(1.01)
-    with pytest.raises(ParityError, match="The same passes, run again, give a correct result: this one was modified"):
+    with pytest.raises(ParityError, match=r"one of its passes \(harmless\) causes it, or it was modified"):
         export(fast, example_inputs=X, output=tmp_path / "net", formats=["torchscript"])
 
 
@@ -111,17 +108,3 @@ def test_where_no_pass_changed_anything_none_is_named(net, tmp_path):
     with pytest.raises(ParityError, match=r"It first differs at last ") as caught:
         export(fast, example_inputs=X, output=tmp_path / "net", formats=["torchscript"])
     assert str(caught.value).endswith(", draw 0.")
-
-
-def test_what_is_so_without_any_pass_is_said_to_be():
-    assert pass_to_blame([Harmless()], lambda _: True) == "It is wrong even without any pass."
-
-
-def test_a_search_that_raises_says_so():
-    def is_wrong_with(passes: Sequence[Pass] | None) -> bool:
-        if passes is None:
-            return True
-        raise RuntimeError("no memory left")
-
-    told = pass_to_blame([Harmless()], is_wrong_with)
-    assert told == "The pass that causes it is unknown: the search raised RuntimeError: no memory left."

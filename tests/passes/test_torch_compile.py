@@ -19,7 +19,7 @@ from tiny_models import enliven
 from torch import fx, nn
 
 from optimizer import optimize, report_of
-from optimizer.exporting.copies import copy_for_export
+from optimizer.exporting import copy_for_export
 from passes import FoldConvBn, TorchCompile
 from passes.base import Context
 from passes.compiling.blocks import COMPILED_CALL, CompiledCall, repeated_blocks

@@ -22,7 +22,7 @@ import optimizer.api
 from exporters.errors import ExporterError
 from optimizer import export, optimize
 from optimizer.options import parse_accuracy
-from optimizer.tuning import Benchmark, CalibrationCall, Latency, calibration_of, choose, files
+from optimizer.tuning import Benchmark, CalibrationCall, Latency, calibration_of, candidates, choose
 
 ROUNDS = 21
 
@@ -122,9 +122,9 @@ def fake_quantization(monkeypatch: pytest.MonkeyPatch) -> Rounding:
 def opening(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, Any], Any]) -> None:
     """Let `change(runner, route)` replace each runner that a choice opens."""
     # A child process doesn't see the change.
-    monkeypatch.setattr(files, "can_start", lambda: False)
-    real = files.open_route
-    monkeypatch.setattr(files, "open_route", lambda path, route, device: change(real(path, route, device), route))
+    monkeypatch.setattr(candidates, "can_start", lambda: False)
+    real = candidates.open_route
+    monkeypatch.setattr(candidates, "open_route", lambda path, route, device: change(real(path, route, device), route))
 
 
 class Wrong:
@@ -217,8 +217,8 @@ def chooser(prepared: Prepared, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     Other passes and torch.compile are left out too, because they take long and give no file.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    monkeypatch.setattr("optimizer.tuning.bench.missing_compiler", lambda device: "none here")
-    monkeypatch.setattr("optimizer.tuning.bench.with_other_passes", lambda job: ())
+    monkeypatch.setattr("optimizer.tuning.candidates.missing_compiler", lambda device: "none here")
+    monkeypatch.setattr("optimizer.tuning.candidates.with_other_passes", lambda job: ())
     monkeypatch.setattr("optimizer.tuning.tuner.is_installed", lambda runtime: False)
     number = iter(range(100))
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from exporters.child_process import InChild, can_start
 from optimize_export.gpu_settings import GpuSettings
-from optimize_export.runtime import Route, Runner
+from optimize_export.runtime import Route, Runner, open_route, own_routes, require_runtime
 from optimizer.exporting import ExportJob, MeasuredExport, WrittenFiles, copy_for_export, optimize_again
 from optimizer.model import Call, keeps_values
-from optimizer.parity import outputs_on
+from optimizer.parity import Accuracy, outputs_on
 from optimizer.pipeline import report_of
 from optimizer.tuning.benchmark import (
     EAGER,
@@ -31,7 +32,6 @@ from optimizer.tuning.benchmark import (
     recommendation,
     timed,
 )
-from optimizer.tuning.files import Files, calling
 from optimizer.tuning.timing import available_memory
 from passes.base import Pass
 from passes.compiling.compiler import import_inductor, missing_compiler
@@ -40,54 +40,141 @@ from passes.registry import parse_pass
 # How much memory open files take at most, as a multiple of their size: a timing opens each file at most twice, and a
 # runtime copies the weights while it loads them. Tuning keeps more of them open.
 _TIMED_COPIES, _TUNED_COPIES = 3, 6
-_VALUES = {"NaN": math.nan, "infinity": math.inf}
 # Exact passes that make some models faster on some devices, and others slower.
 _OPTIONAL = ("channels-last", "merge-linears", "pad-channels", "jit-fusion")
+_VALUES = {"NaN": math.nan, "infinity": math.inf}
 
 
-@dataclass(frozen=True)
+@dataclass
+class Files:
+    """The files of a bundle, with an example call."""
+
+    folder: Path
+    """The folder of the bundle."""
+    entries: Sequence[Mapping[str, Any]]
+    """The manifest's `artifacts`, each with its size in `bytes`."""
+    device: str
+    """"cpu" or "cuda"."""
+    inputs: Sequence[torch.Tensor]
+    """The flat inputs of the call, on the device."""
+    proven: Sequence[Route] = ()
+    """The routes whose files have run: they are opened without a child process."""
+    # The last route that was opened in the child, and its runner there: a proof mostly follows.
+    _in_child: tuple[Route, Runner] | None = field(default=None, init=False, repr=False)
+
+    @property
+    def own_routes(self) -> list[Route]:
+        """Each file in the runtime that its format is made for, the simplest to ship first."""
+        return own_routes(entry["format"] for entry in self.entries)
+
+    def entry(self, format: str) -> Mapping[str, Any]:
+        return next(each for each in self.entries if each["format"] == format)
+
+    def opened(self, route: Route) -> Runner:
+        """Open the file of a route.
+
+        Raises:
+            DeviceError: the runtime isn't installed, or it can't use the device.
+        """
+        return open_route(self.folder / self.entry(route.format)["path"], route, self.device)
+
+    def open_for_proof(self, route: Route) -> Runner:
+        """Open the file of a route in a child process, where a crash does no harm, as far as `open_in_child` can."""
+        if self._in_child is None or self._in_child[0] != route:
+            # One at a time, since each holds the weights.
+            self._in_child = None
+            path = self.folder / self.entry(route.format)["path"]
+            self._in_child = route, open_in_child(path, route, self.device, self.inputs)
+        return self._in_child[1]
+
+    def candidate(self, route: Route, accuracy: Accuracy | None = None) -> Candidate:
+        entry = self.entry(route.format)
+        # Such as "model.onnx in openvino".
+        name = f"{entry['path']} {str(route).removeprefix(f'{route.format} ')}"
+        return Candidate(name, lambda: self._run(route), route, entry["bytes"], accuracy, self.device)
+
+    def _run(self, route: Route) -> Run:
+        inputs = tuple(self.inputs)
+        if route not in self.proven and _crashes_alone(route, self.device, inputs):
+            self.open_for_proof(route)(*inputs)
+        runner = self.opened(route)
+        return lambda: runner(*inputs)
+
+
+def open_in_child(path: Path, route: Route, device: str, inputs: Sequence[torch.Tensor]) -> Runner:
+    """Open a file in a child process, or in this one where that can't be: on a GPU, in torch, or in bfloat16.
+
+    On a GPU a child would take a second context with its memory. torch runs the operators that the original ran.
+
+    Raises:
+        DeviceError: as `open_route`.
+        RuntimeCrashed: the runtime crashes on the file, hangs or is killed.
+    """
+    if not _crashes_alone(route, device, inputs):
+        return open_route(path, route, device)
+    require_runtime(route.runtime)
+    return InChild(path, partial(open_route, path, route, device), route.runtime)
+
+
+def _crashes_alone(route: Route, device: str, inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether a child process can run a route, so that a crash ends only the child."""
+    plain = all(tensor.dtype != torch.bfloat16 for tensor in inputs)
+    return route.runtime != "torch" and device == "cpu" and plain and can_start()
+
+
+def frozen(route: Route | None) -> Route | None:
+    """The route of a TorchScript file that is optimized for the machine after loading; None for other formats."""
+    if route is None or route.format != "torchscript":
+        return None
+    return Route(route.format, route.runtime, {**route.settings, "freeze": True})
+
+
+def calling(
+    call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], settings: GpuSettings | None = None
+) -> Run:
+    """A call of a module in inference mode.
+
+    Args:
+        settings: to run under; None for those in force. Files that run in between set their own.
+    """
+
+    def run() -> object:
+        if settings is not None:
+            settings.put_in_force()
+        with torch.inference_mode():
+            return call(*args, **kwargs)
+
+    return run
+
+
+# --------------------------------------------------------------------------------------------------- those of one export
+
+
 class Bench:
     """What the candidates of one export are made of."""
 
-    job: ExportJob
-    measured: MeasuredExport
-    eager: Candidate
-    """The original as it is."""
-    files: Files
-    """The proven files, with the example call."""
-    finished: Run
-    """Waits for the device."""
-    settings: GpuSettings | None
-    """The user's, which the original runs under; None on a CPU."""
-    nonfinite: NonFinite
-    """The original for inputs with NaN or infinity."""
-    lost: dict[str, str] = field(default_factory=dict)
-    """By route, how it differs from the original for such inputs, where that is allowed."""
-
-    @classmethod
-    def of(cls, job: ExportJob, measured: MeasuredExport, written: WrittenFiles, folder: Path) -> Bench:
-        call = job.samples.given
-        args, kwargs = call.args, call.kwargs
-        inputs = [tensor.detach().clone().to(job.target) for tensor in measured.adapter.flatten_inputs(args, kwargs)]
+    def __init__(self, job: ExportJob, measured: MeasuredExport, written: WrittenFiles, folder: Path) -> None:
+        self.job, self.measured = job, measured
+        self._on_gpu = job.target.type == "cuda"
+        # The user's, which the original runs under; None on a CPU.
+        self.settings = GpuSettings.now() if self._on_gpu else None
+        given = measured.adapter.flatten_inputs(job.samples.given.args, job.samples.given.kwargs)
+        inputs = [tensor.detach().clone().to(job.target) for tensor in given]
         entries = [
             {**entry, "bytes": sum((folder / path).stat().st_size for path in entry["files"])}
             for entry in written.entries
         ]
-        args, kwargs = measured.adapter.call_arguments(inputs)
-        original = copy_for_export(measured.original, job.target, measured.reference.written)
-        on_gpu = job.target.type == "cuda"
-        files = Files(folder, entries, job.target.type, inputs)
-        files.proven = files.own_routes
-        settings = GpuSettings.now() if on_gpu else None
-        return cls(
-            job,
-            measured,
-            Candidate(EAGER, lambda: calling(original, args, kwargs, settings)),
-            files,
-            torch.cuda.synchronize if on_gpu else lambda: None,
-            settings,
-            NonFinite(measured, inputs),
-        )
+        # The proven files, with the example call.
+        self.files = Files(folder, entries, job.target.type, inputs)
+        self.files.proven = self.files.own_routes
+        self.nonfinite = NonFinite(measured, inputs)
+        # By route, how it differs from the original for NaN or infinity, where that is allowed.
+        self.lost: dict[str, str] = {}
+
+    def finished(self) -> None:
+        """Wait for the device."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
 
     def prove(self, route: Route) -> None:
         """Compare the outputs of a file with the original's; in its own runtime, it was proven when it was written.
@@ -123,19 +210,32 @@ class Bench:
         job = self.job
         if job.provenance is None or not job.provenance.applied:
             return None
-        return Candidate("the optimized module", lambda: self._calling(self._module(job.model)))
+        return Candidate("the optimized module", lambda: self._calling(job.model))
 
     def with_other_passes(self) -> Iterator[Candidate]:
         """The module with another optional pass, or without one that it has; neither is a file."""
-        for other in with_other_passes(self.job):
-            yield Candidate(other.name, lambda other=other: self._calling(self._module(other.made(self.job))))  # type: ignore[misc]
+        for name, changed, passes in with_other_passes(self.job):
+            yield Candidate(name, partial(self._optimized_again, changed, passes))
+
+    def _optimized_again(self, changed: str, passes: Sequence[Pass]) -> Run:
+        """Optimize the original with other passes; each change is proven.
+
+        Raises:
+            Refused: the pass `changed` doesn't change the model.
+        """
+        module = optimize_again(self.job, passes, self.job.target)
+        record = next((each for each in report_of(module).passes if each.name == changed), None)
+        if record is not None and record.status != "applied":
+            reasons = [record.reason, *(skip.text for skip in record.skips), "it finds nothing to change"]
+            raise Refused(f"the pass is {record.status}: {next(filter(None, reasons))}")
+        return self._calling(module)
 
     def compiled(self) -> Candidate | None:
         """The module compiled by torch.compile, which is no file; None without a compiler."""
 
         def opened() -> Run:
             import_inductor()
-            run = self._calling(torch.compile(self._module(self.job.model)))
+            run = self._calling(self.job.model, torch.compile)
             with warnings.catch_warnings():
                 # Inductor recommends TF32 to whoever compiles without it.
                 warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
@@ -144,12 +244,11 @@ class Bench:
 
         return Candidate("torch.compile", opened) if missing_compiler(self.job.target) is None else None
 
-    def _module(self, model: nn.Module) -> nn.Module:
-        return copy_for_export(model, self.job.target, self.measured.reference.written)
-
-    def _calling(self, call: Callable[..., Any]) -> Run:
+    def _calling(self, model: nn.Module, compiler: Callable[[Any], Any] = lambda module: module) -> Run:
+        """The example call of a copy of a module."""
+        copy = copy_for_export(model, self.job.target, self.measured.reference.written)
         args, kwargs = self.measured.adapter.call_arguments(self.files.inputs)
-        return calling(call, args, kwargs, self.settings)
+        return calling(compiler(copy), args, kwargs, self.settings)
 
     def open_eager(self) -> Opened:
         """The original, ready to run.
@@ -157,7 +256,7 @@ class Bench:
         Raises:
             Refused: it can't run in inference mode.
         """
-        ready, dropped = open_all([self.eager])
+        ready, dropped = open_all([Candidate(EAGER, lambda: self._calling(self.measured.original))])
         for figure in dropped:
             raise Refused(f"the original, to compare with: {figure.dropped}")
         return ready[0]
@@ -176,15 +275,9 @@ class Bench:
         # Exact files before lossy ones; the sort is stable.
         files = [each.name for each in sorted(candidates, key=lambda each: each.accuracy is not None)]
         found = timed(ready, files, seconds, self.finished)
-        return Benchmark(
-            batch_sizes=self.batch_sizes,
-            threads=torch.get_num_threads(),
-            rounds=found.rounds,
-            figures=(*found.figures, *dropped),
-            recommended=next((figure.route for figure in found.figures if figure.name == found.chosen), None),
-            reason=recommendation((*found.figures, *dropped), found.chosen),
-            notes=(*found.notes, *self._notes(ready)),
-        )
+        figures, notes = (*found.figures, *dropped), (*found.notes, *self._notes(ready))
+        reason, threads = recommendation(figures, found.chosen), torch.get_num_threads()
+        return Benchmark(self.batch_sizes, threads, found.rounds, figures, found.route, reason, notes)
 
     def _notes(self, ready: Sequence[Opened]) -> list[str]:
         routes = ((each.candidate.name, str(each.candidate.route)) for each in ready)
@@ -217,15 +310,11 @@ class Bench:
 
 
 class NonFinite:
-    """The original's outputs for the example inputs with NaN or infinity in them, computed at the first comparison.
-
-    Args:
-        measured: the original.
-        inputs: the flat inputs of the example call, on the device of the files.
-    """
+    """The original's outputs for the example inputs with NaN or infinity in them, computed at the first comparison."""
 
     def __init__(self, measured: MeasuredExport, inputs: Sequence[torch.Tensor]) -> None:
         self._measured = measured
+        # The flat inputs of the example call, on the device of the files.
         self._inputs = inputs
 
     def lost_by(self, runner: Runner) -> str | None:
@@ -278,37 +367,12 @@ def _put(value: float, tensor: torch.Tensor, order: int, count: int) -> None:
     rows[slice(order % step, None, step), *middle] = value
 
 
-@dataclass(frozen=True)
-class OtherPasses:
-    """The passes of the export with one more, or without one."""
+def with_other_passes(job: ExportJob) -> Iterator[tuple[str, str, tuple[Pass, ...]]]:
+    """Each optional pass added to those of the export, or left out if the module has it already.
 
-    changed: str
-    """The name of that pass."""
-    more: bool
-    """Whether it was added; otherwise it was left out."""
-    passes: tuple[Pass, ...]
-    """The resulting passes, in order."""
-
-    @property
-    def name(self) -> str:
-        return f"the module {'with' if self.more else 'without'} {self.changed}"
-
-    def made(self, job: ExportJob) -> nn.Module:
-        """Optimize the original with these passes; each change is proven.
-
-        Raises:
-            Refused: the pass doesn't change the model.
-        """
-        module = optimize_again(job, self.passes, job.target)
-        record = next((each for each in report_of(module).passes if each.name == self.changed), None)
-        if record is not None and record.status != "applied":
-            reasons = [record.reason, *(skip.text for skip in record.skips), "it finds nothing to change"]
-            raise Refused(f"the pass is {record.status}: {next(filter(None, reasons))}")
-        return module
-
-
-def with_other_passes(job: ExportJob) -> Iterator[OtherPasses]:
-    """Each optional pass added to those of the export, or left out if the module has it already."""
+    Yields:
+        A name for the module, the name of the pass, and the resulting passes in order.
+    """
     provenance = job.provenance
     if provenance is not None and (provenance.original is None or provenance.report.mode != "inference"):
         return
@@ -316,7 +380,7 @@ def with_other_passes(job: ExportJob) -> Iterator[OtherPasses]:
     exported = {item.name for item in applied}
     for name in _OPTIONAL:
         if name in exported:
-            yield OtherPasses(name, False, tuple(item for item in used if item.name != name))
+            yield f"the module without {name}", name, tuple(item for item in used if item.name != name)
         elif all(item.name != name for item in used):
             tail = next((index for index, item in enumerate(used) if item.is_barrier), len(used))
-            yield OtherPasses(name, True, (*used[:tail], parse_pass(name), *used[tail:]))
+            yield f"the module with {name}", name, (*used[:tail], parse_pass(name), *used[tail:])
