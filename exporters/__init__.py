@@ -26,11 +26,10 @@ if TYPE_CHECKING:
         UnknownFormat,
         UnknownOpset,
         WrongFile,
-        refusing,
     )
     from exporters.evidence import Evidence, gather
     from exporters.exported_program import captured, conditions_of_program
-    from exporters.isolation import silent
+    from exporters.isolation import refusing, silent
     from exporters.onnx import OnnxExporter
     from exporters.proof import prove_file
     from exporters.pt2 import Pt2Exporter
@@ -76,10 +75,10 @@ __all__ = [
 _NAMES = {
     "exporters.aoti": "AotiExporter",
     "exporters.base": "Adapter Artifact Exporter ExportRequest LoadedArtifact TensorSpec",
-    "exporters.errors": "ExporterError ExportError MetadataError OtherMachine ProviderFallback RouteRefused StructureError UnknownFormat UnknownOpset WrongFile refusing",
+    "exporters.errors": "ExporterError ExportError MetadataError OtherMachine ProviderFallback RouteRefused StructureError UnknownFormat UnknownOpset WrongFile",
     "exporters.evidence": "Evidence gather",
     "exporters.exported_program": "captured conditions_of_program",
-    "exporters.isolation": "silent",
+    "exporters.isolation": "refusing silent",
     "exporters.onnx": "OnnxExporter",
     "exporters.proof": "prove_file",
     "exporters.pt2": "Pt2Exporter",

@@ -14,8 +14,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -33,13 +32,12 @@ from exporters.base import (
     captured_names,
     refuse_unfit,
 )
-from exporters.conditions import guard_holds
-from exporters.errors import ExportError, OtherMachine, RouteRefused, refusing
+from exporters.errors import ExportError, OtherMachine, RouteRefused
 from exporters.evidence import Evidence, gather
-from exporters.exported_program import captured, conditions_of_program, guards_in_force, take_guards
-from exporters.file_values import Program
-from exporters.isolation import silent
+from exporters.exported_program import captured, conditions_of_program, guard_holds, guards_in_force, take_guards
+from exporters.isolation import refusing, silent
 from exporters.metadata import extra_files, read_extra_file, write_archive
+from exporters.places import Program
 from exporters.proof import prove_at_calls, prove_program
 from exporters.routes import Route, first_right
 from exporters.torch_private import (
@@ -110,7 +108,8 @@ class AotiExporter(Exporter):
     ) -> tuple[Path, ...]:
         guards = take_guards(program)
         path = folder / self.file_name
-        with _private_cache(folder):
+        # Without line information, and with a temporary cache: the user's is neither read nor written.
+        with silent(), inductor_cache(folder), without_line_info():
             with evidence.undisturbed(), refusing("it can't be compiled"), silent():
                 files = _compile(program, folder)
             # Compiling adds further conditions.
@@ -129,13 +128,6 @@ class AotiExporter(Exporter):
             write_package(files, evidence, guards, path)
         with refusing("the package can't be loaded"):
             return self.load(path, str(evidence.device))
-
-
-@contextmanager
-def _private_cache(folder: Path) -> Iterator[None]:
-    """Compile without line information, with a temporary cache in `folder`: the user's is neither read nor written."""
-    with silent(), inductor_cache(folder), without_line_info():
-        yield
 
 
 def missing_compiler() -> str | None:
@@ -219,17 +211,14 @@ def _compiler(folder: Path) -> str:
 
 
 def write_package(files: Sequence[Path], evidence: Evidence, guards: Sequence[str], path: Path) -> None:
-    """Write the package, including the metadata that its loader needs.
-
-    Raises:
-        OSError: the file can't be written, for example because the disk is full.
-    """
+    """Write the package, including the metadata that its loader needs."""
+    device = evidence.device
     ours = {
         "inputs": [asdict(spec) for spec in evidence.input_specs],
         "parameters": captured_names(evidence.adapter.input_names),
         "guards": list(guards),
         "needs": _needs(),
-        "device": _device_name(evidence.device),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "torch": torch.__version__,
     }
     for file in files:
@@ -255,16 +244,8 @@ def _needs() -> list[str]:
     return sorted({"fma": "fma3"}.get(name, name) for name in names)
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-
-
 def package_metadata(path: Path) -> dict[str, Any]:
-    """The package's metadata, with our entry parsed.
-
-    Raises:
-        OtherMachine: it isn't a package of this program.
-    """
+    """The package's metadata, with our entry parsed; OtherMachine if it isn't a package of this program."""
     found: Mapping[str, str] = package_loader().load_metadata_from_package(str(path), MODEL)
     if _OURS not in found:
         raise OtherMachine(
@@ -324,14 +305,9 @@ class LoadedPackage:
         for guard in self._guards:
             if not guard_holds(guard, sizes):
                 raise ValueError(f"The file wasn't compiled for inputs of these sizes: {guard} doesn't hold.")
-        held = [_laid_out(tensor.detach().to(self._target)) for tensor in tensors]
+        held = [tensor.detach().to(self._target).contiguous() for tensor in tensors]
+        held = [tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor for tensor in held]
         with torch.no_grad():
             outputs = self._loader.boxed_run(held)
         # An output may be a constant in the library, whose memory is freed with the loader.
         return tuple(output.clone() for output in outputs)
-
-
-def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in the layout that the code was compiled for: contiguous, at an aligned address."""
-    tensor = tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor

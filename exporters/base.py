@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import keyword
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -14,10 +16,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from exporters.errors import RouteRefused, StructureError
-from exporters.file_values import FileParts, FileValues, Program
 from exporters.isolation import silent, undisturbed
-from exporters.signature import bind, identifier, input_names, output_names, positional_parameters
-from optimize_export.structure import ContainerNode, Structure, kind_without_strides
+from exporters.places import FileParts, FileValues, Program
+from optimize_export.structure import ContainerNode, Key, Structure, kind_without_strides, unique
 from optimize_export.wording import dtype_name
 
 T = TypeVar("T")
@@ -66,7 +67,7 @@ class Adapter(nn.Module):
         # Set the flag instead of calling train(), which would also switch the model. The old ONNX exporter reads the
         # flag of the outermost module.
         self.training = model.training
-        bound = bind(model, args, kwargs or {})
+        bound = _bind(model, args, kwargs or {})
         self._positional = len(args)
         # The structures of the arguments (by name) and of the output.
         self.inputs = Structure(bound, side="argument")
@@ -76,7 +77,11 @@ class Adapter(nn.Module):
         self.outputs = outputs
         if not self.outputs.paths:
             raise StructureError("The model's output contains no tensor, so a file would compute nothing.")
-        self.input_names, self.output_names = self._names(input_names, output_names)
+        self.input_names = _input_names(self.inputs, input_names)
+        own = _output_names(self.outputs.paths, self.input_names)
+        self.output_names = own if output_names is None else _given("output", output_names, own)
+        if both := sorted(set(self.input_names) & set(self.output_names)):
+            raise StructureError(f"`{both[0]}` names an input and an output; each tensor of a file needs its own name.")
         self.__class__ = _with_signature(self.input_names)
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -86,27 +91,15 @@ class Adapter(nn.Module):
     def flatten_inputs(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """The tensors in a call's arguments, in the order of `input_names`.
-
-        Raises:
-            StructureError: the structure or a constant of the arguments differs from the example.
-        """
-        return self.inputs.flatten(bind(self.model, args, kwargs or {}))
+        """The tensors in a call's arguments, in the order of `input_names`; StructureError if its structure differs."""
+        return self.inputs.flatten(_bind(self.model, args, kwargs or {}))
 
     def flatten_outputs(self, outputs: Any) -> tuple[torch.Tensor, ...]:
-        """The tensors in the model's return value, in the order of `output_names`.
-
-        Raises:
-            StructureError: the structure or a constant of the outputs differs from the example.
-        """
+        """The tensors in the model's return value, in the order of `output_names`; StructureError if it differs."""
         return self.outputs.flatten(outputs)
 
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run the model on copies of flat inputs, since a model may write to them; return the flat outputs.
-
-        Raises:
-            StructureError: the structure or a constant of the outputs differs from the example.
-        """
+        """Run the model on copies of flat inputs, since a model may write to them; return the flat outputs."""
         return self.outputs.flatten(self._call(clones(tensors)))
 
     @property
@@ -118,7 +111,9 @@ class Adapter(nn.Module):
     def positional_names(self) -> list[str]:
         """The names of the arguments that a call can pass by position, in order; also those that no call passed."""
         given = list(self.inputs.root.keys)[: self._positional] if isinstance(self.inputs.root, ContainerNode) else []
-        return [*map(str, given), *positional_parameters(self.model)[self._positional :]]
+        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = [parameter.name for parameter in _forward_parameters(self.model) if parameter.kind in by_position]
+        return [*map(str, given), *names[self._positional :]]
 
     @property
     def output_structure(self) -> Any:
@@ -136,16 +131,6 @@ class Adapter(nn.Module):
         args, kwargs = self.call_arguments(tensors)
         return self.model(*args, **kwargs)
 
-    def _names(
-        self, inputs: Sequence[str] | None, outputs: Sequence[str] | None
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        chosen_inputs = _input_names(self.inputs, inputs)
-        own_outputs = output_names(self.outputs.paths, chosen_inputs)
-        chosen_outputs = own_outputs if outputs is None else _given("output", outputs, own_outputs)
-        if both := sorted(set(chosen_inputs) & set(chosen_outputs)):
-            raise StructureError(f"`{both[0]}` names an input and an output; each tensor of a file needs its own name.")
-        return chosen_inputs, chosen_outputs
-
 
 def named_inputs(
     model: nn.Module,
@@ -154,13 +139,8 @@ def named_inputs(
     *,
     input_names: Sequence[str] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a call, by the input names that an adapter gives them; doesn't run the model.
-
-    Raises:
-        StructureError: an argument isn't a tree of tensors and constants; the names passed are invalid, duplicates or
-            the wrong number.
-    """
-    bound = bind(model, args, kwargs or {})
+    """The tensors of a call, by the input names that an adapter gives them; raises as it, but doesn't run the model."""
+    bound = _bind(model, args, kwargs or {})
     structure = Structure(bound, side="argument")
     return dict(zip(_input_names(structure, input_names), structure.flatten(bound), strict=True))
 
@@ -376,8 +356,19 @@ class Exporter(ABC):
 
 
 def _input_names(structure: Structure, given: Sequence[str] | None) -> tuple[str, ...]:
-    own = input_names(structure.paths)
+    """Identifiers for arguments: `mask`, `past_key_values_0_1`."""
+    own = unique(_identifier(path) for path in structure.paths)
     return own if given is None else _given("input", given, own)
+
+
+def _output_names(paths: Iterable[tuple[Key, ...]], taken: Sequence[str]) -> tuple[str, ...]:
+    """Identifiers for outputs: `logits`, `hidden_states_1`, `output`, `output_0`; never one of `taken`."""
+    names = []
+    for path in paths:
+        unnamed = not path or isinstance(path[0], int)
+        name = _identifier(("output", *path) if unnamed else path)
+        names.append(f"{name}_out" if name in taken else name)
+    return unique(names, taken)
 
 
 def _given(side: str, names: Sequence[str], own: tuple[str, ...]) -> tuple[str, ...]:
@@ -388,6 +379,47 @@ def _given(side: str, names: Sequence[str], own: tuple[str, ...]) -> tuple[str, 
     if len(set(names)) != len(names):
         raise StructureError(f"The {side} names {', '.join(names)} aren't unique.")
     return tuple(names)
+
+
+def _bind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names in the model's signature, in the order in which they were passed.
+
+    Arguments that can't be passed by name get names that no other argument has.
+
+    Raises:
+        StructureError: an argument is passed both by position and by name.
+    """
+    parameters = _forward_parameters(model)
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][: len(args)]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "input")
+    either_way = [p.name for p in named if p.kind is p.POSITIONAL_OR_KEYWORD]
+    before = [p.name for p in named if p.kind is p.POSITIONAL_ONLY]
+    after = [f"{rest}_{i}" for i in range(len(args) - len(named))]
+    others = unique([*before, *after], {*either_way, *kwargs})
+    names = [*others[: len(before)], *either_way, *others[len(before) :]]
+    if twice := [name for name in kwargs if name in names]:
+        raise StructureError(f"argument `{twice[0]}` is given twice, by position and by name.")
+    return {**dict(zip(names, args, strict=True)), **kwargs}
+
+
+def _forward_parameters(model: nn.Module) -> list[inspect.Parameter]:
+    if isinstance(model, torch.jit.ScriptModule):
+        scripted: Any = model.forward
+        arguments = scripted.schema.arguments[1:]
+        return [inspect.Parameter(argument.name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for argument in arguments]
+    # Prefer the forward of the class: one set on the instance often takes only *args.
+    of_class = type(model).forward is not nn.Module.forward
+    try:
+        parameters = list(inspect.signature(type(model).forward if of_class else model.forward).parameters.values())
+    except (TypeError, ValueError):  # forward isn't a Python function, so the names are unknown
+        return []
+    return parameters[1:] if of_class else parameters
+
+
+def _identifier(path: tuple[Key, ...]) -> str:
+    """The path to a tensor as a Python identifier."""
+    name = re.sub(r"\W", "_", "_".join(map(str, path)), flags=re.ASCII) or "_"
+    return f"_{name}" if name[0].isdigit() or keyword.iskeyword(name) else name
 
 
 def _with_signature(names: tuple[str, ...]) -> type[Adapter]:
@@ -405,7 +437,8 @@ def _with_signature(names: tuple[str, ...]) -> type[Adapter]:
 def parameter_names(names: Sequence[str]) -> list[str]:
     """Unique, valid parameter names for the inputs, none of them `self`."""
     parameters: list[str] = []
-    for name in map(identifier, names):
+    for name in names:
+        name = _identifier((name,))
         while name == "self" or name in parameters:
             name = f"{name}_"
         parameters.append(name)
@@ -417,7 +450,10 @@ def captured_names(names: Sequence[str]) -> list[str]:
 
     torch names the inputs of a program after the parameters in lower case, but not those in guards.
     """
-    return parameter_names([identifier(name).lower() for name in names])
+    return parameter_names([_identifier((name,)).lower() for name in names])
+
+
+_MODULE_STATE = frozenset(vars(nn.Module()))
 
 
 def _strays(model: nn.Module) -> Iterator[nn.Module | nn.Parameter]:
@@ -425,12 +461,12 @@ def _strays(model: nn.Module) -> Iterator[nn.Module | nn.Parameter]:
     known = {id(module) for module in model.modules()} | {id(parameter) for parameter in model.parameters()}
     for module in list(model.modules()):
         for name, value in vars(module).items():
-            if name.startswith("_") and name in _MODULE_STATE:
+            if name in _MODULE_STATE or not isinstance(value, list | tuple | dict):
                 continue
-            for stray in _held(value):
-                if id(stray) not in known:
-                    known.add(id(stray))
-                    yield stray
+            for held in pytree.tree_leaves(value):
+                if isinstance(held, nn.Module | nn.Parameter) and id(held) not in known:
+                    known.add(id(held))
+                    yield held
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -441,22 +477,6 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in vars(module).items():
             leaves = pytree.tree_leaves(value) if name not in _MODULE_STATE else ()
             yield from ((f"{path}.{name}", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
-
-
-_MODULE_STATE = frozenset(vars(nn.Module()))
-
-
-def _held(value: Any) -> Iterator[nn.Module | nn.Parameter]:
-    items: Sequence[Any] = ()
-    if isinstance(value, list | tuple):
-        items = value
-    elif isinstance(value, dict):
-        items = tuple(value.values())
-    for item in items:
-        if isinstance(item, nn.Module | nn.Parameter):
-            yield item
-        else:
-            yield from _held(item)
 
 
 def move_to(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

@@ -34,11 +34,7 @@ _DYING = 10.0
 
 
 class InChild:
-    """A file that runs in the child process, as a `LoadedArtifact`.
-
-    Args:
-        path: the file; `opener` opens it.
-        runtime: names the runtime in messages, with its version.
+    """A file that runs in the child process, as a `LoadedArtifact`; `runtime` names the runtime, with its version.
 
     Raises:
         RuntimeCrashed: the child ended, or didn't answer in time. It is raised by each later call too.
@@ -51,7 +47,8 @@ class InChild:
         self._child = _running()
         self._number = next(self._numbers)
         self._runtime = runtime
-        self._longest = _LONGEST + _LONGEST_PER_GIB * _size(path) / 2**30
+        size = sum(each.stat().st_size for each in path.parent.glob(f"{path.name}*") if each.is_file())
+        self._longest = _LONGEST + _LONGEST_PER_GIB * size / 2**30
         known = self._asked("open", pickle.dumps(opener), "loads the file")
         self.device: str = known["device"]
         self.settings: dict[str, str] = known["settings"]
@@ -66,7 +63,7 @@ class InChild:
         try:
             return self._child.asked((kind, self._number, argument), self._longest)
         except _Ended as ended:
-            raise RuntimeCrashed(f"{self._runtime} {ended.how} while it {does}") from None
+            raise RuntimeCrashed(f"{self._runtime} {ended} while it {does}") from None
 
     def close(self) -> None:
         """Close the file, whose weights take memory in the child."""
@@ -118,11 +115,7 @@ def can_start() -> bool:
 
 
 class _Ended(Exception):
-    """The child ended without an answer; `how` says how, as in "crashes (SIGSEGV)"."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__(how)
-        self.how = how
+    """The child ended without an answer; the text says how, as in "crashes (SIGSEGV)"."""
 
 
 class _Child:
@@ -229,10 +222,6 @@ def _how(code: int) -> str:
     if name == "SIGKILL":
         return "is killed (SIGKILL, mostly because the memory is exhausted)"
     return f"crashes ({name})"
-
-
-def _size(path: Path) -> int:
-    return sum(each.stat().st_size for each in path.parent.glob(f"{path.name}*") if each.is_file())
 
 
 def _array(tensor: torch.Tensor) -> Any:

@@ -21,14 +21,13 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from exporters.base import Adapter
-from exporters.eager_runs import number_of_pieces
+from exporters.eager_runs import Observer, number_of_pieces
 from exporters.errors import RouteRefused
 from exporters.isolation import silent, undisturbed
-from exporters.places import paths_of, place_of, user_frame
+from exporters.places import user_frame
 from exporters.torch_private import is_tracing
 
 Dependence = Literal["size", "count", "value", "length"]
@@ -62,19 +61,11 @@ _TO_NUMPY = frozenset({"numpy", "__array__", "__dlpack__"})
 _LEVELS: tuple[Dependence | None, ...] = (None, "size", "count", "value", "length")
 
 
-class Watch(TorchFunctionMode):
-    """Record where Python reads values and sizes of the inputs while an adapter is traced.
-
-    It sees calls of torch in the model's code, but not those inside torch's own Python functions.
-    """
+class Watch(Observer):
+    """Record where Python reads values and sizes of the inputs while an adapter is traced."""
 
     def __init__(self, adapter: Adapter, fixed: Sequence[Sequence[bool]] = ()) -> None:
-        """Prepare the record.
-
-        Args:
-            fixed: which of the `asked` sizes are the same in all calls; reading these isn't recorded.
-        """
-        super().__init__()
+        super().__init__(adapter)
         # Places where Python reads a value that depends on the inputs' values, or branches on a size that does.
         self.values: list[str] = []
         self.counts: list[str] = []
@@ -86,18 +77,15 @@ class Watch(TorchFunctionMode):
         self.asked: list[tuple[int, ...]] = []
         # Those of the places at which a tensor becomes a numpy array.
         self.in_numpy: set[str] = set()
+        # Which of the `asked` sizes are the same in all calls; reading these isn't recorded.
         self._fixed = fixed
-        self._paths = paths_of(adapter.model)
         self._dependent: Any = WeakTensorKeyDictionary()
 
     def start(self, module: nn.Module, tensors: tuple[torch.Tensor, ...]) -> None:
         """A forward pre-hook for the adapter: start a new record for a trace on these inputs."""
         if is_tracing():
-            self.values.clear()
-            self.counts.clear()
-            self.sizes.clear()
-            self.pieces.clear()
-            self.asked.clear()
+            for record in (self.values, self.counts, self.sizes, self.pieces, self.asked):
+                record.clear()
             self._dependent = WeakTensorKeyDictionary()
             for tensor in tensors:
                 self._dependent[tensor] = "value"
@@ -113,8 +101,10 @@ class Watch(TorchFunctionMode):
         if depends is None:
             return result
         given = list(_tensors_in(result))
-        if getattr(func, "__name__", "") in _TO_CONSTANTS and (read := self._dependence(_listed(args, kwargs))):
-            self._note(read, func)
+        if getattr(func, "__name__", "") in _TO_CONSTANTS:
+            lists = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, list | tuple)]
+            if read := self._dependence(lists):
+                self._note(read, func)
         if _asks_for_a_size(func):
             depends = "count" if depends == "length" else "size"
             sizes = self._open_sizes(result)
@@ -126,9 +116,11 @@ class Watch(TorchFunctionMode):
         ):
             depends = "length"
         if (count := number_of_pieces(func, args, result)) is not None and self._open_sizes((count,)):
-            self.pieces.append(self._place(sys._getframe(1))[1])
+            self.pieces.append(self.line(sys._getframe(1))[1])
         for tensor in (*given, *_written_tensors(func, args, kwargs or {})):
-            self._mark(tensor, depends)
+            for each in (tensor, tensor._base):
+                if each is not None:
+                    self._dependent[each] = max(self._dependent.get(each), depends, key=_LEVELS.index)
         if not given and not _tells_no_value(func, result):
             self._note(depends, func)
         return result
@@ -144,25 +136,17 @@ class Watch(TorchFunctionMode):
         held = (each for tensor in _tensors_in(arguments) for each in (tensor, tensor._base) if each is not None)
         return max((self._dependent.get(each) for each in held), key=_LEVELS.index, default=None)
 
-    def _mark(self, tensor: torch.Tensor, depends: Dependence) -> None:
-        for each in (tensor, tensor._base):
-            if each is not None:
-                self._dependent[each] = max(self._dependent.get(each), depends, key=_LEVELS.index)
-
     def _note(self, depends: Dependence, func: Any) -> None:
         innermost = sys._getframe(2)
-        frame, place = self._place(innermost)
+        frame, place = self.line(innermost)
         # Checks of torch's own layers count as little as those of the user.
-        if not any(map(_only_raises, _frames_up_to(innermost, frame))):
-            if getattr(func, "__name__", "") in _TO_NUMPY:
-                self.in_numpy.add(place)
-            is_branch = getattr(func, "__name__", "") == "__bool__"
-            counts = self.counts if is_branch else self.values
-            {"size": self.sizes, "count": counts}.get(depends, self.values).append(place)
-
-    def _place(self, innermost: FrameType) -> tuple[FrameType | None, str]:
-        frame = user_frame(innermost)
-        return frame, place_of(frame, frame.f_lineno if frame else 0, self._paths)
+        if any(_is_check(each) and not _may_be_caught(each) for each in _frames_up_to(innermost, frame)):
+            return
+        if getattr(func, "__name__", "") in _TO_NUMPY:
+            self.in_numpy.add(place)
+        is_branch = getattr(func, "__name__", "") == "__bool__"
+        counts = self.counts if is_branch else self.values
+        {"size": self.sizes, "count": counts}.get(depends, self.values).append(place)
 
 
 def _with_checked_states(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -178,20 +162,16 @@ def _with_checked_states(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return *args[:place], states, *args[place + 1 :]
 
 
-class _Reads(TorchFunctionMode):
+class _Reads(Observer):
     """Find the first call in which Python reads a value of a tensor, whether it depends on the inputs or not."""
 
-    def __init__(self, adapter: Adapter) -> None:
-        super().__init__()
-        self.place = ""
-        self._paths = paths_of(adapter.model)
+    place = ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         reads = not self.place and not _asks_for_a_size(func) and not list(_tensors_in(result))
         if reads and not _tells_no_value(func, result) and list(_tensors_in((args, kwargs))):
-            frame = user_frame(sys._getframe(1))
-            self.place = place_of(frame, frame.f_lineno if frame else 0, self._paths)
+            self.place = self.line(sys._getframe(1))[1]
         return result
 
 
@@ -203,14 +183,7 @@ def first_read(adapter: Adapter, tensors: Sequence[torch.Tensor]) -> str:
 
 
 def refuse_values(watch: Watch, where: str = "", *, counts: bool = True) -> None:
-    """Raise if Python read a value of the inputs.
-
-    Args:
-        counts: whether a branch on a size that depends on values counts, too.
-
-    Raises:
-        RouteRefused: names the line that reads the value.
-    """
+    """Raise RouteRefused if Python read a value of the inputs; with `counts`, also if it branched on such a size."""
     if watch.values and watch.values[0] in watch.in_numpy:
         raise RouteRefused(
             f"{where}the model computes in numpy at {watch.values[0]}, which a trace can't record: it would keep the result "
@@ -252,11 +225,6 @@ def _lengths(func: Any, args: Any) -> Any:
     return args[1:] if name == "new_zeros" else args if name in _BY_A_NUMBER else ()
 
 
-def _listed(args: Any, kwargs: Any) -> Any:
-    """The lists of numbers among the arguments."""
-    return [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, list | tuple)]
-
-
 def _index(args: Any) -> tuple[Any, ...]:
     return args[1] if isinstance(args[1], tuple) else (args[1],)
 
@@ -279,14 +247,11 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in nested containers; during a trace, a torch.Size contains tensors, too."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, slice):
-        yield from _tensors_in((value.start, value.stop, value.step))
+        return
+    items: Any = (value.start, value.stop, value.step) if isinstance(value, slice) else ()
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else items
+    for item in items:
+        yield from _tensors_in(item)
 
 
 def _frames_up_to(innermost: FrameType, outermost: FrameType | None) -> Iterator[FrameType]:
@@ -296,21 +261,17 @@ def _frames_up_to(innermost: FrameType, outermost: FrameType | None) -> Iterator
         frame = None if frame is outermost else frame.f_back
 
 
-def _only_raises(frame: FrameType) -> bool:
-    """Whether the frame is running the test of an `assert`, or of an `if` with a branch that raises, and no one catches it.
+def _is_check(frame: FrameType) -> bool:
+    """Whether the frame is running the test of an `assert`, or of an `if` with a branch that raises.
 
     Or one of torch's methods that only check arguments: `GRU.check_forward_args`.
     """
-    return _is_check(frame) and not _may_be_caught(frame)
-
-
-def _is_check(frame: FrameType) -> bool:
     if frame.f_code.co_name.startswith("check_") and user_frame(frame) is not frame:
         return True
     positions = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
-    line, end_line, column, end_column = positions
-    if line is None or end_line is None or column is None or end_column is None:
+    if None in positions:
         return False
+    line, end_line, column, end_column = positions
     start, end = (line, column), (end_line, end_column)
     # The instruction that converts a test to bool has the position of the test or of the whole statement.
     return any(
@@ -353,10 +314,7 @@ def _raising_tests(path: str) -> tuple[tuple[_Span, _Span], ...]:
 
 @lru_cache(maxsize=256)
 def _tries(path: str) -> tuple[tuple[int, int], ...]:
-    """The first and last line of each block that some errors may not leave.
-
-    These are the bodies of `try`, unless all handlers raise, and of `with suppress(...)`.
-    """
+    """The first and last line of each `try` whose handlers don't all raise, and of each `with suppress(...)`."""
     return tuple(
         (node.body[0].lineno, node.body[-1].end_lineno or 0)
         for node in ast.walk(_parsed(path))

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import length_hint
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,20 +28,20 @@ if TYPE_CHECKING:
 _SPLITTING = frozenset({"split", "chunk", "tensor_split"})
 
 
-class _Observer(TorchFunctionMode):
-    """The base of modes that see each call of torch in a model's code."""
+class Observer(TorchFunctionMode):
+    """The base of modes that see each call of torch in a model's code, but not those inside torch's own functions."""
 
     def __init__(self, adapter: Adapter) -> None:
         super().__init__()
         self._paths = paths_of(adapter.model)
 
-    def _line(self) -> str:
-        """The user's line that makes the current call; called by `__torch_function__`."""
-        frame = user_frame(sys._getframe(2))
-        return place_of(frame, frame.f_lineno if frame else 0, self._paths)
+    def line(self, innermost: FrameType) -> tuple[FrameType | None, str]:
+        """The user's frame that makes the current call, and its line as text."""
+        frame = user_frame(innermost)
+        return frame, place_of(frame, frame.f_lineno if frame else 0, self._paths)
 
 
-class _Draws(_Observer):
+class _Draws(Observer):
     """Find the first call that changes the state of the CPU's generator or, if CUDA is in use, of a GPU's."""
 
     place = ""
@@ -49,7 +50,7 @@ class _Draws(_Observer):
         before = _states() if not self.place else []
         value = func(*args, **(kwargs or {}))
         if not self.place and _states() != before:
-            self.place = self._line()
+            self.place = self.line(sys._getframe(1))[1]
         return value
 
 
@@ -66,7 +67,7 @@ def _states() -> list[bytes]:
     return [state.numpy().tobytes() for state in states]
 
 
-class _Ranks(_Observer):
+class _Ranks(Observer):
     """Record each call that returns a tensor: its function, the number of dims, and the line."""
 
     def __init__(self, adapter: Adapter) -> None:
@@ -76,7 +77,7 @@ class _Ranks(_Observer):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         value = func(*args, **(kwargs or {}))
         if isinstance(value, torch.Tensor):
-            self.calls.append((getattr(func, "__name__", ""), value.dim(), self._line()))
+            self.calls.append((getattr(func, "__name__", ""), value.dim(), self.line(sys._getframe(1))[1]))
         return value
 
 
@@ -111,7 +112,7 @@ class _Split:
     size: tuple[int, ...]
 
 
-class _Pieces(_Observer):
+class _Pieces(Observer):
     """Record each call that splits a tensor."""
 
     def __init__(self, adapter: Adapter) -> None:
@@ -122,7 +123,7 @@ class _Pieces(_Observer):
         result = func(*args, **(kwargs or {}))
         if (count := number_of_pieces(func, args, result)) is not None:
             size = _split_size(getattr(func, "__name__", ""), args, kwargs or {}, count)
-            self.seen.append(_Split(self._line(), count, size))
+            self.seen.append(_Split(self.line(sys._getframe(1))[1], count, size))
         return result
 
 

@@ -2,36 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from optimize_export.errors import ExporterError, StructureError
-from optimize_export.wording import first_clause
 
-__all__ = [
-    "CalibrationError",
-    "ExportError",
-    "ExporterError",
-    "MetadataError",
-    "NothingToQuantize",
-    "OtherMachine",
-    "ProviderFallback",
-    "QuantizationError",
-    "RouteRefused",
-    "RuntimeCrashed",
-    "StructureError",
-    "UnknownFormat",
-    "UnknownOpset",
-    "WrongFile",
-    "one_line",
-    "refusing",
-]
-
-_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM})
+# Exported again; the other errors are defined here.
+__all__ = ["ExporterError", "StructureError"]
 
 
 class UnknownFormat(ExporterError):
@@ -96,34 +72,3 @@ class CalibrationError(QuantizationError):
 
 class OtherMachine(ExporterError):
     """A file made for one device and processor was loaded on another."""
-
-
-@contextmanager
-def refusing(what: str | None = None) -> Iterator[None]:
-    """Turn any exception raised inside into RouteRefused: third-party capture code can raise anything.
-
-    Exceptions that don't concern the route pass through: out of memory, a full disk, and non-Exceptions such as an
-    interrupt.
-    """
-    try:
-        yield
-    except (RouteRefused, MemoryError):
-        raise
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
-            raise
-        reason = one_line(error)
-        raise RouteRefused(f"{what}: {reason}" if what else reason) from error
-
-
-def one_line(error: BaseException, limit: int = 200) -> str:
-    """The first line of the root cause's message, without paths of this machine and addresses."""
-    while error.__cause__ is not None and not isinstance(error, ExporterError):
-        error = error.__cause__
-    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
-    line = first_clause(lines)
-    if " " not in line:  # the message of a KeyError is only the key
-        line = f"{type(error).__name__}: {line}"
-    line = re.sub(r"<([\w.]+) object at 0x\w+>", r"\1", line)
-    line = re.sub(r"(?:[A-Za-z]:)?(?:[\\/][\w.\-+@]+){2,}[\\/]([\w.\-+@]+)", r"\1", line).rstrip(".:; ")
-    return line if len(line) <= limit else f"{line[: limit - 1].rstrip()}…"

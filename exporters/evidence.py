@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from exporters.base import Adapter, Captures, ExportRequest, TensorSpec
-from exporters.conditions import Line, line_through
 from exporters.eager_runs import dims_that_change, place_of_draws
 from exporters.errors import RouteRefused, StructureError
 from exporters.isolation import silent, undisturbed
@@ -29,6 +28,35 @@ _LARGEST_INPUT = 64 * 2**20
 
 # The shapes of all inputs in one call.
 Shapes = list[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A size as a function of the batch: `slope` * batch + `start`.
+
+    "Batch" means any size that grows: that of another open dim, or the step number when all sizes grow together.
+    """
+
+    slope: int
+    start: int
+
+    def at(self, batch: int) -> int:
+        return self.slope * batch + self.start
+
+
+def line_through(batches: Sequence[int], sizes: Sequence[int]) -> Line | None:
+    """The line with integer slope and start through the sizes at these batches; None if there is none."""
+    if len(set(sizes)) == 1:
+        return Line(0, sizes[0])
+    points = list(zip(batches, sizes, strict=False))
+    # The first open dim may keep its size where another one changes.
+    other = next((point for point in points if point[0] != batches[0]), None)
+    if other is None:
+        return None
+    slope, rest = divmod(other[1] - sizes[0], other[0] - batches[0])
+    line = Line(slope, sizes[0] - slope * batches[0])
+    fits = not rest and all(line.at(batch) == size for batch, size in points)
+    return line if fits else None
 
 
 class TooLarge(RouteRefused):
@@ -109,9 +137,7 @@ class Evidence:
     def fixing(self, view: Evidence, batch: int) -> Evidence | None:
         """The evidence from one size outside the calls on, where only the others change; None if no others change.
 
-        Args:
-            view: the evidence for the one size, out of `along`.
-            batch: its value.
+        That size is the one of `view`, out of `along`, and is `batch` there.
         """
         others = [each for each in self.directions if not (each.steps or set(each.dims) & set(view.open_dims))]
         if view.steps or not others:
@@ -182,10 +208,7 @@ class Evidence:
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """The batch of each call: the size of the first open dim, or `steps` where several sizes grow together.
-
-        Empty where no dim is open.
-        """
+        """The batch of each call: the size of the first open dim, or `steps`; empty where no dim is open."""
         return self.steps or tuple(
             tensors[index].shape[dim] for tensors in self.inputs for index, dim in self.open_dims[:1]
         )
@@ -195,11 +218,7 @@ class Evidence:
         return line_through(self.batches, [tensors[index].shape[dim] for tensors in self.inputs])
 
     def shapes_at(self, batch: int) -> list[tuple[int, ...]]:
-        """The shapes of the inputs at another batch.
-
-        Raises:
-            RouteRefused: an open dim isn't a linear function of the batch.
-        """
+        """The shapes of the inputs at another batch; RouteRefused if an open dim isn't a linear function of the batch."""
         shapes = [list(tensor.shape) for tensor in self.inputs[0]]
         for index, dim in self.open_dims:
             line = self.line(index, dim)
@@ -212,11 +231,7 @@ class Evidence:
         return [tuple(shape) for shape in shapes]
 
     def inputs_at(self, batch: int) -> tuple[torch.Tensor, ...]:
-        """Inputs at another batch, built by repeating rows of the calls.
-
-        Raises:
-            RouteRefused: they would be too large, or an open dim isn't a linear function of the batch.
-        """
+        """Inputs at another batch, built by repeating rows of the calls; TooLarge if that would take too much memory."""
         made = list(self.inputs[0])
         shapes = self.shapes_at(batch)
         for index in {index for index, _ in self.open_dims}:

@@ -1,12 +1,16 @@
-"""Programs captured by torch.export, and the assumptions of the capture about the open dims."""
+"""Programs captured by torch.export, and the assumptions of the capture about the open dims: conditions and guards.
+
+Conditions are functions of one number, the batch (`evidence.Line`); guards are comparisons of input sizes as Python source.
+"""
 
 from __future__ import annotations
 
 import copy
 import itertools
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -15,13 +19,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from exporters.base import Captures, TensorSpec, captured_names, clones
-from exporters.conditions import Condition, Line, UnreadableGuard, batches_near, guard_holds
 from exporters.decisions import refuse_values
-from exporters.errors import RouteRefused, refusing
-from exporters.evidence import Evidence, Shapes
-from exporters.file_values import Program, operations_of
-from exporters.isolation import silent, undisturbed
-from exporters.places import place_in_stack
+from exporters.errors import RouteRefused
+from exporters.evidence import Evidence, Line, Shapes
+from exporters.isolation import refusing, silent, undisturbed
+from exporters.places import Program, operations_of, place_in_stack
 from exporters.torch_private import at_least, lstm_in_one_piece
 from exporters.tracing import trace
 from optimize_export.relations import can_be_declared
@@ -38,13 +40,26 @@ _FIXED = (
 )
 
 
+@dataclass(frozen=True)
+class Condition:
+    """An assumption that a capture made."""
+
+    # The condition or its location in the source, for messages.
+    what: str
+    # Whether it holds at a batch.
+    holds: Callable[[int], bool]
+    # Batches worth checking, such as a number that the batch is compared with.
+    hints: frozenset[int] = frozenset()
+    # The index of the view in `Evidence.along` whose size the condition is about.
+    along: int = 0
+    # The condition as a relation of sizes by name: `4096*batch <= 2147483648`; "" if a bundle can't declare it.
+    relation: str = ""
+
+
 def captured(evidence: Evidence, *, strict: bool) -> tuple[torch.export.ExportedProgram, Program]:
     """The shared capture as a program of the caller's own, without origin metadata in its nodes; weights aren't copied.
 
-    The second result holds the program with the places of its values in the model.
-
-    Args:
-        strict: as for `shared_program`.
+    The second result holds the program with the places of its values in the model. `strict` is as for `shared_program`.
 
     Raises:
         RouteRefused: the model can't be captured, or the capture specialized an open dim.
@@ -104,32 +119,20 @@ def _captured(evidence: Evidence, *, strict: bool) -> torch.export.ExportedProgr
                 adapter, inputs, dynamic_shapes=shapes if any(shapes) else None, strict=strict
             )
     except RouteRefused as refusal:
-        _name_the_line_that_reads_a_value(evidence)
+        # If Python reads a value of the inputs, a trace names the line. The trace may fail for reasons of its own.
+        try:
+            _, watch = trace(adapter, evidence.inputs[0])
+        except RouteRefused:
+            pass
+        else:
+            refuse_values(watch)
         raise _naming_the_fixed_dim(refusal, evidence, strict=strict) from refusal
-    _plain_parameters(program)
-    return program
-
-
-def _name_the_line_that_reads_a_value(evidence: Evidence) -> None:
-    """Raise if Python reads a value of the inputs: a trace shows the line.
-
-    Raises:
-        RouteRefused: names the line.
-    """
-    adapter = evidence.captures.adapter
-    try:
-        _, watch = trace(adapter, evidence.inputs[0])
-    except RouteRefused:  # it can't be traced either, for reasons of its own
-        return
-    refuse_values(watch)
-
-
-def _plain_parameters(program: torch.export.ExportedProgram) -> None:
-    """Replace parameters of other classes that hold plain tensors, since files only support plain parameters."""
+    # Files only support plain parameters, and some of other classes hold a plain tensor.
     for name, held in program.state_dict.items():
         values = held.detach()
         if isinstance(held, nn.Parameter) and type(held) is not nn.Parameter and type(values) is torch.Tensor:
             program.state_dict[name] = nn.Parameter(values, requires_grad=held.requires_grad)
+    return program
 
 
 def _naming_the_fixed_dim(refusal: RouteRefused, evidence: Evidence, *, strict: bool) -> RouteRefused:
@@ -264,15 +267,11 @@ def _relation(relation: Any, lines: Mapping[Any, Line], names: Mapping[Any, str]
         return bool(value == True)  # noqa: E712 - it may still be an expression
 
     numbers = [int(number) for number in relation.atoms() if number.is_Integer]
-    hints = batches_near(numbers, (lines[symbol] for symbol in symbols))
-    text = _by_name(relation, names)
-    return Condition(f"`{text}`", holds, hints, relation=text if can_be_declared(text) else "")
-
-
-def _by_name(relation: Any, names: Mapping[Any, str]) -> str:
-    """The relation with names of sizes in place of symbols such as s77."""
+    hints = _batches_near(numbers, [lines[symbol] for symbol in symbols])
+    # With names of sizes in place of symbols such as s77.
     by_text = {str(symbol): name for symbol, name in names.items()}
-    return re.sub(r"\bs\d+\b", lambda found: by_text.get(found[0], found[0]), str(relation))
+    text = re.sub(r"\bs\d+\b", lambda found: by_text.get(found[0], found[0]), str(relation))
+    return Condition(f"`{text}`", holds, hints, relation=text if can_be_declared(text) else "")
 
 
 def _range(bounds: Any, line: Line, name: str) -> Condition:
@@ -282,11 +281,16 @@ def _range(bounds: Any, line: Line, name: str) -> Condition:
         size = line.at(batch)
         return (lower is None or lower <= size) and (upper is None or size <= upper)
 
-    hints = batches_near((bound for bound in (lower, upper) if bound is not None), (line,))
+    hints = _batches_near([bound for bound in (lower, upper) if bound is not None], [line])
     # Sizes at the lower bound are small enough to be tried.
     text = f"{name} <= {upper}"
     relation = text if can_be_declared(text) else ""
     return Condition(f"a size between {lower} and {upper}", holds, hints, relation=relation)
+
+
+def _batches_near(sizes: Sequence[int], lines: Sequence[Line]) -> frozenset[int]:
+    """The batches at which one of the lines reaches one of the sizes: hints for a condition that compares them."""
+    return frozenset((size - line.start) // line.slope for size in sizes for line in lines if line.slope)
 
 
 def take_guards(program: torch.export.ExportedProgram) -> tuple[str, ...]:
@@ -303,27 +307,15 @@ def take_guards(program: torch.export.ExportedProgram) -> tuple[str, ...]:
 
 
 def guards_in_force(guards: Sequence[str], evidence: Evidence, agreed: Iterable[Shapes]) -> tuple[str, ...]:
-    """The guards that hold wherever the program was proven right; they refuse sizes for which it wasn't captured.
-
-    Args:
-        agreed: the shapes of the inputs at which the program was proven right.
-
-    Raises:
-        RouteRefused: a guard can't be evaluated.
-    """
-    names = captured_names(evidence.adapter.input_names)
-    sizes = [dict(zip(names, each, strict=True)) for each in agreed]
-    return tuple(guard for guard in guards if all(_holds(guard, each) for each in sizes))
+    """The guards that hold at all shapes at which the program was proven right, so that they refuse only other sizes."""
+    shapes = list(agreed)
+    return tuple(guard for guard in guards if not any(guards_refuse([guard], evidence, each) for each in shapes))
 
 
 def guards_refuse(guards: Sequence[str], evidence: Evidence, shapes: Shapes) -> bool:
-    """Whether a guard refuses inputs of these shapes.
-
-    Raises:
-        RouteRefused: a guard can't be evaluated.
-    """
+    """Whether a guard refuses inputs of these shapes."""
     sizes = dict(zip(captured_names(evidence.adapter.input_names), shapes, strict=True))
-    return not all(_holds(guard, sizes) for guard in guards)
+    return not all(guard_holds(guard, sizes) for guard in guards)
 
 
 def _by_input(text: str, names: Sequence[Any]) -> str:
@@ -331,13 +323,38 @@ def _by_input(text: str, names: Sequence[Any]) -> str:
     return re.sub(r"L\['flat_args'\]\[(\d+)\]", lambda found: f"L['{names[int(found[1])]}']", text)
 
 
-def _holds(guard: str, sizes: Mapping[str, Sequence[int]]) -> bool:
+@dataclass(frozen=True)
+class _Sized:
+    """Placeholder for an input in a guard."""
+
+    shape: Sequence[int]
+
+    def size(self) -> Sequence[int]:
+        return self.shape
+
+
+class _Torch:
+    """The functions of torch in guards, as they are for numbers: `int(n / 4)` is `trunc(sym_float(n) / 4)`."""
+
+    sym_float, sym_int, sym_max, sym_min = float, int, max, min
+
+
+def guard_holds(guard: str, sizes: Mapping[str, Sequence[int]]) -> bool:
+    """Whether a guard holds for inputs of these sizes, by parameter name; not where it is undefined (a division by zero).
+
+    The guard comes from torch, or from a file that can run any code when it is loaded, so it is passed to `eval`.
+
+    Raises:
+        RouteRefused: it reads something other than sizes.
+    """
+    inputs = {name: _Sized(shape) for name, shape in sizes.items()}
+    names = {"L": inputs, "len": len, "max": max, "min": min, "math": math, "torch": _Torch}
     try:
-        return guard_holds(guard, sizes)
+        return bool(eval(guard, {"__builtins__": {}, **names}))
     except ArithmeticError:
         return False
-    except UnreadableGuard as error:
-        raise RouteRefused(f"torch.export added a guard that can't be evaluated: {error}") from error
+    except Exception as error:
+        raise RouteRefused(f"torch.export added a guard that isn't a comparison of sizes: `{guard[:80]}`") from error
 
 
 def _drop_traces(program: torch.export.ExportedProgram) -> None:

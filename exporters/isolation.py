@@ -1,19 +1,27 @@
-"""Export without side effects on the model, the random generators, torch's settings and the screen."""
+"""Run a model and other people's code on it: without side effects or output, and with one kind of error."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import random
+import re
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from operator import is_
 from typing import Any, TextIO, cast
 
 import numpy as np
 import torch
 from torch import nn
+
+from exporters.errors import ExporterError, RouteRefused
+from optimize_export.wording import first_clause
+
+_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM})
 
 _ABOUT_TORCHSCRIPT = (
     r"`?torch\.jit\.",
@@ -34,7 +42,10 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     cuda = sorted({t.device.index for t in (*model.parameters(), *model.buffers()) if t.is_cuda})
     fastpath = torch.backends.mha.get_fastpath_enabled()
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    attributes = [(vars(module), _snapshot(vars(module))) for module in model.modules()]
+    attributes = [
+        (own := vars(module), {name: (value, _contents(value)) for name, value in own.items()})
+        for module in model.modules()
+    ]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     with torch.random.fork_rng(devices=cuda), torch.no_grad():
         torch.backends.mha.set_fastpath_enabled(False)
@@ -76,6 +87,37 @@ def silent() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def refusing(what: str | None = None) -> Iterator[None]:
+    """Turn any exception raised inside into RouteRefused: third-party capture code can raise anything.
+
+    Exceptions that don't concern the route pass through: out of memory, a full disk, and non-Exceptions such as an
+    interrupt.
+    """
+    try:
+        yield
+    except (RouteRefused, MemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+            raise
+        reason = one_line(error)
+        raise RouteRefused(f"{what}: {reason}" if what else reason) from error
+
+
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """The first line of the root cause's message, without paths of this machine and addresses."""
+    while error.__cause__ is not None and not isinstance(error, ExporterError):
+        error = error.__cause__
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
+    line = first_clause(lines)
+    if " " not in line:  # the message of a KeyError is only the key
+        line = f"{type(error).__name__}: {line}"
+    line = re.sub(r"<([\w.]+) object at 0x\w+>", r"\1", line)
+    line = re.sub(r"(?:[A-Za-z]:)?(?:[\\/][\w.\-+@]+){2,}[\\/]([\w.\-+@]+)", r"\1", line).rstrip(".:; ")
+    return line if len(line) <= limit else f"{line[: limit - 1].rstrip()}…"
+
+
+@contextlib.contextmanager
 def torchscript_allowed() -> Iterator[None]:
     """Trace, script, save, load or use the old ONNX exporter inside without deprecation warnings.
 
@@ -94,9 +136,8 @@ def torchscript_allowed() -> Iterator[None]:
 def eager_only() -> Iterator[None]:
     """Run compiled functions eagerly inside the block, because modes don't reach into compiled code.
 
-    This includes functions that are compiled for the first time inside the block: `torch.cond` compiles itself. While a
-    dispatch mode is active, torch would skip these functions and continue to skip them afterwards, so that every later
-    call of `torch.cond` fails.
+    Also those that are compiled for the first time inside: `torch.cond` compiles itself. While a dispatch mode is
+    active, torch would skip these functions, also afterwards, so that every later call of `torch.cond` fails.
     """
     with torch.compiler.set_stance("force_eager"):
         yield
@@ -118,12 +159,8 @@ class _Muted:
         return getattr(self._stream, name)
 
 
-def _snapshot(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Each attribute with a shallow copy of its contents if it is a plain container."""
-    return {name: (value, _contents(value)) for name, value in attributes.items()}
-
-
-def _contents(value: Any) -> Any:
+def _contents(value: Any) -> list[Any] | None:
+    """The contents of a plain container; None for other values."""
     if isinstance(value, dict):
         return list(value.items())
     return list(value) if type(value) in (list, set) else None
@@ -135,16 +172,14 @@ def _restore(attributes: dict[str, Any], saved: dict[str, tuple[Any, Any]]) -> N
     for name, (value, contents) in saved.items():
         if attributes.get(name) is not value or name not in attributes:
             attributes[name] = value
-        if contents is not None and not _same_contents(_contents(value), contents):
+        if contents is not None and not _same_objects(_contents(value) or [], contents):
             value.clear()
             value.extend(contents) if isinstance(value, list) else value.update(contents)
 
 
-def _same_contents(left: list[Any], right: list[Any]) -> bool:
-    return len(left) == len(right) and all(_identical(a, b) for a, b in zip(left, right, strict=True))
-
-
-def _identical(left: Any, right: Any) -> bool:
-    if isinstance(left, tuple) and isinstance(right, tuple) and len(left) == len(right):
-        return all(a is b for a, b in zip(left, right, strict=True))
-    return left is right
+def _same_objects(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Whether two containers hold the same objects, the items of a dict as pairs."""
+    return len(left) == len(right) and all(
+        a is b or (isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b) and all(map(is_, a, b)))
+        for a, b in zip(left, right, strict=True)
+    )

@@ -1,7 +1,8 @@
 """The metadata in a file, and the archives of torch that hold it as an extra file.
 
-Metadata are texts by key, from the user and from this program. Each format stores them in its own way, and `Exporter.read_metadata` reads them. This program's entries don't depend on
-the machine, the user or the time, so that two builds from one input are identical.
+Metadata are texts by key, from the user and from this program. Each format stores them in its own way, and
+`Exporter.read_metadata` reads them. This program's entries don't depend on the machine, the user or the time, so that two
+builds from one input are identical.
 """
 
 from __future__ import annotations
@@ -48,26 +49,14 @@ def refuse_metadata(metadata: object) -> None:
             raise MetadataError(f"The metadata value of {key!r} must be a string, not {value!r}.")
         if "\0" in value:
             raise MetadataError(f"The metadata value of {key!r} contains NUL, where readers would cut it off.")
-        if not (_is_unicode(key) and _is_unicode(value)):
+        if any(unicodedata.category(character) == "Cs" for character in key + value):
             raise MetadataError(f"The metadata of {key!r} aren't valid Unicode: they contain half a surrogate pair.")
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def metadata_of(
     model: nn.Module, inputs: tuple[str, ...], outputs: tuple[str, ...], own: Mapping[str, str]
 ) -> dict[str, str]:
-    """All metadata for a file, sorted by key; `own` is the user's part.
-
-    Raises:
-        MetadataError: the user's part is invalid.
-    """
+    """All metadata for a file, sorted by key; `own` is the user's part. MetadataError if that is invalid."""
     refuse_metadata(own)
     ours = {
         "program": f"optimize-export {_version()}",
@@ -92,12 +81,7 @@ def extra_files(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_extra_file(path: Path) -> dict[str, str]:
-    """Read the metadata from an archive written by torch, without loading anything else; empty if it has none.
-
-    Raises:
-        MetadataError: the file is no archive, or the record isn't a dict of texts.
-        OSError: the file can't be read.
-    """
+    """Read the metadata from an archive written by torch, without loading anything else; empty if it has none."""
     try:
         with zipfile.ZipFile(path) as archive:
             record = next(
@@ -114,8 +98,9 @@ def read_extra_file(path: Path) -> dict[str, str]:
 def write_archive(path: Path, weights: int, in_memory: Callable[[], bytes], to_file: Callable[[str], object]) -> None:
     """Write an archive with this many bytes of weights to `path`.
 
-    torch's own writer ends the process when the disk is full. A small archive is written to memory first, where a full disk can't end the process. This briefly takes three times
-    the memory of the weights. A large archive is written directly by torch, after its disk space was reserved.
+    torch's own writer ends the process when the disk is full. So a small archive is written to memory first, which
+    briefly takes three times the memory of the weights. A large one is written by torch, after its disk space was
+    reserved.
 
     Raises:
         OSError: the file can't be written, for example because the disk is full.
@@ -123,14 +108,8 @@ def write_archive(path: Path, weights: int, in_memory: Callable[[], bytes], to_f
     if weights <= WRITTEN_THROUGH_MEMORY:
         path.write_bytes(in_memory())
     else:
-        _reserve(path, weights + weights // 8)
+        if hasattr(os, "posix_fallocate"):
+            with path.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, weights + weights // 8)
+            path.unlink()
         to_file(str(path))
-
-
-def _reserve(path: Path, size: int) -> None:
-    """Raise OSError, as any write does, if `path` can't hold `size` bytes."""
-    if not hasattr(os, "posix_fallocate"):
-        return
-    with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, size)
-    path.unlink()

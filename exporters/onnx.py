@@ -21,24 +21,26 @@ from google.protobuf.message import DecodeError
 from onnx_ir.passes.common import NameFixPass
 
 from exporters.base import Artifact, Exporter, ExportRequest, Limit, LoadedArtifact, TensorSpec, clones
-from exporters.conditions import Condition
-from exporters.errors import MetadataError, RouteRefused, UnknownOpset, refusing
+from exporters.errors import MetadataError, RouteRefused, UnknownOpset
 from exporters.evidence import Evidence, gather
-from exporters.exported_program import conditions_of_program, named_dims, shared_program
-from exporters.file_values import FileValues, Program
-from exporters.isolation import silent
-from exporters.onnx_operators import keep_pads, translations
+from exporters.exported_program import Condition, conditions_of_program, named_dims, shared_program
+from exporters.isolation import refusing, silent
 from exporters.onnx_session import LoadedOnnx, OnnxValues, on_cpu, session_for_proof
+from exporters.places import FileValues, Program
 from exporters.proof import prove_file
 from exporters.routes import Route, first_right
 from exporters.torch_private import with_kept_onnx_registry, without_onnx_log
 from exporters.trace_conditions import watched
 from optimize_export.onnx_runtime import ort
-from optimize_export.structure import unique
 
 # Operators whose number of output rows depends on the data. Equal sizes at all calls don't prove that the size is
 # constant.
 _DATA_DEPENDENT = frozenset({"NonZero", "Unique", "Compress", "NonMaxSuppression"})
+
+# From this opset on, a Pad can name its axes.
+_WITH_AXES = 18
+# From this opset on, the pad value is an input; before, it is an attribute.
+_WITH_VALUE = 11
 
 # The first IR version that supports functions.
 _IR_WITH_FUNCTIONS = 8
@@ -79,11 +81,12 @@ class OnnxExporter(Exporter):
 
         def known(artifact: Artifact) -> Artifact:
             header = onnx.load(artifact.path, load_external_data=False)
-            inputs, outputs = _read_specs(header.graph, evidence)
+            graph = header.graph
             return replace(
                 artifact,
-                inputs=inputs,
-                outputs=outputs,
+                # An open dim may be an expression such as "2*batch".
+                inputs=_with_dims(evidence.input_specs, graph.input),
+                outputs=_with_dims(evidence.output_specs, graph.output),
                 opset=_opset(header),
                 program=programs[artifact.route],
                 limits=tuple(limits),
@@ -155,7 +158,11 @@ def by_dynamo(evidence: Evidence, opset: int | None, *, optimize: bool) -> Captu
             opset_version=opset,
             dynamo=True,
             dynamic_shapes=names if any(names) else None,
-            custom_translation_table=translations(),
+            custom_translation_table={
+                torch.ops.aten.scaled_dot_product_attention.default: _attention,
+                torch.ops.aten._is_all_true.default: _all_true,
+                torch.ops.aten.as_strided.default: _as_strided,
+            },
             optimize=optimize,
             verbose=False,
         )
@@ -170,10 +177,8 @@ def by_dynamo(evidence: Evidence, opset: int | None, *, optimize: bool) -> Captu
 def _name_ends(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> dict[str, str]:
     """Name the inputs and outputs of a file, and rename the values inside that have one of these names.
 
-    torch's exporter renames only the ends, although it names the values inside after operations: `mean`, `relu`.
-
-    Returns:
-        The new names by torch's names.
+    torch's exporter renames only the ends, although it names the values inside after operations: `mean`, `relu`. Return
+    the new names by torch's names.
     """
     graph = model.graph
     seen = {*graph.inputs, *graph.initializers.values()}
@@ -184,19 +189,13 @@ def _name_ends(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -
             graph.append(ir.Node("", "Identity", [value], outputs=[copy]))
             graph.outputs[index] = copy
         seen.add(graph.outputs[index])
-    ends = dict(zip((*graph.inputs, *graph.outputs), (*inputs, *outputs), strict=True))
-    inside = [
-        *(value for each in (graph, *graph.subgraphs()) for value in (*each.initializers.values(), *each.inputs)),
-        *(value for node in graph.all_nodes() for value in node.outputs),
-    ]
-    inside = [value for value in dict.fromkeys(inside) if value not in ends and value.name]
-    kept = [value.name for value in inside if value.name not in ends.values()]
-    changed = [value for value in inside if value.name in ends.values()]
-    free = unique([value.name for value in changed], {*ends.values(), *kept})
-    renamed = {value.name: name for value, name in zip((*changed, *ends), (*free, *ends.values()), strict=True)}
-    for value, name in zip((*changed, *ends), (*free, *ends.values()), strict=True):
+    ends = (*graph.inputs, *graph.outputs)
+    values = dict.fromkeys((*ends, *(value for node in graph.all_nodes() for value in node.outputs)))
+    before = {value: value.name for value in values}
+    for value, name in zip(ends, (*inputs, *outputs), strict=True):
         value.name = name
-    return renamed
+    NameFixPass()(model)
+    return {name: value.name for value, name in before.items() if name and name != value.name}
 
 
 def by_torchscript(evidence: Evidence, opset: int | None, folder: Path) -> Captured:
@@ -285,51 +284,40 @@ def _oldest_ir(model: ir.Model, opset: int) -> int:
 
 
 def _check_header(header: onnx.ModelProto, opset: int | None, evidence: Evidence) -> None:
-    """Refuse a file with another opset than requested, or with wrong dims.
+    """Refuse a file with another opset than requested, or whose open dims aren't those that change in the model.
 
     torch silently keeps its own opset where it can't convert the model to the requested one.
     """
     if opset is not None and (written := _opset(header)) != opset:
         raise RouteRefused(f"torch's exporter writes opset {written} instead of {opset}")
-    _check_dims(header.graph, evidence)
-
-
-def _opset(header: onnx.ModelProto) -> int | None:
-    return next((entry.version for entry in header.opset_import if entry.domain in ("", "ai.onnx")), None)
-
-
-def _check_dims(graph: onnx.GraphProto, evidence: Evidence) -> None:
-    """Refuse a file whose open dims aren't those that change in the model."""
     for side, values, specs in (
-        ("input", graph.input, evidence.input_specs),
-        ("output", graph.output, evidence.output_specs),
+        ("input", header.graph.input, evidence.input_specs),
+        ("output", header.graph.output, evidence.output_specs),
     ):
         names = [value.name for value in values]
         if names != [spec.name for spec in specs]:
             raise RouteRefused(f"the file's {side}s are {', '.join(names)}")
-        for value, spec in zip(values, specs, strict=True):
-            dims = _dims(value)
-            if len(dims) != len(spec.shape):
-                raise RouteRefused(f"{side} `{spec.name}` has {len(dims)} dims instead of {len(spec.shape)}")
-            for dim, (found, expected) in enumerate(zip(dims, spec.shape, strict=True)):
+        for own, spec in zip(_with_dims(specs, values), specs, strict=True):
+            if len(own.shape) != len(spec.shape):
+                raise RouteRefused(f"{side} `{spec.name}` has {len(own.shape)} dims instead of {len(spec.shape)}")
+            for dim, (found, expected) in enumerate(zip(own.shape, spec.shape, strict=True)):
                 if isinstance(expected, str) and isinstance(found, int):
                     raise RouteRefused(f"dim {dim} of {side} `{spec.name}` is fixed to {found}, but must be open")
                 if isinstance(expected, int) and isinstance(found, int) and found != expected:
                     raise RouteRefused(f"dim {dim} of {side} `{spec.name}` is {found} instead of {expected}")
 
 
-def _read_specs(graph: onnx.GraphProto, evidence: Evidence) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """The signature in the file; an open dim may be an expression such as "2*batch"."""
-    inputs, outputs = (
-        tuple(replace(spec, shape=_dims(value)) for value, spec in zip(values, specs, strict=True))
-        for values, specs in ((graph.input, evidence.input_specs), (graph.output, evidence.output_specs))
-    )
-    return inputs, outputs
+def _opset(header: onnx.ModelProto) -> int | None:
+    return next((entry.version for entry in header.opset_import if entry.domain in ("", "ai.onnx")), None)
 
 
-def _dims(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
-    dims = value.type.tensor_type.shape.dim
-    return tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in dims)
+def _with_dims(specs: Sequence[TensorSpec], values: Sequence[onnx.ValueInfoProto]) -> tuple[TensorSpec, ...]:
+    """The signature in the file."""
+    dims = [
+        [dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in value.type.tensor_type.shape.dim]
+        for value in values
+    ]
+    return tuple(replace(spec, shape=tuple(shape)) for spec, shape in zip(specs, dims, strict=True))
 
 
 def save(model: ir.Model, path: Path) -> tuple[Path, ...]:
@@ -354,12 +342,7 @@ def save(model: ir.Model, path: Path) -> tuple[Path, ...]:
 
 
 def refuse_opset(opset: object, formats: Sequence[str]) -> None:
-    """Raise UnknownOpset if no file can be written with that opset, or if no requested format has an opset.
-
-    Args:
-        opset: the user's choice; None means the exporter's default and is always valid.
-        formats: the names of the requested formats.
-    """
+    """Raise UnknownOpset if no file can be written with that opset, or if none of the formats has an opset."""
     if opset is None:
         return
     if not isinstance(opset, int) or isinstance(opset, bool):
@@ -403,3 +386,130 @@ def is_read(opset: int) -> bool:
     except ort.capi.onnxruntime_pybind11_state.Fail:
         return False
     return True
+
+
+# ------------------------------------------- operators that torch translates wrongly, or that onnxruntime fuses wrongly
+
+
+def _all_true(x: Any) -> Any:
+    """Whether a bool tensor is all true, as a bool of shape (): the condition in `torch._check_tensor_all`."""
+    from onnxscript import opset18 as op
+
+    return op.Cast(op.ReduceMin(op.Cast(x, to=ir.DataType.INT32), keepdims=0), to=ir.DataType.BOOL)
+
+
+def _as_strided(x: Any, size: Sequence[Any], stride: Sequence[Any], storage_offset: Any = None) -> Any:
+    """A view of a tensor's storage; the tensor itself if the view has its sizes in row-major order.
+
+    torch captures an average over whole channels-last images as a mean and such a view. torch's translation gathers the
+    elements by indices from a Range over the batch. With a Range over an open size, OpenVINO 2026.4 drops the bias of
+    the first quantized convolution.
+
+    Where a size is open, `size` and `stride` hold values in the file instead of ints.
+    """
+    from onnxscript import opset18 as op
+    from onnxscript.function_libs.torch_lib.ops.core import aten_as_strided
+
+    offset = 0 if storage_offset is None else storage_offset
+    if isinstance(offset, int) and offset == 0 and _is_whole(x, size, stride):
+        return op.Identity(x)
+    return aten_as_strided(x, size, stride, offset)
+
+
+def _is_whole(x: Any, size: Sequence[Any], stride: Sequence[Any]) -> bool:
+    """Whether a view has the sizes of `x` in row-major order. Open sizes are assumed to be equal, which the proof checks."""
+    if x.shape is None or len(x.shape) != len(size):
+        return False
+    expected: int | None = 1
+    for own, length, step in reversed(list(zip(x.shape, size, stride, strict=True))):
+        if isinstance(own, int) != isinstance(length, int) or (isinstance(own, int) and own != length):
+            return False
+        if own == 1:
+            continue
+        if not isinstance(step, int) or step != expected:
+            return False
+        # Strides of dims before an open one would be open too.
+        expected = expected * length if isinstance(length, int) else None
+    return True
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Attention that returns zeros for a query that can attend to no key, such as a padded position.
+
+    For such a query, torch's translation returns the mean of all values if the mask is bool, and NaN if it is -inf, but
+    `torch.nn.functional.scaled_dot_product_attention` returns zeros.
+
+    The shapes are (batch, heads, queries, width) of the query and (batch, heads, keys, width) of key and value. The mask
+    is bool or float, broadcastable to (batch, heads, queries, keys).
+    """
+    # The import is slow, and only captures with this operator need it.
+    from onnxscript import opset18 as op
+    from onnxscript.function_libs.torch_lib.ops.nn import aten_scaled_dot_product_attention
+
+    output = aten_scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    if attn_mask is None:
+        return output
+    allowed = attn_mask
+    if attn_mask.dtype != ir.DataType.BOOL:
+        allowed = op.Greater(op.Cast(attn_mask, to=ir.DataType.FLOAT), op.Constant(value_float=float("-inf")))
+    # A sum, not a maximum: onnxruntime's symbolic shape inference can't infer the shape of a ReduceMax.
+    some_key = op.Cast(op.ReduceSum(op.Cast(allowed, to=ir.DataType.INT32), [-1]), to=ir.DataType.BOOL)
+    return op.Where(some_key, output, op.CastLike(op.Constant(value_float=0.0), output))
+
+
+def keep_pads(model: ir.Model) -> None:
+    """Rewrite each Pad before a MaxPool so that onnxruntime doesn't fuse the two; the results stay the same.
+
+    onnxruntime turns a Pad with zeros into the padding of the following MaxPool, which pads with minus infinity. This
+    changes the maximum of a window whose values are all negative. A Pad that names its axes isn't fused, so each Pad
+    gets all its axes. In opsets without axes, the pad value zero is omitted by an empty input name. Zero is the
+    default, and such a Pad isn't fused either.
+
+    Raises:
+        RouteRefused: the opset supports neither, or the pad value isn't a constant.
+    """
+    opset = model.opset_imports.get("") or 0
+    for node in model.graph.all_nodes():
+        if node.op_type != "Pad" or all(use.node.op_type != "MaxPool" for use in node.outputs[0].uses()):
+            continue
+        if opset < _WITH_AXES:
+            _leave_out_zero(node, opset)
+        elif len(node.inputs) < 4 or node.inputs[3] is None:
+            shapes = (value.shape for value in (node.inputs[0], node.outputs[0]) if value is not None)
+            if (shape := next((each for each in shapes if each is not None), None)) is not None:
+                node.resize_inputs(4)
+                node.replace_input_with(3, _axes(model.graph, len(shape)))
+
+
+def _leave_out_zero(node: ir.Node, opset: int) -> None:
+    if node.attributes.get_string("mode", "constant") != "constant" or node.attributes.get_float("value", 0.0):
+        return
+    value = node.inputs[2] if len(node.inputs) > 2 else None
+    number = None if value is None else ir.convenience.get_const_tensor(value)
+    if opset < _WITH_VALUE or (value is not None and number is None):
+        raise RouteRefused(
+            f"onnxruntime treats zero padding before a maximum as minus infinity in opset {opset}: use {_WITH_AXES} "
+            "or later"
+        )
+    if number is None or not number.numpy().any():
+        node.resize_inputs(3)
+        node.replace_input_with(2, None)
+
+
+def _axes(graph: ir.Graph, rank: int) -> ir.Value:
+    name = f"axes_of_pads_{rank}"
+    if name not in graph.initializers:
+        tensor = ir.tensor(list(range(rank)), dtype=ir.DataType.INT64, name=name)
+        graph.register_initializer(ir.Value(name=name, const_value=tensor, type=ir.TensorType(ir.DataType.INT64)))
+    return graph.initializers[name]

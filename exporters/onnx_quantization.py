@@ -40,8 +40,8 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import NameFixPass
 
-from exporters.errors import CalibrationError, NothingToQuantize, QuantizationError, refusing
-from exporters.isolation import silent
+from exporters.errors import CalibrationError, NothingToQuantize, QuantizationError
+from exporters.isolation import refusing, silent
 from exporters.onnx import save
 from optimize_export.onnx_runtime import float16_conversion, quantization
 
@@ -88,11 +88,7 @@ class Recipe:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], format: str) -> Recipe:
-        """The recipe that a manifest records for a file of this format.
-
-        Raises:
-            KeyError, TypeError, ValueError: it records none.
-        """
+        """The recipe that a manifest records for a file of this format; KeyError, TypeError or ValueError if none."""
         return cls(KINDS[format][KINDS[format].index(data["kind"])], tuple(map(str, data["kept"])))
 
     def to_json(self) -> dict[str, Any]:
@@ -141,7 +137,7 @@ def prepared(source: Path, folder: Path, kind: Kind, calibration: Calibration) -
     if kind != "float16":
         _transpose_weights(model)
     chosen = _quantizable(model, kind)
-    check_calibration(model, calibration, required=kind == "int8-static")
+    check_calibration(model, calibration, needed_for="Quantizing activations" if kind == "int8-static" else "")
     if kind == "int8-static":
         _separate_weights(model, chosen)
     elif kind != "float16":
@@ -169,9 +165,8 @@ class Quantizer:
         self._calibration = calibration
         self._work = work
         self._float = work / "float.onnx"
-        shapes = [value.shape for value in (*model.graph.inputs, *model.graph.outputs)]
+        self._shapes = [value.shape for value in (*model.graph.inputs, *model.graph.outputs)]
         ir.save(model, self._float, external_data="float.onnx.data")
-        self._shapes = shapes
 
     def write(self, target: Path, keep: Collection[str]) -> QuantizedFile:
         """Write the quantized file to `target`; see `quantized`."""
@@ -190,7 +185,13 @@ class Quantizer:
         with silent():
             model = ir.from_proto(writers[self.kind](chosen))
         model.graph.sort()
-        self._restore_header(model)
+        # The header of the float file.
+        model.metadata_props.clear()
+        model.metadata_props.update(self._model.metadata_props)
+        model.doc_string = self._model.doc_string
+        model.producer_name, model.producer_version = self._model.producer_name, self._model.producer_version
+        for value, shape in zip((*model.graph.inputs, *model.graph.outputs), self._shapes, strict=True):
+            value.shape = shape
         folder = self._work / "result"
         folder.mkdir(exist_ok=True)
         target.with_name(f"{target.name}.data").unlink(missing_ok=True)
@@ -290,15 +291,6 @@ class Quantizer:
             seen.add(outputs)
         return model
 
-    def _restore_header(self, model: ir.Model) -> None:
-        """Give the quantized model the float model's metadata and the shapes of its inputs and outputs."""
-        model.metadata_props.clear()
-        model.metadata_props.update(self._model.metadata_props)
-        model.doc_string = self._model.doc_string
-        model.producer_name, model.producer_version = self._model.producer_name, self._model.producer_version
-        for value, shape in zip((*model.graph.inputs, *model.graph.outputs), self._shapes, strict=True):
-            value.shape = shape
-
 
 class _Calls:
     """The calibration calls as onnxruntime reads them."""
@@ -311,14 +303,10 @@ class _Calls:
         return None if call is None else dict(call)
 
 
-def check_calibration(model: ir.Model, calibration: Calibration, *, required: bool) -> None:
-    """Refuse calls that don't fit the file's inputs.
-
-    Raises:
-        CalibrationError: there are no calls although they are required, or an input's name, dtype or shape is wrong.
-    """
-    if required and not calibration:
-        raise CalibrationError("Quantizing activations needs calibration calls: pass some typical inputs.")
+def check_calibration(model: ir.Model, calibration: Calibration, *, needed_for: str) -> None:
+    """Raise CalibrationError if there are no calls although they are needed, or one doesn't fit the file's inputs."""
+    if needed_for and not calibration:
+        raise CalibrationError(f"{needed_for} needs calibration calls: pass some typical inputs.")
     inputs = {value.name: value for value in model.graph.inputs}
     for index, call in enumerate(calibration):
         if wrong := sorted(set(call) ^ set(inputs)):
@@ -330,25 +318,18 @@ def check_calibration(model: ir.Model, calibration: Calibration, *, required: bo
                 raise CalibrationError(
                     f"Calibration call {index}: input `{name}` is {given.dtype}, but the file takes {dtype.numpy()}."
                 )
-            if shape is not None and not _fits(given.shape, shape):
+            fixed = [] if shape is None else [(dim, size) for dim, size in enumerate(shape) if isinstance(size, int)]
+            if shape is not None and (
+                len(given.shape) != len(shape) or any(given.shape[dim] != size for dim, size in fixed)
+            ):
                 raise CalibrationError(
                     f"Calibration call {index}: input `{name}` has shape {list(given.shape)}, "
                     f"but the file takes [{', '.join(str(size) for size in shape)}]."
                 )
 
 
-def _fits(sizes: tuple[int, ...], shape: ir.Shape) -> bool:
-    return len(sizes) == len(shape) and all(
-        not isinstance(expected, int) or size == expected for size, expected in zip(sizes, shape, strict=True)
-    )
-
-
 def _quantizable(model: ir.Model, kind: Kind) -> tuple[str, ...]:
-    """The names of the nodes to quantize.
-
-    Raises:
-        NothingToQuantize: there are none, or they hold only a small part of the weights.
-    """
+    """The names of the nodes to quantize; NothingToQuantize if these are none, or hold only a small part of the weights."""
     if kind == "float16":
         tensors = (value.const_value for value in model.graph.initializers.values())
         if not any(each is not None and each.dtype == ir.DataType.FLOAT and len(each.shape) > 1 for each in tensors):
@@ -429,13 +410,11 @@ def _split_gemms(model: ir.Model, chosen: Collection[str]) -> None:
         if node.attributes.get_int("transB", 0):
             weight = _transposed(graph, weight)
         output = node.outputs[0]
-        name = node.name
-        node.name = f"{name}_replaced"
-        product = ir.node("MatMul", [x, weight], name=name)
+        product = ir.node("MatMul", [x, weight], name=node.name)
         product.outputs[0].name = _free_name(graph, f"{output.name}_product")
         new = [product]
         if bias and bias[0] is not None:
-            new.append(ir.node("Add", [product.outputs[0], bias[0]], name=f"{name}_bias"))
+            new.append(ir.node("Add", [product.outputs[0], bias[0]], name=f"{node.name}_bias"))
         result = new[-1].outputs[0]
         ir.convenience.replace_nodes_and_values(graph, node, [node], new, [output], [result])
 
@@ -446,7 +425,6 @@ def _constant(value: ir.Value | None) -> ir.TensorProtocol | None:
 
 
 def _transposed(graph: ir.Graph, weight: ir.Value) -> ir.Value:
-    """A new initializer with the transposed tensor of a constant of shape (rows, columns)."""
     assert weight.const_value is not None
     return _initializer(graph, f"{weight.name}_transposed", weight.const_value.numpy().T)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,7 +11,6 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import NameFixPass
 
-from exporters.errors import CalibrationError
 from exporters.onnx_quantization import Calibration, Kind, QuantizedFile, check_calibration, prepared
 from optimize_export.onnx_runtime import ort
 
@@ -42,13 +40,12 @@ def within_budget(
     calibration: Calibration,
     accept: Callable[[Path], bool],
     *,
-    max_kept: int | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Search:
     """Quantize `source` to `target` with as few nodes in float as `accept` allows.
 
-    Each refused file is replaced by one with more of its most sensitive nodes in float: 1, 2, 4, 8, … and at last
-    `max_kept`, which is a quarter of the nodes by default.
+    Each refused file is replaced by one with more of its most sensitive nodes in float: 1, 2, 4, 8, … and at last a
+    quarter of the nodes.
 
     Args:
         calibration: calls with typical inputs, for the ranges of activations and for the errors of nodes.
@@ -63,9 +60,9 @@ def within_budget(
         if accept(target):
             return Search(record, record, 1)
         worst = [name for name, _ in sensitivities(source, record, calibration, check)]
-        most = max(1, int(len(worst) * _MOST_KEPT)) if max_kept is None else max_kept
         tried = 1
-        for count in _growing(min(most, len(worst) - 1)):
+        most = min(max(1, int(len(worst) * _MOST_KEPT)), len(worst) - 1)
+        for count in sorted({min(2**step, most) for step in range(most)}):
             record, tried = quantizer.write(target, worst[:count]), tried + 1
             if accept(target):
                 return Search(record, record, tried)
@@ -80,15 +77,10 @@ def sensitivities(
     The error is Σ (y - q)² / Σ y², summed over the calls and the float outputs; -10 log10 of it is the signal-to-noise
     ratio in dB. This takes about two runs of the file per node. The errors at the nodes' own outputs would take one for
     all nodes, but an error there may vanish or grow on its way to the outputs.
-
-    Raises:
-        CalibrationError: there are no calls, or one doesn't fit the file's inputs.
     """
     exact, rounded = ir.load(float_file), ir.load(quantized_file.files[0])
     NameFixPass()(exact)
-    if not calibration:
-        raise CalibrationError("Measuring the errors of nodes needs calibration calls: pass some typical inputs.")
-    check_calibration(exact, calibration, required=True)
+    check_calibration(exact, calibration, needed_for="Measuring the errors of nodes")
     calls = [_first_row(exact, call) for call in calibration[:_CALLS]]
     _add_switches(exact, rounded, quantized_file.quantized)
     options = ort.SessionOptions()
@@ -125,13 +117,6 @@ def _relative_power(output: np.ndarray, reference: np.ndarray) -> float:
     y, q = reference[finite].astype(float), output[finite].astype(float)
     power = float(np.sum(y**2))
     return float(np.sum((q - y) ** 2)) / power if power else 0.0
-
-
-def _growing(most: int) -> Iterator[int]:
-    """1, 2, 4, … below `most`, then `most`."""
-    yield from takewhile(lambda count: count < most, (2**step for step in range(most)))
-    if most > 0:
-        yield most
 
 
 def _add_switches(exact: ir.Model, rounded: ir.Model, names: tuple[str, ...]) -> None:
@@ -194,7 +179,6 @@ class _Copier:
         return exact, self._copy(end, own)
 
     def replace(self, old: ir.Value, new: ir.Value) -> None:
-        """Let later copies read `new` instead of `old`."""
         self._exact[old.name or ""] = new
 
     def _copy(self, value: ir.Value, own: set[str | None]) -> ir.Value:

@@ -16,7 +16,8 @@ import torch
 
 from exporters.base import LoadedArtifact
 from exporters.child_process import InChild, can_start
-from exporters.errors import ProviderFallback, refusing
+from exporters.errors import ProviderFallback
+from exporters.isolation import refusing
 from exporters.onnx_plain import AssignedNode, PlainSession, assigned_nodes, placement_of
 from optimize_export.onnx_runtime import CUDA, no_cuda, ort, providers
 from optimize_export.runtime.onnx_binding import BoundSession
@@ -50,14 +51,7 @@ def on_cpu(path: Path, *, optimize: bool = True) -> LoadedArtifact:
 
 
 class LoadedOnnx:
-    def __init__(
-        self,
-        path: Path,
-        device: torch.device,
-        *,
-        optimize: bool = True,
-        profile: Path | None = None,
-    ) -> None:
+    def __init__(self, path: Path, device: torch.device, *, optimize: bool = True, profile: Path | None = None) -> None:
         self._target = torch.device(device.type, device.index or 0)
         self.device = device.type
         options = ort.SessionOptions()
@@ -82,16 +76,12 @@ class LoadedOnnx:
         return self._run(*tensors)
 
     def end_profile(self) -> Path:
-        """End the profile, and return the path of its file."""
+        """End the profile; return the path of its file."""
         return Path(self._session.end_profiling())
 
 
 def providers_for(device: torch.device) -> list[Any]:
-    """The execution providers of a session on the device, with their options.
-
-    Raises:
-        ProviderFallback: there is no such provider.
-    """
+    """The execution providers of a session on the device, with their options; ProviderFallback if there is none."""
     if device.type not in ("cpu", "cuda"):
         raise ProviderFallback(f"ONNX files run on the CPU or with CUDA, not on {device.type!r}.")
     if device.type == "cuda" and CUDA not in ort.get_available_providers():
@@ -122,13 +112,10 @@ def _require_cuda(session: ort.InferenceSession, assigned: list[AssignedNode] | 
 
 
 def judge_placement(assigned: Sequence[AssignedNode], shape_only: frozenset[str]) -> None:
-    """Accept a placement whose computations are all on CUDA.
+    """Raise ProviderFallback unless all computations are on CUDA.
 
     Nodes that compute nothing (`Shape`, `Constant`, copies) and the `shape_only` nodes, given by name, may be on the
     CPU. onnxruntime places those there on purpose, because the host needs the shapes.
-
-    Raises:
-        ProviderFallback: another node isn't on CUDA, or no node is.
     """
     fallen = [
         f"`{name}` ({op_type})"
@@ -240,15 +227,10 @@ def profile_nodes(
     """Run a file under the profiler, after one run to warm up.
 
     Args:
-        tensors: the inputs of the file, in its order.
         trace: the path of the Chrome trace to write; it includes the warm-up.
 
     Returns:
         The seconds of one run, and the nodes of all `runs`.
-
-    Raises:
-        ProviderFallback: the file would run on another device.
-        OSError: the trace can't be written.
     """
     session = LoadedOnnx(path, device, profile=trace)
     for _ in range(1 + runs):
@@ -272,11 +254,12 @@ def _node_runs(events: Sequence[Any]) -> list[NodeRun]:
         if around:
             own[id(around[-1])] -= event["dur"]
         around.append(event)
-    return [_node_run(event, max(0, own[id(event)]) / 1e6) for event in events]
-
-
-def _node_run(event: Any, seconds: float) -> NodeRun:
-    details = event["args"]
-    op_type = details["op_name"]
-    name = event["name"].removesuffix(_KERNEL)
-    return NodeRun(name or op_type, op_type, details.get("input_type_shape"), seconds)
+    return [
+        NodeRun(
+            event["name"].removesuffix(_KERNEL) or event["args"]["op_name"],
+            event["args"]["op_name"],
+            event["args"].get("input_type_shape"),
+            max(0, own[id(event)]) / 1e6,
+        )
+        for event in events
+    ]

@@ -6,6 +6,7 @@ not judge numerical accuracy.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,12 +16,11 @@ from pathlib import Path
 
 import torch
 
-from exporters.base import Adapter, Limit, LoadedArtifact, clones
-from exporters.conditions import Condition, breaks
-from exporters.errors import RouteRefused, RuntimeCrashed, StructureError, WrongFile, refusing
+from exporters.base import Limit, LoadedArtifact, clones
+from exporters.errors import RouteRefused, RuntimeCrashed, StructureError, WrongFile
 from exporters.evidence import BATCH, Evidence, Shapes, TooLarge, by_place
-from exporters.exported_program import guards_in_force, guards_refuse
-from exporters.isolation import silent, undisturbed
+from exporters.exported_program import Condition, guards_in_force, guards_refuse
+from exporters.isolation import refusing, silent, undisturbed
 from exporters.trace_conditions import conditions_at
 from optimize_export.relations import Relation
 from optimize_export.wording import dtype_name
@@ -34,6 +34,11 @@ _ROUNDING_ELSEWHERE = 1e-3
 _ROUNDING_VARIES_BY = 64
 # Every file is allowed this error at the calls, in ulps, when the bound for other batches is computed.
 _LEAST_UNITS = 4
+
+# Every batch up to the first number is checked, then powers of two up to the second. Numbers near these and near
+# hints are checked, too.
+_EVERY_BATCH_TO = 64
+_LARGEST = 1 << 20
 
 # Once the model has raised at more breaking batches than this, assume that it raises at all of them.
 _MOST_RAISED = 4
@@ -49,17 +54,6 @@ _LARGEST_OF_BOTH = 2**20
 
 # Only this many open sizes are combined when two or more sizes are set to 1.
 _MOST_AT_ONE = 4
-
-
-@dataclass(frozen=True)
-class _Untried:
-    """The first batch that breaks a condition and is too large to try, with the refusal if nothing excludes it."""
-
-    shapes: Shapes
-    refusal: RouteRefused
-    limit: Limit
-    # Whether the other sizes are those of the calls.
-    is_alone: bool
 
 
 def prove_file(
@@ -79,32 +73,22 @@ def prove_file(
     Raises:
         RouteRefused: the file fails, or its shapes, dtypes or values differ from the model's.
     """
-    with evidence.undisturbed(), silent():
-        _prove_beyond(evidence, loaded, conditions, _prove_at_calls(evidence, loaded, files), limits=limits)
+    _prove_beyond(evidence, loaded, conditions, prove_at_calls(evidence, loaded, files), limits=limits)
 
 
 def prove_at_calls(evidence: Evidence, loaded: LoadedArtifact, files: Sequence[Path] = ()) -> tuple[float, ...] | None:
     """Prove a loaded file by the request's own proof; if there is none, or it refuses, run the file at every call.
 
-    Args:
-        loaded: the artifact, loaded from `files`.
-
     Returns:
         Each output's error, relative to its largest value; None if the request's own proof accepts the file.
-
-    Raises:
-        RouteRefused: the file fails, or its shapes, dtypes or values differ from the model's.
     """
     with evidence.undisturbed(), silent():
-        return _prove_at_calls(evidence, loaded, files)
-
-
-def _prove_at_calls(evidence: Evidence, loaded: LoadedArtifact, files: Sequence[Path]) -> tuple[float, ...] | None:
-    proof = evidence.request.proof
-    if proof is not None and proof(loaded, files):
-        return None
-    # No other comparison is left for the outputs that only the request's own proof compares.
-    return _compare_at(replace(evidence, request=by_place(evidence.request)), loaded, range(len(evidence.inputs)))
+        proof = evidence.request.proof
+        if proof is not None and proof(loaded, files):
+            return None
+        # No other comparison is left for the outputs that only the request's own proof compares.
+        by_values = replace(evidence, request=by_place(evidence.request))
+        return _compare_at(by_values, loaded, range(len(evidence.inputs)))
 
 
 def prove_program(
@@ -126,14 +110,11 @@ def prove_program(
 
     Returns:
         The input shapes at which they agree, including those of the calls.
-
-    Raises:
-        RouteRefused: the program fails, or its shapes, dtypes or values differ from the model's.
     """
     calls = range(len(evidence.inputs)) if evidence.request.proof is None else [_smallest(evidence)]
     with evidence.undisturbed(), silent():
         errors = _compare_at(evidence, loaded, calls)
-        return _prove_beyond(evidence, loaded, conditions, errors, guards, limits)
+    return _prove_beyond(evidence, loaded, conditions, errors, guards, limits)
 
 
 def _smallest(evidence: Evidence) -> int:
@@ -176,10 +157,6 @@ def _prove_beyond(
         conditions: the conditions of each view in `evidence.along`; `Condition.along` is the index of the view.
         errors: the error of each output at the calls, from which the error bound here is derived; None to run the
             smallest call for it where it is needed.
-        guards, limits: as for `prove_program`.
-
-    Raises:
-        RouteRefused: the outputs differ, the batch is too large to try, or Python reads a value of the inputs there.
     """
 
     @cache
@@ -187,13 +164,14 @@ def _prove_beyond(
         return _compare_at(evidence, loaded, [_smallest(evidence)]) if errors is None else errors
 
     agreed: list[Shapes] = [[tuple(tensor.shape) for tensor in tensors] for tensors in evidence.inputs]
-    untried: list[_Untried] = []
-    agreed += _prove_from(evidence, loaded, conditions, known, untried, set())
-    for inputs in _several_at_one(evidence):
-        if _prove_on(evidence, loaded, inputs, known()):
-            agreed.append([tuple(tensor.shape) for tensor in inputs])
+    beyond = _Beyond(loaded, known)
+    with evidence.undisturbed(), silent():
+        agreed += beyond.prove(evidence, conditions)
+        for inputs in _several_at_one(evidence):
+            if beyond.agree_on(evidence, inputs):
+                agreed.append([tuple(tensor.shape) for tensor in inputs])
     kept = guards_in_force(guards, evidence, agreed)
-    for each in untried:
+    for each in beyond.untried:
         if not each.is_alone and not all(_holds_at(limit, evidence, [each.shapes]) for limit in limits or ()):
             continue
         can_be_declared = limits is not None and _holds_at(each.limit, evidence, agreed)
@@ -240,172 +218,185 @@ def _several_at_one(evidence: Evidence) -> Iterator[tuple[torch.Tensor, ...]]:
             yield tuple(made)
 
 
-def _prove_from(
-    evidence: Evidence,
-    loaded: LoadedArtifact,
-    conditions: Sequence[Condition],
-    errors: Callable[[], Sequence[float]],
-    untried: list[_Untried],
-    seen: set[tuple[str, str]],
-) -> list[Shapes]:
-    """The input shapes outside the calls at which file and model agree.
+@dataclass(frozen=True)
+class _Untried:
+    """The first batch that breaks a condition and is too large to try, with the refusal if nothing excludes it."""
 
-    Each size is changed by itself. Where it breaks a condition, the model may read further sizes, as in
-    `if batch > 20 and time > 30`. So these are changed from there on.
-
-    Args:
-        conditions: as for `_prove_beyond`.
-        seen: the conditions that were checked from other sizes on, by the size that changes; gets these conditions.
-    """
-    views = evidence.along
-    seen |= {(views[condition.along].size, condition.what) for condition in conditions}
-    agreed: list[Shapes] = []
-    largest: list[tuple[Evidence, int]] = []
-    corners: list[tuple[Evidence, tuple[Condition, ...]]] = []
-    for number, view in enumerate(views):
-        own = [condition for condition in conditions if condition.along == number]
-        batches = []
-        for batch, others in _prove_along(evidence, view, loaded, own, errors, untried):
-            batches.append(batch)
-            if (beyond := evidence.fixing(view, batch)) is not None:
-                corners.append((beyond, others))
-        # Calls may break conditions too, as a batch of one does.
-        breaking = (next((batch for batch in view.batches if not each.holds(batch)), None) for each in own)
-        corners += (
-            (beyond, conditions_at(view, called, beyond)[1])
-            for called in dict.fromkeys(breaking)
-            if called is not None and (beyond := evidence.fixing(view, called)) is not None
-        )
-        agreed += map(view.shapes_at, batches)
-        if not view.steps and batches:
-            largest.append((view, max(batches)))
-    for beyond, others in corners:
-        sizes = [view.size for view in beyond.along]
-        new = [condition for condition in others if (sizes[condition.along], condition.what) not in seen]
-        if new:
-            agreed += _prove_from(beyond, loaded, new[:_MOST_FURTHER], errors, untried, seen)
-    for (one, first), (other, second) in itertools.combinations(largest, 2):
-        for view in () if (beyond := evidence.fixing(one, first)) is None else beyond.along:
-            if view.open_dims == other.open_dims:
-                agreed += _prove_at_both(view, loaded, second, errors)
-    return agreed
+    shapes: Shapes
+    refusal: RouteRefused
+    limit: Limit
+    # Whether the other sizes are those of the calls.
+    is_alone: bool
 
 
-def _prove_at_both(
-    evidence: Evidence, loaded: LoadedArtifact, batch: int, errors: Callable[[], Sequence[float]]
-) -> list[Shapes]:
-    """The shapes at which two sizes have values outside the calls, if file and model agree there.
+class _Beyond:
+    """The comparison of a file with the model at sizes outside the calls."""
 
-    The model may have decided on each of them before, and only here on both.
-    """
-    shapes = evidence.shapes_at(batch)
-    if max(math.prod(shape) for shape in shapes) > _LARGEST_OF_BOTH:
-        return []
-    try:
-        answers = _prove_on(evidence, loaded, evidence.inputs_at(batch), errors())
-    except WrongFile as refusal:
-        reason = f"at {evidence.at(batch)} the model takes a different path than the captured one: {refusal}"
-        raise WrongFile(reason, refusal.inputs, refusal.output, size=evidence.size) from refusal
-    return [shapes] if answers else []
+    def __init__(self, loaded: LoadedArtifact, errors: Callable[[], Sequence[float]]) -> None:
+        self.untried: list[_Untried] = []
+        self._loaded = loaded
+        self._errors = errors
+        # The conditions that were checked from other sizes on, by the size that changes.
+        self._seen: set[tuple[str, str]] = set()
 
+    def prove(self, evidence: Evidence, conditions: Sequence[Condition]) -> list[Shapes]:
+        """The input shapes outside the calls at which file and model agree.
 
-def _prove_along(
-    evidence: Evidence,
-    view: Evidence,
-    loaded: LoadedArtifact,
-    conditions: Sequence[Condition],
-    errors: Callable[[], Sequence[float]],
-    untried: list[_Untried],
-) -> list[tuple[int, tuple[Condition, ...]]]:
-    """The batches outside the calls at which file and model agree, and the conditions on the other sizes there."""
-    tried = set(view.batches)
-    agreed: list[tuple[int, tuple[Condition, ...]]] = []
-    waiting = list(conditions)
-    known = {(condition.what, condition.hints) for condition in conditions}
-    for condition in waiting:  # grows inside the loop
-        batches = [batch for batch, _ in agreed]
-        for batch in _prove_where_it_breaks(view, loaded, condition, tried, errors, untried, batches):
-            own, others = conditions_at(view, batch, evidence.fixing(view, batch))
-            agreed.append((batch, others))
-            for further in own:
-                key = (further.what, further.hints)
-                if key not in known and len(waiting) < len(conditions) + _MOST_FURTHER:
-                    known.add(key)
-                    waiting.append(further)
-    return agreed
-
-
-def _prove_where_it_breaks(
-    evidence: Evidence,
-    loaded: LoadedArtifact,
-    condition: Condition,
-    tried: set[int],
-    errors: Callable[[], Sequence[float]],
-    untried: list[_Untried],
-    known: Sequence[int],
-) -> list[int]:
-    """At most two batches that break the condition and at which file and model agree; adds all batches to `tried`.
-
-    The first batch that is too large to try is added to `untried`, with the refusal if the file doesn't refuse it. But
-    two batches of other conditions suffice if they break this one too; `known` are those at which file and model agree.
-    """
-    answered: list[int] = []
-    raised = 0
-    for batch in breaks(condition):
-        if batch in tried or (answered and batch < 2 * answered[0]):
-            continue
-        tried.add(batch)
-        try:
-            answers = _prove_on(evidence, loaded, evidence.inputs_at(batch), errors())
-        except RouteRefused as refusal:
-            if evidence.steps and isinstance(refusal, TooLarge):
-                # Sizes that grow together soon need too much memory. Each of them was checked by itself.
-                break
-            reason = (
-                f"at {evidence.at(batch)} the model takes a different path than the captured one, because of "
-                f"{condition.what}: {refusal}"
+        Each size is changed by itself. Where it breaks a condition, the model may read further sizes, as in
+        `if batch > 20 and time > 30`. So these are changed from there on.
+        """
+        views = evidence.along
+        self._seen |= {(views[condition.along].size, condition.what) for condition in conditions}
+        agreed: list[Shapes] = []
+        largest: list[tuple[Evidence, int]] = []
+        corners: list[tuple[Evidence, tuple[Condition, ...]]] = []
+        for number, view in enumerate(views):
+            own = [condition for condition in conditions if condition.along == number]
+            batches = []
+            for batch, others in self._prove_along(evidence, view, own):
+                batches.append(batch)
+                if (beyond := evidence.fixing(view, batch)) is not None:
+                    corners.append((beyond, others))
+            # Calls may break conditions too, as a batch of one does.
+            breaking = (next((batch for batch in view.batches if not each.holds(batch)), None) for each in own)
+            corners += (
+                (beyond, conditions_at(view, called, beyond)[1])
+                for called in dict.fromkeys(breaking)
+                if called is not None and (beyond := evidence.fixing(view, called)) is not None
             )
-            if isinstance(refusal, RuntimeCrashed):
+            agreed += map(view.shapes_at, batches)
+            if not view.steps and batches:
+                largest.append((view, max(batches)))
+        for beyond, others in corners:
+            sizes = [view.size for view in beyond.along]
+            new = [condition for condition in others if (sizes[condition.along], condition.what) not in self._seen]
+            if new:
+                agreed += self.prove(beyond, new[:_MOST_FURTHER])
+        for (one, first), (other, second) in itertools.combinations(largest, 2):
+            for view in () if (beyond := evidence.fixing(one, first)) is None else beyond.along:
+                if view.open_dims == other.open_dims:
+                    agreed += self._prove_at_both(view, second)
+        return agreed
+
+    def _prove_at_both(self, evidence: Evidence, batch: int) -> list[Shapes]:
+        """The shapes at which two sizes have values outside the calls, if file and model agree there.
+
+        The model may have decided on each of them before, and only here on both.
+        """
+        shapes = evidence.shapes_at(batch)
+        if max(math.prod(shape) for shape in shapes) > _LARGEST_OF_BOTH:
+            return []
+        try:
+            answers = self.agree_on(evidence, evidence.inputs_at(batch))
+        except WrongFile as refusal:
+            reason = f"at {evidence.at(batch)} the model takes a different path than the captured one: {refusal}"
+            raise WrongFile(reason, refusal.inputs, refusal.output, size=evidence.size) from refusal
+        return [shapes] if answers else []
+
+    def _prove_along(
+        self, evidence: Evidence, view: Evidence, conditions: Sequence[Condition]
+    ) -> list[tuple[int, tuple[Condition, ...]]]:
+        """The batches outside the calls at which file and model agree, and the conditions on the other sizes there."""
+        tried = set(view.batches)
+        agreed: list[tuple[int, tuple[Condition, ...]]] = []
+        waiting = list(conditions)
+        known = {(condition.what, condition.hints) for condition in conditions}
+        for condition in waiting:  # grows inside the loop
+            for batch in self._prove_where_it_breaks(view, condition, tried, [batch for batch, _ in agreed]):
+                own, others = conditions_at(view, batch, evidence.fixing(view, batch))
+                agreed.append((batch, others))
+                for further in own:
+                    key = (further.what, further.hints)
+                    if key not in known and len(waiting) < len(conditions) + _MOST_FURTHER:
+                        known.add(key)
+                        waiting.append(further)
+        return agreed
+
+    def _prove_where_it_breaks(
+        self, evidence: Evidence, condition: Condition, tried: set[int], known: Sequence[int]
+    ) -> list[int]:
+        """At most two batches that break the condition and at which file and model agree; adds all batches to `tried`.
+
+        The first batch that is too large to try is added to `untried`, with the refusal if the file doesn't refuse it.
+        But two batches of other conditions suffice if they break this one too; `known` are those at which file and
+        model agree.
+        """
+        answered: list[int] = []
+        raised = 0
+        for batch in breaks(condition):
+            if batch in tried or (answered and batch < 2 * answered[0]):
+                continue
+            tried.add(batch)
+            try:
+                answers = self.agree_on(evidence, evidence.inputs_at(batch))
+            except RuntimeCrashed:
                 raise
-            if isinstance(refusal, WrongFile):
-                raise WrongFile(reason, refusal.inputs, refusal.output, size=evidence.size) from refusal
-            refused = RouteRefused(reason, size=evidence.size)
-            if not isinstance(refusal, TooLarge):
-                raise refused from refusal
-            broken = [each for each in (*known, *answered) if not condition.holds(each)]
-            if not broken or max(broken) < 2 * min(broken):
-                limit = Limit(condition.relation, evidence.size, next(breaks(condition)) - 1)
-                is_alone = not evidence.fixed
-                untried.append(_Untried(evidence.shapes_at(batch), refused, limit, is_alone))
-            break
-        if answers:
-            answered.append(batch)
-        else:
-            raised += 1
-        if raised > _MOST_RAISED or len(answered) == 2:
-            break
-    return answered
+            except RouteRefused as refusal:
+                if evidence.steps and isinstance(refusal, TooLarge):
+                    # Sizes that grow together soon need too much memory. Each of them was checked by itself.
+                    break
+                reason = (
+                    f"at {evidence.at(batch)} the model takes a different path than the captured one, because of "
+                    f"{condition.what}: {refusal}"
+                )
+                if isinstance(refusal, WrongFile):
+                    raise WrongFile(reason, refusal.inputs, refusal.output, size=evidence.size) from refusal
+                refused = RouteRefused(reason, size=evidence.size)
+                if not isinstance(refusal, TooLarge):
+                    raise refused from refusal
+                broken = [each for each in (*known, *answered) if not condition.holds(each)]
+                if not broken or max(broken) < 2 * min(broken):
+                    limit = Limit(condition.relation, evidence.size, next(breaks(condition)) - 1)
+                    self.untried.append(_Untried(evidence.shapes_at(batch), refused, limit, not evidence.fixed))
+                break
+            if answers:
+                answered.append(batch)
+            else:
+                raised += 1
+            if raised > _MOST_RAISED or len(answered) == 2:
+                break
+        return answered
 
-
-def _prove_on(
-    evidence: Evidence, loaded: LoadedArtifact, inputs: tuple[torch.Tensor, ...], errors: Sequence[float]
-) -> bool:
-    """Compare file and model on inputs outside the calls; return False where the model raises."""
-    expected = _run_model(evidence.adapter, inputs)
-    if expected is not None:
-        _compare(evidence, loaded, inputs, expected, errors)
-    return expected is not None
-
-
-def _run_model(adapter: Adapter, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-    """Run the model; return None where it raises on these inputs."""
-    try:
-        with undisturbed(adapter), silent():
-            return adapter.run(inputs)
-    except Exception as error:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError | StructureError) or "allocate memory" in str(error):
+    def agree_on(self, evidence: Evidence, inputs: tuple[torch.Tensor, ...]) -> bool:
+        """Compare file and model on inputs outside the calls; return False where the model raises."""
+        errors = self._errors()
+        try:
+            with undisturbed(evidence.adapter), silent():
+                expected = evidence.adapter.run(inputs)
+        except (MemoryError, torch.OutOfMemoryError, StructureError):
             raise
-        return None
+        except Exception as error:
+            if "allocate memory" in str(error):
+                raise
+            return False
+        _compare(evidence, self._loaded, inputs, expected, errors)
+        return True
+
+
+def breaks(condition: Condition) -> Iterator[int]:
+    """The batches that break a condition, in ascending order.
+
+    Above 64, only some candidates are checked. If the condition holds at one candidate and breaks at the next,
+    bisection finds the first batch that breaks it.
+    """
+    yield from (batch for batch in range(1, _EVERY_BATCH_TO + 1) if not condition.holds(batch))
+    held = _EVERY_BATCH_TO if condition.holds(_EVERY_BATCH_TO) else 0
+    for batch in _far_batches(condition.hints):
+        if condition.holds(batch):
+            held = batch
+        elif held == 0:
+            yield batch
+        else:
+            candidates = range(held, batch)
+            yield held + bisect.bisect_left(candidates, True, key=lambda each: not condition.holds(each))
+            held = 0
+
+
+def _far_batches(hints: Iterable[int]) -> list[int]:
+    powers = (1 << power for power in range(_EVERY_BATCH_TO.bit_length(), _LARGEST.bit_length()))
+    found = {power + step for power in powers for step in (-1, 0, 1)}
+    found |= {hint + step for hint in hints for step in (-1, 0, 1, 2)}
+    return sorted(batch for batch in found if batch > _EVERY_BATCH_TO)
 
 
 def _compare(
@@ -415,11 +406,7 @@ def _compare(
     expected: tuple[torch.Tensor, ...],
     errors: Sequence[float] | None = None,
 ) -> Sequence[torch.Tensor]:
-    """Run the file and check its outputs against the model's; `errors` are the errors of the outputs at the calls.
-
-    Raises:
-        WrongFile: the file fails, or an output differs in shape, dtype or values.
-    """
+    """Run the file and check its outputs against the model's; `errors` are the errors of the outputs at the calls."""
     request = evidence.request
     sizes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
     try:

@@ -7,22 +7,21 @@ run arbitrary code from the file, so only load files from sources that you trust
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch.export.passes import move_to_device_pass
 
 from exporters.base import Artifact, Exporter, ExportRequest, Limit, LoadedArtifact, TensorSpec, move_to, refuse_unfit
-from exporters.errors import refusing
 from exporters.evidence import Evidence, gather
 from exporters.exported_program import captured, conditions_of_program, guards_in_force, take_guards
-from exporters.file_values import FileValues, Program, ProgramValues
-from exporters.isolation import silent
+from exporters.isolation import refusing, silent
 from exporters.metadata import extra_files, read_extra_file, write_archive
+from exporters.places import FileValues, Program, ProgramValues
 from exporters.proof import prove_at_calls, prove_program
 from exporters.routes import Route, first_right
 from optimize_export.wording import dtype_name
@@ -77,7 +76,9 @@ class Pt2Exporter(Exporter):
         device = str(evidence.device)
         guards = take_guards(program)
         agreed = prove_program(evidence, _LoadedProgram(program, device), conditions, guards, limits)
-        program._guards_code = [*_of_ranks(program), *guards_in_force(guards, evidence, agreed)]
+        # torch only has guards on sizes.
+        of_ranks = [f"len(L['{spec.name}'].size()) == {len(spec.shape)}" for spec in input_specs(program)]
+        program._guards_code = [*of_ranks, *guards_in_force(guards, evidence, agreed)]
         path = folder / self.file_name
         _save(program, path, extra_files(evidence.metadata))
         with refusing("the file can't be loaded"):
@@ -89,11 +90,6 @@ class Pt2Exporter(Exporter):
 def _read(path: Path, device: str) -> torch.export.ExportedProgram:
     program = torch.export.load(str(path))
     return program if torch.device(device).type == "cpu" else move_to_device_pass(program, device)
-
-
-def _of_ranks(program: torch.export.ExportedProgram) -> list[str]:
-    """Guards on the rank of each input; torch only has guards on sizes."""
-    return [f"len(L['{spec.name}'].size()) == {len(spec.shape)}" for spec in input_specs(program)]
 
 
 class _LoadedProgram:
@@ -125,32 +121,28 @@ class _LoadedProgram:
 def input_specs(program: torch.export.ExportedProgram) -> tuple[TensorSpec, ...]:
     """The inputs of a program, with torch's names for the open dims."""
     values = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
-    return tuple(_spec(name, values[name]) for name in program.graph_signature.user_inputs)
-
-
-def _spec(name: Any, value: torch.Tensor) -> TensorSpec:
-    shape: Sequence[int | str] = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
-    return TensorSpec(name, dtype_name(value.dtype), tuple(shape))
+    return tuple(
+        TensorSpec(
+            name,
+            dtype_name(value.dtype),
+            tuple(size if isinstance(size, int) else str(size) for size in value.shape),
+        )
+        for name in program.graph_signature.user_inputs
+        for value in (values[name],)
+    )
 
 
 def _save(program: torch.export.ExportedProgram, path: Path, extra: dict[str, str]) -> None:
-    """Write the archive, with extra files by name, but without the inputs of the capture: they are the user's data.
-
-    Raises:
-        OSError: the file can't be written, for example because the disk is full.
-    """
+    """Write the archive, with extra files by name, but without the inputs of the capture: they are the user's data."""
     with refusing("the program can't be saved"), silent():
         # The machine that loads the file may have no GPU.
         program = move_to_device_pass(program, "cpu")
-        program.example_inputs = (tuple(map(_blank, input_specs(program), program.example_inputs[0])), {})
+        # Zeros, stored as one number: torch needs examples to name the inputs in guards.
+        blank = [torch.zeros((), dtype=each.dtype).expand(each.shape) for each in program.example_inputs[0]]
+        program.example_inputs = (tuple(blank), {})
         weights = sum(tensor.nbytes for tensor in program.state_dict.values())
         save = partial(torch.export.save, program, extra_files=extra)
         write_archive(path, weights, lambda: _in_memory(save), save)
-
-
-def _blank(spec: TensorSpec, example: torch.Tensor) -> torch.Tensor:
-    """Zeros in the shape of an example, stored as one number: torch needs examples to name the inputs in guards."""
-    return torch.zeros((), dtype=example.dtype).expand(example.shape)
 
 
 def _in_memory(save: Callable[[io.BytesIO], object]) -> bytes:

@@ -80,7 +80,6 @@ def load_artifact(format: str, path: Path, device: str = "cpu") -> LoadedArtifac
     """Load the file at `path` on "cpu" or "cuda".
 
     Raises:
-        UnknownFormat: there is no such format.
         ProviderFallback: the file would run on another device than the requested one.
     """
     return exporter_named(exported_format(format)).load(path, device)

@@ -6,8 +6,13 @@ The model is traced through the adapter if the trace is right at every call, oth
 
 from __future__ import annotations
 
+import hashlib
+import re
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,17 +20,34 @@ import torch
 from torch import nn
 
 from exporters.base import Adapter, Artifact, Exporter, ExportRequest, Limit, LoadedArtifact, move_to, parameter_names
-from exporters.conditions import Condition
-from exporters.errors import RouteRefused, WrongFile, refusing
+from exporters.errors import RouteRefused, WrongFile
 from exporters.evidence import Evidence, gather
-from exporters.file_values import FileParts
-from exporters.isolation import silent, torchscript_allowed, undisturbed
-from exporters.metadata import extra_files, read_extra_file
+from exporters.exported_program import Condition
+from exporters.isolation import refusing, silent, torchscript_allowed, undisturbed
+from exporters.metadata import extra_files, read_extra_file, write_archive
+from exporters.places import FileParts
 from exporters.proof import prove_file
 from exporters.routes import Route, first_right
-from exporters.torchscript_archive import save
 from exporters.trace_conditions import traced_with_conditions
 from optimize_export.structure import ContainerNode, Node, TensorNode
+
+# torch.jit.save aligns every record to this many bytes, so that weights can be memory-mapped.
+_ALIGNMENT = 64
+
+_IDENTITY = "model/.data/serialization_id"
+# The constants of a class in the archive's source. torch takes them from a set, in the order of the process's hashes.
+_CONSTANTS = re.compile(rb"(?:^  \w+ : Final\[.*\n){2,}", re.MULTILINE)
+
+# torch writes non-ASCII names of classes, files and attributes but can't read them: its parser accepts only ASCII
+# identifiers, and it escapes the bytes of an attribute's name as signed numbers, `"\\0)+"` for the byte 0xc3.
+
+# A text in double quotes, or non-ASCII letters outside any text.
+_TEXT_OR_LETTERS = re.compile(rb'"(?:\\.|[^"\\])*"|[\x80-\xff]+', re.DOTALL)
+_LETTERS = re.compile(rb"[\x80-\xff]+")
+# An escaped byte has three octal digits. The digits of a negative number run from "0" down to ")".
+_ESCAPE = re.compile(rb"\\([)-7]{3}|.)", re.DOTALL)
+# The opcode that names a class in a pickle. The classes of a TorchScript module are below `__torch__`.
+_CLASS = re.compile(rb"c__torch__\.[^\n]*\n[^\n]*\n")
 
 
 class TorchScriptExporter(Exporter):
@@ -165,11 +187,7 @@ class _Source:
 
 
 def _spell(value: Any) -> str:
-    """Write `value` as TorchScript source.
-
-    Raises:
-        RouteRefused: it has no TorchScript source.
-    """
+    """Write `value` as TorchScript source; RouteRefused if it has none."""
     if isinstance(value, _Source):
         return value.name
     if value is None or type(value) in (bool, int, float, str):
@@ -193,6 +211,94 @@ def _reads(node: Node, source: str) -> Iterator[str]:
         keys = range(len(node.keys)) if hasattr(node.type, "_fields") else node.keys
         for key, child in zip(keys, node.children, strict=True):
             yield from _reads(child, f"{source}[{key!r}]" if indexed else f"{source}.{key}")
+
+
+def save(module: torch.jit.ScriptModule, path: Path, extra: dict[str, str]) -> None:
+    """Write the archive, with extra files by name: the same bytes for the same model, without traces of this machine.
+
+    Two kinds of records are left out. Debug records hold paths and source lines of this machine; the inputs of the
+    trace are the user's data.
+
+    Raises:
+        OSError: the file can't be written, for example because the disk is full.
+    """
+    raw = path.with_suffix(".raw")
+    weights = sum(tensor.nbytes for tensor in module.state_dict().values())
+    with refusing("the module can't be saved"), torchscript_allowed(), silent():
+        write_archive(
+            raw,
+            weights,
+            partial(module.save_to_buffer, _extra_files=extra),
+            partial(torch.jit.save, module, _extra_files=extra),
+        )
+    _copy_without_traces(raw, path)
+    raw.unlink()
+
+
+def _copy_without_traces(source: Path, target: Path) -> None:
+    """Copy a TorchScript archive record by record, into a top folder whose name doesn't depend on the file names."""
+    with zipfile.ZipFile(source) as archive, zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as copy:
+        names = ((record.filename.partition("/")[2], record) for record in archive.infolist())
+        kept = {
+            _LETTERS.sub(_spelled, f"model/{name}".encode()).decode(): record
+            for name, record in names
+            if not (name.endswith(".debug_pkl") or name.startswith("traced_inputs"))
+        }
+        texts = {
+            name: _readable(name, archive.read(record))
+            for name, record in kept.items()
+            if name.endswith((".py", ".pkl"))
+        }
+        checksums = [
+            (name, zlib.crc32(texts[name]) if name in texts else record.CRC)
+            for name, record in kept.items()
+            if name != _IDENTITY
+        ]
+        # torch's own id also depends on paths of this machine.
+        digits = int(hashlib.sha256(repr(checksums).encode()).hexdigest(), 16) % 10**40
+        texts[_IDENTITY] = f"{digits:040}".encode()
+        for name, record in kept.items():
+            entry = zipfile.ZipInfo(name)
+            entry.file_size = record.file_size
+            entry.extra = _padding(copy.start_dir, name)
+            if name in texts:
+                copy.writestr(entry, texts[name])
+                continue
+            with archive.open(record) as reader, copy.open(entry, "w") as writer:
+                while chunk := reader.read(1 << 20):
+                    writer.write(chunk)
+
+
+def _padding(offset: int, name: str) -> bytes:
+    """An extra field for the local header that aligns the start of the record's data."""
+    header = 30 + len(name.encode())
+    size = -(offset + header + 4) % _ALIGNMENT
+    return b"FB" + size.to_bytes(2, "little") + b"\0" * size
+
+
+def _readable(name: str, content: bytes) -> bytes:
+    """The content of a record (source or pickled attributes), readable for torch; attributes keep their names.
+
+    In source, the constants are in alphabetical order.
+    """
+    if not name.endswith(".py"):
+        return _CLASS.sub(lambda found: _LETTERS.sub(_spelled, found[0]), content)
+    content = _TEXT_OR_LETTERS.sub(
+        lambda found: _ESCAPE.sub(_octal, found[0]) if found[0][:1] == b'"' else _spelled(found), content
+    )
+    return _CONSTANTS.sub(lambda found: b"".join(sorted(found[0].splitlines(keepends=True))), content)
+
+
+def _spelled(letters: re.Match[bytes]) -> bytes:
+    """Letters in ASCII, with `_e9_` for an é."""
+    return "".join(f"_{ord(letter):x}_" for letter in letters[0].decode()).encode()
+
+
+def _octal(escape: re.Match[bytes]) -> bytes:
+    if len(escape[1]) < 3:
+        return escape[0]
+    high, middle, low = (digit - ord("0") for digit in escape[1])
+    return b"\\%03o" % (64 * high + 8 * middle + low & 0xFF)
 
 
 class _LoadedTorchScript:
@@ -221,11 +327,7 @@ class _Parts:
         self._traced = module.model.original_name == Adapter.__name__
 
     def part(self, path: str, number: int, *, alone: bool) -> Callable[[torch.Tensor], Any] | None:
-        """Return the method for one call of a module; None if the file has none that takes a single tensor.
-
-        In a trace, each further call of a module is a separate method (`forward1` is the second call) that takes only
-        tensors.
-        """
+        """As `FileParts.part`. In a trace, `forward1` is a module's second call, and methods take only tensors."""
         module = self._model
         for name in path.split(".") if path else ():
             if not hasattr(module, name):

@@ -9,12 +9,11 @@ from dataclasses import replace
 import torch
 
 from exporters.base import Captures
-from exporters.conditions import Condition
 from exporters.decisions import Watch, refuse_values
 from exporters.eager_runs import splits_an_open_dim
 from exporters.errors import RouteRefused
 from exporters.evidence import Evidence
-from exporters.exported_program import conditions_of_numbers, conditions_of_program, shared_program
+from exporters.exported_program import Condition, conditions_of_numbers, conditions_of_program, shared_program
 from exporters.tracing import follow_inputs, follow_settings, trace, watching
 
 # How much larger a size is than in the calls when it is tried whether Python reads it; the strides of a model multiply to
@@ -28,9 +27,6 @@ def traced_with_conditions(evidence: Evidence) -> tuple[torch.jit.ScriptModule, 
     Returns:
         The trace, the conditions under which it is valid for any call, and the first place where Python reads a size of
         the inputs ("" if there is none).
-
-    Raises:
-        RouteRefused: the model can't be traced, or as for `conditions_of_trace`.
     """
     module, watch = trace(evidence.adapter, evidence.inputs[0])
     follow_settings(module)
@@ -47,10 +43,7 @@ def watched(evidence: Evidence) -> Iterator[Callable[[], tuple[Condition, ...]]]
 
 
 def conditions_of_trace(evidence: Evidence, watch: Watch) -> tuple[Condition, ...]:
-    """The conditions on the open sizes under which the trace of the first call is valid for any call.
-
-    Args:
-        watch: the record of that trace.
+    """The conditions on the open sizes under which the trace of the first call, with this record, is valid for any call.
 
     Raises:
         RouteRefused: Python read a value of the inputs; or it read a size, or a number of pieces of a tensor, that
@@ -59,7 +52,13 @@ def conditions_of_trace(evidence: Evidence, watch: Watch) -> tuple[Condition, ..
     """
     refuse_values(watch, counts=False)
     if watch.counts:
-        _refuse_branches_on_counts(evidence, watch)
+        # A size that depends on values decides on the path, as the number of True elements may. torch.export captures a
+        # model only if no branch depends on such a size, as none does on whether it is negative, or on whether the rows
+        # of a graph's edges are none after those of the nodes were appended.
+        try:
+            shared_program(evidence)
+        except RouteRefused:
+            refuse_values(watch)
     if not evidence.open_dims or not (watch.sizes or watch.pieces):
         return ()
     try:
@@ -77,28 +76,10 @@ def conditions_of_trace(evidence: Evidence, watch: Watch) -> tuple[Condition, ..
         ) from refusal
 
 
-def _refuse_branches_on_counts(evidence: Evidence, watch: Watch) -> None:
-    """Raise if a size that depends on values decides on the path, as the number of True elements may.
-
-    torch.export captures a model only if no branch depends on such a size, as none does on whether it is negative, or
-    on whether the rows of a graph's edges are none after those of the nodes were appended.
-
-    Raises:
-        RouteRefused: torch.export can't capture the model.
-    """
-    try:
-        shared_program(evidence)
-    except RouteRefused:
-        refuse_values(watch)
-
-
 def _reads_an_open_size(evidence: Evidence, *, far: bool) -> bool:
-    """Whether Python reads a size or a number of pieces in the trace that isn't the same at all sizes.
+    """Whether Python reads a size or a number of pieces in the trace that isn't the same at all sizes, or may not be.
 
-    Also if that can't be determined.
-
-    Args:
-        far: whether to compare much larger sizes, too.
+    With `far`, much larger sizes are compared, too.
     """
     calls = list(evidence.inputs)
     try:
@@ -116,11 +97,7 @@ def _reads_an_open_size(evidence: Evidence, *, far: bool) -> bool:
 
 
 def _far_from_the_calls(view: Evidence) -> tuple[torch.Tensor, ...]:
-    """Inputs of a size so large that sizes computed from it differ from those in the calls, though windows round down.
-
-    Raises:
-        RouteRefused: the model takes none of the sizes tried.
-    """
+    """Inputs of a size so large that sizes computed from it differ from those in the calls, though windows round down."""
     for more in _FAR:
         try:
             inputs = view.inputs_at(max(view.batches) + more)

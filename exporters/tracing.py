@@ -11,8 +11,8 @@ from torch.autograd.function import FunctionCtx
 
 from exporters.base import Adapter, clones
 from exporters.decisions import Watch
-from exporters.errors import RouteRefused, refusing
-from exporters.isolation import silent, torchscript_allowed, undisturbed
+from exporters.errors import RouteRefused
+from exporters.isolation import refusing, silent, torchscript_allowed, undisturbed
 from exporters.places import called_in_torch, place_of_error
 from exporters.torch_private import graphs_of, is_tracing
 
@@ -22,11 +22,7 @@ _NO_COMPILED_CODE = "torch.jit.trace a dynamo-optimized function"
 
 @contextmanager
 def watching(adapter: Adapter, fixed: Sequence[Sequence[bool]] = ()) -> Iterator[Watch]:
-    """Record where Python reads traced values in traces of `adapter` made inside; `fixed` is as for `Watch`.
-
-    Raises:
-        RouteRefused: the model calls a function of torch that compiles itself, such as `torch.cond`.
-    """
+    """Record where Python reads traced values in traces of `adapter` made inside; `fixed` is as for `Watch`."""
     watch = Watch(adapter, fixed)
     hook = adapter.register_forward_pre_hook(watch.start)
     try:
@@ -46,11 +42,7 @@ def watching(adapter: Adapter, fixed: Sequence[Sequence[bool]] = ()) -> Iterator
 def trace(
     adapter: Adapter, inputs: Sequence[torch.Tensor], fixed: Sequence[Sequence[bool]] = ()
 ) -> tuple[torch.jit.ScriptModule, Watch]:
-    """Trace the adapter on these inputs, and record where Python reads traced values; `fixed` is as for `Watch`.
-
-    Raises:
-        RouteRefused: it can't be traced.
-    """
+    """Trace the adapter on these inputs, and record where Python reads traced values; `fixed` is as for `Watch`."""
     with (
         undisturbed(adapter), refusing(), silent(), torchscript_allowed(), traced_by_their_forwards(),
         watching(adapter, fixed) as watch,
@@ -115,10 +107,8 @@ def follow_inputs(module: torch.jit.ScriptModule, device: torch.device) -> None:
 
         torch.arange(n, device=x.device)  ->  traced as device="cuda:0"  ->  device=prim::device(x)
 
-    On the device of the trace the results are the same. Does not handle methods without a tensor.
-
-    Args:
-        device: the device of the traced inputs; constants with another device are kept.
+    On the device of the trace, that of the inputs, the results are the same. Constants with another device are kept.
+    Does not handle methods without a tensor.
     """
     for graph in graphs_of(module):
         source = next((value for value in graph.inputs() if value.type().kind() == "TensorType"), None)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from exporters.base import Artifact
-from exporters.file_values import FileValues, Program
+from exporters.places import FileValues, Program
 from optimize_export.wording import quote
 from optimizer.faults.locating_modules import (
     Divergence,

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from exporters.file_values import FileParts, FileValues
-from exporters.places import Place, is_users, line_of_forward, source_line
+from exporters.places import FileParts, FileValues, Place, is_users, line_of_forward, source_line
 from optimizer.model import Runs, eager_only, leaves_of, one_at_a_time, pinned_settings
 from optimizer.parity import FACTOR, OutputParity, Reference, distance, is_exact, judged_values, reference_at, rerun
 from passes.graph.forwards import intercepted_calls

@@ -8,22 +8,19 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from exportable_models import floats
 from tiny_models import enliven
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from exporters import ExportError, ExportRequest, OnnxExporter, TorchScriptExporter
+from exporters import ExportError, ExportRequest, OnnxExporter, Pt2Exporter, TorchScriptExporter
 from exporters.base import Adapter
 from exporters.decisions import Watch
-from exporters.pt2 import Pt2Exporter
 from exporters.tracing import trace
 
-
-def floats(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 CALLS = tuple(((floats(size, 4, seed=size),), {}) for size in (2, 1, 3, 5, 8))
+FIXED = {"dynamic_batch": False, "calls": CALLS[:1]}
+EXPORTERS = (TorchScriptExporter, OnnxExporter)
 
 
 class Deciding(nn.Module):
@@ -55,7 +52,9 @@ def refusal(exporter, function, tmp_path, **options):
     return str(caught.value)
 
 
-EXPORTERS = (TorchScriptExporter, OnnxExporter)
+def each(**functions):
+    """A parameter for each function, named by its keyword."""
+    return [pytest.param(function, id=name) for name, function in functions.items()]
 
 
 # ---------------------------------------------------------------------------------------------- on values of the inputs
@@ -63,22 +62,6 @@ EXPORTERS = (TorchScriptExporter, OnnxExporter)
 
 def by_truth(self, x):
     if x.sum() > 1000:
-        x = x + 1
-    return self.layer(x)
-
-
-def by_item(self, x):
-    return self.layer(x if x.sum().item() < 1000 else x + 1)
-
-
-def by_list(self, x):
-    if x.argmax(1).tolist() == [0, 0]:
-        x = x + 1
-    return self.layer(x)
-
-
-def by_numpy(self, x):
-    if x.numpy().sum() > 1000:
         x = x + 1
     return self.layer(x)
 
@@ -92,37 +75,14 @@ def by_an_error_that_is_caught(self, x):
     return self.layer(x)
 
 
-def by_equality(self, x):
-    return self.layer(x + 1 if torch.equal(x, x.abs()) else x)
-
-
-def by_membership(self, x):
-    return self.layer(x + 1 if 1234.0 in x else x)
-
-
 def by_what_was_written(self, x):
     held = torch.zeros(3)
     held[0] = x[0, 0]
-    if held.sum() > 100:
-        x = x + 1
-    return self.layer(x)
-
-
-def by_rows_that_the_data_chose(self, x):
-    rows = (x > 0).nonzero()
-    if rows.shape[0] > 100:
-        x = x + 1
-    return self.layer(x)
+    return self.layer(x + 1 if held.sum() > 100 else x)
 
 
 def by_rows_of_a_mask(self, x):
     if len(x[x[:, 0] > 100]) > 0:
-        x = x + 1
-    return self.layer(x)
-
-
-def by_a_length_made_of_data(self, x):
-    if torch.arange(x.abs().max().ceil().long()).shape[0] > 1000:
         x = x + 1
     return self.layer(x)
 
@@ -133,23 +93,25 @@ def by_a_name_given_in_a_check(self, x):
     return self.layer(x) * (2 if large else 1)
 
 
-BY_VALUES = (
-    by_truth,
-    by_item,
-    by_list,
-    by_numpy,
-    by_equality,
-    by_membership,
-    by_what_was_written,
-    by_rows_that_the_data_chose,
-    by_rows_of_a_mask,
-    by_a_length_made_of_data,
-    by_a_name_given_in_a_check,
-    by_an_error_that_is_caught,
+@pytest.mark.parametrize(
+    "function",
+    each(
+        truth=by_truth,
+        item=lambda self, x: self.layer(x if x.sum().item() < 1000 else x + 1),
+        list=lambda self, x: self.layer(x + 1 if x.argmax(1).tolist() == [0, 0] else x),
+        numpy=lambda self, x: self.layer(x + 1 if x.numpy().sum() > 1000 else x),
+        equality=lambda self, x: self.layer(x + 1 if torch.equal(x, x.abs()) else x),
+        membership=lambda self, x: self.layer(x + 1 if 1234.0 in x else x),
+        written=by_what_was_written,
+        rows_that_the_data_chose=lambda self, x: self.layer(x + 1 if (x > 0).nonzero().shape[0] > 100 else x),
+        rows_of_a_mask=by_rows_of_a_mask,
+        length_made_of_data=lambda self, x: self.layer(
+            x + 1 if torch.arange(x.abs().max().ceil().long()).shape[0] > 1000 else x
+        ),
+        name_given_in_a_check=by_a_name_given_in_a_check,
+        caught_error=by_an_error_that_is_caught,
+    ),
 )
-
-
-@pytest.mark.parametrize("function", BY_VALUES)
 def test_a_decision_on_values_is_found(function):
     watch = decisions(function)
     assert watch.values or watch.counts
@@ -169,18 +131,18 @@ def with_the_number_of_rows(self, x):
     return self.layer(x) * int(x[x[:, 0] > -100].shape[0])
 
 
-@pytest.mark.parametrize("options", [{}, {"dynamic_batch": False, "calls": CALLS[:1]}], ids=["dynamic", "static"])
+@pytest.mark.parametrize("options", [{}, FIXED], ids=["dynamic", "static"])
 @pytest.mark.parametrize("function", [by_rows_of_a_mask, by_all_rows, with_the_number_of_rows, below_the_rows])
 def test_a_branch_on_a_number_of_rows_is_right_where_no_values_decide_it(function, options, tmp_path):
     if function is below_the_rows:
         assert decisions(function).counts
         export(TorchScriptExporter, function, tmp_path, **options)
-        return
-    assert "branches on the values of its inputs at" in refusal(TorchScriptExporter, function, tmp_path, **options)
+    else:
+        assert "branches on the values of its inputs at" in refusal(TorchScriptExporter, function, tmp_path, **options)
 
 
 @pytest.mark.parametrize("exporter", [*EXPORTERS, Pt2Exporter])
-@pytest.mark.parametrize("options", [{}, {"dynamic_batch": False, "calls": CALLS[:1]}], ids=["dynamic", "static"])
+@pytest.mark.parametrize("options", [{}, FIXED], ids=["dynamic", "static"])
 def test_a_decision_on_values_is_refused_with_its_place(exporter, options, tmp_path):
     inside = nn.Sequential(enliven(Deciding(by_truth)), nn.ReLU())
     for model, place in ((inside[0], "the model's forward"), (inside, "module `0`")):
@@ -191,15 +153,13 @@ def test_a_decision_on_values_is_refused_with_its_place(exporter, options, tmp_p
         assert "torch.where" in sentence
 
 
-def in_numpy(model, x):
-    return torch.from_numpy(numpy.tanh(x.numpy()))
-
-
-def by_an_array(model, x):
-    return x * float(numpy.asarray(x).max())
-
-
-@pytest.mark.parametrize("function", [in_numpy, by_an_array])
+@pytest.mark.parametrize(
+    "function",
+    each(
+        tensor=lambda self, x: torch.from_numpy(numpy.tanh(x.numpy())),
+        number=lambda self, x: x * float(numpy.asarray(x).max()),
+    ),
+)
 def test_numpy_isnt_called_a_branch(function, tmp_path):
     sentence = refusal(TorchScriptExporter, function, tmp_path)
     assert "the model computes in numpy at `" in sentence
@@ -211,6 +171,10 @@ class Shift(nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer("shift", torch.tensor(2.6))
+        self.k = round(self.shift.item() * 2)
+
+    def forward(self, x):
+        return x[:, : self.k] * self.k
 
 
 class Rounded(Shift):
@@ -224,25 +188,16 @@ class Compared(Shift):
         return x * 2 if self.shift > 2 else x
 
 
-class InTheConstructor(Shift):
-    def __init__(self):
-        super().__init__()
-        self.k = round(self.shift.item() * 2)
-
-    def forward(self, x):
-        return x[:, : self.k] * self.k
-
-
 @pytest.mark.parametrize(
     ("kind", "line"), [(Rounded, "k = round("), (Compared, "return x * 2 if self.shift > 2 else x`")]
 )
 def test_a_value_of_a_buffer_that_python_reads_is_told_with_its_line(kind, line, tmp_path):
     calls = tuple(((torch.randn(size, 9),), {}) for size in (2, 3))
     with pytest.raises(ExportError) as caught:
-        Pt2Exporter().export(ExportRequest(kind().eval(), calls, dynamic_batch=True), tmp_path)
+        Pt2Exporter().export(ExportRequest(kind().eval(), calls), tmp_path)
     assert f" The model reads a tensor's value into Python at `{line}" in str(caught.value)
     assert str(caught.value).endswith("If the value is a constant, compute it in the constructor.")
-    Pt2Exporter().export(ExportRequest(InTheConstructor().eval(), calls, dynamic_batch=True), tmp_path)
+    Pt2Exporter().export(ExportRequest(Shift().eval(), calls), tmp_path)
 
 
 # ---------------------------------------------------------------------------- decisions that are the same in every call
@@ -293,19 +248,9 @@ def test_what_falls_the_same_way_in_every_call_is_no_hindrance(exporter, functio
 # --------------------------------------------------------------------------------------------------------- on the batch
 
 
-def above_sixteen(self, x):
-    if x.shape[0] > 16:
-        x = x + 1
-    return self.layer(x)
-
-
 def at_four(self, x):
     y = self.layer(x)
     return y + 1 if y.shape[0] == 4 else y
-
-
-def at_777(self, x):
-    return self.layer(x + 1 if x.size(0) == 777 else x)
 
 
 def above_5000_rows_of_three(self, x):
@@ -323,12 +268,6 @@ def by_the_larger(self, x):
     return self.layer(x) if rows <= 64 else self.layer(x + 1)
 
 
-def by_steps(self, x):
-    if x.shape[0] > 10 and x.shape[0] > 100:
-        x = x + 1
-    return self.layer(x)
-
-
 def by_tanh_above_sixteen(self, x):
     return F.gelu(self.layer(x) * 3, approximate="tanh" if x.shape[0] > 16 else "none")
 
@@ -338,14 +277,14 @@ def by_tanh_above_sixteen(self, x):
 @pytest.mark.parametrize(
     ("function", "batch"),
     [
-        (above_sixteen, 17),
+        (lambda self, x: self.layer(x + 1 if x.shape[0] > 16 else x), 17),
         (at_four, 4),
-        (at_777, 777),
+        (lambda self, x: self.layer(x + 1 if x.size(0) == 777 else x), 777),
         (above_5000_rows_of_three, 5001),
         (above_sixteen_in_python, 17),
         # After a branch that makes no difference, and with a difference of 1e-4.
         (by_the_larger, 65),
-        (by_steps, 101),
+        (lambda self, x: self.layer(x + 1 if x.shape[0] > 10 and x.shape[0] > 100 else x), 101),
         (by_tanh_above_sixteen, 17),
     ],
 )
@@ -361,34 +300,24 @@ def by_values_of_many(self, x):
     return self.layer(x)
 
 
-@pytest.mark.parametrize("exporter", EXPORTERS)
-def test_a_decision_on_values_that_only_large_batches_take_is_refused(exporter, tmp_path):
-    reason = refusal(exporter, by_values_of_many, tmp_path)
-    assert "at batch size 11 the model branches on the values of its inputs at" in reason
-
-
 def where_a_division_has_no_value(self, x):
     rows = x.shape[0]
     return self.layer(x * 3 if 12 // (rows - 20) > 5 else x)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("exporter", EXPORTERS)
-def test_a_condition_without_a_value_is_tried_on_the_model(exporter, tmp_path):
-    # The model raises at 20 rows, and takes another branch at 21 and 22.
-    sentence = refusal(exporter, where_a_division_has_no_value, tmp_path)
-    assert re.search(r"at batch size 2[012]\b", sentence)
-
-
-def by_the_diagonal_of_a_square(self, x):
-    pairs = (x @ x.t()).reshape(-1)
-    return self.layer(x * 2 if pairs.shape[0] > 100 else x)
-
-
-@pytest.mark.parametrize("exporter", EXPORTERS)
-def test_a_size_that_grows_faster_than_the_batch_is_not_taken_for_a_line(exporter, tmp_path):
-    with pytest.raises(ExportError):
-        export(exporter, by_the_diagonal_of_a_square, tmp_path)
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (by_values_of_many, "at batch size 11 the model branches on the values of its inputs at"),
+        # The model raises at 20 rows, and takes another branch at 21 and 22.
+        pytest.param(where_a_division_has_no_value, r"at batch size 2[012]\b", marks=pytest.mark.slow),
+        # A size that grows faster than the batch isn't a linear function of it.
+        (lambda self, x: self.layer(x * 2 if (x @ x.t()).reshape(-1).shape[0] > 100 else x), "can't be exported"),
+    ],
+)
+def test_a_decision_that_only_large_batches_take_is_refused(exporter, function, reason, tmp_path):
+    assert re.search(reason, refusal(exporter, function, tmp_path))
 
 
 def in_chunks(self, x):
@@ -429,32 +358,23 @@ def test_a_way_that_gives_the_same_is_no_hindrance(exporter, function, tmp_path)
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_a_fixed_batch_may_decide_anything(exporter, tmp_path):
-    artifact = export(exporter, above_sixteen_in_python, tmp_path, calls=CALLS[:1], dynamic_batch=False)
-    assert artifact.route in ("trace", "dynamo")
+    assert export(exporter, above_sixteen_in_python, tmp_path, **FIXED).route in ("trace", "dynamo")
 
 
 def test_a_branch_that_only_a_large_batch_takes_is_refused_untried(tmp_path):
-    def above_a_million(self, x):
-        return self.layer(x + 1 if x.shape[0] > 1_000_000 else x)
-
     calls = tuple(((floats(size, 64)[:, :4],), {}) for size in (2, 3))
-    sentence = refusal(TorchScriptExporter, above_a_million, tmp_path, calls=calls)
+    sentence = refusal(
+        TorchScriptExporter,
+        lambda self, x: self.layer(x + 1 if x.shape[0] > 1_000_000 else x),
+        tmp_path,
+        calls=calls,
+    )
     assert "the inputs would be too large" in sentence or "is wrong on inputs of [1000001, 4]" in sentence
 
 
-def by_weights(self, x):
+def by_the_length_of_weights(self, x):
     assert isinstance(len(self.layer.weight), int)
     return self.layer(x) * {4: 2.0}[len(self.layer.weight)]
-
-
-def by_rows(self, x):
-    return self.layer(x) * {2: 2.0}[len(x)]
-
-
-@pytest.mark.parametrize(("function", "calls"), [(by_weights, CALLS), (by_rows, CALLS[:1])])
-def test_a_length_that_no_call_changes_stays_a_number(function, calls, tmp_path):
-    request = ExportRequest(enliven(Deciding(function)).eval(), calls, dynamic_batch=len(calls) > 1)
-    assert TorchScriptExporter().export(request, tmp_path).route == "trace"
 
 
 def uncapturable(self, x):
@@ -467,36 +387,60 @@ def of_a_fixed_size(self, x):
     return uncapturable(self, x) * math.ceil(math.log1p(int(x.shape[1])))
 
 
-def of_the_batch(self, x):
-    return uncapturable(self, x) / (1 if int(x.shape[0]) < 50 else 2)
+def in_halves(self, x):
+    return torch.cat([uncapturable(self, x), *x.chunk(2, -1)], -1)
 
 
-def test_a_size_that_no_call_changes_needs_no_capture(tmp_path):
-    assert export(TorchScriptExporter, of_a_fixed_size, tmp_path).route == "trace"
+ROWS = {"calls": [((torch.randn(size, 4),), {}) for size in (4, 5, 6)], "open_dims": {"x": {0: "rows"}}}
+# These rows are too large for a batch that is 64 larger.
+LARGE = {"calls": [((torch.randn(size, 300_000, 4),), {}) for size in (2, 1)]}
 
 
-def test_the_batch_needs_a_capture(tmp_path):
-    with pytest.raises(
-        ExportError,
-        # torch 2.11 leaves out the message.
-        match=r"torch.export can't determine at which sizes the trace is valid: (.*no capture|raised exception .*RuntimeError)",
-    ):
-        export(TorchScriptExporter, of_the_batch, tmp_path)
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (by_the_length_of_weights, {}),
+        (lambda self, x: self.layer(x) * {2: 2.0}[len(x)], FIXED),
+        (of_a_fixed_size, {}),
+        (of_a_fixed_size, ROWS),
+        (in_halves, {}),
+        (in_halves, LARGE),
+    ],
+)
+def test_sizes_that_no_call_changes_stay_numbers_and_need_no_capture(function, options, tmp_path):
+    assert export(TorchScriptExporter, function, tmp_path, **options).route == "trace"
 
 
-def test_a_declared_size_needs_a_capture_even_if_what_is_read_is_the_same_in_all_calls(tmp_path):
-    def of_windows(self, x):
-        return uncapturable(self, x) * int(x[:, ::8].shape[1])
-
-    calls = [((torch.randn(2, size, 4),), {}) for size in (4, 5, 6)]
-    with pytest.raises(ExportError, match=r"torch.export can't determine at which sizes the trace is valid"):
-        export(TorchScriptExporter, of_windows, tmp_path, calls, open_dims={"x": {1: "length"}})
+LENGTHS = {
+    "calls": [((torch.randn(2, size, 4),), {}) for size in (4, 5, 6)],
+    "open_dims": {"x": {1: "length"}},
+}
 
 
-def test_a_declared_size_that_python_does_not_read_needs_no_capture(tmp_path):
-    calls = [((torch.randn(size, 4),), {}) for size in (4, 5, 6)]
-    artifact = export(TorchScriptExporter, of_a_fixed_size, tmp_path, calls, open_dims={"x": {0: "rows"}})
-    assert artifact.route == "trace"
+@pytest.mark.parametrize(
+    ("function", "options", "reason"),
+    [
+        (
+            lambda self, x: uncapturable(self, x) / (1 if int(x.shape[0]) < 50 else 2),
+            {},
+            # torch 2.11 leaves out the message.
+            r"reads a size .* at which sizes the trace is valid: (.*no capture|raised exception .*RuntimeError)",
+        ),
+        # What is read is the same in all calls, but the size is declared.
+        (
+            lambda self, x: uncapturable(self, x) * int(x[:, ::8].shape[1]),
+            LENGTHS,
+            "determine at which sizes the trace",
+        ),
+        (
+            lambda self, x: torch.cat([uncapturable(self, piece) for piece in x.split(16)]),
+            {},
+            r"\(trace: the model splits a tensor at `.*x.split\(16\).*, which the trace freezes, and torch.export can't",
+        ),
+    ],
+)
+def test_a_size_that_changes_needs_a_capture(function, options, reason, tmp_path):
+    assert re.search(reason, refusal(TorchScriptExporter, function, tmp_path, **options))
 
 
 # --------------------------------------------------------------------------------------------------- recurrent layers
@@ -562,16 +506,17 @@ def test_a_recurrent_layer_of_any_length_with_a_decision_on_it_is_refused(tmp_pa
 # ------------------------------------------------------------------------------------- numbers that turn at larger sizes
 
 
-def by_a_minimum(self, x):
-    return self.layer(x) * min(x.shape[0], 20)
-
-
-def by_a_rounded_quotient(self, x):
-    return self.layer(x) + math.floor(x.shape[0] / 64)
-
-
-def by_a_list_of_numbers(self, x):
-    return self.layer(x) + torch.tensor([x.shape[0] // 50] * 4)
+@pytest.mark.parametrize(
+    ("function", "size"),
+    [
+        (lambda self, x: self.layer(x) * min(x.shape[0], 20), 21),
+        (lambda self, x: self.layer(x) + math.floor(x.shape[0] / 64), 64),
+        (lambda self, x: self.layer(x) + torch.tensor([x.shape[0] // 50] * 4), 50),
+        (lambda self, x: torch.cat([self.layer(piece) for piece in x.split(16)]), 17),
+    ],
+)
+def test_a_number_that_is_the_same_in_all_calls_is_tried_where_it_turns(function, size, tmp_path):
+    assert f"(trace: at batch size {size} the model takes" in refusal(TorchScriptExporter, function, tmp_path)
 
 
 def by_half_the_rows(self, x):
@@ -579,58 +524,20 @@ def by_half_the_rows(self, x):
     return y.contiguous() if x.shape[0] > 300 else y
 
 
-def in_pieces(self, x):
-    return torch.cat([self.layer(piece) for piece in x.split(16)])
+class Pieces(nn.Module):
+    def forward(self, x):
+        return torch.cat([piece.sin() for piece in x.split(16)])
 
 
 @pytest.mark.parametrize(
-    ("function", "size"),
-    [(by_a_minimum, 21), (by_a_rounded_quotient, 64), (by_a_list_of_numbers, 50), (in_pieces, 17)],
+    ("model", "route"), [(Deciding(by_half_the_rows), "trace"), (Pieces(), "script")], ids=["number", "pieces"]
 )
-def test_a_number_that_is_the_same_in_all_calls_is_tried_where_it_turns(function, size, tmp_path):
-    assert f"(trace: at batch size {size} the model takes" in refusal(TorchScriptExporter, function, tmp_path)
-
-
-def in_uncapturable_pieces(self, x):
-    return torch.cat([uncapturable(self, piece) for piece in x.split(16)])
-
-
-def in_halves(self, x):
-    return torch.cat([uncapturable(self, x), *x.chunk(2, -1)], -1)
-
-
-def test_a_number_of_pieces_needs_a_capture_only_where_it_follows_the_batch(tmp_path):
-    sentence = (
-        r"\(trace: the model splits a tensor at `.*x.split\(16\).*, which the trace freezes, and torch.export can't"
-    )
-    with pytest.raises(ExportError, match=sentence):
-        export(TorchScriptExporter, in_uncapturable_pieces, tmp_path)
-    assert export(TorchScriptExporter, in_halves, tmp_path).route == "trace"
-    # These rows are too large for a batch that is 64 larger.
-    calls = [((torch.randn(size, 300_000, 4),), {}) for size in (2, 1)]
-    assert export(TorchScriptExporter, in_halves, tmp_path, calls).route == "trace"
-
-
-def test_pieces_that_a_trace_freezes_are_kept_by_a_script(tmp_path):
-    class Pieces(nn.Module):
-        def forward(self, x):
-            return torch.cat([piece.sin() for piece in x.split(16)])
-
-    artifact = TorchScriptExporter().export(ExportRequest(Pieces().eval(), CALLS), tmp_path)
-    assert artifact.route == "script"
-    for size in (1, 16, 17, 40):
-        assert torch.equal(artifact.load()(floats(size, 4))[0], floats(size, 4).sin())
-
-
-def test_a_number_that_the_trace_computes_is_right_where_it_turns(tmp_path):
-    model = enliven(Deciding(by_half_the_rows)).eval()
+def test_a_number_that_a_file_computes_is_right_where_it_turns(model, route, tmp_path):
+    model = enliven(model).eval()
     artifact = TorchScriptExporter().export(ExportRequest(model, CALLS), tmp_path)
-    for size in (1, 4, 63, 301):
+    assert artifact.route == route
+    for size in (1, 4, 16, 17, 63, 301):
         assert torch.allclose(artifact.load()(floats(size, 4))[0], model(floats(size, 4)), atol=1e-5), size
-
-
-def by_values_in_a_list(self, x):
-    return self.layer(x) + torch.tensor([x.sum() > 1000] * 4)
 
 
 # ------------------------------------------------------------------------------------------------ checks that are caught
@@ -687,6 +594,10 @@ def by_a_suppressed_check_of_values(self, x):
         assert (x > 50).any()
         y = y * 2
     return y
+
+
+def by_values_in_a_list(self, x):
+    return self.layer(x) + torch.tensor([x.sum() > 1000] * 4)
 
 
 def by_a_check_whose_error_goes_on(self, x):

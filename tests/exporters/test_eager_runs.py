@@ -155,6 +155,7 @@ class Mended(Base):
         return self.head(x.mean((2, 3), keepdim=True).flatten(1))
 
 
+PLACE = "in the model's forward (test_eager_runs.py:…)"
 REMEDY = ", or leave batch size 1 out, as in `batch_sizes=(2, 3, 5)`."
 SQUEEZE = "also removes the dim that changes. Name the dims to remove, as in `squeeze(-1)`, or use `flatten(1)`"
 
@@ -163,15 +164,8 @@ SQUEEZE = "also removes the dim that changes. Name the dims to remove, as in `sq
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        (
-            Method,
-            "`return self.head(x.mean((2, 3), keepdim=True).squeeze())` in the model's forward (test_eager_runs.py:…) "
-            + SQUEEZE,
-        ),
-        (
-            Function,
-            "`return torch.squeeze(self.head(pooled))` in the model's forward (test_eager_runs.py:…) " + SQUEEZE,
-        ),
+        (Method, f"`return self.head(x.mean((2, 3), keepdim=True).squeeze())` {PLACE} {SQUEEZE}"),
+        (Function, f"`return torch.squeeze(self.head(pooled))` {PLACE} {SQUEEZE}"),
         (Branch, "Return the same number of dims at all sizes"),
     ],
 )

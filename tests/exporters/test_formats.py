@@ -2,6 +2,8 @@
 
 import errno
 import resource
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -9,7 +11,6 @@ import torch
 from exportable_models import EXPORTABLE, BatchLoop, Mlp, Replacement, exportable, floats, mlp_calls
 from local_paths import found_paths
 from spoiling import only_the_old_onnx_exporter
-from tiny_models import enliven
 from torch import nn
 
 from exporters import Adapter, ExportError, ExportRequest, StructureError, exporter_named
@@ -87,79 +88,83 @@ def test_a_loop_over_the_batch_is_refused_with_a_dynamic_batch(format, tmp_path,
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_loop_over_the_batch_goes_with_a_static_one(format, tmp_path):
-    model = BatchLoop().eval()
-    calls = (*mlp_calls(3), ((floats(3, 3, seed=9),), {}))
-    artifact = exporter_named(format).export(ExportRequest(model, calls, dynamic_batch=False), tmp_path)
-    assert artifact.inputs[0].shape == (3, 3)
-    assert artifact.outputs[0].shape == (3, 4)
-    assert close(artifact.load()(calls[1][0][0])[0], model(*calls[1][0]).detach())
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_forward_on_the_instance_is_what_is_exported(format, tmp_path):
-    model = enliven(Mlp()).eval()
+def with_a_forward_on_the_instance(model):
     vars(model)["forward"] = Replacement(model)
-    artifact = exporter_named(format).export(ExportRequest(model, mlp_calls(2, 3)), tmp_path)
-    x = floats(4, 3)
-    assert artifact.inputs[0].name == "x"
-    assert close(artifact.load()(x)[0], model(x).detach())
-    assert not close(artifact.load()(x)[0], Mlp.forward(model, x).detach())
+    return model
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_compiled_model_is_exported_as_it_was_before(format, tmp_path):
-    model = enliven(Mlp()).eval()
-    calls = 0
+def compiled(model):
+    model.compiled_graphs = []
 
     def backend(graph, inputs):
-        nonlocal calls
-        calls += 1
+        model.compiled_graphs.append(graph)
         return graph
 
     model.compile(backend=backend)
-    artifact = exporter_named(format).export(ExportRequest(model, mlp_calls(2, 3)), tmp_path)
-    assert calls == 0
-    x = floats(4, 3)
-    assert close(artifact.load()(x)[0], model(x).detach())
-    assert calls == 1
+    return model
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_an_fx_graph_module_is_exported(format, tmp_path):
-    model, calls = exportable("conv_net")
-    traced = torch.fx.symbolic_trace(model)
-    artifact = exporter_named(format).export(ExportRequest(traced, calls[:2]), tmp_path)
-    assert artifact.inputs[0].name == "image"
-    x = floats(7, 3, 6, 6)
-    assert close(artifact.load()(x)[0], model(x).detach())
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_model_in_training_mode_is_exported_in_it(format, tmp_path):
-    model = exportable("conv_net")[0].train()
-    calls = tuple(((floats(size, 3, 6, 6, seed=size),), {}) for size in (2, 3))
-    before = model.bn.running_mean.clone()
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("mlp", with_a_forward_on_the_instance),
+        ("mlp", compiled),
+        ("conv_net", torch.fx.symbolic_trace),
+        ("conv_net", nn.Module.train),
+    ],
+    ids=["forward", "compiled", "fx", "training"],
+)
+def test_the_model_is_exported_as_it_computes_now(format, name, changed, tmp_path):
+    model, calls = exportable(name)
+    model = changed(model)
+    calls, other = tuple(call for call in calls if len(call[0][0]) > 1), floats(4, *calls[0][0][0].shape[1:], seed=9)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
     artifact = exporter_named(format).export(ExportRequest(model, calls), tmp_path)
-    assert torch.equal(model.bn.running_mean, before)
-    x = floats(4, 3, 6, 6)
-    assert close(artifact.load()(x)[0], model(x).detach())
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert artifact.inputs[0].name == {"mlp": "x", "conv_net": "image"}[name]
+    assert not getattr(model, "compiled_graphs", [])
+    assert close(artifact.load()(other)[0], model(other).detach())
+    assert changed is not compiled or len(model.compiled_graphs) == 1
+    if changed is with_a_forward_on_the_instance:
+        assert not close(artifact.load()(other)[0], Mlp.forward(model, other).detach())
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_files_hold_no_paths_of_this_machine(format, tmp_path):
+@pytest.mark.parametrize(("format", "old"), [*((format, False) for format in FORMATS), ("onnx", True)])
+def test_files_hold_no_paths_of_this_machine(format, old, tmp_path, monkeypatch):
+    if old:
+        only_the_old_onnx_exporter(monkeypatch)
     model, calls = exportable("keywords")
     artifact = exporter_named(format).export(ExportRequest(model, calls[:2]), tmp_path)
+    assert (artifact.route == "torchscript") is old
     assert not found_paths(artifact.path, tmp_path)
 
 
-def test_the_old_exporter_leaves_no_paths_either(tmp_path, monkeypatch):
-    only_the_old_onnx_exporter(monkeypatch)
-    model, calls = exportable("keywords")
-    artifact = exporter_named("onnx").export(ExportRequest(model, calls[:2]), tmp_path)
-    assert artifact.route == "torchscript"
-    assert not found_paths(artifact.path, tmp_path)
+# The classes of a TorchScript file have a number of the process in their names.
+@pytest.mark.parametrize("format", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)])
+def test_a_second_export_writes_the_same_bytes(format, tmp_path):
+    model, calls = exportable("encoder")
+    first, second = (
+        exporter_named(format).export(ExportRequest(model, calls), tmp_path).path.read_bytes() for _ in "ab"
+    )
+    assert first == second
+
+
+_PLAIN = """
+import sys, torch
+module = torch.export.load(sys.argv[1]).module() if sys.argv[1].endswith("pt2") else torch.jit.load(sys.argv[1])
+for size in (1, 7):
+    print(tuple(module(torch.ones(size, 3)).shape))
+assert not {"exporters", "optimize_export", "optimizer", "passes"} & set(sys.modules)
+"""
+
+
+@pytest.mark.parametrize("format", ["torchscript", pytest.param("pt2", marks=pytest.mark.slow)])
+def test_a_process_that_knows_nothing_of_this_project_loads_it(format, tmp_path):
+    artifact = exporter_named(format).export(ExportRequest(Mlp().eval(), mlp_calls(2, 3)), tmp_path)
+    command = [sys.executable, "-I", "-c", _PLAIN, str(artifact.path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "(1, 4)\n(7, 4)\n"
 
 
 def test_the_search_for_paths_finds_them(tmp_path):
@@ -175,6 +180,8 @@ def test_a_full_disk_is_no_refusal_and_leaves_nothing(format, tmp_path):
     calls = tuple(((floats(size, 300),), {}) for size in (2, 3))
     # The first export imports modules, which may write files too, so it runs without the limit.
     exporter_named(format).export(ExportRequest(Mlp().eval(), mlp_calls(2, 3)), tmp_path)
+    with pytest.raises(FileNotFoundError):
+        exporter_named(format).export(ExportRequest(Mlp().eval(), mlp_calls(2, 3)), tmp_path / "missing")
     (written,) = tmp_path.iterdir()
     before = written.read_bytes()
     with file_size_limit(20_000), pytest.raises(OSError, match=r"\[Errno") as caught:
@@ -182,12 +189,6 @@ def test_a_full_disk_is_no_refusal_and_leaves_nothing(format, tmp_path):
     assert caught.value.errno in (errno.EFBIG, errno.EIO)
     assert list(tmp_path.iterdir()) == [written]
     assert written.read_bytes() == before
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_folder_that_is_missing_is_an_os_error(format, tmp_path):
-    with pytest.raises(FileNotFoundError):
-        exporter_named(format).export(ExportRequest(Mlp().eval(), mlp_calls(2, 3)), tmp_path / "missing")
 
 
 @pytest.mark.parametrize("format", FORMATS)

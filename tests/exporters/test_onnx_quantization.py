@@ -65,9 +65,13 @@ def mlp(tmp_path):
     return written(tmp_path / "mlp.onnx", nodes, weights, {"x": ["batch", 64]}, {"y": ["batch", 8]})
 
 
+def square(path, nodes, **weights):
+    """Write a file whose input, output and weights, where none are given, have a width of 64."""
+    return written(path, nodes, weights or {"a": weight(64, 64)}, {"x": ["batch", 64]}, {"y": ["batch", 64]})
+
+
 def test_an_activation_that_is_not_finite_is_refused(tmp_path):
-    nodes = [node("Log", ["x"], "logs"), node("MatMul", ["logs", "a"], "y")]
-    path = written(tmp_path / "log.onnx", nodes, {"a": weight(64, 64)}, {"x": ["batch", 64]}, {"y": ["batch", 64]})
+    path = square(tmp_path / "log.onnx", [node("Log", ["x"], "logs"), node("MatMul", ["logs", "a"], "y")])
     zeros = [{"x": np.zeros((2, 64), np.float32)}]
     with pytest.raises(QuantizationError, match=r"^`(logs|y)` is NaN or infinite in a calibration call"):
         quantized(path, tmp_path / "small.onnx", "int8-static", zeros)
@@ -97,6 +101,11 @@ def run(path, row):
     return ort.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, row)
 
 
+def loss(kind):
+    """The largest relative error of a quantized file."""
+    return 0.3 if kind == "int4-weights" else 0.06
+
+
 def relative_error(source, target, row):
     pairs = zip(run(source, row), run(target, row), strict=True)
     return max(float(np.linalg.norm(a - b) / np.linalg.norm(a)) for a, b in pairs)
@@ -119,10 +128,16 @@ def test_the_file_has_the_same_interface_and_nearly_the_same_values(kind, mlp, t
     old, new = onnx.load(mlp), onnx.load(target)
     assert (list(new.graph.input), list(new.graph.output)) == (list(old.graph.input), list(old.graph.output))
     assert list(new.metadata_props) == list(old.metadata_props)
+    if kind == "int8-static":
+        values = [numpy_helper.to_array(tensor) for tensor in new.graph.initializer]
+        largest = [int(abs(value.astype(int)).max()) for value in values if value.dtype == np.int8 and value.ndim == 2]
+        # The weights use 7 bits.
+        assert len(largest) == 3
+        assert max(largest) <= 64
     assert target.stat().st_size < mlp.stat().st_size * (0.35 if kind == "int4-weights" else 0.5)
     for batch in (1, 3):
         row = {"x": RANDOM.standard_normal((batch, 64)).astype(np.float32)}
-        assert 1e-4 < relative_error(mlp, target, row) < (0.3 if kind == "int4-weights" else 0.06)
+        assert 1e-4 < relative_error(mlp, target, row) < loss(kind)
     assert capfd.readouterr() == ("", "")
 
 
@@ -137,14 +152,6 @@ def test_convolutions_are_quantized_and_what_costs_more_than_it_gains_is_not(net
     (product,) = (node for node in graph.node if node.op_type == "MatMul")
     assert product.output == ["z"]
     assert 1e-4 < relative_error(network, record.files[0], rows(3, 8, 8)[0]) < 0.08
-
-
-def test_weights_use_7_bits(mlp, tmp_path):
-    (path,) = quantized(mlp, tmp_path / "small.onnx", "int8-static", rows(64)).files
-    values = [numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer]
-    largest = [int(abs(value.astype(int)).max()) for value in values if value.dtype == np.int8 and value.ndim == 2]
-    assert len(largest) == 3
-    assert max(largest) <= 64
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -191,10 +198,10 @@ def test_the_weight_of_an_embedding_is_quantized_where_it_is_a_transposed_factor
     record = quantized(path, tmp_path / "small.onnx", kind, inputs)
     assert record.quantized == ("MatMul_deep", "MatMul_y")
     assert "Transpose" not in op_types(record.files[0])
-    assert 1e-4 < relative_error(path, record.files[0], inputs[0]) < (0.3 if kind == "int4-weights" else 0.06)
+    assert 1e-4 < relative_error(path, record.files[0], inputs[0]) < loss(kind)
     assert {name for name, _ in sensitivities(path, record, inputs)} == set(record.quantized)
     (target,) = quantized(path, tmp_path / "small.onnx", kind, inputs, keep=["MatMul_y"]).files
-    assert 1e-4 < relative_error(path, target, inputs[0]) < (0.3 if kind == "int4-weights" else 0.06)
+    assert 1e-4 < relative_error(path, target, inputs[0]) < loss(kind)
 
 
 def test_uint8_weights_lose_less_than_int8_ones(mlp, tmp_path):
@@ -220,7 +227,7 @@ def test_large_weights_go_into_a_file_of_their_own(kind, mlp, tmp_path, monkeypa
 
 def test_the_source_may_have_external_data_and_nodes_without_names(tmp_path):
     nodes = [helper.make_node("MatMul", ["x", "a"], ["h"]), helper.make_node("MatMul", ["h", "a"], ["y"])]
-    path = written(tmp_path / "m.onnx", nodes, {"a": weight(64, 64)}, {"x": ["batch", 64]}, {"y": ["batch", 64]})
+    path = square(tmp_path / "m.onnx", nodes)
     onnx.save(onnx.load(path), path, save_as_external_data=True, location="m.onnx.data", size_threshold=0)
     record = quantized(path, tmp_path / "small.onnx", "int8-dynamic", keep=["node_1"])
     assert record.quantized == ("node",)
@@ -248,22 +255,13 @@ def test_nodes_that_stay_in_float32_may_read_the_same_value(tmp_path):
         node("Min", ["second", "h"], "smaller"),
         node("Add", ["larger", "smaller"], "y"),
     ]
-    weights = {"a": weight(64, 64), "b": weight(64, 64)}
-    path = written(tmp_path / "m.onnx", nodes, weights, {"x": ["batch", 64]}, {"y": ["batch", 64]})
+    path = square(tmp_path / "m.onnx", nodes, a=weight(64, 64), b=weight(64, 64))
     keep = ["MatMul_first", "MatMul_second"]
     record = quantized(path, tmp_path / "half.onnx", "float16", keep=keep)
     assert record.kept == tuple(keep)
     types = {tensor.name: tensor.data_type for tensor in onnx.load(record.files[0]).graph.initializer}
     assert types == {"a": TensorProto.FLOAT16, "b": TensorProto.FLOAT}
     assert 1e-5 < relative_error(path, record.files[0], rows(64)[0]) < 3e-3
-
-
-def test_what_cannot_be_converted_to_float16_is_refused(tmp_path):
-    weights = {"a": weight(8, 8, dtype=np.float64)}
-    path = written(tmp_path / "m.onnx", [node("MatMul", ["x", "a"], "y")], weights, {"x": [2, 8]}, {"y": [2, 8]})
-    with pytest.raises(NothingToQuantize, match="has no float32 weights"):
-        quantized(path, tmp_path / "half.onnx", "float16")
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_after_the_conversion_to_float16_quantization_works_and_the_path_of_modules_is_as_before():
@@ -315,6 +313,10 @@ def test_calibration_calls_that_do_not_fit_are_refused(call, sentence, mlp, tmp_
     with pytest.raises(CalibrationError, match=sentence):
         quantized(mlp, tmp_path / "small.onnx", "int8-static", [] if call is None else [call])
     assert list(tmp_path.iterdir()) == [mlp]
+    if call is None:
+        record = quantized(mlp, tmp_path / "small.onnx", "int8-dynamic")
+        with pytest.raises(CalibrationError, match=sentence):
+            sensitivities(mlp, record, [])
 
 
 def test_a_file_without_anything_to_quantize_is_refused(network, tmp_path):
@@ -323,8 +325,9 @@ def test_a_file_without_anything_to_quantize_is_refused(network, tmp_path):
             quantized(network, tmp_path / "small.onnx", kind)
     weights = {"a": weight(8, 8, dtype=np.float64)}
     path = written(tmp_path / "m.onnx", [node("MatMul", ["x", "a"], "y")], weights, {"x": [2, 8]}, {"y": [2, 8]})
-    with pytest.raises(NothingToQuantize, match="no Conv or MatMul or Gemm"):
-        quantized(path, tmp_path / "small.onnx", "int8-static", rows(8))
+    for kind, sentence in (("int8-static", "no Conv or MatMul or Gemm"), ("float16", "has no float32 weights")):
+        with pytest.raises(NothingToQuantize, match=sentence):
+            quantized(path, tmp_path / "small.onnx", kind, rows(8))
     weights = {"a": weight(40, 3, 3, 3), "b": weight(40, 4)}
     nodes = [
         node("Conv", ["x", "a"], "map"),
@@ -367,12 +370,6 @@ def test_a_convolution_is_measured_with_its_relu_and_its_rounding(network, tmp_p
     assert {name for name, _ in sensitivities(network, both, row)} == {"Conv_first", "Conv_y"}
 
 
-def test_the_errors_of_nodes_need_calls(mlp, tmp_path):
-    record = quantized(mlp, tmp_path / "small.onnx", "int8-dynamic")
-    with pytest.raises(CalibrationError, match="needs calibration calls"):
-        sensitivities(mlp, record, [])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_worst_nodes_stay_in_float_until_the_file_is_accepted(kind, mlp, tmp_path):
     target, row = tmp_path / "small.onnx", rows(64)[0]
@@ -384,7 +381,7 @@ def test_the_worst_nodes_stay_in_float_until_the_file_is_accepted(kind, mlp, tmp
 
     calibration = rows(64)
     worst, _ = sensitivities(mlp, quantized(mlp, target, kind, calibration), calibration)[0]
-    search = within_budget(mlp, target, kind, calibration, accept, max_kept=2)
+    search = within_budget(mlp, target, kind, calibration, accept)
     assert search.accepted is search.last
     assert (search.accepted.kept, search.tried) == ((worst,), 2)
     assert errors[1] < errors[0]
@@ -393,16 +390,16 @@ def test_the_worst_nodes_stay_in_float_until_the_file_is_accepted(kind, mlp, tmp
     assert search.last.kept == (() if kind != "int8-static" else (worst,))
 
 
-@pytest.mark.parametrize(("most", "kept"), [(None, [0, 1]), (2, [0, 1, 2]), (9, [0, 1, 2]), (0, [0])])
-def test_the_search_ends(most, kept, mlp, tmp_path):
+@pytest.mark.parametrize(("share", "kept"), [(1 / 4, [0, 1]), (2 / 3, [0, 1, 2]), (1, [0, 1, 2])])
+def test_the_search_ends(share, kept, mlp, tmp_path, monkeypatch):
+    monkeypatch.setattr(exporters.onnx_sensitivity, "_MOST_KEPT", share)
     seen = []
-    options = {} if most is None else {"max_kept": most}
 
     def refuse(path):
         seen.append(op_types(path).count("MatMul"))
         return False
 
-    search = within_budget(mlp, tmp_path / "small.onnx", "int8-dynamic", rows(64), refuse, **options)
+    search = within_budget(mlp, tmp_path / "small.onnx", "int8-dynamic", rows(64), refuse)
     assert search.accepted is None
     assert (seen, search.tried, len(search.last.kept)) == (kept, len(kept), kept[-1])
 
@@ -413,7 +410,7 @@ def test_calibration_runs_once_in_a_search_and_an_interrupt_leaves_no_temporary_
     runs = []
     collect = MinMaxCalibrater.collect_data
     monkeypatch.setattr(MinMaxCalibrater, "collect_data", lambda *given: runs.append(1) or collect(*given))
-    within_budget(mlp, tmp_path / "small.onnx", "int8-static", rows(64), lambda path: False, max_kept=2)
+    within_budget(mlp, tmp_path / "small.onnx", "int8-static", rows(64), lambda path: False)
     assert len(runs) == 40
 
     def interrupt(path):

@@ -1,7 +1,5 @@
 import io
 import json
-import subprocess
-import sys
 import threading
 import zipfile
 
@@ -113,14 +111,14 @@ def test_inputs_may_have_any_name(names, tmp_path):
 def test_sizes_that_the_file_was_not_made_for_are_refused(tmp_path):
     artifact = export(Mlp(), mlp_calls(2, 3), tmp_path)
     loaded = artifact.load()
-    with pytest.raises(ValueError, match=r"Input `x` of the file is float32\[2, 3\], but got float32\[2, 4\]"):
-        loaded(floats(2, 4))
-    with pytest.raises(ValueError, match=r"but got float32\[2, 3, 3\]"):
-        loaded(floats(2, 3, 3))
-    with pytest.raises(ValueError, match=r"but got float64\[2, 3\]"):
-        loaded(floats(2, 3).double())
-    with pytest.raises(ValueError, match="takes 1 tensors, not 2"):
-        loaded(floats(2, 3), floats(2, 3))
+    for inputs, sentence in (
+        ((floats(2, 4),), r"Input `x` of the file is float32\[2, 3\], but got float32\[2, 4\]"),
+        ((floats(2, 3, 3),), r"but got float32\[2, 3, 3\]"),
+        ((floats(2, 3).double(),), r"but got float64\[2, 3\]"),
+        ((floats(2, 3), floats(2, 3)), "takes 1 tensors, not 2"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            loaded(*inputs)
     plain = torch.export.load(str(artifact.path)).module()
     assert plain(floats(7, 3)).shape == (7, 4)
     with pytest.raises(AssertionError, match=r"Guard failed: x\.size\(\)\[1\] == 3"):
@@ -187,47 +185,19 @@ def test_a_way_that_another_batch_takes_is_proven(tmp_path):
         export(Switch(1.0), mlp_calls(2, 3), tmp_path)
 
 
-def test_nothing_of_the_user_is_in_the_file(tmp_path):
-    x = torch.tensor([[1.2345678, 2.3456789, 3.4567891]] * 2)
-    held = records(export(Mlp(), (((x,), {}), ((floats(3, 3),), {})), tmp_path).path)
+def test_the_file_has_the_weights_as_bytes_and_nothing_of_the_user(tmp_path):
+    x, model = torch.tensor([[1.2345678, 2.3456789, 3.4567891]] * 2), enliven(Mlp())
+    held = records(export(model, (((x,), {}), ((floats(3, 3),), {})), tmp_path).path)
     assert not [name for name, data in held.items() if x[0].numpy().tobytes()[:4] in data]
     (example,), keywords = torch.load(io.BytesIO(held["data/sample_inputs/model.pt"]))
     assert (example == 0).all()
     assert keywords == {}
     nodes = json.loads(held["models/model.json"])["graph_module"]["graph"]["nodes"]
     assert {key for node in nodes for key in node["metadata"]} <= {"nn_module_stack", "torch_fn"}
-
-
-def test_weights_are_stored_as_bytes(tmp_path):
-    model = enliven(Mlp())
-    held = records(export(model, mlp_calls(2, 3), tmp_path).path)
     weights = sorted(data for name, data in held.items() if name.startswith("data/weights/weight_"))
     assert weights == sorted(tensor.numpy().tobytes() for tensor in model.state_dict().values())
     config = json.loads(held["data/weights/model_weights_config.json"])["config"]
     assert not any(payload["use_pickle"] for payload in config.values())
-
-
-_PLAIN = """
-import sys, torch
-module = torch.export.load(sys.argv[1]).module()
-for size in (1, 7):
-    print(tuple(module(torch.ones(size, 3)).shape))
-assert not {"exporters", "optimize_export", "optimizer", "passes"} & set(sys.modules)
-"""
-
-
-@pytest.mark.slow
-def test_a_process_that_knows_nothing_of_this_project_loads_it(tmp_path):
-    artifact = export(Mlp(), mlp_calls(2, 3), tmp_path)
-    command = [sys.executable, "-I", "-c", _PLAIN, str(artifact.path)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout == "(1, 4)\n(7, 4)\n"
-
-
-def test_a_second_export_writes_the_same_bytes(tmp_path):
-    model, calls = exportable("encoder")
-    first = export(model, calls, tmp_path).path.read_bytes()
-    assert export(model, calls, tmp_path).path.read_bytes() == first
 
 
 def test_large_weights_are_written_by_torch(tmp_path, monkeypatch):
@@ -275,9 +245,7 @@ def test_a_batch_too_large_to_try_may_be_one_that_the_file_refuses(tmp_path):
     with pytest.raises(AssertionError, match=r"Guard failed: x\.size\(\)\[0\] <= 880801"):
         loaded(floats(1, 64).expand(880802, 64))
 
-
-def test_a_batch_too_large_to_try_is_refused_if_the_file_would_take_it(tmp_path):
-    calls = tuple(((floats(size, 64),), {}) for size in (2, 3))
+    # Without the guard, the file would take that batch.
     evidence = gather(ExportRequest(UpTo(880801, 3).eval(), calls))
     program, _ = captured(evidence, strict=False)
     conditions = conditions_of_program(program, evidence)

@@ -4,8 +4,8 @@ from exportable_models import Detections, Keywords, Pair, floats
 from laid_out import NESTED, SPARSE, laid_out
 from torch import nn
 
+from exporters.base import _output_names, named_inputs
 from exporters.errors import StructureError
-from exporters.signature import bind, input_names, output_names
 from optimize_export.structure import Structure, leaves_of
 
 x, y, z = floats(2, 3), floats(2, 4), floats(2, 5)
@@ -72,11 +72,8 @@ def test_tensors_that_a_file_has_no_place_for_are_refused(side):
         assert str(caught.value).startswith(f"{side} `a[1]` is a {kind} tensor, which exported files can't represent")
 
 
-def test_a_nan_constant_equals_itself():
+def test_a_nan_constant_equals_itself_and_constants_are_not_compared_on_request():
     assert len(Structure([x, float("nan")], side="argument").flatten([x, float("nan")])) == 1
-
-
-def test_constants_are_not_looked_at_on_request():
     assert Structure((x, 1), side="output").flatten((y, 7), constants=False) == (y,)
 
 
@@ -86,8 +83,9 @@ def test_what_cannot_be_taken_apart_is_named_with_the_way_out():
 
     with pytest.raises(StructureError, match=r"output `past_key_values` is a DynamicCache.*use_cache=False"):
         Structure({"logits": x, "past_key_values": DynamicCache()}, side="output")
-    with pytest.raises(StructureError, match=r"argument `a\[0\]` is a object, which can't be flattened"):
-        Structure({"a": [object()]}, side="argument")
+    for value, kind in ((object(), "object"), (Cache(x), "Cache")):
+        with pytest.raises(StructureError, match=rf"argument `a\[0\]` is a {kind}, which can't be flattened"):
+            Structure({"a": [value]}, side="argument")
 
 
 class Cache:
@@ -103,7 +101,7 @@ def test_objects_among_the_outputs_are_opened_as_a_comparison_opens_them():
     output = {"logits": z, "cache": Cache(x, y)}
     structure = Structure(output, side="output")
     opened = leaves_of(output)
-    assert output_names(structure.paths, ()) == tuple(name.replace(".", "_") for name, _ in opened.tensors())
+    assert _output_names(structure.paths, ()) == tuple(name.replace(".", "_") for name, _ in opened.tensors())
     flat = structure.flatten(output)
     assert all(one is other for one, (_, other) in zip(flat, opened.tensors(), strict=True))
     again = structure.rebuild([tensor + 1 for tensor in flat])["cache"]
@@ -138,7 +136,7 @@ def test_objects_that_know_each_other_are_opened_once_on_each_way():
     parent, child = Linked(), Linked()
     parent.tensor, parent.child, child.parent, child.tensor = x, child, parent, y
     structure = Structure(parent, side="output")
-    assert output_names(structure.paths, ()) == ("tensor", "child_tensor")
+    assert _output_names(structure.paths, ()) == ("tensor", "child_tensor")
     opened = leaves_of(parent).tensors()
     assert all(one is other for one, (_, other) in zip(structure.flatten(parent), opened, strict=True))
 
@@ -159,11 +157,6 @@ def test_what_holds_no_tensor_is_seen_however_its_objects_hang_together(beside):
     assert [name for name, _ in leaves_of(output).tensors()] == ["tensor"]
 
 
-def test_objects_among_the_arguments_are_refused():
-    with pytest.raises(StructureError, match="argument `cache` is a Cache, which can't be flattened into tensors"):
-        Structure({"cache": Cache(x)}, side="argument")
-
-
 @pytest.mark.parametrize(
     "value", [nn.Linear(1, 1), lambda: x, Cache, torch.Generator()], ids=["module", "function", "class", "generator"]
 )
@@ -176,41 +169,30 @@ def test_model_outputs_leave_out_what_is_none():
     from transformers.modeling_outputs import BaseModelOutput
 
     structure = Structure(BaseModelOutput(last_hidden_state=x, hidden_states=(y, z)), side="output")
-    assert output_names(structure.paths, ()) == ("last_hidden_state", "hidden_states_0", "hidden_states_1")
+    assert _output_names(structure.paths, ()) == ("last_hidden_state", "hidden_states_0", "hidden_states_1")
     assert type(structure.rebuild([x, y, z])) is BaseModelOutput
 
 
-def test_arguments_are_bound_by_the_signature():
-    assert list(bind(Keywords(), (x, None), {"scale": 1.0})) == ["x", "mask", "scale"]
-    with pytest.raises(StructureError, match="argument `x` is given twice"):
-        bind(Keywords(), (x,), {"x": x})
-
-
-def test_the_class_names_the_arguments_even_when_the_instance_has_another_forward():
-    model = Keywords()
-    vars(model)["forward"] = lambda *args: args[0]
-    assert list(bind(model, (x, y), {})) == ["x", "mask"]
-
-
-def test_variadic_arguments_are_counted():
+def test_arguments_are_bound_by_the_signature_of_the_class():
     class Sum(nn.Module):
         def forward(self, first, *rest):
             return first + sum(rest)
 
-    assert list(bind(Sum(), (x, x, x), {})) == ["first", "rest_0", "rest_1"]
+    assert list(named_inputs(Sum(), (x, x, x))) == ["first", "rest_0", "rest_1"]
+    assert list(named_inputs(Keywords(), (x, y), {"scale": z})) == ["x", "mask", "scale"]
+    with pytest.raises(StructureError, match="argument `x` is given twice"):
+        named_inputs(Keywords(), (x,), {"x": x})
+    model = Keywords()
+    vars(model)["forward"] = lambda *args: args[0]
+    assert list(named_inputs(model, (x, y))) == ["x", "mask"]
 
 
 def test_names_are_identifiers_and_unique():
-    assert input_names([("a", 0), ("a_0",), ("lambda",), ("0x",), ("größe",)]) == (
-        "a_0",
-        "a_0_1",
-        "_lambda",
-        "_0x",
-        "gr__e",
-    )
-    assert output_names([()], ()) == ("output",)
-    assert output_names([(0,), (1, "h")], ()) == ("output_0", "output_1_h")
-    assert output_names([("x",), ("x_out",)], ("x",)) == ("x_out", "x_out_1")
+    named = {"a": [x], "a_0": x, "lambda": x, "0x": x, "größe": x}
+    assert list(named_inputs(Keywords(), (), named)) == ["a_0", "a_0_1", "_lambda", "_0x", "gr__e"]
+    assert _output_names([()], ()) == ("output",)
+    assert _output_names([(0,), (1, "h")], ()) == ("output_0", "output_1_h")
+    assert _output_names([("x",), ("x_out",)], ("x",)) == ("x_out", "x_out_1")
 
 
 def test_the_description_is_json():

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from exporters import ExportRequest, Pt2Exporter
-from exporters.file_values import Program, ProgramValues
+from exporters.places import Program, ProgramValues
 from optimize_export.errors import ParityError
 from optimizer import export
 from optimizer.faults.locating import first_wrong_value
