@@ -19,13 +19,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from exporters.base import Captures, TensorSpec, captured_names, clones
-from exporters.decisions import refuse_values
 from exporters.errors import RouteRefused
 from exporters.evidence import Evidence, Line, Shapes
 from exporters.isolation import refusing, silent, undisturbed
 from exporters.places import Program, operations_of, place_in_stack
 from exporters.torch_private import at_least, lstm_in_one_piece
-from exporters.tracing import trace
+from exporters.tracing import refuse_values, trace
 from optimize_export.relations import can_be_declared
 
 # Node metadata about the origin of a node: files and lines of this machine, and how the graph was made.

@@ -25,6 +25,7 @@ from exporters.errors import MetadataError, RouteRefused, UnknownOpset
 from exporters.evidence import Evidence, gather
 from exporters.exported_program import Condition, conditions_of_program, named_dims, shared_program
 from exporters.isolation import refusing, silent
+from exporters.onnx_plain import session_options
 from exporters.onnx_session import LoadedOnnx, OnnxValues, on_cpu, session_for_proof
 from exporters.places import FileValues, Program
 from exporters.proof import prove_file
@@ -379,10 +380,8 @@ def is_read(opset: int) -> bool:
         [value("y", onnx.TensorProto.FLOAT, [1])],
     )
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)], ir_version=8)
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
     try:
-        ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        ort.InferenceSession(model.SerializeToString(), session_options(), providers=["CPUExecutionProvider"])
     except ort.capi.onnxruntime_pybind11_state.Fail:
         return False
     return True

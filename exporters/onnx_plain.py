@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,24 +23,16 @@ class PlainSession:
     """A session for the proof of a file.
 
     It has no memory arena: an arena would keep the memory of the largest run, and the proof has few runs.
-
-    Args:
-        optimize: whether onnxruntime optimizes the graph.
     """
 
     def __init__(self, path: str, optimize: bool) -> None:
-        options = ort.SessionOptions()
-        options.log_severity_level = 4
+        options = session_options(optimize=optimize)
         options.enable_cpu_mem_arena = False
-        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-        if not optimize:
-            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         self._session = ort.InferenceSession(path, options, providers=[CPU])
         self._inputs = [node.name for node in self._session.get_inputs()]
         self._outputs = [node.name for node in self._session.get_outputs()]
-        assigned = assigned_nodes(self._session)
         self.device = "cpu"
-        self.placement = None if assigned is None else placement_of(assigned)
+        self.placement = placement_of(assigned_nodes(self._session))
         self.settings = {"onnxruntime_tf32": "off"}
 
     def __call__(self, *arrays: Any) -> list[Any]:
@@ -66,6 +59,17 @@ def _array(value: Any) -> Any:
     return BFLOAT16, bits
 
 
+def session_options(*, optimize: bool = True) -> Any:
+    """The options of a session that knows where its nodes run, with or without onnxruntime's graph optimizations."""
+    options = ort.SessionOptions()
+    # Failures raise exceptions; onnxruntime's own lines on stderr would only repeat them.
+    options.log_severity_level = 4
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    if not optimize:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return options
+
+
 def assigned_nodes(session: ort.InferenceSession) -> list[AssignedNode] | None:
     """The execution provider of each node of the optimized graph; None if this onnxruntime can't report it."""
     if not hasattr(session, "get_provider_graph_assignment_info"):
@@ -77,8 +81,6 @@ def assigned_nodes(session: ort.InferenceSession) -> list[AssignedNode] | None:
     ]
 
 
-def placement_of(nodes: Iterable[AssignedNode]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for provider, _, _ in nodes:
-        counts[provider] = counts.get(provider, 0) + 1
-    return counts
+def placement_of(assigned: Sequence[AssignedNode] | None) -> dict[str, int] | None:
+    """The number of nodes by provider."""
+    return None if assigned is None else dict(Counter(provider for provider, _, _ in assigned))

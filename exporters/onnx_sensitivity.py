@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import NameFixPass
 
+from exporters.onnx_plain import session_options
 from exporters.onnx_quantization import Calibration, Kind, QuantizedFile, check_calibration, prepared
 from optimize_export.onnx_runtime import ort
 
@@ -83,12 +84,10 @@ def sensitivities(
     check_calibration(exact, calibration, needed_for="Measuring the errors of nodes")
     calls = [_first_row(exact, call) for call in calibration[:_CALLS]]
     _add_switches(exact, rounded, quantized_file.quantized)
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
     with TemporaryDirectory(dir=quantized_file.files[0].parent, prefix=".sensitivity-") as work:
         path = Path(work) / "switches.onnx"
         ir.save(exact, path, external_data="switches.onnx.data")
-        session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        session = ort.InferenceSession(str(path), session_options(), providers=["CPUExecutionProvider"])
     errors = np.zeros(len(quantized_file.quantized))
     for call in calls:
         reference = session.run(None, {**call, _SWITCHES: np.zeros(len(errors), bool)})

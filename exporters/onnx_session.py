@@ -18,7 +18,7 @@ from exporters.base import LoadedArtifact
 from exporters.child_process import InChild, can_start
 from exporters.errors import ProviderFallback
 from exporters.isolation import refusing
-from exporters.onnx_plain import AssignedNode, PlainSession, assigned_nodes, placement_of
+from exporters.onnx_plain import AssignedNode, PlainSession, assigned_nodes, placement_of, session_options
 from optimize_export.onnx_runtime import CUDA, no_cuda, ort, providers
 from optimize_export.runtime.onnx_binding import BoundSession
 
@@ -54,19 +54,14 @@ class LoadedOnnx:
     def __init__(self, path: Path, device: torch.device, *, optimize: bool = True, profile: Path | None = None) -> None:
         self._target = torch.device(device.type, device.index or 0)
         self.device = device.type
-        options = ort.SessionOptions()
-        # Failures raise exceptions; onnxruntime's own lines on stderr would only repeat them.
-        options.log_severity_level = 4
-        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-        if not optimize:
-            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options = session_options(optimize=optimize)
         if profile is not None:
             options.enable_profiling = True
             # onnxruntime appends the time.
             options.profile_file_prefix = str(profile)
         self._session = ort.InferenceSession(str(path), options, providers=providers_for(self._target))
         assigned = assigned_nodes(self._session)
-        self.placement = None if assigned is None else placement_of(assigned)
+        self.placement = placement_of(assigned)
         self.settings = {"onnxruntime_tf32": _tf32(self._session)}
         self._run = BoundSession(self._session, self._target)
         if device.type != "cpu":
@@ -201,9 +196,7 @@ class OnnxValues:
         graph.output.extend(
             onnx.ValueInfoProto(name=name) for node in graph.node for name in node.output if name in self.names
         )
-        options = ort.SessionOptions()
-        options.log_severity_level = 4
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options = session_options(optimize=False)
         options.add_session_config_entry(_FOLDER_OF_WEIGHTS, str(self._folder))
         return ort.InferenceSession(model.SerializeToString(), options, providers=providers_for(self._device))
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from exporters.base import Artifact, Exporter, ExportRequest
-from exporters.decisions import first_read
 from exporters.eager_runs import lists_as_long_as_a_size
 from exporters.errors import ExportError, RouteRefused, RuntimeCrashed, WrongFile
 from exporters.evidence import Evidence, join_words
+from exporters.tracing import first_read
 
 # Maximum bytes of a wrong file to keep until its first wrong operation is located. The other routes may need the disk
 # space of a larger one.

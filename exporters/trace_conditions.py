@@ -9,12 +9,11 @@ from dataclasses import replace
 import torch
 
 from exporters.base import Captures
-from exporters.decisions import Watch, refuse_values
 from exporters.eager_runs import splits_an_open_dim
 from exporters.errors import RouteRefused
 from exporters.evidence import Evidence
 from exporters.exported_program import Condition, conditions_of_numbers, conditions_of_program, shared_program
-from exporters.tracing import follow_inputs, follow_settings, trace, watching
+from exporters.tracing import Watch, follow_inputs, follow_settings, refuse_values, trace, watching
 
 # How much larger a size is than in the calls when it is tried whether Python reads it; the strides of a model multiply to
 # less, so that a size that they divide differs, too.

@@ -161,7 +161,7 @@ NAMING_LINES = {
     "optimizer/faults/locating_modules.py",
     "optimizer/diagnosis/evidence.py",
     "exporters/eager_runs.py",
-    "exporters/decisions.py",
+    "exporters/tracing.py",
 }
 # Packages of torch with private names, which its documentation tells people to use.
 DOCUMENTED = ("torch.utils._pytree", "torch.utils._python_dispatch")

@@ -15,8 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from exporters import ExportError, ExportRequest, OnnxExporter, Pt2Exporter, TorchScriptExporter
 from exporters.base import Adapter
-from exporters.decisions import Watch
-from exporters.tracing import trace
+from exporters.tracing import Watch, trace
 
 CALLS = tuple(((floats(size, 4, seed=size),), {}) for size in (2, 1, 3, 5, 8))
 FIXED = {"dynamic_batch": False, "calls": CALLS[:1]}

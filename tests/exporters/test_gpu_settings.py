@@ -17,15 +17,11 @@ def _restored():
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_settings_are_put_in_force(settings):
+def test_settings_are_put_in_force_and_those_made_through_the_precision_read(settings):
     settings.put_in_force()
     assert GpuSettings.now() == settings
     assert torch.backends.cuda.matmul.allow_tf32 == settings.matmul
     assert torch.backends.cudnn.allow_tf32 == settings.cudnn
-
-
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_settings_that_were_made_through_the_precision_are_read_and_changed(settings):
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     torch.backends.cudnn.conv.fp32_precision = "ieee"
     now = GpuSettings.now()
