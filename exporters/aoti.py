@@ -82,7 +82,21 @@ class AotiExporter(Exporter):
                 )
             program, placed = captured(evidence, strict=strict)
             programs.append(placed)
-            return self._write_proven(program, evidence, folder, limits)
+            guards = take_guards(program)
+            path = folder / self.file_name
+            # Without line information, and with a temporary cache: the user's is neither read nor written.
+            with silent(), inductor_cache(folder), without_line_info():
+                with evidence.undisturbed(), refusing("it can't be compiled"), silent():
+                    files = _compile(program, folder)
+                # Compiling adds further conditions.
+                conditions = conditions_of_program(program, evidence)
+                loaded = self._package(files, evidence, (), path)
+                agreed = prove_program(evidence, loaded, conditions, guards, limits)
+                if kept := guards_in_force(guards, evidence, agreed):
+                    del loaded
+                    loaded = self._package(files, evidence, kept, path)
+                prove_at_calls(evidence, loaded, [path])
+            return (path,)
 
         routes = (
             Route("aotinductor", partial(compiled, strict=False)),
@@ -102,25 +116,6 @@ class AotiExporter(Exporter):
     @staticmethod
     def read_metadata(path: Path) -> Mapping[str, str]:
         return read_extra_file(path)
-
-    def _write_proven(
-        self, program: torch.export.ExportedProgram, evidence: Evidence, folder: Path, limits: list[Limit]
-    ) -> tuple[Path, ...]:
-        guards = take_guards(program)
-        path = folder / self.file_name
-        # Without line information, and with a temporary cache: the user's is neither read nor written.
-        with silent(), inductor_cache(folder), without_line_info():
-            with evidence.undisturbed(), refusing("it can't be compiled"), silent():
-                files = _compile(program, folder)
-            # Compiling adds further conditions.
-            conditions = conditions_of_program(program, evidence)
-            loaded = self._package(files, evidence, (), path)
-            agreed = prove_program(evidence, loaded, conditions, guards, limits)
-            if kept := guards_in_force(guards, evidence, agreed):
-                del loaded
-                loaded = self._package(files, evidence, kept, path)
-            prove_at_calls(evidence, loaded, [path])
-        return (path,)
 
     def _package(self, files: Sequence[Path], evidence: Evidence, guards: Sequence[str], path: Path) -> LoadedArtifact:
         """Package these files and load the package."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -73,12 +73,24 @@ class OnnxExporter(Exporter):
             "torchscript": lambda folder: by_torchscript(evidence, request.opset, folder),
         }
 
-        def route(name: str) -> Route:
-            def write(folder: Path) -> tuple[Path, ...]:
-                limits.clear()
-                return self._write_proven(name, captures[name], request, evidence, folder, programs, limits)
-
-            return Route(name, write)
+        def write(name: str, folder: Path) -> tuple[Path, ...]:
+            limits.clear()
+            _refuse_what_no_runtime_gives(evidence)
+            with evidence.undisturbed(), refusing(), silent():
+                model, conditions, programs[name] = captures[name](folder)
+                _strip(model)
+                keep_pads(model)
+                _name_open_dims(model, evidence)
+                model.metadata_props.update(evidence.metadata)
+                if request.opset is not None:
+                    model.ir_version = min(model.ir_version, _oldest_ir(model, request.opset))
+            with refusing("the file can't be written"):
+                files = save(model, folder / self.file_name)
+            _check_header(onnx.load(files[0], load_external_data=False), request.opset, evidence)
+            with refusing("the ONNX checker rejects the file"), silent():
+                onnx.checker.check_model(str(files[0]), full_check=True)
+            prove_file(evidence, session_for_proof(files[0]), files, conditions, limits)
+            return files
 
         def known(artifact: Artifact) -> Artifact:
             header = onnx.load(artifact.path, load_external_data=False)
@@ -95,7 +107,8 @@ class OnnxExporter(Exporter):
                 unoptimized=self.load_unoptimized,
             )
 
-        return first_right(self, request, evidence, [route(name) for name in captures], directory, known)
+        routes = [Route(name, partial(write, name)) for name in captures]
+        return first_right(self, request, evidence, routes, directory, known)
 
     @staticmethod
     def load(path: Path, device: str) -> LoadedArtifact:
@@ -120,34 +133,6 @@ class OnnxExporter(Exporter):
     def values(path: Path, device: str, names: Collection[str] | None) -> FileValues:
         """Load the file so that it returns the values with these names; None means all."""
         return OnnxValues(path, torch.device(device), names)
-
-    def _write_proven(
-        self,
-        route: str,
-        capture: Callable[[Path], Captured],
-        request: ExportRequest,
-        evidence: Evidence,
-        folder: Path,
-        programs: dict[str, Program | None],
-        limits: list[Limit],
-    ) -> tuple[Path, ...]:
-        _refuse_what_no_runtime_gives(evidence)
-        with evidence.undisturbed(), refusing(), silent():
-            model, conditions, program = capture(folder)
-            programs[route] = program
-            _strip(model)
-            keep_pads(model)
-            _name_open_dims(model, evidence)
-            model.metadata_props.update(evidence.metadata)
-            if request.opset is not None:
-                model.ir_version = min(model.ir_version, _oldest_ir(model, request.opset))
-        with refusing("the file can't be written"):
-            files = save(model, folder / self.file_name)
-        _check_header(onnx.load(files[0], load_external_data=False), request.opset, evidence)
-        with refusing("the ONNX checker rejects the file"), silent():
-            onnx.checker.check_model(str(files[0]), full_check=True)
-        prove_file(evidence, session_for_proof(files[0]), files, conditions, limits)
-        return files
 
 
 def by_dynamo(evidence: Evidence, opset: int | None, *, optimize: bool) -> Captured:
@@ -191,7 +176,7 @@ def _name_ends(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -
             graph.outputs[index] = copy
         seen.add(graph.outputs[index])
     ends = (*graph.inputs, *graph.outputs)
-    values = dict.fromkeys((*ends, *(value for node in graph.all_nodes() for value in node.outputs)))
+    values = dict.fromkeys((*ends, *(value for node in graph for value in node.outputs)))
     before = {value: value.name for value in values}
     for value, name in zip(ends, (*inputs, *outputs), strict=True):
         value.name = name

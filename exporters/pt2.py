@@ -17,7 +17,7 @@ import torch
 from torch.export.passes import move_to_device_pass
 
 from exporters.base import Artifact, Exporter, ExportRequest, Limit, LoadedArtifact, TensorSpec, move_to, refuse_unfit
-from exporters.evidence import Evidence, gather
+from exporters.evidence import gather
 from exporters.exported_program import captured, conditions_of_program, guards_in_force, take_guards
 from exporters.isolation import refusing, silent
 from exporters.metadata import extra_files, read_extra_file, write_archive
@@ -38,20 +38,29 @@ class Pt2Exporter(Exporter):
         programs: dict[str, Program] = {}
         limits: list[Limit] = []
 
-        def route(name: str, *, strict: bool) -> Route:
-            def write(folder: Path) -> tuple[Path, ...]:
-                program, programs[name] = captured(evidence, strict=strict)
-                limits.clear()
-                return self._write_proven(program, evidence, folder, limits)
-
-            return Route(name, write)
+        def write(name: str, folder: Path) -> tuple[Path, ...]:
+            program, programs[name] = captured(evidence, strict=name == "export-strict")
+            limits.clear()
+            conditions = conditions_of_program(program, evidence)
+            device = str(evidence.device)
+            guards = take_guards(program)
+            agreed = prove_program(evidence, _LoadedProgram(program, device), conditions, guards, limits)
+            # torch only has guards on sizes.
+            of_ranks = [f"len(L['{spec.name}'].size()) == {len(spec.shape)}" for spec in input_specs(program)]
+            program._guards_code = [*of_ranks, *guards_in_force(guards, evidence, agreed)]
+            path = folder / self.file_name
+            _save(program, path, extra_files(evidence.metadata))
+            with refusing("the file can't be loaded"):
+                loaded = self.load(path, device)
+            prove_at_calls(evidence, loaded, [path])
+            return (path,)
 
         def known(artifact: Artifact) -> Artifact:
             # A route that was refused before it wrote its file has no file to load values from.
             values = self.values if artifact.path.exists() else None
             return replace(artifact, program=programs[artifact.route], values=values, limits=tuple(limits))
 
-        routes = (route("export", strict=False), route("export-strict", strict=True))
+        routes = [Route(name, partial(write, name)) for name in ("export", "export-strict")]
         return first_right(self, request, evidence, routes, directory, known)
 
     @staticmethod
@@ -68,23 +77,6 @@ class Pt2Exporter(Exporter):
         """Load the file so that it returns the values with these names; None means all."""
         with silent():
             return ProgramValues(_read(path, device), names)
-
-    def _write_proven(
-        self, program: torch.export.ExportedProgram, evidence: Evidence, folder: Path, limits: list[Limit]
-    ) -> tuple[Path, ...]:
-        conditions = conditions_of_program(program, evidence)
-        device = str(evidence.device)
-        guards = take_guards(program)
-        agreed = prove_program(evidence, _LoadedProgram(program, device), conditions, guards, limits)
-        # torch only has guards on sizes.
-        of_ranks = [f"len(L['{spec.name}'].size()) == {len(spec.shape)}" for spec in input_specs(program)]
-        program._guards_code = [*of_ranks, *guards_in_force(guards, evidence, agreed)]
-        path = folder / self.file_name
-        _save(program, path, extra_files(evidence.metadata))
-        with refusing("the file can't be loaded"):
-            loaded = self.load(path, device)
-        prove_at_calls(evidence, loaded, [path])
-        return (path,)
 
 
 def _read(path: Path, device: str) -> torch.export.ExportedProgram:

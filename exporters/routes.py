@@ -79,14 +79,19 @@ def first_right(
                 try:
                     written = route.write(staging)
                 except RouteRefused as refusal:
-                    if wrong is None and isinstance(refusal, WrongFile) and _size(staging) <= _LARGEST_KEPT:
+                    size = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file())
+                    if wrong is None and isinstance(refusal, WrongFile) and size <= _LARGEST_KEPT:
                         wrong = made(route, [staging / exporter.file_name]), refusal
                         until_told.push(stack.pop_all())
                     refused.append((route.name, refusal))
                     continue
                 files = [path.replace(directory / path.name) for path in written]
             return made(route, files)
-        place = _place(request, *wrong) if wrong is not None else ""
+        place = ""
+        if wrong is not None and request.place_of is not None:
+            artifact, refusal = wrong
+            found = request.place_of(artifact, refusal.inputs)
+            place = f" The file of the route {artifact.route!r} {found}." if found else ""
     lists = list(lists_as_long_as_a_size(evidence))
     reasons = _reasons(refused, [clause for _, clause in lists])
     hint = _hint(evidence, [*(refusal.size for _, refusal in refused), *(size for size, _ in lists)])
@@ -108,12 +113,6 @@ def _reasons(refused: Sequence[tuple[str, RouteRefused]], clauses: Iterable[str]
     return "; ".join(
         f"{join_words(tried)}: {reason}" if tried else reason for reason, tried in routes_by_reason.items()
     )
-
-
-def _place(request: ExportRequest, artifact: Artifact, refusal: WrongFile) -> str:
-    """A sentence that locates the first difference of a wrong file; "" where it is unknown."""
-    place = "" if request.place_of is None else request.place_of(artifact, refusal.inputs)
-    return f" The file of the route {artifact.route!r} {place}." if place else ""
 
 
 def _shared(refused: Sequence[tuple[str, RouteRefused]]) -> str:
@@ -138,10 +137,6 @@ def _hint(evidence: Evidence, sizes: Iterable[str]) -> str:
             f"it{others} in float32."
         )
     return hint + "".join(dict.fromkeys(map(evidence.way_out, sizes)))
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 @contextmanager

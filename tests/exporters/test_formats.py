@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from exportable_models import EXPORTABLE, BatchLoop, Mlp, Replacement, exportable, floats, mlp_calls
+from exportable_models import EXPORTABLE, BatchLoop, Mlp, Of, Replacement, exportable, floats, mlp_calls
 from local_paths import found_paths
 from spoiling import only_the_old_onnx_exporter
 from torch import nn
@@ -210,25 +210,20 @@ def test_an_interrupt_passes_and_leaves_nothing(format, tmp_path):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_no_file_can_hold_is_said_before_any_route(format, tmp_path):
-    class Counting(nn.Module):
-        def forward(self, x):
-            return x * 2, len(x)
-
     with pytest.raises(StructureError, match="output `1` was 2 when exported, but is 3 here"):
-        exporter_named(format).export(ExportRequest(Counting(), mlp_calls(2, 3)), tmp_path)
+        exporter_named(format).export(ExportRequest(Of(lambda x: (x * 2, len(x))), mlp_calls(2, 3)), tmp_path)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_length_of_a_tensor_is_a_size(format, tmp_path):
-    class Lengths(nn.Module):
-        def forward(self, x):
-            places = torch.arange(len(x)).unsqueeze(1) / len(x)
-            return x.reshape(len(x), -1) + places, torch.zeros(len(x), len(x))
+    def with_lengths(x):
+        places = torch.arange(len(x)).unsqueeze(1) / len(x)
+        return x.reshape(len(x), -1) + places, torch.zeros(len(x), len(x))
 
-    artifact = exporter_named(format).export(ExportRequest(Lengths().eval(), mlp_calls(2, 3, 5)), tmp_path)
+    artifact = exporter_named(format).export(ExportRequest(Of(with_lengths).eval(), mlp_calls(2, 3, 5)), tmp_path)
     for rows in (1, 2, 7):
         x = floats(rows, 3)
-        assert all(close(a, b) for a, b in zip(Lengths()(x), artifact.load()(x), strict=True))
+        assert all(close(a, b) for a, b in zip(with_lengths(x), artifact.load()(x), strict=True))
     assert type(len(x)) is int
 
 

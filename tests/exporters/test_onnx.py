@@ -3,7 +3,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from crashing_runtimes import SessionCrashesAtThreeRows
-from exportable_models import Mlp, exportable, floats, mlp_calls
+from exportable_models import Mlp, Of, exportable, floats, mlp_calls
 from onnxruntime.quantization import quant_pre_process, quantize_dynamic
 from tiny_models import enliven
 from torch import nn
@@ -51,17 +51,6 @@ def test_rows_that_the_data_chooses_stay_open(tmp_path):
     positive = Of(lambda x: x.reshape(-1)[x.reshape(-1) > 0])
     artifact = export(positive, (((x,), {}), ((x.flip(0),), {})), tmp_path)
     assert isinstance(written_dims(artifact.path)["output"][0], str)
-
-
-class Of(nn.Module):
-    """Applies a function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 @pytest.mark.parametrize(

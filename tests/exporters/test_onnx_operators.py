@@ -1,6 +1,5 @@
 """Operators that torch translates wrongly to ONNX, and pads that onnxruntime would fuse wrongly."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +8,7 @@ import onnx
 import pytest
 import torch
 import torch.nn.functional as F
+from exportable_models import Of
 from tiny_models import enliven
 from torch import Tensor, nn
 
@@ -42,17 +42,6 @@ class Layer(nn.MultiheadAttention):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x, x, x, key_padding_mask=~mask, need_weights=False)[0]
-
-
-class Of(nn.Module):
-    """Applies a function."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 def drawn(*shape: int) -> Tensor:

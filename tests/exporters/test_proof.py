@@ -3,8 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from exportable_models import Mlp, exportable, floats, mlp_calls
-from torch import nn
+from exportable_models import Mlp, Of, exportable, floats, mlp_calls
 
 from exporters import ExportError, ExportRequest, RouteRefused, StructureError, WrongFile
 from exporters.evidence import gather
@@ -50,11 +49,7 @@ def test_calls_that_do_not_fit_each_other_are_refused(calls, dynamic, sentence):
 
 
 def test_an_unstable_output_is_named_and_compared_by_shape():
-    class Noisy(nn.Module):
-        def forward(self, x):
-            return x + torch.rand_like(x), x * 2
-
-    evidence = gather(ExportRequest(Noisy(), mlp_calls(2, 4)))
+    evidence = gather(ExportRequest(Of(lambda x: (x + torch.rand_like(x), x * 2)), mlp_calls(2, 4)))
     assert evidence.notes == (
         "Output `output_0` differs between two runs of the model; only its shape and dtype were checked.",
     )
@@ -70,11 +65,7 @@ def test_an_unstable_output_is_named_and_compared_by_shape():
     [(None, 1.0005, 1.005), (torch.float16, 1.01, 1.04), (torch.bfloat16, 1.03, 1.1)],
 )
 def test_a_file_may_be_off_by_what_the_model_computes_in(computes_in, right, wrong):
-    class Twice(nn.Module):
-        def forward(self, x):
-            return 2 * x
-
-    evidence = gather(ExportRequest(Twice(), mlp_calls(2, 4), computes_in=computes_in))
+    evidence = gather(ExportRequest(Of(lambda x: 2 * x), mlp_calls(2, 4), computes_in=computes_in))
     prove_at_calls(evidence, lambda x: (2 * right * x,))
     with pytest.raises(RouteRefused, match="its largest error is"):
         prove_at_calls(evidence, lambda x: (2 * wrong * x,))

@@ -5,7 +5,7 @@ import zipfile
 
 import pytest
 import torch
-from exportable_models import Mlp, exportable, floats, mlp_calls
+from exportable_models import Mlp, Of, exportable, floats, mlp_calls
 from tiny_models import enliven
 from torch import nn
 
@@ -38,24 +38,6 @@ def shapes(path, *, open_as):
 _LOCK = threading.Lock()
 
 
-class Grouped(nn.Module):
-    """Takes rows in pairs, and fails for an odd number."""
-
-    def forward(self, x):
-        return x.view(-1, 2, 3).sum(1)
-
-
-class Switch(nn.Module):
-    """Takes another branch from 17 rows on, which adds `step`."""
-
-    def __init__(self, step):
-        super().__init__()
-        self.step = step
-
-    def forward(self, x):
-        return x + self.step if x.shape[0] > 16 else x
-
-
 def test_dims_are_open_exactly_where_they_change(tmp_path):
     artifact = export(*exportable("rows"), tmp_path)
     assert shapes(artifact.path, open_as="?") == [["?", 3], ["?", 4], ["?"], [4, "?"], [4]]
@@ -64,12 +46,8 @@ def test_dims_are_open_exactly_where_they_change(tmp_path):
 
 
 def test_inputs_of_one_batch_must_agree(tmp_path):
-    class Sum(nn.Module):
-        def forward(self, x, y):
-            return torch.cat([x, y], 1)
-
     calls = tuple(((floats(size, 3), floats(size, 3)), {}) for size in (2, 3))
-    artifact = export(Sum(), calls, tmp_path)
+    artifact = export(Of(lambda x, y: torch.cat([x, y], 1)), calls, tmp_path)
     assert artifact.load()(floats(4, 3), floats(4, 3))[0].shape == (4, 6)
     for module in (artifact.load(), torch.export.load(str(artifact.path)).module()):
         with pytest.raises((ValueError, AssertionError)):
@@ -128,11 +106,13 @@ def test_sizes_that_the_file_was_not_made_for_are_refused(tmp_path):
 
 
 def test_batches_that_the_model_refuses_are_refused_and_no_others(tmp_path):
+    # It takes rows in pairs, and fails for an odd number.
+    grouped = Of(lambda x: x.view(-1, 2, 3).sum(1))
     calls = tuple(((floats(size, 3),), {}) for size in (4, 6))
-    artifact = export(Grouped(), calls, tmp_path)
+    artifact = export(grouped, calls, tmp_path)
     # torch.export's guards exclude 2 rows, but this guard is dropped, because the program is right for them.
     for size in (2, 4, 8, 70):
-        assert torch.equal(artifact.load()(floats(size, 3))[0], Grouped()(floats(size, 3)))
+        assert torch.equal(artifact.load()(floats(size, 3))[0], grouped(floats(size, 3)))
     with pytest.raises(AssertionError, match=r"Guard failed: .*x\.size\(\)\[0\] % "):
         artifact.load()(floats(5, 3))
 
@@ -176,13 +156,16 @@ def test_what_a_model_does_in_its_first_call_alone_is_no_hindrance(tmp_path):
 
 
 def test_a_way_that_another_batch_takes_is_proven(tmp_path):
-    artifact = export(Switch(0.0), mlp_calls(2, 3), tmp_path)
+    def switch(step):
+        return Of(lambda x: x + step if x.shape[0] > 16 else x)
+
+    artifact = export(switch(0.0), mlp_calls(2, 3), tmp_path)
     for size in (16, 17, 300):
         assert torch.equal(artifact.load()(floats(size, 3))[0], floats(size, 3))
     with pytest.raises(
         ExportError, match=r"at batch size 17 the model takes a different path .*, because of `batch <= 16`: output"
     ):
-        export(Switch(1.0), mlp_calls(2, 3), tmp_path)
+        export(switch(1.0), mlp_calls(2, 3), tmp_path)
 
 
 def test_the_file_has_the_weights_as_bytes_and_nothing_of_the_user(tmp_path):
@@ -227,26 +210,20 @@ def test_a_file_from_a_gpu_runs_on_both(tmp_path):
     assert {payload["tensor_meta"]["device"]["type"] for payload in config.values()} == {"cpu"}
 
 
-class UpTo(nn.Module):
-    """Takes another branch above a number of rows, which multiplies by `factor`."""
-
-    def __init__(self, rows, factor):
-        super().__init__()
-        self.rows, self.factor = rows, factor
-
-    def forward(self, x):
-        return x * 2 if x.shape[0] <= self.rows else x * self.factor
+def up_to(rows, factor):
+    """A model that takes another branch above a number of rows, which multiplies by `factor`."""
+    return Of(lambda x: x * 2 if x.shape[0] <= rows else x * factor)
 
 
 def test_a_batch_too_large_to_try_may_be_one_that_the_file_refuses(tmp_path):
     calls = tuple(((floats(size, 64),), {}) for size in (2, 3))
-    loaded = export(UpTo(880801, 3), calls, tmp_path).load()
+    loaded = export(up_to(880801, 3), calls, tmp_path).load()
     assert torch.equal(loaded(floats(7, 64))[0], floats(7, 64) * 2)
     with pytest.raises(AssertionError, match=r"Guard failed: x\.size\(\)\[0\] <= 880801"):
         loaded(floats(1, 64).expand(880802, 64))
 
     # Without the guard, the file would take that batch.
-    evidence = gather(ExportRequest(UpTo(880801, 3).eval(), calls))
+    evidence = gather(ExportRequest(up_to(880801, 3).eval(), calls))
     program, _ = captured(evidence, strict=False)
     conditions = conditions_of_program(program, evidence)
     take_guards(program)
@@ -258,6 +235,6 @@ def test_a_batch_too_large_to_try_may_be_one_that_the_file_refuses(tmp_path):
 def test_two_conditions_on_the_same_bound_are_proven_by_the_same_batches(tmp_path):
     # The third batch beyond the bound would be too large to try: 108 numbers a row.
     calls = tuple(((floats(size, 108),), {}) for size in (2, 3))
-    loaded = export(UpTo(65535, 2), calls, tmp_path).load()
+    loaded = export(up_to(65535, 2), calls, tmp_path).load()
     x = floats(1, 108).expand(65536, 108)
     assert torch.equal(loaded(x)[0], x * 2)

@@ -5,7 +5,7 @@ import zipfile
 
 import pytest
 import torch
-from exportable_models import Branch, Mlp, floats, mlp_calls
+from exportable_models import Branch, Mlp, Of, floats, mlp_calls
 from tiny_models import enliven
 from torch import nn
 from torch._higher_order_ops import while_loop
@@ -74,13 +74,11 @@ class Conditional(nn.Module):
         return torch.cond(x.sum() > 0, lambda rows: self.linear(rows), lambda rows: rows - 1, (x,))
 
 
-class Repeated(nn.Module):
-    def forward(self, x):
-        steps = torch.tensor(0)
-        return while_loop(lambda i, _: i < 3, lambda i, rows: (i + 1, rows.sin()), (steps, x))[1]
+def repeated(x):
+    return while_loop(lambda i, _: i < 3, lambda i, rows: (i + 1, rows.sin()), (torch.tensor(0), x))[1]
 
 
-@pytest.mark.parametrize(("model", "function"), [(Conditional(), "cond"), (Repeated(), "while_loop")])
+@pytest.mark.parametrize(("model", "function"), [(Conditional(), "cond"), (Of(repeated), "while_loop")])
 def test_control_flow_of_torch_is_refused_with_its_line(model, function, tmp_path):
     calls = branch_calls()
     before = model(calls[0][0][0])

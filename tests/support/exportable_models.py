@@ -145,6 +145,17 @@ class Branch(nn.Module):
         return {"hidden": hidden}
 
 
+class Of(nn.Module):
+    """Applies a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x, *others):  # type: ignore[no-untyped-def]
+        return self.function(x, *others)
+
+
 class Replacement:
     """A callable that replaces a module's forward, as rewritten graphs do."""
 
