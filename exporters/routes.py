@@ -89,8 +89,8 @@ def first_right(
             return made(route, files)
         place = ""
         if wrong is not None and request.place_of is not None:
-            artifact, refusal = wrong
-            found = request.place_of(artifact, refusal.inputs)
+            artifact, shown = wrong
+            found = request.place_of(artifact, shown.inputs)
             place = f" The file of the route {artifact.route!r} {found}." if found else ""
     lists = list(lists_as_long_as_a_size(evidence))
     reasons = _reasons(refused, [clause for _, clause in lists])
