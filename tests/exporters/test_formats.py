@@ -216,14 +216,15 @@ def test_what_no_file_can_hold_is_said_before_any_route(format, tmp_path):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_length_of_a_tensor_is_a_size(format, tmp_path):
-    def with_lengths(x):
-        places = torch.arange(len(x)).unsqueeze(1) / len(x)
-        return x.reshape(len(x), -1) + places, torch.zeros(len(x), len(x))
+    class Lengths(nn.Module):
+        def forward(self, x):
+            places = torch.arange(len(x)).unsqueeze(1) / len(x)
+            return x.reshape(len(x), -1) + places, torch.zeros(len(x), len(x))
 
-    artifact = exporter_named(format).export(ExportRequest(Of(with_lengths).eval(), mlp_calls(2, 3, 5)), tmp_path)
+    artifact = exporter_named(format).export(ExportRequest(Lengths().eval(), mlp_calls(2, 3, 5)), tmp_path)
     for rows in (1, 2, 7):
         x = floats(rows, 3)
-        assert all(close(a, b) for a, b in zip(with_lengths(x), artifact.load()(x), strict=True))
+        assert all(close(a, b) for a, b in zip(Lengths()(x), artifact.load()(x), strict=True))
     assert type(len(x)) is int
 
 
