@@ -22,6 +22,7 @@ from exporters.evidence import BATCH, Evidence, Shapes, TooLarge, by_place
 from exporters.exported_program import Condition, guards_in_force, guards_refuse
 from exporters.isolation import refusing, silent, undisturbed
 from exporters.trace_conditions import conditions_at
+from optimize_export.elementwise import distance, is_exact, special, wide
 from optimize_export.relations import Relation
 from optimize_export.wording import dtype_name
 
@@ -439,9 +440,9 @@ def _differ_in_more(expected: torch.Tensor, got: torch.Tensor, share: float, all
     """Whether more elements differ than twice the share that equal scores choose, and not only a few."""
     if expected.is_complex():
         return False
-    left, right = (_as_float64(tensor).nan_to_num() for tensor in (expected, got))
+    left, right = (wide(_real(tensor)).nan_to_num() for tensor in (expected, got))
     error = allowed * float(left.abs().max()) if left.numel() else 0.0
-    return int(((left - right).abs() > error).sum()) > 2 * share * left.numel() + _FEW
+    return int((distance(left, right) > error).sum()) > 2 * share * left.numel() + _FEW
 
 
 def _rounding(evidence: Evidence, dtype: torch.dtype) -> float:
@@ -479,19 +480,25 @@ def _longest_sum(evidence: Evidence, inputs: tuple[torch.Tensor, ...]) -> int:
 
 
 def _relative_error(expected: torch.Tensor, got: torch.Tensor) -> float:
-    if expected.shape != got.shape or not (expected.is_floating_point() or expected.is_complex()):
+    if expected.shape != got.shape or is_exact(expected):
         return 0.0
-    left, right = (_as_float64(tensor) for tensor in (expected, got))
-    error, scale = _largest(left, right, torch.isfinite(left))
+    error, scale = _largest(_real(expected), _real(got))
     return error / scale if scale else 0.0
 
 
-def _largest(expected: torch.Tensor, got: torch.Tensor, where: torch.Tensor) -> tuple[float, float]:
-    """The largest error and the largest expected value of float64 tensors under a bool mask; 0 for an empty mask."""
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the CPU; complex numbers as pairs of real ones."""
+    tensor = tensor.detach().cpu()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _largest(expected: torch.Tensor, got: torch.Tensor) -> tuple[float, float]:
+    """The largest error and the largest expected value where that is finite; 0 if it is finite nowhere."""
+    where = torch.isfinite(expected)
     if not where.any():
         return 0.0, 0.0
     left, right = expected[where], got[where]
-    return (left - right).abs().max().item(), left.abs().max().item()
+    return distance(left, right).max().item(), wide(left).abs().max().item()
 
 
 def difference(
@@ -509,24 +516,16 @@ def difference(
         return f"its dtype is {dtype_name(got.dtype)} instead of {dtype_name(expected.dtype)}"
     if not values or expected.numel() == 0:
         return None
-    if not (expected.is_floating_point() or expected.is_complex()):
+    if is_exact(expected):
         wrong = int((expected.cpu() != got.cpu()).sum())
         # Rounding can flip ties, which changes single elements of an argmax. A wrong capture changes many.
         return f"{wrong} of {expected.numel()} elements differ" if wrong > expected.numel() // 100 else None
-    left, right = (_as_float64(tensor) for tensor in (expected, got))
-    finite = torch.isfinite(left)
-    odd_left, odd_right = left[~finite], right[~finite]
-    if not ((odd_left == odd_right) | (odd_left.isnan() & odd_right.isnan())).all():
+    left, right = _real(expected), _real(got)
+    odd, odd_got = special(left), special(right)
+    if bool(((odd != odd_got) & (odd != 0)).any()):
         return "NaN or infinity occur in different places"
-    error, scale = _largest(left, right, finite)
+    error, scale = _largest(left, right)
     allowed = _ROUNDING.get(expected.dtype, _ROUNDING_ELSEWHERE) if allowed is None else allowed
     # Written so that NaN fails the comparison.
     within = error <= allowed * scale + 1e-30
     return None if within else f"its largest error is {error:.2g}, where the model's largest value is {scale:.2g}"
-
-
-def _as_float64(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach().cpu()
-    if tensor.is_complex():
-        return torch.view_as_real(tensor.to(torch.complex128))
-    return tensor.to(torch.float64)

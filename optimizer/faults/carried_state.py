@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from optimize_export.elementwise import distance, is_exact, unit, wide
 from optimize_export.wording import listed
 from optimizer.faults.locating import suspect_calls
 from optimizer.faults.locating_modules import ROOT, ModuleCall, in_order_of_ending, record_calls
 from optimizer.model import REGISTRIES, AsItIs
-from optimizer.parity import Measurement, Reference, after_all_calls, distance, is_exact, unit, wide
+from optimizer.parity import Measurement, Reference, after_all_calls
 from passes.graph.memory import same_values
 
 # The maximum number of changed attributes that the message names.

@@ -22,8 +22,9 @@ import torch
 from torch import nn
 
 from exporters.places import FileParts, FileValues, Place, is_users, line_of_forward, source_line
+from optimize_export.elementwise import distance, is_exact
 from optimizer.model import Runs, eager_only, leaves_of, one_at_a_time, pinned_settings
-from optimizer.parity import FACTOR, OutputParity, Reference, distance, is_exact, judged_values, reference_at, rerun
+from optimizer.parity import FACTOR, OutputParity, Reference, judged_values, reference_at, rerun
 from passes.graph.forwards import intercepted_calls
 
 # ----------------------------------------------------------------------------------------------------------- the result

@@ -12,12 +12,9 @@ rule.
 """
 
 from optimizer.parity.accuracy import WITHIN_BUDGET, Accuracy, accuracy_between, accuracy_of, accuracy_text
-from optimizer.parity.check import check_parity
-from optimizer.parity.differences import distance, is_exact, special, unit, wide
-from optimizer.parity.float64 import raised
 from optimizer.parity.golden import GoldenEntry, compare_golden, golden_entries, golden_entry
 from optimizer.parity.observe import Flatten, RecordedRuns, input_names
-from optimizer.parity.outputs import BATCH_SIZES, OriginalOutputs, measure_reference
+from optimizer.parity.outputs import BATCH_SIZES, OriginalOutputs, check_parity, measure_reference
 from optimizer.parity.reference import Reference, independent_rows, outputs_on, runs_on
 from optimizer.parity.regions import RegionParity, RegionReference, check_change
 from optimizer.parity.reruns import after_all_calls, judged_values, measure_in_sequence, reference_at, rerun
@@ -53,23 +50,17 @@ __all__ = [
     "check_change",
     "check_parity",
     "compare_golden",
-    "distance",
     "golden_entries",
     "golden_entry",
     "independent_rows",
     "input_names",
-    "is_exact",
     "judge",
     "judged_values",
     "measure_in_sequence",
     "measure_reference",
     "outputs_on",
-    "raised",
     "reference_at",
     "rerun",
     "runs_on",
-    "special",
-    "unit",
     "why_vacuous",
-    "wide",
 ]

@@ -9,28 +9,26 @@ from typing import Any
 
 import torch
 
+from optimize_export.elementwise import all_finite, distance, is_exact, special, unit, wide
 from optimize_export.errors import LoadError
 from optimize_export.wording import append_once, dtype_name, error_summary
 from optimizer.model import Call, Runs, first_difference
-from optimizer.parity.accuracy import error_statistics, has_classes, integer_agreement, top1_agreement
 from optimizer.parity.differences import (
     Pool,
     SliceNoise,
     Slices,
     WorstSlice,
-    all_finite,
-    distance,
-    is_exact,
+    error_statistics,
+    has_classes,
+    integer_agreement,
     lost_in_noise,
     pieces_of,
-    special,
-    unit,
-    wide,
+    top1_agreement,
 )
 from optimizer.parity.observe import Flatten, Observation, observe
 from optimizer.parity.original import OriginalCall
 from optimizer.parity.results import CallErrors, Measurement, OutputDifference, OutputNoise
-from optimizer.parity.verdict import FACTOR, SLICE_FACTOR, in_units_of
+from optimizer.parity.verdict import FACTOR, SLICE_FACTOR, ratio_of
 
 # An error that is larger than allowed by at most this factor may be rounding that only further samples show.
 DOUBTFUL = 64.0
@@ -96,29 +94,29 @@ class Comparison:
         except LoadError:
             raise
         except Exception as error:  # noqa: BLE001 - the candidate is foreign code; what it raises is a result
-            self._problem(f"{self.who.capitalize()} raises at {one.where}: {error_summary(error)}")
+            append_once(self.problems, f"{self.who.capitalize()} raises at {one.where}: {error_summary(error)}")
             return
         self.add(one, got)
 
     def add(self, one: OriginalCall, got: Observation) -> None:
         """Add the errors of one call."""
         if not self.flat and (difference := first_difference(one.own.structure, got.structure)):
-            self._problem(f"The outputs have a different structure: {difference}")
+            append_once(self.problems, f"The outputs have a different structure: {difference}")
             return
         for name, value in one.aligned(dict(self._matched(one, got))).items():
             self._compare(one, name, value)
         for name in got.of_kind("input"):
             if one.own.kinds.get(name) != "input":
-                self._problem(f"{_changed(name)} by {self.who} only")
+                append_once(self.problems, f"{_changed(name)} by {self.who} only")
 
     def is_doubtful(self) -> bool:
         """Whether further samples of rounding may explain all errors that are too large."""
         if self.problems or any(one.problems or one.mismatches for one in self._compared.values()):
             return False
         beyond = [
-            max(one.error.largest / noise.noise, one.error.rms / noise.noise_rms)
+            ratio_of(noise, one.error.largest, one.error.rms)
             for name, one in self._compared.items()
-            if (noise := self.noises[name]).deterministic and noise.noise > 0 and not noise.declared
+            if (noise := self.noises[name]).deterministic and not noise.declared
         ]
         worst = (self._worst_slice(name, one) for name, one in self._compared.items())
         beyond += [FACTOR * each.error / (SLICE_FACTOR * each.noise) for each in worst if each is not None]
@@ -142,7 +140,7 @@ class Comparison:
                 continue
             if one.problems or one.mismatches:
                 return set()
-            beyond = max(in_units_of(noise.noise, one.error.largest), in_units_of(noise.noise_rms, one.error.rms))
+            beyond = ratio_of(noise, one.error.largest, one.error.rms)
             if noise.kind == "gradient" and one.error.rms <= self._largest_explained(name):
                 if beyond > FACTOR:
                     found.add(name)
@@ -223,7 +221,9 @@ class Comparison:
         if self.flat:
             values = [got.values[name] for name in got.of_kind("output")]
             if len(values) != len(expected):
-                self._problem(f"The candidate returns {len(values)} tensors, and the original {len(expected)}")
+                append_once(
+                    self.problems, f"The candidate returns {len(values)} tensors, and the original {len(expected)}"
+                )
                 return
             yield from zip(expected, values, strict=True)
         else:
@@ -239,7 +239,7 @@ class Comparison:
             elif name in got.values:
                 yield name, got.values[name]
             elif kind == "input":
-                self._problem(f"{_changed(name)} by the original only")
+                append_once(self.problems, f"{_changed(name)} by the original only")
             else:
                 self._lacking[name] = None
 
@@ -297,9 +297,6 @@ class Comparison:
             compared.calls.append(
                 CallErrors(one.batch_size, one.draw, agreement=agreement, undecided=undecided, sizes=dict(one.sizes))
             )
-
-    def _problem(self, sentence: str) -> None:
-        append_once(self.problems, sentence)
 
 
 def is_beyond(error: Pool, noise: OutputNoise) -> bool:

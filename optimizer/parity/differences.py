@@ -20,38 +20,16 @@ from typing import Any
 
 import torch
 
-HALF = frozenset({torch.float16, torch.bfloat16})
-"""The dtypes of 16-bit floats."""
+from optimize_export.elementwise import HALF, all_finite, distance, special, unit, wide
 
-
+# Number of elements in the sample that bounds a percentile.
+_SAMPLE = 1 << 16
 PIECE = 1 << 18
 """Number of elements to convert to float64 at once.
 
 Larger pieces leave the cache, and the memory for each is mapped anew: on a language model's logits, most operations take
 ten times as long.
 """
-
-
-def distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """|a - b| in float64, elementwise; for complex numbers the modulus."""
-    difference = wide(a) - wide(b)
-    # In place, because a second tensor of a language model's logits takes as long to allocate as to compute.
-    return difference.abs() if difference.is_complex() else difference.abs_()
-
-
-def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in float64 or complex128."""
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def is_exact(tensor: torch.Tensor) -> bool:
-    """Whether elements are integers or booleans, which are equal or wrong: rounding excuses no difference."""
-    return not tensor.is_floating_point() and not tensor.is_complex()
-
-
-def unit(dtype: torch.dtype) -> float:
-    """The spacing of a float dtype at 1; 0 for integers."""
-    return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
 def least_noise(dtype: torch.dtype) -> float:
@@ -75,45 +53,11 @@ def floors(dtype: torch.dtype, scale: float, rms: float) -> tuple[float, float]:
     return least * scale, least * rms / 2
 
 
-def special(tensor: torch.Tensor) -> torch.Tensor:
-    """An int8 code per element: 0 where it is finite, and one code for each kind of NaN, inf and -inf."""
-    if all_finite(tensor):
-        return torch.zeros((), dtype=torch.int8).expand(tensor.shape)
-    parts = (tensor.real, tensor.imag) if tensor.is_complex() else (tensor,)
-    code = torch.zeros(tensor.shape, dtype=torch.int8)
-    for place, part in enumerate(parts):
-        values = part.to(torch.float64)
-        if bool(values.isfinite().all()):
-            continue
-        kind = torch.where(
-            values.isnan(), 1, torch.where(values == math.inf, 2, torch.where(values == -math.inf, 3, 0))
-        )
-        code += kind.to(torch.int8) * 4**place
-    return code
-
-
-def all_finite(*tensors: torch.Tensor) -> bool:
-    """Whether every element of every tensor is finite."""
-    return all(_finite(torch.view_as_real(t) if t.is_complex() else t) for t in tensors)
-
-
 def where_finite(*tensors: torch.Tensor) -> torch.Tensor | None:
     """The elements at which every tensor is finite, as bools of their shape; None if these are all elements."""
     if all_finite(*tensors):
         return None
     return functools.reduce(operator.and_, (special(tensor) == 0 for tensor in tensors))
-
-
-def half_as_float32(leaf: Any) -> Any:
-    """Cast a tensor of 16-bit floats to float32; return anything else unchanged."""
-    return leaf.to(torch.float32) if isinstance(leaf, torch.Tensor) and leaf.dtype in HALF else leaf
-
-
-def _finite(tensor: torch.Tensor) -> bool:
-    # The sum needs one pass and no temporary, and one element that isn't finite makes it not finite. A sum of finite
-    # elements may overflow too, so then the elements are checked. A sum in another dtype would convert element by element.
-    total = tensor.sum(dtype=torch.float32 if tensor.dtype in HALF else None)
-    return bool(total.isfinite()) or bool(tensor.isfinite().all())
 
 
 def lost_in_noise(rms: float, noise_rms: float) -> bool:
@@ -335,3 +279,97 @@ def slice_noise(size: Slices, noises: Iterable[Slices], dtype: torch.dtype, *, l
     for slices in noises:
         result = result.raised_to(slices)
     return result
+
+
+def error_statistics(errors: torch.Tensor, value: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+    """The statistics of a float output over the elements that are finite on both sides; empty where there are none.
+
+    Args:
+        errors: |value - target|, float64; all three have one shape.
+        value, target: the outputs of the candidate and of the reference, of any float or complex dtype.
+    """
+    if errors.numel() == 0:
+        return {}
+    errors, value, target = errors.reshape(-1), value.reshape(-1), target.reshape(-1)
+    return {
+        "max_error": float(errors.max()),
+        "mean_error": float(errors.mean()),
+        "p999_error": percentile_999(errors),
+        "cosine": cosine(value, target),
+    }
+
+
+def percentile_999(errors: torch.Tensor) -> float:
+    """The 99.9th percentile of a float64 tensor of shape (elements,): 999 of 1000 elements don't exceed it.
+
+    Only elements above a bound are sorted, of which a sample suggests that there are enough.
+    """
+    above = errors.numel() // 1000 + 1
+    sample = errors[:: -(-errors.numel() // _SAMPLE)]
+    larger = errors[errors > sample.kthvalue(max(1, int(0.995 * sample.numel()))).values]
+    return float((larger if larger.numel() >= above else errors).topk(above).values[-1])
+
+
+def cosine(value: torch.Tensor, target: torch.Tensor) -> float:
+    """The cosine of the angle between two tensors of shape (elements,), in float64; 1 if both are zero, 0 if one is."""
+    scales = [max(_largest(piece) for piece in tensor.split(PIECE)) for tensor in (value, target)]
+    if 0.0 in scales:
+        return 1.0 if scales == [0.0, 0.0] else 0.0
+    both = own = other = 0.0
+    for pieces in zip(value.split(PIECE), target.split(PIECE), strict=True):
+        # Without the scales, the squares of large numbers overflow and those of small numbers underflow.
+        a, b = (wide(piece) / scale for piece, scale in zip(pieces, scales, strict=True))
+        both += float(torch.vdot(a, b).real)
+        own += float(torch.vdot(a, a).real)
+        other += float(torch.vdot(b, b).real)
+    return max(-1.0, min(1.0, both / math.sqrt(own * other)))
+
+
+def _largest(piece: torch.Tensor) -> float:
+    # Magnitudes of real numbers are exact in any dtype.
+    return float((wide(piece) if piece.is_complex() else piece).abs().max())
+
+
+def integer_agreement(value: torch.Tensor, own: torch.Tensor, ties: torch.Tensor) -> tuple[float | None, int]:
+    """The share of equal elements, None where all are ties, and the number of ties, which are not compared.
+
+    Args:
+        value, own: the outputs of the candidate and of the original, integers or booleans of one shape.
+        ties: bool, same shape, the elements that the original itself changes within its noise.
+    """
+    compared = own.numel() - int(ties.count_nonzero())
+    equal = int(((value == own) & ~ties).count_nonzero())
+    return equal / compared if compared else None, own.numel() - compared
+
+
+def has_classes(name: str, value: torch.Tensor) -> bool:
+    """Whether the last dim of an output holds one score per class.
+
+    True for a float output of shape (rows, classes), and for one of shape (rows, positions, classes) whose name ends in
+    "logits".
+    """
+    dims = (2, 3) if name.rpartition(".")[2].endswith("logits") else (2,)
+    return value.is_floating_point() and value.dim() in dims and value.shape[-1] > 1
+
+
+def top1_agreement(value: torch.Tensor, target: torch.Tensor, noise: float) -> tuple[float | None, int]:
+    """The share of rows whose largest score is at the same class on both sides, and the number of undecided rows.
+
+    A row is undecided, and not compared, where the two largest scores of the reference differ by no more than twice the
+    noise, or where it has no largest score (NaN, several infinite scores). A candidate's row with NaN doesn't agree.
+
+    Args:
+        value, target: the outputs of the candidate and of the reference, shape (…, classes) each.
+        noise: the error that rounding alone causes in a score.
+    """
+    classes = target.shape[-1]
+    rows, decided, agreeing = target.numel() // classes, 0, 0
+    step = max(1, PIECE // classes)
+    for start in range(0, rows, step):
+        mine, theirs = (wide(tensor.reshape(rows, classes)[start : start + step]) for tensor in (value, target))
+        top = theirs.topk(2)
+        clear = top.values[:, 0] - top.values[:, 1] > 2 * noise
+        same = (mine.argmax(1) == top.indices[:, 0]) & ~mine.isnan().any(1)
+        decided += int(clear.count_nonzero())
+        agreeing += int((clear & same).count_nonzero())
+    return agreeing / decided if decided else None, rows - decided

@@ -10,7 +10,8 @@ of `x.dtype`. `.double()` on a copy does not change the conversions in a forward
   Writes go to the shadow: the model's own buffers stay unchanged.
 - Results in torch's default dtype (`torch.zeros(3)`, `torch.tensor(0.1)`, a quotient of integers) are float64 too. The
   default itself belongs to the whole process and stays: `torch.get_default_dtype()` returns the same as before.
-- Random numbers are drawn as the original draws them, in its own dtype from the same stream, and cast afterwards.
+- Random numbers are drawn as the original draws them, in its own dtype from the same stream, and cast afterwards
+  (`OwnDraws`).
 - Autocast has no effect.
 
 The mode does not see into TorchScript, compiled code, or kernels that accept float32 only: those raise, or show up in
@@ -21,19 +22,19 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
-from optimizer.parity.ties import chooses
-from optimizer.parity.torch_functions import DATA_MOVEMENT, mapped, moved_argument, reads_metadata, written_ids
-from passes.graph.memory import copied_together
-from passes.graph.recording import argument, name_of
+from optimizer.torch_private import schema_of
+from passes.graph.recording import METADATA, argument, name_of
 from passes.torch_private import OpOverload, OpOverloadPacket
 
 _RAISED = {
@@ -42,14 +43,6 @@ _RAISED = {
     torch.bfloat16: torch.float64,
     torch.complex64: torch.complex128,
     torch.complex32: torch.complex128,
-}
-_RAISED_TYPES = {
-    "torch.FloatTensor": "torch.DoubleTensor",
-    "torch.HalfTensor": "torch.DoubleTensor",
-    "torch.BFloat16Tensor": "torch.DoubleTensor",
-    "torch.cuda.FloatTensor": "torch.cuda.DoubleTensor",
-    "torch.cuda.HalfTensor": "torch.cuda.DoubleTensor",
-    "torch.cuda.BFloat16Tensor": "torch.cuda.DoubleTensor",
 }
 _CONVERSIONS = {
     "float": torch.float32,
@@ -71,25 +64,18 @@ _INTEGERS = frozenset(
         torch.bool,
     }
 )  # fmt: skip
-_FACTORIES = frozenset({"rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "normal"})
-_FILLS = frozenset(
-    {
-        "normal_", "uniform_", "exponential_", "bernoulli_", "log_normal_", "cauchy_", "geometric_", "random_",
-        # The initializers of torch.nn.init.
-        "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_", "trunc_normal_", "orthogonal_",
-        "sparse_",
-    }
-)  # fmt: skip
-# These compute nothing besides the draw.
-_PURE_DRAWS = _FACTORIES | {"bernoulli", "multinomial", "poisson", "binomial"}
-_DRAWS = _PURE_DRAWS | {"gumbel_softmax", "rrelu", "rrelu_"}
-# Each multiplies its input by a random mask, which the same call on a tensor of ones returns.
-_MASKING = frozenset(
-    {"dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_dropout_"}
+# Functions that return elements of a tensor unchanged. Moving the elements before casting or perturbing them gives the
+# same result and needs less memory.
+_DATA_MOVEMENT = frozenset(
+    {"__getitem__", "embedding", "view", "reshape", "t", "transpose", "permute", "detach", "expand"}
 )
-_ALPHA_DROPOUTS = frozenset({"alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_"})
-_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
-_ATTENTION = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
+# Functions that only ask about a tensor, so that it needs no cast.
+READS_METADATA = METADATA | {
+    "storage_offset", "data_ptr", "__hash__", "requires_grad_", "is_shared", "is_nonzero", "is_inference", "is_pinned",
+    "register_hook", "retain_grad",
+}  # fmt: skip
+# The functions that choose by scores; `max` and `min` only with a dim.
+_CHOOSING = frozenset({"topk", "sort", "argsort", "msort", "argmax", "argmin", "nms"})
 
 
 def raised(dtype: torch.dtype) -> torch.dtype:
@@ -97,27 +83,48 @@ def raised(dtype: torch.dtype) -> torch.dtype:
     return _RAISED.get(dtype, dtype)
 
 
-class Layout(NamedTuple):
-    """The shape and strides of a tensor; the strides are empty if its layout isn't strided."""
+class OwnDraws(TorchDispatchMode):
+    """Inside a run in float64, draws random numbers in the model's own dtype, and casts them."""
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    supports_higher_order_operators = True
 
-
-class MaskedLayouts(TorchFunctionMode):
-    """Records the layouts of the inputs of dropouts, in call order, and changes nothing."""
-
-    def __init__(self) -> None:
+    def __init__(self, own_dtype: torch.dtype) -> None:
         super().__init__()
-        self.masked: list[Layout] = []
+        # The number of operators that drew.
+        self.count = 0
+        # The dtype that the current call of a torch function asks for; None if it names none.
+        self.asked: torch.dtype | None = None
+        own_complex = {torch.float16: torch.complex32, torch.float64: torch.complex128}.get(own_dtype, torch.complex64)
+        self._own = {torch.float64: own_dtype, torch.complex128: own_complex}
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if name_of(func) in _MASKING and _drops(args, kwargs):
-            self.masked.append(_layout(argument(args, kwargs, 0, "input", None)))
-        return func(*args, **kwargs)
+        given, schema = kwargs or {}, schema_of(func)
+        if schema is None or torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **given)
+        given = {**dict(zip((one.name for one in schema.arguments), args, strict=False)), **given}
+        # Attention draws only for its dropout, which is 0 by default.
+        if any(one.name == "dropout_p" for one in schema.arguments) and not given.get("dropout_p"):
+            return func(**given)
+        self.count += 1
+        if func is torch.ops.aten.native_dropout.default:
+            values, share = given["input"], 1 - given["p"]
+            _, mask = func(torch.ones_like(values, dtype=self._own.get(values.dtype)), given["p"], given["train"])
+            return values * mask / share if share else torch.zeros_like(values), mask
+        lowered = tree_map(self._lowered, given)
+        result = func(**lowered)
+        written = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+        for name in written:
+            given[name].copy_(lowered[name])
+            if result is lowered[name]:
+                return given[name]
+        return tree_map(lambda leaf: leaf.to(raised(leaf.dtype)) if isinstance(leaf, torch.Tensor) else leaf, result)
+
+    def _lowered(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(self._own.get(leaf.dtype, leaf.dtype))
+        return (self.asked or self._own.get(leaf, leaf)) if isinstance(leaf, torch.dtype) else leaf
 
 
 class Float64Mode(TorchFunctionMode):
@@ -129,8 +136,7 @@ class Float64Mode(TorchFunctionMode):
         own_dtype: torch.dtype = torch.float32,
         leaf_parameters: bool = False,
         written: Iterable[nn.Parameter] = (),
-        together: Iterable[Sequence[torch.Tensor]] = (),
-        masks: Iterable[Layout] = (),
+        draws: bool = True,
     ) -> None:
         """Prepare a run.
 
@@ -139,15 +145,11 @@ class Float64Mode(TorchFunctionMode):
             leaf_parameters: keep a float64 leaf for every parameter that is used (twice the memory of the parameters),
                 so that gradients are float64 too: `mode.shadow(parameter)` is the leaf.
             written: parameters that the model writes to; each gets a shadow, like a buffer.
-            together: groups of other tensors that share memory (`passes.graph.containers.groups_of`); the shadows
-                of a group share memory too.
-            masks: the layouts of the inputs of dropouts in a run in the original's own dtypes (`MaskedLayouts`). A mask
-                is drawn in memory order, which may differ in float64 kernels.
+            draws: whether the model may draw random numbers.
         """
         super().__init__()
         self._written = frozenset(map(id, written))
-        self._together = {id(tensor): group for group in together if _has_one_dtype(group) for tensor in group}
-        self.own_dtype = own_dtype
+        self._draws = OwnDraws(own_dtype) if draws else None
         self.leaf_parameters = leaf_parameters
         # The names of the functions whose floating-point results were not float64.
         self.lowered: set[str] = set()
@@ -156,11 +158,19 @@ class Float64Mode(TorchFunctionMode):
         self.coarsest = 0.0
         # Whether a call chose or ordered elements by scores.
         self.chooses = False
-        # The layouts of the inputs of dropouts, in call order.
-        self.masked: list[Layout] = []
-        self._masks = iter(masks)
         # Each original is kept with its shadow; otherwise its id could name another tensor later.
         self._shadows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __enter__(self) -> Float64Mode:
+        super().__enter__()
+        if self._draws is not None:
+            self._draws.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._draws is not None:
+            self._draws.__exit__(*error)
+        super().__exit__(*error)
 
     def saw(self, dtype: torch.dtype) -> None:
         """Note a dtype that was raised."""
@@ -175,7 +185,7 @@ class Float64Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.chooses |= chooses(func, args, kwargs or {})
+        self.chooses |= _chooses(name_of(func), args, kwargs or {})
         with _without_autocast(self.saw):
             return self._run(func, args, kwargs or {})
 
@@ -183,20 +193,12 @@ class Float64Mode(TorchFunctionMode):
         name = name_of(func)
         if name in ("__get__", "__set__"):
             return self._attribute(func, args)
-        if reads_metadata(name):
+        if name in READS_METADATA:
             return func(*args, **kwargs)
         if name in _CONVERSIONS or name in _COMPLEX_CONVERSIONS:
             dtype = torch.complex128 if name in _COMPLEX_CONVERSIONS else torch.float64
             self.saw(_CONVERSIONS.get(name, torch.float32))
             return self._raise(args[0]).to(dtype, **kwargs)
-        if name == "view" and any(isinstance(arg, torch.dtype) for arg in (*args, *kwargs.values())):
-            return self._reinterpreted(func, args, kwargs)
-        if name in _FILLS:
-            return self._fill(func, args, kwargs)
-        if name in _MASKING and _drops(args, kwargs):
-            return self._mask(name, func, args, kwargs)
-        if _draws(name, args, kwargs):
-            return self._draw(name, func, args, kwargs)
         if self._is_plain_parameter(moved_argument(name, args, kwargs)):
             return self._raise_result(name, func(*args, **kwargs))
         if self._has_large_weight(name, args, kwargs):
@@ -205,10 +207,15 @@ class Float64Mode(TorchFunctionMode):
 
     def _in_float64(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written = written_ids(name, args, kwargs)
-        new_args = mapped(args, functools.partial(self._raise_argument, written=written))
-        new_kwargs = mapped(kwargs, functools.partial(self._raise_argument, written=written))
+        new_args, new_kwargs = tree_map(functools.partial(self._raise_argument, written=written), (args, kwargs))
+        if self._draws is not None:
+            leaves = pytree.tree_leaves((args, kwargs))
+            self._draws.asked = next((leaf for leaf in leaves if isinstance(leaf, torch.dtype)), None)
         if not written and _may_follow_default_dtype(func, (new_args, new_kwargs)):
-            result = _float64_by_default(func, new_args, new_kwargs)
+            drawn = self._drawn()
+            result = _float64_by_default(func, new_args, new_kwargs, lambda: self._drawn() > drawn)
+            if self._drawn() > drawn:
+                return tree_map(self._raise, result)
         else:
             result = func(*new_args, **new_kwargs)
         for given, used in ((args[:1], new_args[:1]), ((kwargs.get("out"),), (new_kwargs.get("out"),))):
@@ -217,45 +224,8 @@ class Float64Mode(TorchFunctionMode):
                 return given[0]
         return self._raise_result(name, result)
 
-    def _draw(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call in the model's own dtype and cast its results."""
-        if name not in _PURE_DRAWS:
-            self.lowered.add(name)
-        return mapped(func(*mapped(args, self._lower), **mapped(kwargs, self._lower)), self._raise)
-
-    def _fill(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        target = self._raise(args[0], keep=True)
-        if not target.is_floating_point() or self.own_dtype is torch.float64:
-            return func(target, *args[1:], **kwargs)
-        drawn = torch.empty_like(target, dtype=self.own_dtype)
-        func(drawn, *mapped(args[1:], self._lower), **mapped(kwargs, self._lower))
-        with torch.no_grad():
-            target.copy_(drawn)
-        return args[0]
-
-    def _mask(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Draw the mask of a dropout in the model's own dtype, and multiply the input by it in float64."""
-        key = "input" if not args else None
-        values = self._raise(kwargs["input"] if key else args[0], keep=name.endswith("_"))
-        probability = argument(args, kwargs, 1, "p", 0.5)
-        self.masked.append(_layout(values))
-        layout = next(self._masks, self.masked[-1])
-        if layout.shape == values.shape and layout != self.masked[-1]:
-            ones = torch.empty_strided(*layout, dtype=self.own_dtype, device=values.device).fill_(1)
-        else:
-            ones = torch.ones_like(values, dtype=self.own_dtype, requires_grad=False)
-        rest = {**kwargs, "inplace": False} if "inplace" in kwargs else dict(kwargs)
-        mask = func(**{**rest, key: ones}) if key else func(ones, *args[1:3], **rest)
-        scale = 0.0 if probability >= 1 else 1 / (1 - probability)
-        kept = (mask != 0).to(values.dtype) * scale
-        if name.endswith("_") or argument(args, kwargs, 3, "inplace", False) is True:
-            return values.mul_(kept)
-        return values * kept
-
-    def _lower(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.dtype is torch.float64 and self.own_dtype is not torch.float64:
-            return value.to(self.own_dtype)
-        return value
+    def _drawn(self) -> int:
+        return 0 if self._draws is None else self._draws.count
 
     def _attribute(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -263,18 +233,11 @@ class Float64Mode(TorchFunctionMode):
         if attribute in _ALIASES:
             keep = attribute == "data" and name_of(func) == "__set__"
             tensor = self._raise_argument(tensor, written=(id(tensor),) if keep else ())
-            return func(tensor, *mapped(args[1:], self._raise_argument))
+            return func(tensor, *tree_map(self._raise_argument, args[1:]))
         result = func(*args)
         if isinstance(result, torch.dtype):
             return raised(result)
         return self._raise(result) if isinstance(result, torch.Tensor) else result
-
-    def _reinterpreted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """View a tensor as another dtype, from the bits of the original's own dtype."""
-        tensor = args[0]
-        if tensor.dtype is torch.float64 and self.own_dtype is not torch.float64:
-            tensor = tensor.to(self.own_dtype)
-        return self._raise_result("view", func(tensor, *args[1:], **kwargs))
 
     def _is_plain_parameter(self, tensor: Any) -> bool:
         """Whether this is a parameter without a shadow: the run neither writes to it nor holds it as a float64 leaf."""
@@ -314,10 +277,6 @@ class Float64Mode(TorchFunctionMode):
         if isinstance(value, torch.dtype):
             self.saw(value)
             return raised(value)
-        if isinstance(value, str):
-            return _RAISED_TYPES.get(value, value)
-        if isinstance(value, type) and f"{value.__module__}.{value.__name__}" in _RAISED_TYPES:
-            return _RAISED_TYPES[f"{value.__module__}.{value.__name__}"]
         return value
 
     def _raise(self, tensor: Any, keep: bool = False) -> Any:
@@ -329,10 +288,6 @@ class Float64Mode(TorchFunctionMode):
         parameter = isinstance(tensor, nn.Parameter)
         if parameter and not keep and not self.leaf_parameters and id(tensor) not in self._written:
             return tensor.to(raised(tensor.dtype))
-        if (group := self._together.get(id(tensor))) is not None:
-            shadows = copied_together(group, raised(tensor.dtype))
-            self._shadows |= {id(one): (one, shadow) for one, shadow in zip(group, shadows, strict=True)}
-            return self._shadows[id(tensor)][1]
         if tensor.grad_fn is not None:
             shadow = tensor.to(raised(tensor.dtype))
         else:
@@ -344,17 +299,13 @@ class Float64Mode(TorchFunctionMode):
         def to_float64(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or value.dtype not in _RAISED:
                 return value
-            if name not in DATA_MOVEMENT and not isinstance(value, nn.Parameter):
+            if name not in _DATA_MOVEMENT and not isinstance(value, nn.Parameter):
                 self.lowered.add(name)
             return value.to(raised(value.dtype))
 
         if isinstance(result, torch.dtype):
             return raised(result)
-        return mapped(result, to_float64) if _has_low_precision(result) else result
-
-
-def _has_one_dtype(group: Sequence[torch.Tensor]) -> bool:
-    return len(group) > 1 and len({tensor.dtype for tensor in group}) == 1
+        return tree_map(to_float64, result)
 
 
 def _may_follow_default_dtype(func: Callable[..., Any], arguments: Any) -> bool:
@@ -367,14 +318,14 @@ def _may_follow_default_dtype(func: Callable[..., Any], arguments: Any) -> bool:
     )
 
 
-def _float64_by_default(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make a call so that it returns float64 if it would return the default dtype.
+def _float64_by_default(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], has_drawn: Callable[[], bool]
+) -> Any:
+    """Make a call so that it returns float64 if it would return the default dtype, unless it draws random numbers.
 
     Two symptoms show the default dtype: the dtype of the result, and an error about a number that is too large for it
-    (`torch.finfo(x.dtype).min` where `x.dtype` is float64). The call is then repeated in other ways, until one returns
-    float64: with integers and booleans cast to float64; with integers alone cast, because booleans may be conditions;
-    with Python floats as tensors, because `torch.where(mask, 1.0, 0.5)` has nothing else to cast; for factories, with a
-    dtype argument.
+    (`torch.finfo(x.dtype).min` where `x.dtype` is float64). The call is then repeated with integers and booleans cast to
+    float64, and if that doesn't help, with a dtype argument, as for factories.
     """
     result, overflow = None, None
     try:
@@ -384,20 +335,15 @@ def _float64_by_default(func: Callable[..., Any], args: tuple[Any, ...], kwargs:
             raise
         # With its traceback, the error would keep this frame alive, and every tensor in it.
         overflow = error.with_traceback(None)
-    if overflow is None and not _has_low_precision(result):
+    if overflow is None and (has_drawn() or not _has_low_precision(result)):
         return result
     is_complex = isinstance(result, torch.Tensor) and result.is_complex()
-    ways: list[tuple[Callable[[Any], Any], dict[str, Any]]] = [
-        (_raise_integers_and_booleans, {}),
-        (_raise_integers, {}),
-        (_raise_number, {}),
-        (lambda leaf: leaf, {"dtype": torch.complex128 if is_complex else torch.float64}),
-    ]
-    if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
-        del ways[:-1]
-    for raise_leaf, more in ways:
+    ways = [(args, {**kwargs, "dtype": torch.complex128 if is_complex else torch.float64})]
+    if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
+        ways.insert(0, tree_map(_raise_integer, (args, kwargs)))
+    for other_args, other_kwargs in ways:
         try:
-            again = func(*mapped(args, raise_leaf), **{**mapped(kwargs, raise_leaf), **more})
+            again = func(*other_args, **other_kwargs)
         except (RuntimeError, TypeError, ValueError, IndexError):
             continue
         if not _has_low_precision(again):
@@ -407,24 +353,12 @@ def _float64_by_default(func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     return result
 
 
-def _raise_integers_and_booleans(leaf: Any) -> Any:
+def _raise_integer(leaf: Any) -> Any:
     return leaf.to(torch.float64) if isinstance(leaf, torch.Tensor) and leaf.dtype in _INTEGERS else leaf
 
 
-def _raise_integers(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, torch.Tensor) and leaf.dtype is torch.bool else _raise_integers_and_booleans(leaf)
-
-
-def _raise_number(leaf: Any) -> Any:
-    return torch.tensor(leaf, dtype=torch.float64) if isinstance(leaf, float) else leaf
-
-
 def _has_low_precision(tree: Any) -> bool:
-    if isinstance(tree, torch.Tensor):
-        return tree.dtype in _RAISED
-    if isinstance(tree, tuple | list):
-        return any(_has_low_precision(item) for item in tree)
-    return isinstance(tree, dict) and any(_has_low_precision(item) for item in tree.values())
+    return any(isinstance(leaf, torch.Tensor) and leaf.dtype in _RAISED for leaf in pytree.tree_leaves(tree))
 
 
 @contextmanager
@@ -443,33 +377,33 @@ def _without_autocast(saw: Callable[[torch.dtype], None]) -> Iterator[None]:
             torch.set_autocast_enabled(device, True)
 
 
-def _layout(tensor: torch.Tensor) -> Layout:
-    return Layout(tuple(tensor.shape), tensor.stride() if tensor.layout is torch.strided else ())
+def moved_argument(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The argument whose elements a call returns unchanged; None if the call does more than move elements."""
+    if name == "embedding":
+        # With a norm, an embedding writes to its table.
+        is_plain = len(args) == 2 and not any(value for key, value in kwargs.items() if key != "padding_idx")
+        return args[1] if is_plain else None
+    return args[0] if name in _DATA_MOVEMENT and args and not kwargs else None
 
 
-def _draws(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call returns random numbers, or computes with some that it draws."""
-    return (
-        name in _DRAWS
-        or (name in _ALPHA_DROPOUTS and _drops(args, kwargs))
-        or (name in _ATTENTION and _attention_drops(name, args, kwargs))
-        or (name in _RECURRENT and _recurrent_drops(args))
-    )
+def written_ids(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """The ids of the tensors that a call of the torch function of this name writes to."""
+    targets: list[Any] = []
+    if args and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or _is_augmented(name)):
+        targets.extend(args[0] if isinstance(args[0], tuple | list) else [args[0]])
+    if name in ("embedding", "embedding_bag") and argument(args, kwargs, 3, "max_norm", None) is not None:
+        # It shortens the rows that it looks up.
+        targets.append(argument(args, kwargs, 1, "weight", None))
+    if kwargs.get("inplace") is True:
+        targets.append(argument(args, kwargs, 0, "input", None))
+    out = kwargs.get("out")
+    targets.extend(out if isinstance(out, tuple | list) else [out])
+    return tuple(id(target) for target in targets if isinstance(target, torch.Tensor))
 
 
-def _drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
-    return bool(training) and bool(argument(args, kwargs, 1, "p", 0.5))
+def _is_augmented(name: str) -> bool:
+    return name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__")
 
 
-def _attention_drops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if name == "scaled_dot_product_attention":
-        return bool(argument(args, kwargs, 4, "dropout_p", 0.0))
-    return bool(argument(args, kwargs, 10, "dropout_p", 0.0)) and bool(kwargs.get("training", True))
-
-
-def _recurrent_drops(args: tuple[Any, ...]) -> bool:
-    """Whether `_VF.lstm(input, hx, weights, has_biases, layers, dropout, train, …)` applies dropout; packed or not."""
-    numbers = [arg for arg in args if isinstance(arg, float)]
-    flags = [arg for arg in args if isinstance(arg, bool)]
-    return bool(numbers and numbers[0]) and len(flags) > 1 and flags[1]
+def _chooses(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return name in _CHOOSING or (name in ("max", "min") and isinstance(argument(args, kwargs, 1, "dim", None), int))

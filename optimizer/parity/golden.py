@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from optimize_export.elementwise import is_exact, special
 from optimizer.model import Call, Sizes
 from optimizer.parity.comparison import Comparison
-from optimizer.parity.differences import is_exact, special
 from optimizer.parity.observe import Observation
 from optimizer.parity.original import OriginalCall
 from optimizer.parity.reference import Reference

@@ -1,8 +1,8 @@
 """The noise for a candidate in half precision: the error that the original itself has at that precision.
 
 The original runs in bfloat16 whatever the half precision. bfloat16 has the range of float32, so nothing overflows in this
-run, and an overflow in a result shows. `error_scale` converts the error: the machine epsilon of float16 is an eighth of
-that of bfloat16. Nothing is written to the model.
+run, and an overflow in a result shows. The error is scaled: the machine epsilon of float16 is an eighth of that of
+bfloat16. Nothing is written to the model.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_map
 
+from optimize_export.elementwise import HALF, all_finite, distance, is_exact
 from optimize_export.errors import UsageError
 from optimize_export.wording import append_once, error_summary
 from optimizer.model import pinned_settings
-from optimizer.parity.differences import Pool, Slices, all_finite, distance, half_as_float32, is_exact
-from optimizer.parity.noise import RoundingNoise
+from optimizer.parity.differences import Pool, Slices
+from optimizer.parity.noise import RoundingNoise, missing_signal
 from optimizer.parity.original import OriginalCall, mixed_seed
 from optimizer.parity.results import OutputNoise
-from optimizer.parity.rounding import off_by_one_ulp, random_signs, run_in
-from optimizer.parity.signal import missing_signal
-from optimizer.parity.torch_functions import mapped, reads_metadata, written_ids
+from optimizer.parity.rounding import PerturbedMode, run_in
 from passes.base import Precision
 from passes.casting.forwards import Loan, takes_one_dtype
 from passes.graph.forwards import intercepted_calls
@@ -37,6 +36,11 @@ from passes.graph.recording import name_of
 _RUN_IN = torch.bfloat16
 # These accept float32 statistics and weights next to an input of another dtype.
 _MIXED = frozenset({"batch_norm", "instance_norm"})
+
+
+def half_as_float32(leaf: Any) -> Any:
+    """Cast a tensor of 16-bit floats to float32; return anything else unchanged."""
+    return leaf.to(torch.float32) if isinstance(leaf, torch.Tensor) and leaf.dtype in HALF else leaf
 
 
 def errors_at(noise: RoundingNoise, precision: Precision, samples: int = 0) -> dict[str, Pool]:
@@ -55,6 +59,7 @@ def errors_at(noise: RoundingNoise, precision: Precision, samples: int = 0) -> d
         raise UsageError(
             "Only a module can be compared at another precision, because its float32 parts are named by path."
         )
+    scale = torch.finfo(precision.dtype).eps / torch.finfo(_RUN_IN).eps
     errors: dict[str, Pool] = {}
     for one, number in itertools.product(noise.calls, range(samples) if samples else [None]):
         seed = None if number is None else mixed_seed(one.seed, 4, number)
@@ -66,7 +71,7 @@ def errors_at(noise: RoundingNoise, precision: Precision, samples: int = 0) -> d
             if is_exact(own):
                 one.unstable[name] |= own != value
                 continue
-            error = distance(value, one.truth.values[name]) * error_scale(precision)
+            error = distance(value, one.truth.values[name]) * scale
             plain = None if all_finite(own, value, error) else own.isfinite() & error.isfinite()
             errors.setdefault(name, Pool(slices=Slices())).add(error, plain, of=own)
     return errors
@@ -126,11 +131,6 @@ def _nearer(own: torch.Tensor | None, value: torch.Tensor, finer: torch.Tensor |
     return torch.where(own == finer, own, value)
 
 
-def error_scale(precision: Precision) -> float:
-    """The factor that converts an error of this module's runs into one in the dtype of the precision."""
-    return torch.finfo(precision.dtype).eps / torch.finfo(_RUN_IN).eps
-
-
 @contextmanager
 def computing_in(
     target: nn.Module, precision: Precision, *, seed: int | None = None, dtype: torch.dtype = _RUN_IN
@@ -145,75 +145,60 @@ def computing_in(
     """
     paths = set(precision.kept)
     kept = {id(module): path for path, module in target.named_modules(remove_duplicate=False) if path in paths}
-    mode = _RoundedParameters(dtype, seed, everywhere=precision.everywhere)
+    mode = _LoweredParameters(dtype, seed, everywhere=precision.everywhere)
+    tensors = itertools.chain(target.parameters(), target.buffers())
+    device = next((tensor.device.type for tensor in tensors), "cpu")
+    is_running = False
 
     def around(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if module is target and not mode.is_running:
-            return call_target(functools.partial(call_module, module, call), args, kwargs)
-        return call_module(module, call, args, kwargs)
+        nonlocal is_running
+        if module is not target or is_running:
+            return call_module(module, call, args, kwargs)
+        with ExitStack() as stack:
+            if not precision.everywhere:
+                stack.enter_context(torch.autocast(device, dtype, cache_enabled=False))
+            if precision.everywhere or seed is not None:
+                stack.enter_context(mode)
+            is_running = True
+            try:
+                return call_module(module, call, args, kwargs)
+            finally:
+                is_running = False
 
     def call_module(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if mode.is_paused or not mode.is_running:
-            return call(*args, **kwargs)
-        if id(module) in kept:
+        if id(module) in kept and not mode.is_paused:
             return call_in_float32(kept[id(module)], call, args, kwargs)
-        if precision.everywhere and takes_one_dtype(module):
+        if precision.everywhere and not mode.is_paused and takes_one_dtype(module):
             return Loan(mode.round).call(call, args, kwargs)
         return call(*args, **kwargs)
 
-    def call_target(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            stack.enter_context(mode.running())
-            if not precision.everywhere:
-                stack.enter_context(torch.autocast(_device_of(target), dtype, cache_enabled=False))
-            if precision.everywhere or seed is not None:
-                stack.enter_context(mode)
-            return call(args, kwargs)
-
     def call_in_float32(path: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with mode.paused(), torch.autocast(_device_of(target), enabled=False):
-            outputs = Loan(half_as_float32).call(call, args, kwargs)
+        mode.is_paused = True
+        try:
+            with torch.autocast(device, enabled=False):
+                outputs = Loan(half_as_float32).call(call, args, kwargs)
+        finally:
+            mode.is_paused = False
         is_rounded = precision.everywhere and path not in precision.bare
-        return pytree.tree_map(mode.round, outputs) if is_rounded else outputs
+        return tree_map(mode.round, outputs) if is_rounded else outputs
 
     with intercepted_calls(target, around):
         yield
 
 
-class _RoundedParameters(TorchFunctionMode):
+class _LoweredParameters(PerturbedMode):
     """Perturbs each float32 parameter that a call reads, if there is a seed, and casts it, if `everywhere`.
 
     Without `everywhere`, autocast casts the parameters.
     """
 
     def __init__(self, dtype: torch.dtype, seed: int | None, *, everywhere: bool) -> None:
-        super().__init__()
-        self.is_running = False
+        super().__init__(seed or 0, eps=torch.finfo(dtype).eps / 4)
+        # Whether a module runs that stays in float32.
         self.is_paused = False
         self._dtype = dtype
+        self._is_perturbing = seed is not None
         self._everywhere = everywhere
-        self._signs = None if seed is None else random_signs(torch.Generator().manual_seed(seed))
-        self._next_start = itertools.count(0, 7919)
-        # Each parameter is kept with its start; otherwise its id could name another tensor later.
-        self._starts: dict[int, tuple[torch.Tensor, int]] = {}
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Mark that the target runs."""
-        self.is_running = True
-        try:
-            yield
-        finally:
-            self.is_running = False
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Change nothing while a module runs that stays in float32."""
-        self.is_paused = True
-        try:
-            yield
-        finally:
-            self.is_paused = False
 
     def round(self, leaf: Any) -> Any:
         """Cast a float32 tensor to the dtype; any other value is returned unchanged."""
@@ -222,50 +207,26 @@ class _RoundedParameters(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs, name = kwargs or {}, name_of(func)
-        if self.is_paused or reads_metadata(name) or name == "__set__":
-            return func(*args, **kwargs)
-        if name == "__get__":
-            result = func(*args)
-            is_cast = self._everywhere and _is_float32_parameter(args[0])
-            return self._dtype if is_cast and result is torch.float32 else result
-        if name in _MIXED:
-            return func(*args, **kwargs)
-        written = written_ids(name, args, kwargs)
+        name = name_of(func)
+        if self.is_paused or name in _MIXED:
+            return func(*args, **(kwargs or {}))
+        result = super().__torch_function__(func, types, args, kwargs)
+        is_dtype = name == "__get__" and result is torch.float32
+        return self._dtype if is_dtype and self._everywhere and isinstance(args[0], nn.Parameter) else result
 
-        def round_parameter(leaf: Any) -> Any:
-            if not _is_float32_parameter(leaf) or id(leaf) in written:
-                return leaf
-            return self._perturbed(leaf).to(self._dtype) if self._everywhere else self._perturbed(leaf)
-
-        args, kwargs = mapped(args, round_parameter), mapped(kwargs, round_parameter)
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return func(*args, **kwargs)
         except RuntimeError:
+            leaves = pytree.tree_leaves((args, kwargs))
+            floats = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
             # A float32 tensor that the forward created meets a tensor of the dtype. A real result casts one of them.
-            if not self._everywhere or len(_float_dtypes((args, kwargs))) < 2:
+            if not self._everywhere or len({leaf.dtype for leaf in floats}) < 2:
                 raise
-            return func(*mapped(args, self.round), **mapped(kwargs, self.round))
+            return func(*tree_map(self.round, args), **tree_map(self.round, kwargs))
 
-    def _perturbed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Change a parameter by a quarter of a unit in the last place of the dtype, in the same way each time."""
-        if self._signs is None or not tensor.numel():
-            return tensor
-        known = self._starts.get(id(tensor))
-        if known is None:
-            known = self._starts[id(tensor)] = (tensor, next(self._next_start) % len(self._signs))
-        return off_by_one_ulp(tensor, self._signs, known[1], eps=torch.finfo(self._dtype).eps / 4)
-
-
-def _is_float32_parameter(leaf: Any) -> bool:
-    return isinstance(leaf, nn.Parameter) and leaf.dtype is torch.float32
-
-
-def _float_dtypes(tree: Any) -> set[torch.dtype]:
-    leaves = pytree.tree_leaves(tree)
-    return {leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()}
-
-
-def _device_of(target: nn.Module) -> str:
-    tensors = itertools.chain(target.parameters(), target.buffers())
-    return next((tensor.device.type for tensor in tensors), "cpu")
+    def perturbed(self, value: Any, start: int) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32:
+            return value
+        value = super().perturbed(value, start) if self._is_perturbing else value
+        return value.to(self._dtype) if self._everywhere else value

@@ -10,26 +10,16 @@ from collections.abc import Mapping
 
 import torch
 
+from optimize_export.elementwise import all_finite, is_exact, special, unit
 from optimize_export.wording import append_once, dtype_name, error_summary
 from optimizer.model import Call, first_difference, is_script, modules_of, pinned_settings
-from optimizer.parity.differences import (
-    Pool,
-    SliceNoise,
-    Slices,
-    all_finite,
-    floors,
-    is_exact,
-    slice_noise,
-    special,
-    unit,
-)
+from optimizer.parity.differences import Pool, SliceNoise, Slices, floors, lost_in_noise, slice_noise
 from optimizer.parity.observe import Observation
-from optimizer.parity.original import Original, OriginalCall
+from optimizer.parity.original import Original, OriginalCall, shared_rows
 from optimizer.parity.results import OutputNoise
 from optimizer.parity.rounding import in_float64, perturbed, rounded, run_in
-from optimizer.parity.signal import missing_signal
 from optimizer.parity.ties import BrokenTies, find_ties
-from optimizer.parity.verdict import FACTOR, SLICE_FACTOR
+from optimizer.parity.verdict import FACTOR, SLICE_FACTOR, no_signal
 
 logger = logging.getLogger(__name__)
 
@@ -411,3 +401,80 @@ def _within_range(own: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
 def _is_small(observation: Observation) -> bool:
     """Whether one perturbed run moves too few numbers to show the effect of rounding."""
     return sum(value.numel() for value in observation.values.values()) < _FEW
+
+
+def missing_signal(original: Original, name: str, rms: float, noise_rms: float) -> str | None:
+    """Why an output proves nothing; None if it proves something.
+
+    Args:
+        rms: root mean square of the output, 0 for integers; infinite if it isn't known.
+        noise_rms: of its rounding noise.
+    """
+    here = [one for one in original.calls if name in one.own.values]
+    values = [one.own.values[name] for one in here]
+    exact = is_exact(values[0])
+    if sum(value.numel() for value in values) == 0:
+        return "empty"
+    if exact and all(_is_tied(one, name) for one in here):
+        return "decided by rounding alone in every element"
+    if not exact and all(name in one.excluded and bool(one.excluded[name].all()) for one in here):
+        return "chosen by equal scores alone in every element"
+    if not exact and all(_has_no_finite(value) for value in values):
+        return "NaN or infinite in every element"
+    if rms in (0.0, math.inf) and all(not bool(value.any()) for value in values):
+        return "all zero"
+    if not exact and lost_in_noise(rms, noise_rms):
+        return "hardly larger than its rounding noise"
+    if (
+        not original.inputs_vary
+        or len(original.calls) < 2
+        or original.calls[0].own.kinds.get(name) not in ("output", "number")
+    ):
+        return None
+    changed = _change(original, name)
+    if changed is None:
+        return None
+    if changed.largest == 0:
+        return "the same for every input"
+    return "changed less by its inputs than by rounding" if not exact and changed.rms <= noise_rms else None
+
+
+def why_no_signal(original: Original) -> str | None:
+    """Why the outputs prove nothing, as far as it shows without measured noise; None if they may prove something."""
+    own = original.calls[0].own
+    names = [*own.of_kind("output"), *own.of_kind("number")]
+    reasons = {name: why for name in names if (why := missing_signal(original, name, math.inf, 0.0)) is not None}
+    return no_signal(reasons) if reasons and len(reasons) == len(names) else None
+
+
+def gives_the_same(original: Original) -> bool:
+    """Whether an output is the same at all calls, though their inputs differ."""
+    if not original.inputs_vary or not original.calls:
+        return False
+    changes = (_change(original, name) for name in original.calls[0].own.of_kind("output"))
+    return any(change is not None and change.largest == 0 for change in changes)
+
+
+def _has_no_finite(value: torch.Tensor) -> bool:
+    return not value.numel() or (not all_finite(value) and bool((special(value) != 0).all()))
+
+
+def _is_tied(one: OriginalCall, name: str) -> bool:
+    unstable = one.unstable.get(name)
+    value = one.own.values[name]
+    return not is_exact(value) or not value.numel() or (unstable is not None and bool(unstable.all()))
+
+
+def _change(original: Original, name: str) -> Pool | None:
+    """The change of an output between successive calls, in the rows that they share; None if the other dims differ."""
+    here = [one.own.values[name] for one in original.calls if name in one.own.values and not one.sizes]
+    pairs = [shared_rows(a, b) for a, b in itertools.pairwise(here)]
+    change = Pool()
+    for pair in pairs:
+        if pair is None:
+            return None
+        if is_exact(pair[0]):
+            change.add((pair[0] != pair[1]).to(torch.float64), of=pair[0])
+        else:
+            change.add_distance(*pair)
+    return change if pairs else None

@@ -247,7 +247,16 @@ class Original:
 
     def confirm(self, one: OriginalCall) -> bool:
         """Whether another plain run returns the same numbers."""
-        if not self._gives_the_same_again(one):
+        try:
+            with without_warnings():
+                seen = self.run_again(one)
+        except Exception as error:  # noqa: BLE001 - the original is foreign code; the next run tells what it raises
+            logger.debug("the original raises where it didn't before: %s", error)
+            return False
+        own = one.own
+        if seen.structure != own.structure or seen.values.keys() != own.values.keys():
+            return False
+        if not all(same_values(value, seen.values[name]) for name, value in own.values.items()):
             return False
         if one.recorded:
             self.ran_twice = True
@@ -379,18 +388,6 @@ class Original:
         self._dropped.add(batch_size)
         self.calls = [one for one in self.calls if one.batch_size != batch_size or one.key in self.asked]
         self.failures.append((where or "the given inputs", error))
-
-    def _gives_the_same_again(self, one: OriginalCall) -> bool:
-        try:
-            with without_warnings():
-                seen = self.run_again(one)
-        except Exception as error:  # noqa: BLE001 - the original is foreign code; the next run tells what it raises
-            logger.debug("the original raises where it didn't before: %s", error)
-            return False
-        own = one.own
-        if seen.structure != own.structure or seen.values.keys() != own.values.keys():
-            return False
-        return all(same_values(value, seen.values[name]) for name, value in own.values.items())
 
     def _note_inputs(self, call: Call) -> None:
         tensors = [tensor for _, tensor in leaves_of((call.args, call.kwargs)).tensors()]

@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from optimize_export.errors import LoadError, UsageError
-from optimize_export.wording import error_summary
+from optimize_export.wording import a_type, error_summary
 from optimizer.model import (
     ENOUGH,
     Call,
+    ExampleInputs,
+    FurtherInputs,
     Mode,
     Samples,
     Sizes,
     Taken,
+    in_turn,
     ladder,
     leaves_of,
     one_at_a_time,
     pinned_by,
     pinned_settings,
     rebuild,
+    refuse_unrunnable,
+    resolved_device,
 )
-from optimizer.parity.differences import distance, is_exact, special
-from optimizer.parity.noise import RoundingNoise
+from optimizer.options import check_numbers
+from optimizer.parity.comparison import Comparison
+from optimizer.parity.noise import RoundingNoise, gives_the_same, why_no_signal
 from optimizer.parity.observe import Observation, RecordedRuns, observe
 from optimizer.parity.original import CallKey, Original, OriginalCall, same_inputs, without_warnings
-from optimizer.parity.reference import Reference
-from optimizer.parity.results import OutputNoise, ParityReport
-from optimizer.parity.signal import gives_the_same, why_no_signal
-from optimizer.parity.verdict import FACTOR, report_without_outputs
+from optimizer.parity.reference import Reference, independent_rows
+from optimizer.parity.results import ParityReport
+from optimizer.parity.verdict import FACTOR, Tolerance, by_output, judge, report_without_outputs
+from passes.base import Precision
 
 logger = logging.getLogger(__name__)
 BATCH_SIZES = (1, 2, 3, 5, 8)
@@ -86,6 +94,91 @@ def measure_reference(
         or_larger=or_larger,
         other_values=other_values,
     ).reference()
+
+
+@in_turn
+def check_parity(
+    reference: Callable[..., Any],
+    candidate: Callable[..., Any],
+    example_inputs: ExampleInputs,
+    *,
+    example_kwargs: dict[str, Any] | None = None,
+    further_inputs: FurtherInputs = (),
+    batch_sizes: Sequence[int] | None = None,
+    draws: int = 2,
+    seed: int = 0,
+    atol: Tolerance = None,
+    rtol: Tolerance = None,
+    device: torch.device | str | None = None,
+    mode: Mode = "inference",
+    precision: Precision | None = None,
+    row_independence: bool = False,
+) -> ParityReport:
+    """Compare two callables: does `candidate` compute what `reference` computes?
+
+    Neither is changed.
+
+    Args:
+        reference, candidate: modules, or functions of the same arguments.
+        example_inputs: the positional arguments of one call of `reference`: a tuple, a tensor, or a function
+            `f(batch_size, generator) -> tuple`.
+        example_kwargs: the keyword arguments of that call.
+        further_inputs: more calls, each a pair (args, kwargs), which are run unchanged.
+        batch_sizes: the batch sizes to compare at. The default is 1, 2, 3, 5, 8 and that of the example inputs; in training,
+            that and the next.
+        draws: the number of samples of the inputs at each batch size.
+        seed: the seed of the drawn inputs.
+        mode: "inference" runs modules in eval mode, "training" in training mode, and then compares gradients and
+            buffers too.
+        device: the inputs are moved there, and a module on another device is copied there; by default everything stays
+            where it is.
+        atol, rtol: tolerances instead of the measured noise; a number, or a dict by output name.
+        precision: the precision of `candidate` if it is lower than that of `reference`. The error of `reference` at
+            that precision then counts as its noise.
+        row_independence: also check that no row of the outputs depends on the other rows of its batch, by running rows
+            alone, at other positions and among other rows.
+
+    Returns:
+        The verdict, with the judgement of each output. It doesn't raise if `candidate` is wrong: see `ParityReport.ok`.
+
+    Raises:
+        DeviceError: the device is a GPU, and torch finds none.
+        ParityError: with `row_independence`, rows of the reference itself depend on each other.
+        LoadError: the reference raises on the example inputs, or a module can't run because it has no weights yet.
+        UsageError: the example inputs aren't a tuple, tensor or function, or an option is invalid.
+    """
+    if mode not in ("inference", "training"):
+        raise UsageError(f"mode must be 'inference' or 'training', not {mode!r}.")
+    check_numbers(seed, batch_sizes)
+    for name, given in (("reference", reference), ("candidate", candidate)):
+        if not callable(given):
+            raise UsageError(
+                f"{name} must be a module or a function, not {a_type(given)}: call check_parity(reference, candidate, (x,))."
+            )
+    if device is not None:
+        device = resolved_device(str(device), require_gpu=False)
+    for module in (reference, candidate):
+        if isinstance(module, nn.Module):
+            refuse_unrunnable(module)
+    samples = Samples(example_inputs, example_kwargs, further_inputs=further_inputs, seed=seed, device=device)
+    measured = measure_reference(_placed(reference, device), samples, batch_sizes=batch_sizes, draws=draws, mode=mode)
+    # Take the names from the reference, because a candidate that raises has no outputs.
+    names = {name: name for name in measured.noises}
+    absolute, relative = by_output("atol", atol, names), by_output("rtol", rtol, names)
+    rows = independent_rows(measured, atol=absolute, rtol=relative) if row_independence else None
+    if precision is not None:
+        measured = measured.at_precision(precision)
+    measurement = measured.compare(_placed(candidate, device), rows=rows)
+    return judge(measurement, atol=absolute, rtol=relative, names=names)
+
+
+def _placed(target: Callable[..., Any], device: torch.device | str | None) -> Callable[..., Any]:
+    if device is None or not isinstance(target, nn.Module):
+        return target
+    wanted = torch.device(device).type
+    if all(tensor.device.type == wanted for tensor in (*target.parameters(), *target.buffers())):
+        return target
+    return copy.deepcopy(target).to(device)
 
 
 class OriginalOutputs:
@@ -169,7 +262,7 @@ class OriginalOutputs:
                 eager = eager_runs(self._original)
                 with pinned_settings():
                     reference = Reference(self._original, self._rounding, self._settings, self._draws)
-                notes = notes_on_eager(self._original, eager, reference.noises)
+                notes = notes_on_eager(self._original, eager, reference)
             reference.blank = replace(reference.blank, notes=(*reference.blank.notes, *notes))
             reference.taken = self._taken
             self._reference = reference
@@ -366,15 +459,24 @@ def eager_runs(original: Original) -> list[EagerRun]:
     return [(one, _run(original, one)) for one in calls]
 
 
-def notes_on_eager(original: Original, runs: list[EagerRun], noises: dict[str, OutputNoise]) -> list[str]:
+def notes_on_eager(original: Original, runs: list[EagerRun], reference: Reference) -> list[str]:
     """A note on the first difference beyond rounding; empty if there is none."""
-    differences = (text for one, seen in runs for text in _differences(one, seen, noises))
-    first = next(differences, None)
-    if first is None:
+    for one, seen in runs:
+        if isinstance(seen, str):
+            difference = f"it raises at {one.where}: {seen}"
+            break
+        comparison = Comparison(reference.noises, flat=False, in_detail=False, who="eager")
+        comparison.add(one, seen)
+        # Both runs may have the allowed error.
+        report = judge(comparison.finish(reference.blank), factor=2 * FACTOR)
+        if report.verdict == "failed":
+            difference = report.reason.removesuffix(".")
+            break
+    else:
         return []
     pinned, remedy = zip(*pinned_by(original.target, original.device), strict=True)
     return [
-        f"The original ran without {' and '.join(pinned)}, which eager uses here and files don't: with it, {first}. "
+        f"The original ran without {' and '.join(pinned)}, which eager uses here and files don't: with it, {difference}. "
         f"To see the numbers of the files in eager, call {' and '.join(remedy)}."
     ]
 
@@ -387,37 +489,3 @@ def _run(original: Original, one: OriginalCall) -> Observation | str:
         raise
     except Exception as error:  # noqa: BLE001 - the original is foreign code; what it raises is part of the note
         return error_summary(error)
-
-
-def _differences(one: OriginalCall, seen: Observation | str, noises: dict[str, OutputNoise]) -> Iterator[str]:
-    if isinstance(seen, str):
-        yield f"it raises at {one.where}: {seen}"
-        return
-    values = one.aligned(seen.values)
-    for name in one.own.of_kind("output"):
-        own, value = one.own.values[name], values.get(name)
-        if value is None or not noises[name].deterministic:
-            continue
-        if (text := _difference(own, value, one.unstable[name], noises[name])) is not None:
-            yield f"{name} {text} ({one.where})"
-
-
-def _difference(own: torch.Tensor, value: torch.Tensor, unstable: torch.Tensor, noise: OutputNoise) -> str | None:
-    if own.shape != value.shape:
-        return f"has the shape {tuple(value.shape)} instead of {tuple(own.shape)}"
-    if is_exact(own):
-        count = int(((own != value) & ~unstable).count_nonzero())
-        return f"differs in {count} elements" if count else None
-    odd_own, odd_value = special(own), special(value)
-    others = (odd_value != odd_own) & ~unstable
-    if count := int((others & (odd_value != 0)).count_nonzero()):
-        return f"has NaN or infinity in {count} elements that are different without it"
-    if count := int(others.count_nonzero()):
-        return f"is finite in {count} elements that are NaN or infinite without it"
-    error = distance(value, own)[(odd_own == 0) & (odd_value == 0)]
-    largest = float(error.max()) if error.numel() else 0.0
-    # Two runs are compared, and each of them may have the allowed error.
-    if largest <= 2 * noise.allowed(FACTOR)[0]:
-        return None
-    count = int((error > 2 * noise.allowed(FACTOR)[0]).count_nonzero())
-    return f"differs by up to {largest:.2g} in {count} of {own.numel()} elements"

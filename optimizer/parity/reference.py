@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from optimize_export.elementwise import all_finite, distance, is_exact, special
 from optimize_export.errors import ParityError, UsageError
 from optimizer.model import Call, Runs, Sizes, Taken, is_script, one_at_a_time, pinned_settings
 from optimizer.parity.comparison import DOUBTFUL, Comparison, is_beyond
-from optimizer.parity.differences import Pool, all_finite, distance
+from optimizer.parity.differences import Pool
 from optimizer.parity.half_precision import errors_at, noise_at
 from optimizer.parity.noise import MORE_SAMPLES, RoundingNoise
 from optimizer.parity.observe import Flatten, Observation, observe
@@ -23,8 +25,7 @@ from optimizer.parity.original import Original, OriginalCall, without_warnings
 from optimizer.parity.results import Measurement, OutputNoise, RowMeasurement
 from optimizer.parity.rounding import in_float64, perturbed
 from optimizer.parity.rows import Batch, Rows, measure_rows
-from optimizer.parity.signal import notes_on_outputs
-from optimizer.parity.verdict import FACTOR, allowed_by, in_units_of, judge_rows
+from optimizer.parity.verdict import FACTOR, allowed_by, judge_rows, ratio_of
 from passes.base import DeclaredError, Precision
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,9 @@ class Reference:
     def __init__(self, original: Original, rounding: RoundingNoise, settings: dict[str, str], draws: int) -> None:
         rounding.measure()
         self.original = original
+        self.target = original.target
+        # The names of the parameters that the original writes to in forward.
+        self.written = original.runs.written
         self.noises = rounding.of_outputs()
         # The noises of channels, columns and bands that are judged separately.
         self.slices = rounding.of_slices(self.noises)
@@ -59,21 +63,11 @@ class Reference:
                 *rounding.notes,
                 *original.notes_on_failures(),
                 *rounding.note_on_reference(),
-                *notes_on_outputs(original, self.noises),
+                *_notes_on_outputs(original, self.noises),
             ),
             reference="own dtype" if rounding.refused or rounding.is_least else "float64",
             reference_reason=rounding.refused,
         )
-
-    @property
-    def target(self) -> Callable[..., Any]:
-        """The original itself."""
-        return self.original.target
-
-    @property
-    def written(self) -> frozenset[str]:
-        """The names of the parameters that the original writes to in forward."""
-        return self.original.runs.written
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -181,19 +175,13 @@ class Reference:
             flatten: maps (args, kwargs) to flat tensors, for a candidate that takes flat tensors and returns one tensor
                 or a tuple of them. Outputs are then matched by their order, and the structure isn't compared.
         """
-        calls = self.original.calls
         # Further samples are used only if the candidate's errors need them. Regions need no details, because no user
         # sets a tolerance for them.
-        noises = self.first_noises()
-        comparison = Comparison(
-            noises,
-            flat=flatten is not None,
-            in_detail=self.original.samples is not None,
-            slices=self.slices,
-        )
+        noises, in_detail = self.first_noises(), self.original.samples is not None
+        comparison = Comparison(noises, flat=flatten is not None, in_detail=in_detail, slices=self.slices)
         runs = self.runs_of(candidate)
         with one_at_a_time, pinned_settings() as settings:
-            for one in calls:
+            for one in self.original.calls:
                 training = self.original.with_gradients(one.draw) and flatten is None
                 comparison.run(runs, one, self.original.inputs_of(one), flatten, training=training)
             if flatten is None and self.truth_in_float64:
@@ -335,7 +323,7 @@ def rows_may_be_rounding(seen: RowMeasurement | None, noises: Mapping[str, Outpu
     if seen is None or seen.problem or any(one.mismatches for one in seen.outputs):
         return False
     beyond = [
-        max(in_units_of(noise.noise, one.max_difference), in_units_of(noise.noise_rms, one.rms_difference))
+        ratio_of(noise, one.max_difference, one.rms_difference)
         for one in seen.outputs
         if (noise := noises[one.name]).deterministic
     ]
@@ -456,3 +444,52 @@ def _more_response(noise: RoundingNoise, names: Set[str]) -> dict[str, Pool]:
         for name in names & one.own.values.keys():
             responses[name].add_distance(one.own.values[name], other[name])
     return responses
+
+
+def _notes_on_outputs(original: Original, noises: Mapping[str, OutputNoise]) -> list[str]:
+    """Notes on outputs that aren't compared or prove nothing."""
+    notes = []
+    for noise in noises.values():
+        if not noise.deterministic:
+            notes.append(f"{noise.name} is not deterministic in the original and was not judged.")
+        if noise.signal is not None and noise.kind == "output":
+            notes.append(f"{noise.name} is {noise.signal} and proves nothing.")
+        excluded = sum(
+            int(one.excluded[noise.name].count_nonzero()) for one in original.calls if noise.name in one.excluded
+        )
+        if count := noise.tied - excluded * noise.is_exact:
+            notes.append(
+                f"{count} elements of {noise.name} weren't compared: rounding alone changes them in the original."
+            )
+    notes += _notes_on_ties(original.calls)
+    for name in noises:
+        values = (one.own.values[name] for one in original.calls if name in one.own.values)
+        odd = (value for value in values if not is_exact(value) and not all_finite(value))
+        if count := sum(int((special(value) == 1).count_nonzero()) for value in odd):
+            notes.append(f"{name} of the original has NaN in {count} elements on these inputs.")
+    return notes
+
+
+def _notes_on_ties(calls: Sequence[OriginalCall]) -> list[str]:
+    ordered, chosen, by = Counter[str](), Counter[str](), dict[str, set[str]]()
+    for one in calls:
+        for tie in one.ties:
+            for name in tie.names:
+                ordered[name] += int(tie.spread(tie.groups > 0, one.own.values[name]).count_nonzero())
+                by.setdefault(name, set()).add(tie.by)
+        for name, mask in one.excluded.items():
+            chosen[name] += int(mask.count_nonzero())
+            by.setdefault(name, set()).update(one.excluded_by)
+    return [
+        *(
+            f"{count} elements of {name} were compared as sets: equal scores ({', '.join(sorted(by[name]))}) put "
+            "them in order, and the original doesn't decide how."
+            for name, count in ordered.items()
+            if count
+        ),
+        *(
+            f"{count} elements of {name} weren't compared: equal scores ({', '.join(sorted(by[name]))}) choose "
+            "or order them, and the original doesn't decide how."
+            for name, count in chosen.items()
+        ),
+    ]

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from optimize_export.elementwise import HALF
 from optimize_export.errors import LoadError, UsageError
 from optimizer.model import Call, clone, one_at_a_time, pinned_settings
-from optimizer.parity.differences import HALF, floors, half_as_float32
+from optimizer.parity.differences import floors
 from optimizer.parity.float64 import Float64Mode
+from optimizer.parity.half_precision import half_as_float32
 from optimizer.parity.noise import RoundingNoise
 from optimizer.parity.original import Original
 from optimizer.parity.reference import Reference
 from optimizer.parity.results import OutputNoise, ParityReport
-from optimizer.parity.rounding import off_by_one_ulp, random_signs
 from optimizer.parity.verdict import FACTOR, judge
 from passes.base import DeclaredError
 
 Region = Callable[..., Any]
-
-# In half precision, a region with fewer numbers in its outputs runs again on inputs that are off by one ulp, at most
-# `_MOST_NEIGHBORS` times, to show its rounding error.
-_ENOUGH_NUMBERS = 128
-_MOST_NEIGHBORS = 32
 
 
 @dataclass(frozen=True)
@@ -148,7 +144,7 @@ def check_change(
     with pinned_settings():
         found = [_check(old, new, values, declared)]
         if autocast is not None and found[0][0].ok:
-            in_half = _allowing(_reference_in_half(_under(autocast, old), given), declared)
+            in_half = _allowing(RegionReference.measure(_under(autocast, old), [given]), declared)
             found.append((found[0][0], in_half.compare(_under(autocast, new), by_own_error=True)))
     return found
 
@@ -169,8 +165,7 @@ def _check(
         at_once = _allowing(RegionReference.measure(old, [values], least_noise=True), declared).compare(new)
         if at_once.ok:
             return at_once, None
-    reference = _reference_in_half(old, values) if is_half else RegionReference.measure(old, [values])
-    reference = _allowing(reference, declared)
+    reference = _allowing(RegionReference.measure(old, [values]), declared)
     if not reference.in_float64:
         return reference.compare(new), None
     algebra = reference.compare(in_float64)
@@ -179,30 +174,6 @@ def _check(
 
 def _allowing(reference: RegionReference, declared: DeclaredError | None) -> RegionReference:
     return reference if declared is None else reference.allowing(declared)
-
-
-def _reference_in_half(old: Region, values: tuple[Any, ...]) -> RegionReference:
-    return RegionReference.measure(old, [values, *_neighbors(old, values)])
-
-
-def _neighbors(region: Region, values: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """Inputs that are off by one ulp, in enough variants to show the rounding error of the region.
-
-    The rounding error of a single number is random, so a few outputs may have none. Without float inputs there are no
-    variants.
-    """
-    if not any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in values):
-        return
-    with torch.no_grad():
-        outputs = pytree.tree_leaves(region(*values))
-    numbers = sum(leaf.numel() for leaf in outputs if isinstance(leaf, torch.Tensor))
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(min(_MOST_NEIGHBORS, _ENOUGH_NUMBERS // max(numbers, 1))):
-        signs = random_signs(generator)
-        yield tuple(
-            off_by_one_ulp(value, signs) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-            for value in values
-        )
 
 
 def _under(autocast: torch.dtype, region: Region) -> Region:

@@ -7,23 +7,21 @@ result of every operator.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
-from optimizer.model import Call, Runs, eager_only, reachable_modules, rebuild
-from optimizer.parity.float64 import Float64Mode, Layout, MaskedLayouts, raised
+from optimizer.model import Call, Runs, eager_only, rebuild
+from optimizer.parity.float64 import READS_METADATA, Float64Mode, moved_argument, raised, written_ids
 from optimizer.parity.observe import Observation, observe, own_dtype
 from optimizer.parity.original import Original, OriginalCall, mixed_seed, without_warnings
-from optimizer.parity.torch_functions import mapped, moved_argument, reads_metadata, written_ids
 from optimizer.torch_private import decomposition_of, schema_of
-from passes.graph.memory import groups_of, places_in
 from passes.graph.recording import name_of
 
 # Norms subtract a mean inside, and the difference may be far smaller than the rounded numbers.
@@ -41,9 +39,6 @@ _MULTIPLIED = frozenset({torch.strided, torch.sparse_coo, torch.sparse_csr})
 _TO_A_NEIGHBOR = 0.51
 ModeOf = Callable[[Any], AbstractContextManager[Any]]
 """Makes the mode for the copy that is run."""
-
-# Only tensors with more dims than this, such as batches of feature maps, have a memory layout that kernels choose.
-_LEAST_DIMS_OF_A_MAP = 3
 
 
 def run_in(
@@ -69,19 +64,6 @@ def in_float64(
     original: Original, one: OriginalCall, call: Call, *, training: bool, runs: Runs | None = None
 ) -> tuple[Float64Mode, Observation]:
     """Run one call with every torch call raised to float64; return the mode that did it, and the outputs."""
-    mode, seen = _raised(original, one, call, training, runs, ())
-    if any(len(layout.shape) > _LEAST_DIMS_OF_A_MAP for layout in mode.masked):
-        # Dropout draws its mask in the order of memory, which may differ in float64.
-        own = MaskedLayouts()
-        run_in(lambda module: own, original, one, call=call, training=training, runs=runs)
-        if own.masked != mode.masked:
-            mode, seen = _raised(original, one, call, training, runs, own.masked)
-    return mode, seen
-
-
-def _raised(
-    original: Original, one: OriginalCall, call: Call, training: bool, runs: Runs | None, masks: Sequence[Layout]
-) -> tuple[Float64Mode, Observation]:
     modes: list[Float64Mode] = []
 
     def raising(module: Callable[..., Any]) -> Float64Mode:
@@ -89,8 +71,7 @@ def _raised(
             own_dtype=own_dtype(module, call),
             leaf_parameters=training,
             written=_written_in(module, original),
-            together=_sharing_memory(module),
-            masks=masks,
+            draws=one.own.draws,
         )
         modes.append(mode)
         return mode
@@ -142,9 +123,7 @@ def rounded(original: Original, one: OriginalCall, call: Call, number: int) -> t
 
 @contextmanager
 def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(first)
-        stack.enter_context(second)
+    with first, second:
         yield
 
 
@@ -156,27 +135,21 @@ def _written_in(module: Any, original: Original) -> list[nn.Parameter]:
     return [parameter for name, parameter in named if name in original.runs.written]
 
 
-def _sharing_memory(module: Any) -> list[list[torch.Tensor]]:
-    """Groups of buffers and attributes that share memory, except groups with gradients."""
-    modules = reachable_modules(module) if isinstance(module, nn.Module) else []
-    held = [place.tensor for place in places_in(("", module) for module in modules)]
-    groups = groups_of(tensor for tensor in held if not isinstance(tensor, nn.Parameter))
-    return [group for group in groups if len(group) > 1 and not any(one.requires_grad for one in group)]
-
-
 class PerturbedMode(TorchFunctionMode):
     """Changes each parameter that a call reads by about one unit in the last place, up or down at random.
 
     A parameter changes in the same way each time it is read. Gradients reach the parameters themselves.
     """
 
-    def __init__(self, seed: int, *, written: Iterable[nn.Parameter] = ()) -> None:
+    def __init__(self, seed: int, *, written: Iterable[nn.Parameter] = (), eps: float | None = None) -> None:
         """Draw the signs of the changes.
 
         Args:
             written: parameters that the model writes to. They are not changed, because the writes would be lost.
+            eps: as for `off_by_one_ulp`.
         """
         super().__init__()
+        self._eps = eps
         self._written = frozenset(map(id, written))
         self._generator = torch.Generator().manual_seed(seed)
         # Each parameter is kept with its start; otherwise its id could name another tensor later.
@@ -190,21 +163,31 @@ class PerturbedMode(TorchFunctionMode):
         name = name_of(func)
         if (
             name in ("__get__", "__set__")
-            or reads_metadata(name)
+            or name in READS_METADATA
             or func in (torch.autograd.grad, torch.autograd.backward)
         ):
             return func(*args, **kwargs)
         if self._is_perturbed(source := moved_argument(name, args, kwargs)):
             # Changing only the rows that are read avoids a copy of the whole table.
-            return self._perturbed(func(*args, **kwargs), self._start_of(source))
+            return self.perturbed(func(*args, **kwargs), self._start_of(source))
         written = written_ids(name, args, kwargs)
 
         def perturb(value: Any) -> Any:
-            if not self._is_perturbed(value) or not _is_inexact(value) or id(value) in written:
+            if not self._is_perturbed(value) or id(value) in written:
                 return value
-            return self._perturbed(value, self._start_of(value))
+            return self.perturbed(value, self._start_of(value))
 
-        return func(*mapped(args, perturb), **mapped(kwargs, perturb))
+        return self.call(func, *tree_map(perturb, (args, kwargs)))
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function with perturbed parameters."""
+        return func(*args, **kwargs)
+
+    def perturbed(self, value: Any, start: int) -> Any:
+        """Change a tensor by the signs from `start` on."""
+        if not isinstance(value, torch.Tensor) or not _is_inexact(value) or value.numel() == 0:
+            return value
+        return off_by_one_ulp(value, self._signs, start, eps=self._eps)
 
     def _is_perturbed(self, value: Any) -> bool:
         if not isinstance(value, nn.Parameter) or id(value) in self._written:
@@ -216,11 +199,6 @@ class PerturbedMode(TorchFunctionMode):
         if known is None:
             known = self._starts[id(parameter)] = (parameter, _random_start(self._signs, self._generator))
         return known[1]
-
-    def _perturbed(self, value: Any, start: int) -> Any:
-        if not isinstance(value, torch.Tensor) or not _is_inexact(value) or value.numel() == 0:
-            return value
-        return off_by_one_ulp(value, self._signs, start)
 
 
 class RoundedMode(TorchDispatchMode):

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from optimize_export.elementwise import distance, is_exact, special, wide
 from optimize_export.wording import error_summary
 from optimizer.model import Call, Runs, leaves_of, one_at_a_time, pinned_settings, rebuild
 from optimizer.parity.comparison import frontier
-from optimizer.parity.differences import Pool, distance, is_exact, special, where_finite, wide
+from optimizer.parity.differences import Pool, where_finite
 from optimizer.parity.observe import Flatten, observe
 from optimizer.parity.original import without_warnings
 from optimizer.parity.results import RowDifference, RowMeasurement

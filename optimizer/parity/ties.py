@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimizer.parity.differences import unit
+from optimize_export.elementwise import unit
 from optimizer.torch_private import schema_of
-from passes.graph.recording import argument, name_of
 
 Values = Mapping[str, torch.Tensor]
 """Outputs by name."""
@@ -29,14 +28,6 @@ _EXCLUDED = -1
 _LARGEST = 4096
 # Two runs round differently by at most this number of units of the largest value.
 _ROUNDING = 64
-# The functions of torch that choose by scores; `max` and `min` only with a dim.
-_FUNCTIONS = frozenset({"topk", "sort", "argsort", "msort", "argmax", "argmin", "nms"})
-
-
-def chooses(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of a torch function chooses or orders elements by scores."""
-    name = name_of(func)
-    return name in _FUNCTIONS or (name in ("max", "min") and isinstance(argument(args, kwargs, 1, "dim", None), int))
 
 
 @dataclass(frozen=True)
@@ -142,18 +133,14 @@ def find_ties(
     ties, excluded = [], {}
     for tie in met:
         named = [name for name in changed if tie.fits(own[name])]
-        alone = [name for name in named if _explains(_of(tie, [name]), own, first, last)]
-        if alone and _explains(whole := _of(tie, alone), own, first, last):
+        alone = [name for name in named if _explains(replace(tie, names=(name,)), own, first, last)]
+        if alone and _explains(whole := replace(tie, names=tuple(alone)), own, first, last):
             ties.append(whole)
             for name in alone:
                 del changed[name]
                 if bool((mask := whole.spread(whole.groups == _EXCLUDED, own[name])).any()):
                     excluded[name] = mask
     return ties, excluded | changed
-
-
-def _of(tie: Tie, names: Sequence[str]) -> Tie:
-    return Tie(tie.by, tie.groups, tie.dim, tuple(names))
 
 
 def _explains(tie: Tie, own: Values, first: Values, last: Values) -> bool:

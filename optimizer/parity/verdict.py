@@ -144,6 +144,11 @@ def in_units_of(noise: float, error: float) -> float:
     return ratio if ratio <= 1e30 else 1e30
 
 
+def ratio_of(noise: OutputNoise, largest: float, rms: float) -> float:
+    """The larger ratio of two errors to their noise: of the largest error, and of the root mean square."""
+    return max(in_units_of(noise.noise, largest), in_units_of(noise.noise_rms, rms))
+
+
 @dataclass(frozen=True)
 class Allowed:
     """The allowed error of one output in one run: by its noise, or by the user's tolerance if there is one."""
@@ -191,7 +196,7 @@ def _judge_output(output: OutputDifference, by: Allowed, factor: float, precisio
     if noise.declared:
         ratio = factor * max(in_units_of(allowed, output.max_error), in_units_of(allowed_rms, output.rms_error))
     else:
-        ratio = max(in_units_of(noise.noise, output.max_error), in_units_of(noise.noise_rms, output.rms_error))
+        ratio = ratio_of(noise, output.max_error, output.rms_error)
     problem = _problem_of(output, by, factor, precision)
     return OutputParity(
         name=by.name,

@@ -52,10 +52,10 @@ def fast_path(request: pytest.FixtureRequest) -> Iterator[bool]:
     ("kind", "masked", "difference"),
     [
         ("encoder", "", None),
-        ("encoder", PADDED, "in 16 of 80 elements"),
+        ("encoder", PADDED, "is off by"),
         ("layer", PADDED, None),
-        ("layer", MASKED, "NaN or infinity in 40 elements"),
-        ("attention", MASKED, "NaN or infinity in 40 elements"),
+        ("layer", MASKED, "NaN or inf in different places than in the original (40"),
+        ("attention", MASKED, "NaN or inf in different places than in the original (40"),
     ],
 )
 def test_a_note_says_what_the_fast_path_changes(

@@ -276,48 +276,42 @@ def test_a_file_that_breaks_ties_differently_is_exported_and_verified(tmp_path, 
 
 
 class OrderedRows(nn.Module):
-    """Puts rows in the order of rounded scores, and computes other rows for more than 20 inputs."""
+    """Puts rows in the order of rounded scores, and computes other rows above a batch size."""
+
+    limit, note = 20, "as sets"
 
     def __init__(self, factor):
         super().__init__()
         self.layer, self.factor = nn.Linear(8, 6), factor
 
+    def ordered(self, rows):
+        scores, order = (rows * 2).round().sort(-1, descending=True)
+        return scores, order
+
     def forward(self, x):
         rows = self.layer(x)
-        scores, order = (rows * 2).round().sort(-1, descending=True)
-        if x.shape[0] > 20:
+        scores, order = self.ordered(rows)
+        if x.shape[0] > self.limit:
             rows = rows * self.factor
         return scores, rows.gather(-1, order)
 
 
-@pytest.mark.parametrize("factor", [1, 3])
-def test_outputs_that_ties_order_are_compared_at_sizes_where_the_model_takes_another_path(factor, tmp_path):
-    torch.manual_seed(0)
-    model, options = OrderedRows(factor).eval(), {"output": tmp_path / "out", "formats": ("onnx",), "bench": False}
-    x = torch.randn(2, 8) * 2
-    if factor == 1:
-        assert any("as sets" in note for note in export(model, example_inputs=x, **options).manifest["notes"])
-        return
-    with pytest.raises(ExporterError, match=r"at batch size 21 .* output `output_1` is wrong"):
-        export(model, example_inputs=x, **options)
-
-
 class ChosenRows(OrderedRows):
-    def forward(self, x):
-        rows = self.layer(x)
+    limit, note = 40, "weren't compared"
+
+    def ordered(self, rows):
         scores, best = (rows * 2).round().max(-1)
-        if x.shape[0] > 40:
-            rows = rows * self.factor
-        return scores, rows.gather(-1, best[:, None])
+        return scores, best[:, None]
 
 
 @pytest.mark.parametrize("factor", [1, 3])
-def test_outputs_that_ties_choose_are_compared_as_far_as_ties_are_rare(factor, tmp_path):
+@pytest.mark.parametrize("kind", [OrderedRows, ChosenRows])
+def test_outputs_that_ties_order_or_choose_are_compared_where_the_model_takes_another_path(kind, factor, tmp_path):
     torch.manual_seed(0)
-    model, options = ChosenRows(factor).eval(), {"output": tmp_path / "out", "formats": ("onnx",), "bench": False}
-    x = torch.randn(2, 8) * 4
+    model, options = kind(factor).eval(), {"output": tmp_path / "out", "formats": ("onnx",), "bench": False}
+    x = torch.randn(2, 8) * (2 if kind is OrderedRows else 4)
     if factor == 1:
-        assert any("weren't compared" in note for note in export(model, example_inputs=x, **options).manifest["notes"])
+        assert any(kind.note in note for note in export(model, example_inputs=x, **options).manifest["notes"])
         return
-    with pytest.raises(ExporterError, match=r"at batch size 41 .* output `output_1` is wrong"):
+    with pytest.raises(ExporterError, match=rf"at batch size {kind.limit + 1} .* output `output_1` is wrong"):
         export(model, example_inputs=x, **options)
