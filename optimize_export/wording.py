@@ -43,13 +43,17 @@ def one_line(error: BaseException) -> str:
 
 
 def quote(error: BaseException, *, with_type: bool = False) -> str:
-    """The message on one line, without its final full stop, cut after 400 characters.
+    """The message on one line, without its final full stop and TorchScript's traceback, cut after 400 characters.
 
     If memory ran out, the text says so, and how much was requested.
     """
     if lack := lack_of_memory(error):
         return lack
-    text = " ".join(_message(error).split()).rstrip(".")
+    message = _message(error).strip()
+    if "TorchScript interpreter" in message:
+        # The cause is on the last line, after the traceback of the interpreter.
+        message = message.splitlines()[-1]
+    text = " ".join(message.split()).rstrip(".")
     if len(text) > _LONGEST_QUOTE:
         text = text[:_LONGEST_QUOTE].rstrip() + "…"
     if with_type:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from optimize_export.arguments import no_such_pass
 from passes.base import Pass, has_default
 from passes.built_in import BUILT_IN, PRESETS
 from passes.errors import DuplicatePass, PassOptionError, PassOrderError, UnknownPass
@@ -97,9 +97,7 @@ def pass_named(name: str) -> type[Pass]:
         return classes[name]
     if name in _broken:
         raise UnknownPass(f"The pass {name!r} isn't available: {_broken[name]}.")
-    near = get_close_matches(name, classes, 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"the passes are: {', '.join(classes)}."
-    raise UnknownPass(f"There is no pass {name!r}: {hint}")
+    raise UnknownPass(no_such_pass(name, classes))
 
 
 def parse_pass(text: str) -> Pass:

@@ -130,12 +130,13 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 def usage_text(manifest: Mapping[str, Any]) -> str:
     """The README for the receiver of a bundle, in Markdown: how to run the artifacts without this program."""
-    model, parity = manifest["model"], manifest["parity"]
+    model, parity, benchmark = manifest["model"], manifest["parity"], manifest.get("benchmark")
     lines = [
         f"# {printable(model['class'])}",
         "",
         f"Written by {manifest['program']['name']} {manifest['program']['version']} on {manifest['created']}.",
         printable(f"Parity with the original model: {parity['verdict']}. {parity['reason']}").rstrip(),
+        *([printable(f"Recommendation: {benchmark['reason']}.")] if benchmark else []),
         "",
         f"`{PROGRAM} verify .` checks every file and runs the artifacts on the inputs of `{manifest['golden']['path']}`.",
         f"`sha256sum -c {SUMS}` checks the files alone. A model file is a program: load or verify it only if you trust its"

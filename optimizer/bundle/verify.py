@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from exporters.child_process import one_child
+from exporters.errors import UnknownFormat
 from exporters.registry import load_for_proof
 from optimize_export.arguments import parse_digest
 from optimize_export.errors import BundleError, UsageError, printable
@@ -262,6 +263,12 @@ def _run_artifact(
                 tensors = [tensor.to(device, copy=True) for tensor in call.inputs.values()]
                 with random_state(call.seed):
                     answers.append(loaded(*tensors))
+    except UnknownFormat:
+        problem = (
+            f"it wasn't checked, because no package here has the format {artifact['format']!r}: install the package that "
+            "wrote it"
+        )
+        return ArtifactFigures(artifact["format"], artifact["path"], device, len(calls), None, placement, problem)
     # Any exception of a runtime that can't load or run a file is a failure of the artifact, and is reported as one.
     except Exception as error:  # noqa: BLE001
         problem = f"it can't be loaded or run: {quote(error, with_type=True)}"

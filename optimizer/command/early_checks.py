@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NoReturn
 
+from optimize_export.arguments import no_such_pass
 from optimize_export.errors import LoadError, UsageError
 from optimize_export.manifest import MANIFEST
 from optimizer.options import ExportOptions
@@ -77,9 +78,7 @@ def _refuse_unknown_passes(text: str) -> None:
     known = (*PASS_NAMES, *(point.name for point in entry_points(group="optimize_export.passes")))
     for name in (part.partition(":")[0].strip() for part in text.split(",")):
         if name and name != "none" and name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the passes are: {', '.join(known)}."
-            raise UsageError(f"There is no pass {name!r}: {hint}")
+            raise UsageError(no_such_pass(name, known))
 
 
 def _refuse_unknown_formats(names: Sequence[str]) -> None:

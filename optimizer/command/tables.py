@@ -192,7 +192,8 @@ def _rows(format: str, rows: Document) -> str:
 
 def _gained(report: Document) -> Iterable[str]:
     before, after, coverage = report["before"], report["after"], report["coverage"]
-    yield f"parameters: {before['parameters']:,} -> {after['parameters']:,}"
+    if before["parameters"] != after["parameters"]:
+        yield f"parameters: {before['parameters']:,} -> {after['parameters']:,}"
     if unreached := coverage["unreached"]:
         others = f" and {len(unreached) - 1:,} more" if unreached[1:] else ""
         yield (

@@ -288,10 +288,14 @@ def recommendation(figures: Sequence[Figure], name: str | None) -> str:
     files = [each for each in figures if each.route is not None and each.speed_up is not None and not each.dropped]
     fastest = max(files, key=lambda each: 0.0 if each.speed_up is None else each.speed_up.median)
     if fastest.speed_up is not None and fastest.speed_up.median >= LEAST_GAIN * gain.median:
-        kept = "exact" if fastest.accuracy is not None and figure.accuracy is None else "simpler"
+        kept = "exact file is shipped"
+        if fastest.accuracy is None or figure.accuracy is not None:
+            # A quantized file and its runtimes have one format.
+            is_same_file = fastest.route and figure.route and fastest.route.format == figure.route.format
+            kept = "simpler way to run it is recommended" if is_same_file else "simpler file is shipped"
         told += (
             f"; tie: {fastest.name}, {fastest.speed_up.median:.2f} times as fast as eager here, isn't surely faster, "
-            f"and the {kept} file is shipped"
+            f"and the {kept}"
         )
     rest = [each for each in figures if each.route is None and each.name != EAGER and each.seconds is not None]
     if faster := [each for each in rest if (each.seconds or 0) * 1.05 < (figure.seconds or 0)]:

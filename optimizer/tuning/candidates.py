@@ -16,6 +16,7 @@ from torch import nn
 from exporters.child_process import InChild, can_start
 from optimize_export.gpu_settings import GpuSettings
 from optimize_export.runtime import Route, Runner, open_route, own_routes, require_runtime
+from optimize_export.wording import listed
 from optimizer.exporting import ExportJob, MeasuredExport, WrittenFiles, copy_for_export, optimize_again
 from optimizer.model import Call, keeps_values
 from optimizer.parity import Accuracy, outputs_on
@@ -280,8 +281,11 @@ class Bench:
         return Benchmark(self.batch_sizes, threads, found.rounds, figures, found.route, reason, notes)
 
     def _notes(self, ready: Sequence[Opened]) -> list[str]:
-        routes = ((each.candidate.name, str(each.candidate.route)) for each in ready)
-        lost = [f"{name}: {self.lost[route]}" for name, route in routes if route in self.lost]
+        losing: dict[str, list[str]] = {}
+        for candidate in (each.candidate for each in ready):
+            if clause := self.lost.get(str(candidate.route)):
+                losing.setdefault(clause, []).append(candidate.name)
+        lost = [f"{listed(names)}: {clause}" for clause, names in losing.items()]
         settings = self.settings
         if settings is None or not (settings.matmul or settings.cudnn):
             return lost

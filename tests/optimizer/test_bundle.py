@@ -266,6 +266,16 @@ def test_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
     assert {oct(path.stat().st_mode & 0o777) for path in bundle.path.rglob("*") if path.is_file()} == {"0o644"}
 
 
+def test_a_file_whose_format_is_not_installed_is_said_to_be_unchecked(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    (problem,) = verify_bundle(bundle.path).problems
+    assert problem.endswith(
+        "it wasn't checked, because no package here has the format 'affine': install the package that wrote it"
+    )
+
+
 def test_the_readme_shows_how_to_run_what_is_there(bundle: Bundle) -> None:
     manifest = json.loads(json.dumps(bundle.manifest))
     artifact = manifest["artifacts"][0]
@@ -277,7 +287,9 @@ def test_the_readme_shows_how_to_run_what_is_there(bundle: Bundle) -> None:
         {**artifact, "format": "aoti", "path": "model.aoti.pt2"},
     ]
     manifest["notes"] = ["time was checked at\nthe sizes 5, 7.", "x_1 is all zero and proves nothing."]
+    manifest["benchmark"] = {"reason": "ship model.onnx in onnxruntime: 2.00 times as fast as eager"}
     text = usage_text(manifest)
+    assert "\nRecommendation: ship model.onnx in onnxruntime: 2.00 times as fast as eager.\n" in text
     assert "\n- time was checked at the sizes 5, 7.\n- x_1 is all zero and proves nothing.\n\n## " in text
     assert '"x": numpy.zeros((2, 4), dtype=numpy.float32),' in text
     assert '"mask": numpy.zeros((2,), dtype=numpy.bool_),' in text

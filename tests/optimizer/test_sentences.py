@@ -24,6 +24,10 @@ def test_quotes_are_one_line_without_the_last_full_stop():
     assert quote(ValueError("one"), with_type=True) == "ValueError: one"
     assert quote(ValueError()) == quote(ValueError(), with_type=True) == "ValueError"
     assert quote(ValueError("x" * 1000)).endswith("x…")
+    interpreter = (
+        "The following operation failed in the TorchScript interpreter.\nTraceback of TorchScript:\n a\nError: no.\n"
+    )
+    assert quote(RuntimeError(interpreter)) == "Error: no"
 
 
 @pytest.mark.parametrize(

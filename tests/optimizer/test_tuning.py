@@ -105,13 +105,15 @@ def test_the_recommendation_is_true_of_its_bounds(ratios, told):
 
 
 def test_a_tie_is_told_with_both_figures():
-    def figure(name: str, gain: float, **more: Any) -> Figure:
-        return Figure(name, Route("onnx", "onnxruntime"), seconds=1 / gain, speed_up=Ratio(gain, 2.0, 4.0, 9), **more)
+    def figure(name: str, gain: float, format: str = "onnx", **more: Any) -> Figure:
+        return Figure(name, Route(format, "onnxruntime"), seconds=1 / gain, speed_up=Ratio(gain, 2.0, 4.0, 9), **more)
 
-    assert recommendation([figure("simple", 2.72), figure("fast", 3.36)], "simple") == (
+    assert recommendation([figure("simple", 2.72), figure("fast", 3.36, "pt2")], "simple") == (
         "ship simple: 2.72 times as fast as eager; tie: fast, 3.36 times as fast as eager here, isn't surely faster, and the "
         "simpler file is shipped"
     )
+    same_file = recommendation([figure("simple", 2.72), figure("fast", 3.36)], "simple")
+    assert same_file.endswith("and the simpler way to run it is recommended")
     assert "tie" not in recommendation([figure("simple", 2.72), figure("fast", 2.73)], "simple")
     lossy = figure("int8", 3.36, accuracy=Accuracy(cosine=0.99))
     assert recommendation([figure("simple", 2.72), lossy], "simple").endswith("and the exact file is shipped")

@@ -84,7 +84,11 @@ def test_classes_instances_and_names_mix() -> None:
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ("fold-conv-nb", UnknownPass, "There is no pass 'fold-conv-nb': did you mean 'fold-conv-bn'?"),
+        (
+            "fold-conv-nb",
+            UnknownPass,
+            "There is no pass 'fold-conv-nb': did you mean 'fold-conv-bn'? A pass of your own must",
+        ),
         ("zzz", UnknownPass, "There is no pass 'zzz': the passes are: fold-conv-bias, fold-conv-bn"),
         ("fold-conv-bn,", UnknownPass, "an empty entry: put a pass between two commas"),
         ("torch-compile:mode", PassOptionError, "has 'mode' where option=value is expected."),
