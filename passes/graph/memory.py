@@ -6,7 +6,7 @@ import functools
 import types
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -112,68 +112,24 @@ def _equal(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     return is_inexact and bool((same | ((mine != mine) & (theirs != theirs))).all())
 
 
-class Place(NamedTuple):
-    """Where a module holds a tensor: registered, as an attribute, or inside a container, partial or function."""
-
-    path: str  # the path, for reports
-    tensor: torch.Tensor
-    # Whether a read here is not recognized as a read of a registered tensor, even if it is the same object
-    stands_apart: bool = False
-
-
-class SharedMemory:
-    """For each tensor, find another one that overlaps it in memory."""
-
-    def __init__(
-        self, places: Iterable[Place], *, counts: Callable[[torch.Tensor], bool] = lambda tensor: True
-    ) -> None:
-        """Compare the places, which may name a tensor more than once.
-
-        Args:
-            places: the tensors to compare.
-            counts: whether a tensor may be returned by `beside`.
-        """
-        # Keeps the tensors alive, so that their ids stay unique.
-        self._places = tuple(places)
-        self._groups: dict[int, list[Place]] = {}
-        by_storage: dict[int, list[Place]] = defaultdict(list)
-        for place in self._places:
-            for storage in storages_of(place.tensor):
-                by_storage[storage].append(place)
-        for storage, places in by_storage.items():
-            # Most storages hold one tensor.
-            if len(places) > 1:
-                extents = ((extent, place) for place in places for extent in extents_of(place.tensor))
-                self._group([found for found in extents if found[0].storage == storage], counts)
-
-    def _group(self, found: list[tuple[Extent, Place]], counts: Callable[[torch.Tensor], bool]) -> None:
-        end, group = 0, list[Place]()
-        # Of tensors with the same start, the widest comes first, as the best one to name.
-        for extent, place in sorted(found, key=lambda item: (item[0].start, -item[0].end)):
-            if extent.start >= end:
-                group = []
-            end = max(end, extent.end)
-            self._groups[id(place.tensor)] = group
-            if counts(place.tensor):
-                group.append(place)
-
-    def beside(self, tensor: torch.Tensor) -> Place | None:
-        """Another tensor that overlaps this one, directly or through a third one; None if there is none.
-
-        A tensor that is also held as a plain attribute, or by a scripted module, counts as overlapping itself.
-        """
-        group = self._groups.get(id(tensor), ())
-        return next((place for place in group if place.tensor is not tensor or place.stands_apart), None)
-
-
 def groups_of(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Group the tensors, each once, so that different groups share no bytes; most groups have one tensor."""
-    distinct = {id(tensor): tensor for tensor in tensors}
-    shared = SharedMemory(Place("", tensor) for tensor in distinct.values())
-    found: dict[int, list[torch.Tensor]] = defaultdict(list)
-    for key, tensor in distinct.items():
-        found[id(shared._groups.get(key, tensor))].append(tensor)
-    return list(found.values())
+    groups = {id(tensor): [tensor] for tensor in tensors}
+    by_storage: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for (tensor,) in groups.values():
+        for storage in storages_of(tensor):
+            by_storage[storage].append(tensor)
+    for storage, sharing in by_storage.items():
+        # Most storages hold one tensor.
+        spans = ((extent, id(tensor)) for tensor in sharing for extent in extents_of(tensor)) if sharing[1:] else ()
+        end = last = 0
+        for extent, key in sorted(span for span in spans if span[0].storage == storage):
+            if extent.start < end and groups[key] is not groups[last]:
+                joined = groups[last] + groups[key]
+                groups.update((id(tensor), joined) for tensor in joined)
+            if extent.end > end:
+                end, last = extent.end, key
+    return list({id(group): group for group in groups.values()}.values())
 
 
 def copied_together(group: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
@@ -220,51 +176,38 @@ def _over(
     return torch.empty(0, dtype=dtype, device=like.device).set_(storage, offset, tuple(shape), tuple(strides))
 
 
-def places_in(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Place]:
-    """Yield the tensors that modules hold: registered, as attributes, and in the containers named in `Place`.
+def tensors_in(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that modules hold: registered, as attributes, and in containers, functions and partials.
 
     A container that several modules share, such as a vocabulary, is searched once.
-
-    Args:
-        modules: (path, module) of each module.
     """
     # The remaining depth with which each container was searched, by id.
     seen: dict[int, int] = {}
-    for path, module in modules:
-        prefix = f"{path}." if path else ""
+    for module in modules:
         if isinstance(module, torch.jit.ScriptModule):
             # A scripted module has only these, and may create them again at each access, over the same memory.
-            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-            yield from (Place(prefix + name, tensor, stands_apart=True) for name, tensor in own)
+            yield from (*module.parameters(recurse=False), *module.buffers(recurse=False))
             continue
         for home in (module._parameters, module._buffers):
-            yield from (Place(prefix + name, tensor) for name, tensor in home.items() if tensor is not None)
+            yield from (tensor for tensor in home.values() if tensor is not None)
         for name, value in module.__dict__.items():
             if name not in REGISTRIES:
-                yield from _inside(prefix + name, value, seen, depth=3)
+                yield from _inside(value, seen, depth=3)
 
 
-def _inside(path: str, value: object, seen: dict[int, int], depth: int) -> Iterator[Place]:
+def _inside(value: object, seen: dict[int, int], depth: int) -> Iterator[torch.Tensor]:
     """The tensors in a container, function, partial or other holder, down to the given depth."""
     if isinstance(value, torch.Tensor):
-        yield Place(path, value, stands_apart=True)
+        yield value
         return
-    items = _items_in(path, value)
-    if items and depth > seen.get(id(value), 0):
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else _held_by(value)
+    if depth > seen.get(id(value), 0):
         seen[id(value)] = depth
-        for name, item in items:
-            yield from _inside(name, item, seen, depth - 1)
+        for item in [*items]:
+            yield from _inside(item, seen, depth - 1)
 
 
-def _items_in(path: str, value: object) -> list[tuple[str, object]]:
-    if isinstance(value, dict):
-        return [(f"{path}[{key!r}]", item) for key, item in value.items()]
-    if isinstance(value, list | tuple):
-        return [(f"{path}[{number}]", item) for number, item in enumerate(value)]
-    return [(path, item) for item in held_by(value)]
-
-
-def held_by(value: Any) -> Iterable[Any]:
+def _held_by(value: Any) -> Iterable[Any]:
     """The values that a function, method, partial or weak reference holds, without inspecting code.
 
     For a function these are its closure variables, defaults and attributes.

@@ -9,7 +9,7 @@ import torch
 from laid_out import laid_out
 from torch import Tensor, nn
 
-from passes.graph.memory import copied_together, groups_of, places_in
+from passes.graph.memory import copied_together, groups_of, tensors_in
 
 FLAT, WHOLE = torch.zeros(8), laid_out("coo", torch.eye(4))
 
@@ -21,13 +21,14 @@ FLAT, WHOLE = torch.zeros(8), laid_out("coo", torch.eye(4))
         ([FLAT[:5], FLAT[4:]], [[0, 1]]),
         ([FLAT.view(2, 4).t(), FLAT[7:]], [[0, 1]]),
         ([FLAT[:4], FLAT[4:], FLAT[2:3]], [[0, 2], [1]]),
+        ([FLAT[:2], FLAT[5:], FLAT[1:6], FLAT[6:7]], [[0, 1, 2, 3]]),
         ([FLAT[4:], FLAT.view(torch.float64)[:2]], [[0], [1]]),
         ([FLAT[4:], FLAT.view(torch.float64)[:3]], [[0, 1]]),
         ([WHOLE, WHOLE._values()], [[0, 1]]),
         ([torch.zeros(4, device="meta"), FLAT[:0], nn.UninitializedParameter(), laid_out("mkldnn", torch.eye(2))],
          [[0], [1], [2], [3]]),
     ],
-    ids=["views", "parts", "transposed", "apart", "of other dtypes", "overlapping dtypes", "sparse", "no memory"],
+    ids=["views", "parts", "transposed", "apart", "by a third one", "of other dtypes", "overlapping dtypes", "sparse", "no memory"],
 )  # fmt: skip
 def test_groups_share_no_bytes(tensors: list[Tensor], groups: list[list[int]]) -> None:
     found = groups_of([*tensors, tensors[0]])
@@ -37,20 +38,16 @@ def test_groups_share_no_bytes(tensors: list[Tensor], groups: list[list[int]]) -
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 def test_a_module_holds_tensors_by_registering_them_as_attributes_and_in_containers() -> None:
     module = nn.BatchNorm1d(2, affine=False)
-    module.plain = module.running_mean
-    module.held = {"a": [torch.zeros(1)], "b": 1}
+    plain, held, partial, given, inner = (torch.zeros(1) for _ in range(5))
+    module.plain = plain
+    module.held = {"a": [held], "b": 1}
     module.deep = [[[[torch.zeros(1)]]]]
-    inner = torch.zeros(1)
-    module.kept = functools.partial(torch.add, torch.zeros(1), other=torch.zeros(1))
+    module.kept = functools.partial(torch.add, partial, other=given)
     module.function = lambda x: x + inner
     module.function.itself = module.function
-    held = {place.path: place.tensor for place in places_in([("bn", module)])}
-    registered = ["bn.running_mean", "bn.running_var", "bn.num_batches_tracked"]
-    assert list(held) == [*registered, "bn.plain", "bn.held['a'][0]", "bn.kept", "bn.function"]
-    assert len(groups_of(held.values())) == 6
-
-    scripted = torch.jit.script(nn.BatchNorm1d(2))
-    assert len(list(places_in([("", scripted)]))) == 5
+    found = [id(tensor) for tensor in tensors_in([module])]
+    assert found == [*map(id, (*module.buffers(), plain, held, partial, given, inner))]
+    assert len(list(tensors_in([torch.jit.script(nn.BatchNorm1d(2))]))) == 5
 
 
 def test_what_modules_share_is_looked_through_once() -> None:
@@ -59,8 +56,8 @@ def test_what_modules_share_is_looked_through_once() -> None:
         module.shared = modules
     modules[0].held = [torch.zeros(1), [torch.zeros(1)]]
     modules[1].held = modules[0].held
-    found = places_in((str(number), module) for number, module in enumerate(modules))
-    assert [place.path for place in found] == ["0.held[0]", "0.held[1][0]"]
+    held = modules[0].held
+    assert [id(tensor) for tensor in tensors_in(modules)] == [id(held[0]), id(held[1][0])]
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float64])
