@@ -38,14 +38,11 @@ _numbers = itertools.count()
 
 
 class Step(Protocol):
-    """One pass in the list of passes of a `GraphCall`.
-
-    Attributes:
-        token: identifies the step; steps with the same token rewrite a graph in the same way.
-    """
+    """One pass in the list of passes of a `GraphCall`."""
 
     @property
-    def token(self) -> object: ...
+    def token(self) -> object:
+        """Identifies the step; steps with the same token rewrite a graph in the same way."""
 
     def done(self, graph: fx.Graph) -> None:
         """Called after each rewriting, with the graph as torch.compile captured it; may end the run."""
@@ -185,16 +182,10 @@ class Compilation:
 
         def open_dims(names: Mapping[str, Any]) -> list[tuple[torch.Tensor, int]]:
             compilation = this()
-            call, leaves = (
-                None if compilation is None else compilation._call(),
-                pytree.tree_leaves((names["args"], names["kwargs"])),
-            )
-            dims = () if call is None else call.open_dims
-            return [
-                (leaves[number], dim)
-                for number, dim in dims
-                if number < len(leaves) and isinstance(leaves[number], torch.Tensor) and leaves[number].dim() > dim
-            ]
+            call = None if compilation is None else compilation._call()
+            leaves = dict(enumerate(pytree.tree_leaves((names["args"], names["kwargs"]))))
+            dims = [(leaves.get(number), dim) for number, dim in (() if call is None else call.open_dims)]
+            return [(leaf, dim) for leaf, dim in dims if isinstance(leaf, torch.Tensor) and leaf.dim() > dim]
 
         # f(module, args, kwargs), which runs the call by its captured graphs
         self.compiled = captured_call(entry_of(type(call.owner)), capture, open_dims=open_dims)
@@ -344,18 +335,3 @@ def entry_of(cls: type[nn.Module], call: Any = _call) -> Callable[..., Any]:
     # function itself need no import.
     around = getattr(inspect.unwrap(cls.forward), "__globals__", _call.__globals__)
     return types.FunctionType(code, around)
-
-
-__all__ = [
-    "GRAPH_CALL",
-    "Applied",
-    "Compilation",
-    "GraphCall",
-    "Step",
-    "compilation_of",
-    "compiled",
-    "entry_of",
-    "names_of_graph_passes",
-    "refresh",
-    "without_graph_call",
-]

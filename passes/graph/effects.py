@@ -62,10 +62,7 @@ def _may_write(node: fx.Node) -> bool:
     if "out" in node.kwargs or node.kwargs.get("inplace"):
         return True
     if name in ("batch_norm", "instance_norm"):
-        # In training they update the running statistics; `instance_norm` does so by default.
-        by_place = node.args[5] if len(node.args) > 5 else name == "instance_norm"
-        is_moved = node.kwargs.get("use_input_stats", node.kwargs.get("training", by_place)) is not False
-        return is_moved and bool(_written_by(node))
+        return bool(_written_by(node))
     if node.kwargs.get("training") and "dropout" not in name:
         # It may update running statistics.
         return True
@@ -82,9 +79,13 @@ def _may_write(node: fx.Node) -> bool:
 
 def _written_by(node: fx.Node) -> Sequence[fx.Node]:
     """The inputs of a node that may write to some of them."""
-    if name_of(node) not in ("batch_norm", "instance_norm"):
+    flags = {"batch_norm": ("training", False), "instance_norm": ("use_input_stats", True)}
+    if (flag := flags.get(name_of(node))) is None:
         return node.all_input_nodes
-    # The functions of torch.nn.functional take the running statistics before weight and bias, those of `torch` after.
+    if argument(node, 5, *flag) is False:
+        return []
+    # They update the running statistics, which the functions of torch.nn.functional take before weight and bias, and
+    # those of `torch` after.
     first = 1 if getattr(node.target, "__module__", None) == "torch.nn.functional" else 3
     statistics = argument(node, first, "running_mean"), argument(node, first + 1, "running_var")
     return [each for each in statistics if isinstance(each, fx.Node)]

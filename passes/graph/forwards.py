@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import threading
 import types
@@ -36,20 +35,15 @@ class InstanceForward:
 
     @property
     def __code__(self) -> types.CodeType:
-        # torch.export reads the code of the root's forward to name the inputs.
-        return class_code(self.owner)
+        # torch.export reads the code of the root's forward to name the inputs. The class attribute may be a descriptor
+        # without code, which returns a function for the instance.
+        forward = inspect.getattr_static(type(self.owner), "forward").__get__(self.owner, type(self.owner))
+        code: types.CodeType = inspect.unwrap(forward).__code__
+        return code
 
     def _class_signature(self) -> inspect.Signature:
         cls = type(self.owner)
         return inspect.signature(inspect.getattr_static(cls, "forward").__get__(self.owner, cls))
-
-
-def class_code(module: nn.Module) -> types.CodeType:
-    """The code of the forward that the module's class defines."""
-    # The attribute may be a descriptor without code, which returns a function for the instance.
-    forward = inspect.getattr_static(type(module), "forward").__get__(module, type(module))
-    code: types.CodeType = inspect.unwrap(forward).__code__
-    return code
 
 
 def is_atom(module: nn.Module) -> bool:
@@ -71,25 +65,12 @@ class AroundForward(InstanceForward):
     A subclass sets `owner` and `inner` in `__init__`, and calls `self._inner_forward(*args, **kwargs)` in `__call__`.
     Install it by `model.set_attribute(module, "forward", Wrapper(module, module.__dict__.get("forward")))`. Unlike a
     closure, it is copied and pickled with the module.
-
-    Attributes:
-        owner: the module.
-        inner: the forward in the module's `__dict__` before this one; None for the forward of its class.
-        is_atom: whether a call of the module counts as one operation, like that of a torch.nn layer.
-        computes_in: the half precision in which everything inside computes; None if this forward doesn't set it.
-        watches_training: whether it watches the single operations of a training step, so that the forward must run as it
-            was written there.
     """
 
-    inner: Any
-    computes_in: torch.dtype | None = None
+    inner: Any  # the forward in the module's `__dict__` before this one; None for the forward of its class
+    computes_in: torch.dtype | None = None  # the half precision of everything inside; None if this doesn't set it
+    # Whether it watches the single operations of a training step, so that the forward must run as it was written there
     watches_training: bool = False
-
-    def around(self, inner: Any) -> AroundForward:
-        """A copy of this wrapper around another forward."""
-        twin = copy.copy(self)
-        twin.inner = inner
-        return twin
 
     def _inner_forward(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._class_forward if self.inner is None else self.inner
@@ -143,13 +124,6 @@ def is_stock(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
         or (isinstance(module, cls) and all(getattr(own, name, None) is getattr(cls, name, None) for name in kept))
         for cls in classes
     )
-
-
-def in_place_of(earlier: Any, forward: Any) -> Any:
-    """Put a forward inside of the wrappers around the earlier one."""
-    if not isinstance(earlier, AroundForward):
-        return forward
-    return earlier.around(in_place_of(earlier.inner, forward))
 
 
 def bound_forward(forward: Any) -> types.MethodType | None:

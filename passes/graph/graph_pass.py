@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -51,14 +51,12 @@ class GraphPass(Pass):
 
     `rewrite` is first tried on the graphs of the example inputs. Later it is called for each newly captured graph, and
     makes only the changes that were accepted in the trial.
-
-    Attributes:
-        in_files: whether exported files contain the changes, provided that the forward is a single graph.
-        VALID, REFUSED: modules that the pass changes, and that it refuses with a reason: its tests and documentation.
     """
 
     needs_run: ClassVar[str] = "needs recorded runs of the model"
+    # Whether exported files contain the changes, provided that the forward is a single graph
     in_files: ClassVar[bool] = True
+    # Modules that the pass changes, and that it refuses with a reason: its tests and documentation
     VALID: ClassVar[Sequence[Example]] = ()
     REFUSED: ClassVar[Sequence[Example]] = ()
 
@@ -98,33 +96,24 @@ class GraphChange(Change):
 
 @dataclass
 class RegionCheck:
-    """The check of one change: the old and the new subgraph, to be compared on the same input values."""
+    """The check of one change: subgraphs from the same sources to the replaced values, and to their replacements."""
 
     sources: tuple[fx.Node, ...]  # the nodes of the original graph whose values are the inputs of both
-    # old, new: the subgraphs from the sources to the replaced values
     old: fx.Graph
     new: fx.Graph
 
 
 class GraphRewriter:
-    """Reads and rewrites one captured graph, for one pass.
-
-    Attributes:
-        captured: the graph that is rewritten, with the modules that it was captured from.
-        before: the original graph, which is not changed.
-        changes, skips, remarks: the record.
-        mode: "inference" or "training".
-        explains: whether `explain` records anything.
-    """
+    """Reads and rewrites one captured graph, for one pass."""
 
     def __init__(self, before: CapturedGraph, why_not: WhyNot, mode: str, *, explains: bool = False) -> None:
-        self.before = before
+        # The graph that is rewritten, with the modules that it was captured from; `before` is not changed.
         self.captured, twins = before.copied()
         self.changes: list[GraphChange] = []
         self.skips: list[Skip] = []
         self.remarks: list[Remark] = []
-        self.mode = mode
-        self.explains = explains
+        self.mode = mode  # "inference" or "training"
+        self.explains = explains  # whether `explain` records anything
         self._why_not = why_not
         self._words: Counter[tuple[str, str]] = Counter()
         self._open: GraphChange | None = None
@@ -399,8 +388,9 @@ class GraphRewriter:
         # New nodes that write in place belong to the change, although no output depends on them.
         writing = [node for node in change.made if not effects.is_pure(node)]
         # Both subgraphs start from the same values: the inputs of the new nodes and of the replaced ones.
-        stops = self._known(_inputs_of([*new_outputs, *writing], made) | _inputs_of(old_outputs, region))
-        sources = tuple(sorted(stops))
+        stops = _closest([*new_outputs, *writing], made.__contains__) | _closest(old_outputs, region.__contains__)
+        # They must exist in the original graph too.
+        sources = tuple(sorted(_closest(stops, lambda node: node not in self._origins)))
         change.check = RegionCheck(
             tuple(self._origins[stop] for stop in sources),
             captured.subgraph(old_outputs, sources),
@@ -422,29 +412,17 @@ class GraphRewriter:
                 waiting += node.all_input_nodes
         return sorted(dead)
 
-    def _known(self, stops: set[fx.Node]) -> set[fx.Node]:
-        """The closest nodes before these that also exist in the original graph."""
-        found, waiting = set[fx.Node](), list(stops)
-        while waiting:
-            node = waiting.pop()
-            if node in self._origins:
-                found.add(node)
-            else:
-                waiting += node.all_input_nodes
-        return found
 
-
-def _inputs_of(outputs: Sequence[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
-    found, seen, waiting = set[fx.Node](), set[fx.Node](), list(outputs)
+def _closest(nodes: Iterable[fx.Node], is_inside: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """The closest nodes that aren't inside, from these on backwards."""
+    found, seen, waiting = set[fx.Node](), set[fx.Node](), list(nodes)
     while waiting:
         node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node in inside:
-            waiting += node.all_input_nodes
-        else:
+        if not is_inside(node):
             found.add(node)
+        elif node not in seen:
+            seen.add(node)
+            waiting += node.all_input_nodes
     return found
 
 
@@ -453,20 +431,14 @@ def _inputs_of(outputs: Sequence[fx.Node], inside: set[fx.Node]) -> set[fx.Node]
 
 @dataclass(frozen=True)
 class Example:
-    """A module, and whether a pass changes it.
+    """A module, and whether a pass changes it."""
 
-    Attributes:
-        forward: the expression that the module returns for its input `x`, such as "norm(conv(x))". It may use `torch`,
-            `F` and the layers.
-        shape: the shape of `x`; its first dim is the batch.
-        layers: the layers and parameters by name, each as an expression such as "nn.Conv2d(3, 8, 3)".
-        reason: a part of the reason why the pass refuses it; "" if the pass changes it.
-    """
-
+    # The expression that the module returns for its input `x`: "norm(conv(x))". It may use `torch`, `F` and the layers
     forward: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # the shape of `x`; its first dim is the batch
+    # The layers and parameters by name, each as an expression: "nn.Conv2d(3, 8, 3)"
     layers: Mapping[str, str] = field(default_factory=dict)
-    reason: str = ""
+    reason: str = ""  # a part of the reason why the pass refuses it; "" if the pass changes it
 
     def module(self) -> nn.Module:
         """Make the module in eval mode, with random weights and statistics."""

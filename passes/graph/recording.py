@@ -132,18 +132,6 @@ def argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: st
     return kwargs.get(name, args[index] if len(args) > index else default)
 
 
-def moved_statistics(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The running statistics that a call of `batch_norm` or `instance_norm` updates in place."""
-    flags = {"batch_norm": ("training", False), "instance_norm": ("use_input_stats", True)}
-    if (flag := flags.get(name_of(func))) is None or not argument(args, kwargs, 5, *flag):
-        return []
-    # The statistics come after weight and bias in the functions of `torch`, and before them in those of
-    # torch.nn.functional.
-    first = 1 if getattr(func, "__module__", None) == "torch.nn.functional" else 3
-    found = (argument(args, kwargs, first + i, name, None) for i, name in enumerate(("running_mean", "running_var")))
-    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
-
-
 # Methods that use only the shape of their second argument.
 _SHAPED_AS = frozenset({"reshape_as", "view_as", "expand_as"})
 

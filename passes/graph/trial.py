@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from passes.graph.backend import GRAPH_CALL, Applied, GraphCall, Step, compilati
 from passes.graph.captured import CapturedGraph, function_of
 from passes.graph.edits import AttributeEdit, undo_all
 from passes.graph.effects import Memory
-from passes.graph.graph_pass import GraphChange, GraphPass, GraphRewriter
+from passes.graph.graph_pass import GraphChange, GraphPass, GraphRewriter, RegionCheck
 from passes.graph.recording import recorded_runs
 from passes.torch_private import COMPILED_CALL, active_transforms
 
@@ -173,7 +174,8 @@ class _Trial:
     remarks: dict[Remark, None] = field(default_factory=dict)
     raised: bool = False  # whether the run raised
     _made: list[tuple[CapturedGraph, list[GraphChange]]] = field(default_factory=list)
-    _to_check: list[_ToCheck] = field(default_factory=list)
+    # The graphs, with the checks of their new changes, and the inputs with which they were called
+    _to_check: list[tuple[CapturedGraph, list[tuple[Place, RegionCheck]], list[Any]]] = field(default_factory=list)
 
     def clear(self) -> None:
         """Drop all changes."""
@@ -241,18 +243,18 @@ class _Trial:
             self.changes.setdefault(
                 change.place, Change(change.where, change.what, change.number, sources=change.sources)
             )
-        if self.context.judge is not None and any(change.check is not None for change in new):
-            self._to_check.append(_ToCheck(captured, new, _own_inputs(captured.graph, inputs)))
+        checks = [(change.place, change.check) for change in new if change.check is not None]
+        if self.context.judge is not None and checks:
+            self._to_check.append((captured, checks, _own_inputs(captured.graph, inputs)))
         return graph.captured
 
     def checked(self) -> Iterator[tuple[Change, Any]]:
         """Compare the old and the new subgraph of each change; yields the change with the result."""
-        for one in self._to_check:
-            for change, values in one.flow():
-                assert change.check is not None
+        for captured, checks, inputs in self._to_check:
+            for place, check, values in _flow(captured, checks, inputs):
                 assert self.context.judge is not None
-                old, new = (function_of(graph, one.captured.home) for graph in (change.check.old, change.check.new))
-                yield self.changes[change.place], self.context.judge(old, new, values)
+                old, new = (function_of(graph, captured.home) for graph in (check.old, check.new))
+                yield self.changes[place], self.context.judge(old, new, values)
         self._to_check.clear()
 
 
@@ -264,63 +266,33 @@ def _renamed(path: str, other: str) -> tuple[str, str]:
     return ".".join(old), ".".join(new)
 
 
-@dataclass
-class _ToCheck:
-    """The changes of one graph, and the inputs with which the graph was called."""
-
-    captured: CapturedGraph
-    changes: Sequence[GraphChange]
-    inputs: Sequence[Any]
-
-    def flow(self) -> Iterator[tuple[GraphChange, tuple[Any, ...]]]:
-        """Run the graph, and yield each change with its input values as soon as they are computed."""
-        waiting: dict[fx.Node, list[GraphChange]] = {}
-        order = {node: number for number, node in enumerate(self.captured.graph.nodes)}
-        for change in self.changes:
-            if change.check is not None:
-                last = max(change.check.sources, key=order.__getitem__, default=next(iter(order)))
-                waiting.setdefault(last, []).append(change)
-        uses = _Uses(waiting)
-        values: dict[fx.Node, Any] = {}
-        due: list[GraphChange] = []
-        interpreter = fx.Interpreter(
-            fx.GraphModule(self.captured.home, self.captured.graph), garbage_collect_values=True
-        )
-        interpreter.args_iter = iter(self.inputs)
-        with torch.no_grad():
-            for node in self.captured.graph.nodes:
-                if node.op == "output":
-                    break
-                interpreter.env[node] = value = interpreter.run_node(node)
-                if node in uses.left:
-                    values[node] = value
-                due += waiting.get(node, ())
-                # The graph enters and leaves transforms of torch.func. Inside them nothing else can run.
-                while due and active_transforms() is None:
-                    change = due.pop(0)
-                    assert change.check is not None
-                    yield change, tuple(pytree.tree_map(_cloned, values[source]) for source in change.check.sources)
-                    for source in change.check.sources:
-                        if uses.done(source):
-                            values.pop(source, None)
-                for gone in interpreter.user_to_last_uses.get(node, ()):
-                    interpreter.env.pop(gone, None)
-        assert not due
-
-
-class _Uses:
-    def __init__(self, waiting: Mapping[fx.Node, Sequence[GraphChange]]) -> None:
-        self.left: dict[fx.Node, int] = {}
-        for changes in waiting.values():
-            for change in changes:
-                assert change.check is not None
-                for source in change.check.sources:
-                    self.left[source] = self.left.get(source, 0) + 1
-
-    def done(self, source: fx.Node) -> bool:
-        """Count one use as done; returns whether it was the last."""
-        self.left[source] -= 1
-        return self.left[source] == 0
+def _flow(
+    captured: CapturedGraph, checks: Sequence[tuple[Place, RegionCheck]], inputs: Sequence[Any]
+) -> Iterator[tuple[Place, RegionCheck, tuple[Any, ...]]]:
+    """Run a graph, and yield each check with its input values as soon as they are computed."""
+    first = next(iter(captured.graph.nodes))
+    waiting = deque(sorted(checks, key=lambda item: max(item[1].sources, default=first)))
+    last_uses = {source: check for _, check in waiting for source in check.sources}
+    values: dict[fx.Node, Any] = {}
+    interpreter = fx.Interpreter(fx.GraphModule(captured.home, captured.graph), garbage_collect_values=True)
+    interpreter.args_iter = iter(inputs)
+    with torch.no_grad():
+        for node in captured.graph.nodes:
+            if node.op == "output":
+                break
+            interpreter.env[node] = value = interpreter.run_node(node)
+            if node in last_uses:
+                values[node] = value
+            # The graph enters and leaves transforms of torch.func. Inside them nothing else can run.
+            while waiting and max(waiting[0][1].sources, default=first) <= node and active_transforms() is None:
+                place, check = waiting.popleft()
+                yield place, check, tuple(pytree.tree_map(_cloned, values[source]) for source in check.sources)
+                for source in check.sources:
+                    if last_uses[source] is check:
+                        values.pop(source, None)
+            for gone in interpreter.user_to_last_uses.get(node, ()):
+                interpreter.env.pop(gone, None)
+    assert not waiting
 
 
 def _own_inputs(graph: fx.Graph, inputs: Sequence[Any]) -> list[Any]:
