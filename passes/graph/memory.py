@@ -114,9 +114,10 @@ def _equal(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 def groups_of(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Group the tensors, each once, so that different groups share no bytes; most groups have one tensor."""
-    groups = {id(tensor): [tensor] for tensor in tensors}
+    distinct = {id(tensor): tensor for tensor in tensors}
+    groups = {key: [key] for key in distinct}
     by_storage: dict[int, list[torch.Tensor]] = defaultdict(list)
-    for (tensor,) in groups.values():
+    for tensor in distinct.values():
         for storage in storages_of(tensor):
             by_storage[storage].append(tensor)
     for storage, sharing in by_storage.items():
@@ -126,10 +127,13 @@ def groups_of(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
         for extent, key in sorted(span for span in spans if span[0].storage == storage):
             if extent.start < end and groups[key] is not groups[last]:
                 joined = groups[last] + groups[key]
-                groups.update((id(tensor), joined) for tensor in joined)
+                groups.update((each, joined) for each in joined)
             if extent.end > end:
                 end, last = extent.end, key
-    return list({id(group): group for group in groups.values()}.values())
+    found: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for key, tensor in distinct.items():
+        found[id(groups[key])].append(tensor)
+    return list(found.values())
 
 
 def copied_together(group: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
