@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import types
-import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
-from torch import nn
 from torch.nn.parameter import is_lazy
 
 from passes.base import PLAIN_TENSORS
 from passes.graph.layouts import kind_of
 from passes.torch_private import without_subclasses
 
-# The dicts in which torch.nn.Module keeps its tensors and children.
-REGISTRIES = ("_parameters", "_buffers", "_modules")
 # Dtypes for which torch.equal is implemented everywhere.
 _COMMON = frozenset({torch.float32, torch.float64, torch.int64, torch.bool})
 _PLAIN_INDICES = {
@@ -136,28 +129,20 @@ def groups_of(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     return list(found.values())
 
 
-def copied_together(group: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """Copy tensors so that the copies overlap like the originals: a write to one shows in the others.
+def copied_together(group: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy the tensors of a group of `groups_of` so that a write to one copy shows in the others, as in the originals.
 
     If one of them has no strides or is of a foreign class, all are copied separately.
-
-    Args:
-        group: one of the groups of `groups_of`.
-        dtype: the dtype of the copies; the tensors of the group must then have one common dtype. None keeps the dtypes.
     """
     if len(group) == 1 or not all(map(_can_be_laid_anew, group)):
-        own = [tensor.detach().clone() for tensor in group]
-        return own if dtype is None else [tensor.to(dtype) for tensor in own]
+        return [tensor.detach().clone() for tensor in group]
     extents = [extent for tensor in group for extent in extents_of(tensor)]
     # A multiple of the alignment of every dtype.
     first = min(extent.start for extent in extents) // 16 * 16
-    one = group[0].dtype if all(tensor.dtype is group[0].dtype for tensor in group) else torch.uint8
     size = max(extent.end for extent in extents) - first
-    old = group[0].untyped_storage()
-    bytes_or_numbers = _over(old, one, group[0], first // one.itemsize, (size // one.itemsize,), (1,))
-    memory = bytes_or_numbers.to(dtype or one, copy=True).untyped_storage()
+    memory = _over(group[0].untyped_storage(), torch.uint8, group[0], first, (size,), (1,)).clone().untyped_storage()
     return [
-        _over(memory, dtype or tensor.dtype, tensor, (extent.start - first) // tensor.element_size(), tensor.shape,
+        _over(memory, tensor.dtype, tensor, (extent.start - first) // tensor.element_size(), tensor.shape,
               tensor.stride())
         for tensor, extent in zip(group, extents, strict=True)
     ]  # fmt: skip
@@ -178,55 +163,3 @@ def _over(
 ) -> torch.Tensor:
     """Make a tensor over a storage. It is not a view, so that a forward may write to it."""
     return torch.empty(0, dtype=dtype, device=like.device).set_(storage, offset, tuple(shape), tuple(strides))
-
-
-def tensors_in(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that modules hold: registered, as attributes, and in containers, functions and partials.
-
-    A container that several modules share, such as a vocabulary, is searched once.
-    """
-    # The remaining depth with which each container was searched, by id.
-    seen: dict[int, int] = {}
-    for module in modules:
-        if isinstance(module, torch.jit.ScriptModule):
-            # A scripted module has only these, and may create them again at each access, over the same memory.
-            yield from (*module.parameters(recurse=False), *module.buffers(recurse=False))
-            continue
-        for home in (module._parameters, module._buffers):
-            yield from (tensor for tensor in home.values() if tensor is not None)
-        for name, value in module.__dict__.items():
-            if name not in REGISTRIES:
-                yield from _inside(value, seen, depth=3)
-
-
-def _inside(value: object, seen: dict[int, int], depth: int) -> Iterator[torch.Tensor]:
-    """The tensors in a container, function, partial or other holder, down to the given depth."""
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else _held_by(value)
-    if depth > seen.get(id(value), 0):
-        seen[id(value)] = depth
-        for item in [*items]:
-            yield from _inside(item, seen, depth - 1)
-
-
-def _held_by(value: Any) -> Iterable[Any]:
-    """The values that a function, method, partial or weak reference holds, without inspecting code.
-
-    For a function these are its closure variables, defaults and attributes.
-    """
-    kind = type(value)
-    if kind is types.FunctionType:
-        cells = []
-        for cell in value.__closure__ or ():
-            # A closure variable may not be set yet.
-            with suppress(ValueError):
-                cells.append(cell.cell_contents)
-        named = (*(value.__kwdefaults__ or {}).values(), *value.__dict__.values())
-        return (*cells, *(value.__defaults__ or ()), *named)
-    if kind is types.MethodType:
-        return (value.__func__, value.__self__)
-    if kind is functools.partial:
-        return (value.func, *value.args, *value.keywords.values())
-    return (value(),) if kind is weakref.ref else ()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from laid_out import laid_out
 from torch import Tensor, nn
 
-from passes.graph.memory import copied_together, groups_of, tensors_in
+from passes.graph.memory import copied_together, groups_of
 
 FLAT, WHOLE = torch.zeros(8), laid_out("coo", torch.eye(4))
 
@@ -35,40 +33,14 @@ def test_groups_share_no_bytes(tensors: list[Tensor], groups: list[list[int]]) -
     assert [[id(one) for one in group] for group in found] == [[id(tensors[n]) for n in group] for group in groups]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
-def test_a_module_holds_tensors_by_registering_them_as_attributes_and_in_containers() -> None:
-    module = nn.BatchNorm1d(2, affine=False)
-    plain, held, partial, given, inner = (torch.zeros(1) for _ in range(5))
-    module.plain = plain
-    module.held = {"a": [held], "b": 1}
-    module.deep = [[[[torch.zeros(1)]]]]
-    module.kept = functools.partial(torch.add, partial, other=given)
-    module.function = lambda x: x + inner
-    module.function.itself = module.function
-    found = [id(tensor) for tensor in tensors_in([module])]
-    assert found == [*map(id, (*module.buffers(), plain, held, partial, given, inner))]
-    assert len(list(tensors_in([torch.jit.script(nn.BatchNorm1d(2))]))) == 5
-
-
-def test_what_modules_share_is_looked_through_once() -> None:
-    modules = [nn.Module(), nn.Module()]
-    for module in modules:
-        module.shared = modules
-    modules[0].held = [torch.zeros(1), [torch.zeros(1)]]
-    modules[1].held = modules[0].held
-    held = modules[0].held
-    assert [id(tensor) for tensor in tensors_in(modules)] == [id(held[0]), id(held[1][0])]
-
-
-@pytest.mark.parametrize("dtype", [None, torch.float64])
-def test_copies_share_what_the_tensors_shared(dtype: torch.dtype | None) -> None:
+def test_copies_share_what_the_tensors_shared() -> None:
     flat = torch.arange(20.0)[1:]
     group = [flat[3:9].view(2, 3).t(), flat[4:5], flat[2:]]
-    copies = copied_together(group, dtype)
+    copies = copied_together(group)
     for copied, tensor in zip(copies, group, strict=True):
-        assert copied.dtype is (dtype or tensor.dtype)
+        assert copied.dtype is tensor.dtype
         assert (copied.shape, copied.stride()) == (tensor.shape, tensor.stride())
-        assert torch.equal(copied.to(tensor.dtype), tensor)
+        assert torch.equal(copied, tensor)
     copies[0].mul_(0)
     assert (copies[1].item(), copies[2].tolist()[:8]) == (0, [3, 0, 0, 0, 0, 0, 0, 10])
     assert torch.equal(flat, torch.arange(20.0)[1:])
