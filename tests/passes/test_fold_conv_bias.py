@@ -216,13 +216,28 @@ def folded(model: nn.Module, x: Tensor = BATCH, passes: Any = ("fold-conv-bias",
 @pytest.fixture(scope="module")
 def made() -> tuple[nn.Module, Any]:
     model = Nets().train()
-    return model, folded(model)
+    before = tree_of(model)
+    fast = optimize(model, mode="training", example_inputs=(BATCH,))
+    check_same(before, tree_of(model), "the original is another")
+    return model, fast
 
 
 @pytest.fixture
 def nets(made: Any) -> tuple[nn.Module, Any]:
     """`Nets` and its result."""
     return copy.deepcopy(made[0]), copy.deepcopy(made[1])
+
+
+@pytest.fixture(scope="module")
+def made_pair() -> tuple[Any, Any]:
+    model = Pair().train()
+    return model, folded(model)
+
+
+@pytest.fixture
+def pair(made_pair: Any) -> tuple[Any, Any]:
+    """A `Pair` and its result."""
+    return copy.deepcopy(made_pair[0]), copy.deepcopy(made_pair[1])
 
 
 def relative(mine: Tensor, theirs: Tensor) -> float:
@@ -300,12 +315,9 @@ def test_one_step_gives_each_bias_a_zero_gradient(nets: Any) -> None:
         torch.testing.assert_close(fast.state_dict()[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_the_original_and_its_state_dict_stay() -> None:
-    model = Nets().train()
-    before = tree_of(model)
-    fast = optimize(model, mode="training", example_inputs=(BATCH,))
+def test_the_state_dict_stays_that_of_the_original(made: Any) -> None:
+    model, fast = made
     assert [record.name for record in report_of(fast).passes] == ["fold-conv-bias"]
-    check_same(before, tree_of(model), "the original is another")
     assert list(fast.state_dict()) == list(model.state_dict())
     assert all(torch.equal(fast.state_dict()[name], value) for name, value in model.state_dict().items())
 
@@ -426,18 +438,15 @@ def test_a_frozen_bias_needs_no_gradient(in_eval: bool) -> None:
     same(fast.eval(), model.eval(), BATCH, 1e-5)
 
 
-def test_a_norm_that_is_put_in_eval_later_trains_the_bias() -> None:
-    model = Pair().train()
-    fast = folded(model)
-    for one in (model, fast):
+def test_a_norm_that_is_put_in_eval_later_trains_the_bias(pair: Any) -> None:
+    for one in pair:
         one.bn.eval()
         one(BATCH).square().sum().backward()
-    assert relative(fast.conv.bias.grad, model.conv.bias.grad) < 1e-4
+    assert relative(*(one.conv.bias.grad for one in pair)) < 1e-4
 
 
-def test_hooks_of_the_bias_see_its_zero_gradient() -> None:
-    fast = folded(Pair().train())
-    seen: list[Tensor] = []
+def test_hooks_of_the_bias_see_its_zero_gradient(pair: Any) -> None:
+    (_, fast), seen = pair, list[Tensor]()
     fast.conv.bias.register_hook(seen.append)
     fast(BATCH).square().sum().backward()
     assert [gradient.abs().max().item() for gradient in seen] == [0]
@@ -497,10 +506,9 @@ def _synced(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [_reset, _load, _average, _quick, _synced, lambda model: model.double()])
-def test_a_later_change_counts_at_the_next_call(change: Callable[[Any], None]) -> None:
-    model = Pair().train()
-    fast = folded(model)
-    for one in (model, fast):
+def test_a_later_change_counts_at_the_next_call(change: Callable[[Any], None], pair: Any) -> None:
+    model, fast = pair
+    for one in pair:
         change(one)
         for _ in range(3):
             one(BATCH.to(one.bn.running_mean.dtype))
@@ -508,11 +516,9 @@ def test_a_later_change_counts_at_the_next_call(change: Callable[[Any], None]) -
         torch.testing.assert_close(fast.state_dict()[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_functional_call_takes_the_tensors_of_the_original() -> None:
-    model = Pair().train()
-    fast = folded(model)
+def test_functional_call_takes_the_tensors_of_the_original(pair: Any) -> None:
     tensors = {name: tensor.detach().clone() for name, tensor in enliven(Pair(), seed=3).state_dict().items()}
-    wanted, got = (functional_call(one, copy.deepcopy(tensors), (BATCH,)) for one in (model, fast))
+    wanted, got = (functional_call(one, copy.deepcopy(tensors), (BATCH,)) for one in pair)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from random_steps import RandomStep, Step, rows_of
-from tiny_models import enliven
+from tiny_models import Net, enliven
 from torch import nn
 from torch._higher_order_ops import while_loop
 from torch._subclasses import FakeTensor
@@ -424,21 +424,9 @@ def test_a_plan_may_be_for_more_rows_than_the_example_inputs_have():
 
 
 def test_other_rows_cant_be_planned_for_where_the_forward_looks_at_numbers():
-    class Looking(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.layer(x).exp() if x.sum() > 0 else self.layer(x)
-
+    model = Net(lambda m, x: m.layer(x).exp() if x.sum() > 0 else m.layer(x), layer=nn.Linear(8, 8))
     with pytest.raises(RequirementNotMet, match="batch_size=64 is planned on tensors without values"):
-        optimize(
-            enliven(Looking()),
-            [InsertCheckpoints(batch_size=64)],
-            mode="training",
-            example_inputs=(torch.randn(4, 8),),
-        )
+        optimize(model, [InsertCheckpoints(batch_size=64)], mode="training", example_inputs=(torch.randn(4, 8),))
 
 
 @pytest.mark.parametrize("rows", [0, -3])
@@ -493,28 +481,22 @@ def test_a_model_without_anything_to_train_is_refused():
         optimize(model, [InsertCheckpoints()], mode="training", example_inputs=(torch.randn(2, 3),))
 
 
-class Chosen(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x):
-        return torch.cond(x.sum() > 0, lambda rows: self.linear(rows), lambda rows: rows.cos(), (x,))
+def chosen(m, x):
+    return torch.cond(x.sum() > 0, lambda rows: m.linear(rows), lambda rows: rows.cos(), (x,))
 
 
-class Looped(nn.Module):
-    def forward(self, x):
-        return while_loop(lambda i, _: i < 3, lambda i, rows: (i + 1, rows.sin()), (torch.tensor(0), x.detach()))[1] + x
+def looped(m, x):
+    return while_loop(lambda i, _: i < 3, lambda i, rows: (i + 1, rows.sin()), (torch.tensor(0), x.detach()))[1] + x
 
 
-@pytest.mark.parametrize(("inner", "name"), [(Chosen(), "cond"), (Looped(), "while_loop")])
-def test_an_operator_that_calls_other_functions_is_refused_with_its_module(inner, name):
-    model = nn.Sequential(nn.Linear(3, 3), inner)
+@pytest.mark.parametrize(("run", "name"), [(chosen, "cond"), (looped, "while_loop")])
+def test_an_operator_that_calls_other_functions_is_refused_with_its_module(run, name):
+    model = nn.Sequential(nn.Linear(3, 3), Net(run, linear=nn.Linear(3, 3)))
     with pytest.raises(RequirementNotMet) as raised:
         optimize(model, [InsertCheckpoints()], mode="training", example_inputs=(torch.randn(4, 3),))
     assert str(raised.value) == (
         f"insert-checkpoints can't plan a training step of Sequential: its forward calls torch's `{name}` in `1` "
-        f"({type(inner).__name__}), and the pass can't see what such an operator keeps for the backward pass: leave the pass "
+        "(Net), and the pass can't see what such an operator keeps for the backward pass: leave the pass "
         "out, or call `torch.utils.checkpoint.checkpoint` on other modules yourself."
     )
 

@@ -242,30 +242,6 @@ class Crnn(nn.Module):
         return x.transpose(0, 1).log_softmax(2)
 
 
-class NanoGpt(nn.Module):
-    """Tied embeddings, learned positions, fused qkv, causal attention, and logits of the last position only."""
-
-    def __init__(self, dim: int = 32, heads: int = 4, block: int = 32, vocabulary: int = 50) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, dim), nn.Embedding(block, dim)
-        self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(3))
-        self.qkv, self.project = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim), nn.Dropout(0.1))
-        self.head, self.heads, self.block = nn.Linear(dim, vocabulary, bias=False), heads, block
-        self.tokens.weight = self.head.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        batch, length = ids.size()
-        assert length <= self.block, f"{length} tokens, but the block has {self.block}"
-        x = self.tokens(ids) + self.positions(torch.arange(0, length, dtype=torch.long, device=ids.device))
-        q, k, v = self.qkv(self.norms[0](x)).split(x.shape[-1], dim=2)
-        q, k, v = (each.view(batch, length, self.heads, -1).transpose(1, 2) for each in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.project(y.transpose(1, 2).contiguous().view(batch, length, -1))
-        x = x + self.mlp(self.norms[1](x))
-        return self.head(self.norms[2](x)[:, [-1], :])
-
-
 class HifiGan(nn.Module):
     """Weight-normed transposed convolutions, and residual blocks of several dilations that are averaged."""
 
@@ -375,7 +351,6 @@ FAMILIES: dict[str, tuple[Callable[[], Member], dict[str, str]]] = {
     "u2net": (lambda: (U2Net(), (torch.randn(2, 3, 36, 36),)), _USUAL),
     "modnet": (lambda: (ModNet(), (torch.randn(2, 3, 32, 32),)), _USUAL),
     "crnn": (lambda: (Crnn(), (torch.randn(2, 1, 16, 24),)), _USUAL),
-    "nanogpt": (lambda: (NanoGpt(), (torch.randint(0, 50, (2, 9)),)), _USUAL),
     "hifigan": (lambda: (HifiGan(), (torch.randn(2, 10, 12),)), _USUAL),
     # ONNX has no inverse of a matrix: a file needs the one that an earlier call kept.
     "waveglow": (lambda: (WaveGlow(), _sound()), _USUAL | {"onnx": "No ONNX function found for .*linalg_inv_ex"}),

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_models import Net
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -134,22 +135,18 @@ def switching():
 def test_threads_draw_one_at_a_time(kept, switching):
     """A thread that repeats its draws isn't affected by draws of other threads in the meantime."""
 
-    class Dropping(nn.Module):
-        def forward(self, x):
-            y = F.dropout(x, 0.5)
-            return F.dropout(y.exp() - 1, 0.5).exp() - 1
-
     def choose(index, name):
         return Step(random=True) if kept and not index else everything(index, name)
 
-    plan = planned(Dropping(), (torch.ones(2048),), choose)
+    model = Net(lambda m, x: F.dropout(F.dropout(x, 0.5).exp() - 1, 0.5).exp() - 1)
+    plan = planned(model, (torch.ones(2048),), choose)
     wrong = []
 
     def work():
         for _ in range(50):
             x = torch.ones(2048, requires_grad=True)
             with Tape(plan):
-                last = Dropping()(x)
+                last = model(x)
             last.sum().backward()
             # The gradient is nonzero exactly where the output is nonzero.
             wrong.append(((x.grad != 0) != (last.detach() != 0)).sum().item())
@@ -163,17 +160,9 @@ def test_threads_draw_one_at_a_time(kept, switching):
 
 
 def test_what_is_given_in_inference_mode_is_kept():
-    class Added(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bias = nn.Parameter(torch.randn(8))
-
-        def forward(self, x):
-            return (x + self.bias).exp().sin()
-
     with torch.inference_mode():
         x = torch.randn(6, 8)
-    model = Added()
+    model = Net(lambda m, x: (x + m.bias).exp().sin(), bias=nn.Parameter(torch.randn(8)))
     with Tape(Plan(("add", "exp", "sin"), (Step(recomputed=True),) * 3)):
         result = model(x)
     (gradient,) = torch.autograd.grad(result.sum(), model.bias)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from folding_models import image
+from tiny_models import Net
 from torch import nn
 
 from passes.base import TensorRef
@@ -52,17 +53,6 @@ def test_layers_are_taken_with_their_numbers(kind):
     assert (pair.channels.dim, pair.channels.count) == (1, norm.num_features)
 
 
-class Moved(nn.Module):
-    def __init__(self, move):
-        super().__init__()
-        self.linear = nn.Linear(3, 4)
-        self.bn = nn.BatchNorm1d(4)
-        self.move = move
-
-    def forward(self, x):
-        return self.bn(self.move(self.linear(x)))
-
-
 @pytest.mark.parametrize(
     ("move", "dim"),
     [
@@ -79,19 +69,14 @@ class Moved(nn.Module):
     ],
 )
 def test_moves_between_the_two(move, dim):
-    found = [pair.channels for pair in pairs_in(recorded(Moved(move).eval(), image(2, 4, 3)))]
+    model = Net(lambda m, x: m.bn(move(m.linear(x))), linear=nn.Linear(3, 4), bn=nn.BatchNorm1d(4)).eval()
+    found = [pair.channels for pair in pairs_in(recorded(model, image(2, 4, 3)))]
     assert [channels.dim for channels in found if channels] == ([] if dim is None else [dim])
 
 
-class Scaled(nn.Module):
-    def __init__(self, compute, shape):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 1)
-        self.scale = nn.Parameter(torch.ones(shape))
-        self.compute = compute
-
-    def forward(self, x):
-        return self.compute(self.conv(x), self.scale)
+def scaled(compute, shape):
+    held = {"conv": nn.Conv2d(3, 4, 1), "scale": nn.Parameter(torch.ones(shape))}
+    return Net(lambda m, x: compute(m.conv(x), m.scale), **held)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +90,7 @@ class Scaled(nn.Module):
     ],
 )  # fmt: skip
 def test_products_and_sums(compute, operation):
-    found = pairs_in(recorded(Scaled(compute, (1, 4, 1, 1)), image()))
+    found = pairs_in(recorded(scaled(compute, (1, 4, 1, 1)), image()))
     assert [pair.affine.operation for pair in found] == ([] if operation is None else [operation])
 
 
@@ -123,7 +108,7 @@ def test_products_and_sums(compute, operation):
     ],
 )
 def test_only_what_has_one_number_for_each_channel_scales_them(shape, count):
-    found = pairs_in(recorded(Scaled(lambda y, s: y * s, shape), image(4, 3, 8, 8)))
+    found = pairs_in(recorded(scaled(lambda y, s: y * s, shape), image(4, 3, 8, 8)))
     assert len(found) == count
     assert all(isinstance(pair.affine, ChannelScale) for pair in found)
 
@@ -135,7 +120,7 @@ def test_a_number_that_a_tensor_holds_is_no_eps():
 
     norm = Norm(4)
     norm.register_buffer("epsilon", torch.tensor(1e-3))
-    assert not (pairs_in(recorded(nn.Sequential(nn.Conv2d(3, 4, 1), norm).eval(), image())))
+    assert not pairs_in(recorded(nn.Sequential(nn.Conv2d(3, 4, 1), norm).eval(), image()))
 
 
 def test_layers_of_a_class_of_its_own_are_taken_by_what_they_call():
@@ -144,4 +129,4 @@ def test_layers_of_a_class_of_its_own_are_taken_by_what_they_call():
             return super().forward(input) * 2
 
     model = nn.Sequential(Doubled(3, 4, 1), nn.BatchNorm2d(4)).eval()
-    assert not (pairs_in(recorded(model, image())))
+    assert not pairs_in(recorded(model, image()))

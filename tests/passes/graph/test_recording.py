@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_models import Net
 from torch import nn
 
 from passes.base import TensorRef
@@ -65,30 +66,16 @@ def test_every_call_shows_with_its_module_and_its_tensors():
 
 
 def test_questions_about_shape_and_kind_use_no_values_and_looks_at_values_do():
-    class Asks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 1)
+    def asks(m, x):
+        y = m.conv(x)
+        kinds = (y.ndim, y.shape[0], y.size(1), y.dtype, y.device, y.is_cuda, len(y), y.is_floating_point())
+        return kinds, x.reshape(2, 1, 3, 16).expand_as(x.new_zeros(2, 1, 3, 16)), x.reshape(2, 3, 4, 4).view_as(x)
 
-        def forward(self, x):
-            y = self.conv(x)
-            kinds = (y.ndim, y.shape[0], y.size(1), y.dtype, y.device, y.is_cuda, len(y), y.is_floating_point())
-            return kinds, x.reshape(2, 1, 3, 16).expand_as(x.new_zeros(2, 1, 3, 16)), x.reshape(2, 3, 4, 4).view_as(x)
-
-    class Looks(Asks):
-        def __init__(self, look):
-            super().__init__()
-            self.look = look
-
-        def forward(self, x):
-            y = self.conv(x)
-            self.look(y)
-            return y.dim()
-
-    (run,) = recorded(Asks(), (torch.randn(2, 3, 4, 4),))
-    (conv,) = named(run, "conv2d")
-    assert users_of(conv) == []
-    assert len(conv.users) >= 8
+    conv = nn.Conv2d(3, 4, 1)
+    (run,) = recorded(Net(asks, conv=conv), (torch.randn(2, 3, 4, 4),))
+    (call,) = named(run, "conv2d")
+    assert users_of(call) == []
+    assert len(call.users) >= 8
 
     def write(y):
         y[0] = 1
@@ -98,7 +85,7 @@ def test_questions_about_shape_and_kind_use_no_values_and_looks_at_values_do():
         lambda y: y.numpy(), lambda y: y.flatten()[0].item(), write, lambda y: torch.allclose(y, y), lambda y: y + 1,
     )  # fmt: skip
     for look in looks:
-        (run,) = recorded(Looks(look), (torch.randn(2, 3, 4, 4),))
+        (run,) = recorded(Net(lambda m, x, look=look: look(m.conv(x)), conv=conv), (torch.randn(2, 3, 4, 4),))
         assert users_of(named(run, "conv2d")[0])
 
 
@@ -127,13 +114,8 @@ def test_values_that_outlive_the_run_show():
 
 
 def test_a_value_that_is_written_in_place_is_another_one_from_then_on():
-    class Writes(nn.Module):
-        def forward(self, x):
-            y = x.exp()
-            y.relu_()
-            return y.sin()
-
-    (run,) = recorded(Writes(), (torch.randn(2),))
+    model = Net(lambda m, x: (y := x.exp(), y.relu_(), y.sin())[2])
+    (run,) = recorded(model, (torch.randn(2),))
     (exp,), (relu,), (sin,) = (named(run, name) for name in ("exp", "relu_", "sin"))
     assert users_of(exp) == [relu]
     assert users_of(relu) == [sin]
@@ -151,15 +133,7 @@ def test_a_run_that_raises_leaves_no_hooks():
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 def test_a_scripted_module_uses_what_it_is_given():
-    class Scripted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 1)
-            self.scripted = torch.jit.trace(nn.ReLU(), torch.randn(2))
-
-        def forward(self, x):
-            return self.scripted(self.conv(x))
-
-    (run,) = recorded(Scripted().eval(), (torch.randn(2, 3, 4, 4),))
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), torch.jit.trace(nn.ReLU(), torch.randn(2))).eval()
+    (run,) = recorded(model, (torch.randn(2, 3, 4, 4),))
     (user,) = users_of(named(run, "conv2d")[0])
     assert operation_name(user) == "call_script"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_models import Net
 from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
 from torch.overrides import TorchFunctionMode
@@ -35,16 +36,10 @@ def watched(model: nn.Module, *args: Any, **kwargs: Any) -> Layouts:
     return watch.layouts
 
 
-class Between(nn.Module):
+def between(operation: Callable[[Tensor], Tensor], width: int = 8) -> nn.Module:
     """One operation between two convolutions."""
-
-    def __init__(self, operation: Callable[[Tensor], Tensor], width: int = 8) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(width, 4, 3)
-        self.operation = operation
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.operation(self.first(x)))
+    first, second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(width, 4, 3)
+    return Net(lambda m, x: m.second(m.operation(m.first(x))), first=first, second=second, operation=operation)
 
 
 def image(batch: int = 2) -> Tensor:
@@ -99,7 +94,7 @@ MAP = 2 * 8 * 36
     ],
 )
 def test_the_place_is_named(operation: Any, where: str) -> None:
-    model = in_last(Between(operation))
+    model = in_last(between(operation))
     (loss,) = watched(model, image()).losses
     assert (loss.where, loss.elements, loss.converted, loss.convolutions) == (where, MAP, MAP, ["second"])
 
@@ -114,7 +109,7 @@ def test_the_place_is_named(operation: Any, where: str) -> None:
 )  # fmt: skip
 def test_what_keeps_the_format_is_not_named(operation: Any) -> None:
     """A loss is expected only if torch loses the format, as the input of the second convolution shows."""
-    model = in_last(Between(operation))
+    model = in_last(between(operation))
     given: list[Tensor] = []
     model.second.register_forward_pre_hook(lambda module, args: given.append(args[0]))
     losses = watched(model, image()).losses
@@ -125,16 +120,11 @@ def test_what_keeps_the_format_is_not_named(operation: Any) -> None:
 def test_the_usual_ways_keep_the_format() -> None:
     """Shows that the test above isn't vacuous."""
     for operation in (F.relu, tokens_and_back, heads_and_back, as_rows_of_pixels, squeezed):
-        assert watched(in_last(Between(operation)), image()).losses == []
+        assert watched(in_last(between(operation)), image()).losses == []
 
 
 def test_a_new_map_of_features_is_no_loss() -> None:
-    class Decoder(Between):
-        def forward(self, x: Tensor) -> Tensor:
-            code = self.first(x).flatten(1) * 2
-            return self.second(code.view(x.shape[0], 8, 6, 6))
-
-    layouts = watched(in_last(Decoder(F.relu)), image())
+    layouts = watched(in_last(between(lambda x: (x.flatten(1) * 2).view(x.shape[0], 8, 6, 6))), image())
     assert layouts.losses == []
     assert layouts.moved > 0
 
@@ -157,7 +147,7 @@ def test_at_the_end_only_what_goes_on_counts(tail: nn.Module, count: int) -> Non
 
 
 def test_what_costs_most_comes_first() -> None:
-    model = nn.Sequential(Between(nn.Softmax(1)), nn.Softmax(1), nn.Conv2d(4, 8, 1), Between(nn.Softmax(1), width=16))
+    model = nn.Sequential(between(nn.Softmax(1)), nn.Softmax(1), nn.Conv2d(4, 8, 1), between(nn.Softmax(1), width=16))
     model[3].first = nn.Conv2d(8, 16, 1)
     in_last(model)
     found = [(loss.where, loss.converted) for loss in watched(model, image()).losses]
@@ -191,7 +181,7 @@ def test_maps_of_three_dims() -> None:
 def test_torchscript_is_named_and_not_looked_into() -> None:
     with torchscript_allowed():
         inner = torch.jit.trace(nn.Softmax(1), torch.randn(2, 8, 6, 6))
-    layouts = watched(in_last(Between(inner)), image())
+    layouts = watched(in_last(between(inner)), image())
     assert layouts.scripted == ["operation"]
     (loss,) = layouts.losses
     assert (loss.where, loss.convolutions) == ("operation (TorchScript)", ["second"])
