@@ -84,12 +84,13 @@ def _attention_at(evidence: Evidence, node: Node) -> Attention | None:
     if any(each in evidence.constant for each in scores.all_input_nodes) or len(scores.all_input_nodes) != 2:
         return None
     after = [node]
-    while (user := _only_user(after[-1])) is not None and _plain(user) in _AFTER:
-        after.append(user)
-    is_product = user is not None and _plain(user) in _PRODUCTS and user.args[0] is after[-1]
-    if user is None or not is_product or any(map(is_returned, after)) or not _fits(scores, after[-1], user):
+    while len(users := users_of(after[-1])) == 1 and _plain(users[0]) in _AFTER:
+        after += users
+    if len(users) != 1 or _plain(users[0]) not in _PRODUCTS or users[0].args[0] is not after[-1]:
         return None
-    return Attention((*reversed(before), *after, user), node, tuple(masks))
+    if any(map(is_returned, after)) or not _fits(scores, after[-1], users[0]):
+        return None
+    return Attention((*reversed(before), *after, *users), node, tuple(masks))
 
 
 def _plain(node: Node) -> str:
@@ -121,11 +122,6 @@ def _are_scales(node: Node, source: Node) -> bool:
     """Whether the other factors are numbers, or one number for each head, which the queries can be scaled by."""
     others = [shape_of(each) for each in node.all_input_nodes if each is not source]
     return all(shape is not None and all(size == 1 for size in shape.sizes[-2:]) for shape in others)
-
-
-def _only_user(node: Node) -> Node | None:
-    users = users_of(node)
-    return users[0] if len(users) == 1 else None
 
 
 def _is_over_last(node: Node) -> bool:

@@ -49,7 +49,12 @@ class ArtifactParity:
 
     def measure_loaded(self, loaded: LoadedArtifact, rows: Rows | None) -> Measured:
         """Compare a file that is already loaded on `device` with the original."""
-        measurement = self.reference.compare(loaded, flatten=self._flatten_there, rows=rows)
+
+        def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
+            # The calls are on the original's device.
+            return [tensor.to(self.device) for tensor in self.flatten(args, kwargs)]
+
+        measurement = self.reference.compare(loaded, flatten=flatten, rows=rows)
         if torch.device(measurement.device).type != self.device.type:
             measurement = replace(measurement, device=self.device.type, reference_device=measurement.device)
         measurement = replace(measurement, settings={**measurement.settings, **loaded.settings})
@@ -60,10 +65,6 @@ class ArtifactParity:
 
     def is_right(self, artifact: Artifact) -> bool:
         return self.judge(self.measure(artifact)[0]).verdict != "failed"
-
-    def _flatten_there(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
-        # The calls are on the original's device.
-        return [tensor.to(self.device) for tensor in self.flatten(args, kwargs)]
 
 
 @dataclass

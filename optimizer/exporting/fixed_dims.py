@@ -158,18 +158,6 @@ class Suggestions:
                 return f" With dims of equal size it runs: `{option_text(named)}` {_UNTRIED}."
         return ""
 
-    def notes_on_broadcast(self) -> list[str]:
-        """Notes on sizes that the original accepts only as they are or as 1, because another dim must be equal."""
-        taken = {**self.reference.taken.alone, self.dims.batch: self.reference.batch_sizes}
-        found = []
-        for size, others in taken.items():
-            given = self.samples.batch_size if size == self.dims.batch else self.samples.sizes[size]
-            if set(others) - {given} == {1} and (option := self.with_equal_dims(size)):
-                found.append(
-                    f"the model takes sizes of {size} other than 1 and {given} only if other dims follow.{option[:-1]}"
-                )
-        return found
-
     def batch_elsewhere(self, model: nn.Module) -> str:
         """A note where dim 0 of the first input isn't the batch and dim 1 is; "" otherwise.
 

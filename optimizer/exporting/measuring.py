@@ -158,7 +158,6 @@ def _notes(job: ExportJob, suggestions: Suggestions, adapter: Adapter, *, open_b
     for told in notes_on_modes(job.model, adapter.model, "the files are in eval mode and were"):
         notes += told
     notes += _note_on_fixed_batch(job, suggestions)
-    notes += suggestions.notes_on_broadcast()
     notes += _note_on_one_row(job, suggestions.reference)
     if numbers := [f"{where} = {number}" for where, number in adapter.inputs.numbers()]:
         notes.append(f"fixed in the files at the values of the example inputs: {listed(numbers, _NUMBERS_TOLD)}")

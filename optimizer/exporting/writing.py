@@ -100,6 +100,10 @@ def _write(
     try:
         # Each exporter gets a fresh copy, because it runs the model.
         artifact = rewritten[0] if rewritten else exporter.export(replace(request, model=measured.fresh()), folder)
+        written.notes.extend(artifact.crashes)
+        artifact = replace(artifact, metadata=exporter.read_metadata(artifact.path))
+        job.progress("parity", number + 1, len(job.exporters) + 1, exporter.name)
+        measurement, placement = rewritten[1:] if rewritten else proof.measure(artifact, exporter)
     except (StructureError, MetadataError):
         # The other formats would fail for the same reason.
         raise
@@ -107,15 +111,6 @@ def _write(
         written.missing[exporter.name] = error
         # A third-party exporter may leave an incomplete file.
         remove(set(folder.iterdir()) - before)
-        return
-    written.notes.extend(artifact.crashes)
-    artifact = replace(artifact, metadata=exporter.read_metadata(artifact.path))
-    job.progress("parity", number + 1, len(job.exporters) + 1, exporter.name)
-    try:
-        measurement, placement = rewritten[1:] if rewritten else proof.measure(artifact, exporter)
-    except ExporterError as error:
-        written.missing[exporter.name] = error
-        remove(artifact.files)
         return
     parity = measured.parity.judge(measurement)
     entry = artifact_entry(artifact, folder, parity.to_json(), measurement.to_json(), placement)

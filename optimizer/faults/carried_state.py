@@ -51,7 +51,9 @@ def _first_to_differ(original: nn.Module, reference: Reference, where: str) -> s
         later = record_calls(reference, where, AsItIs(module, in_eval=True), may_raise=True)
         for call in in_order_of_ending(alone[ROOT]):
             other = later.get(call.key)
-            if other and _given_alike(call, other) and not _are_alike(call.outputs, other.outputs):
+            if other is None or call.other_arguments != other.other_arguments:
+                continue
+            if _are_alike(call.inputs, other.inputs) and not _are_alike(call.outputs, other.outputs):
                 return call
         return None
 
@@ -66,15 +68,11 @@ def _first_to_differ(original: nn.Module, reference: Reference, where: str) -> s
     after_all_calls(reference, keep_state, before=keep_state)
     before, after = states
     names = dict.fromkeys((*after, *before))
-    changed = [name for name in names if not _is_same(before.get(name, ()), after.get(name, ()))]
+    changed = [name for name in names if not _is_same(before.get(name, []), after.get(name, []))]
     line = f", called at {call.line}" if call.line else ""
     who = f"Module `{call.path}` ({call.kind}{line})" if call.path else f"The model ({call.kind})"
     kept = f" in {listed(changed, _NAMED)}" if changed else ""
     return f"{who} carries state from call to call{kept}"
-
-
-def _given_alike(call: ModuleCall, again: ModuleCall) -> bool:
-    return call.other_arguments == again.other_arguments and _are_alike(call.inputs, again.inputs)
 
 
 def _are_alike(these: Sequence[torch.Tensor], those: Sequence[torch.Tensor]) -> bool:
@@ -120,11 +118,9 @@ def _leaves(value: Any) -> list[Any]:
     ]
 
 
-def _is_same(before: Sequence[Any], now: Sequence[Any]) -> bool:
-    return len(before) == len(now) and all(map(_is_same_leaf, before, now))
-
-
-def _is_same_leaf(before: Any, now: Any) -> bool:
+def _is_same(before: Any, now: Any) -> bool:
+    if isinstance(before, list) and isinstance(now, list):
+        return len(before) == len(now) and all(map(_is_same, before, now))
     if isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor):
         return same_values(before, now)
     return before is now or (isinstance(now, int | float | str) and type(before) is type(now) and before == now)

@@ -20,6 +20,7 @@ from torch import nn
 
 import optimizer.api
 from exporters.errors import ExporterError
+from exporters.onnx_quantization import QuantizedFile
 from optimizer import export, optimize
 from optimizer.options import parse_accuracy
 from optimizer.tuning import Benchmark, CalibrationCall, Latency, calibration_of, candidates, choose
@@ -44,15 +45,6 @@ class Speeds:
         return {name: Latency(self.of(name), self.of(name), (self.of(name),) * ROUNDS) for name in calls}
 
 
-@dataclass(frozen=True)
-class Rounded:
-    """As the record of `exporters.onnx_quantization.quantized`."""
-
-    files: tuple[Path, ...]
-    kind: str
-    kept: tuple[str, ...]
-
-
 @dataclass
 class Rounding:
     """Rounds the weights of an ONNX file to a number of levels; with nodes kept, to `finer` times as many.
@@ -70,11 +62,11 @@ class Rounding:
         self,
         source: Path,
         target: Path,
-        kind: str,
+        kind: Any,
         calibration: Sequence[Mapping[str, Any]] = (),
         *,
         keep: Collection[str] = (),
-    ) -> Rounded:
+    ) -> QuantizedFile:
         self.calibrated.append(calibration)
         if kind not in self.levels:
             raise ExporterError(f"the file has nothing for {kind}")
@@ -87,7 +79,7 @@ class Rounding:
                 rounded = (numpy.round(value / step) * step).astype(numpy.float32)
                 tensor.CopyFrom(numpy_helper.from_array(rounded, tensor.name))
         onnx.save(model, target)
-        return Rounded((target,), kind, tuple(keep))
+        return QuantizedFile((target,), kind, tuple(keep), ())
 
     def within_budget(
         self,
