@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from optimizer.diagnosis.evidence import Evidence, Seen, elements_of, inputs_of, replay
+from optimizer.diagnosis.evidence import Evidence, Seen, elements_of, inputs_of, is_returned, replay
 from optimizer.diagnosis.findings import rule
 from optimizer.showing import seconds_text
-from passes.graph.recording import Node, is_returned, operation_name, shape_of, shape_of_each, users_of
+from passes.graph.recording import Node, operation_name, shape_of, shape_of_each, users_of
 
 # Products of two tensors over the last dim of the first.
 _PRODUCTS = frozenset({"matmul", "bmm", "rmatmul"})

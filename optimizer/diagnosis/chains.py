@@ -8,11 +8,11 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from optimizer.diagnosis.evidence import Evidence, Seen, inputs_of, replay
+from optimizer.diagnosis.evidence import Evidence, Seen, escapes, inputs_of, replay
 from optimizer.diagnosis.findings import rule
 from optimizer.showing import percent_text, seconds_text
 from passes.fusion.pointwise import computes_each_element
-from passes.graph.recording import Node, escapes, operation_name, shape_of, users_of
+from passes.graph.recording import Node, operation_name, shape_of, users_of
 
 # The least number of operations in a chain, and the least share of the time, that are reported.
 _SHORTEST, _LEAST_SHARE = 3, 0.03

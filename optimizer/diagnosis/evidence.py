@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from exporters.places import is_users
 from passes.base import ModelTree
 from passes.graph.layouts import layout_of
 from passes.graph.recording import Node, Recorder, Recording, call_of, operation_name, shape_of, shape_of_each
+from passes.torch_private import without_torch_function
 
 _TORCH = Path(torch.__file__).parent
 # Functions of torch that a call may be inside of, by the names that rules use.
@@ -60,6 +62,7 @@ class LineRecorder(Recorder):
     - "layout": of a feature map that it returned, as `layout_of` names it; None for other results.
     - "pageable": whether it copies much memory that isn't pinned to the GPU.
     - "loose": whether the call reads a parameter that no module registers.
+    - "escapes", "returned": whether its value is alive after the run, and whether the root returned it.
 
     The node of a tensor that no recorded call made has "attribute", its path if it is a plain attribute of a module,
     else None, and "of_array": whether it is another one whose memory torch didn't allocate, as that of a NumPy array.
@@ -116,6 +119,38 @@ class LineRecorder(Recorder):
             # torch.from_numpy and torch.Tensor(array) are no recorded calls.
             node.meta.update(attribute=path, of_array=path is None and _is_over_other_memory(leaf))
         return node
+
+    def _finish(self) -> None:
+        super()._finish()
+        leaves = [leaf for leaf in pytree.tree_leaves(self._output) if isinstance(leaf, torch.Tensor)]
+        returned = set(map(id, leaves))
+        with without_torch_function():
+            # A tensor lives as long as a view of it.
+            kept = returned | {id(leaf._base) for leaf in leaves if leaf._base is not None}
+        made = [
+            held
+            for key, (held, nodes) in self._values.items()
+            if key not in kept and any(node.op == "call_function" for node in nodes)
+        ]
+        # Free the tensors that only reference cycles keep alive, such as those of an exception. Most are in a young
+        # generation.
+        for generation in (1, 2):
+            if any(held() is not None for held in made):
+                gc.collect(generation)
+        for key, (held, nodes) in self._values.items():
+            if held() is not None:
+                for node in nodes:
+                    node.meta.update(escapes=True, returned=key in returned)
+
+
+def escapes(node: Node) -> bool:
+    """Whether the value is still alive after the run, for example because the root returned it."""
+    return bool(node.meta.get("escapes"))
+
+
+def is_returned(node: Node) -> bool:
+    """Whether the root returns the value."""
+    return bool(node.meta.get("returned"))
 
 
 def plain_tensors(model: nn.Module) -> PlainTensors:

@@ -8,10 +8,10 @@ import numpy
 import torch
 
 from optimize_export.wording import listed
-from optimizer.diagnosis.evidence import Evidence, Seen, elements_of, has_array, is_moved_to_host, names_device
+from optimizer.diagnosis.evidence import Evidence, Seen, elements_of, escapes, has_array, is_moved_to_host, names_device
 from optimizer.diagnosis.findings import rule
 from optimizer.showing import percent_text
-from passes.graph.recording import Node, escapes, operation_name, shape_of, users_of
+from passes.graph.recording import Node, operation_name, shape_of, users_of
 
 _WAITS = "on a GPU the CPU waits here until all kernels before it have ended, and torch.compile breaks its graph if it comes here"
 _FROM_HOST = "on a GPU every call copies it again, and waits for the copy"

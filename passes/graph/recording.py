@@ -6,7 +6,6 @@ any forward: branches, decorators, loops, keyword arguments. A recording shows o
 
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -90,16 +89,6 @@ def shape_of(node: Node) -> Shape | None:
 def shape_of_each(node: Node) -> Shape | None:
     """The shape that all tensors in a recorded node's value have, as those of `unbind`; None if they differ."""
     return node.meta.get("shape_of_each", shape_of(node))
-
-
-def escapes(node: Node) -> bool:
-    """Whether the value is still alive after the run, for example because the root returned it."""
-    return bool(node.meta.get("escapes"))
-
-
-def is_returned(node: Node) -> bool:
-    """Whether the root returns the value."""
-    return bool(node.meta.get("returned"))
 
 
 def operation_name(node: Node) -> str:
@@ -190,7 +179,7 @@ class Recorder(TorchFunctionMode):
         super().__exit__(*error)
         self._hooks.close()
         if error[0] is None:
-            self._mark_escapes()
+            self._finish()
         self._values.clear()
         self._output = None
 
@@ -269,30 +258,9 @@ class Recorder(TorchFunctionMode):
         else:
             self._values[id(tensor)] = weakref.ref(tensor), [node]
 
-    def _mark_escapes(self) -> None:
+    def _finish(self) -> None:
+        """Record the output of the root."""
         self.recording.outputs = pytree.tree_map_only(torch.Tensor, _strides_alone, self._output)
-        returned = {id(leaf) for leaf in pytree.tree_leaves(self._output) if isinstance(leaf, torch.Tensor)}
-        # Free the tensors that only reference cycles keep alive, such as those of an exception. Most are in a young
-        # generation.
-        with without_torch_function():
-            kept = returned | {id(base) for base in map(_base_of, pytree.tree_leaves(self._output)) if base is not None}
-        for generation in (1, 2):
-            if not any(_is_made_and_lives(*value) for key, value in self._values.items() if key not in kept):
-                break
-            gc.collect(generation)
-        for key, (held, nodes) in self._values.items():
-            if held() is not None:
-                for node in nodes:
-                    node.meta.update(escapes=True, returned=key in returned)
-
-
-def _base_of(leaf: Any) -> torch.Tensor | None:
-    """The tensor that a view belongs to, which lives as long as the view; None if it isn't a view."""
-    return leaf._base if isinstance(leaf, torch.Tensor) else None
-
-
-def _is_made_and_lives(held: weakref.ref[torch.Tensor], nodes: Sequence[fx.Node]) -> bool:
-    return held() is not None and any(node.op == "call_function" for node in nodes)
 
 
 def _shape(tensor: torch.Tensor) -> Shape | None:
