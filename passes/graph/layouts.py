@@ -380,9 +380,7 @@ EITHER = "either"
 
 def layout_of(value: Any) -> str | None:
     """The format of a feature map: `LAST`, `EITHER` if it is in both, else `CONTIGUOUS`; None for other values."""
-    if not isinstance(value, torch.Tensor):
-        return None
-    if not has_strides(value) or value.dim() not in CHANNELS_LAST_FORMATS:
+    if not isinstance(value, torch.Tensor) or not has_strides(value) or value.dim() not in CHANNELS_LAST_FORMATS:
         return None
     if is_transformed(value):
         # It represents a batch of tensors with other dims.

@@ -74,7 +74,7 @@ def install_whole_graph(module: nn.Module, plain: nn.Module, call: FlatCall) -> 
     for node in captured.graph.nodes:
         node.target = _AUTOCAST.get(name_of(node), node.target)
         is_of_torch = isinstance(node.target, OpOverload) and node.target.namespace == "aten"
-        if is_of_torch and any(map(_is_size, node.all_input_nodes)):
+        if is_of_torch and any(isinstance(example_of(source), torch.SymInt) for source in node.all_input_nodes):
             node.target = _SizedOperator(node.target)
         if isinstance(node.target, Derived):
             _keep(node, module, capture, captured)
@@ -216,10 +216,6 @@ def _keep(node: fx.Node, module: nn.Module, capture: WholeCapture, captured: Cap
         # Persistent, since exporters write other buffers as constants, which no external file can hold.
         owner.register_buffer(name, value.detach())
     node.args, node.target = (), _Buffer(owner, name)
-
-
-def _is_size(node: fx.Node) -> bool:
-    return isinstance(example_of(node), torch.SymInt)
 
 
 class _SizedOperator:
