@@ -6,6 +6,7 @@ made it, and holds an example of its value without data: a FakeTensor or a symbo
 
 from __future__ import annotations
 
+import copy
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,9 +103,8 @@ class CapturedGraph:
         graph = fx.Graph()
         for node in self.graph.nodes:
             nodes[node] = graph.node_copy(node, nodes.__getitem__)
-        twin = object.__new__(CapturedGraph)
-        twin.graph, twin.home, twin.modules, twin._around = graph, self.home, self.modules, self._around
-        twin.derived = self.derived
+        twin = copy.copy(self)
+        twin.graph = graph
         twin.tensors = {nodes[node]: path for node, path in self.tensors.items() if node in nodes}
         return twin, nodes
 
@@ -119,11 +119,10 @@ class CapturedGraph:
 
     def path_of(self, node: fx.Node) -> str:
         """The path of the module whose forward made the node; "" for the root."""
-        for key in reversed(node.meta.get("nn_module_stack") or ()):
-            path = self.modules.paths.get(module_id_of(key) or 0)
-            if path is not None:
-                return path
-        return self._around
+        paths = (
+            self.modules.paths.get(module_id_of(key) or 0) for key in reversed(node.meta.get("nn_module_stack") or ())
+        )
+        return next((path for path in paths if path is not None), self._around)
 
     def calls_around(self, node: fx.Node) -> tuple[tuple[str, str], ...]:
         """The calls of the root's submodules around the node, from the outermost: torch's key of each, and the path."""

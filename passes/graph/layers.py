@@ -155,6 +155,8 @@ class Pair:
     @property
     def channels(self) -> Channels | None:
         """The channel dim of the input of the second; None if it isn't known."""
+        if not is_tensor(self.way[0]):
+            return None
         layer, rank = self.layer, example_of(self.way[0]).dim()
         dim, count = (1, layer.input_channels) if self.affine_first else (rank - layer.dims - 1, layer.channels)
         channels: Channels | None = Channels(rank, dim, count)
@@ -182,7 +184,7 @@ class Finder(ABC):
         dims, transposed = _LAYERS[name_of(node)]
         weight: Any = given.get("weight")
         bias, groups = given.get("bias"), given.get("groups", 1)
-        if not self.is_constant(weight) or not (bias is None or self.is_constant(bias)):
+        if not is_tensor(weight) or not self.is_constant(weight) or not (bias is None or self.is_constant(bias)):
             return None
         shape = example_of(weight).shape
         if len(shape) != dims + 2 or not all(type(size) is int for size in shape):
@@ -214,7 +216,7 @@ class Finder(ABC):
         value, numbers = node.args
         if self.is_constant(value):
             value, numbers, operation = numbers, value, _SWAPPED.get(operation)
-        if operation is None or not self.is_constant(numbers) or not is_tensor(value):
+        if operation is None or not self.is_constant(numbers) or not is_tensor(numbers) or not is_tensor(value):
             return None
         return None if self.is_constant(value) else ChannelScale(node, value, operation, numbers)
 
@@ -270,7 +272,8 @@ class RecordedLayers(Finder):
             inputs = node.all_input_nodes
             if node.op == "get_attr" or (inputs and self._constants.issuperset(inputs)):
                 self._constants.add(node)
-            if (shape := shape_of(node)) is not None and shape.dtype.is_floating_point:
+            shape = shape_of(node)
+            if shape is not None and (shape.dtype.is_floating_point or shape.dtype.is_complex):
                 node.meta[EXAMPLE] = torch.empty(shape.sizes, dtype=shape.dtype, device="meta")
 
     def is_constant(self, node: Any) -> bool:
@@ -636,6 +639,8 @@ class Channels:
         try:
             value = value_with(node, {source: marked})
         except (RuntimeError, ValueError):
+            value = None
+        if value is None:
             return None
         sizes = [size if type(size) is int else None for size in value.shape]
         # The strides of dims of size 1 mean nothing. A stride that is a symbol isn't 0.

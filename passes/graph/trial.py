@@ -74,7 +74,6 @@ class _Installed:
 
     @property
     def call(self) -> GraphCall:
-        """The `GraphCall` of the root."""
         call = self.root.__dict__[GRAPH_CALL]
         assert isinstance(call, GraphCall)
         return call
@@ -143,12 +142,10 @@ class _Tried:
         self._process = os.getpid()
 
     def rewrite(self, captured: CapturedGraph, inputs: Sequence[Any]) -> CapturedGraph:
-        """See `Step.rewrite`."""
         trial = self._trial()
         return captured if trial is None else trial.rewrite(captured, inputs)
 
     def done(self, graph: fx.Graph) -> None:
-        """See `Step.done`."""
         trial = self._trial()
         ends = trial is not None and graph is trial.whole and self._process == os.getpid()
         if ends and any(node.op.startswith("call") for node in graph.nodes):
@@ -178,7 +175,6 @@ class _Trial:
     _to_check: list[tuple[CapturedGraph, list[tuple[Place, RegionCheck]], list[Any]]] = field(default_factory=list)
 
     def clear(self) -> None:
-        """Drop all changes."""
         self.changes.clear()
         self.remarks.clear()
         self._to_check.clear()
@@ -230,7 +226,6 @@ class _Trial:
                 self.changes.setdefault(found.place, found)
 
     def rewrite(self, captured: CapturedGraph, inputs: Sequence[Any]) -> CapturedGraph:
-        """See `Step.rewrite`."""
         graph = GraphRewriter(captured, self.context.left_alone.get, self.context.mode, explains=self.context.explain)
         self.item.rewrite(graph, self.settings)
         self.skips.update(dict.fromkeys(graph.skips))
