@@ -5,12 +5,12 @@ import torch
 from tiny_models import Net
 from torch import nn
 
+from optimizer.diagnosis.evidence import LineRecorder, escapes
 from passes.base import TensorRef
 from passes.graph.recording import (
     Recorder,
     Recording,
     call_of,
-    escapes,
     operation_name,
     shape_of,
     tensor_of,
@@ -18,11 +18,11 @@ from passes.graph.recording import (
 )
 
 
-def recorded(model, *calls):
+def recorded(model, *calls, kind=Recorder):
     """Record one run for each tuple of arguments."""
     runs = []
     for call in calls:
-        recorder = Recorder(model, model.modules)
+        recorder = kind(model, model.modules)
         with torch.no_grad(), recorder:
             model(*call)
         runs.append(recorder.recording)
@@ -108,7 +108,7 @@ def test_values_that_outlive_the_run_show():
 
     for keep, wanted in (("nothing", False), ("attribute", True), ("output", True), ("cycle", False)):
         model = Keeps(keep)
-        (run,) = recorded(model, (torch.randn(2),))
+        (run,) = recorded(model, (torch.randn(2),), kind=LineRecorder)
         assert escapes(named(run, "exp")[0]) is wanted, keep
         assert escapes(named(run, "sin")[0])
 
