@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +39,17 @@ def _one_child() -> Iterator[None]:
     """Keep one child process for the files of all tests: its start takes half a second."""
     with one_child():
         yield
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Iterator[object]:
+    """Writes a user's files, and forgets the modules of the user at the end."""
+    from user_folder import UserFolder
+
+    from optimizer.command.user_code import names_restored
+
+    with names_restored():
+        yield UserFolder(tmp_path)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -328,15 +328,7 @@ class _Finder:
         if self.target.file is None and homes:
             return f" at its top level: use {min(homes, key=lambda path: (len(path), path))}:{name}."
         near = difflib.get_close_matches(name, [other for other in vars(self.module) if not other.startswith("_")], 1)
-        if near:
-            return f"; did you mean {near[0]}?"
-        factory = next((factory for factory in FACTORY_NAMES if callable(self._held(factory))), None)
-        if self.target.file is None and factory:
-            return (
-                f" at its top level; if {label}.{factory}({name!r}) creates the model, write a file with"
-                f" `model = {label}.{factory}({name!r})` and use that."
-            )
-        return "."
+        return f"; did you mean {near[0]}?" if near else "."
 
     def _held(self, name: str, holder: Any = None) -> Any:
         """An attribute of the user's module, or of an object in it; `_ABSENT` if there is none.
@@ -371,14 +363,7 @@ class _Finder:
 
     def _call(self, function: Callable[[], Any], name: str) -> Any:
         with errors_of_user_code(f"{name}() in {self.target.label} failed", self.target.folder):
-            value = function()
-        self._refuse_coroutine(value, f"{name}()")
-        return value
-
-    def _refuse_coroutine(self, value: Any, called: str) -> None:
-        if inspect.iscoroutine(value):
-            value.close()  # otherwise Python warns that it was never awaited
-            raise LoadError(f"{called} in {self.target.label} is an async function; write def instead of async def.")
+            return function()
 
     def _keyword_inputs(self) -> dict[str, Any]:
         value = self._held("example_kwargs")
@@ -420,7 +405,6 @@ class _Finder:
             called = f"{name}({batch_size}, generator)"
             with errors_of_user_code(f"{called} in {self.target.label} failed", self.target.folder):
                 value = function(batch_size, generator)
-            self._refuse_coroutine(value, called)
             if isinstance(value, Mapping):
                 return Call((), self._keywords(value, called))
             return Call(self._positional(value, called), {})

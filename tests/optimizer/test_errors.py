@@ -236,7 +236,6 @@ def test_the_whole_way_and_back(run, folder):
             "import os\nclass Ends(Net):\n    def forward(self, x):\n        os._exit(0)\nmodel = Ends()",
             "model.py:model failed on its inputs (float32[2, 3, 8, 8]): it called os._exit(0).",
         ),
-        ("async def build_model(): return Net()", "build_model() in model.py is an async function; write def instead"),
         (
             "class Alone(Net):\n    def __deepcopy__(self, memo): raise ValueError('no')\nmodel = Alone()",
             "copy.deepcopy of the model's Alone failed: ValueError: no. Passes and exporters work on a copy: fix its ",

@@ -5,23 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from user_folder import UserFolder
 
 from optimize_export.errors import LoadError
 from optimizer.command.first_run import check_runs
 from optimizer.command.loading import Loaded, load
-from optimizer.command.user_code import names_restored
-
-
-@pytest.fixture(autouse=True)
-def _own_names():
-    with names_restored():
-        yield
-
-
-@pytest.fixture
-def write(tmp_path):
-    return UserFolder(tmp_path)
 
 
 def run_refused(path: Path, **kwargs) -> str:

@@ -12,7 +12,7 @@ from fake_tuning import fake_clock
 from safetensors.torch import save_file
 from tiny_models import enliven
 from torch import nn
-from user_folder import UserFolder, refused
+from user_folder import refused
 
 from optimize_export.manifest import file_digest
 from optimize_export.runtime import Route
@@ -20,21 +20,8 @@ from optimizer import Bundle, export
 from optimizer.command import cli
 from optimizer.command.loading import load
 from optimizer.command.tables import as_text
-from optimizer.command.user_code import names_restored
 from optimizer.parity import Accuracy
 from optimizer.tuning import Benchmark, Figure, Ratio
-
-
-@pytest.fixture(autouse=True)
-def _own_names():
-    with names_restored():
-        yield
-
-
-@pytest.fixture
-def write(tmp_path):
-    return UserFolder(tmp_path)
-
 
 # Options ----------------------------------------------------------------------------------------------------------
 

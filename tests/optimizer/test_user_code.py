@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from user_folder import UserFolder
 
 from optimize_export.errors import LoadError
 from optimizer.command.first_run import check_runs
@@ -17,17 +16,6 @@ from optimizer.command.loading import load
 from optimizer.command.user_code import names_restored, put_first
 
 ROOT = Path(sys.modules["optimizer.command.user_code"].__file__).parent.parent.parent
-
-
-@pytest.fixture(autouse=True)
-def _own_names():
-    with names_restored():
-        yield
-
-
-@pytest.fixture
-def write(tmp_path):
-    return UserFolder(tmp_path)
 
 
 def test_the_users_modules_of_our_names_are_found_by_the_users_code(write, tmp_path):
@@ -92,7 +80,8 @@ def test_our_names_stay_ours_where_the_user_has_none(write, tmp_path):
     assert sys.modules["model"].LoadError is LoadError
 
 
-def test_our_own_folder_claims_nothing(monkeypatch):
+@pytest.mark.usefixtures("write")
+def test_our_own_folder_claims_nothing():
     import optimizer
 
     put_first(ROOT)

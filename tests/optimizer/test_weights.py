@@ -8,22 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file, save_model
 from torch import nn
-from user_folder import UserFolder, refused
+from user_folder import refused
 
 from exporters.isolation import torchscript_allowed
 from optimizer.command.loading import load
-from optimizer.command.user_code import names_restored
-
-
-@pytest.fixture(autouse=True)
-def _own_names():
-    with names_restored():
-        yield
-
-
-@pytest.fixture
-def write(tmp_path):
-    return UserFolder(tmp_path)
 
 
 @pytest.fixture
