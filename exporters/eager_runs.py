@@ -7,8 +7,7 @@ open size: `for row in x`, `x.unbind(1)`, `x.split(1)`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from operator import length_hint
 from types import FrameType
@@ -41,90 +40,65 @@ class Observer(TorchFunctionMode):
         return frame, place_of(frame, frame.f_lineno if frame else 0, self._paths)
 
 
-class _Draws(Observer):
-    """Find the first call that changes the state of the CPU's generator or, if CUDA is in use, of a GPU's."""
-
-    place = ""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = _states() if not self.place else []
-        value = func(*args, **(kwargs or {}))
-        if not self.place and _states() != before:
-            self.place = self.line(sys._getframe(1))[1]
-        return value
+Noted = Callable[[Any, Any, Any, Any], Any]
+"""What is noted about a call: a function of torch's function, its arguments by position and by name, and its result."""
 
 
-def place_of_draws(adapter: Adapter, tensors: tuple[torch.Tensor, ...]) -> str:
-    """The line that first draws a random number from torch's generators, with its module; "" if there is none."""
-    with undisturbed(adapter), silent(), eager_only(), _Draws(adapter) as seen:
-        adapter.run(tensors)
-    return seen.place
-
-
-def _states() -> list[bytes]:
-    used = torch.cuda.is_available() and torch.cuda.is_initialized()
-    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if used else ())]
-    return [state.numpy().tobytes() for state in states]
-
-
-class _Ranks(Observer):
-    """Record each call that returns a tensor: its function, the number of dims, and the line."""
-
-    def __init__(self, adapter: Adapter) -> None:
+class _Recorder(Observer):
+    def __init__(self, adapter: Adapter, noted: Noted) -> None:
         super().__init__(adapter)
-        self.calls: list[tuple[str, int, str]] = []
+        self.found: list[tuple[Any, str]] = []
+        self._noted = noted
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        value = func(*args, **(kwargs or {}))
-        if isinstance(value, torch.Tensor):
-            self.calls.append((getattr(func, "__name__", ""), value.dim(), self.line(sys._getframe(1))[1]))
-        return value
+        result = func(*args, **(kwargs or {}))
+        if (note := self._noted(func, args, kwargs or {}, result)) is not None:
+            self.found.append((note, self.line(sys._getframe(1))[1]))
+        return result
 
 
-def dims_that_change(
-    adapter: Adapter, odd: tuple[torch.Tensor, ...], usual: tuple[torch.Tensor, ...]
-) -> tuple[str, str]:
+def calls_in(adapter: Adapter, tensors: Sequence[torch.Tensor], noted: Noted) -> list[tuple[Any, str]]:
+    """The notes on the calls of torch in an eager run, each with the user's line; calls with the note None are left out."""
+    with undisturbed(adapter), silent(), eager_only(), _Recorder(adapter, noted) as seen:
+        adapter.run(tensors)
+    return seen.found
+
+
+def place_of_draws(adapter: Adapter, tensors: Sequence[torch.Tensor]) -> str:
+    """The line that first draws a random number from torch's generators, with its module; "" if there is none.
+
+    That is the first call that changes the state of the CPU's generator or, if CUDA is in use, of a GPU's.
+    """
+    before: list[bytes] = []
+
+    def draws(*_: Any) -> bool | None:
+        used = torch.cuda.is_available() and torch.cuda.is_initialized()
+        states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if used else ())]
+        now = [state.numpy().tobytes() for state in states]
+        changed = now != before
+        before[:] = now
+        return changed or None
+
+    draws()
+    return next((place for _, place in calls_in(adapter, tensors, draws)), "")
+
+
+def dims_that_change(adapter: Adapter, odd: Sequence[torch.Tensor], usual: Sequence[torch.Tensor]) -> tuple[str, str]:
     """The first function whose result has another number of dims for `odd` than for `usual`, and its line.
 
     Both are empty if the two runs call different functions before that.
     """
-    recorded = []
-    with undisturbed(adapter), silent():
-        for tensors in (odd, usual):
-            with _Ranks(adapter) as seen:
-                adapter.run(tensors)
-            recorded.append(seen.calls)
-    for (name, dims, place), (other, other_dims, _) in zip(*recorded, strict=False):
+
+    def dims(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[str, int] | None:
+        return (getattr(func, "__name__", ""), result.dim()) if isinstance(result, torch.Tensor) else None
+
+    runs = [calls_in(adapter, tensors, dims) for tensors in (odd, usual)]
+    for ((name, count), place), ((other, other_count), _) in zip(*runs, strict=False):
         if name != other:
             break
-        if dims != other_dims:
+        if count != other_count:
             return name, place
     return "", ""
-
-
-@dataclass(frozen=True)
-class _Split:
-    """A call that splits a tensor."""
-
-    place: str
-    count: int
-    # The size of the dim that it splits; for rare functions all sizes of the tensor.
-    size: tuple[int, ...]
-
-
-class _Pieces(Observer):
-    """Record each call that splits a tensor."""
-
-    def __init__(self, adapter: Adapter) -> None:
-        super().__init__(adapter)
-        self.seen: list[_Split] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if (count := number_of_pieces(func, args, result)) is not None:
-            size = _split_size(getattr(func, "__name__", ""), args, kwargs or {}, count)
-            self.seen.append(_Split(self.line(sys._getframe(1))[1], count, size))
-        return result
 
 
 def number_of_pieces(func: Any, args: Any, result: Any) -> int | None:
@@ -147,13 +121,6 @@ def _splits(name: str) -> bool:
     )
 
 
-def _split_size(name: str, args: Any, kwargs: Any, count: int) -> tuple[int, ...]:
-    if name in ("__iter__", "unbind"):
-        return (count,)
-    shape = tuple(next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)).shape)
-    return (shape[kwargs.get("dim", args[2] if len(args) > 2 else 0)],) if name in _SPLITTING else shape
-
-
 def lists_as_long_as_a_size(evidence: Evidence) -> Iterator[tuple[str, str]]:
     """For each open size that determines a number of tensors: its name, and a clause with the first place.
 
@@ -162,13 +129,13 @@ def lists_as_long_as_a_size(evidence: Evidence) -> Iterator[tuple[str, str]]:
     for view in evidence.along:
         if len(view.inputs) < 2:
             continue
-        for one, other in zip(_splits_in(view, 0), _splits_in(view, 1), strict=False):
-            if one.place != other.place:
+        for ((one, _), place), ((other, _), other_place) in zip(_splits_in(view, 0), _splits_in(view, 1), strict=False):
+            if place != other_place:
                 break
-            if one.count != other.count:
+            if one != other:
                 first, second = (view.at(batch) for batch in view.batches[:2])
-                many = f"{one.count} tensors at {first} and {other.count} at {second}"
-                yield view.size, f"the model splits a tensor at {one.place}, into {many}"
+                many = f"{one} tensors at {first} and {other} at {second}"
+                yield view.size, f"the model splits a tensor at {place}, into {many}"
                 break
 
 
@@ -177,7 +144,16 @@ def splits_an_open_dim(evidence: Evidence) -> bool:
     return any(_splits_in(view, 0) != _splits_in(view, 1) for view in evidence.along)
 
 
-def _splits_in(evidence: Evidence, call: int) -> Sequence[_Split]:
-    with undisturbed(evidence.adapter), silent(), eager_only(), _Pieces(evidence.adapter) as seen:
-        evidence.adapter.run(evidence.inputs[call])
-    return seen.seen
+def _splits_in(evidence: Evidence, call: int) -> list[tuple[Any, str]]:
+    """The calls that split a tensor: the number of pieces and the size of the dim, with the line."""
+
+    def split(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, tuple[int, ...]] | None:
+        count = number_of_pieces(func, args, result)
+        name = getattr(func, "__name__", "")
+        if count is None or name in ("__iter__", "unbind"):
+            return None if count is None else (count, (count,))
+        shape = tuple(next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)).shape)
+        # For rare functions all sizes of the tensor.
+        return count, (shape[kwargs.get("dim", args[2] if len(args) > 2 else 0)],) if name in _SPLITTING else shape
+
+    return calls_in(evidence.adapter, evidence.inputs[call], split)

@@ -27,7 +27,7 @@ from torch.autograd.function import FunctionCtx
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from exporters.base import Adapter, clones
-from exporters.eager_runs import Observer, number_of_pieces
+from exporters.eager_runs import Observer, calls_in, number_of_pieces
 from exporters.errors import RouteRefused
 from exporters.isolation import refusing, silent, torchscript_allowed, undisturbed
 from exporters.places import called_in_torch, place_of_error, user_frame
@@ -270,24 +270,18 @@ def _with_checked_states(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return *args[:place], states, *args[place + 1 :]
 
 
-class _Reads(Observer):
-    """Find the first call in which Python reads a value of a tensor, whether it depends on the inputs or not."""
-
-    place = ""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        reads = not self.place and not _asks_for_a_size(func) and not list(_tensors_in(result))
-        if reads and not _tells_no_value(func, result) and list(_tensors_in((args, kwargs))):
-            self.place = self.line(sys._getframe(1))[1]
-        return result
-
-
 def first_read(adapter: Adapter, tensors: Sequence[torch.Tensor]) -> str:
-    """The first line at which Python reads a value of a tensor, such as `.item()` of a buffer; "" if there is none."""
-    with undisturbed(adapter), silent(), _Reads(adapter) as seen:
-        adapter.run(tuple(tensors))
-    return seen.place
+    """The first line at which Python reads a value of a tensor, such as `.item()` of a buffer; "" if there is none.
+
+    Whether the value depends on the inputs or not.
+    """
+
+    def reads(func: Any, args: Any, kwargs: Any, result: Any) -> bool | None:
+        if _asks_for_a_size(func) or list(_tensors_in(result)) or _tells_no_value(func, result):
+            return None
+        return bool(list(_tensors_in((args, kwargs)))) or None
+
+    return next((place for _, place in calls_in(adapter, tensors, reads)), "")
 
 
 def refuse_values(watch: Watch, where: str = "", *, counts: bool = True) -> None:

@@ -202,12 +202,6 @@ def test_a_value_of_a_buffer_that_python_reads_is_told_with_its_line(kind, line,
 # ---------------------------------------------------------------------------- decisions that are the same in every call
 
 
-def by_weights(self, x):
-    if self.gate > 0:
-        x = x * 2
-    return self.layer(x) if float(self.gate) > 0 else x
-
-
 def by_checks(self, x):
     if (x > 1000).any():
         raise ValueError("too large")
@@ -233,12 +227,17 @@ def by_fixed_sizes(self, x):
     return y.view(y.shape[0], heads, -1).flatten(1) * heads
 
 
-def in_the_graph(self, x):
-    return torch.where(x.sum() > 100, x, self.layer(x))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("function", [by_weights, by_checks, by_kind, by_fixed_sizes, in_the_graph])
+@pytest.mark.parametrize(
+    "function",
+    each(
+        weights=lambda self, x: self.layer(x * 2 if self.gate > 0 else x) if float(self.gate) > 0 else x,
+        checks=by_checks,
+        kind=by_kind,
+        fixed_sizes=by_fixed_sizes,
+        in_the_graph=lambda self, x: torch.where(x.sum() > 100, x, self.layer(x)),
+    ),
+)
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_what_falls_the_same_way_in_every_call_is_no_hindrance(exporter, function, tmp_path):
     assert export(exporter, function, tmp_path).route in ("trace", "dynamo", "torchscript")
@@ -247,28 +246,9 @@ def test_what_falls_the_same_way_in_every_call_is_no_hindrance(exporter, functio
 # --------------------------------------------------------------------------------------------------------- on the batch
 
 
-def at_four(self, x):
-    y = self.layer(x)
-    return y + 1 if y.shape[0] == 4 else y
-
-
-def above_5000_rows_of_three(self, x):
-    y = self.layer(x)
-    return y + 1 if y.reshape(-1).shape[0] * 3 > 60_000 else y
-
-
 def above_sixteen_in_python(self, x):
     count = int(x.shape[0])
     return self.layer(x + 1 if count > 16 else x)
-
-
-def by_the_larger(self, x):
-    rows = max(x.shape[0], 16)
-    return self.layer(x) if rows <= 64 else self.layer(x + 1)
-
-
-def by_tanh_above_sixteen(self, x):
-    return F.gelu(self.layer(x) * 3, approximate="tanh" if x.shape[0] > 16 else "none")
 
 
 @pytest.mark.slow
@@ -277,14 +257,14 @@ def by_tanh_above_sixteen(self, x):
     ("function", "batch"),
     [
         (lambda self, x: self.layer(x + 1 if x.shape[0] > 16 else x), 17),
-        (at_four, 4),
+        (lambda self, x: (y := self.layer(x)) + (1 if y.shape[0] == 4 else 0), 4),
         (lambda self, x: self.layer(x + 1 if x.size(0) == 777 else x), 777),
-        (above_5000_rows_of_three, 5001),
+        (lambda self, x: (y := self.layer(x)) + (1 if y.reshape(-1).shape[0] * 3 > 60_000 else 0), 5001),
         (above_sixteen_in_python, 17),
         # After a branch that makes no difference, and with a difference of 1e-4.
-        (by_the_larger, 65),
+        (lambda self, x: self.layer(x if max(x.shape[0], 16) <= 64 else x + 1), 65),
         (lambda self, x: self.layer(x + 1 if x.shape[0] > 10 and x.shape[0] > 100 else x), 101),
-        (by_tanh_above_sixteen, 17),
+        (lambda self, x: F.gelu(self.layer(x) * 3, approximate="tanh" if x.shape[0] > 16 else "none"), 17),
     ],
 )
 def test_a_branch_at_a_batch_that_no_call_has_is_found_there(exporter, function, batch, tmp_path):
@@ -299,18 +279,17 @@ def by_values_of_many(self, x):
     return self.layer(x)
 
 
-def where_a_division_has_no_value(self, x):
-    rows = x.shape[0]
-    return self.layer(x * 3 if 12 // (rows - 20) > 5 else x)
-
-
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
         (by_values_of_many, "at batch size 11 the model branches on the values of its inputs at"),
         # The model raises at 20 rows, and takes another branch at 21 and 22.
-        pytest.param(where_a_division_has_no_value, r"at batch size 2[012]\b", marks=pytest.mark.slow),
+        pytest.param(
+            lambda self, x: self.layer(x * 3 if 12 // (x.shape[0] - 20) > 5 else x),
+            r"at batch size 2[012]\b",
+            marks=pytest.mark.slow,
+        ),
         # A size that grows faster than the batch isn't a linear function of it.
         (lambda self, x: self.layer(x * 2 if (x @ x.t()).reshape(-1).shape[0] > 100 else x), "can't be exported"),
     ],
@@ -336,19 +315,18 @@ def padded_to_eight(self, x):
     return self.layer(F.pad(x, (0, 0, 0, (8 - rows % 8) % 8)))[:rows]
 
 
-def alike(self, x):
-    y = self.layer(x)
-    return y * 2 if y.size() == (x.shape[0], 4) else y
-
-
-def by_a_difference(self, x):
-    y = self.layer(x)
-    return y * 2 if y.shape[0] - x.shape[0] > 0 else y
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("function", [in_chunks, up_to_sixteen, padded_to_eight, alike, by_a_difference])
+@pytest.mark.parametrize(
+    "function",
+    each(
+        chunks=in_chunks,
+        up_to_sixteen=up_to_sixteen,
+        padded=padded_to_eight,
+        alike=lambda self, x: (y := self.layer(x)) * (2 if y.size() == (x.shape[0], 4) else 1),
+        difference=lambda self, x: (y := self.layer(x)) * (2 if y.shape[0] - x.shape[0] > 0 else 1),
+    ),
+)
 def test_a_way_that_gives_the_same_is_no_hindrance(exporter, function, tmp_path):
     artifact = export(exporter, function, tmp_path)
     assert artifact.route in ("trace", "dynamo")
@@ -552,28 +530,26 @@ def small(x):
         raise ValueError("too large")
 
 
-def by_a_caught_check_of_a_size(self, x):
-    try:
-        few(x)
-    except ValueError:
-        x = x * 2
-    return self.layer(x)
+def caught(check):
+    def function(self, x):
+        try:
+            check(x)
+        except (TypeError, ValueError):
+            x = x * 2
+        return self.layer(x)
+
+    return function
 
 
-def by_a_suppressed_check_of_a_size(self, x):
-    y = self.layer(x)
-    with contextlib.suppress(AssertionError):
-        assert x.shape[0] > 20
-        y = y * 2
-    return y
+def suppressed(test):
+    def function(self, x):
+        y = self.layer(x)
+        with contextlib.suppress(AssertionError):
+            assert test(x)
+            y = y * 2
+        return y
 
-
-def by_a_caught_check_of_values(self, x):
-    try:
-        small(x)
-    except (TypeError, ValueError):
-        x = x * 2
-    return self.layer(x)
+    return function
 
 
 def by_a_replaced_error(self, x):
@@ -587,18 +563,6 @@ def by_a_replaced_error(self, x):
     return self.layer(x)
 
 
-def by_a_suppressed_check_of_values(self, x):
-    y = self.layer(x)
-    with contextlib.suppress(AssertionError):
-        assert (x > 50).any()
-        y = y * 2
-    return y
-
-
-def by_values_in_a_list(self, x):
-    return self.layer(x) + torch.tensor([x.sum() > 1000] * 4)
-
-
 def by_a_check_whose_error_goes_on(self, x):
     x = x * x.new_tensor([1.0, 2.0, 3.0, 4.0])
     try:
@@ -609,14 +573,19 @@ def by_a_check_whose_error_goes_on(self, x):
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("function", [by_a_caught_check_of_a_size, by_a_suppressed_check_of_a_size])
+@pytest.mark.parametrize("function", [caught(few), suppressed(lambda x: x.shape[0] > 20)], ids=["caught", "suppressed"])
 def test_a_check_of_a_size_decides_where_its_error_is_caught(exporter, function, tmp_path):
     assert "at batch size 21 the model takes a different path" in refusal(exporter, function, tmp_path)
 
 
 @pytest.mark.parametrize(
     "function",
-    [by_a_caught_check_of_values, by_a_suppressed_check_of_values, by_a_replaced_error, by_values_in_a_list],
+    each(
+        caught=caught(small),
+        suppressed=suppressed(lambda x: (x > 50).any()),
+        replaced=by_a_replaced_error,
+        in_a_list=lambda self, x: self.layer(x) + torch.tensor([x.sum() > 1000] * 4),
+    ),
 )
 def test_a_check_of_values_decides_where_its_error_is_caught(function, tmp_path):
     assert "branches on the values of its inputs" in refusal(TorchScriptExporter, function, tmp_path)
