@@ -58,7 +58,7 @@ class _Recorder(Observer):
 
 
 def calls_in(adapter: Adapter, tensors: Sequence[torch.Tensor], noted: Noted) -> list[tuple[Any, str]]:
-    """The notes on the calls of torch in an eager run, each with the user's line; calls with the note None are left out."""
+    """The notes on the calls of torch in an eager run, each with the user's line, without the notes None."""
     with undisturbed(adapter), silent(), eager_only(), _Recorder(adapter, noted) as seen:
         adapter.run(tensors)
     return seen.found

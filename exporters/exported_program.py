@@ -1,6 +1,7 @@
 """Programs captured by torch.export, and the assumptions of the capture about the open dims: conditions and guards.
 
-Conditions are functions of one number, the batch (`evidence.Line`); guards are comparisons of input sizes as Python source.
+Conditions are functions of one number, the batch (see `evidence.Line`). Guards are comparisons of input sizes as Python
+source.
 """
 
 from __future__ import annotations
@@ -306,7 +307,7 @@ def take_guards(program: torch.export.ExportedProgram) -> tuple[str, ...]:
 
 
 def guards_in_force(guards: Sequence[str], evidence: Evidence, agreed: Iterable[Shapes]) -> tuple[str, ...]:
-    """The guards that hold at all shapes at which the program was proven right, so that they refuse only other sizes."""
+    """The guards that hold wherever the program was proven right, so that they refuse only other sizes."""
     shapes = list(agreed)
     return tuple(guard for guard in guards if not any(guards_refuse([guard], evidence, each) for each in shapes))
 
@@ -339,7 +340,7 @@ class _Torch:
 
 
 def guard_holds(guard: str, sizes: Mapping[str, Sequence[int]]) -> bool:
-    """Whether a guard holds for inputs of these sizes, by parameter name; not where it is undefined (a division by zero).
+    """Whether a guard holds for inputs of these sizes, by parameter name. It doesn't where it divides by zero.
 
     The guard comes from torch, or from a file that can run any code when it is loaded, so it is passed to `eval`.
 

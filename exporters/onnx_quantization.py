@@ -329,7 +329,7 @@ def check_calibration(model: ir.Model, calibration: Calibration, *, needed_for: 
 
 
 def _quantizable(model: ir.Model, kind: Kind) -> tuple[str, ...]:
-    """The names of the nodes to quantize; NothingToQuantize if these are none, or hold only a small part of the weights."""
+    """The names of the nodes to quantize; NothingToQuantize if there are none, or they hold few of the weights."""
     if kind == "float16":
         tensors = (value.const_value for value in model.graph.initializers.values())
         if not any(each is not None and each.dtype == ir.DataType.FLOAT and len(each.shape) > 1 for each in tensors):

@@ -1,8 +1,8 @@
 """Locations in a model's source, and the values of files and captured programs with their locations.
 
 A location is a line, the module whose forward contains it, and the file. An exporter keeps the program that a file was
-made from next to the file, not in it: a file contains no source paths. The program runs on the model's own weights, so its
-values are the expected values of the file.
+made from next to the file, not in it: a file contains no source paths. The program runs on the model's own weights, so
+its values are the expected values of the file.
 """
 
 from __future__ import annotations

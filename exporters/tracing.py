@@ -1,4 +1,4 @@
-"""Trace an adapter: with a record of where Python reads a traced value, and without the device and settings of the moment.
+"""Trace an adapter: with a record of where Python reads a traced value, without the device and settings of the moment.
 
 A trace freezes the consequences of each read for all inputs:
 - A value of the inputs (`if x.sum() > 0`, `.item()`, `.tolist()`): the trace would be wrong for other values.

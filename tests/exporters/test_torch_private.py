@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 import torch._inductor
+from exportable_models import Of
 from torch import nn
 
 from exporters import torch_private
@@ -13,13 +14,7 @@ from exporters.isolation import silent, torchscript_allowed
 
 def test_a_trace_says_that_it_records():
     seen = []
-
-    class Model(nn.Module):
-        def forward(self, x):
-            seen.append(torch_private.is_tracing())
-            return x + 1
-
-    model = Model()
+    model = Of(lambda x: seen.append(torch_private.is_tracing()) or x + 1)
     model(torch.ones(2))
     with torchscript_allowed():
         torch.jit.trace(model, torch.ones(2), check_trace=False)
