@@ -249,6 +249,8 @@ def check(description: Description, plan: tuple[str, ...], with_examples: bool, 
     Args:
         again: optimize the result too, and check that this completes the folds.
     """
+    # The modules of all examples share a few forwards, so torch.compile must forget what it has seen of earlier ones.
+    torch.compiler.reset()
     built = build(description)
     model, inputs = built.model, inputs_of(description)
     rows = inputs(description.batch or 2, torch.Generator().manual_seed(1))
