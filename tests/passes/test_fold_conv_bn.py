@@ -605,6 +605,13 @@ def test_a_later_change_counts_at_the_next_call(change: str, fast_pair: Any) -> 
     same(copy.deepcopy(fast_pair), Pair().eval(), image())
 
 
+def test_under_the_callers_autocast_the_result_runs_as_written(fast_pair: Any) -> None:
+    model = Pair().eval()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert torch.equal(fast_pair(image()), model(image()))
+    same(fast_pair, model, image())
+
+
 @pytest.mark.parametrize("order", [["fold-conv-bn", "cast-precision"], ["cast-precision", "fold-conv-bn"]])
 def test_folds_inside_of_the_autocast_that_a_pass_sets_around_the_model(order: list[str]) -> None:
     model, x = Pair().eval(), image()

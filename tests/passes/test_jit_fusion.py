@@ -1,6 +1,7 @@
 """Fusion of pointwise operations: each group becomes one kernel."""
 
 import copy
+import dataclasses
 import math
 import operator
 import re
@@ -12,6 +13,7 @@ import onnx
 import pytest
 import torch
 import torch.nn.functional as F
+from pass_contract import captured
 from tiny_models import Net, enliven
 from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
@@ -709,6 +711,17 @@ def test_units_of_torchscript(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert all(parameter.grad is not None for parameter in fast.parameters())
     bundle = export(fast, example_inputs=(rows(),), output=tmp_path / "bundle", formats=("torchscript", "onnx"))
     assert bundle.parity.ok
+
+
+def test_units_of_torchscript_are_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("passes.jit_fusion.torchscript_fuses", lambda device: True)
+    runs: list[int] = []
+    tree, context = captured(OfGelu(), (rows(),))
+    run = context.run_compiled
+    context = dataclasses.replace(context, run_compiled=lambda watch: runs.append(1) or run(watch))
+    JitFusion(backend="torchscript").run(tree, context)
+    # One run captures the graphs, one checks the kernels. The fuser profiles the next runs, then generates its kernels.
+    assert len(runs) == 4
 
 
 def test_equal_units_share_one_code() -> None:

@@ -259,6 +259,14 @@ def test_a_forward_that_takes_another_way_keeps_everything():
     assert_equal(steps(model, (negative,), None), got)
 
 
+def test_a_write_to_what_was_saved_raises_as_without():
+    model = Net(lambda m, x: (y := x + 1, z := y * y, y.add_(1), z)[3])
+    with Tape(Plan(("add", "mul", "add_"), (None, Step(recomputed=True), None))):
+        result = model(rows())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()
+
+
 def test_a_weight_that_is_written_to_before_the_backward_pass_raises():
     model, (x,) = built(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh()), rows())
     with Tape(planned(model, (x,), everything)):
