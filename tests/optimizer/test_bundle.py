@@ -266,6 +266,11 @@ def test_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
     assert {oct(path.stat().st_mode & 0o777) for path in bundle.path.rglob("*") if path.is_file()} == {"0o644"}
 
 
+@pytest.mark.skipif(shutil.which("sha256sum") is None, reason="no sha256sum")
+def test_the_hashes_are_those_of_sha256sum(bundle: Bundle) -> None:
+    subprocess.run(["sha256sum", "-c", "--strict", "--quiet", "SHA256SUMS"], cwd=bundle.path, check=True)
+
+
 def test_a_file_whose_format_is_not_installed_is_said_to_be_unchecked(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1334,6 +1339,13 @@ class Runs:
 
     def __reduce__(self) -> Any:
         return Path.touch, (self.path,)
+
+
+def test_a_flipped_bit_in_the_onnx_leaves_no_other_artifact_to_be_run(real_copy: Path) -> None:
+    flip(real_copy / "model.onnx", (real_copy / "model.onnx").stat().st_size // 2)
+    report = verify_bundle(real_copy)
+    assert report.artifacts == ()
+    assert [problem.partition(" was changed")[0] for problem in report.problems] == ["model.onnx"]
 
 
 def test_a_program_of_a_stranger_is_loaded_without_expect_only(real: Bundle, real_copy: Path, tmp_path: Path) -> None:
