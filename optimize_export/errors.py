@@ -8,7 +8,7 @@ unchanged. `optimizer.command.errors` converts them to the classes with exit cod
 
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any, ClassVar
 
@@ -110,6 +110,16 @@ def missing_package(error: ModuleNotFoundError, caller: str = "The command") -> 
         f"{lack}: install optimize-export with its dependencies (pip install without --no-deps). Without them, only "
         "optimize_export.load works, which needs numpy and a runtime."
     )
+
+
+def with_causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, and those that led to it."""
+    link: BaseException | None = error
+    seen: set[int] = set()
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or link.__context__
 
 
 def failure_document(code: int, kind: str, message: str) -> dict[str, Any]:

@@ -5,17 +5,13 @@ import io
 import json
 import math
 import os
-import re
 import stat
-from array import array
-from collections import Counter
 from collections.abc import Mapping
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from optimize_export.errors import BundleError
-from optimize_export.manifest.schema import MANIFEST, NOT_NUMBERS, SUMS, check_manifest
+from optimize_export.manifest.schema import MANIFEST, SUMS, check_manifest
 
 # ----------------------------------------------------------------------------------------------------- regular files
 
@@ -60,14 +56,6 @@ def _refuse_irregular(path: Path, status: os.stat_result) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- JSON
 
-# Deeper than any manifest: each level of an argument's structure takes three levels of JSON.
-DEEPEST = 300
-
-# A text in JSON, which may lack its end, and the step that each bracket makes.
-_TEXT = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
-_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-
 
 def plain(value: Any) -> Any:
     """Convert a value to strict JSON: tuples to lists, NaN and the infinities to their names; else TypeError."""
@@ -86,7 +74,7 @@ def plain(value: Any) -> Any:
 
 def number(value: float | str) -> float:
     """Convert a number of the manifest, which may be "NaN", "Infinity" or "-Infinity", to a float."""
-    return NOT_NUMBERS[value] if isinstance(value, str) else float(value)
+    return float(value)
 
 
 def to_json_text(value: Any) -> str:
@@ -95,63 +83,20 @@ def to_json_text(value: Any) -> str:
 
 
 def parse_json(data: bytes) -> Any:
-    """Parse strict JSON from an untrusted source.
-
-    It is a ValueError if it isn't UTF-8 or JSON, is nested too deeply, has a key twice, or has a number or a text that
-    other programs can't read: NaN, an infinity, more than a float64 can hold, half a surrogate pair.
-    """
-    if _depth(data) > DEEPEST:
-        raise ValueError(f"it is nested more than {DEEPEST} levels deep")
-    value = json.loads(
-        data.decode("utf-8"),
-        parse_constant=_refuse_constant,
-        parse_int=_whole,
-        parse_float=_real,
-        object_pairs_hook=_without_repetition,
-    )
-    # Only an escape can give half a surrogate pair, and this program writes no such escapes.
-    if re.search(rb"\\u[dD][89a-fA-F]", data):
-        try:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError:
-            raise ValueError("a text contains half a surrogate pair") from None
-    return value
-
-
-def read_json(path: Path, *, follow: bool = False) -> Any:
-    """Read a regular file with `read_text_bytes` and `parse_json`, which raise OSError and ValueError."""
-    return parse_json(read_text_bytes(path, follow=follow))
-
-
-def _depth(data: bytes) -> int:
-    """How deeply brackets are nested, found without recursion: a deep nesting may end the process while it is parsed."""
-    brackets = _TEXT.sub(b"", data).translate(_STEPS, delete=_NO_BRACKETS)
-    return max(accumulate(array("b", brackets)), default=0)
+    """Parse strict JSON from an untrusted source; ValueError if it isn't UTF-8 or JSON, or is nested too deeply."""
+    try:
+        return json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-def _whole(text: str) -> int:
-    # The largest float64 has 309 digits.
-    if len(text) > 309 or math.isinf(float(text)):
-        raise ValueError(f"the number {text[:20]}... is too large")
-    return int(text)
-
-
-def _real(text: str) -> float:
-    if math.isinf(value := float(text)):
-        raise ValueError(f"the number {text[:20]} is too large")
-    return value
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        (key, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"the key {key!r} occurs twice")
-    return found
+def read_json(path: Path, *, follow: bool = False) -> Any:
+    """Read a regular file with `read_text_bytes` and `parse_json`, which raise OSError and ValueError."""
+    return parse_json(read_text_bytes(path, follow=follow))
 
 
 # ---------------------------------------------------------------------------------------------------------- manifests

@@ -5,7 +5,6 @@ docs/bundle.md explains every field.
 """
 
 import json
-import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ SCHEMA_VERSION = 1
 # More than any machine has: a runtime starts each of them.
 MOST_THREADS = 4096
 
-NOT_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 # --------------------------------------------------------------------------------------------------- kinds of values
@@ -63,12 +62,12 @@ def _is_whole(value: Any, end: int = 2**63) -> bool:
 
 
 def _is_finite(value: Any) -> bool:
-    # Python reads JSON's 1e999 as infinity, and a JSON integer may be too large for a float.
+    # A JSON integer may be too large for a float, and JSON's 1e999 is read as infinity.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_number(value: Any) -> bool:
-    return _is_finite(value) or (_is_text(value) and value in NOT_NUMBERS)
+    return _is_finite(value) or value in _NOT_FINITE
 
 
 def _is_digest(value: Any) -> bool:

@@ -49,7 +49,7 @@ from optimize_export.manifest import (
 )
 from optimize_export.wording import listed
 from optimizer.bundle import exchange
-from optimizer.bundle.exchange import absolute, bundle_errors, disk_failures
+from optimizer.bundle.exchange import absolute, bundle_errors
 from optimizer.bundle.golden import GoldenCall, read_golden
 from optimizer.bundle.manifest import creation_time, usage_text
 from optimizer.bundle.report import fragment_of
@@ -276,7 +276,6 @@ def new_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
     with (
         bundle_errors(target, "written"),
         exchange.replacement(target, lambda folder: _check_replaceable(folder, target, force=force)) as folder,
-        disk_failures(target, folder),
     ):
         yield folder
 

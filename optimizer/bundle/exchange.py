@@ -1,4 +1,4 @@
-"""Replace a folder by a finished one: write it next to the target, then exchange the two. Failures of the disk are one sentence.
+"""Replace a folder by a finished one: write it next to the target, then exchange the two.
 
     parent/NAME                                  the target
     parent/.NAME.RANDOM.optimize-export/         the staging place, next to the target on the same file system
@@ -20,7 +20,6 @@ import ctypes
 import errno
 import logging
 import os
-import re
 import secrets
 import shutil
 import stat
@@ -29,13 +28,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from safetensors import SafetensorError
-
-from exporters.errors import ExporterError
-from optimize_export.errors import BundleError, OptimizeExportError
-from optimize_export.manifest import entries_below
+from optimize_export.errors import BundleError, with_causes
 from optimizer.paths import is_utf8
-from optimizer.showing import size_text
 
 if sys.platform != "win32":
     import fcntl
@@ -315,77 +309,28 @@ def absolute(path: str | Path) -> Path:
 
 @contextlib.contextmanager
 def bundle_errors(target: Path, done: str) -> Iterator[None]:
-    """Turn an OSError into a one-sentence BundleError."""
+    """Turn an OSError, also one that a library reports in an error of its own, into a one-sentence BundleError."""
     try:
         yield
-    except OSError as error:
-        raise BundleError(f"The bundle {target} can't be {done}: {_cause(error)}.") from error
-
-
-def _cause(error: OSError) -> str:
-    where = f" ({error.filename})" if isinstance(error.filename, str) and error.filename else ""
-    known = {
-        errno.EACCES: "this user may not write there; choose another folder or change its permissions",
-        errno.EPERM: "the system doesn't allow it; choose another folder",
-        errno.ENOTEMPTY: "another program wrote there at the same time; run again to replace its result",
-        errno.EROFS: "the file system is read-only; choose another folder",
-        errno.ENAMETOOLONG: "the path is too long; choose a shorter one",
-        errno.ENOTDIR: "a part of the path is a file; choose another folder",
-        errno.EBUSY: "the folder is in use by the system; choose another one",
-        errno.ENOSPC: "the disk is full; free some space or choose another folder",
-        errno.EDQUOT: "the disk quota is used up; free some space or choose another folder",
-        errno.EFBIG: "a file is larger than the system allows here; raise the limit or choose another folder",
-    }
-    return known.get(error.errno or 0, error.strerror or str(error)) + where
-
-
-@contextlib.contextmanager
-def disk_failures(target: Path, folder: Path) -> Iterator[None]:
-    """Turn the errors that a failing disk causes in the writers into a one-sentence BundleError.
-
-    The libraries that write artifacts wrap the system's error in their own error types. This searches the whole chain
-    of causes for the error's number or text. The message gives file sizes, so it is built before the files are removed.
-    """
-    try:
-        yield
-    except Exception as error:
-        code = _disk_error(error)
-        if code == errno.ENOSPC:
-            raise BundleError(_disk_full(target, folder)) from error
-        if code is not None:
-            raise BundleError(
-                f"The bundle {target} can't be written: {_cause(OSError(code, os.strerror(code)))}."
-            ) from error
-        if isinstance(error, SafetensorError):
-            raise BundleError(f"The bundle {target} can't be written: {error}.") from error
+    except BundleError:
         raise
+    except Exception as error:
+        failure = error if isinstance(error, OSError) else _disk_failure(error)
+        if failure is None:
+            raise
+        where = f" ({failure.filename})" if isinstance(failure.filename, str) and failure.filename else ""
+        advice = ": correct that, or choose another folder" if done == "written" else ""
+        raise BundleError(
+            f"The bundle {target} can't be {done}: {failure.strerror or failure}{where}{advice}."
+        ) from error
 
 
-def _disk_error(error: BaseException) -> int | None:
-    """The errno of the disk error that caused an exception; None if a disk error isn't the cause."""
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
+def _disk_failure(error: BaseException) -> OSError | None:
+    """The failure of a disk that caused an error; the libraries that write artifacts quote its text or its number."""
+    for link in with_causes(error):
         if isinstance(link, OSError) and link.errno in _DISK_ERRORS:
-            return link.errno
-        found = None if isinstance(link, BundleError) else re.search(r"\(os error (\d+)\)", str(link))
-        if found and int(found[1]) in _DISK_ERRORS:
-            return int(found[1])
-        if isinstance(link, OptimizeExportError | ExporterError | RuntimeError) and (code := _named_error(str(link))):
-            return code
-        link = link.__cause__ or link.__context__
+            return link
+        for code in _DISK_ERRORS:
+            if os.strerror(code) in str(link) or f"(os error {code})" in str(link):
+                return OSError(code, os.strerror(code))
     return None
-
-
-def _named_error(text: str) -> int | None:
-    return next((code for code in _DISK_ERRORS if os.strerror(code) in text), None)
-
-
-def _disk_full(target: Path, folder: Path) -> str:
-    written = sum(status.st_size for status in entries_below(folder).values() if stat.S_ISREG(status.st_mode))
-    free = shutil.disk_usage(folder).free
-    return (
-        f"The bundle {target} can't be written: the disk is full ({size_text(free)} are free after writing "
-        f"{size_text(written)}, which is too little); free some space or choose another folder."
-    )

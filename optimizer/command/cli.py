@@ -20,6 +20,7 @@ from optimize_export.errors import (
     Terminated,
     missing_package,
     printable,
+    with_causes,
 )
 from optimizer.command.all_models import builds, joined, summary
 from optimizer.command.commands import PROGRAM, field_options, option_names, parse, why_no_option
@@ -200,14 +201,12 @@ def _stopped(how: str) -> str:
 
 
 def _lacks_memory(error: BaseException) -> bool:
-    link: BaseException | None = error
-    while link is not None:
-        if isinstance(link, MemoryError) or (isinstance(link, OSError) and link.errno == errno.ENOMEM):
-            return True
-        if any(each in str(link).casefold() for each in _MEMORY_ERRORS):
-            return True
-        link = link.__cause__ or link.__context__
-    return False
+    return any(
+        isinstance(link, MemoryError)
+        or (isinstance(link, OSError) and link.errno == errno.ENOMEM)
+        or any(each in str(link).casefold() for each in _MEMORY_ERRORS)
+        for link in with_causes(error)
+    )
 
 
 def _defect(error: BaseException) -> str:
