@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from optimize_export.arguments import no_such_pass
 from passes.base import Pass, has_default
 from passes.built_in import BUILT_IN, PRESETS
 from passes.errors import DuplicatePass, PassOptionError, PassOrderError, UnknownPass
@@ -97,7 +97,11 @@ def pass_named(name: str) -> type[Pass]:
         return classes[name]
     if name in _broken:
         raise UnknownPass(f"The pass {name!r} isn't available: {_broken[name]}.")
-    raise UnknownPass(no_such_pass(name, classes))
+    near = difflib.get_close_matches(name, classes, 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"the passes are: {', '.join(classes)}."
+    raise UnknownPass(
+        f"There is no pass {name!r}: {hint} A pass of your own must be installed (docs/own-passes.md, Publish)."
+    )
 
 
 def parse_pass(text: str) -> Pass:

@@ -25,7 +25,6 @@ from optimize_export.errors import (
 from optimizer.command.all_models import builds, joined, summary
 from optimizer.command.commands import PROGRAM, field_options, option_names, parse, why_no_option
 from optimizer.command.early_checks import check_early
-from optimizer.command.option_names import all_with_options, with_options
 from optimizer.command.output import (
     EXIT_INTERRUPTED,
     EXIT_TERMINATED,
@@ -39,6 +38,7 @@ from optimizer.command.output import (
     silence_stdout,
     stdout_goes_to_stderr,
     to_stderr,
+    with_options,
 )
 from optimizer.command.up_to_date import changes, up_to_date_document
 from optimizer.command.user_code import import_own_packages
@@ -125,8 +125,8 @@ def _run(arguments: list[str], voice: Voice) -> int:
         return _build_all(options, voice)
     with stdout_goes_to_stderr():
         document = _work(options, voice)
-    told = {key: document[key] for key in _WITH_SENTENCES if key in document}
-    document |= all_with_options(told, option_names())
+    known = option_names()
+    document |= {key: with_options(document[key], known) for key in _WITH_SENTENCES if key in document}
     code = int(document.get("exit_code", 0))
     return code if voice.show(document) else code or BundleError.exit_code
 

@@ -14,8 +14,6 @@ from click.core import ParameterSource
 from optimize_export.arguments import other_gpu
 from optimize_export.errors import OptimizeExportError, UsageError
 from optimizer.command.config import FOLDERS, Config, read_config, refuse_name_in_config
-from optimizer.command.early_checks import check_names
-from optimizer.command.option_names import advice_for
 from optimizer.options import (
     DIAGNOSED,
     GROUPS,
@@ -110,11 +108,7 @@ def option_names(command: str | None = None) -> set[str]:
 
 
 def why_no_option(name: str, command: str) -> str:
-    """Why a command doesn't have an option, as a sentence: it is a command, goes with another one, or doesn't exist."""
-    if advice := advice_for(name, option_names(command)):
-        return f"There is no option {name}: use {advice}."
-    if (own := name.removeprefix("--")) in COMMANDS:
-        return f"{name} is a command: {PROGRAM} {own} --help shows its form."
+    """Why a command doesn't have an option, as a sentence: it goes with another command, or doesn't exist."""
     homes = [
         f"{PROGRAM} {'MODEL' if each.name == 'export' else each.name}"
         for each in COMMANDS.values()
@@ -425,9 +419,7 @@ def _configured(call: _Call, config: Config, name: str) -> ExportOptions:
     """The options of a model in the config; those on the command line take precedence."""
     given = {**config.named(name), **call.given}
     with config.blamed(name):
-        options = _export_options(replace(call, given=given), given.pop("model"))
-        check_names(options)
-    return options
+        return _export_options(replace(call, given=given), given.pop("model"))
 
 
 def _given_again(call: _Call, model: str) -> Iterator[str]:

@@ -26,7 +26,6 @@ import click
 
 from optimize_export.errors import UsageError
 from optimize_export.manifest import read_text_bytes
-from optimizer.command.option_names import advice_for
 
 _TOOL, _NAME = "optimize-export", re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 _DEFAULT = Path("pyproject.toml")
@@ -155,10 +154,8 @@ def _values(
     for key, value in table.items():
         name = key.replace("_", "-")
         if name not in known:
-            advice = advice_for(name, {f"--{each}" for each in known}).replace("--", "")
             near = difflib.get_close_matches(name, known, 1, 0.7)
-            hint = f"use {advice}." if advice else f"did you mean {near[0]}?" if near else ""
-            hint = hint or "the keys are model and the command's options for a MODEL."
+            hint = f"did you mean {near[0]}?" if near else "the keys are model and the options of an export."
             mistakes.append(f"{path}: there is no option {key} (= {_shown(value)}) {place}; {hint}")
             continue
         option = options.get(name)

@@ -28,7 +28,6 @@ from optimize_export.runtime import require_runtime
 from optimize_export.wording import listed
 from optimizer.api import check_choices, check_dynamic, export, optimize_to_export, report_of
 from optimizer.bundle import Bundle, VerifyReport, check_target, rejudge_bundle, verify_bundle, write_triton_model
-from optimizer.command.early_checks import check_early
 from optimizer.command.errors import own_errors, unlogged
 from optimizer.command.first_run import load_and_run
 from optimizer.command.input_spec import parse_input
@@ -115,7 +114,6 @@ def _checked_passes(options: ExportOptions) -> list[Pass]:
     refuse_metadata(options.metadata or {})
     for text in options.inputs:
         parse_input(text)
-    check_early(options)
     check_target(options.output, force=options.force)
     return passes
 

@@ -6,13 +6,19 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
 from optimize_export.errors import LoadError, UsageError
 from optimize_export.wording import dtype_name, quote
-from optimizer.command.early_checks import parts_of_input, refuse_input
 
+_EXAMPLE = "2x3x224x224, float32[2,3,224,224], mask=bool[2,128] or ids=int64[2,128]:0..30000"
+
+_SIZES = re.compile(r"[0-9]+(x[0-9]+)*")
+_TYPED = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[^\]]*)\]")
+_MOST_ELEMENTS = 2**40
+_MOST_DIGITS = 100
 # Short names: f16, fp16, bf16, i64, u8, c64, ...
 _SHORT_DTYPE = re.compile(r"(f|fp|bf|i|u|c)(\d+)")
 _KINDS = {"f": "float", "fp": "float", "bf": "bfloat", "i": "int", "u": "uint", "c": "complex"}
@@ -63,12 +69,12 @@ class InputSpec:
 
 def parse_input(text: str) -> InputSpec:
     """Parse one `--input`; raise a `UsageError` that quotes it and shows a valid example."""
-    name, written, shape, range_text = parts_of_input(text)
+    name, written, shape, range_text = _parts(text)
     dtype = _dtype_named(written)
     if dtype is None:
         known = [dtype_name(each) for each in vars(torch).values() if isinstance(each, torch.dtype)]
         near = difflib.get_close_matches(written, known, 1)
-        refuse_input(text, f"{written!r} is not a dtype" + (f" (did you mean {near[0]}?)" if near else ""))
+        _refuse(text, f"{written!r} is not a dtype" + (f" (did you mean {near[0]}?)" if near else ""))
     if range_text is None:
         return InputSpec(name, dtype, shape)
     return InputSpec(name, dtype, shape, *_parse_range(text, range_text, dtype))
@@ -85,6 +91,41 @@ def draw_inputs(specs: Sequence[InputSpec], seed: int) -> tuple[tuple[torch.Tens
     return positional, {name: tensor for name, tensor in drawn if name is not None}
 
 
+def _parts(text: str) -> tuple[str | None, str, tuple[int, ...], str | None]:
+    """The name, the dtype as it is written, the shape and the range of one `--input`; None for no name or range."""
+    head, equals, rest = text.strip().partition("=")
+    name, body = (head.strip(), rest.strip()) if equals else (None, head)
+    if name is not None and not name.isidentifier():
+        _refuse(text, f"{name!r} is not the name of an argument")
+    body, colon, range_text = body.partition(":")
+    dtype_name, sizes = _split_body(text, body)
+    if any(len(size) > _MOST_DIGITS for size in sizes):
+        _refuse(text, "one of its sizes is too large")
+    shape = tuple(map(int, sizes))
+    if 0 in shape:
+        _refuse(text, "every size must be 1 or more")
+    if math.prod(shape) > _MOST_ELEMENTS:
+        _refuse(text, f"{math.prod(shape)} elements are too many")
+    return name, dtype_name, shape, range_text if colon else None
+
+
+def _refuse(text: str, reason: str) -> NoReturn:
+    raise UsageError(f"--input {text!r}: {reason}; a valid one looks like {_EXAMPLE}.")
+
+
+def _split_body(text: str, body: str) -> tuple[str, list[str]]:
+    if _SIZES.fullmatch(body):
+        return "float32", body.split("x")
+    typed = _TYPED.fullmatch(body)
+    if typed is None:
+        _refuse(text, "the syntax is invalid")
+    sizes = [size.strip() for size in typed["shape"].split(",")] if typed["shape"].strip() else []
+    wrong = [size for size in sizes if not re.fullmatch("[0-9]+", size)]
+    if wrong:
+        _refuse(text, f"{wrong[0]!r} is not a size; every size must be 1 or more")
+    return typed["dtype"], sizes
+
+
 def _dtype_named(name: str) -> torch.dtype | None:
     short = _SHORT_DTYPE.fullmatch(name)
     found = getattr(torch, f"{_KINDS[short[1]]}{short[2]}" if short else name, None)
@@ -95,21 +136,21 @@ def _dtype_named(name: str) -> torch.dtype | None:
 def _parse_range(text: str, range_text: str, dtype: torch.dtype) -> tuple[float, float]:
     found = _RANGE.fullmatch(range_text.strip())
     if found is None:
-        refuse_input(text, f"{range_text!r} is not a range LOW..HIGH")
+        _refuse(text, f"{range_text!r} is not a range LOW..HIGH")
     low, high = float(found["low"]), float(found["high"])
     if not low < high:
-        refuse_input(text, "the range is empty (its upper end is excluded)")
+        _refuse(text, "the range is empty (its upper end is excluded)")
     if dtype.is_complex:
-        refuse_input(text, "complex numbers can't have a range")
+        _refuse(text, "complex numbers can't have a range")
     if dtype.is_floating_point:
         if max(-low, high) > torch.finfo(dtype).max:
-            refuse_input(text, f"the range doesn't fit {dtype_name(dtype)}")
+            _refuse(text, f"the range doesn't fit {dtype_name(dtype)}")
         return low, high
     if not (low.is_integer() and high.is_integer()):
-        refuse_input(text, "a range of integers needs integer ends")
+        _refuse(text, "a range of integers needs integer ends")
     least, most = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     if low < least or high - 1 > min(most, 2**53):
-        refuse_input(text, f"the range doesn't fit {dtype_name(dtype)}")
+        _refuse(text, f"the range doesn't fit {dtype_name(dtype)}")
     return low, high
 
 

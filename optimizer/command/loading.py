@@ -31,12 +31,11 @@ from torch import nn
 from optimize_export.errors import LoadError, UsageError
 from optimize_export.wording import a_type, listed
 from optimizer.command.early_checks import (
+    A_LIBRARYS,
     SUFFIXES,
     Target,
     files_of,
-    library_names,
     parse_target,
-    refuse_missing_inputs,
     split_library,
 )
 from optimizer.command.errors import errors_of_user_code
@@ -54,7 +53,7 @@ from optimizer.model import (
     refuse_empty_tensors,
     refuse_unmade_module,
 )
-from optimizer.paths import LIBRARIES, refuse_missing_weights
+from optimizer.paths import LIBRARIES
 
 FACTORY_NAMES = ("get_model", "build_model", "create_model")
 ExampleInputs = tuple[Any, ...] | Callable[[int, torch.Generator], Call]
@@ -122,9 +121,6 @@ def load(
     specs = [parse_input(text) for text in inputs]
     library = split_library(spec, name)
     target = parse_target(spec, name) if library is None else None
-    if weights is not None:
-        refuse_missing_weights(weights)
-    refuse_missing_inputs(input_files)
     _seed_everything(seed)
     finder: _Finder | LibraryModel
     if target is not None:
@@ -198,8 +194,7 @@ def _imported(target: Target) -> ModuleType:
                 raise
             raise LoadError(
                 f"There is no module {error.name} here (MODEL is a path to a .py file, or package.module:factory with "
-                f"the package installed or in the current folder); for a model of a library, name the library too, "
-                f"{library_names(error.name)}."
+                f"the package installed or in the current folder; {A_LIBRARYS})."
             ) from error
 
 

@@ -8,11 +8,12 @@ import contextlib
 import errno
 import json
 import os
+import re
 import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
@@ -268,3 +269,28 @@ def print_tables(document: Mapping[str, Any], *, details: bool) -> bool:
 
 def _encoding(stream: TextIO) -> str:
     return getattr(stream, "encoding", None) or "utf-8"
+
+
+# The library's messages -------------------------------------------------------------------------------------------------
+
+_ARGUMENT = re.compile(r"`(\w+)=([^`]*)`")
+
+
+def with_options(value: Any, known: Set[str]) -> Any:
+    """A message, or every text of a document, with --static-batch where the library speaks of `static_batch=True`."""
+    if isinstance(value, str):
+        return _ARGUMENT.sub(lambda found: _as_option(found, known), value)
+    if isinstance(value, dict):
+        return {key: with_options(each, known) for key, each in value.items()}
+    return [with_options(each, known) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _as_option(found: re.Match[str], known: Set[str]) -> str:
+    name, value = f"--{found[1].replace('_', '-')}", found[2]
+    if value == "False":
+        name = f"--no-{name.removeprefix('--')}"
+    if name not in known:
+        return found[0]
+    if value in ("True", "False", "…"):
+        return name
+    return f"{name} {value.strip('()').replace(', ', ',')}"

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from exporters.errors import ExporterError
@@ -45,40 +46,46 @@ def as_text(document: Document, *, terminal: bool, details: bool = False) -> str
     console = Console(
         file=stream, force_terminal=terminal, width=width, height=25, highlight=False, emoji=False, markup=False
     )
-    for line in _lines(document, width, details=details):
+    for line in _lines(document, details=details):
+        if isinstance(line, Table):
+            # No name or number is broken: a narrower screen wraps the lines itself.
+            least = console.measure(line, options=console.options.update(width=_WIDE)).minimum
+            console.width = max(width, least)
+            console.print(line)
+            continue
         for part in [line] if isinstance(line, Text) else _wrapped(line, width) or [""]:
             console.print(part, soft_wrap=True)  # a path broken over two lines can't be copied
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).strip("\n")
 
 
-def _lines(document: Document, width: int, *, details: bool) -> Iterable[Text | str]:
+def _lines(document: Document, *, details: bool) -> Iterable[Table | Text | str]:
     if "available_passes" in document:
-        yield from _available(document["available_passes"], width)
+        yield _available(document["available_passes"])
         return
     if "diagnosis" in document:
         yield from diagnosis_lines(document["diagnosis"])
     report = document.get("report", {})
     if document.get("passes"):
-        yield from _passes(document["passes"], width, details=details)
+        yield _passes(document["passes"], details=details)
         for each in document["passes"]:
             yield from remark_lines(each)
         yield ""
     artifacts = document.get("artifacts", ())
     missing = document.get("missing") or {}
     if artifacts or missing:
-        yield from _files(artifacts, missing, width)
+        yield _files(artifacts, missing)
         yield ""
     if benchmark := document.get("benchmark"):
-        yield from benchmark_lines(benchmark, width)
+        yield from benchmark_lines(benchmark)
         yield ""
     for name, profile in document.get("profile", {}).items():
         yield from map(Text, profile_lines(profile, *_PROFILED[name]))
         yield ""
     if details and any("route" in artifact for artifact in artifacts):
-        yield from _artifacts(artifacts, width)
+        yield _artifacts(artifacts)
         yield ""
     elif details and any("calls" in artifact for artifact in artifacts):
-        yield from _ran(artifacts, width)
+        yield _ran(artifacts)
         yield ""
     outputs = [
         (artifact, output)
@@ -87,10 +94,10 @@ def _lines(document: Document, width: int, *, details: bool) -> Iterable[Text | 
         if "max_error" in output and (details or output.get("problem"))
     ]
     if outputs:
-        yield from _parity(outputs, width)
+        yield _parity(outputs)
         yield ""
     if details and any(output.get("calls") for _, output in outputs):
-        yield from _every_call(outputs, width)
+        yield _every_call(outputs)
         yield ""
     for artifact in artifacts:
         if rows := (artifact.get("parity") or {}).get("rows"):
@@ -103,7 +110,7 @@ def _lines(document: Document, width: int, *, details: bool) -> Iterable[Text | 
             yield _differs(artifact["format"], place)
     warnings = report.get("warnings", ())
     for warning in warnings:
-        yield from (Text(line, style="yellow") for line in _wrapped(f"warning: {warning}", width))
+        yield Text(f"warning: {warning}", style="yellow")
     for note in document.get("notes", ()):
         if note not in warnings:
             yield f"note: {note}"
@@ -121,27 +128,19 @@ def _lines(document: Document, width: int, *, details: bool) -> Iterable[Text | 
 
 def _wrapped(text: str, width: int) -> list[str]:
     """Wrap a sentence without breaking its words or numbers."""
-    return textwrap.wrap(text, width, subsequent_indent=" " * INDENT, break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(text, width, subsequent_indent=" " * 4, break_long_words=False, break_on_hyphens=False)
 
 
 # One line per file ----------------------------------------------------------------------------------------------------
 
 
-def _files(artifacts: Sequence[Document], missing: Mapping[str, str], width: int) -> Iterable[Text]:
+def _files(artifacts: Sequence[Document], missing: Mapping[str, str]) -> Table:
     rows = [(each.get("path", each["format"]), _bytes(each), *_verdict(each)) for each in artifacts]
     rows += [(_file_of(format), "", "missing", f": {sentence}") for format, sentence in missing.items()]
-    first = max(cell_len(row[0]) for row in rows)
-    second = max(cell_len(row[1]) for row in rows)
-    for path, size, word, rest in rows:
-        start = f"{padded(path, first)}  " + (f"{size:>{second}}  " if second else "")
-        style = STYLES.get(word, "")
-        if cell_len(start) + len(word) + len(rest) <= width:
-            yield Text.assemble(start, (word, style), rest)
-            continue
-        yield Text(start.rstrip())
-        top, *more = folded(word + rest, max(width - INDENT, 1))
-        yield Text.assemble(" " * INDENT, (word, style), top.removeprefix(word))
-        yield from (Text(" " * INDENT + line) for line in more)
+    named = [(path, size, Text.assemble((word, _STYLES.get(word, "")), rest)) for path, size, word, rest in rows]
+    if not any(size for _, size, _ in named):
+        return table((), [(path, verdict) for path, _, verdict in named], wraps=True)
+    return table((), named, wraps=True)
 
 
 def _file_of(format: str) -> str:
@@ -205,7 +204,7 @@ def _gained(report: Document) -> Iterable[str]:
 # Tables ---------------------------------------------------------------------------------------------------------------
 
 
-def _passes(passes: Sequence[Document], width: int, *, details: bool) -> Iterable[Text]:
+def _passes(passes: Sequence[Document], *, details: bool) -> Table:
     columns = ["pass", "status", "changes", "skips", "reason"]
     rows = [
         [each["name"], each["status"], _count(each.get("changes", 0)), _count(each.get("skips", 0)), reason_shown(each)]
@@ -215,22 +214,22 @@ def _passes(passes: Sequence[Document], width: int, *, details: bool) -> Iterabl
         columns.insert(4, "seconds")
         for row, each in zip(rows, passes, strict=True):
             row.insert(4, f"{each.get('seconds') or 0:.2f}")
-    yield from table(columns, rows, width, wraps=True)
+    return table(columns, rows, wraps=True)
 
 
-def _artifacts(artifacts: Sequence[Document], width: int) -> Iterable[Text]:
+def _artifacts(artifacts: Sequence[Document]) -> Table:
     columns = ("file", "route", "inputs", "outputs", "nodes on")
     rows = [
         (each["path"], each["route"], *map(_tensors, (each["inputs"], each["outputs"])), _placement(each))
         for each in artifacts
     ]
-    yield from table(columns, rows, width)
+    return table(columns, rows)
 
 
-def _ran(artifacts: Sequence[Document], width: int) -> Iterable[Text]:
+def _ran(artifacts: Sequence[Document]) -> Table:
     """The table of the artifacts that ran when the bundle was verified."""
     rows = [(each["path"], each["device"], str(each["calls"]), _placement(each)) for each in artifacts]
-    yield from table(("file", "run on", "calls", "nodes on"), rows, width)
+    return table(("file", "run on", "calls", "nodes on"), rows)
 
 
 def _placement(artifact: Document) -> str:
@@ -242,7 +241,7 @@ def _placement(artifact: Document) -> str:
 _FIGURES = ("mean", "99.9 %", "cosine", "top-1")
 
 
-def _parity(outputs: Sequence[tuple[Document, Document]], width: int) -> Iterable[Text]:
+def _parity(outputs: Sequence[tuple[Document, Document]]) -> Table:
     """One row per output: its error, the allowed error, and the worst of its other figures over all calls."""
     columns = ("parity of", "output", "error", "allowed", *_FIGURES, "result")
     rows = []
@@ -253,7 +252,7 @@ def _parity(outputs: Sequence[tuple[Document, Document]], width: int) -> Iterabl
         error, allowed = _judged(output)
         figures = _figures(output)
         rows.append((artifact["format"], str(output["name"]), error, allowed, *figures, verdict))
-    yield from table(columns, rows, width)
+    return table(columns, rows)
 
 
 def _judged(output: Document) -> tuple[str, str]:
@@ -264,7 +263,7 @@ def _judged(output: Document) -> tuple[str, str]:
     return number_text(output["max_error"]), allowed
 
 
-def _every_call(outputs: Sequence[tuple[Document, Document]], width: int) -> Iterable[Text]:
+def _every_call(outputs: Sequence[tuple[Document, Document]]) -> Table:
     columns = ("parity of", "output", "batch", "draw", "error", *_FIGURES)
     lines = []
     for artifact, output in outputs:
@@ -274,7 +273,7 @@ def _every_call(outputs: Sequence[tuple[Document, Document]], width: int) -> Ite
             error, figures = number_text(call["max_error"]), _figures(call)
             draw = f"{call['draw']} of the calibration, held out" if call.get("held_out") else str(call["draw"])
             lines.append((artifact["format"], str(output["name"]), size, draw, error, *figures))
-    yield from table(columns, lines, width)
+    return table(columns, lines)
 
 
 def _figures(of: Document) -> tuple[str, ...]:
@@ -293,9 +292,9 @@ def _agreement(share: float | None, undecided: int) -> str:
     return f"{shown} ({undecided} left out)" if undecided else shown
 
 
-def _available(passes: Sequence[Document], width: int) -> Iterable[Text]:
+def _available(passes: Sequence[Document]) -> Table:
     rows = [(each["name"], each["summary"], _options(each["options"])) for each in passes]
-    yield from table(("pass", "description", "options"), rows, width)
+    return table(("pass", "description", "options"), rows, wraps=True)
 
 
 def _options(options: Any) -> str:
@@ -324,14 +323,14 @@ def _differs(name: str, place: Mapping[str, Any]) -> str:
 # The latency and memory of files -------------------------------------------------------------------------------------
 
 
-def benchmark_lines(benchmark: Document, width: int) -> Iterable[Text | str]:
+def benchmark_lines(benchmark: Document) -> Iterable[Table | str]:
     """A table of all candidates, the recommendation, and the candidates that were dropped."""
     timed = [figure for figure in benchmark["figures"] if figure["seconds"] is not None and not figure["dropped"]]
     with_accuracy = any(figure["accuracy"] for figure in timed)
     if timed:
         columns = ["latency of", "median", "p95", "speed-up", "memory", "size", *["accuracy"] * with_accuracy]
         rows = [[*_row(figure), *[_accuracy(figure)] * with_accuracy] for figure in timed]
-        yield from table(columns, rows, width)
+        yield table(columns, rows)
     for figure in benchmark["figures"]:
         if figure["dropped"]:
             yield f"not used: {figure['name']}: {figure['dropped']}"
@@ -359,12 +358,11 @@ def _accuracy(figure: Document) -> str:
     return accuracy_text(figure["accuracy"]) if figure["accuracy"] else "rounding only"
 
 
-# Rows in columns, as far as the width allows -------------------------------------------------------------------------
+# Rows in columns ------------------------------------------------------------------------------------------------------
 
-# The minimum width of a wrapped last column. In less space, each row of the table becomes a paragraph.
-NARROWEST = 24
-INDENT = 4
-STYLES = {
+# The least width of a column of sentences.
+_NARROWEST = 24
+_STYLES = {
     "applied": "green",
     "ok": "green",
     "rolled-back": "yellow",
@@ -374,51 +372,16 @@ STYLES = {
     "missing": "red",
 }
 
-Row = Sequence[str]
 
-
-def table(columns: Row, rows: Sequence[Row], width: int, *, wraps: bool = False) -> Iterable[Text]:
-    """Align the rows in columns if they fit; otherwise write one paragraph per row.
-
-    Where the last column `wraps`, it has sentences, which may be broken at their spaces.
-    """
-    widths = [max(cell_len(row[column]) for row in (columns, *rows)) for column in range(len(columns))]
-    start = sum(widths[:-1]) + 2 * (len(widths) - 1)
-    room = min(widths[-1], max(width - start, NARROWEST)) if wraps else widths[-1]
-    if start + room > width:
-        yield from _paragraphs(columns, rows, width)
-        return
-    for row in (columns, *rows):
-        cells = [padded(cell, size) for cell, size in zip(row[:-1], widths, strict=False)]
-        first, *more = (folded(row[-1], room) if wraps else [row[-1]]) or [""]
-        line = Text("  ").join([Text(cell, style=STYLES.get(cell.rstrip(), "")) for cell in cells])
-        line = Text("  ").join([line, Text(first, style=STYLES.get(first, ""))])
-        if row is columns:
-            line.stylize("bold")
-        yield line
-        yield from (Text(" " * start + text) for text in more)
-
-
-def _paragraphs(columns: Row, rows: Sequence[Row], width: int) -> Iterable[Text]:
-    for first, *cells in rows:
-        pieces = [f"{name} {cell}" for name, cell in zip(columns[1:], cells, strict=True) if cell]
-        line = first
-        for number, piece in enumerate(pieces):
-            joined = f"{line}{',' if number else ':'} {piece}"
-            # Leave room for a comma.
-            if cell_len(joined) < width:
-                line = joined
-                continue
-            yield Text(line + ("," if number else ":"))
-            *full, last = [" " * INDENT + text for text in folded(piece, max(width - INDENT, 1))]
-            yield from map(Text, full)
-            line = last
-        yield Text(line)
-
-
-def folded(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
-
-
-def padded(text: str, width: int) -> str:
-    return text + " " * (width - cell_len(text))
+def table(titles: Sequence[str], rows: Sequence[Sequence[str | Text]], *, wraps: bool = False) -> Table:
+    """Align the rows in columns. Where the last column `wraps`, it has sentences, which may be broken at their spaces."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(titles), header_style="bold")
+    for place, cells in enumerate(zip(*rows, strict=True)):
+        title = titles[place] if titles else ""
+        texts, least, is_prose = [title, *map(str, cells)], 0, wraps and place == len(rows[0]) - 1
+        if is_prose:
+            texts, least = " ".join(texts).split(), _NARROWEST
+        made.add_column(title, no_wrap=not is_prose, min_width=max([least, *map(cell_len, texts)]))
+    for row in rows:
+        made.add_row(*(Text(cell, style=_STYLES.get(cell, "")) if isinstance(cell, str) else cell for cell in row))
+    return made

@@ -184,12 +184,7 @@ WHOLE = [
 # What is replaced in `CONFIG`, by what, and the mistake.
 REPLACED = [
     ("strict", "strickt", "no option strickt (= true) in [tool.optimize-export.models.resnet]; did you mean strict?"),
-    (
-        "seed = 7",
-        "int8 = true",
-        "no option int8 (= true) in [tool.optimize-export]; use accuracy 0.999 with calibration",
-    ),
-    ("seed = 7", 'zzz = "x"', "; the keys are model and the command's options for a MODEL."),
+    ("seed = 7", 'zzz = "x"', "; the keys are model and the options of an export."),
     ("seed = 7", 'verify = "x"', "there is no option verify"),
     ("seed = 7", "json = true", "there is no option json"),
     ("strict = true", 'strict = "yes"', '[tool.optimize-export.models.resnet] is "yes"; it must be true or false.'),
@@ -207,20 +202,9 @@ REPLACED = [
         "batch_sizes = 1",
         "batch_sizes is in [tool.optimize-export.models.resnet] twice, with - and with _.",
     ),
-    ("2x3x224x224", "2x3xq", "pyproject.toml, model resnet: --input '2x3xq': the syntax is invalid"),
     ("optimize-export", "optimize-exprt", "[tool.optimize-exprt] is not a table of optimize-export; did you mean"),
     ("seed = 7", "models = 1", "not valid TOML"),
     ("seed = 7", "seed = -1", "pyproject.toml, model resnet: --seed: '-1' is not a whole number from 0 to"),
-    (
-        '["onnx", "pt2"]',
-        '["onx"]',
-        "pyproject.toml, model resnet: There is no format 'onx'; the formats are: torchscript,",
-    ),
-    (
-        "seed = 7",
-        "passes = 'fold-conv-nb'",
-        "model resnet: There is no pass 'fold-conv-nb': did you mean 'fold-conv-bn'?",
-    ),
     ('"out/bert"', '"out\\u0000bert"', 'is "out\\u0000bert"; it must be a text without null characters.'),
     ("seed = 7", "require-gpu = true\ndevice = 'cpu'", "--require-gpu and --device cpu contradict"),
 ]

@@ -497,7 +497,7 @@ def test_an_output_of_nan_isnt_called_good(refused):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["fifo.py"], "fifo.py is not a Python file (.py)."),
+        (["fifo.py"], "fifo.py is not a Python file (.py):"),
         (["model.py", "--weights", "fifo.pt"], "The weights file fifo.pt is not a file."),
         (["model.py", "--inputs", "fifo.npz"], "The inputs file fifo.npz is not a file."),
         (["model.py", "--calibration", "fifo.npz", "--tune", "--accuracy", "0.9"], "is neither a file nor a folder."),

@@ -1,4 +1,4 @@
-"""The command names its options: for those that other tools have, and in messages of the library."""
+"""The command names its options in messages of the library, and all settings are spelled once."""
 
 import ast
 import dataclasses
@@ -13,18 +13,11 @@ from exporters.errors import ExporterError
 from optimize_export.errors import OptimizeExportError
 from optimizer import export, optimize
 from optimizer.command import commands
-from optimizer.command.option_names import _BY_NAME, _OPTION, advice_for, with_options
+from optimizer.command.output import with_options
 from optimizer.options import ExportOptions, ExportSettings, ShowOptions, options_of
 from passes.errors import PassesError
 
 KNOWN = commands.option_names("export")
-
-
-@pytest.mark.parametrize("name", sorted(_BY_NAME))
-def test_the_option_for_a_name_of_another_tool_exists(name):
-    assert set(_OPTION.findall(_BY_NAME[name])) <= KNOWN
-    assert f"--{name}" not in KNOWN
-    assert advice_for(f"--{name}", KNOWN) == _BY_NAME[name]
 
 
 @pytest.mark.parametrize(
