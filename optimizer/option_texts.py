@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from optimize_export.errors import UsageError
-from optimizer.paths import is_utf8
 
 # One number for all outputs, or one per output by its name in the files.
 Tolerance = float | dict[str, float] | None
@@ -18,8 +17,6 @@ Tolerance = float | dict[str, float] | None
 
 def parse_names(option: str, text: str) -> tuple[str, ...]:
     """Parse `"a,b"`; raise `UsageError` for an empty or repeated name."""
-    if not is_utf8(text):
-        raise UsageError(f"{option} {text!r} isn't UTF-8.")
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise UsageError(f"{option} {text!r} has an empty entry; separate the entries by single commas.")

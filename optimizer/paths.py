@@ -16,15 +16,6 @@ _CONTAINERS = ("collections OrderedDict", "torch._utils _rebuild_tensor_v2", "to
 _PICKLES_BEFORE = 3
 
 
-def is_utf8(text: str) -> bool:
-    """Whether an argument or path of the system is UTF-8; Python decodes other bytes to lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def library_of(model: str) -> str | None:
     """The library whose model MODEL names; None for the user's file or module.
 
@@ -101,17 +92,15 @@ def _object(file: IO[bytes], before: int) -> str:
 
 
 def check_new_folder(directory: str | Path | None, purpose: str, *others: str | Path | None) -> None:
-    """Check that nothing exists at the path, if any, that it is UTF-8, and that it isn't inside of the other folders.
+    """Check that nothing exists at the path, if any, and that it isn't inside of the other folders.
 
     Raises:
-        UsageError: a file or folder exists there, the path isn't UTF-8, or it is in one of the others.
+        UsageError: a file or folder exists there, or it is in one of the others.
     """
     if directory is None:
         return
     if os.path.lexists(directory):
         raise UsageError(f"{directory} already exists: choose a new folder for {purpose}, or delete it.")
-    if not is_utf8(str(directory)):
-        raise UsageError(f"{directory} isn't UTF-8, which the libraries that write there need: use another path.")
     for other in others:
         if other is not None and Path(os.path.realpath(directory)).is_relative_to(os.path.realpath(other)):
             raise UsageError(f"{directory} is in the folder {other}, which has other files: use another folder.")

@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from optimize_export.errors import BundleError, with_causes
-from optimizer.paths import is_utf8
 
 if sys.platform != "win32":
     import fcntl
@@ -300,10 +299,6 @@ def absolute(path: str | Path) -> Path:
     # Python before 3.13 raises RuntimeError for a loop of links.
     except (OSError, RuntimeError) as error:
         raise BundleError(f"{given} can't be resolved: {error}.") from error
-    if not is_utf8(str(path)):
-        raise BundleError(
-            f"{path} isn't UTF-8, which the libraries that write and read a bundle need: use another path."
-        )
     return path
 
 

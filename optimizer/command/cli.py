@@ -92,7 +92,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = voice.fail(*_failure(error), error)
     if argv is None:
         silence_stdout()
-        _keep_exit_code(code)
     return code
 
 
@@ -215,12 +214,6 @@ def _defect(error: BaseException) -> str:
         f"a defect of {PROGRAM} itself: {type(error).__name__}{': ' if text else ''}{text}; please report it with "
         "the output of --debug."
     )
-
-
-def _keep_exit_code(code: int) -> None:
-    """Keep the exit code of a failure, even if the user's code calls `os._exit(0)` at exit."""
-    end = os._exit
-    os._exit = lambda status: end(status or code)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from optimize_export.arguments import other_gpu
 from optimize_export.errors import OptimizeExportError, UsageError
-from optimizer.command.config import FOLDERS, Config, read_config, refuse_name_in_config
+from optimizer.command.config import FOLDERS, Config, read_config
 from optimizer.options import (
     DIAGNOSED,
     GROUPS,
@@ -263,7 +263,6 @@ class _Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Options:
         """What the call asks for."""
-        _refuse_deleted_folder()
         named = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
         given = {option.parameter: ctx.params[option.parameter] for option in self.options if option.parameter in named}
         self._refuse_swallowed(given)
@@ -315,19 +314,10 @@ def _installed(distribution: str) -> str:
         return "not installed"
 
 
-def _refuse_deleted_folder() -> None:
-    """Refuse a current folder that was deleted: no relative path can be resolved, and torch's libraries don't load."""
-    try:
-        os.getcwd()
-    except FileNotFoundError as error:
-        raise UsageError("The current folder was deleted: change to another one.") from error
-
-
 # What each asks for -----------------------------------------------------------------------------------------------
 
 
 def _export(call: _Call) -> ExportOptions:
-    refuse_name_in_config(call.model())
     return _export_options(call, call.model())
 
 

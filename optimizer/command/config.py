@@ -17,7 +17,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,7 @@ class Config:
         """The options of one model; raise `UsageError` if there is none of that name."""
         if name in self.models:
             return self.models[name]
-        near = difflib.get_close_matches(name, self.models, 1)
-        hint = f"did you mean {near[0]}?" if near else f"its models are: {self.names()}."
-        raise UsageError(f"{self.path} has no model {name}; {hint}")
+        raise UsageError(f"{self.path} has no model {name}; its models are: {self.names()}.")
 
     def refuse_shared_outputs(self, outputs: Mapping[str, Path]) -> None:
         """Raise `UsageError` if two models have the same folder, or one inside the other's."""
@@ -70,22 +68,6 @@ class Config:
             raise UsageError(f"{self.path}, model {name}: {error}") from error
 
 
-def refuse_name_in_config(model: str) -> None:
-    """Raise `UsageError` if MODEL is the name of a model in pyproject.toml, which the command `build` builds."""
-    if not _NAME.fullmatch(model) or not _DEFAULT.is_file():
-        return
-    table: Any = {}
-    with suppress(OSError, ValueError, RecursionError):
-        table = tomllib.loads(read_text_bytes(_DEFAULT, follow=True).decode("utf-8"))
-    for key in ("tool", _TOOL, "models"):
-        table = table.get(key) if isinstance(table, dict) else None
-    if isinstance(table, dict) and model in table:
-        raise UsageError(
-            f"{model} is a model of {_DEFAULT}: build it with {_TOOL} build {model}, or name a module's file, such as "
-            f"{model}.py."
-        )
-
-
 def read_config(path: Path | None, options: Mapping[str, click.Option]) -> Config:
     """Read a config, by default pyproject.toml; raise `UsageError` for all mistakes in it.
 
@@ -98,7 +80,7 @@ def read_config(path: Path | None, options: Mapping[str, click.Option]) -> Confi
         raise UsageError(f"The config {path} can't be read: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"The config {path} is not valid TOML: {error}.") from error
-    where, table = _own_part(path, table, options)
+    where, table = _own_part(path, table)
     table = _table(path, where, table)
     models = _table(path, f"{where}.models".lstrip("."), table.get("models", {}))
     mistakes: list[str] = []
@@ -122,21 +104,12 @@ def read_config(path: Path | None, options: Mapping[str, click.Option]) -> Confi
     return Config(path, found)
 
 
-def _own_part(path: Path, document: dict[str, Any], options: Mapping[str, click.Option]) -> tuple[str, Any]:
+def _own_part(path: Path, document: dict[str, Any]) -> tuple[str, Any]:
     """The table with this program's options, and its name: `tool.optimize-export`, or "" for the whole document."""
     tools = _table(path, "tool", document.get("tool", {}))
-    if _TOOL not in tools and (near := difflib.get_close_matches(_TOOL, tools, 1, 0.8)):
-        raise UsageError(f"{path}: [tool.{near[0]}] is not a table of {_TOOL}; did you mean [tool.{_TOOL}]?")
-    if path.name != _DEFAULT.name:
-        others = [key for key in document if key != "tool"]
-        if _TOOL in tools and (outside := [key for key in others if key in ("models", *options)]):
-            raise UsageError(
-                f"{path}: {', '.join(outside)} is outside of [tool.{_TOOL}]; move it inside, or leave tool.{_TOOL} out of "
-                "all names."
-            )
-        if _TOOL not in tools:
-            return "", {key: document[key] for key in others}
-    return f"tool.{_TOOL}", tools.get(_TOOL, {})
+    if path.name == _DEFAULT.name or _TOOL in tools:
+        return f"tool.{_TOOL}", tools.get(_TOOL, {})
+    return "", {key: value for key, value in document.items() if key != "tool"}
 
 
 def _table(path: Path, where: str, value: Any) -> dict[str, Any]:
@@ -160,8 +133,6 @@ def _values(
             continue
         option = options.get(name)
         parameter = "model" if option is None else option.name or ""
-        if parameter in found:
-            mistakes.append(f"{path}: {key} is {place} twice, with - and with _.")
         try:
             found[parameter] = _converted(option, value)
         except TypeError as error:
@@ -182,8 +153,6 @@ def _converted(option: click.Option | None, value: Any) -> Any:
     if any(isinstance(part, bool) or not isinstance(part, str | int | float) for part in parts):
         raise TypeError("a text, a number or a list of them" if listed else "a text or a number")
     texts = tuple(map(str, parts))
-    if any("\0" in text for text in texts):
-        raise TypeError("a text without null characters")
     if option is not None and isinstance(option.type, click.Choice) and texts[0] not in option.type.choices:
         raise TypeError(f"one of {', '.join(option.type.choices)}")
     return texts if option is not None and option.multiple else ",".join(texts)

@@ -14,7 +14,6 @@ from optimize_export.errors import LoadError, UsageError
 from optimizer.options import ExportOptions
 from optimizer.paths import (
     check_new_folder,
-    is_utf8,
     library_of,
     refuse_missing_weights,
 )
@@ -72,8 +71,6 @@ def split_library(spec: str, name: str | None = None) -> tuple[str, str] | None:
     if not name:
         example = "bert-base-uncased, or a folder" if library == "transformers" else "resnet50"
         raise UsageError(f"MODEL {spec!r} names no model of {library}: add one, such as {library}:{example}.")
-    if not is_utf8(name):
-        raise LoadError(f"The name {name!r} isn't UTF-8.")
     if Path(library, "__init__.py").exists():
         raise LoadError(
             f"{library} is also a package in the current folder: use {library}/__init__.py:{name} for that, or start in "
@@ -113,8 +110,6 @@ def parse_target(spec: str, name: str | None = None) -> Target:
         return Target(place, Path.cwd(), None, name)
     _refuse_other_files(path)
     full = path.resolve()
-    if not is_utf8(str(full)):
-        raise LoadError(f"The path {full} isn't UTF-8, which torch's exporters need: rename it.")
     return Target(path.name, full.parent, full, name)
 
 

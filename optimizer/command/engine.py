@@ -32,7 +32,7 @@ from optimizer.command.errors import own_errors, unlogged
 from optimizer.command.first_run import load_and_run
 from optimizer.command.input_spec import parse_input
 from optimizer.command.loading import Loaded, required_arguments
-from optimizer.command.user_code import hard_exits_raise, names_restored
+from optimizer.command.user_code import names_restored
 from optimizer.diagnosis import Diagnosis, diagnose
 from optimizer.model import in_turn
 from optimizer.options import (
@@ -60,7 +60,7 @@ def export_model(options: ExportOptions, progress: Callable[[Progress], None]) -
     to publish, the document has the measurements and `exit_code` 6. Any other error is raised.
     """
     try:
-        with own_errors(), names_restored(), hard_exits_raise(), unlogged():
+        with own_errors(), names_restored(), unlogged():
             return _make(options, progress)
     except ParityError as error:
         told = failure_document(error.exit_code, type(error).__name__, str(error))
@@ -169,7 +169,7 @@ def _exported(output: Path, bundle: Bundle, report: Document, loaded: Loaded, se
 @in_turn
 def diagnose_model(options: DiagnoseOptions, progress: Callable[[Progress], None]) -> Document:
     """Diagnose a model. With `fail_on`, the `exit_code` is 10 if there is a finding of that level or a higher one."""
-    with own_errors(), names_restored(), hard_exits_raise(), unlogged():
+    with own_errors(), names_restored(), unlogged():
         load = options.load
         device = _chosen_device(load.device, require_gpu=load.require_gpu)
         loaded = load_and_run(_with_absolute_paths(load), progress)

@@ -30,7 +30,7 @@ from optimize_export.errors import (
     UsageError,
 )
 from optimize_export.wording import one_line, quote
-from optimizer.command.user_code import OWN_PACKAGES, ROOT, HardExit
+from optimizer.command.user_code import OWN_PACKAGES, ROOT
 from passes.errors import (
     DuplicatePass,
     PassesError,
@@ -56,7 +56,7 @@ def errors_of_user_code(what: str, folder: Path) -> Iterator[None]:
     except (LoadError, KeyboardInterrupt, Terminated):
         raise
     except SystemExit as error:
-        raise LoadError(f"{what}: it called {exit_call(error)}.") from error
+        raise LoadError(f"{what}: it called sys.exit({'' if error.code is None else repr(error.code)}).") from error
     except SyntaxError as error:
         place = f"{_short(error.filename, folder)} line {error.lineno}" if error.filename else "the file"
         raise LoadError(f"{what}: {place} has a syntax error: {error.msg}.") from error
@@ -92,13 +92,6 @@ def _short(filename: str, folder: Path) -> str:
     return filename.removeprefix(str(folder.resolve()) + os.sep)
 
 
-def exit_call(error: SystemExit) -> str:
-    """The call that raised the error, such as `sys.exit(3)`."""
-    if isinstance(error, HardExit):
-        return f"os._exit({error.code!r})"
-    return f"sys.exit({'' if error.code is None else repr(error.code)})"
-
-
 # The other packages --------------------------------------------------------------------------------------------------
 
 _USAGE = (
@@ -131,7 +124,7 @@ def own_errors() -> Iterator[None]:
         raise ExportFailed(one_line(error)) from error
     except SystemExit as error:
         # The program never exits here. The model does, on an input that its first run didn't have.
-        raise LoadError(f"The model called {exit_call(error)} while it ran: remove the call.") from error
+        raise LoadError(f"The model called sys.exit({error.code!r}) while it ran: remove the call.") from error
     except OSError as error:
         if error.errno not in _DISK:
             raise

@@ -11,7 +11,6 @@ in the user's file. The file runs as in `python model.py`: its folder is first o
 finds the user's module (see `user_code`). The block `if __name__ == "__main__":` doesn't run.
 """
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -194,7 +193,7 @@ def _imported(target: Target) -> ModuleType:
                 raise
             raise LoadError(
                 f"There is no module {error.name} here (MODEL is a path to a .py file, or package.module:factory with "
-                f"the package installed or in the current folder; {A_LIBRARYS})."
+                f"the package installed or in the current folder); {A_LIBRARYS}."
             ) from error
 
 
@@ -310,20 +309,8 @@ class _Finder:
         for part in name.split("."):
             value = self._held(part, value)
             if value is _ABSENT:
-                raise LoadError(f"{self.target.label} has no {name}{self._where_else(part)}")
+                raise LoadError(f"{self.target.label} has no {name}.")
         return value
-
-    def _where_else(self, name: str) -> str:
-        """The end of the message about a missing name: where the name is, or what the user can do."""
-        label = self.target.label
-        if self._comes_before_a_library:
-            return f": it is {label}.py in the current folder, which comes before the installed package."
-        below = [path for path in sys.modules if path.startswith(f"{label}.") and "._" not in path]
-        homes = [path for path in below if name in vars(sys.modules[path])]
-        if self.target.file is None and homes:
-            return f" at its top level: use {min(homes, key=lambda path: (len(path), path))}:{name}."
-        near = difflib.get_close_matches(name, [other for other in vars(self.module) if not other.startswith("_")], 1)
-        return f"; did you mean {near[0]}?" if near else "."
 
     def _held(self, name: str, holder: Any = None) -> Any:
         """An attribute of the user's module, or of an object in it; `_ABSENT` if there is none.

@@ -4,15 +4,17 @@ The comparison needs no torch and runs none of the user's code, so it finds modu
 """
 
 import hashlib
+import math
 import os
 import sys
 import sysconfig
-import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
 from importlib import metadata
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec
+from importlib.util import find_spec, source_from_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -40,8 +42,6 @@ from optimizer.paths import library_of, split_weights
 Document = dict[str, Any]
 
 _OURS = tuple(str(ROOT / name) + os.sep for name in OWN_PACKAGES)
-# How many seconds the clock of a file server may be ahead.
-_CLOCK_SKEW = 60.0
 _MODULE = "module "
 _HERE = "current folder: "
 _PACKAGES = {"site-packages", "dist-packages"}
@@ -71,19 +71,24 @@ class BuildInputs:
         Before that, `sys.modules` was `before` and the Unix time `started`; `opened` are the files that were read since.
         A file that changed meanwhile may have been read before or after the change, so its digest is null.
         """
+        modules = {
+            Path(file): name
+            for name, module in list(sys.modules.items())
+            if before.get(name) is not module
+            and isinstance(file := getattr(module, "__dict__", {}).get("__file__"), str)
+        }
         files, packages = dict(self.files), set[str]()
-        for name, module in list(sys.modules.items()):
-            file = getattr(module, "__dict__", {}).get("__file__")
-            if before.get(name) is module or not isinstance(file, str) or not os.path.isabs(file):
-                continue
-            path = Path(file)
-            inside = path.relative_to(self.folder) if path.is_relative_to(self.folder) else None
-            if _PACKAGES & set((inside or path).parts):
-                packages.add(name.partition(".")[0])
-            elif not file.startswith((*_OURS, *_STANDARD)):
-                files[_MODULE + name if inside is None else inside.as_posix()] = path
         recorded = {path.resolve() for path in files.values()}
-        files |= {self._name(path): path for path in opened if path.resolve() not in recorded and self._is_own(path)}
+        for path in dict.fromkeys([*modules, *opened]):
+            module, is_inside = modules.get(path), path.is_relative_to(self.folder)
+            if not path.is_absolute() or path.resolve() in recorded or str(path).startswith((*_OURS, *_STANDARD)):
+                continue
+            if module and _PACKAGES & set((path.relative_to(self.folder) if is_inside else path).parts):
+                packages.add(module.partition(".")[0])
+            elif module and not is_inside:
+                files[_MODULE + module] = path
+            elif module or self._is_own(path):
+                files[self._name(path)] = path
         known = describe_environment()["libraries"]
         # It reads the files of all installed distributions.
         found = metadata.packages_distributions() if packages else {}
@@ -103,7 +108,7 @@ class BuildInputs:
         # In a container, the current folder may be /.
         folders = [each for each in (self.folder, self.root) if each.parent != each]
         inside = next((path.relative_to(each) for each in folders if path.is_relative_to(each)), None)
-        if inside is None or str(path).startswith((*_OURS, *_STANDARD, *_ENVIRONMENT)) or _PACKAGES & set(path.parts):
+        if inside is None or str(path).startswith(_ENVIRONMENT) or _PACKAGES & set(path.parts):
             return False
         return not any(part.startswith(".") for part in inside.parts[:-1])
 
@@ -225,20 +230,72 @@ def _module_file(name: str, folder: Path) -> Path | None:
     return Path(spec.origin) if spec and spec.origin else None
 
 
-def _digest(path: Path, unchanged_since: float | None = None) -> str | None:
+def _digest(path: Path, unchanged_since: float = math.inf) -> str | None:
     """The SHA-256 of a file; None if it isn't a regular file, can't be read, or changed after that Unix time."""
     try:
         with open_regular(path, follow=True) as file:
             status = os.fstat(file.fileno())
-            # A time in the future, as in some archives, says nothing: the file would always seem to have changed.
-            now = time.time() + _CLOCK_SKEW
-            if unchanged_since is not None and any(
-                unchanged_since < each <= now for each in (status.st_mtime, status.st_ctime)
-            ):
+            if max(status.st_mtime, status.st_ctime) > unchanged_since:
                 return None
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError:
         return None
+
+
+# Which files the user's code opens -----------------------------------------------------------------------------------
+
+
+@dataclass
+class OpenedFiles:
+    """The absolute paths that Python opened: `open`, imports, `torch.load`, but not libraries that open files in C."""
+
+    read: set[str] = field(default_factory=set)
+    written: set[str] = field(default_factory=set)
+    """Opened for writing, or replaced by another file."""
+
+    def data(self) -> set[Path]:
+        """The regular files that were read and not written; of compiled sources, the sources."""
+        # Opening some of them failed.
+        return {Path(path) for path in map(_source, self.read - self.written) if os.path.isfile(path)}
+
+
+_watching: list[OpenedFiles] = []
+
+
+@contextmanager
+def opened_files() -> Iterator[OpenedFiles]:
+    """Watch all threads of this process. Python can't remove an audit hook, so one stays, and does nothing later."""
+    _add_hook()
+    found = OpenedFiles()
+    _watching.append(found)
+    try:
+        yield found
+    finally:
+        _watching.remove(found)
+
+
+@cache
+def _add_hook() -> None:
+    sys.addaudithook(_hook)
+
+
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    if event not in ("open", "os.rename") or not _watching:
+        return
+    # The target of a rename gets the contents of another file.
+    path, flags = (arguments[0], arguments[2] or 0) if event == "open" else (arguments[1], os.O_WRONLY)
+    # Other paths are descriptors of files that are open already.
+    if isinstance(path, str | bytes | os.PathLike):
+        full = os.path.abspath(os.fsdecode(path))
+        for each in _watching:
+            (each.written if flags & (os.O_WRONLY | os.O_RDWR) else each.read).add(full)
+
+
+def _source(path: str) -> str:
+    if path.endswith(".pyc"):
+        with suppress(ValueError):
+            return source_from_cache(path)
+    return path
 
 
 # Differences ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from importlib.util import module_from_spec
 from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
 
 OWN_PACKAGES = ("optimize_export", "optimizer", "passes", "exporters")
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -69,27 +68,6 @@ def names_restored() -> Iterator[None]:
                 del sys.modules[name]
         sys.modules.update(own)
         importlib.invalidate_caches()
-
-
-class HardExit(SystemExit):
-    """Raised if the user's code calls `os._exit`, which would end the process silently, with any code."""
-
-
-@contextmanager
-def hard_exits_raise() -> Iterator[None]:
-    """Make `os._exit` raise `HardExit` in this process; in a forked child it still ends the process."""
-    end, process = os._exit, os.getpid()
-
-    def raise_or_end(status: int) -> NoReturn:
-        if os.getpid() != process:
-            end(status)
-        raise HardExit(status)
-
-    os._exit = raise_or_end
-    try:
-        yield
-    finally:
-        os._exit = end
 
 
 def _own_package(name: str) -> ModuleType:

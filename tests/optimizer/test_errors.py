@@ -231,11 +231,6 @@ def test_the_whole_way_and_back(run, folder):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("import os\nos._exit(0)", "model.py couldn't be loaded: it called os._exit(0)."),
-        (
-            "import os\nclass Ends(Net):\n    def forward(self, x):\n        os._exit(0)\nmodel = Ends()",
-            "model.py:model failed on its inputs (float32[2, 3, 8, 8]): it called os._exit(0).",
-        ),
         (
             "class Alone(Net):\n    def __deepcopy__(self, memo): raise ValueError('no')\nmodel = Alone()",
             "copy.deepcopy of the model's Alone failed: ValueError: no. Passes and exporters work on a copy: fix its ",
@@ -258,41 +253,12 @@ def test_models_that_cant_be_used(refused, text, sentence):
     assert sentence in refused(3, write(text))
 
 
-def test_a_child_process_of_the_users_ends_by_itself(run):
-    done = run(
-        write("import os\nif not (child := os.fork()):\n    os._exit(7)\nassert os.waitpid(child, 0)[1] == 7 << 8")
-    )
-    assert done.code == 0, done.err
-
-
-@pytest.mark.slow
-def test_what_ends_the_process_at_exit_keeps_the_code_of_a_failure(folder):
-    write("import atexit, os\natexit.register(lambda: os._exit(0))\n1 / 0", whole=True)
-    command = [sys.executable, "-m", "optimizer", "model.py"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 3, done.stderr
-
-
 def test_weights_whose_keys_are_no_names(refused):
     write()
     torch.save({1: torch.ones(3), "conv.bias": torch.ones(4)}, "w.pt")
     assert refused(3, "model.py", "--weights", "w.pt").startswith(
         "The weights w.pt contain no state dict: the key 1 isn't the name of a parameter; use a file written by torch.save("
     )
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="file names are bytes on Linux alone")
-def test_paths_that_are_no_text(refused):
-    write()
-    name = os.fsdecode(b"o\xff")
-    assert "o\\udcff isn't UTF-8, which the libraries that write and read a bundle need" in refused(
-        8, "model.py", "--output", name
-    )
-    assert "o\\udcff isn't UTF-8" in refused(8, "verify", name)
-    assert "o\\udcff isn't UTF-8" in refused(2, "model.py", "--debug-dir", name)
-    assert "--input-names 'o\\udcff' isn't UTF-8." in refused(2, "model.py", "--input-names", name)
-    write(name=name + ".py")
-    assert "o\\udcff.py isn't UTF-8, which torch's exporters need: rename it." in refused(3, name + ".py")
 
 
 @pytest.mark.slow
@@ -513,15 +479,6 @@ def test_a_fifo_is_named_at_once(refused, arguments, sentence):
     for name in ("fifo.py", "fifo.pt", "fifo.npz", "calls/1.npz"):
         os.mkfifo(name)
     assert sentence in refused(3, *arguments)
-
-
-def test_a_deleted_current_folder_is_named(folder, refused, monkeypatch):
-    write("model = Net()")
-    (folder / "gone").mkdir()
-    monkeypatch.chdir(folder / "gone")
-    (folder / "gone").rmdir()
-    for arguments in ([f"{folder}/model.py"], [f"{folder}/model.py", "--output", f"{folder}/out"]):
-        assert "The current folder was deleted: change to another one." in refused(2, *arguments)
 
 
 def test_a_lack_of_memory_is_no_defect(refused, monkeypatch):

