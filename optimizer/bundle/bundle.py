@@ -423,9 +423,6 @@ def _check_writable(target: Path) -> None:
     existing = next(parent for parent in target.parents if os.path.lexists(parent))
     if not existing.is_dir():
         raise BundleError(f"{target} can't be written, because {existing} is not a folder: choose another path.")
-    limit = os.pathconf(existing, "PC_NAME_MAX") if hasattr(os, "pathconf") else 255
-    if too_long := [part for part in target.parts if len(os.fsencode(part)) > limit]:
-        raise BundleError(f"The name {too_long[0][:40]}… is too long: a name can have at most {limit} bytes.")
     probe = existing / exchange.staging_name(target)
     probe.mkdir()
     probe.rmdir()

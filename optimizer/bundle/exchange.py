@@ -292,8 +292,6 @@ def _sync(path: Path, flags: int) -> None:
 def absolute(path: str | Path) -> Path:
     """Make a path absolute, with the home folder for `~`; a link as its last part isn't followed. May raise BundleError."""
     given = Path(os.path.expanduser(path))
-    if "\0" in str(given):
-        raise BundleError(f"{str(given)!r} is not a valid path: it contains a null character.")
     try:
         path = given.resolve() if given.name in {"", ".."} else given.parent.resolve() / given.name
     # Python before 3.13 raises RuntimeError for a loop of links.

@@ -4,57 +4,16 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
-from typing import IO, Any
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
 
 from optimize_export.errors import failure_document
 from optimizer.command.user_code import ROOT
 from optimizer.options import NO_BENCH, BuildOptions
 
 Document = dict[str, Any]
-_POLL_SECONDS = 0.05
-
-
-@dataclass
-class _Build:
-    """A running command, with its output in temporary files."""
-
-    arguments: list[str]
-    alone: bool
-    """Whether no other build runs meanwhile. Otherwise the files aren't timed, since builds disturb each other."""
-    started: float = field(default_factory=time.perf_counter)
-    out: IO[bytes] = field(default_factory=tempfile.TemporaryFile)
-    log: IO[bytes] = field(default_factory=tempfile.TemporaryFile)
-
-    def __post_init__(self) -> None:
-        # Without -P, Python would find modules next to the file before all others.
-        command = [sys.executable, "-P", str(ROOT / "_optimize_export_start.py"), *self.arguments]
-        environment = os.environ if self.alone else {**os.environ, NO_BENCH: "1"}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=self.out, stderr=self.log, env=environment
-        )
-
-    def result(self) -> tuple[Document, str]:
-        """The JSON document, and what was written to stderr; closes the temporary files."""
-        texts = []
-        for file in (self.out, self.log):
-            file.seek(0)
-            texts.append(file.read().decode("utf-8", "replace"))
-            file.close()
-        seconds = round(time.perf_counter() - self.started, 3)
-        code = self.process.returncode
-        try:
-            document = json.loads(texts[0])
-        except ValueError:
-            document = {}
-        if code < 0 or not isinstance(document, dict) or "ok" not in document:
-            ended = f"was killed by signal {-code}" if code < 0 else "ended without a result"
-            code = 128 - code if code < 0 else code or 1
-            document = failure_document(code, "Killed" if code > 128 else "Defect", f"The build {ended}.")
-        return {**document, "exit_code": code, "seconds": seconds}, texts[1]
 
 
 def builds(options: BuildOptions, tell: Callable[[str], object]) -> Generator[tuple[str, Document, str]]:
@@ -62,23 +21,44 @@ def builds(options: BuildOptions, tell: Callable[[str], object]) -> Generator[tu
 
     `tell` gets each name when its build starts. If the caller stops early, the running builds are terminated.
     """
-    waiting, running = list(options.commands.items()), dict[str, _Build]()
+    running: list[subprocess.Popen[bytes]] = []
+    # Builds side by side disturb each other's times.
+    environment = os.environ if options.jobs == 1 else {**os.environ, NO_BENCH: "1"}
+
+    def build(name: str, arguments: list[str]) -> tuple[Document, str]:
+        tell(name)
+        started = time.perf_counter()
+        # Without -P, Python would find modules next to the file before all others.
+        command = [sys.executable, "-P", str(ROOT / "_optimize_export_start.py"), *arguments]
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+        ) as process:
+            running.append(process)
+            out, log = process.communicate()
+        seconds = round(time.perf_counter() - started, 3)
+        return {**_document(out, process.returncode), "seconds": seconds}, log.decode("utf-8", "replace")
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        found = {pool.submit(build, *each): each[0] for each in options.commands.items()}
+        try:
+            for each in as_completed(found):
+                yield found[each], *each.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in running:
+                process.terminate()
+
+
+def _document(out: bytes, code: int) -> Document:
     try:
-        while waiting or running:
-            while waiting and len(running) < options.jobs:
-                name, arguments = waiting.pop(0)
-                tell(name)
-                running[name] = _Build(arguments, alone=options.jobs == 1)
-            ended = [name for name, build in running.items() if build.process.poll() is not None]
-            for name in ended:
-                yield name, *running.pop(name).result()
-            if not ended:
-                time.sleep(_POLL_SECONDS)
-    finally:
-        for build in running.values():
-            build.process.terminate()
-        for build in running.values():
-            build.process.wait()
+        document = json.loads(out.decode("utf-8", "replace"))
+    except ValueError:
+        document = {}
+    if code < 0 or not isinstance(document, dict) or "ok" not in document:
+        ended = f"was killed by signal {-code}" if code < 0 else "ended without a result"
+        code = 128 - code if code < 0 else code or 1
+        document = failure_document(code, "Killed" if code > 128 else "Defect", f"The build {ended}.")
+    return {**document, "exit_code": code}
 
 
 def joined(documents: Mapping[str, Document], order: Mapping[str, Any]) -> Document:

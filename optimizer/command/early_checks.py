@@ -5,7 +5,6 @@ They run before torch is imported, because that import takes seconds.
 
 import importlib.util
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,6 @@ SUFFIXES = {
 # A path with one of these isn't the name of a library's model.
 _SUFFIXES_OF_FILES = (".py", ".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".onnx", ".ipynb", ".pt2", ".txt")
 A_LIBRARYS = "a library model is timm:NAME, torchvision:NAME or transformers:NAME"
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def check_early(options: ExportOptions) -> None:
@@ -78,12 +76,7 @@ def split_library(spec: str, name: str | None = None) -> tuple[str, str] | None:
         )
     if importlib.util.find_spec(library) is None:
         raise LoadError(f"{library}:{name} needs the package {library}, which isn't installed: pip install {library}.")
-    if library == "transformers" and not Path(name := os.path.expanduser(name)).is_dir():
-        if Path(name).is_file():
-            raise LoadError(f"{name} is a file; use the folder that save_pretrained wrote.")
-        if not _HUB_NAME.fullmatch(name):
-            raise LoadError(f"{name} isn't a folder, and can't be a name on the hub.")
-    return library, name
+    return library, os.path.expanduser(name) if library == "transformers" else name
 
 
 @dataclass(frozen=True)
@@ -142,8 +135,7 @@ def _refuse_other_files(path: Path) -> None:
             "wrote."
         )
     if not path.exists():
-        hint = f"; {A_LIBRARYS}" if _HUB_NAME.fullmatch(str(path)) and path.suffix not in _SUFFIXES_OF_FILES else ""
-        raise LoadError(f"There is no file {path}{hint}.")
+        raise LoadError(f"There is no file {path}" + ("." if path.suffix in _SUFFIXES_OF_FILES else f"; {A_LIBRARYS}."))
     if path.suffix != ".py" or not path.is_file():
         raise LoadError(
             f"{path} is not a Python file (.py): MODEL is the file that builds the nn.Module; --weights takes its weights."

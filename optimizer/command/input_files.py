@@ -6,7 +6,7 @@ A file has tensors, or an image or texts, which are preprocessed as in the libra
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -51,7 +51,7 @@ def read_calls(
     if own is not None and expected.keys() == set(places.values()) and not arguments.issuperset(expected):
         return tuple(_filled(name, tensors, own, places) for name, tensors in named)
     constants = {} if own is None else _constants_of(model, own)
-    return tuple(_call(name, tensors, model, constants, places.values()) for name, tensors in named)
+    return tuple(_call(name, tensors, model, constants) for name, tensors in named)
 
 
 def _names_in_files(model: nn.Module, own: Call) -> dict[int, str]:
@@ -100,7 +100,6 @@ def _call(
     tensors: Mapping[str, torch.Tensor],
     model: nn.Module,
     constants: Mapping[str, Any],
-    places: Collection[str],
 ) -> Call:
     count = sum(name.isdecimal() for name in tensors)
     numbers = [str(number) for number in range(count)]
@@ -119,10 +118,6 @@ def _call(
     given |= {name: tensor for name, tensor in tensors.items() if name not in numbers}
     # The first tensor with rows determines the batch size, and a file may not keep the order of forward's arguments.
     names = sorted(given, key=lambda name: (order.index(name) if name in order else len(order), name))
-    if places and not {p.name for p in parameters}.issuperset(places) and set(tensors) & set(places):
-        lacking, strange = (sorted(some) for some in (set(places) - set(tensors), set(tensors) - set(places)))
-        told = f"lack {listed(lacking)}" if lacking else f"also contain {listed(strange)}"
-        raise LoadError(f"The inputs {file} {told}: the model's inputs are {listed(list(places))}.")
     call = Call(args, {name: given[name] for name in names}, file)
     if why := misfit(model, call):
         raise LoadError(f"The inputs {file} don't fit forward of {type(model).__name__}: {why}.")

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from optimizer.command import all_models, cli
-from optimizer.options import BuildOptions
 
 ROOT = Path(cli.__file__).parent.parent.parent
 CONFIG = """
@@ -360,13 +359,6 @@ def test_a_shard_without_models_does_nothing(fake, capfd):
 
 def test_models_run_side_by_side(fake):
     assert fake("both", "other", more=("-j", "2")) == 0
-
-
-def test_one_job_runs_one_model_after_the_other(folder, fake, monkeypatch):
-    running = all_models.builds(BuildOptions({"fine": ["fine"], "other": ["other"]}), lambda name: None)
-    assert next(running)[0] == "fine"
-    assert not Path("other.started").exists()
-    assert [name for name, *_ in running] == ["other"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -77,5 +77,7 @@ def test_input_values():
 
 
 def test_inputs_beyond_the_memory_are_a_sentence():
-    with pytest.raises(LoadError, match=r"float32\[1048576,1048576\] couldn't be created: out of memory while allocating 4,096.0 GiB"):
+    with pytest.raises(
+        LoadError, match=r"float32\[1048576,1048576\] couldn't be created: out of memory while allocating 4,096.0 GiB"
+    ):
         draw_inputs([parse_input("1048576x1048576")], 0)

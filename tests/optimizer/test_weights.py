@@ -245,7 +245,3 @@ def test_weights_that_cant_be_read(write, tmp_path, state):
     assert "couldn't be read as safetensors" in refused(path, weights=safe)
     (tmp_path / "w.txt").write_bytes(b"x")
     assert "neither a .safetensors file nor a state dict" in refused(path, weights=tmp_path / "w.txt")
-
-
-def test_missing_weights_are_found_before_the_users_code_runs(write, tmp_path):
-    assert "doesn't exist" in refused(str(write("raise SystemExit")), weights=tmp_path / "w.pt")
