@@ -2,14 +2,7 @@
 
 import sys
 
-from optimize_export.errors import missing_package
+from _optimize_export_start import main
 
 if __name__ == "__main__":
-    try:
-        from optimizer.command.cli import main
-    except ModuleNotFoundError as error:
-        if (sentence := missing_package(error)) is None:
-            raise
-        sys.stderr.write(f"optimize-export: error: {sentence}\n")
-        sys.exit(2)
     sys.exit(main())

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from optimize_export.errors import failure_document
-from optimizer.command.user_code import ROOT
+from optimize_export.shadowing import ROOT
 from optimizer.options import NO_BENCH, BuildOptions
 
 Document = dict[str, Any]

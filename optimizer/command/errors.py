@@ -29,8 +29,8 @@ from optimize_export.errors import (
     Terminated,
     UsageError,
 )
+from optimize_export.shadowing import OWN_PACKAGES, ROOT
 from optimize_export.wording import one_line, quote
-from optimizer.command.user_code import OWN_PACKAGES, ROOT
 from passes.errors import (
     DuplicatePass,
     PassesError,

@@ -34,8 +34,8 @@ from optimize_export.manifest import (
     version_of,
     without_local_paths,
 )
+from optimize_export.shadowing import OWN_PACKAGES, ROOT
 from optimizer.command.early_checks import SUFFIXES, files_of, parse_target, split_library
-from optimizer.command.user_code import OWN_PACKAGES, ROOT
 from optimizer.options import ExportOptions
 from optimizer.paths import library_of, split_weights
 

@@ -19,10 +19,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
 from itertools import takewhile
 from pathlib import Path
-from types import ModuleType
 
-OWN_PACKAGES = ("optimize_export", "optimizer", "passes", "exporters")
-ROOT = Path(__file__).resolve().parent.parent.parent
+from optimize_export.shadowing import OWN_PACKAGES, ROOT, lies_in, own_package
 
 
 def import_own_packages() -> None:
@@ -30,7 +28,7 @@ def import_own_packages() -> None:
 
     `python -m` and PYTHONPATH can put a user's `passes/` before ours, so `sys.path` isn't searched.
     """
-    packages = [_own_package(name) for name in OWN_PACKAGES]  # import all three before any of their modules
+    packages = [own_package(name) for name in OWN_PACKAGES]  # import all three before any of their modules
     for package in packages:
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not found.name.endswith(".__main__"):
@@ -62,25 +60,12 @@ def names_restored() -> Iterator[None]:
         new = [
             name for name in sys.modules if name not in known or (name in own and sys.modules[name] is not own[name])
         ]
-        theirs = {top for top in map(_top, new) if _lies_in(sys.modules.get(top), folders)}
+        theirs = {top for top in map(_top, new) if lies_in(sys.modules.get(top), folders)}
         for name in new:
             if _top(name) in theirs:
                 del sys.modules[name]
         sys.modules.update(own)
         importlib.invalidate_caches()
-
-
-def _own_package(name: str) -> ModuleType:
-    present = sys.modules.get(name)
-    if present is not None and _lies_in(present, {ROOT}):
-        return present
-    spec = PathFinder.find_spec(name, [str(ROOT)])
-    if spec is None or spec.loader is None:
-        raise ImportError(f"The installation of optimize-export is incomplete: {ROOT / name} is missing.", name=name)
-    package = module_from_spec(spec)
-    sys.modules[name] = package
-    spec.loader.exec_module(package)
-    return package
 
 
 def _claim(name: str, folder: Path) -> ModuleSpec | None:
@@ -118,15 +103,6 @@ def _give_up(name: str, spec: ModuleSpec) -> None:
         namespace = sys.modules[name] = module_from_spec(spec)
         # `inspect` may have cached our package's file under this name, and fails on a package whose `__file__` is None.
         del namespace.__file__
-
-
-def _lies_in(module: ModuleType | None, folders: set[Path]) -> bool:
-    """Whether this top-level module is a file or a package directly in one of the folders."""
-    origin = getattr(module, "__file__", None)
-    if origin is not None:
-        file = Path(origin).resolve()
-        return (file.parent.parent if file.stem == "__init__" else file.parent) in folders
-    return any(Path(place).resolve().parent in folders for place in getattr(module, "__path__", ()))
 
 
 def _top(name: str) -> str:

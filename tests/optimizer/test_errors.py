@@ -277,10 +277,6 @@ def test_the_code_of_the_readme_works_for_every_name_of_an_input(run, folder, mo
         assert "outputs" in found
 
 
-def test_a_name_with_control_characters_is_none(refused):
-    assert refused(2, write(), "--input-names", "a\x1bb") == "'a\\x1bb' is not a valid name for an input."
-
-
 def test_a_file_that_changes_the_current_folder_moves_no_path(run, folder):
     write("import os\nos.chdir(os.path.dirname(os.getcwd()))\nmodel = Net()")
     torch.save({"conv.weight": torch.ones(4, 3, 3, 3)}, "part.pt")
@@ -295,28 +291,6 @@ def test_a_file_that_changes_the_current_folder_moves_no_path(run, folder):
     done = run(*arguments, "--force", "--weights", "part.pt")
     os.chdir(folder)
     assert "The weights part.pt don't fit the model: missing conv.bias" in done.err
-
-
-def test_the_users_modules_of_our_names(run):
-    write("WIDTH = 4", "optimizer.py", whole=True)
-    write("", "passes/__init__.py", whole=True)
-    write("SCALE = 3.0", "passes/base.py", whole=True)
-    write("SHIFT = 1.0", "exporters.py", whole=True)
-    write(
-        """
-        from optimizer import WIDTH
-        from passes.base import SCALE
-        class Mine(Net):
-            def forward(self, x):
-                import exporters
-                import passes.base
-                return super().forward(x)[:, :WIDTH] * passes.base.SCALE + exporters.SHIFT
-        model = Mine()
-        """
-    )
-    done = run("model.py", "--quiet")
-    assert (done.code, done.out) == (0, "dist/model\n"), done.err
-    assert sys.modules["optimizer"].__file__ == str(ROOT / "optimizer" / "__init__.py")
 
 
 def test_outputs_without_signal_are_told_before_any_pass_runs(run, folder):
@@ -456,29 +430,6 @@ def wrong_onnx(monkeypatch):
 def test_an_output_of_nan_isnt_called_good(refused):
     write("class Nan(Net):\n    def forward(self, x): return super().forward(x) * float('nan')\nmodel = Nan()")
     assert "NaN or infinite in every element" in refused(9, "model.py", "--formats", "torchscript")
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.skipif(os.name != "posix", reason="files of POSIX")
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["fifo.py"], "fifo.py is not a Python file (.py):"),
-        (["model.py", "--weights", "fifo.pt"], "The weights file fifo.pt is not a file."),
-        (["model.py", "--inputs", "fifo.npz"], "The inputs file fifo.npz is not a file."),
-        (["model.py", "--calibration", "fifo.npz", "--tune", "--accuracy", "0.9"], "is neither a file nor a folder."),
-        (
-            ["model.py", "--calibration", "calls", "--tune", "--accuracy", "0.9"],
-            "contains no .safetensors or .npz file.",
-        ),
-    ],
-)
-def test_a_fifo_is_named_at_once(refused, arguments, sentence):
-    write("model = Net()")
-    Path("calls").mkdir()
-    for name in ("fifo.py", "fifo.pt", "fifo.npz", "calls/1.npz"):
-        os.mkfifo(name)
-    assert sentence in refused(3, *arguments)
 
 
 def test_a_lack_of_memory_is_no_defect(refused, monkeypatch):

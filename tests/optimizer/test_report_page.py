@@ -13,10 +13,9 @@ from torch import nn
 
 from optimize_export.manifest import plain
 from optimizer import Bundle, check_parity, export, optimize, report_of, verify_bundle
-from optimizer.bundle.report import BundleReport, ModuleOperations, graph_of, page_of, summary_of, tree_of
+from optimizer.bundle.report import BundleReport, ModuleOperations, graph_of, page_of, summary_of
 from optimizer.profiling import profile_lines
 from optimizer.showing import accuracy_plot, checkpoint_plot, memory_plot, parity_plot
-from optimizer.showing.charts import linear, logarithmic
 
 
 class Net(nn.Module):
@@ -172,18 +171,6 @@ def test_the_graph_of_graph_passes_has_the_modules_of_the_model(tmp_path: Path) 
     assert graph["2"]["after"] == {"relu": 1}
 
 
-def test_a_tree_has_all_modules_on_the_way() -> None:
-    graph = graph_of({"": "Net", "a": "Block"}, [("a.b", "relu"), ("a.b", "relu"), ("", "add")], [("a.b", "relu")])
-    applied = {"name": "fold", "status": "applied", "changes": [{"where": "a.b (relu)", "text": ""}]}
-    undone = {**applied, "name": "other", "status": "rolled-back"}
-    root = tree_of(graph, [applied, undone])
-    assert root is not None
-    assert (root.before, root.after, [child.name for child in root.children]) == (3, 1, ["a"])
-    (leaf,) = root.children[0].children
-    assert (leaf.own.before, leaf.passes) == ({"relu": 2}, ("fold",))
-    assert tree_of((), [applied]) is None
-
-
 def test_calls_and_operators_are_not_told_as_a_loss(bundle: Bundle) -> None:
     graph = graph_of({}, [("", "attention")] * 76, [("", "matmul")] * 123 + [("a", "relu")])
     text = page(bundle.manifest, graph=graph)
@@ -208,12 +195,6 @@ def test_a_profile_has_the_rows_of_the_terminal(bundle: Bundle) -> None:
     for name, share in (("others", "10 %"), ("between operations", "40 %")):
         assert f"<td>{name}</td>" in shown
         assert f'<td class="n">{share}</td>' in shown
-
-
-def test_no_table_is_cut_on_paper(bundle: Bundle) -> None:
-    printed = page(bundle.manifest).partition("@media print")[2].partition("</style>")[0]
-    assert ".oe .plots > .wide { flex: 1 1 100% }" in printed
-    assert ".oe td:not(.n) { overflow-wrap: anywhere }" in printed
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["optimized", "as it is"])
@@ -282,23 +263,6 @@ def test_a_checkpoint_curve_has_all_plans_and_no_other_pass_has_one() -> None:
     assert math.isclose(plot.points[3].x, 0.6)
     assert checkpoint_plot({"kernels": 3}) is None
     assert checkpoint_plot(None) is None
-
-
-@pytest.mark.parametrize(("largest", "last"), [(0.0, 1.0), (0.9, 1.0), (1.1, 2.0), (97.0, 100.0), (3e-5, 4e-5)])
-def test_a_linear_axis_ends_at_a_round_number(largest: float, last: float) -> None:
-    axis = linear("", [largest], str)
-    assert math.isclose(float(axis.ticks[-1][1]), last)
-    assert axis.place(0.0) == 0.0
-    assert axis.place(largest) <= 1.0
-
-
-def test_a_logarithmic_axis_places_zero_and_infinity_at_its_ends() -> None:
-    axis = logarithmic("", [0.0, 0.02, 3.0, math.inf], str, least=1e-4)
-    assert [text for _, text in axis.ticks] == ["≈ 0", "0.01", "0.1", "1.0", "10.0"]
-    assert (axis.place(0.0), axis.place(1e-5), axis.place(math.inf)) == (0.0, 0.0, 1.0)
-    assert axis.place(0.01) == axis.ticks[1][0] == 0.25
-    assert logarithmic("", [0.02, 3.0], str, least=1e-4).ticks[0] == (0.0, "0.01")
-    assert logarithmic("", [0.0], str, least=1e-4).ticks[0] == (0.0, "≈ 0")
 
 
 def test_reports_show_themselves_in_notebooks(fast: nn.Module, bundle: Bundle) -> None:
