@@ -12,7 +12,7 @@ from torch import nn
 
 from exporters.base import named_inputs
 from optimize_export.errors import LoadError, UsageError
-from optimizer import check_parity, export, open_bundle, optimize
+from optimizer import check_parity, export, open_bundle
 from optimizer.command import cli
 from optimizer.command.input_files import read_calls
 from optimizer.command.loading import load
@@ -228,26 +228,6 @@ def test_a_further_call_stays_where_draws_of_its_size_raise() -> None:
 
     report = check_parity(model, wrong, (torch.randn(2, 3),), further_inputs=further(kept), batch_sizes=(2, 7))
     assert (report.verdict, "batch size 7" in report.reason) == ("failed", True)
-
-
-def test_a_pair_that_a_further_call_parts_is_right_at_both_calls() -> None:
-    class Branching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen = self.conv(x)
-            return self.norm(seen) if len(x) < 7 else seen
-
-    model, x = Branching().eval(), torch.randn(2, 3, 6, 6)
-    y = torch.randn(7, 3, 6, 6)
-    for more in ({}, {"further_inputs": further(y)}):
-        result = optimize(model, ["fold-conv-bn"], example_inputs=(x,), **more)
-        assert result.report.passes[0].status == "applied"
-        for each in (x, y):
-            torch.testing.assert_close(result(each), model(each))
 
 
 def test_a_bundle_holds_the_users_calls(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from optimize_export.errors import BundleError, UsageError
+from optimize_export.errors import UsageError
 from optimizer import export
 from optimizer.bundle.triton import _artifact, _config
 from optimizer.command.cli import main
@@ -97,13 +97,6 @@ def test_torchscript_inputs_are_named_by_position_and_the_measured_threads_are_u
     assert config(manifest(benchmark={"recommended": recommended}), artifact())[-1].startswith("instance_group")
     in_openvino = {"format": "onnx", "runtime": "openvino", "settings": {"threads": 2}}
     assert config(manifest(benchmark={"recommended": in_openvino}), artifact())[-1].startswith("instance_group")
-
-
-def test_threads_that_are_no_number_do_not_get_into_the_configuration() -> None:
-    settings = {"threads": '1" } } backend: "python"'}
-    recommended = {"format": "onnx", "runtime": "onnxruntime", "settings": settings}
-    with pytest.raises(BundleError, match="is not a setting of onnxruntime"):
-        config(manifest(benchmark={"recommended": recommended}), artifact())
 
 
 def test_the_recommended_file_is_taken_if_triton_serves_it() -> None:

@@ -350,29 +350,6 @@ def test_it_replaces_its_own_bundle_without_force(here, capfd):
     check_manifest(read_manifest(Path("out")))
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (lambda: Path("out", MANIFEST).unlink(), "is a folder with other contents, which is not replaced"),
-        (lambda: Path("out", MANIFEST).write_text("{"), "it can't be recognised as a bundle"),
-        (
-            lambda: edit_manifest(Path("out"), lambda manifest: manifest["schema"].update(version=2)),
-            "has schema version 2",
-        ),
-        (lambda: Path("out", "README.md").write_text("mine"), "were changed since this program wrote them (README.md)"),
-        (lambda: Path("out", "mine").write_text("x"), "contains files that this program didn't write (mine)"),
-    ],
-    ids=["deleted", "edited", "another version", "a changed file", "another file"],
-)
-def test_what_is_no_bundle_of_this_program_is_refused(here, capfd, change, sentence):
-    change()
-    before = {path.name: path.read_bytes() for path in Path("out").iterdir()}
-    code, _, err = run(capfd)
-    assert code == 8
-    assert sentence in err.splitlines()[-1]
-    assert {path.name: path.read_bytes() for path in Path("out").iterdir()} == before
-
-
 def test_a_syntax_error_after_a_build_leaves_the_bundle(here, capfd):
     Path("src/net.py").write_text("def :")
     code, _, err = run(capfd)
@@ -380,11 +357,3 @@ def test_a_syntax_error_after_a_build_leaves_the_bundle(here, capfd):
     assert "building out: net.py changed" in err
     assert "net.py line 1 has a syntax error" in err
     assert read_manifest(Path("out"))["build"]["files"]["net.py"]
-
-
-@pytest.mark.parametrize("wrong", [{}, {"options": {}, "files": {"net.py": "x"}, "versions": {}}, []])
-def test_a_broken_record_is_refused(here, capfd, wrong):
-    edit_manifest(Path("out"), lambda manifest: manifest.update(build=wrong))
-    code, _, err = run(capfd)
-    assert code == 8
-    assert "manifest.json is broken: " in err
