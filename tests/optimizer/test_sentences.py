@@ -60,7 +60,6 @@ def test_a_lack_of_memory_is_told_with_what_was_asked_for():
     ("error", "said"),
     [
         (ValueError("x"), "m.py failed: ValueError: x."),
-        (SystemExit(), "m.py failed: it called sys.exit()."),
         (SystemExit(3), "m.py failed: it called sys.exit(3)."),
         (NoException("x"), "m.py failed: NoException: x."),
         (Speechless(), "m.py failed: Speechless."),
