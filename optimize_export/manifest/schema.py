@@ -48,14 +48,6 @@ def is_inside_path(text: str) -> bool:
     return not path.is_absolute() and ".." not in path.parts and path.as_posix() == text and text != "."
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_word(value: Any) -> bool:
-    return _is_text(value) and bool(value.strip())
-
-
 def _is_whole(value: Any, end: int = 2**63) -> bool:
     # In JSON, true isn't a number; in Python, bool is a subclass of int.
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < end
@@ -71,11 +63,11 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_digest(value: Any) -> bool:
-    return _is_text(value) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
 _ANYTHING = _Kind("anything", lambda value: True)
-_TEXT = _Kind("a text", _is_text)
+_TEXT = _Kind("a text", lambda value: isinstance(value, str))
 _FLAG = _Kind("true or false", lambda value: isinstance(value, bool))
 _OBJECT = _Kind("an object", lambda value: isinstance(value, dict))
 _NUMBER = _Kind("a number", _is_number)
@@ -89,22 +81,12 @@ _THREADS = _Kind(
     f"a number of threads from 1 to {MOST_THREADS}", lambda value: _is_whole(value, MOST_THREADS + 1) and value > 0
 )
 _DIMENSION = _Kind(
-    "a whole number or the name of a dimension", lambda value: bool(value) if _is_text(value) else _is_whole(value)
+    "a whole number or the name of a dimension",
+    lambda value: bool(value) if isinstance(value, str) else _is_whole(value),
 )
 _DIGEST = _Kind("a SHA-256 of 64 hexadecimal digits", _is_digest)
-_PATH = _Kind("the path of a file inside the bundle", lambda value: _is_text(value) and is_inside_path(value))
+_PATH = _Kind("the path of a file inside the bundle", lambda value: isinstance(value, str) and is_inside_path(value))
 _POINT = _Kind("two numbers", lambda value: isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)))
-_VERSIONS = _Kind(
-    "versions by the names of packages",
-    lambda value: isinstance(value, dict) and all(_is_word(text) for pair in value.items() for text in pair),
-)
-_DIGESTS = _Kind(
-    "digests by the names of files",
-    lambda value: (
-        isinstance(value, dict)
-        and all("\0" not in key and (digest is None or _is_digest(digest)) for key, digest in value.items())
-    ),
-)
 
 
 # ------------------------------------------------------------------------------------------------------------ fields
@@ -246,13 +228,13 @@ _MANIFEST = {
     "schema": {"name": _TEXT, "version": _COUNT},
     "created": _TEXT,
     "program": _all(_TEXT, "name", "version"),
-    "environment": {**_all(_TEXT, "python", "platform"), "libraries": _VERSIONS},
+    "environment": {**_all(_TEXT, "python", "platform"), "libraries": {str: _TEXT}},
     "device": _DEVICE,
     "mode": _TEXT,
     "seed": _SEED,
     "model": {**_all(_TEXT, "class", "source"), **_all(_COUNT, "parameters", "bytes"), "weights_sha256": _DIGEST},
     # Bundles of earlier versions lack `build.program`.
-    "build?": {"options": _OBJECT, "files": _DIGESTS, "versions": _VERSIONS, "program?": _DIGEST},
+    "build?": {"options": _OBJECT, "files": {str: (_DIGEST, None)}, "versions": {str: _TEXT}, "program?": _DIGEST},
     "input_structure?": _ANYTHING,
     "positional?": [_TEXT],
     "output_structure?": _ANYTHING,
@@ -308,30 +290,23 @@ def _check(kind: Any, value: Any, where: str) -> None:
             if value is not None:
                 _check(inner, value, where)
         case [inner, *more]:
-            _check_list(inner, value, where, may_be_empty=not more)
+            if not isinstance(value, list) or not (value or not more):
+                raise _wrong(where, "a list of at least 1" if more else "a list", value)
+            for index, item in enumerate(value):
+                _check(inner, item, f"{where}[{index}]")
         case dict() if not isinstance(value, dict):
             raise _wrong(where, "an object", value)
         case dict() if str in kind:
             for key, item in value.items():
                 _check(kind[str], item, f"{where}.{key}")
         case _:
-            _check_fields(kind, value, f"{where}." if where else "")
-
-
-def _check_list(kind: Any, value: Any, where: str, *, may_be_empty: bool) -> None:
-    if not isinstance(value, list) or not (value or may_be_empty):
-        raise _wrong(where, "a list" if may_be_empty else "a list of at least 1", value)
-    for index, item in enumerate(value):
-        _check(kind, item, f"{where}[{index}]")
-
-
-def _check_fields(fields: dict[str, Any], value: dict[str, Any], prefix: str) -> None:
-    for key, kind in fields.items():
-        name = key.removesuffix("?")
-        if name in value:
-            _check(kind, value[name], prefix + name)
-        elif name == key:
-            raise BundleError(f"{MANIFEST} is broken: the field `{prefix}{name}` is missing.")
+            for key, inner in kind.items():
+                name = key.removesuffix("?")
+                place = f"{where}.{name}" if where else name
+                if name in value:
+                    _check(inner, value[name], place)
+                elif name == key:
+                    raise BundleError(f"{MANIFEST} is broken: the field `{place}` is missing.")
 
 
 def _wrong(where: str, expected: str, value: object) -> BundleError:

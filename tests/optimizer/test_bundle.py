@@ -613,7 +613,7 @@ BROKEN = [
     (put([1.5], "artifacts", 0, "inputs", 0, "shape"), r"shape\[0\]` must be a whole number or the name"),
     (put("much", "golden", "outputs", 0, "noise"), r"noise` must be a number"),
     (put("", "artifacts", 0, "inputs", 0, "shape", 0), r"shape\[0\]` must be a whole number or the name"),
-    (put({"": "1"}, "environment", "libraries"), "libraries` must be versions by the names of packages"),
+    (put({"torch": 2}, "environment", "libraries"), r"`environment\.libraries\.torch` must be a text, not 2"),
     (put({"threads": 1000000}, "benchmark"), r"threads` must be a number of threads from 1 to 4096, not 1000000"),
     (put("Infinity", "golden", "outputs", 0, "atol"), r"atol` must be a finite number of 0 or more, not \"Infinity\""),
     (drop("golden", "calls", 1, "inputs"), r"`golden\.calls\[1\]\.inputs` is missing"),
