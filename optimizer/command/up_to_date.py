@@ -81,10 +81,12 @@ class BuildInputs:
         recorded = {path.resolve() for path in files.values()}
         for path in dict.fromkeys([*modules, *opened]):
             module, is_inside = modules.get(path), path.is_relative_to(self.folder)
-            if not path.is_absolute() or path.resolve() in recorded or str(path).startswith((*_OURS, *_STANDARD)):
+            if not path.is_absolute() or path.resolve() in recorded:
                 continue
             if module and _PACKAGES & set((path.relative_to(self.folder) if is_inside else path).parts):
                 packages.add(module.partition(".")[0])
+            elif str(path).startswith((*_OURS, *_STANDARD)):
+                continue
             elif module and not is_inside:
                 files[_MODULE + module] = path
             elif module or self._is_own(path):
