@@ -263,6 +263,10 @@ class _Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Options:
         """What the call asks for."""
+        try:
+            os.getcwd()
+        except FileNotFoundError as error:
+            raise UsageError("The current folder was deleted: change to another one.") from error
         named = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
         given = {option.parameter: ctx.params[option.parameter] for option in self.options if option.parameter in named}
         self._refuse_swallowed(given)

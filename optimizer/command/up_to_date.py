@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import sysconfig
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -237,7 +238,9 @@ def _digest(path: Path, unchanged_since: float = math.inf) -> str | None:
     try:
         with open_regular(path, follow=True) as file:
             status = os.fstat(file.fileno())
-            if max(status.st_mtime, status.st_ctime) > unchanged_since:
+            # A time in the future, as in some archives, says nothing: the file would always seem to have changed. The
+            # clock of a file server may be a minute ahead.
+            if any(unchanged_since < each <= time.time() + 60 for each in (status.st_mtime, status.st_ctime)):
                 return None
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError:

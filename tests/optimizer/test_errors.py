@@ -432,6 +432,13 @@ def test_an_output_of_nan_isnt_called_good(refused):
     assert "NaN or infinite in every element" in refused(9, "model.py", "--formats", "torchscript")
 
 
+def test_a_deleted_current_folder_is_named(folder, refused, monkeypatch):
+    (folder / "gone").mkdir()
+    monkeypatch.chdir(folder / "gone")
+    (folder / "gone").rmdir()
+    assert "The current folder was deleted: change to another one." in refused(2, f"{folder}/model.py")
+
+
 def test_a_lack_of_memory_is_no_defect(refused, monkeypatch):
     def fail(*_):
         raise ImportError("libtorch_cpu.so: failed to map segment from shared object")

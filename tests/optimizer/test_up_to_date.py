@@ -334,6 +334,13 @@ def test_a_file_that_changes_during_the_build_has_no_digest(here):
     assert "net.py changed during the build" in changes(options())
 
 
+def test_a_file_from_the_future_has_a_digest(here):
+    os.utime("src/net.py", (time.time(), time.time() + 7 * 86400))
+    inputs = inputs_of(options())
+    record = inputs.record(dict(sys.modules), (), started=time.time() + 1)
+    assert record["files"]["net.py"] == file_digest(Path("src/net.py"))
+
+
 def run(capfd, *more: str) -> tuple[int, str, str]:
     code = cli.main([*COMMAND, "--output", "out", "--if-changed", *more])
     return code, *capfd.readouterr()
