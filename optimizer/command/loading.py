@@ -309,7 +309,9 @@ class _Finder:
         for part in name.split("."):
             value = self._held(part, value)
             if value is _ABSENT:
-                raise LoadError(f"{self.target.label} has no {name}.")
+                label = self.target.label
+                which = f": it is {label}.py in the current folder, which comes before the installed package"
+                raise LoadError(f"{label} has no {name}{which if self._comes_before_a_library else ''}.")
         return value
 
     def _held(self, name: str, holder: Any = None) -> Any:
