@@ -191,6 +191,13 @@ def file_problem(folder: Path, file: Mapping[str, Any], *, hashed: bool = True) 
     return None
 
 
+def refuse_changed(folder: Path, manifest: Mapping[str, Any], artifact: Mapping[str, Any]) -> None:
+    """Raise `BundleError` if a file of an artifact is missing or changed."""
+    for file in manifest["files"]:
+        if file["path"] in artifact["files"] and (problem := file_problem(folder, file)):
+            raise BundleError(f"{folder} is damaged: {problem}")
+
+
 def read_checked(folder: Path, manifest: Mapping[str, Any], path: str) -> bytes:
     """Read a file of a bundle whole, and return its bytes only if they have the size and the hash in the manifest.
 

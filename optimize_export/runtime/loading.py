@@ -19,10 +19,10 @@ from optimize_export.errors import BundleError, DeviceError, UsageError
 from optimize_export.manifest import (
     MOST_THREADS,
     SCHEMA_NAME,
-    file_problem,
     parse_json,
     read_checked,
     read_manifest,
+    refuse_changed,
     sums_problem,
 )
 from optimize_export.relations import Relation
@@ -261,7 +261,7 @@ def _first_that_runs(
     refused: list[str] = []
     for route in routes:
         artifact = next(each for each in manifest["artifacts"] if each["format"] == route.format)
-        _check_files(folder, manifest, artifact)
+        refuse_changed(folder, manifest, artifact)
         for target in _devices(device, manifest, route):
             try:
                 runner = open_route(folder / artifact["path"], route, target)
@@ -270,12 +270,6 @@ def _first_that_runs(
                 continue
             return LoadedModel(folder, artifact, manifest, runner, route), refused
     raise DeviceError(f"{folder} can't be run here: {'; '.join(refused)}")
-
-
-def _check_files(folder: Path, manifest: Mapping[str, Any], artifact: Mapping[str, Any]) -> None:
-    for file in manifest["files"]:
-        if file["path"] in artifact["files"] and (problem := file_problem(folder, file)):
-            raise BundleError(f"{folder} is damaged: {problem}")
 
 
 def _devices(device: str, manifest: Mapping[str, Any], route: Route) -> tuple[str, ...]:

@@ -96,11 +96,6 @@ def _said(setting: tuple[str, Setting]) -> str:
     return words if value else f"no {words}"
 
 
-def own_runtime(format: str) -> str:
-    """The runtime that a format is made for."""
-    return "onnxruntime" if format.startswith("onnx") else "torch"
-
-
 # The simplest to ship first: an ONNX file needs no torch.
 _SIMPLEST_FIRST = ("onnx", "torchscript", "pt2", "aoti")
 
@@ -108,7 +103,8 @@ _SIMPLEST_FIRST = ("onnx", "torchscript", "pt2", "aoti")
 def own_routes(formats: Iterable[str]) -> list[Route]:
     """Each format in the runtime that it is made for, the simplest to ship first, and those of other packages last."""
     places = {name: place for place, name in enumerate(_SIMPLEST_FIRST)}
-    return [Route(name, own_runtime(name)) for name in sorted(formats, key=lambda name: places.get(name, len(places)))]
+    ordered = sorted(formats, key=lambda name: places.get(name, len(places)))
+    return [Route(name, "onnxruntime" if name.startswith("onnx") else "torch") for name in ordered]
 
 
 def is_installed(runtime: str) -> bool:

@@ -35,11 +35,11 @@ from optimize_export.manifest import (
     describe_program,
     entries_below,
     file_digest,
-    file_problem,
     is_inside_path,
     local_roots,
     plain,
     read_manifest,
+    refuse_changed,
     sums_digest,
     sums_problem,
     sums_text,
@@ -158,9 +158,9 @@ def _loaded(
     folder: Path, manifest: Mapping[str, Any], entry: Mapping[str, Any], path: Path, device: str
 ) -> LoadedArtifact:
     """Load an artifact after its files were checked by their hashes."""
-    own = (file_problem(folder, file) for file in manifest["files"] if file["path"] in entry["files"])
-    if problem := sums_problem(folder, manifest) or next(filter(None, own), None):
+    if problem := sums_problem(folder, manifest):
         raise BundleError(f"{folder} is damaged: {problem}")
+    refuse_changed(folder, manifest, entry)
     return load_artifact(entry["format"], path, device)
 
 

@@ -9,7 +9,7 @@ import keyword
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -187,15 +187,23 @@ def _cell(name: str) -> str:
     return printable(name).replace("`", "'").replace("|", "\\|")
 
 
+# How torch loads each of its formats.
+_LOADS = {
+    "torchscript": ('model = torch.jit.load("{path}").eval()',),
+    "pt2": ('model = torch.export.load("{path}").module()',),
+    "aoti": (
+        "# Made for one device and kind of processor; without this variable the sizes and dtypes of inputs aren't checked.",
+        'os.environ["AOTI_RUNTIME_CHECK_INPUTS"] = "1"',
+        'model = torch._inductor.aoti_load_package("{path}")',
+    ),
+}
+
+
 def _example(artifact: Mapping[str, Any]) -> list[str]:
-    examples = {
-        "onnx": _onnx_example,
-        "torchscript": _torchscript_example,
-        "pt2": _pt2_example,
-        "aoti": _aoti_example,
-    }
-    write = _onnx_example if artifact["format"].startswith("onnx") else examples.get(artifact["format"])
-    return ["```python", *write(artifact), "```"] if write else []
+    if artifact["format"].startswith("onnx"):
+        return ["```python", *_onnx_example(artifact), "```"]
+    load = [line.format(path=artifact["path"]) for line in _LOADS.get(artifact["format"], ())]
+    return ["```python", *_torch_example(artifact, load), "```"] if load else []
 
 
 def _sizes(tensor: Mapping[str, Any], artifact: Mapping[str, Any]) -> str:
@@ -237,25 +245,7 @@ def _onnx_example(artifact: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _torchscript_example(artifact: Mapping[str, Any]) -> list[str]:
-    return _torch_example(artifact, f'model = torch.jit.load("{artifact["path"]}").eval()')
-
-
-def _pt2_example(artifact: Mapping[str, Any]) -> list[str]:
-    return _torch_example(artifact, f'model = torch.export.load("{artifact["path"]}").module()')
-
-
-def _aoti_example(artifact: Mapping[str, Any]) -> list[str]:
-    return _torch_example(
-        artifact,
-        "# Made for one device and kind of processor; without this variable the sizes and dtypes of inputs aren't "
-        "checked.",
-        'os.environ["AOTI_RUNTIME_CHECK_INPUTS"] = "1"',
-        f'model = torch._inductor.aoti_load_package("{artifact["path"]}")',
-    )
-
-
-def _torch_example(artifact: Mapping[str, Any], *load: str) -> list[str]:
+def _torch_example(artifact: Mapping[str, Any], load: Sequence[str]) -> list[str]:
     made = {t["name"]: f"torch.zeros({_sizes(t, artifact)}, dtype=torch.{t['dtype']})" for t in artifact["inputs"]}
     if all(name.isidentifier() and not keyword.iskeyword(name) and name not in _TAKEN for name in made):
         inputs, given = [f"{name} = {value}" for name, value in made.items()], ", ".join(made)

@@ -162,17 +162,16 @@ def graph_of(
     for found, operations in zip(counts, (before, after), strict=True):
         for path, name in operations:
             found.setdefault(path, Counter())[name] += 1
-    paths = dict.fromkeys(each for path in (*counts[0], *counts[1]) for each in _above(path))
+    # The root, and all modules on the way to a path.
+    paths = dict.fromkeys(
+        ".".join(path.split(".")[:count])
+        for path in (*counts[0], *counts[1])
+        for count in range(len(path.split(".")) + 1 if path else 1)
+    )
     return tuple(
         ModuleOperations(path, kinds.get(path, ""), dict(counts[0].get(path, {})), dict(counts[1].get(path, {})))
         for path in paths
     )
-
-
-def _above(path: str) -> Iterable[str]:
-    """The root, and all modules on the way to a path."""
-    parts = path.split(".") if path else []
-    return [".".join(parts[:count]) for count in range(len(parts) + 1)]
 
 
 def tree_of(graph: Sequence[ModuleOperations], passes: Sequence[Mapping[str, Any]]) -> ModuleNode | None:
@@ -192,17 +191,13 @@ def tree_of(graph: Sequence[ModuleOperations], passes: Sequence[Mapping[str, Any
     return nodes.get("")
 
 
-def page_of(manifest: Manifest, report: BundleReport) -> str:
-    """The page; it needs no other file. The same facts give the same text."""
-    return page("bundle", **_facts(manifest, report))
-
-
 def fragment_of(manifest: Manifest) -> str:
     """The first screen and the candidates, for notebooks."""
-    return fragment("opening", **_facts(manifest, BundleReport(summary_of(manifest), None, (), {}, ())))
+    return fragment("opening", **facts_of(manifest, BundleReport(summary_of(manifest), None, (), {}, ())))
 
 
-def _facts(manifest: Manifest, report: BundleReport) -> dict[str, Any]:
+def facts_of(manifest: Manifest, report: BundleReport) -> dict[str, Any]:
+    """What the page shows; the same facts give the same text."""
     figures = (manifest.get("benchmark") or {}).get("figures", ())
     known = sorted((each for each in figures if each["seconds"] is not None), key=lambda each: each["seconds"])
     timed = [each for each in known if not each["dropped"]]
@@ -213,7 +208,7 @@ def _facts(manifest: Manifest, report: BundleReport) -> dict[str, Any]:
         "manifest": manifest,
         "report": report,
         "summary": report.summary,
-        "candidates": [_candidate(each) for each in timed],
+        "candidates": [{**each, "said": accuracy_text(each["accuracy"]) if each["accuracy"] else ""} for each in timed],
         "longest": max((each["seconds"] for each in timed), default=1.0),
         "refused": refused,
         "dropped": [each for each in figures if each["dropped"]],
@@ -227,10 +222,6 @@ def _facts(manifest: Manifest, report: BundleReport) -> dict[str, Any]:
     }
 
 
-def _candidate(figure: Mapping[str, Any]) -> dict[str, Any]:
-    return {**figure, "said": accuracy_text(figure["accuracy"]) if figure["accuracy"] else ""}
-
-
 def write_report(folder: Path, manifest: Manifest, graph: tuple[ModuleOperations, ...], **more: Any) -> None:
     """Write `report.json` and the page into the folder of a bundle.
 
@@ -240,4 +231,4 @@ def write_report(folder: Path, manifest: Manifest, graph: tuple[ModuleOperations
     cut = without_local_paths(plain(more), local_roots(folder))
     report = BundleReport(summary_of(manifest), graph=graph, **cut)
     (folder / REPORT).write_text(to_json_text(asdict(report)), encoding="utf-8", newline="\n")
-    (folder / REPORT_PAGE).write_text(page_of(manifest, report), encoding="utf-8", newline="\n")
+    (folder / REPORT_PAGE).write_text(page("bundle", **facts_of(manifest, report)), encoding="utf-8", newline="\n")

@@ -97,7 +97,7 @@ def _config(name: str, manifest: Mapping[str, Any], artifact: Mapping[str, Any])
         yield f"# {WITHIN_BUDGET}, which allows more than rounding: {accuracy_text(artifact['accuracy'])}"
     if batched:
         # Raising it needs no new file, but larger batches weren't compared.
-        yield f"# the largest batch that was compared with the original\nmax_batch_size: {_largest_batch(manifest)}"
+        yield f"# the largest batch that was compared with the original\nmax_batch_size: {max(manifest['parity'].get('batch_sizes') or [1])}"
         if not (artifact.get("measurement") or {}).get("rows"):
             yield "# not checked: that no row depends on the others of its batch (build with --row-independence)"
         yield "dynamic_batching { }"
@@ -147,10 +147,6 @@ def _is_batched(manifest: Mapping[str, Any], artifact: Mapping[str, Any]) -> boo
         and min(first).isidentifier()
         and not any(first & set(shape[1:]) for shape in shapes)
     )
-
-
-def _largest_batch(manifest: Mapping[str, Any]) -> int:
-    return max(manifest["parity"].get("batch_sizes") or [1])
 
 
 def _quoted(text: str) -> str:

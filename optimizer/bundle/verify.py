@@ -350,7 +350,11 @@ def rejudge_bundle(
     if problem := sums_problem(folder, manifest):
         # The measurements in a changed manifest can't be trusted.
         return VerifyReport(folder, device, (problem,), (), said=_REJUDGED)
-    if lacking := [artifact["path"] for artifact in manifest["artifacts"] if not _can_be_judged(artifact)]:
+    if lacking := [
+        artifact["path"]
+        for artifact in manifest["artifacts"]
+        if not (artifact.get("measurement") or artifact.get("accuracy"))
+    ]:
         raise BundleError(
             f"{folder} has no measurement of {', '.join(lacking)}, because the program version that wrote it stored "
             "none: export the model again, or verify the bundle."
@@ -376,10 +380,6 @@ def rejudge_bundle(
             ArtifactFigures(artifact["format"], artifact["path"], measurement.device, calls, parity, placement)
         )
     return VerifyReport(folder, device, (), tuple(figures), tuple(notes), said=_REJUDGED)
-
-
-def _can_be_judged(artifact: Mapping[str, Any]) -> bool:
-    return bool(artifact.get("measurement") or artifact.get("accuracy"))
 
 
 def _lossy(artifact: Mapping[str, Any], stored: Mapping[str, Any], device: str) -> ArtifactFigures:

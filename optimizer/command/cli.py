@@ -113,7 +113,10 @@ def _failure(error: BaseException) -> tuple[int, str, str]:
             return EXIT_USAGE, "UsageError", lack
         case _ if _lacks_memory(error):
             return EXIT_DEFECT, "OutOfMemory", _OUT_OF_MEMORY
-    return EXIT_DEFECT, "Defect", _defect(error)
+    text = " ".join(str(error).split())[:300]
+    named = f"{type(error).__name__}{': ' if text else ''}{text}"
+    sentence = f"a defect of {PROGRAM} itself: {named}; please report it with the output of --debug."
+    return EXIT_DEFECT, "Defect", sentence
 
 
 def _run(arguments: list[str], voice: Voice) -> int:
@@ -205,14 +208,6 @@ def _lacks_memory(error: BaseException) -> bool:
         or (isinstance(link, OSError) and link.errno == errno.ENOMEM)
         or any(each in str(link).casefold() for each in _MEMORY_ERRORS)
         for link in with_causes(error)
-    )
-
-
-def _defect(error: BaseException) -> str:
-    text = " ".join(str(error).split())[:300]
-    return (
-        f"a defect of {PROGRAM} itself: {type(error).__name__}{': ' if text else ''}{text}; please report it with "
-        "the output of --debug."
     )
 
 

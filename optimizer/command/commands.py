@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from optimize_export.arguments import other_gpu
 from optimize_export.errors import OptimizeExportError, UsageError
-from optimizer.command.config import FOLDERS, Config, read_config
+from optimizer.command.config import FOLDERS, read_config
 from optimizer.options import (
     DIAGNOSED,
     GROUPS,
@@ -360,11 +360,6 @@ def _recorded(call: _Call, values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _diagnose(call: _Call) -> DiagnoseOptions:
-    values = call.values(DiagnoseOptions)
-    return DiagnoseOptions(_export_options(call, call.model()), **values)
-
-
 def _verify(call: _Call) -> VerifyOptions:
     values = call.values(VerifyOptions)
     if not values.get("run", True):
@@ -397,7 +392,12 @@ def _build(call: _Call) -> ExportOptions | BuildOptions:
             "file with --config."
         )
     names = list(dict.fromkeys(call.words)) or list(config.models)
-    asked = {name: _configured(call, config, name) for name in names}
+    asked = {}
+    for name in names:
+        # Those on the command line take precedence.
+        values = {**config.named(name), **call.given}
+        with config.blamed(name):
+            asked[name] = _export_options(replace(call, given=values), values.pop("model"))
     if not everything and len(names) == 1:
         if unused := own.keys() & {"jobs", "shard"}:
             raise UsageError(f"--{min(unused)} goes with --all or several names only.")
@@ -407,13 +407,6 @@ def _build(call: _Call) -> ExportOptions | BuildOptions:
     given = ["build", f"--config={config.path}", "--json"]
     commands = {name: [*given, *_given_again(call, name), name] for name in names[number - 1 :: count]}
     return BuildOptions(commands, **own)
-
-
-def _configured(call: _Call, config: Config, name: str) -> ExportOptions:
-    """The options of a model in the config; those on the command line take precedence."""
-    given = {**config.named(name), **call.given}
-    with config.blamed(name):
-        return _export_options(replace(call, given=given), given.pop("model"))
 
 
 def _given_again(call: _Call, model: str) -> Iterator[str]:
@@ -490,7 +483,7 @@ COMMANDS = {
             "Find what good practice would change in a model's code. No bundle is written.",
             "MODEL",
             [*field_options(DiagnoseOptions), *field_options(ExportOptions, DIAGNOSED)],
-            _diagnose,
+            lambda call: DiagnoseOptions(_export_options(call, call.model()), **call.values(DiagnoseOptions)),
         ),
         _Command("profile", _PROFILE_HELP, "MODEL", _EXPORT_OPTIONS, _profile, has_details=True),
         _Command("passes", "List the passes with their options.", "", [], lambda call: ListOptions()),

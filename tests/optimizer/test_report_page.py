@@ -13,9 +13,10 @@ from torch import nn
 
 from optimize_export.manifest import plain
 from optimizer import Bundle, check_parity, export, optimize, report_of, verify_bundle
-from optimizer.bundle.report import BundleReport, ModuleOperations, graph_of, page_of, summary_of
+from optimizer.bundle.report import BundleReport, ModuleOperations, facts_of, graph_of, summary_of
 from optimizer.profiling import profile_lines
 from optimizer.showing import accuracy_plot, checkpoint_plot, memory_plot, parity_plot
+from optimizer.showing import page as html_of
 
 
 class Net(nn.Module):
@@ -66,7 +67,7 @@ def timed(manifest: Any) -> dict[str, Any]:
 
 def page(manifest: Any, **changes: Any) -> str:
     start: dict[str, Any] = {"optimize": None, "graph": (), "profile": {}, "unproven": ()}
-    return page_of(manifest, BundleReport(summary_of(manifest), **{**start, **changes}))
+    return html_of("bundle", **facts_of(manifest, BundleReport(summary_of(manifest), **{**start, **changes})))
 
 
 def test_the_report_is_a_file_of_the_bundle_like_others(bundle: Bundle, tmp_path: Path) -> None:
