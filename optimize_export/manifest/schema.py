@@ -95,7 +95,6 @@ _POINT = _Kind("two numbers", lambda value: isinstance(value, list) and len(valu
 
 
 def _all(kind: Any, *names: str) -> dict[str, Any]:
-    """Fields of one kind."""
     return dict.fromkeys(names, kind)
 
 

@@ -153,7 +153,6 @@ def _match(node: Json, value: Any, path: tuple[Any, ...], found: list[Any]) -> N
 
 
 def _spelled(path: tuple[Any, ...]) -> str:
-    """A place in the arguments, as in `extra`['shift']."""
     return f"`{path[0]}`{''.join(f'[{key!r}]' for key in path[1:])}"
 
 
@@ -191,7 +190,6 @@ def _builder(node: Json) -> Callable[[Iterator[Any]], Any]:
 
 
 def _maker(type_name: str, kind: str | None, keys: tuple[Any, ...]) -> Callable[[list[Any]], Any]:
-    """A function that makes a container of its values."""
     if type_name == "builtins.list":
         return list
     if type_name == "builtins.tuple":

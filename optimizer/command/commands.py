@@ -74,7 +74,6 @@ Exit codes:
 
 
 def _exit_codes() -> str:
-    """The exit codes of the errors, with their docstrings."""
     known: list[type[OptimizeExportError]] = [OptimizeExportError, *OptimizeExportError.__subclasses__()]
     texts = {each.exit_code: (each.__doc__ or "").rstrip(".") for each in known}
     texts[1] = "a defect of the program itself, or out of memory"

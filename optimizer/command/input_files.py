@@ -125,7 +125,6 @@ def _call(
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter] | None:
-    """The parameters of forward; None if it has no signature."""
     try:
         return list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):
@@ -201,7 +200,6 @@ def _image_in(path: Path) -> Any:
 
 
 def _lines_of(path: Path) -> list[str]:
-    """The texts in a file: its lines without the blank ones."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, ValueError) as error:

@@ -127,7 +127,6 @@ def _lines(document: Document, *, details: bool) -> Iterable[Table | Text | str]
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Wrap a sentence without breaking its words or numbers."""
     return textwrap.wrap(text, width, subsequent_indent=" " * 4, break_long_words=False, break_on_hyphens=False)
 
 
@@ -227,7 +226,6 @@ def _artifacts(artifacts: Sequence[Document]) -> Table:
 
 
 def _ran(artifacts: Sequence[Document]) -> Table:
-    """The table of the artifacts that ran when the bundle was verified."""
     rows = [(each["path"], each["device"], str(each["calls"]), _placement(each)) for each in artifacts]
     return table(("file", "run on", "calls", "nodes on"), rows)
 

@@ -321,7 +321,6 @@ def _changed_program(manifest: Document) -> Iterator[str]:
 
 
 def _program_digest() -> str:
-    """The SHA-256 of the program's own sources."""
     sources = sorted(path for name in OWN_PACKAGES for path in (ROOT / name).rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
