@@ -141,13 +141,11 @@ def test_a_program_isnt_called_weights(write, tmp_path):
     torch.save(model, weights)
     said = refused(str(write("")), weights=weights)
     assert "a whole object of the class torch.nn.modules.linear.Linear, as torch.save(model) writes it" in said
-    assert "is a whole object of the class" in refused(str(weights))
     with torchscript_allowed():
         torch.jit.save(torch.jit.trace(model, torch.ones(2, 4)), str(weights))
     assert "contain a TorchScript program; use a file written by torch.save(model.state_dict(), ...)" in refused(
         str(write("")), weights=weights
     )
-    assert "is a TorchScript program; MODEL must be the Python file that builds the module" in refused(str(weights))
     torch.save({"net": model.state_dict(), "args": Path("x")}, weights)
     assert "contain more than tensors (pathlib." in refused(str(write("")), weights=weights)
 
