@@ -17,13 +17,12 @@ from passes.compiling.blocks import (
     FusibleWork,
     WholeTrial,
     bound_forwards,
-    entry_of,
     repeated_blocks,
 )
 from passes.compiling.compiler import CompileRecord, RecordingBackend, import_inductor, missing_compiler
 from passes.compiling.frozen import Compile, FrozenCall
 from passes.errors import RequirementNotMet
-from passes.graph.backend import GraphCall, compiled, without_graph_call
+from passes.graph.backend import GraphCall, compiled, entry_of, without_graph_call
 from passes.module_interface import ModelTree, ModuleRewriter
 from passes.torch_private import COMPILED_CALL, compiler_named, options_of_mode
 
@@ -175,7 +174,7 @@ class TorchCompile(Pass):
 
     def _compile_blocks(self, rewriter: ModuleRewriter, group: Blocks, record: CompileRecord) -> None:
         (first, block), *_, (last, _) = group
-        compiled = self._compiled(record)(entry_of(block))
+        compiled = self._compiled(record)(entry_of(type(block)))
         with rewriter.change(first, f"compiled by {self.backend}, for {len(group)} blocks up to {last}"):
             for _, block in group:
                 rewriter.set_attribute(block, COMPILED_CALL, CompiledCall(compiled, block))
@@ -186,7 +185,7 @@ class TorchCompile(Pass):
         compile = self._compiled(record, call)
         if self.freezing:
             return FrozenCall(root, compile)
-        return CompiledCall(compile(entry_of(root)), root)
+        return CompiledCall(compile(entry_of(type(root))), root)
 
     def _compiled(self, record: CompileRecord, call: GraphCall | None = None) -> Compile:
         """torch.compile with the options of the pass. It applies the passes of `call`, and records its programs."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import itertools
-import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from passes.compiling.compiler import CompileRecord, GraphBreak, RecordingBackend
+from passes.graph.backend import entry_of
 from passes.graph.forwards import AroundForward, bound_forward, has_hooks
 from passes.torch_private import COMPILED_CALL, graph_break
 
@@ -170,26 +168,6 @@ def _forward_key(forward: Any) -> Any:
 # gradients need further programs.
 _MOST_KINDS, _LEAST_OF_A_KIND = 2, 3
 
-_numbers = itertools.count()
-
-
-def _call(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return block._call_impl(*args, **kwargs)
-
-
-def entry_of(module: nn.Module) -> Callable[..., Any]:
-    """Make a function `f(module, args, kwargs)` that calls the module, or an equal one, with its own code object.
-
-    torch.compile caches programs and counts recompilations per code object, and learns dynamic sizes per function name.
-    With its own code and name, the function is independent of everything else that the process compiles.
-    """
-    cls = type(module)
-    code = _call.__code__.replace(co_name=f"call_{next(_numbers)}_of_{cls.__name__}")
-    # torch.compile resolves global names by importing their module, which may be impossible. The globals of the
-    # function itself need no import.
-    around = getattr(inspect.unwrap(cls.forward), "__globals__", _call.__globals__)
-    return types.FunctionType(code, around)
-
 
 class CompiledCall:
     """The compiled call of one module."""
@@ -222,7 +200,7 @@ class BlocksTrial:
     def _calls(self) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
         for number, group in enumerate(self.groups):
             backend = RecordingBackend("eager", _as_it_is, self.records[number])
-            compiled = torch.compile(entry_of(group[0][1]), backend=backend)
+            compiled = torch.compile(entry_of(type(group[0][1])), backend=backend)
             for _, block in group:
                 yield block, self._counted(number, compiled, block)
 
@@ -258,7 +236,7 @@ class WholeTrial:
         """While the context is active, run the root by its captured graph."""
         record = CompileRecord()
         compiled = torch.compile(
-            entry_of(self.root), backend=RecordingBackend("eager", _as_it_is, record), fullgraph=True
+            entry_of(type(self.root)), backend=RecordingBackend("eager", _as_it_is, record), fullgraph=True
         )
         try:
             with calls_set([(self.root, CompiledCall(compiled, self.root))]):

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from passes.compiling.blocks import entry_of
+from passes.graph.backend import entry_of
 from passes.torch_private import has_autocast, inductor_settings
 
 
@@ -134,7 +134,7 @@ class FrozenCall:
         self.times += 1
         self.baked = BakedTensors(self.module)
         self._known: set[Any] = set()
-        self.compiled = self.compile(entry_of(self.module), self.baked.add)
+        self.compiled = self.compile(entry_of(type(self.module)), self.baked.add)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Frozen weights can't receive gradients.
@@ -181,7 +181,7 @@ class FrozenCall:
 
     def _by_plain_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.plain is None:
-            self.plain = self.compile(entry_of(self.module))
+            self.plain = self.compile(entry_of(type(self.module)))
         return self.plain(self.module, args, kwargs)
 
 

@@ -329,7 +329,11 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def entry_of(cls: type[nn.Module], call: Any = _call) -> Callable[..., Any]:
-    """Make a function with its own code object, so that torch.compile caches and counts its captures separately."""
+    """Make a function `f(module, args, kwargs)` with its own code object, which calls a module of this class.
+
+    torch.compile caches programs and counts recompilations per code object, and learns dynamic sizes per function name.
+    With its own code and name, the function is independent of everything else that the process compiles.
+    """
     code = call.__code__.replace(co_name=f"call_{next(_numbers)}_of_{cls.__name__}")
     # torch.compile resolves global names by importing their module, which may be impossible. The globals of the
     # function itself need no import.
