@@ -25,7 +25,7 @@ from passes.casting.forwards import (
     masks_of,
     takes_one_dtype,
 )
-from passes.casting.losses import Loss, LossWatch, TrialWatch, Way, by_share, share_lost
+from passes.casting.losses import LossWatch, TrialWatch, Way, by_share, share_lost
 from passes.errors import RequirementNotMet
 from passes.module_interface import (
     AttributeEdit,
@@ -76,9 +76,7 @@ class CastPrecision(ModulePass):
 
     With example inputs, each layer with parameters is also run in the dtype, on its actual inputs. It stays in
     float32 if its error is above 8 units of the dtype (6 % in bfloat16, 0.8 % in float16; both as a root mean square,
-    relative to that of the output), if its output is no longer finite, or if it raises. If rounding the layer's input
-    is enough to cause such an error, as in a difference of large numbers, the layer that makes this input stays in
-    float32 too.
+    relative to that of the output), if its output is no longer finite, or if it raises.
 
     Then the whole model is run. As long as the error of its outputs is above 16 units, more layers stay in float32,
     those with the largest errors first. The report names each of them with its error. If that doesn't help, nothing is
@@ -244,7 +242,7 @@ class _Casting:
         unit = torch.finfo(self.dtype).eps
         layers = [module for module in self.modules.values() if self._is_measured(module)]
         most = _MOST_OF_A_LAYER * unit
-        watch = LossWatch(self.root, self.besides, layers, self.dtype, most, self._lowered)
+        watch = LossWatch(self.root, self.besides, layers, self.dtype, self._lowered)
         if (problem := self._run(watch)) is not None:
             self.model.skip("", f"no run shows the precision that its layers lose in {self.word} ({problem})")
             return False
@@ -252,7 +250,10 @@ class _Casting:
         self.outputs = dtypes_of(wanted)
         for key, loss in losses.items():
             if loss.share > most:
-                self._keep_layer(key, loss, most)
+                shown = f"raises ({loss.error})" if loss.error else _off(loss.share)
+                self.choice.kept[key] = f"kept in float32: in {self.word} it {shown}"
+                if math.isinf(loss.share) and not loss.error:
+                    self.choice.bare.add(key)
         self._keep_what_is_tied()
         worst = [key for key in by_share(losses) if not self._is_kept(self.modules[key]) and losses[key].share > 0]
         count = 1
@@ -260,8 +261,11 @@ class _Casting:
             problem, lost = self._try(wanted)
             if problem is None and lost <= _MOST_OF_ALL * unit:
                 return True
-            if problem is not None or not worst:
-                self.model.skip("", self._why_given_up(problem, lost))
+            if problem is not None:
+                self.model.skip("", f"it doesn't run in {self.word} ({problem})")
+                return False
+            if not worst:
+                self.model.skip("", f"in {self.word} it {_off(lost)} even with every sensitive layer in float32")
                 return False
             for key in worst[:count]:
                 shown = f"in {self.word} the model {_off(lost)}, and this layer {_off(losses[key].share)}"
@@ -274,30 +278,13 @@ class _Casting:
     def _is_measured(self, module: nn.Module) -> bool:
         return module is not self.root and _has_floats(module) and not self._is_kept(module)
 
-    def _keep_layer(self, key: int, loss: Loss, most: float) -> None:
-        if loss.error:
-            self.choice.kept[key] = f"kept in float32: in {self.word} it raises {_clause(loss.error)}"
-            return
-        self.choice.kept[key] = f"kept in float32: in {self.word} it {_off(loss.share)}"
-        if math.isinf(loss.share):
-            self.choice.bare.add(key)
-        feeder = loss.feeder
-        if loss.by_input <= most or feeder is None or feeder is self.root or not _has_floats(feeder):
-            return
-        path = self.tree.path(self.modules[key])
-        why = (
-            f"kept in float32: rounding its output to {self.word} once causes an error of {_percent(loss.by_input)} "
-            f"in {path}"
-        )
-        self.choice.kept.setdefault(id(feeder), why)
-        self.choice.bare.add(id(feeder))
-
     def _keep_what_is_tied(self) -> None:
         """Keep modules that share a parameter with a kept module, because one tensor has only one dtype."""
         if not self.weights:
             return
         while True:
-            held = {id(tensor): path for path, _, tensor in self._kept_tensors()}
+            kept = [module for module in self.modules.values() if self._is_kept(module)]
+            held = {id(tensor): self.tree.path(module) for module in kept for _, tensor in _floats_of(module)}
             found = next(
                 (
                     (module, held[id(tensor)])
@@ -312,12 +299,6 @@ class _Casting:
                 return
             module, path = found
             self.choice.kept[id(module)] = f"kept in float32, because it shares a parameter with {path}"
-
-    def _kept_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        for module in self.modules.values():
-            if self._is_kept(module):
-                path = self.tree.path(module)
-                yield from ((path, name, tensor) for name, tensor in _floats_of(module))
 
     def _is_kept(self, module: nn.Module) -> bool:
         return id(module) in self._kept_now()[0]
@@ -342,9 +323,9 @@ class _Casting:
             problem = self._run(trial)
         for module, way, error in trial.mended.values():
             if way == _MIXED:
-                self.choice.mixed[id(module)] = f"under autocast, because it raises without {_clause(error)}"
+                self.choice.mixed[id(module)] = f"under autocast, because it raises without ({error})"
             else:
-                self.choice.kept[id(module)] = f"kept in float32: in {self.word} it raises {_clause(error)}"
+                self.choice.kept[id(module)] = f"kept in float32: in {self.word} it raises ({error})"
         if trial.mended:
             self._keep_what_is_tied()
         return problem, 0.0 if problem is not None else share_lost(wanted, trial.outputs)
@@ -486,11 +467,6 @@ class _Casting:
             if is_around:
                 self.model.set_attribute(module, "forward", forward)
 
-    def _why_given_up(self, problem: str | None, lost: float) -> str:
-        if problem is not None:
-            return f"it doesn't run in {self.word} ({problem})"
-        return f"in {self.word} it {_off(lost)} even with every sensitive layer in float32"
-
 
 def _held_flat(module: nn.Module, flat: list[Any]) -> list[AttributeEdit]:
     """The edits of a recurrent layer's two extra lists: its parameters, and references that detect replaced ones."""
@@ -539,12 +515,4 @@ def _is_fast_here(dtype: torch.dtype) -> bool:
 
 
 def _off(share: float) -> str:
-    return f"is off by {_percent(share)} of its output" if math.isfinite(share) else "is no longer finite"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %"
-
-
-def _clause(error: str) -> str:
-    return f"({error})"
+    return f"is off by {100 * share:.2g} % of its output" if math.isfinite(share) else "is no longer finite"

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-import random
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from passes.base import training_flags
-from passes.casting.forwards import HALF, cast_leaf, finite_in, map_leaves, masks_of, takes_one_dtype, with_masks
+from passes.casting.forwards import cast_leaf, finite_in, map_leaves, masks_of, takes_one_dtype, with_masks
 from passes.graph.forwards import intercepted_calls
 from passes.torch_private import without_torch_function
 
@@ -32,11 +29,7 @@ class Loss:
 
     # The root mean square of the error, relative to that of the output; infinite if the output is no longer finite
     share: float
-    # The same if the module computes in float32 and only its input is rounded; 0 if `share` is small
-    by_input: float = 0.0
     error: str = ""  # the reason why the module doesn't run in the half precision; "" if it does
-    # The module whose output was its only float input; None if there is none or several
-    feeder: nn.Module | None = None
 
 
 class _Watch(ABC):
@@ -49,7 +42,7 @@ class _Watch(ABC):
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
-        self._stack.enter_context(in_eval(self.root))
+        self._stack.enter_context(training_flags(self.root, False))
         self._stack.enter_context(intercepted_calls(self.root, self._around, self.besides))
 
     def __exit__(self, *error: object) -> None:
@@ -65,7 +58,7 @@ class LossWatch(_Watch):
     """A context that repeats each call of a layer in a half precision and compares the results.
 
     All modules are in eval meanwhile, so that equal calls give equal results. The results of the run itself don't
-    change. For losses above `most`, the part that comes from rounding the input is measured too.
+    change.
 
     Attributes:
         losses: the largest loss of each layer that was called, by its id, in the order of the first calls.
@@ -78,18 +71,15 @@ class LossWatch(_Watch):
         besides: Iterable[nn.Module],
         layers: Iterable[nn.Module],
         dtype: torch.dtype,
-        most: float,
         lowered: Lowered,
     ) -> None:
         super().__init__(root, besides)
         self.losses: dict[int, Loss] = {}
         self._layers = {id(layer) for layer in layers}
         self._dtype = dtype
-        self._most = most
         self._lowered = lowered
         self._busy = False
         self._inputs: dict[int, Any] = {}
-        self._makers: dict[int, tuple[weakref.ref[torch.Tensor], nn.Module]] = {}
 
     def _around(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -100,22 +90,18 @@ class LossWatch(_Watch):
             self._inputs = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs))}
         is_layer = id(module) in self._layers and _is_plain((args, kwargs))
         given = self._rounded(module, args, kwargs) if is_layer else None
-        before = random_state() if is_layer else None
+        before = torch.get_rng_state()
         outputs = call(*args, **kwargs)
-        if given is not None and before is not None:
+        if given is not None:
             self._busy = True
-            after = random_state()
-            set_random_state(before)
             try:
-                self._measure(module, given, outputs, self._feeder((args, kwargs)))
+                with torch.random.fork_rng(devices=()):
+                    torch.set_rng_state(before)
+                    self._measure(module, given, outputs)
             finally:
-                set_random_state(after)
                 self._busy = False
         if module is self.root:
             self.outputs = map_leaves(_copied, outputs)
-        for leaf in pytree.tree_leaves(outputs):
-            if isinstance(leaf, torch.Tensor):
-                self._makers[id(leaf)] = weakref.ref(leaf), module
         return outputs
 
     def _rounded(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -136,32 +122,17 @@ class LossWatch(_Watch):
 
         return map_leaves(rounded, with_masks(mask, masks_of(module), args, kwargs))
 
-    def _measure(self, module: nn.Module, rounded: Any, outputs: Any, feeder: nn.Module | None) -> None:
+    def _measure(self, module: nn.Module, rounded: Any, outputs: Any) -> None:
         try:
             # With gradients on, because torch may then choose other kernels, of which fewer support half precision.
             with self._lowered(module), torch.enable_grad():
-                args, kwargs = map_leaves(_copied, rounded)
-                lost = share_lost(outputs, module(*args, **kwargs))
+                args, kwargs = rounded
+                loss = Loss(share_lost(outputs, module(*args, **kwargs)))
         except Exception as error:  # noqa: BLE001 - missing kernels raise many kinds of errors
-            self._note(module, Loss(math.inf, error=_first_line(error), feeder=feeder))
-            return
-        by_input = 0.0
-        if lost > self._most:
-            args, kwargs = map_leaves(lambda leaf: cast_leaf(leaf, HALF, torch.float32), rounded)
-            by_input = share_lost(outputs, module(*args, **kwargs))
-        self._note(module, Loss(lost, by_input, feeder=feeder))
-
-    def _note(self, module: nn.Module, loss: Loss) -> None:
+            loss = Loss(math.inf, _first_line(error))
         known = self.losses.get(id(module))
         if known is None or loss.share > known.share:
             self.losses[id(module)] = loss
-
-    def _feeder(self, given: Any) -> nn.Module | None:
-        floats = [leaf for leaf in pytree.tree_leaves(given) if _is_float32(leaf)]
-        if len(floats) != 1:
-            return None
-        made, maker = self._makers.get(id(floats[0]), (None, None))
-        return maker if made is not None and made() is floats[0] else None
 
 
 class TrialWatch(_Watch):
@@ -219,16 +190,6 @@ class TrialWatch(_Watch):
 Way = tuple[str, AbstractContextManager[None]]
 
 
-@contextmanager
-def in_eval(root: nn.Module) -> Iterator[None]:
-    """Set all modules to eval for the block."""
-    if not any(module.training for module in root.modules() if "training" in module.__dict__):
-        yield
-        return
-    with training_flags(root, False):
-        yield
-
-
 def share_lost(wanted: Any, got: Any) -> float:
     """The largest loss among the outputs: the root mean square of the error, relative to that of the output.
 
@@ -277,22 +238,6 @@ def _is_float(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
-def _is_float32(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32
-
-
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
-
-
-def random_state() -> tuple[Any, ...]:
-    """The states of the global generators of torch (CPU), Python and NumPy."""
-    return torch.random.get_rng_state(), random.getstate(), numpy.random.get_state()
-
-
-def set_random_state(state: tuple[Any, ...]) -> None:
-    """Restore the generators to states from `random_state`."""
-    torch.random.set_rng_state(state[0])
-    random.setstate(state[1])
-    numpy.random.set_state(state[2])
