@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from passes.base import Context, PassResult, Skip
+from passes.base import Context, Skip
+from passes.graph.layouts import CONTIGUOUS, EITHER, LAST, kind_of
 from passes.graph_interface import (
     CHANNELS_LAST_FORMATS,
     Example,
@@ -24,18 +26,8 @@ from passes.graph_interface import (
     layout_of,
     operation_name,
 )
-from passes.memory_format.costs import (
-    CONTIGUOUS_KERNELS,
-    READING_CHANNELS_LAST,
-    Costs,
-    cheapest_formats,
-    kernel_of,
-    why_dear,
-    why_no_format,
-)
-from passes.memory_format.training import ChannelsLastTraining
-from passes.memory_format.watch import CONTIGUOUS, EITHER, LAST, Loss
-from passes.module_interface import call_of, convolution_arguments, shape_of, tensor_of
+from passes.module_interface import batch_norm_arguments, call_of, convolution_arguments, shape_of, tensor_of
+from passes.torch_private import convolution_kernel
 
 _CONVOLUTIONS = ("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d")
 # The key in `node.meta` for the input of a convolution that stays contiguous.
@@ -50,9 +42,9 @@ def _convolutions_of(recording: Recording) -> list[Node]:
 class ChannelsLast(GraphPass):
     """Run 2-D and 3-D convolutions in channels_last, and return outputs in their original memory format.
 
-    In inference, the weights are converted: as tensors derived from the parameters, which stay as they are. A
-    convolution with such a weight returns its output in channels_last, and pointwise operations, BatchNorm and pooling
-    keep the format. So everything from the first convolution on runs in it.
+    The weights are converted: as tensors derived from the parameters, which stay as they are. A convolution with such a
+    weight returns its output in channels_last, and pointwise operations, BatchNorm and pooling keep the format. So
+    everything from the first convolution on runs in it.
 
     Where the old strides show, a value is copied to them: in the outputs of a graph, for random numbers, which fill
     memory in its order, and for operations such as `as_strided`, or a `view` that fails. Inputs are converted by the
@@ -67,18 +59,14 @@ class ChannelsLast(GraphPass):
     On a CPU, torch's BatchNorm on batch statistics is less exact in channels_last than in contiguous format. So the
     parity check may refuse a model that has one, and then the pass is taken back.
 
-    In training, the weights stay the caller's own. They keep their format, and their gradients have it too. The
-    convolutions that get contiguous maps convert a copy of the map to channels_last: the first ones, and those after an
-    operation that loses the format. The gradient of the copy returns in the format of the map. Random numbers for maps
-    (dropout) are drawn as for contiguous maps. Each convolution makes a temporary copy of its weight and of the
-    weight's gradient, so on a CPU those with large weights on small maps stay in contiguous format.
+    In training, each call converts the weights, and keeps the copies until the backward pass. The parameters keep their
+    memory format, and their gradients have it too. A copy costs more than packing alone, so on a CPU more convolutions
+    with large weights on small maps stay in contiguous format.
 
     Does not handle:
 
-    - in inference, what torch.compile can't capture, and weights that depend on the inputs
-    - in training, convolutions with a forward of their own, and inputs without a batch dim
-    - in training, inputs in tuples, lists and dicts, which the convolutions convert, and outputs with gaps in memory,
-      such as a slice of every second channel, whose strides may differ from the original's
+    - what torch.compile can't capture, and weights that depend on the inputs
+    - training steps under the plan of insert-checkpoints, which runs the forward as it was written
 
     Without example inputs it changes nothing: only a run shows the sizes of the maps.
     """
@@ -100,10 +88,6 @@ class ChannelsLast(GraphPass):
         Example("conv(x)", (2, 16, 4, 4), {"conv": "nn.Conv2d(16, 64, 3)"}, "its weight is large"),
     )
 
-    def run(self, tree: ModelTree, context: Context) -> PassResult:
-        """Rewrite the graphs of the example inputs; in training, the forwards of the convolutions."""
-        return ChannelsLastTraining().run(tree, context) if context.mode == "training" else super().run(tree, context)
-
     def is_for(self, recording: Recording) -> bool:
         """Whether channels_last may pay for a convolution of the run, by the sizes of its maps."""
         costs, is_free = [], []
@@ -111,10 +95,10 @@ class ChannelsLast(GraphPass):
             weight, maps = _weight_and_maps(node)
             if weight is None or maps is None or weight.device.type != "cpu":
                 return True
-            if why_no_format(weight):
+            if _why_no_format(weight):
                 continue
             is_free.append(not is_channels_last(weight))
-            costs.append(_costs(_recorded_kernel(node, weight, maps[0]), weight, *maps, is_free=is_free[-1]))
+            costs.append(_costs_of(_recorded_kernel(node, weight, maps[0]), weight, *maps, is_free=is_free[-1]))
             if is_free[-1] and _is_one_place(*maps, weight.dim() - 2):
                 return True
         formats = cheapest_formats(costs)
@@ -127,9 +111,9 @@ class ChannelsLast(GraphPass):
             weight, maps = _weight_and_maps(node)
             if weight is None or maps is None or (weight.layout is torch.strided and is_channels_last(weight)):
                 continue
-            if not (reason := why_no_format(weight)):
+            if not (reason := _why_no_format(weight)):
                 kernel = _recorded_kernel(node, weight, maps[0])
-                reason = why_dear(_costs(kernel, weight, *maps, is_free=True), [kernel])
+                reason = _why_dear(_costs_of(kernel, weight, *maps, is_free=True), kernel)
             found.append(Skip(tree.path(call_of(node).module), reason))
         return found
 
@@ -157,7 +141,7 @@ class ChannelsLast(GraphPass):
         _convert_shared_inputs(graph, changed)
         if changed:
             kept = {user for node in graph.nodes if _KEPT in node.meta for user in (node, *node.users)}
-            for loss in losses_in(graph, kept, copies):
+            for loss in _losses_in(graph, kept, copies):
                 graph.remark(loss.where, loss.text)
 
 
@@ -167,7 +151,7 @@ class ChannelsLast(GraphPass):
 def _why_not(graph: GraphRewriter, layers: Layers, layer: Layer) -> str | None:
     """The reason why the weight can't be converted; "" if it needs no change, None to convert it."""
     own = graph.value(layer.weight)
-    if own is not None and (reason := why_no_format(own)):
+    if own is not None and (reason := _why_no_format(own)):
         return reason
     weight = graph.laid_out(layer.weight)
     if weight is None:
@@ -188,21 +172,33 @@ def _too_dear(
 
     Convolutions on maps with one position, as in squeeze-and-excitation, are left out: such maps are in both formats.
     """
-    steps, costs, kernels = [], [], []
-    for layer in convolutions:
-        given, made, weight = map(graph.laid_out, (layer.input, layer.node, layer.weight))
-        if given is None or made is None or weight is None or _is_one_place(given, made, layer.dims):
-            continue
-        steps.append(layer)
-        kernels.append(kernel_of(layer.arguments, weight, given.shape, layer.transposed))
-        if _is_kept(layer):
-            costs.append(Costs(math.inf, 0, given.numel()))
+    layers, is_training = {layer.node: layer for layer in convolutions}, graph.mode == "training"
+    steps, costs, kernels = list[Node](), list[Costs](), list[str]()
+    for node in graph.calls():
+        layer, made = layers.get(node), graph.laid_out(node)
+        kernel = ""
+        if layer is not None:
+            given, weight = map(graph.laid_out, (layer.input, layer.weight))
+            if given is None or made is None or weight is None or _is_one_place(given, made, layer.dims):
+                continue
+            kernel = _kernel_of(layer.arguments, weight, given.shape, layer.transposed)
+            is_free = reasons[node] is None
+            if _is_kept(layer):
+                cost = Costs(math.inf, 0, given.numel())
+            else:
+                cost = _costs_of(kernel, weight, given, made, is_free=is_free, is_training=is_training)
+        elif is_training and made is not None and batch_norm_arguments(node) is not None:
+            # Measured: with its backward pass, it takes twice as long on contiguous maps.
+            cost = Costs(0, made.numel(), math.inf)
         else:
-            costs.append(_costs(kernels[-1], weight, given, made, is_free=reasons[layer.node] is None))
+            continue
+        steps.append(node)
+        kernels.append(kernel)
+        costs.append(cost)
     return {
-        layer.node: why_dear(cost, [kernel])
-        for layer, cost, kernel, is_last in zip(steps, costs, kernels, cheapest_formats(costs), strict=True)
-        if not is_last and not _is_kept(layer)
+        node: _why_dear(cost, kernel)
+        for node, cost, kernel, is_last in zip(steps, costs, kernels, cheapest_formats(costs), strict=True)
+        if not is_last and node in layers and not _is_kept(layers[node])
     }
 
 
@@ -218,20 +214,128 @@ def _weight_and_maps(node: Node) -> tuple[torch.Tensor | None, tuple[torch.Tenso
 
 def _recorded_kernel(node: Node, weight: torch.Tensor, given: torch.Tensor) -> str:
     named: Any = convolution_arguments(node)
-    return kernel_of(named, weight, given.shape, "transpose" in operation_name(node))
+    return _kernel_of(named, weight, given.shape, "transpose" in operation_name(node))
 
 
 def _is_one_place(given: torch.Tensor, made: torch.Tensor, dims: int) -> bool:
     return all(one.shape[-dims:].numel() == 1 for one in (given, made))
 
 
-def _costs(kernel: str, weight: torch.Tensor, given: torch.Tensor, made: torch.Tensor, *, is_free: bool) -> Costs:
+# What it costs on a CPU, as numbers of moved elements ------------------------------------------------------------------
+
+# Kernels that read a channels_last weight without packing it.
+_READING_CHANNELS_LAST = frozenset({"Slow2d", "SlowDilated2d", "SlowTranspose2d"})
+# Kernels that return contiguous maps for inputs in any format.
+_CONTIGUOUS_KERNELS = frozenset({"Slow3d", "SlowDilated3d", "SlowTranspose3d"})
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The cost of one convolution, or BatchNorm in training, as a number of moved elements."""
+
+    channels_last: float  # the cost in channels_last
+    contiguous: float  # the cost in contiguous format
+    change: float  # the cost of converting its input from one format to the other
+
+
+def cheapest_formats(costs: Sequence[Costs]) -> list[bool]:
+    """For each layer, in the order of execution, whether it is in channels_last in the cheapest run.
+
+    In channels_last, oneDNN packs the weight at every call, in a slow way. In contiguous format, it converts the input
+    to a blocked layout and the output back. Measured on a ResNet-50, both take equally long for equal numbers of
+    elements. torch's own kernels, which it selects for small inputs, pack nothing. Between two convolutions of
+    different formats, the input is converted. The cheapest formats for the whole run are the shortest path through two
+    states per convolution.
+    """
+    # The costs of the cheapest runs up to here that end in contiguous format and in channels_last. `origins` has, for
+    # each layer and each of these ends, whether the layer before it is in channels_last.
+    totals = (0.0, math.inf)
+    origins: list[tuple[bool, bool]] = []
+    for cost in costs:
+        contiguous, last = totals
+        origin = (last + cost.change < contiguous, last <= contiguous + cost.change)
+        origins.append(origin)
+        totals = (
+            min(contiguous, last + cost.change) + cost.contiguous,
+            min(last, contiguous + cost.change) + cost.channels_last,
+        )
+    is_last = totals[1] <= totals[0]
+    formats = []
+    for origin in reversed(origins):
+        formats.append(is_last)
+        is_last = origin[is_last]
+    return formats[::-1]
+
+
+def _why_dear(cost: Costs, kernel: str) -> str:
+    """Why a convolution with this cost, which this kernel computes, is contiguous in the cheapest run."""
+    if kernel in _CONTIGUOUS_KERNELS:
+        return "its kernel returns contiguous maps for inputs in any format"
+    if cost.channels_last > cost.contiguous:
+        return "its weight is large compared with its maps: channels_last would cost more at every call than it saves"
+    return (
+        "the convolutions around it are faster in contiguous format, and converting between the formats would cost more "
+        "than it saves"
+    )
+
+
+def _kernel_of(named: Mapping[str, Any], weight: torch.Tensor, given: torch.Size, transposed: bool) -> str:
+    """The name of the kernel that torch selects for an input of this shape.
+
+    Args:
+        named: the further arguments of the convolution by name; those left to their defaults may be missing.
+    """
+    dims = weight.dim() - 2
+    batched = given if len(given) == weight.dim() else (1, *given)
+
+    def each(name: str, default: int) -> list[int]:
+        value = named.get(name, default)
+        return [value] * dims if isinstance(value, int) else list(value)
+
+    dilation = each("dilation", 1)
+    padding = named.get("padding", 0)
+    if padding == "same":
+        padding = [step * (size - 1) // 2 for step, size in zip(dilation, weight.shape[2:], strict=True)]
+    no_values = torch.empty((), dtype=weight.dtype)
+    return convolution_kernel(
+        no_values.expand(batched),
+        no_values.expand(weight.shape),
+        stride=each("stride", 1),
+        padding=[0] * dims if padding == "valid" else [padding] * dims if isinstance(padding, int) else list(padding),
+        dilation=dilation,
+        transposed=transposed,
+        output_padding=each("output_padding", 0),
+        groups=named.get("groups", 1),
+    )
+
+
+def _why_no_format(weight: torch.Tensor) -> str | None:
+    """The reason why a weight has no memory format, as a clause; None if it has one."""
+    if is_lazy(weight):
+        return "its weight is not initialised yet: run the model once first"
+    if kind := kind_of(weight):
+        return f"its weight is {kind}"
+    return None
+
+
+def _costs_of(
+    kernel: str,
+    weight: torch.Tensor,
+    given: torch.Tensor,
+    made: torch.Tensor,
+    *,
+    is_free: bool,
+    is_training: bool = False,
+) -> Costs:
     """The costs of a convolution; one that isn't free has the format of its weight."""
     both = given.numel() + made.numel()
-    if kernel in CONTIGUOUS_KERNELS and is_free:
+    if kernel in _CONTIGUOUS_KERNELS and is_free:
         return Costs(2 * both, 0, given.numel())
-    packed = 0 if kernel in READING_CHANNELS_LAST else weight.numel()
-    return Costs(packed, both if is_free else math.inf, given.numel())
+    moved = 0 if kernel in _READING_CHANNELS_LAST else weight.numel()
+    if is_training:
+        # The weight is copied for the forward and the backward pass, and so is its gradient; packing takes most of it.
+        moved = 0 if weight[0, 0].numel() == 1 else max(4 * moved, weight.numel())
+    return Costs(moved, both if is_free else math.inf, given.numel())
 
 
 # Rewrite --------------------------------------------------------------------------------------------------------------
@@ -245,8 +349,8 @@ class _InChannelsLast:
         memory_format = CHANNELS_LAST_FORMATS[weight.dim()]
         if weight.is_contiguous(memory_format=memory_format):
             # A convolution takes its format from the strides of its weight, and `contiguous` wouldn't change these.
-            strides = torch.empty(weight.shape, device="meta", memory_format=memory_format).stride()
-            return weight.as_strided(weight.shape, strides)
+            count, channels, *kernel = weight.shape
+            return weight.view(count, *kernel, channels).movedim(-1, 1)
         return weight.contiguous(memory_format=memory_format)
 
 
@@ -303,17 +407,45 @@ def _convert_shared_inputs(graph: GraphRewriter, convolutions: Sequence[Node]) -
                 graph.redirect(node, source, converted)
 
 
-def losses_in(graph: GraphRewriter, kept: Collection[Node], copies: Mapping[Node, Node]) -> list[Loss]:
+@dataclass
+class _Loss:
+    """A place where an operation returns feature maps in another format than it received."""
+
+    where: str  # the path of the module, and the operation: "encoder.layer1 (view)"
+    elements: int = 0  # the number of elements of these maps, over all calls
+    converted: int = 0  # the number of elements that later convolutions convert back to channels_last
+    convolutions: list[str] = field(default_factory=list)  # the paths of these convolutions, in the order of execution
+    goes_on: bool = False  # whether an operation computes further maps from these
+    # Whether the operation reads a channels_last map and writes a new one; a view alone costs nothing
+    copies: bool = False
+
+    @property
+    def counts(self) -> bool:
+        """Whether the loss makes something slower: a conversion, or operations in the other format."""
+        return self.converted > 0 or (self.goes_on and self.copies)
+
+    @property
+    def text(self) -> str:
+        """What is lost, as a clause."""
+        first, *others = self.convolutions or [""]
+        which = f"{first} and {len(others)} more" if others else first
+        lost = f"channels_last is lost here for {self.elements:,} elements"
+        if self.converted:
+            return f"{lost}: {which} convert{'' if others else 's'} {self.converted:,} elements back"
+        return f"{lost}: the operations after it run in contiguous format"
+
+
+def _losses_in(graph: GraphRewriter, kept: Collection[Node], copies: Mapping[Node, Node]) -> list[_Loss]:
     """The losses that make something slower, those with the most converted elements first.
 
     Args:
         kept: values that are contiguous on purpose, like everything that is computed from them.
         copies: the copies that `GraphRewriter.settle` made, each with the operation that needs it.
     """
-    found: dict[str, Loss] = {}
+    found: dict[str, _Loss] = {}
     values = {node: value for node in graph.nodes if (value := graph.laid_out(node)) is not None}
     # The loss that a contiguous map comes from, and the tensors that are in channels_last or were made from such maps.
-    lost: dict[Node, Loss] = {}
+    lost: dict[Node, _Loss] = {}
     was_last = set[Node]()
     meant, memory = set(kept), graph.memory()
     for node, value in values.items():
@@ -343,7 +475,7 @@ def losses_in(graph: GraphRewriter, kept: Collection[Node], copies: Mapping[Node
         if loss is None and (was_map or not is_still_one):
             user = copies.get(node, node)
             where = f"{graph.path_of(user) or 'the root'} ({graph.name_of(user)})"
-            loss = found.setdefault(where, Loss(where))
+            loss = found.setdefault(where, _Loss(where))
             loss.elements += value.numel()
             loss.copies |= was_map and not is_view
         if loss is not None:
@@ -351,7 +483,7 @@ def losses_in(graph: GraphRewriter, kept: Collection[Node], copies: Mapping[Node
     return sorted((loss for loss in found.values() if loss.counts), key=lambda loss: (-loss.converted, -loss.elements))
 
 
-def _count_conversion(graph: GraphRewriter, node: Node, values: Mapping[Node, Any], lost: Mapping[Node, Loss]) -> None:
+def _count_conversion(graph: GraphRewriter, node: Node, values: Mapping[Node, Any], lost: Mapping[Node, _Loss]) -> None:
     """Count what a convolution with a channels_last weight has to convert."""
     if not graph.name_of(node).startswith("conv") or node.op != "call_function":
         return

@@ -33,7 +33,6 @@ from torch.nn.modules.batchnorm import (
     # The base class of the BatchNorms and InstanceNorms. Seen in 2.13.
     _NormBase,
 )
-from torch.nn.modules.conv import _ConvNd  # The base class of torch's convolutions. Seen in 2.13.
 from torch.nn.modules.instancenorm import _InstanceNorm  # The base class of torch's InstanceNorms. Seen in 2.13.
 from torch.utils._device import (
     # The function mode that sets the default device for a block; it changes no results. Seen in 2.13.
@@ -48,7 +47,6 @@ is_tracing = _is_tracing
 enter_autocast = _enter_autocast
 HigherOrder = HigherOrderOperator
 AnyBatchNorm = _BatchNorm
-AnyConvolution = _ConvNd
 AnyInstanceNorm = _InstanceNorm
 AnyNorm = _NormBase
 # torch.autograd.graph can set and disable hooks on saved tensors, but can't tell whether there are any. Seen in 2.13.
@@ -110,11 +108,6 @@ def forget_sources(fakes: Iterable[Any]) -> None:
 def is_fake(tensor: Any) -> bool:
     """Whether the value is a tensor without data, with which torch.export runs a forward. Seen in 2.13."""
     return isinstance(tensor, FakeTensor)
-
-
-def share_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both tensors lie in one storage; torch checks this without accessing their pointers. Seen in 2.13."""
-    return bool(torch._C._is_alias_of(tensor, other))  # type: ignore[attr-defined]
 
 
 def convolution_kernel(input: torch.Tensor, weight: torch.Tensor, **settings: Any) -> str:

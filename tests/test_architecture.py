@@ -283,12 +283,10 @@ SHARED = {
     *(kind.__name__.partition(".")[2] for kind in KINDS),
 }
 PASS_FILES = [path for path in sorted(PACKAGES["passes"].glob("*.py")) if path.stem not in SHARED]
-# The part of channels-last for training is a pass too.
-ALL_PASSES = [*PASS_FILES, PACKAGES["passes"] / "memory_format" / "training.py"]
 # Imports of passes besides the interface of their kind: their own sub-packages, and the private names of torch.
 OWN = {
     "cast_precision": ("passes.casting", "passes.torch_private"),
-    "channels_last": ("passes.memory_format", "passes.torch_private"),
+    "channels_last": ("passes.graph.layouts", "passes.torch_private"),
     "jit_fusion": ("passes.fusion", "passes.compiling", "passes.torch_private"),
     "sync_batch_norm": ("passes.torch_private",),
     "insert_checkpoints": ("passes.checkpointing",),
@@ -364,7 +362,7 @@ def test_the_interface_is_public_and_documented() -> None:
 def test_all_that_the_passes_use_is_in_the_interface_and_no_more() -> None:
     used = {
         name.rpartition(".")[2]
-        for path in ALL_PASSES
+        for path in PASS_FILES
         for name, _ in imports_in(ast.parse(path.read_text(encoding="utf-8")))
         if name.rpartition(".")[0] in {kind.__name__ for kind in KINDS} or name in COMMON
     }

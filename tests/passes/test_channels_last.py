@@ -18,15 +18,16 @@ from operations import computed
 from pass_contract import captured, check_pass, sentences_of
 from tiny_models import Net, enliven
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch.utils import _pytree as pytree
 
 from optimizer import optimize, report_of
 from passes import ChannelsLast, Example, PassResult
+from passes.channels_last import Costs, cheapest_formats
 from passes.graph.backend import GRAPH_CALL, compilation_of
 from passes.graph.captured import example_of, name_of
-from passes.graph.layouts import CONTIGUOUS, LAST, is_channels_last, layout_of
+from passes.graph.layouts import CONTIGUOUS, EITHER, LAST, is_channels_last, layout_of
 from passes.graph.layouts import laid_out as laid_out_example
-from passes.memory_format.costs import Costs, cheapest_formats
 
 
 class Many(Pair):
@@ -578,3 +579,33 @@ def test_a_forward_in_several_graphs_gets_maps_in_its_own_format_between_them() 
     fast = optimize(model, ["channels-last"], example_inputs=(image(),))
     assert torch.allclose(fast(image()), model(image()), atol=1e-5)
     assert strides_of(fast(image())) == strides_of(model(image()))
+
+
+# The formats of tensors -------------------------------------------------------------------------------------------------
+
+LAST_2D, LAST_3D = torch.channels_last, torch.channels_last_3d
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 4, 5), (1, 3, 4, 5), (2, 1, 4, 5), (2, 3, 1, 1), (1, 1, 4, 5), (2, 3, 1, 5)])
+def test_the_format_of_a_map_is_what_torch_takes_it_for(sizes: tuple[int, ...]) -> None:
+    for order in itertools.permutations(range(4)):
+        back = [order.index(dim) for dim in range(4)]
+        tensor = torch.randn([sizes[dim] for dim in order]).permute(back)
+        assert tensor.shape == sizes
+        assert is_channels_last(tensor) is (suggest_memory_format(tensor) is LAST_2D)
+        assert nn.functional.conv2d(tensor, torch.ones(4, sizes[1], 1, 1)).is_contiguous() or is_channels_last(tensor)
+        found = layout_of(tensor)
+        if tensor.is_contiguous() and tensor.is_contiguous(memory_format=LAST_2D):
+            assert found == EITHER
+        else:
+            wanted = LAST if suggest_memory_format(tensor) is LAST_2D and not tensor.is_contiguous() else CONTIGUOUS
+            assert found == wanted, (sizes, order)
+
+
+def test_formats_of_other_values() -> None:
+    last = torch.randn(2, 8, 4, 4).contiguous(memory_format=LAST_2D)
+    assert layout_of(last) == layout_of(last[:, ::2]) == layout_of(last[:, :, :2]) == LAST
+    assert layout_of(torch.randn(2, 3, 4, 5, 6).contiguous(memory_format=LAST_3D)) == LAST
+    assert layout_of(torch.randn(2, 3, 4, 5, 6)) == layout_of(torch.randn(1, 1, 4, 5).expand(2, 3, 4, 5)) == CONTIGUOUS
+    for other in (None, 3, [last], torch.randn(3), torch.randn(2, 3, 4), torch.randn(2, 3, 4, 4).to_sparse()):
+        assert layout_of(other) is None
