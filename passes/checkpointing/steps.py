@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.base import Context
+from passes.base import Context, training_flags
 from passes.checkpointing.budget import bytes_of, is_share, shown
 from passes.checkpointing.choice import Choice
 from passes.checkpointing.fake import faked
@@ -20,7 +20,6 @@ from passes.checkpointing.profile import Measured, NoProfile, Profile, measure, 
 from passes.checkpointing.regions import regions_of
 from passes.checkpointing.report import CheckpointReport, Point, why_kept
 from passes.checkpointing.solve import Solver
-from passes.module_interface import training_flags
 
 # The budgets of the curve in the report.
 _SHARES = (0.85, 0.7, 0.55, 0.45, 0.35, 0.25)

@@ -109,23 +109,6 @@ def inner_forward(module: nn.Module) -> Any:
     return installed
 
 
-def is_stock(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
-    """Whether the module runs the forward of one of these torch.nn classes: an instance, or a subclass that keeps it.
-
-    False if `forward` is overridden, in the class or on the instance. Also False if the class overrides a method that
-    `forward` calls, because it may change the result or refuse an input.
-    """
-    own = type(module)
-    if not isinstance(inner_forward(module), InstanceForward | None):
-        return False
-    kept = ("forward", "_conv_forward", "_check_input_dim")
-    return any(
-        own is cls
-        or (isinstance(module, cls) and all(getattr(own, name, None) is getattr(cls, name, None) for name in kept))
-        for cls in classes
-    )
-
-
 def bound_forward(forward: Any) -> types.MethodType | None:
     """Turn an `InstanceForward` into a bound method, which torch.compile can share between equal modules.
 
