@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from exporters.base import Artifact
 from optimizer.faults.locating import Located
@@ -23,14 +21,13 @@ _README = """# What is wrong with {file}
 {reason}
 {place}
 
-`inputs.safetensors` contains the inputs of the call at {where}. `expected.safetensors` contains the original's outputs for
-them, computed in float64 and rounded once. `python reproduce.py` runs the file and shows the error of each output. It
-needs only {needs}, and exits with 1 if an error is larger than allowed.
+`inputs.pt` contains the inputs of the call at {where}. `expected.pt` contains the original's outputs for them, computed
+in float64 and rounded once. `python reproduce.py` runs the file and shows the error of each output. It needs only {needs},
+and exits with 1 if an error is larger than allowed.
 """
 
 _SCRIPT = '''"""Run {file} on the inputs next to it, and show the errors of its outputs."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -42,32 +39,10 @@ INPUTS = {inputs!r}
 ALLOWED = {allowed!r}  # the largest error of each output, in the file's order
 
 
-DTYPES = {{
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16,
-}}
-
-
-def read(name):
-    """The tensors of a safetensors file: the length of its JSON header, the header, and the tensors' bytes."""
-    content = (HERE / name).read_bytes()
-    begin = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:begin])
-    tensors = {{}}
-    for key, entry in header.items():
-        if key != "__metadata__":
-            first, last = (begin + offset for offset in entry["data_offsets"])
-            empty = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
-            raw = bytearray(content[first:last])
-            tensors[key] = torch.frombuffer(raw, dtype=empty.dtype).reshape(empty.shape).clone() if raw else empty
-    return tensors
-
-
 {run}
 
 def main():
-    given, expected = read("inputs.safetensors"), read("expected.safetensors")
+    given, expected = (torch.load(HERE / name, weights_only=True) for name in ("inputs.pt", "expected.pt"))
     wrong = False
 {seeded}    for (name, allowed), got in zip(ALLOWED.items(), run([given[name] for name in INPUTS]), strict=True):
         want, got = expected[name], got.cpu()
@@ -164,9 +139,9 @@ def write_reproduction(
     }
     try:
         _write(directory / artifact.format, artifact.files, {"inputs": given, "expected": outputs}, texts)
-    except (OSError, SafetensorError) as error:
+    except (OSError, RuntimeError) as error:
         # Name only the error number: `write_bundle` would mistake the error's text for a disk error of the bundle.
-        reason = f"error {error.errno}" if isinstance(error, OSError) else "safetensors refused"
+        reason = f"error {error.errno}" if isinstance(error, OSError) else "torch.save failed"
         return f"The folder {directory} couldn't be written ({reason})."
     return f"{directory / artifact.format} contains a self-contained reproduction: run reproduce.py there."
 
@@ -180,9 +155,8 @@ def _write(
         for path in copied:
             shutil.copyfile(path, staging / path.name)
         for name, values in tensors.items():
-            # safetensors refuses tensors that share memory.
-            plain = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in values.items()}
-            save_file(plain, staging / f"{name}.safetensors")
+            # Copies, because a view is saved with all the memory that it is a part of.
+            torch.save({key: tensor.detach().cpu().clone() for key, tensor in values.items()}, staging / f"{name}.pt")
         for name, text in texts.items():
             (staging / name).write_text(text, encoding="utf-8")
         staging.chmod(0o755)

@@ -4,8 +4,7 @@
 tensors among the arguments, dtype arguments, conversions (`.float()`, `.to(torch.float16)`), factories, and the value
 of `x.dtype`. `.double()` on a copy does not change the conversions in a forward; this mode does.
 
-- Parameters are cast call by call, so that at most one of them is held in float64 at a time. Large weights of
-  convolutions and linear layers are cast a few rows at a time.
+- Parameters are cast call by call, so that at most one of them is held in float64 at a time.
 - Every other tensor of lower precision (a buffer, an attribute) gets one *shadow* in float64 for all later calls.
   Writes go to the shadow: the model's own buffers stay unchanged.
 - Results in torch's default dtype (`torch.zeros(3)`, `torch.tensor(0.1)`, a quotient of integers) are float64 too. The
@@ -53,10 +52,6 @@ _CONVERSIONS = {
 _COMPLEX_CONVERSIONS = frozenset({"cfloat", "chalf", "cdouble"})
 # Attributes of a tensor that are tensors over the same values.
 _ALIASES = frozenset({"T", "H", "mT", "mH", "data", "real", "imag"})
-# The layers whose output channels can be computed in parts, each with the dim of the channels in the output.
-_BY_ROWS = {"linear": -1, "conv1d": -2, "conv2d": -3, "conv3d": -4}
-# The number of weight elements that are cast at a time: 4 MiB in float64. Weights with more elements are large.
-_LARGE = 1 << 19
 _FLOAT_OVERFLOW = re.compile(r"converted to type (?!u?int)\S+ without overflow")
 _INTEGERS = frozenset(
     {
@@ -201,8 +196,6 @@ class Float64Mode(TorchFunctionMode):
             return self._raise(args[0]).to(dtype, **kwargs)
         if self._is_plain_parameter(moved_argument(name, args, kwargs)):
             return self._raise_result(name, func(*args, **kwargs))
-        if self._has_large_weight(name, args, kwargs):
-            return self._by_rows(name, func, args, kwargs)
         return self._in_float64(name, func, args, kwargs)
 
     def _in_float64(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -243,33 +236,6 @@ class Float64Mode(TorchFunctionMode):
         """Whether this is a parameter without a shadow: the run neither writes to it nor holds it as a float64 leaf."""
         held = self.leaf_parameters or id(tensor) in self._shadows or id(tensor) in self._written
         return isinstance(tensor, nn.Parameter) and not held
-
-    def _has_large_weight(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        weight = argument(args, kwargs, 1, "weight", None)
-        return (
-            name in _BY_ROWS
-            and self._is_plain_parameter(weight)
-            and weight.dtype in _RAISED
-            and weight.layout is torch.strided
-            and weight.numel() > _LARGE
-            and weight.dim() > 1
-            and argument(args, kwargs, 6, "groups", 1) == 1
-        )
-
-    def _by_rows(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute a layer in parts, each from at most `_LARGE` elements of its weight in float64."""
-        weight, bias = argument(args, kwargs, 1, "weight", None), argument(args, kwargs, 2, "bias", None)
-        given = self._raise(argument(args, kwargs, 0, "input", None))
-        bias = self._raise(bias)
-        self.saw(weight.dtype)
-        others = {key: value for key, value in kwargs.items() if key not in ("input", "weight", "bias")}
-        count = max(1, _LARGE * len(weight) // weight.numel())
-        parts = []
-        for start in range(0, len(weight), count):
-            rows = slice(start, start + count)
-            own = weight[rows].to(raised(weight.dtype))
-            parts.append(func(given, own, None if bias is None else bias[rows], *args[3:], **others))
-        return torch.cat(parts, _BY_ROWS[name])
 
     def _raise_argument(self, value: Any, written: tuple[int, ...] = ()) -> Any:
         if isinstance(value, torch.Tensor):

@@ -6,14 +6,12 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from allocations import LargestResult
 from laid_out import LAYOUTS, laid_out, numbers_in
 from tiny_models import enliven
 from torch import nn
 from torch._higher_order_ops import while_loop
 
 from optimizer.model import eager_only
-from optimizer.parity import float64
 from optimizer.parity.float64 import Float64Mode
 from optimizer.parity.rounding import PerturbedMode, RoundedMode
 
@@ -37,50 +35,6 @@ class Conversions(nn.Module):
         mask = torch.full((4,), torch.finfo(x.dtype).min)
         mask = torch.triu(mask.expand(4, 4), 1)[-1]
         return torch.softmax((x + mask).type(torch.float32), -1) * torch.tensor(0.5)
-
-
-_LARGE_LAYERS = {
-    "linear": (lambda: nn.Linear(6, 7), (2, 3, 6)),
-    "linear without bias": (lambda: nn.Linear(6, 7, bias=False), (6,)),
-    "conv1d": (lambda: nn.Conv1d(3, 7, 3, padding=1), (2, 3, 5)),
-    "conv2d": (lambda: nn.Conv2d(3, 7, 3, stride=2, dilation=2, padding="valid"), (2, 3, 8, 8)),
-    "conv2d unbatched": (lambda: nn.Conv2d(3, 7, 3, padding="same", bias=False), (3, 8, 8)),
-    "conv2d reflect": (lambda: nn.Conv2d(3, 7, 3, padding=1, padding_mode="reflect"), (2, 3, 8, 8)),
-    "conv3d": (lambda: nn.Conv3d(3, 7, 2), (2, 3, 3, 3, 3)),
-}
-
-
-@pytest.mark.parametrize("kind", _LARGE_LAYERS)
-def test_of_a_large_weight_some_rows_at_a_time_are_cast(kind, monkeypatch):
-    make, shape = _LARGE_LAYERS[kind]
-    model, x = make(), torch.randn(shape)
-    truth = double_copy(model)(x.double())
-    row = model.weight[0].numel()
-    monkeypatch.setattr(float64, "_LARGE", 2 * row)
-    with torch.no_grad(), LargestResult() as largest, Float64Mode() as mode:
-        result = model(x)
-    torch.testing.assert_close(result, truth, rtol=1e-14, atol=1e-14)
-    assert largest.of[torch.float64] == max(2 * row, x.numel(), result.numel(), _padded(model, x))
-    assert not mode.lowered
-    assert mode.coarsest == torch.finfo(torch.float32).eps
-
-
-def _padded(model, x):
-    if getattr(model, "padding_mode", "zeros") == "zeros":
-        return 0
-    return F.pad(x, (1, 1, 1, 1)).numel()
-
-
-def test_a_layer_by_name_and_in_groups_is_cast_too(monkeypatch):
-    weight, x = nn.Parameter(torch.randn(6, 2, 3)), torch.randn(2, 4, 5)
-    monkeypatch.setattr(float64, "_LARGE", 4)
-    wanted = F.conv1d(x.double(), weight.double(), groups=2)
-    whole = nn.Parameter(torch.randn(6, 4, 3))
-    with torch.no_grad(), Float64Mode():
-        assert torch.equal(F.conv1d(x, weight, groups=2), wanted)
-        assert torch.equal(F.conv1d(x, weight, None, 1, 0, 1, 2), wanted)
-        result = F.conv1d(input=x, weight=whole, padding=1)
-    torch.testing.assert_close(result, F.conv1d(x.double(), whole.double(), padding=1), rtol=1e-14, atol=1e-14)
 
 
 def test_conversions_factories_and_dtype_questions_are_raised():
