@@ -132,11 +132,6 @@ def accuracy_of(measurement: Measurement, names: Sequence[str]) -> Accuracy:
     Args:
         names: of the outputs, in the files.
     """
-    outputs = zip(names, measurement.outputs, strict=False)
-    return replace(_pooled(measurement), outputs=tuple(OutputAccuracy(name, each.calls) for name, each in outputs))
-
-
-def _pooled(measurement: Measurement) -> Accuracy:
     found = Accuracy(calls=max((len(output.calls) for output in measurement.outputs), default=0))
     problems = [*measurement.problems, *(problem for output in measurement.outputs for problem in output.problems)]
     for output in measurement.outputs:
@@ -145,7 +140,8 @@ def _pooled(measurement: Measurement) -> Accuracy:
             found = found.and_worse(Accuracy(call.cosine, top1, equal, call.max_error))
         if not output.noise.is_exact:
             found = found.and_worse(Accuracy(snr=_decibels(output.noise.rms, output.rms_error)))
-    return found.and_worse(Accuracy(problem=next(iter(problems), None)))
+    named = tuple(OutputAccuracy(name, each.calls) for name, each in zip(names, measurement.outputs, strict=False))
+    return replace(found, problem=next(iter(problems), None), outputs=named)
 
 
 def accuracy_between(
@@ -165,16 +161,13 @@ def accuracy_between(
         if len(outputs) != len(originals):
             found = found.and_worse(Accuracy(problem=f"{len(outputs)} outputs instead of {len(originals)}"))
             continue
-        call = CallErrors(_rows(originals), number) if known is None else next(known)
+        rows = next((tensor.shape[0] for tensor in originals if tensor.dim()), None)
+        call = CallErrors(rows, number) if known is None else next(known)
         for name, value, target in zip(names, outputs, originals, strict=True):
             figures, errors = _of_output(name, value.cpu(), target.cpu(), call)
             both = ((errors,), ()) if known is not None else ((), (errors,))
             found = found.and_worse(replace(figures, outputs=(OutputAccuracy(name, *both),)))
     return found
-
-
-def _rows(tensors: Sequence[torch.Tensor]) -> int | None:
-    return next((tensor.shape[0] for tensor in tensors if tensor.dim()), None)
 
 
 def _of_output(name: str, value: torch.Tensor, target: torch.Tensor, call: CallErrors) -> tuple[Accuracy, CallErrors]:

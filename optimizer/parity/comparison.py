@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,8 +40,6 @@ _LEFT_OF_A_SUM = 16
 # A frontier with more pairs is thinned: sizes are grouped in steps of 1/64 of a binade (1.1 %), or in coarser steps.
 _FRONTIER = 256
 _FINEST_STEPS = 64
-# With more pairs than this, those that a sample of the pairs dominates are dropped before sorting.
-_SORTED_AT_ONCE = 1 << 12
 
 
 @dataclass
@@ -300,7 +298,6 @@ class Comparison:
 
 
 def is_beyond(error: Pool, noise: OutputNoise) -> bool:
-    """Whether errors are larger than the noise allows."""
     largest, rms = noise.allowed(FACTOR)
     return error.largest > largest or error.rms > rms
 
@@ -319,7 +316,7 @@ def _changed(name: str) -> str:
 
 
 def frontier(
-    errors: torch.Tensor, sizes: torch.Tensor, known: Iterable[tuple[float, float]]
+    errors: torch.Tensor, sizes: torch.Tensor, known: Sequence[tuple[float, float]]
 ) -> tuple[tuple[float, float], ...]:
     """The (error, size) pairs that decide for any atol and rtol whether `error <= atol + rtol * size` everywhere.
 
@@ -331,7 +328,18 @@ def frontier(
         errors, sizes: float64 of one shape, non-negative.
         known: the frontier of the calls so far.
     """
-    points = list(zip(*(values.tolist() for values in _leading(errors.flatten(), sizes.flatten())), strict=True))
+    errors, sizes = errors.flatten(), sizes.flatten()
+    if known:
+        # Drop what a known pair of strictly smaller size dominates, because sorting all pairs takes longer.
+        errors_known, sizes_known = torch.tensor(known, dtype=torch.float64).unbind(1)
+        bound = torch.cat([errors_known.new_full((1,), -1.0), errors_known])
+        ahead = errors > bound[torch.bucketize(sizes, sizes_known.contiguous(), out_int32=True)]
+        errors, sizes = errors[ahead], sizes[ahead]
+    order = torch.argsort(sizes)
+    errors, sizes = errors[order], sizes[order]
+    leads = torch.ones_like(errors, dtype=torch.bool)
+    leads[1:] = errors[1:] > torch.cummax(errors, 0).values[:-1]
+    points = zip(errors[leads].tolist(), sizes[leads].tolist(), strict=True)
     kept: list[tuple[float, float]] = []
     for error_here, size_here in sorted([*known, *points], key=lambda point: (point[1], -point[0])):
         if not kept or error_here > kept[-1][0]:
@@ -354,24 +362,3 @@ def _thinned(points: list[tuple[float, float]], steps: float) -> list[tuple[floa
         step = math.floor(math.log2(size) * steps) if size else -math.inf
         by_step[step] = error, by_step.get(step, (error, size))[1]
     return list(by_step.values())
-
-
-def _leading(error: torch.Tensor, size: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pairs of two tensors of shape (pairs,) that `frontier` keeps, sorted by size; sizes may be equal.
-
-    Sorting the tens of millions of logits of a language model takes longer than all other work on them. The leading
-    pairs of a small sample already dominate nearly all other pairs, so few pairs are left to sort.
-    """
-    if len(error) > _SORTED_AT_ONCE:
-        step = -(-len(error) // _SORTED_AT_ONCE)
-        known, at = _leading(error[::step], size[::step])
-        # The largest known error at strictly smaller sizes: a pair with no larger error is dominated. The bound ignores
-        # known pairs of the same size, so it drops no known pair itself.
-        bound = torch.cat([known.new_full((1,), -1.0), known])[torch.bucketize(size, at, out_int32=True)]
-        ahead = error > bound
-        error, size = error[ahead], size[ahead]
-    order = torch.argsort(size)
-    error, size = error[order], size[order]
-    leads = torch.ones_like(error, dtype=torch.bool)
-    leads[1:] = error[1:] > torch.cummax(error, 0).values[:-1]
-    return error[leads], size[leads]

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from optimizer.parity import comparison
 from optimizer.parity.comparison import frontier
 
 
@@ -22,10 +21,8 @@ def by_definition(points):
     return tuple(sorted(kept, key=lambda point: point[1]))
 
 
-@pytest.mark.parametrize("at_once", [8, 1 << 16])
 @pytest.mark.parametrize("kind", ["in proportion", "often equal", "no error"])
-def test_the_frontier_holds_the_pairs_that_no_other_dominates(kind, at_once, monkeypatch):
-    monkeypatch.setattr(comparison, "_SORTED_AT_ONCE", at_once)
+def test_the_frontier_holds_the_pairs_that_no_other_dominates(kind):
     errors, sizes = drawn(600)
     if kind == "in proportion":
         errors = errors * sizes
