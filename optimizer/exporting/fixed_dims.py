@@ -15,7 +15,7 @@ from torch import nn
 
 from optimize_export.errors import UsageError
 from optimizer.model import BATCH, Call, OpenDims, Samples, keeps_values, open_dims, rebuild
-from optimizer.parity import Reference, outputs_on, runs_on
+from optimizer.parity import Reference, outputs_on
 
 _TIME = "time"
 
@@ -119,7 +119,7 @@ class Suggestions:
         rows = 1 if rows is not None and 1 in self.reference.batch_sizes else opened.batch_size
 
         def runs(size: int) -> bool:
-            return runs_on(self.reference, opened.at(rows, 0, ((_TIME, size),)))
+            return outputs_on(self.reference, opened.at(rows, 0, ((_TIME, size),))) is not None
 
         try:
             # A model that reads rows by number, as the two of a graph's edges, ignores further ones but takes no fewer. A
@@ -195,7 +195,10 @@ class Suggestions:
         try:
             dims = open_dims(named, self.inputs, first=self.samples.first)
             samples = self.samples.opened(dims, self.inputs)
-            return all(any(runs_on(self.reference, call) for call in _others(samples, dims, size)) for size in sizes)
+            return all(
+                any(outputs_on(self.reference, call) is not None for call in _others(samples, dims, size))
+                for size in sizes
+            )
         except UsageError:
             # The names contradict each other, or the user's function doesn't make such inputs.
             return False

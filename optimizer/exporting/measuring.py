@@ -15,7 +15,7 @@ from optimizer.exporting.artifact_parity import ArtifactParity, Failures, factor
 from optimizer.exporting.fixed_dims import Suggestions
 from optimizer.exporting.graph_files import GraphFiles
 from optimizer.exporting.job import ExportJob, copy_for_export
-from optimizer.faults import describe_carried_state, locate_in_refused
+from optimizer.faults import locate_in_refused
 from optimizer.model import Samples, on_device
 from optimizer.options import Effort
 from optimizer.parity import (
@@ -24,6 +24,7 @@ from optimizer.parity import (
     Reference,
     Rows,
     by_output,
+    describe_carried_state,
     independent_rows,
     judge,
     measure_in_sequence,
@@ -280,7 +281,7 @@ def _refuse_carried_state(original: nn.Module, reference: Reference) -> None:
     if report.verdict != "failed" or judge(reference.compare(original)).verdict == "failed":
         return
     raise ExportFailed(
-        f"{describe_carried_state(original, reference, measurement)}, and exported files can't: make the state an "
+        f"{describe_carried_state(reference)}, and exported files can't: make the state an "
         f"explicit input and output. In repeated calls: {report.reason}"
     )
 

@@ -1,6 +1,5 @@
 """Diagnose a wrong result: find the module and the operation where it first diverges from the original."""
 
-from optimizer.faults.carried_state import describe_carried_state
 from optimizer.faults.locating import (
     Located,
     fault_of_runtime,
@@ -13,7 +12,6 @@ from optimizer.faults.reproducing import write_reproduction
 
 __all__ = [
     "Located",
-    "describe_carried_state",
     "fault_of_runtime",
     "locate_in_file",
     "locate_in_module",

@@ -23,7 +23,7 @@ from torch import nn
 
 from exporters.places import FileParts, FileValues, Place, is_users, line_of_forward, source_line
 from optimize_export.elementwise import distance, is_exact
-from optimizer.model import Runs, eager_only, leaves_of, one_at_a_time, pinned_settings
+from optimizer.model import eager_only, leaves_of
 from optimizer.parity import FACTOR, OutputParity, Reference, judged_values, reference_at, rerun
 from passes.graph.forwards import intercepted_calls
 
@@ -104,8 +104,6 @@ class ModuleCall:
     """Whether its only argument is one tensor."""
     reads: frozenset[Key]
     """The calls whose output tensors are its inputs, unchanged."""
-    other_arguments: Any
-    """Its arguments other than tensors: the structure of the arguments, and the float numbers in them."""
     # Copies on the CPU; no outputs if the call raised.
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor] = field(default_factory=list)
@@ -143,8 +141,7 @@ class Watch:
             self._numbers.clear()
         path = self._paths[id(module)]
         self._numbers[path] += 1
-        leaves = leaves_of((args, kwargs))
-        given = [tensor for _, tensor in leaves.tensors()]
+        given = tensors_in((args, kwargs))
         reads = frozenset(key for tensor in given for key in self._givers.get(id(tensor), (tensor, ()))[1])
         made = ModuleCall(
             key=(path, self._numbers[path]),
@@ -152,7 +149,6 @@ class Watch:
             kind=type(module).__name__,
             alone=len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor),
             reads=reads,
-            other_arguments=(leaves.structure, [value for value in leaves.values if isinstance(value, float)]),
             inputs=copies_of(given),
         )
         self.calls[made.key] = made
@@ -185,27 +181,10 @@ class Watch:
         return ""
 
 
-def record_calls(
-    reference: Reference, where: str, target: Runs | nn.Module, *, may_raise: bool = False
-) -> dict[Key, ModuleCall]:
-    """The module calls of one run of a module at one call of the reference.
-
-    Args:
-        where: one of the reference's `calls`.
-        may_raise: if the run raises, return the calls up to then; those that didn't end have no outputs.
-    """
+def record_calls(reference: Reference, where: str, target: nn.Module) -> dict[Key, ModuleCall]:
+    """The module calls of one run of a module at one of the reference's `calls`."""
     watch = Watch()
-    runs, run = rerun(reference, where, target)
-    with one_at_a_time, pinned_settings(), eager_only():
-        runs.watch = watch.watching
-        try:
-            run()
-        except Exception as error:  # the module is foreign code
-            if not may_raise:
-                raise
-            logger.debug("the module raised while it was watched: %s", error)
-        finally:
-            runs.watch = None
+    rerun(reference, where, target, watch.watching)
     return watch.calls
 
 

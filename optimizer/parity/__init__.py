@@ -12,12 +12,13 @@ rule.
 """
 
 from optimizer.parity.accuracy import WITHIN_BUDGET, Accuracy, accuracy_between, accuracy_of, accuracy_text
+from optimizer.parity.carried_state import describe_carried_state, measure_in_sequence
 from optimizer.parity.golden import GoldenEntry, compare_golden, golden_entries, golden_entry
 from optimizer.parity.observe import Flatten, RecordedRuns, input_names
 from optimizer.parity.outputs import BATCH_SIZES, OriginalOutputs, check_parity, measure_reference
-from optimizer.parity.reference import Reference, independent_rows, outputs_on, runs_on
+from optimizer.parity.reference import Reference, independent_rows, outputs_on
 from optimizer.parity.regions import RegionParity, RegionReference, check_change
-from optimizer.parity.reruns import after_all_calls, judged_values, measure_in_sequence, reference_at, rerun
+from optimizer.parity.reruns import judged_values, reference_at, rerun
 from optimizer.parity.results import CallErrors, Measurement, OutputNoise, OutputParity, ParityReport
 from optimizer.parity.rows import Rows
 from optimizer.parity.verdict import FACTOR, Tolerance, allowed_share, by_output, judge, why_vacuous
@@ -44,12 +45,12 @@ __all__ = [
     "accuracy_between",
     "accuracy_of",
     "accuracy_text",
-    "after_all_calls",
     "allowed_share",
     "by_output",
     "check_change",
     "check_parity",
     "compare_golden",
+    "describe_carried_state",
     "golden_entries",
     "golden_entry",
     "independent_rows",
@@ -61,6 +62,5 @@ __all__ = [
     "outputs_on",
     "reference_at",
     "rerun",
-    "runs_on",
     "why_vacuous",
 ]

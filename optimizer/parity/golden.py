@@ -53,7 +53,6 @@ def golden_entries(reference: Reference, limit: int = 3) -> tuple[GoldenEntry, .
 
 
 def golden_entry(reference: Reference, where: str) -> GoldenEntry:
-    """One of the reference's calls."""
     return _entry(reference, reference.call_at(where))
 
 

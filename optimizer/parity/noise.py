@@ -72,16 +72,9 @@ class RoundingNoise:
         self._inside: dict[str, Pool] = {}
 
     def of(self, original: Original) -> RoundingNoise:
-        """The same noise for a twin of the original; both share the gathered values."""
+        """A copy for a twin of the original, which measures the further calls of the twin."""
         twin = copy.copy(self)
-        twin.original, twin.notes = original, []
-        return twin
-
-    def continued(self, original: Original, measured_at: frozenset[int | None] | None) -> RoundingNoise:
-        """A copy for a twin of the original, which also measures the further calls of the twin."""
-        twin = copy.copy(self)
-        twin.original, twin.measured_at = original, measured_at
-        twin.notes, twin.lowered = list(self.notes), set(self.lowered)
+        twin.original, twin.notes, twin.lowered = original, list(self.notes), set(self.lowered)
         twin._gathered = copy.deepcopy(self._gathered)
         return twin
 
@@ -140,7 +133,6 @@ class RoundingNoise:
         return self.of_outputs() if rest and not self.refused else {}
 
     def of_outputs(self) -> dict[str, OutputNoise]:
-        """The noise of each output, by name."""
         return {name: self._noise_of(name, gathered) for name, gathered in self._gathered.items()}
 
     def of_slices(self, noises: Mapping[str, OutputNoise]) -> dict[str, SliceNoise]:
@@ -182,7 +174,24 @@ class RoundingNoise:
         if not self._chooses or one.knows_ties or self.original.mode != "inference":
             return
         one.knows_ties = True
-        self._chooses = _find_ties_of(self.original, one)
+        call, modes = self.original.inputs_of(one), [BrokenTies(last=True), BrokenTies(last=False)]
+        seen: list[Observation] = []
+        try:
+            for mode in modes:
+                seen.append(run_in(lambda module, mode=mode: mode, self.original, one, call=call, training=False))  # type: ignore[misc]
+                if not mode.met:
+                    self._chooses = mode.chooses
+                    return
+        except Exception as error:  # noqa: BLE001 - foreign code may raise because each operator is watched
+            logger.debug("the run with other ties raised: %s", error)
+            return
+        last, first = (each.values for each in seen)
+        outputs = {name: one.own.values[name] for name in one.own.of_kind("output")}
+        one.ties, one.excluded = find_ties(outputs, first, last, modes[1].met)
+        one.excluded_by = tuple(dict.fromkeys(tie.by for tie in modes[1].met))
+        for name, mask in one.excluded.items():
+            if is_exact(one.own.values[name]):
+                one.unstable[name] |= mask
 
     def _gather(self, one: OriginalCall) -> None:
         for name, own in one.own.values.items():
@@ -222,7 +231,9 @@ class RoundingNoise:
                 gathered.truth_ties += int((own != truth).count_nonzero())
             else:
                 gathered.own_error.add_distance(own, truth)
-        for number in range(2 if self.original.mode == "region" and _is_small(one.own) else 1):
+        # One perturbed run of a small region moves too few numbers to show the effect of rounding.
+        is_small = sum(value.numel() for value in one.own.values.values()) < _FEW
+        for number in range(2 if self.original.mode == "region" and is_small else 1):
             self._perturb(one, call, number, training)
 
     def _truth_of(self, one: OriginalCall, call: Call, training: bool) -> Observation | None:
@@ -348,28 +359,6 @@ class RoundingNoise:
         )
 
 
-def _find_ties_of(original: Original, one: OriginalCall) -> bool:
-    """Find the ties of a call; return whether anything in it chooses by scores."""
-    call, modes = original.inputs_of(one), [BrokenTies(last=True), BrokenTies(last=False)]
-    seen: list[Observation] = []
-    try:
-        for mode in modes:
-            seen.append(run_in(lambda module, mode=mode: mode, original, one, call=call, training=False))  # type: ignore[misc]
-            if not mode.met:
-                return mode.chooses
-    except Exception as error:  # noqa: BLE001 - foreign code may raise because each operator is watched
-        logger.debug("the run with other ties raised: %s", error)
-        return True
-    last, first = (each.values for each in seen)
-    outputs = {name: one.own.values[name] for name in one.own.of_kind("output")}
-    one.ties, one.excluded = find_ties(outputs, first, last, modes[1].met)
-    one.excluded_by = tuple(dict.fromkeys(tie.by for tie in modes[1].met))
-    for name, mask in one.excluded.items():
-        if is_exact(one.own.values[name]):
-            one.unstable[name] |= mask
-    return True
-
-
 def _another_answer(own: Observation, other: Observation) -> str | None:
     """The first difference in structure, shape or kind of dtype; None where there is none."""
     if difference := first_difference(own.structure, other.structure):
@@ -398,11 +387,6 @@ def _within_range(own: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
     return torch.where(beyond & sizes.isfinite() & own.isfinite(), own.to(truth.dtype), truth)
 
 
-def _is_small(observation: Observation) -> bool:
-    """Whether one perturbed run moves too few numbers to show the effect of rounding."""
-    return sum(value.numel() for value in observation.values.values()) < _FEW
-
-
 def missing_signal(original: Original, name: str, rms: float, noise_rms: float) -> str | None:
     """Why an output proves nothing; None if it proves something.
 
@@ -415,11 +399,17 @@ def missing_signal(original: Original, name: str, rms: float, noise_rms: float) 
     exact = is_exact(values[0])
     if sum(value.numel() for value in values) == 0:
         return "empty"
-    if exact and all(_is_tied(one, name) for one in here):
+    if exact and all(
+        (mask := one.unstable.get(name)) is not None and bool(mask.all())
+        for one, value in zip(here, values, strict=True)
+        if is_exact(value) and value.numel()
+    ):
         return "decided by rounding alone in every element"
     if not exact and all(name in one.excluded and bool(one.excluded[name].all()) for one in here):
         return "chosen by equal scores alone in every element"
-    if not exact and all(_has_no_finite(value) for value in values):
+    if not exact and all(
+        not all_finite(value) and bool((special(value) != 0).all()) for value in values if value.numel()
+    ):
         return "NaN or infinite in every element"
     if rms in (0.0, math.inf) and all(not bool(value.any()) for value in values):
         return "all zero"
@@ -453,16 +443,6 @@ def gives_the_same(original: Original) -> bool:
         return False
     changes = (_change(original, name) for name in original.calls[0].own.of_kind("output"))
     return any(change is not None and change.largest == 0 for change in changes)
-
-
-def _has_no_finite(value: torch.Tensor) -> bool:
-    return not value.numel() or (not all_finite(value) and bool((special(value) != 0).all()))
-
-
-def _is_tied(one: OriginalCall, name: str) -> bool:
-    unstable = one.unstable.get(name)
-    value = one.own.values[name]
-    return not is_exact(value) or not value.numel() or (unstable is not None and bool(unstable.all()))
 
 
 def _change(original: Original, name: str) -> Pool | None:

@@ -244,20 +244,17 @@ def _gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     outputs = [get_gradient_edge(root) for root in roots]
     if is_reentrant(outputs):
-        return gradients_by_backward(outputs, leaves, cotangents, _all_parameters(target))
+        parameters = None
+        if isinstance(target, nn.Module):
+            # Those of modules in plain containers too.
+            parameters = [each for module in reachable_modules(target) for each in module.parameters(recurse=False)]
+        return gradients_by_backward(outputs, leaves, cotangents, parameters)
     if not in_float64:
         return torch.autograd.grad(roots, leaves, cotangents, allow_unused=True)
     # A TorchFunctionMode is disabled inside the functions that it intercepts. `grad` of tensors is such a function, so
     # a checkpointed part would be recomputed without the mode. `grad` of edges isn't intercepted.
     inputs = [get_gradient_edge(leaf) for leaf in leaves]
     return torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
-
-
-def _all_parameters(target: Any) -> list[torch.Tensor] | None:
-    """The parameters of all modules, those in plain containers included; None if the target isn't a module."""
-    if not isinstance(target, nn.Module):
-        return None
-    return [parameter for module in reachable_modules(target) for parameter in module.parameters(recurse=False)]
 
 
 def own_name(name: str) -> str:

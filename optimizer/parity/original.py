@@ -23,6 +23,7 @@ from optimizer.model import (
     Samples,
     Sizes,
     Source,
+    Taken,
     eager_only,
     leaves_of,
     named_tensors,
@@ -136,13 +137,12 @@ class Original:
         self.device = "cpu"
         self._sources = _sources_of(target)
         self._dropped: set[int | None] = set()
-        # The batch size at which other sizes are run one by one.
-        self.base_batch: int | None = None
+        # The sizes of open dims at which it ran.
+        self.taken = Taken(None, {})
         self._previous_inputs: list[torch.Tensor] | None = None
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """The batch sizes at which it ran."""
         sizes = (one.batch_size for one in self.calls if one.batch_size is not None and not one.sizes)
         return tuple(dict.fromkeys(sizes))
 
@@ -152,11 +152,9 @@ class Original:
         return self.mode == "training" and draw == 0
 
     def seed_of(self, batch_size: int | None, draw: int, sizes: Sizes = ()) -> int:
-        """The seed of the random numbers in a call."""
         return mixed_seed(self.seed, batch_size or 0, draw, *(size for _, size in sizes))
 
     def inputs_of(self, one: OriginalCall) -> Call:
-        """The inputs of a call."""
         if one.call is not None:
             return one.call
         assert self.samples is not None
@@ -177,14 +175,13 @@ class Original:
         draw: int,
         call: Call,
         *,
-        keep_call: bool = False,
         label: str = "",
         sizes: Sizes = (),
         seed: int | None = None,
     ) -> bool:
         """Run the original once and keep its outputs; return False if it raises here or raised at this batch size.
 
-        The `seed` is that of this batch size, draw and sizes by default.
+        The `seed` is that of this batch size, draw and sizes by default. Without samples, the inputs are kept too.
         """
         if batch_size in self._dropped and (batch_size, draw) not in self.asked:
             return False
@@ -202,7 +199,7 @@ class Original:
             own = self._plain_run(batch_size, draw, call, seed, names, sizes)
         if own is None:
             return False
-        kept = call if keep_call else None
+        kept = call if self.samples is None else None
         self.calls.append(
             OriginalCall(batch_size, draw, seed, kept, own, own, names, label, recorded=is_recorded, sizes=sizes)
         )
@@ -271,16 +268,9 @@ class Original:
             return observe(module, self.inputs_of(one), seed=one.seed, training=training, names=one.names)
 
     def twin(self) -> Original:
-        """A copy with its own calls, whose unstable elements can change separately."""
+        """A copy that can run further calls, and whose unstable elements can change separately."""
         twin = copy.copy(self)
-        twin.notes = []
         twin.calls = [replace(one, unstable={k: v.clone() for k, v in one.unstable.items()}) for one in self.calls]
-        return twin
-
-    def continued(self, samples: Samples) -> Original:
-        """A copy that can run further calls of equal samples."""
-        twin = self.twin()
-        twin.samples = samples
         twin.notes, twin.failures = list(self.notes), list(self.failures)
         twin.why, twin._dropped = dict(self.why), set(self._dropped)
         return twin
@@ -376,7 +366,7 @@ class Original:
     def _leave_out(self, batch_size: int | None, draw: int, sizes: Sizes, error: Exception, why: str) -> None:
         where = "" if batch_size is None else f"batch size {batch_size}"
         if sizes:
-            rows = f"{where}, " if where and batch_size != self.base_batch else ""
+            rows = f"{where}, " if where and batch_size != self.taken.batch else ""
             where = f"{rows}{_spelled(sizes)}".removesuffix(", ")
         self.why.setdefault(tuple(name for name, _ in sizes), f"{where or 'the given inputs'}: {why}")
         if sizes:
@@ -396,7 +386,6 @@ class Original:
 
 
 def _vary(previous: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether two calls have different inputs in the rows that they share."""
     if len(previous) != len(tensors):
         return False
     pairs = [shared_rows(a, b) for a, b in zip(previous, tensors, strict=True)]
@@ -414,7 +403,6 @@ def shared_rows(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def same_inputs(a: Call, b: Call) -> bool:
-    """Whether two calls have the same arguments."""
     first, second = (leaves_of((call.args, call.kwargs)) for call in (a, b))
     if first.structure != second.structure:
         return False

@@ -48,8 +48,6 @@ BATCH_SIZES = (1, 2, 3, 5, 8)
 _LARGER = 2
 # The draws of calls with other values; those of the samples are smaller.
 _FIRST_DRAW = 1000
-EagerRun = tuple[OriginalCall, Observation | str]
-"""A call, and its outputs under the user's settings, or the error there."""
 
 
 def measure_reference(
@@ -83,7 +81,7 @@ def measure_reference(
         LoadError: the original raises at every batch size.
         UsageError: `batch_sizes` is empty, or `draws` isn't a number of 1 or more.
     """
-    return OriginalOutputs.run(
+    return OriginalOutputs(
         target,
         samples,
         batch_sizes=batch_sizes,
@@ -184,21 +182,11 @@ def _placed(target: Callable[..., Any], device: torch.device | str | None) -> Ca
 class OriginalOutputs:
     """The outputs of the original at all calls."""
 
-    def __init__(
-        self, original: Original, rounding: RoundingNoise, settings: dict[str, str], draws: int, taken: Taken
-    ) -> None:
-        assert original.samples is not None
-        self.samples = original.samples
-        self._original = original
-        self._rounding = rounding
-        self._settings = settings
-        self._draws = draws
-        self._taken = taken
-        self._reference: Reference | None = None
+    original: Original
+    _rounding: RoundingNoise
 
-    @classmethod
-    def run(
-        cls,
+    def __init__(
+        self,
         target: Callable[..., Any],
         samples: Samples,
         *,
@@ -210,17 +198,8 @@ class OriginalOutputs:
         recorded: RecordedRuns | None = None,
         or_larger: bool = False,
         other_values: bool = False,
-    ) -> OriginalOutputs:
-        """Run the original at each batch size and draw.
-
-        Args:
-            batch_sizes, draws, measured_sizes, known, or_larger, other_values: as for
-                `measure_reference`.
-            recorded: records the first run of each call.
-
-        Raises:
-            LoadError, UsageError: as for `measure_reference`.
-        """
+    ) -> None:
+        """Run the original at each batch size and draw, as `measure_reference` does; `recorded` records the first runs."""
         sizes = _sizes_of(samples, batch_sizes, mode)
         count = _draws_of(draws, sizes)
         drawn = ((size, draw) for size in sizes for draw in range(count))
@@ -231,8 +210,9 @@ class OriginalOutputs:
         or_larger = or_larger and len(sizes) > 1
         ran_at = [*keys, *((size, 0) for size in ladder(samples.batch_size or 1))] if or_larger else keys
         if known is not None and known._holds_for(target, samples, ran_at, mode):
-            original = known._original.continued(samples)
-            rounding = known._rounding.continued(original, measured_at)
+            original = known.original.twin()
+            rounding = known._rounding.of(original)
+            original.samples, rounding.measured_at = samples, measured_at
         else:
             original = Original(target, mode, samples.seed, samples=samples, recorded=recorded)
             rounding = RoundingNoise(original, measured_at)
@@ -248,45 +228,35 @@ class OriginalOutputs:
                 # With few rows, labels may be equal by chance.
                 count = 2
                 original.run_at([(size, 1) for size in sizes])
-            taken = run_other_sizes(original)
+            run_other_sizes(original)
             if other_values:
                 run_other_values(original)
         original.check()
         original.forget_runs()
-        return cls(original, rounding, settings, count, taken)
+        self.original, self.samples = original, samples
+        self._rounding, self._settings, self._draws = rounding, settings, count
+        self._reference: Reference | None = None
 
     def reference(self) -> Reference:
         """The reference for candidates: these outputs with their truth and noise, measured once."""
         if self._reference is None:
             with one_at_a_time:
-                eager = eager_runs(self._original)
+                eager = eager_runs(self.original)
                 with pinned_settings():
-                    reference = Reference(self._original, self._rounding, self._settings, self._draws)
-                notes = notes_on_eager(self._original, eager, reference)
+                    reference = Reference(self.original, self._rounding, self._settings, self._draws)
+                notes = notes_on_eager(self.original, eager, reference)
             reference.blank = replace(reference.blank, notes=(*reference.blank.notes, *notes))
-            reference.taken = self._taken
             self._reference = reference
         return self._reference
 
     @property
-    def written(self) -> frozenset[str]:
-        """The names of the parameters that the original writes to in forward."""
-        return self._original.runs.written
-
-    @property
-    def batch_sizes(self) -> tuple[int, ...]:
-        """The batch sizes at which the original ran."""
-        return self._original.batch_sizes
-
-    @property
     def kept_bytes(self) -> int:
-        """Bytes of the kept outputs."""
-        seen = (values for one in self._original.calls for values in (one.own.values, one.truth.values))
+        seen = (values for one in self.original.calls for values in (one.own.values, one.truth.values))
         return sum(tensor.numel() * tensor.element_size() for values in seen for tensor in values.values())
 
     def unchanged(self, reason: str) -> ParityReport:
         """The report of a result that can't differ from the original; vacuous if the outputs prove nothing."""
-        original = self._original
+        original = self.original
         blank = original.blank(self._settings, self._draws)
         blank = replace(blank, notes=(*blank.notes, *original.notes_on_failures()))
         why = why_no_signal(original)
@@ -294,30 +264,21 @@ class OriginalOutputs:
             return report_without_outputs(blank, "ok", reason)
         return report_without_outputs(blank, "vacuous", f"{why[0].upper()}{why[1:]}.")
 
-    def seed_of(self, batch_size: int | None, draw: int) -> int:
-        """The seed of the random numbers in a call."""
-        return self._original.seed_of(batch_size, draw)
-
     def _holds_for(self, target: Callable[..., Any], samples: Samples, keys: Sequence[CallKey], mode: Mode) -> bool:
         """Whether these are runs of the target in its present state, on equal samples and at no other calls."""
-        original = self._original
-        if target is not original.target or mode != original.mode:
-            return False
-        if (samples.seed, samples.further) != (self.samples.seed, self.samples.further):
-            return False
-        if samples.row_dims != self.samples.row_dims:
-            # Then other inputs are made for a batch size at which the original raised.
-            return False
-        if not original.has_run_only(keys):
-            return False
-        calls = original.calls
-        if not all(same_inputs(original.inputs_of(one), samples.at(*one.key)) for one in calls):
-            return False
-        # Changes outside of tensors, such as a number that forward reads, show only in the run below.
-        if not original.is_unmodified():
-            return False
+        original, calls = self.original, self.original.calls
+        same = (
+            target is original.target
+            and mode == original.mode
+            # With other `row_dims`, other inputs are made for a batch size at which the original raised.
+            and all(getattr(samples, each) == getattr(self.samples, each) for each in ("seed", "further", "row_dims"))
+            and original.has_run_only(keys)
+            and all(same_inputs(original.inputs_of(one), samples.at(*one.key)) for one in calls)
+            and original.is_unmodified()
+        )
+        # Changes outside of tensors, such as a number that forward reads, show only in another run.
         with one_at_a_time, pinned_settings():
-            return original.confirm(calls[0])
+            return same and original.confirm(calls[0])
 
 
 def _larger_sizes(original: Original, draws: int, count: int) -> list[int | None]:
@@ -353,39 +314,36 @@ def _draws_of(draws: int | None, sizes: Sequence[int | None]) -> int:
     return draws
 
 
-def run_other_sizes(original: Original) -> Taken:
+def run_other_sizes(original: Original) -> None:
     """Run the original at other sizes of its open dims except the batch: each dim alone, then all growing together."""
     samples = original.samples
     assert samples is not None
     batches = [one.batch_size for one in original.calls if one.batch_size is not None]
     larger = sorted(size for size in batches if size > 1)
     batch = samples.batch_size if samples.batch_size in larger or not larger else larger[0]
-    taken = Taken(batch, samples.sizes)
-    original.base_batch = batch
+    original.taken = taken = Taken(batch, samples.sizes)
     if not original.calls:
-        return taken
+        return
+
+    def runs_at(batch_size: int | None, sizes: Sizes) -> bool:
+        return original.run(batch_size, 0, samples.at(batch_size, 0, sizes), sizes=sizes)
+
     for name, given in samples.sizes.items():
         worked = taken.alone.setdefault(name, [])
         for size in ladder(given):
-            if len(worked) < ENOUGH and _run_at(original, batch, ((name, size),)):
+            if len(worked) < ENOUGH and runs_at(batch, ((name, size),)):
                 worked.append(size)
     step, steps = taken.steps(batch, batches)
     if samples.sizes and (step > 0) + sum(size > 0 for size in steps.values()) > 1:
         for count in (1, 2):
             sizes = tuple((name, taken.base(name) + count * size) for name, size in steps.items())
             rows = None if batch is None else batch + count * step
-            if not _run_at(original, rows, sizes):
+            if not runs_at(rows, sizes):
                 break
             taken.together.append((rows, sizes))
     for name, worked in taken.alone.items():
         checked = ", ".join(map(str, sorted({taken.given[name], *worked})))
         original.notes.append(f"{name} was checked at the sizes {checked}.")
-    return taken
-
-
-def _run_at(original: Original, batch_size: int | None, sizes: Sizes) -> bool:
-    assert original.samples is not None
-    return original.run(batch_size, 0, original.samples.at(batch_size, 0, sizes), sizes=sizes)
 
 
 def run_other_values(original: Original) -> None:
@@ -450,16 +408,31 @@ def _shorter(tensor: torch.Tensor) -> torch.Tensor | None:
     return other
 
 
-def eager_runs(original: Original) -> list[EagerRun]:
-    """Run the user's own calls under the settings in force; empty if pinning changes none that the model may notice."""
+def eager_runs(original: Original) -> list[tuple[OriginalCall, Observation | str]]:
+    """Run the user's own calls under the settings in force; empty if pinning changes none that the model may notice.
+
+    Returns:
+        Each call with its outputs, or with the error there.
+    """
     if original.mode != "inference" or not any(pinned_by(original.target, original.device)):
         return []
+
+    def run(one: OriginalCall) -> Observation | str:
+        try:
+            with without_warnings():
+                return original.run_again(one)
+        except LoadError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the original is foreign code; what it raises is part of the note
+            return error_summary(error)
+
     given = [one for one in original.calls if not one.sizes]
-    calls = [one for one in given if one is given[0] or one.key in original.asked]
-    return [(one, _run(original, one)) for one in calls]
+    return [(one, run(one)) for one in given if one is given[0] or one.key in original.asked]
 
 
-def notes_on_eager(original: Original, runs: list[EagerRun], reference: Reference) -> list[str]:
+def notes_on_eager(
+    original: Original, runs: list[tuple[OriginalCall, Observation | str]], reference: Reference
+) -> list[str]:
     """A note on the first difference beyond rounding; empty if there is none."""
     for one, seen in runs:
         if isinstance(seen, str):
@@ -479,13 +452,3 @@ def notes_on_eager(original: Original, runs: list[EagerRun], reference: Referenc
         f"The original ran without {' and '.join(pinned)}, which eager uses here and files don't: with it, {difference}. "
         f"To see the numbers of the files in eager, call {' and '.join(remedy)}."
     ]
-
-
-def _run(original: Original, one: OriginalCall) -> Observation | str:
-    try:
-        with without_warnings():
-            return original.run_again(one)
-    except LoadError:
-        raise
-    except Exception as error:  # noqa: BLE001 - the original is foreign code; what it raises is part of the note
-        return error_summary(error)

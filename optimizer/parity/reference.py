@@ -15,7 +15,7 @@ from torch import nn
 
 from optimize_export.elementwise import all_finite, distance, is_exact, special
 from optimize_export.errors import ParityError, UsageError
-from optimizer.model import Call, Runs, Sizes, Taken, is_script, one_at_a_time, pinned_settings
+from optimizer.model import Call, Runs, Sizes, is_script, one_at_a_time, pinned_settings
 from optimizer.parity.comparison import DOUBTFUL, Comparison, is_beyond
 from optimizer.parity.differences import Pool
 from optimizer.parity.half_precision import errors_at, noise_at
@@ -50,7 +50,7 @@ class Reference:
         # The noises of channels, columns and bands that are judged separately.
         self.slices = rounding.of_slices(self.noises)
         # The sizes of open dims at which the original ran.
-        self.taken = Taken(None, {})
+        self.taken = original.taken
         self._rounding = rounding
         self._precision: Precision | None = None
         # The noises before `refine_noise`; None if it wasn't called.
@@ -71,7 +71,6 @@ class Reference:
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """The batch sizes at which the original ran."""
         return self.blank.batch_sizes
 
     @property
@@ -91,7 +90,6 @@ class Reference:
 
     @property
     def draws_random_numbers(self) -> bool:
-        """Whether the original draws random numbers."""
         return any(one.own.draws for one in self.original.calls)
 
     @property
@@ -162,6 +160,7 @@ class Reference:
         twin = copy.copy(self)
         twin.original = self.original.twin()
         twin._rounding = self._rounding.of(twin.original)
+        twin._rounding.notes = []
         twin.noises, twin._first_noises = dict(self.noises), None
         return twin
 
@@ -206,17 +205,24 @@ class Reference:
         """
         if self._first_noises is not None:
             return
-        self._first_noises = dict(self.noises)
-        self.noises, seen = refined_noises(self._rounding, self.noises, self._precision)
+        self._first_noises, found = self.noises, dict(self.noises)
+        with one_at_a_time, pinned_settings():
+            for name, more in self._rounding.measure_the_rest().items():
+                before = found[name]
+                largest, rms = max(before.noise, more.noise), max(before.noise_rms, more.noise_rms)
+                found[name] = replace(before, noise=largest, noise_rms=rms)
+            if self._precision is None:
+                seen = self._rounding.more_samples()
+            else:
+                seen = errors_at(self._rounding, self._precision, MORE_SAMPLES)
+        self.noises = found | {name: _at_least(found[name], pool) for name, pool in seen.items()}
         slices = self.slices.items()
         self.slices = {name: each.raised_to(seen[name].slices) if name in seen else each for name, each in slices}
 
     def first_noises(self) -> dict[str, OutputNoise]:
-        """The noises before `refine_noise`."""
         return self._first_noises or self.noises
 
     def runs_of(self, target: Callable[..., Any]) -> Runs:
-        """Runs of another target, in the same way as those of the original."""
         return Runs(target, in_eval=self.original.runs.in_eval, written=self.written)
 
     def run(self, call: Call) -> Observation:
@@ -284,11 +290,6 @@ def independent_rows(reference: Reference, *, atol: Mapping[str, float], rtol: M
     return rows
 
 
-def runs_on(reference: Reference, call: Call) -> bool:
-    """Whether the original runs on a call without an error."""
-    return outputs_on(reference, call) is not None
-
-
 def outputs_on(reference: Reference, call: Call) -> dict[str, torch.Tensor] | None:
     """The outputs of the original on a call, by name; None if it raises."""
     try:
@@ -314,7 +315,7 @@ def _rows_of(reference: Reference) -> Rows:
         raise UsageError("No output has as many rows as the batch, so there are no rows to check.")
     # A file with a fixed batch can't be run on one row.
     sizes = reference.batch_sizes
-    rows.alone = len(sizes) > 1 and (1 in sizes or runs_on(reference, rows.one_row()))
+    rows.alone = len(sizes) > 1 and (1 in sizes or outputs_on(reference, rows.one_row()) is not None)
     return rows
 
 
@@ -328,24 +329,6 @@ def rows_may_be_rounding(seen: RowMeasurement | None, noises: Mapping[str, Outpu
         if (noise := noises[one.name]).deterministic
     ]
     return 2 * FACTOR < max(beyond, default=0.0) <= DOUBTFUL * FACTOR
-
-
-def refined_noises(
-    noise: RoundingNoise, noises: Mapping[str, OutputNoise], precision: Precision | None
-) -> tuple[dict[str, OutputNoise], dict[str, Pool]]:
-    """The noises over all calls and over more samples; and the response in these samples alone.
-
-    Args:
-        precision: the half precision of the candidate; None if it has none.
-    """
-    found = dict(noises)
-    with one_at_a_time, pinned_settings():
-        for name, more in noise.measure_the_rest().items():
-            before = found[name]
-            largest, rms = max(before.noise, more.noise), max(before.noise_rms, more.noise_rms)
-            found[name] = replace(before, noise=largest, noise_rms=rms)
-        seen = noise.more_samples() if precision is None else errors_at(noise, precision, MORE_SAMPLES)
-    return found | {name: _at_least(found[name], pool) for name, pool in seen.items()}, seen
 
 
 def judge_gradients_in_float64(noise: RoundingNoise, candidate: Runs, comparison: Comparison) -> None:

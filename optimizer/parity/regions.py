@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from optimize_export.elementwise import HALF
-from optimize_export.errors import LoadError, UsageError
+from optimize_export.errors import LoadError
 from optimizer.model import Call, clone, one_at_a_time, pinned_settings
 from optimizer.parity.differences import floors
 from optimizer.parity.float64 import Float64Mode
@@ -19,7 +19,7 @@ from optimizer.parity.half_precision import half_as_float32
 from optimizer.parity.noise import RoundingNoise
 from optimizer.parity.original import Original
 from optimizer.parity.reference import Reference
-from optimizer.parity.results import OutputNoise, ParityReport
+from optimizer.parity.results import OutputNoise
 from optimizer.parity.verdict import FACTOR, judge
 from passes.base import DeclaredError
 
@@ -28,56 +28,48 @@ Region = Callable[..., Any]
 
 @dataclass(frozen=True)
 class RegionParity:
-    """The judgement of one rewritten region; the numbers, and the largest magnitude `scale`, are those of its worst output."""
+    """The judgement of one rewritten region; `error`, `ratio` and the largest magnitude `scale` are those of its worst output."""
 
     ok: bool
-    error: float
-    noise: float
-    ratio: float
     reason: str
     reference: str
-    report: ParityReport | None = None
+    error: float = 0.0
+    ratio: float = 0.0
     scale: float = 0.0
 
 
 class RegionReference:
     """A region, run once on recorded inputs; any number of rewritten regions can be compared with it."""
 
-    def __init__(self, reference: Reference | LoadError) -> None:
-        self._reference = reference
-        # Whether the truth is the region in float64 and not in its own dtype.
-        self.in_float64 = isinstance(reference, Reference) and reference.truth_in_float64
-
-    @classmethod
-    def measure(
-        cls, old: Region, inputs: Sequence[tuple[Any, ...]], *, seed: int = 0, least_noise: bool = False
-    ) -> RegionReference:
+    def __init__(
+        self,
+        old: Region,
+        inputs: Sequence[tuple[Any, ...]],
+        *,
+        declared: DeclaredError | None = None,
+        least_noise: bool = False,
+    ) -> None:
         """Run the old region on each of the inputs.
 
         Args:
+            declared: an error that the pass declares.
             least_noise: use the least noise of the dtype instead of a measured one, which is never smaller.
-
-        Raises:
-            UsageError: `inputs` is empty.
         """
-        if not inputs:
-            raise UsageError("A region can't be checked without recorded inputs.")
-        original = Original(old, "region", seed)
+        original = Original(old, "region", 0)
         original.ran_twice = least_noise
+        self._reference: Reference | LoadError
         with one_at_a_time, pinned_settings() as settings:
             for number, args in enumerate(inputs):
-                original.run(number, 0, Call(tuple(args), {}), keep_call=True, label=f"recorded input {number}")
+                original.run(number, 0, Call(tuple(args), {}), label=f"recorded input {number}")
             try:
                 original.check()
                 rounding = RoundingNoise(original, frozenset() if least_noise else None)
-                return cls(Reference(original, rounding, settings, 1))
+                reference = Reference(original, rounding, settings, 1)
+                self._reference = reference if declared is None else reference.allowing(declared)
             except LoadError as error:
-                return cls(error)
-
-    def allowing(self, declared: DeclaredError) -> RegionReference:
-        """The reference for a region with an error that its pass declares, on top of rounding."""
-        reference = self._reference
-        return RegionReference(reference.allowing(declared) if isinstance(reference, Reference) else reference)
+                self._reference = error
+        # Whether the truth is the region in float64 and not in its own dtype.
+        self.in_float64 = isinstance(self._reference, Reference) and self._reference.truth_in_float64
 
     def compare(self, new: Region, *, factor: float = FACTOR, by_own_error: bool = False) -> RegionParity:
         """Compare a rewritten region by the rule of `judge`.
@@ -89,7 +81,7 @@ class RegionReference:
                 precision, one ulp of a weight has a larger effect than rounding where products cancel.
         """
         if isinstance(self._reference, LoadError):
-            return RegionParity(False, math.inf, 0.0, math.inf, str(self._reference), "none")
+            return RegionParity(False, str(self._reference), "none", math.inf, math.inf)
         measurement = self._reference.compare(new)
         if by_own_error:
             outputs = (replace(output, noise=_own_error_alone(output.noise)) for output in measurement.outputs)
@@ -97,18 +89,12 @@ class RegionReference:
         report = judge(measurement, factor=factor)
         failed = report.verdict == "failed"
         judged = [output for output in report.outputs if output.judged]
-        worst = max(judged, key=lambda output: (not output.ok, output.ratio), default=None)
-        scales = {output.noise.name: output.noise.scale for output in measurement.outputs}
-        return RegionParity(
-            ok=not failed and worst is not None,
-            error=worst.max_error if worst else 0.0,
-            noise=worst.noise if worst else 0.0,
-            ratio=worst.ratio if worst else 0.0,
-            reason=report.reason if failed or worst is not None else "there is no deterministic output to compare",
-            reference=report.reference,
-            report=report,
-            scale=scales.get(worst.name, 0.0) if worst else 0.0,
-        )
+        if not judged:
+            reason = report.reason if failed else "there is no deterministic output to compare"
+            return RegionParity(False, reason, report.reference)
+        worst = max(judged, key=lambda output: (not output.ok, output.ratio))
+        scale = next(each.noise.scale for each in measurement.outputs if each.noise.name == worst.name)
+        return RegionParity(not failed, report.reason, report.reference, worst.max_error, worst.ratio, scale)
 
 
 def check_change(
@@ -144,7 +130,7 @@ def check_change(
     with pinned_settings():
         found = [_check(old, new, values, declared)]
         if autocast is not None and found[0][0].ok:
-            in_half = _allowing(RegionReference.measure(_under(autocast, old), [given]), declared)
+            in_half = RegionReference(_under(autocast, old), [given], declared=declared)
             found.append((found[0][0], in_half.compare(_under(autocast, new), by_own_error=True)))
     return found
 
@@ -162,18 +148,14 @@ def _check(
 
     is_half = any(isinstance(value, torch.Tensor) and value.dtype in HALF for value in values)
     if not is_half:
-        at_once = _allowing(RegionReference.measure(old, [values], least_noise=True), declared).compare(new)
+        at_once = RegionReference(old, [values], declared=declared, least_noise=True).compare(new)
         if at_once.ok:
             return at_once, None
-    reference = _allowing(RegionReference.measure(old, [values]), declared)
+    reference = RegionReference(old, [values], declared=declared)
     if not reference.in_float64:
         return reference.compare(new), None
     algebra = reference.compare(in_float64)
     return algebra, reference.compare(new, by_own_error=True) if is_half and algebra.ok else None
-
-
-def _allowing(reference: RegionReference, declared: DeclaredError | None) -> RegionReference:
-    return reference if declared is None else reference.allowing(declared)
 
 
 def _under(autocast: torch.dtype, region: Region) -> Region:

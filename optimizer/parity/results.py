@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -17,8 +17,17 @@ _T = TypeVar("_T")
 OMIT_IF_EMPTY = {"omit_if_empty": True}
 
 
+class _Stored:
+    def to_json(self) -> dict[str, Any]:
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        return from_json(cls, data)
+
+
 @dataclass(frozen=True)
-class OutputNoise:
+class OutputNoise(_Stored):
     """The error that rounding alone causes in one output, pooled over all calls of the original."""
 
     name: str
@@ -59,13 +68,6 @@ class OutputNoise:
     def allowed(self, factor: float) -> tuple[float, float]:
         """The allowed absolute error, and the allowed root mean square of the errors."""
         return self.declared + factor * self.noise, self.declared + factor * self.noise_rms
-
-    def to_json(self) -> dict[str, Any]:
-        return to_json(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> OutputNoise:
-        return from_json(cls, data)
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ class RowMeasurement:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(_Stored):
     """Everything that was measured when a candidate ran; `judge` needs nothing else."""
 
     outputs: tuple[OutputDifference, ...]
@@ -178,13 +180,6 @@ class Measurement:
     """How much rows change with the other rows of their batch; None where that wasn't measured."""
     reference_device: str = ""
     """`device`, `reference_device`: where the candidate and the original ran; the latter is "" for the same device."""
-
-    def to_json(self) -> dict[str, Any]:
-        return to_json(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Measurement:
-        return from_json(cls, data)
 
 
 @dataclass(frozen=True)
@@ -255,7 +250,7 @@ class RowReport:
 
 
 @dataclass(frozen=True)
-class ParityReport:
+class ParityReport(_Stored):
     """The result of a comparison."""
 
     verdict: str
@@ -303,10 +298,6 @@ class ParityReport:
 
     def to_json(self) -> dict[str, Any]:
         return {**to_json(self), "ok": self.ok}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ParityReport:
-        return from_json(cls, data)
 
 
 def to_json(instance: Any) -> dict[str, Any]:

@@ -48,36 +48,28 @@ def run_in(
     *,
     call: Call,
     training: bool,
-    runs: Runs | None = None,
 ) -> Observation:
     """The outputs of one call in a mode.
 
     Args:
         call: the inputs. The caller makes them, because an exception of the user's input function isn't a result.
-        runs: of a candidate; None for the original.
     """
-    with eager_only(), without_warnings(), (runs or original.runs).fresh() as module:
+    with eager_only(), without_warnings(), original.runs.fresh() as module:
         return observe(module, call, seed=one.seed, training=training, mode=mode(module), names=one.names)
 
 
 def in_float64(
     original: Original, one: OriginalCall, call: Call, *, training: bool, runs: Runs | None = None
 ) -> tuple[Float64Mode, Observation]:
-    """Run one call with every torch call raised to float64; return the mode that did it, and the outputs."""
-    modes: list[Float64Mode] = []
+    """Run one call with every torch call raised to float64; return the mode that did it, and the outputs.
 
-    def raising(module: Callable[..., Any]) -> Float64Mode:
-        mode = Float64Mode(
-            own_dtype=own_dtype(module, call),
-            leaf_parameters=training,
-            written=_written_in(module, original),
-            draws=one.own.draws,
-        )
-        modes.append(mode)
-        return mode
-
-    seen = run_in(raising, original, one, call=call, training=training, runs=runs)
-    return modes[-1], seen
+    Args:
+        runs: of a candidate; None for the original.
+    """
+    with eager_only(), without_warnings(), (runs or original.runs).fresh() as module:
+        written, dtype = _written_in(module, original), own_dtype(module, call)
+        mode = Float64Mode(own_dtype=dtype, leaf_parameters=training, written=written, draws=one.own.draws)
+        return mode, observe(module, call, seed=one.seed, training=training, mode=mode, names=one.names)
 
 
 def perturbed(original: Original, one: OriginalCall, call: Call, number: int, *, training: bool) -> Observation:
@@ -180,7 +172,6 @@ class PerturbedMode(TorchFunctionMode):
         return self.call(func, *tree_map(perturb, (args, kwargs)))
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function with perturbed parameters."""
         return func(*args, **kwargs)
 
     def perturbed(self, value: Any, start: int) -> Any:

@@ -85,14 +85,16 @@ class Rows:
                 for name in self.with_rows:
                     self._compare(changes.setdefault(name, _RowChange()), batch, name, whole, answers, taken, how)
         return RowMeasurement(
-            outputs=tuple(_as_data(name, seen) for name, seen in changes.items()),
+            outputs=tuple(
+                RowDifference(name, seen.pool.largest, seen.pool.rms, seen.mismatches, *seen.where, seen.frontier)
+                for name, seen in changes.items()
+            ),
             batch_sizes=tuple(batch.size for batch in self.batches),
             alone=self.alone,
             without_rows=self.without_rows,
         )
 
     def one_row(self) -> Call:
-        """A call of the first row of the first batch."""
         return self._taken(self.batches[0], [0])
 
     def _variants(self, batch: Batch) -> Iterator[tuple[str, list[tuple[int, int]], Call]]:
@@ -173,10 +175,6 @@ class Rows:
             change.where = batch.size, rows[int(difference.reshape(len(rows), -1).amax(1).argmax())], how
         marked: Any = ... if plain is None else plain
         change.frontier = frontier(difference[marked], wide(own)[marked].abs(), change.frontier)
-
-
-def _as_data(name: str, change: _RowChange) -> RowDifference:
-    return RowDifference(name, change.pool.largest, change.pool.rms, change.mismatches, *change.where, change.frontier)
 
 
 def _tensors(call: Call) -> list[torch.Tensor]:

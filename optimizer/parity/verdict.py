@@ -51,14 +51,12 @@ def judge(
     if names is None:
         names = {output.noise.name: output.noise.name for output in measurement.outputs}
     absolute, relative = by_output("atol", atol, names), by_output("rtol", rtol, names)
+    allowed = allowed_by((output.noise for output in measurement.outputs), names, absolute, relative)
     outputs = tuple(
-        _judge_output(output, _allowed(output.noise, names, absolute, relative), factor, measurement.precision)
+        _judge_output(output, allowed[output.noise.name], factor, measurement.precision)
         for output in measurement.outputs
     )
-    rows = None
-    if measurement.rows is not None:
-        noises = (output.noise for output in measurement.outputs)
-        rows = judge_rows(measurement.rows, allowed_by(noises, names, absolute, relative), factor)
+    rows = None if measurement.rows is None else judge_rows(measurement.rows, allowed, factor)
     verdict, reason = _verdict(measurement, outputs, rows, factor)
     report = report_without_outputs(measurement, verdict, reason)
     return replace(report, outputs=outputs, factor=factor, rows=rows)
@@ -174,20 +172,16 @@ class Allowed:
 def allowed_by(
     noises: Iterable[OutputNoise], names: Mapping[str, str], atol: Mapping[str, float], rtol: Mapping[str, float]
 ) -> dict[str, Allowed]:
-    """The allowed error of each deterministic output in one run, by the output's name in the reference.
+    """The allowed error of each output in one run, by the output's name in the reference.
 
     Args:
         names: as for `judge`.
         atol, rtol: by the names in the reference.
     """
-    return {noise.name: _allowed(noise, names, atol, rtol) for noise in noises if noise.deterministic}
-
-
-def _allowed(
-    noise: OutputNoise, names: Mapping[str, str], atol: Mapping[str, float], rtol: Mapping[str, float]
-) -> Allowed:
-    name = noise.name
-    return Allowed(names.get(name, name), noise, atol.get(name), rtol.get(name))
+    named = {noise.name: noise for noise in noises}
+    return {
+        name: Allowed(names.get(name, name), noise, atol.get(name), rtol.get(name)) for name, noise in named.items()
+    }
 
 
 def _judge_output(output: OutputDifference, by: Allowed, factor: float, precision: str) -> OutputParity:
@@ -332,10 +326,14 @@ def judge_rows(measured: RowMeasurement, allowed: Mapping[str, Allowed], factor:
     """The verdict on a measurement of rows; nothing is run.
 
     Args:
-        allowed: by the reference's names of the outputs; other outputs aren't judged.
+        allowed: by the reference's names of the outputs; other outputs aren't judged, nor those that aren't deterministic.
         factor: the allowed error of one run in units of its noise.
     """
-    judged = tuple(_judge_rows_of(one, allowed[one.name], factor) for one in measured.outputs if one.name in allowed)
+    judged = tuple(
+        _judge_rows_of(one, by, factor)
+        for one in measured.outputs
+        if (by := allowed.get(one.name)) is not None and by.noise.deterministic
+    )
     wrong = [one.problem for one in judged if one.problem]
     problem = measured.problem or (wrong[0] if wrong else None)
     return RowReport(

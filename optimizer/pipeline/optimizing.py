@@ -230,7 +230,7 @@ class Pipeline:
         recorded = None
         if self.mode == "inference":
             recorded = RecordedRuns(RunsOfCopy(self._original, self._copy.root), self.tree, keys)
-        outputs = OriginalOutputs.run(
+        outputs = OriginalOutputs(
             self._original,
             samples,
             batch_sizes=sizes,
@@ -241,14 +241,16 @@ class Pipeline:
             recorded=recorded,
             or_larger=self._batch_sizes is None,
         )
-        self._copy.own_parameters(outputs.written)
+        original = outputs.original
+        self._copy.own_parameters(original.runs.written)
         # Passes get all of these calls, so that they see a branch that only one of them takes before they rewrite it.
-        larger = [(size, 0) for size in outputs.batch_sizes if size not in (sizes or given)]
-        keys = [(size, draw) for size, draw in keys if size in outputs.batch_sizes or not outputs.batch_sizes]
+        worked = original.batch_sizes
+        larger = [(size, 0) for size in worked if size not in (sizes or given)]
+        keys = [(size, draw) for size, draw in keys if size in worked or not worked]
         keys = list(dict.fromkeys((*keys, *larger)))
         calls = [samples.at(size, draw) for size, draw in keys]
-        seeds = [outputs.seed_of(*key) for key in keys]
-        self.transactions.runs = CopyRuns(self._copy.root, calls, seeds, outputs.written)
+        seeds = [original.seed_of(*key) for key in keys]
+        self.transactions.runs = CopyRuns(self._copy.root, calls, seeds, original.runs.written)
         if len(calls) < 2:
             self.notes.append(
                 "only one batch size could be run, so constants that depend on the batch size can't be detected"

@@ -45,7 +45,7 @@ def off_by(model, path, relative=0.01):
 
 
 def check_region(old, new, inputs):
-    return RegionReference.measure(old, inputs).compare(new)
+    return RegionReference(old, inputs).compare(new)
 
 
 def image(batch=2):
