@@ -274,8 +274,8 @@ def _measured(
     command = [sys.executable, __file__, "--alone", f"--models={name}", f"--batch={batch}", f"--threads={threads}"]
     command += [f"--contenders={','.join(names)}", f"--rounds={arguments.rounds}", f"--device={arguments.device}"]
     command += [f"--scale={arguments.scale}", f"--tune-seconds={arguments.tune_seconds}", f"--json={path}"]
-    # Of this run alone, so that everything is compiled and tuned again, and for this number of threads.
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder / f"inductor-{threads}"), "XDG_CACHE_HOME": str(folder / "cache")}
+    # Of this run alone, so that everything is compiled again, and for this number of threads.
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder / f"inductor-{threads}")}
     variables = {**os.environ, **cache, "OMP_NUM_THREADS": str(threads)}
     with on_cpus(threads if arguments.device == "cpu" else usable_cpus()):
         code = subprocess.run(command, env=variables, check=False).returncode

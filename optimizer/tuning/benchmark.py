@@ -67,17 +67,6 @@ class Figure:
             "accuracy": None if self.accuracy is None else self.accuracy.to_json(),
         }
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Figure:
-        """Read what `to_json` wrote; a file that was changed raises KeyError, TypeError or BundleError."""
-        kinds: Mapping[str, Callable[[Any], Any]] = {
-            "route": Route.from_json,
-            "speed_up": lambda ratio: Ratio(**ratio),
-            "accuracy": Accuracy.from_json,
-        }
-        read = {key: value if value is None or key not in kinds else kinds[key](value) for key, value in data.items()}
-        return cls(**read)
-
 
 @dataclass(frozen=True)
 class Benchmark:
@@ -126,18 +115,6 @@ class Benchmark:
         """The accuracy of the recommended candidate, by its name; empty if it is exact or there is none."""
         chosen = (each for each in self.figures if each.route is not None and each.route == self.recommended)
         return next(({each.name: str(each.accuracy)} for each in chosen if each.accuracy is not None), {})
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Benchmark:
-        """Read what `to_json` wrote; errors as for `Figure.from_json`."""
-        recommended = data["recommended"]
-        read = {
-            "batch_sizes": tuple(data["batch_sizes"]),
-            "figures": tuple(map(Figure.from_json, data["figures"])),
-            "recommended": None if recommended is None else Route.from_json(recommended),
-            "notes": tuple(data["notes"]),
-        }
-        return cls(**{**data, **read})
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,24 @@ from optimizer.exporting import ExportJob, MeasuredExport, WrittenFiles, remove
 from optimizer.model import random_state, release_memory
 from optimizer.options import AccuracyBudget
 from optimizer.parity import Accuracy
-from optimizer.tuning.benchmark import Benchmark, Candidate, Figure, Opened, Refused, budget_text, open_all, timed
-from optimizer.tuning.cache import Choices, cache_file, keep, read_kept
+from optimizer.tuning.benchmark import Benchmark, Figure, Opened, Refused, budget_text, open_all, timed
 from optimizer.tuning.candidates import Bench, Files, frozen
 from optimizer.tuning.lossy import Calibration, Lossy, is_lossy
 from optimizer.tuning.tuner import Tuner
 
 # Seconds for all rounds of the timing that every export ends with.
 _SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A route that was chosen earlier."""
+
+    path: Path
+    """The manifest."""
+    route: Route
+    recipe: Recipe | None = None
+    """How its file is made, if it is a quantized one."""
 
 
 def choose(
@@ -61,10 +71,10 @@ def choose(
         # The timed model may draw random numbers.
         with random_state():
             if choices is not None:
-                return repeat_choice(bench, lossy, written, choices)
+                return _repeat_choice(bench, lossy, written, choices)
             if (reason := bench.too_large) is not None:
                 return bench.unmeasured(reason)
-            return tune(bench, lossy, written) if job.tune else _timed(bench)
+            return _tune(bench, lossy, written) if job.tune else _timed(bench)
     finally:
         if bench.settings is not None:
             bench.settings.put_in_force()
@@ -91,25 +101,8 @@ def _timed(bench: Bench) -> Benchmark:
         return bench.unmeasured(f"not measured: {reason}")
 
 
-def tune(bench: Bench, lossy: Lossy | None, written: WrittenFiles) -> Benchmark:
-    """Recommend one of the files. A recommended quantized file is added to those written."""
-    path = cache_file(bench, lossy)
-    if (kept := read_kept(path, bench, lossy)) is not None:
-        choices, found = kept
-        # A runtime's own errors count too: the file of the cache may ask for a setting that the runtime lacks.
-        proof = Candidate(str(choices.route), lambda: lambda: prove_again(bench, lossy, written, choices))
-        proven, _ = open_all([proof])
-        if proven:
-            return found
-    found, entry = _tune_anew(bench, lossy, written)
-    if found.recommended is None:
-        return found
-    note = keep(path, found, None if entry is None else entry["quantization"], bench.job.tune_seconds)
-    return _with_notes(found, [note] if note else [])
-
-
-def _tune_anew(bench: Bench, lossy: Lossy | None, written: WrittenFiles) -> tuple[Benchmark, Mapping[str, Any] | None]:
-    """The result, and the manifest's entry of the quantized file if one is recommended; the others are removed."""
+def _tune(bench: Bench, lossy: Lossy | None, written: WrittenFiles) -> Benchmark:
+    """Recommend one of the files. A recommended quantized file is added to those written, and the others are removed."""
     tuner = Tuner(bench, lossy, bench.job.tune_seconds)
     try:
         found = tuner.run()
@@ -120,17 +113,13 @@ def _tune_anew(bench: Bench, lossy: Lossy | None, written: WrittenFiles) -> tupl
         written.entries.append(chosen)
     for entry in tuner.entries.values():
         remove(bench.files.folder / name for name in entry["files"])
-    return _with_notes(found, () if lossy is None else lossy.notes), chosen
+    return replace(found, notes=(*found.notes, *(() if lossy is None else lossy.notes)))
 
 
-def _with_notes(found: Benchmark, notes: Sequence[str]) -> Benchmark:
-    return replace(found, notes=(*found.notes, *notes))
-
-
-def repeat_choice(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choices: Choices) -> Benchmark:
+def _repeat_choice(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choices: Choices) -> Benchmark:
     """Take the route that was chosen earlier, and prove it again; nothing is timed."""
     try:
-        accuracy = prove_again(bench, lossy, written, choices)
+        accuracy = _proven_again(bench, lossy, written, choices)
     except Refused as refused:
         raise ParityError(
             f"{choices.route}, which {choices.path} chooses, can't be used: {refused}. If it was chosen for another "
@@ -138,11 +127,11 @@ def repeat_choice(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choi
         ) from refused
     found = bench.unmeasured(f"ship {choices.route}, as chosen earlier{budget_text(accuracy)}")
     figures = () if accuracy is None else (Figure(str(choices.route), choices.route, accuracy=accuracy),)
-    notes = [f"{route}: {lost}" for route, lost in bench.lost.items()] + [*(() if lossy is None else lossy.notes)]
-    return replace(_with_notes(found, notes), recommended=choices.route, figures=figures)
+    notes = [*(f"{route}: {lost}" for route, lost in bench.lost.items()), *(() if lossy is None else lossy.notes)]
+    return replace(found, recommended=choices.route, figures=figures, notes=tuple(notes))
 
 
-def prove_again(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choices: Choices) -> Accuracy | None:
+def _proven_again(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choices: Choices) -> Accuracy | None:
     """Prove a route. If its file is a quantized one, it is made before, and added to those written afterwards.
 
     Returns:

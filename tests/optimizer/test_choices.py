@@ -44,7 +44,6 @@ def lossy(tmp_path_factory):
     """A bundle whose recommended file is quantized."""
     folder = tmp_path_factory.mktemp("lossy")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         monkeypatch.setattr("optimizer.tuning.candidates.missing_compiler", lambda device: "none here")
         fake_clock(monkeypatch).seconds = {"eager": 1.0, "int8.onnx in onnxruntime": 0.1, "": 0.5}
         fake_quantization(monkeypatch).levels = LEVELS

@@ -204,11 +204,10 @@ Choose = Callable[..., Chosen]
 
 
 def chooser(prepared: Prepared, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Choose:
-    """Choices for copies of the prepared files, with a cache in the folder; without OpenVINO, which may be missing.
+    """Choices for copies of the prepared files, without OpenVINO, which may be missing.
 
     Other passes and torch.compile are left out too, because they take long and give no file.
     """
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     monkeypatch.setattr("optimizer.tuning.candidates.missing_compiler", lambda device: "none here")
     monkeypatch.setattr("optimizer.tuning.candidates.with_other_passes", lambda job: ())
     monkeypatch.setattr("optimizer.tuning.tuner.is_installed", lambda runtime: False)
