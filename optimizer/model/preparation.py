@@ -32,7 +32,6 @@ def check_model(model: object, *, runs: bool) -> None:
             "the last pass."
         )
     refuse_unmade_module(model)
-    refuse_circular_modules(model)
     _refuse_lazy_modules(model)
     if runs:
         refuse_empty_tensors(model)
@@ -137,7 +136,6 @@ def on_device(model: nn.Module, device: torch.device) -> nn.Module:
 def refuse_unrunnable(model: nn.Module) -> None:
     """Raise `LoadError` if a run would fail for lack of weights, or would give the module some permanently."""
     refuse_unmade_module(model)
-    refuse_circular_modules(model)
     _refuse_lazy_modules(model)
     refuse_empty_tensors(model)
 
@@ -148,30 +146,6 @@ def refuse_unmade_module(model: nn.Module) -> None:
         raise LoadError(
             f"{type(model).__name__} doesn't call the constructor of nn.Module: add super().__init__() to its __init__."
         )
-
-
-def refuse_circular_modules(model: nn.Module) -> None:
-    """Raise `LoadError` if a module is its own descendant: `eval`, `state_dict` and others would never end."""
-    done = set[int]()
-    # Each module of the current path, its name in the module before it, and an iterator over its remaining children.
-    path = [(model, "", model.named_children())]
-    while path:
-        module, _, children = path[-1]
-        name, child = next(children, ("", None))
-        if child is None:
-            done.add(id(module))
-            path.pop()
-            continue
-        if (above := next((depth for depth, (one, *_) in enumerate(path) if one is child), None)) is not None:
-            names = [name for _, name, _ in path[1:]]
-            holder = ".".join([*names, name])
-            held = ".".join(names[:above]) or f"the {type(model).__name__} itself"
-            raise LoadError(
-                f"{holder} of the model is {held}: a module can't be its own descendant. Hold it in a tuple, such as "
-                f"self.{name} = (module,)."
-            )
-        if id(child) not in done:
-            path.append((child, name, child.named_children()))
 
 
 def refuse_empty_tensors(model: nn.Module) -> None:

@@ -29,8 +29,6 @@ one_at_a_time = threading.RLock()
 _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 # Values of `fp32_precision` with which a CPU rounds float32.
 _LOWERED = ("tf32", "bf16")
-# Seconds that a fork waits for the turn of another thread to end.
-_LONGEST_WAIT = 600.0
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -72,34 +70,12 @@ def _each_warning_once() -> Iterator[None]:
         yield
 
 
-class _Fork(threading.local):
-    """Allows forks only between turns.
-
-    A child process inherits the settings and patches of another thread's turn, and the flags and buffers of the module
-    that runs in it. It has no thread that restores them. So a fork waits until that turn ends. The forking thread's own
-    turn doesn't block it, and goes on in the child. After the longest wait the fork happens anyway, because the turn
-    may itself wait for the fork. The child can then take its own turns, and patches let its threads through, but
-    settings stay changed.
-    """
-
-    has_turn = False
-
-    def before(self) -> None:
-        self.has_turn = one_at_a_time.acquire(timeout=_LONGEST_WAIT)
-
-    def after(self) -> None:
-        if self.has_turn:
-            one_at_a_time.release()
-
-    def after_in_child(self) -> None:
-        if not self.has_turn:
-            one_at_a_time._at_fork_reinit()  # type: ignore[attr-defined]
-        self.after()
-
-
-_fork = _Fork()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_fork.before, after_in_parent=_fork.after, after_in_child=_fork.after_in_child)
+    # A child process inherits the settings and patches of another thread's turn, and no thread that restores them. So a
+    # fork waits until that turn ends. The forking thread's own turn doesn't block it, and goes on in the child.
+    os.register_at_fork(
+        before=one_at_a_time.acquire, after_in_parent=one_at_a_time.release, after_in_child=one_at_a_time.release
+    )
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import weakref
 from collections import deque
@@ -138,8 +137,6 @@ class _Tried:
     def __init__(self, trial: _Trial) -> None:
         self._trial = weakref.ref(trial)
         self.token = trial.token
-        # A run must not be ended in the child process of a forward that forks.
-        self._process = os.getpid()
 
     def rewrite(self, captured: CapturedGraph, inputs: Sequence[Any]) -> CapturedGraph:
         trial = self._trial()
@@ -147,7 +144,7 @@ class _Tried:
 
     def done(self, graph: fx.Graph) -> None:
         trial = self._trial()
-        ends = trial is not None and graph is trial.whole and self._process == os.getpid()
+        ends = trial is not None and graph is trial.whole
         if ends and any(node.op.startswith("call") for node in graph.nodes):
             raise _Enough
 
