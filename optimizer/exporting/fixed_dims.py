@@ -1,7 +1,7 @@
-"""Find the `dynamic` under which the original runs, where the default or the given one fixes dims or doesn't fit it.
+"""Find the `dynamic` under which the original runs, where the default fixes dims or doesn't fit it.
 
-There are three cases: lengths of tokens and masks that are fixed although the model takes others; dims that must be
-equal; and a batch that isn't dim 0. Each suggestion was tried: the original ran at another size of the dims.
+There are two cases: lengths of tokens and masks that are fixed although the model takes others, and a batch that isn't
+dim 0. Each suggestion was tried: the original ran at another size of the dims.
 """
 
 from __future__ import annotations
@@ -20,9 +20,6 @@ from optimizer.parity import Reference, outputs_on
 _TIME = "time"
 
 _UNTRIED = "(dynamic= in Python; the original runs so, files weren't tried)"
-
-# Maximum number of dims that are tried alone.
-_MOST_TRIED = 6
 
 # A slice whose values change less than this, relative to the largest of the output, doesn't depend on the changed one.
 _INDEPENDENT = 1e-4
@@ -130,33 +127,6 @@ class Suggestions:
         except UsageError:
             # The user's function for the example inputs doesn't always return the same length.
             return False
-
-    def with_equal_dims(self, size: str) -> str:
-        """A sentence with the option that gives further dims the name of a size; "" if the original doesn't run so.
-
-        They have its size in the example inputs, like the second dim of an adjacency matrix, or dim 1 of the state of
-        an LSTM. The sentence starts with a space.
-        """
-        given = self.samples.batch_size if size == self.dims.batch else self.samples.sizes[size]
-        own = {name: dict(dims) for name, dims in self.dims.of.items()}
-        for name, tensor in self.inputs.items():
-            if name not in own and tensor.shape[:1] == (self.samples.batch_size,):
-                own[name] = {0: self.dims.batch}
-        others = [
-            (name, dim)
-            for name, tensor in self.inputs.items()
-            for dim, length in enumerate(tensor.shape)
-            if length == given and length > 1 and dim not in own.get(name, {})
-        ]
-        # All of them, or each alone: some may have the size by chance.
-        alone = [[other] for other in others[:_MOST_TRIED]] if len(others) > 1 else []
-        for added in filter(None, (others, *alone)):
-            named = {name: dict(dims) for name, dims in own.items()}
-            for name, dim in added:
-                named.setdefault(name, {})[dim] = size
-            if self._runs(named, [size]):
-                return f" With dims of equal size it runs: `{option_text(named)}` {_UNTRIED}."
-        return ""
 
     def batch_elsewhere(self, model: nn.Module) -> str:
         """A note where dim 0 of the first input isn't the batch and dim 1 is; "" otherwise.

@@ -87,7 +87,7 @@ def measure(job: ExportJob) -> MeasuredExport:
     reference = _lower_reference(rounding, job.provenance)
     inputs = named_inputs(original, at_home.given.args, at_home.given.kwargs, input_names=job.input_names)
     suggestions = Suggestions(inputs, at_home, job.dims, reference)
-    _refuse_sizes_not_taken(job, suggestions)
+    _refuse_sizes_not_taken(job, reference)
     request = _request_for(job, exported, reference)
     if reference is not rounding or job.home.type != job.target.type:
         # A less precise result, or one on another device, doesn't have the original's outputs.
@@ -158,7 +158,7 @@ def _notes(job: ExportJob, suggestions: Suggestions, adapter: Adapter, *, open_b
     notes = ["the artifacts are compared with the exported module itself"] if itself else []
     for told in notes_on_modes(job.model, adapter.model, "the files are in eval mode and were"):
         notes += told
-    notes += _note_on_fixed_batch(job, suggestions)
+    notes += _note_on_fixed_batch(job, suggestions.reference)
     notes += _note_on_one_row(job, suggestions.reference)
     if numbers := [f"{where} = {number}" for where, number in adapter.inputs.numbers()]:
         notes.append(f"fixed in the files at the values of the example inputs: {listed(numbers, _NUMBERS_TOLD)}")
@@ -324,14 +324,14 @@ def _request_for(job: ExportJob, model: nn.Module, reference: Reference) -> Expo
     )
 
 
-def _refuse_sizes_not_taken(job: ExportJob, suggestions: Suggestions) -> None:
+def _refuse_sizes_not_taken(job: ExportJob, reference: Reference) -> None:
     """Refuse an open dim for which the original itself accepts only one size.
 
     Raises:
         ExportFailed: the original raises at every other size of the dim.
         UsageError: `batch_sizes` has only the size of the example inputs.
     """
-    dims, reference = job.dims, suggestions.reference
+    dims = job.dims
     fixed = [name for name, sizes in reference.taken.alone.items() if not sizes]
     if job.samples.dynamic and dims.places(dims.batch) and len(reference.batch_sizes) < 2:
         fixed.append(dims.batch)
@@ -342,24 +342,21 @@ def _refuse_sizes_not_taken(job: ExportJob, suggestions: Suggestions) -> None:
             raise UsageError(
                 f"dynamic opens {where}, but batch_sizes has only the size of the example inputs: add another size."
             )
-        what = f"dynamic opens {where}, but the model raises at every other size that was tried ({why})"
-        if option := suggestions.with_equal_dims(name):
-            raise ExportFailed(f"{what}.{option}")
-        raise ExportFailed(f"{what}: leave {where} out, or change that line.")
+        raise ExportFailed(
+            f"dynamic opens {where}, but the model raises at every other size that was tried ({why}): leave {where} out, "
+            "or change that line."
+        )
 
 
-def _note_on_fixed_batch(job: ExportJob, suggestions: Suggestions) -> list[str]:
+def _note_on_fixed_batch(job: ExportJob, reference: Reference) -> list[str]:
     """A note if the files accept only one batch size although the user didn't ask for that."""
-    reference = suggestions.reference
     if job.static_batch or not job.samples.dynamic or len(reference.batch_sizes) > 1:
         return []
     why = reference.why_not(None)
     if why is None:
         return ["the batch size is fixed, as with static_batch: batch_sizes has only the size of the example inputs"]
-    option = suggestions.with_equal_dims(job.dims.batch)
-    raised = f"the model raises at every other size that was tried ({why})"
     return [
-        f"the batch size is fixed, as with static_batch: {raised}{f'.{option}' if option else ''}".removesuffix(".")
+        f"the batch size is fixed, as with static_batch: the model raises at every other size that was tried ({why})"
     ]
 
 

@@ -281,7 +281,7 @@ class Pipeline:
         if transactions.comparer is not None and not all(map(is_own, passes)):
             # A pass of another package may write to the caller's weights, so measure the reference before it runs.
             transactions.comparer.outputs.reference()
-        transactions.run_from(0)
+        transactions.run_all()
         self._progress(Progress("optimize", len(passes), len(passes) + 1, "comparing the result with the original", ""))
 
     def verify(self) -> ParityReport | None:

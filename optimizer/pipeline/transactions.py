@@ -90,7 +90,9 @@ class Transactions:
         # The passes that weren't rolled back so far, including those that changed nothing.
         self.applied: list[AppliedPass] = []
         # By number of the pass, the reason to roll it back whatever it does.
-        self.wrong: dict[int, str] = {}
+        self._wrong: dict[int, str] = {}
+        # The numbers of the passes that don't run now.
+        self._left_out: set[int] = set()
         self.runs = CopyRuns(copy.root)
         self.comparer: Comparer | None = None  # None without samples
         self._copy = copy
@@ -105,23 +107,40 @@ class Transactions:
         """The context of passes."""
         return self.runs.context(self._copy.mode, self._device)
 
-    def run_from(self, first: int) -> None:
-        """Run the passes from this number on.
+    def run_all(self) -> None:
+        """Run the passes in order.
+
+        Judged together with a lossy pass, the error of another pass might be a hundredth of the error that the lossy one
+        allows. So all others are compared without it first. Passes that compile are left out there: they generate other
+        code for other dtypes.
 
         Raises:
             OptimizeFailed: a pass fails or is rolled back, with `strict` or if it is a guarantee.
         """
+        first = next((number for number, item in enumerate(self.passes) if is_lossy(item)), None)
+        if first is None or self.comparer is None:
+            self.run_from(0)
+            return
+        later = enumerate(self.passes[first:], first)
+        self._left_out = {number for number, item in later if is_lossy(item) or item.is_barrier}
+        self.run_from(0)
+        if with_changes(self.applied):
+            verify_and_roll_back(self, self.comparer)
+        records = enumerate(self.records[first:], first)
+        self._wrong = {number: record.reason for number, record in records if record.status == "rolled-back"}
+        self.take_back_from(first)
+        self._left_out = set()
+        self.run_from(first)
+
+    def run_from(self, first: int) -> None:
+        """Run the passes from this number on; errors as for `run_all`."""
         for number, item in enumerate(self.passes[first:], first):
-            if is_lossy(item) and self.comparer is not None and take_back_wrong(self, self.comparer, number):
-                return
-            self.run_numbered(number)
+            if number in self._left_out:
+                self.records.append(PassRecord(item.name, item.options, "unchanged"))
+            else:
+                self._run_numbered(number)
 
-    def run_numbered(self, number: int) -> None:
-        """Run one pass; keep it or roll it back.
-
-        Raises:
-            OptimizeFailed: as for `run_from`.
-        """
+    def _run_numbered(self, number: int) -> None:
         item = self.passes[number]
         self._progress(Progress("optimize", number, len(self.passes) + 1, item.name, item.name))
         context = replace(self.context(), explain=self._explain)
@@ -134,7 +153,7 @@ class Transactions:
                 if self._strict or item.is_guarantee:
                     raise OptimizeFailed(f"{item.name} failed ({record.reason}).") from error
                 return
-            if (reason := self.wrong.get(number)) is not None and result.changes:
+            if (reason := self._wrong.get(number)) is not None and result.changes:
                 self.records.append(record)
                 self._roll_back(item, record, result, reason)
                 return
@@ -192,43 +211,6 @@ def verify_and_roll_back(transactions: Transactions, comparer: Comparer) -> Pari
         culprit, reason = _bisect(comparer, applied, report.reason)
         transactions.take_back(culprit, f"{reason}{_place_of(transactions, comparer, culprit)}")
     return report
-
-
-def take_back_wrong(transactions: Transactions, comparer: Comparer, number: int) -> bool:
-    """Find the passes that are wrong by themselves, in runs without the lossy pass of this number.
-
-    Judged together with the lossy pass, their error might be a hundredth of the error that it allows. Passes that
-    compile are left out: they generate other code for other dtypes, so a run without the lossy pass shows nothing.
-
-    Returns:
-        Whether one before the lossy pass was wrong. It was rolled back, and all later passes ran again. Wrong ones
-        after it are noted in `wrong`.
-    """
-    later = [
-        each
-        for each, item in enumerate(transactions.passes[number:], number)
-        if not (is_lossy(item) or item.is_barrier or each in transactions.wrong)
-    ]
-    before = len(with_changes(transactions.applied))
-    # Whether an earlier lossy pass stays, before which all these were compared.
-    is_known = any(done.lowered for done in with_changes(transactions.applied))
-    while True:
-        for each in later:
-            transactions.run_numbered(each)
-            if transactions.records[-1].status == "rolled-back":
-                transactions.wrong[each] = transactions.records[-1].reason
-        applied = with_changes(transactions.applied)
-        is_new = len(applied) > before or (applied and not is_known)
-        if not is_new or (report := comparer.report(applied)).verdict != "failed":
-            transactions.take_back_from(number)
-            return False
-        culprit, reason = _bisect(comparer, applied, report.reason)
-        transactions.take_back_from(number)
-        if culprit.number < number:
-            transactions.take_back(culprit, f"{reason}{_place_of(transactions, comparer, culprit)}")
-            return True
-        transactions.wrong[culprit.number] = reason
-        later.remove(culprit.number)
 
 
 def _bisect(comparer: Comparer, applied: Sequence[AppliedPass], reason: str) -> tuple[AppliedPass, str]:

@@ -696,29 +696,16 @@ def test_a_function_and_further_inputs_have_equal_sizes_too():
         _ = further.further
 
 
-@pytest.mark.parametrize(
-    ("made", "dynamic", "option"),
-    [
-        (graph, {"x": {0: "nodes"}}, "--dynamic x:0=nodes --dynamic adj:0=nodes,1=nodes"),
-        (state, {"x": {0: "b"}}, "--dynamic x:0=b --dynamic state:1=b --dynamic cell:1=b"),
-    ],
-)
-def test_where_the_model_takes_no_unequal_sizes_the_option_for_equal_ones_is_given(made, dynamic, option, tmp_path):
+@pytest.mark.parametrize(("made", "dim"), [(graph, "nodes"), (state, "rows")])
+def test_a_model_that_takes_no_unequal_sizes_is_refused_or_fixed(made, dim, tmp_path):
     model, inputs = made()
-
-    def build(dynamic, name):
-        return export(
-            model, example_inputs=inputs, output=tmp_path / name, formats=("torchscript",), dynamic=dynamic, bench=False
-        )
-
-    with pytest.raises(ExportFailed, match="raises at every other size") as caught:
-        build(dynamic, "refused")
-    untried = "(dynamic= in Python; the original runs so, files weren't tried)"
-    sentence = f"With dims of equal size it runs: `{option}` {untried}"
-    assert str(caught.value).endswith(f" {sentence}.")
-    built = build(None, "fixed")
-    assert any(note.endswith(re.sub(r"=\w+(?=[ ,`])", "=batch", sentence)) for note in built.manifest["notes"])
-    assert build(parse_dynamic("--dynamic", option.split()[1::2]), "open").parity.ok
+    options = {"example_inputs": inputs, "output": tmp_path / "net", "formats": ("torchscript",), "bench": False}
+    with pytest.raises(ExportFailed, match=r"raises at every other size that was tried \(.*\): leave dim 0 of x out"):
+        export(model, dynamic={"x": {0: dim}}, **options)
+    notes = export(model, **options).manifest["notes"]
+    assert any(
+        "the batch size is fixed, as with static_batch: the model raises at every other" in note for note in notes
+    )
 
 
 def notes_on_batch(model, inputs, folder, **options):
