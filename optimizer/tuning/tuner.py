@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from exporters.registry import QUANTIZED
@@ -62,8 +63,6 @@ class Tuner:
         # The proven files in the order of their trials, each with its speed relative to the first one, from its first
         # timing.
         self._ready: list[tuple[Opened, float]] = []
-        # Files that were slower than the best in their first timing, and aren't proven yet.
-        self._slower: list[tuple[Opened, float]] = []
         self._first: Opened | None = None
         self._in_python: list[Opened] = []
         self._notes: list[str] = []
@@ -125,9 +124,7 @@ class Tuner:
         else:
             # Settings last, because those that are best for a quantized file may differ.
             yield from self._lossy_files(slow)
-            self._prove_slower()
             yield from self._settings_of_best()
-            self._prove_slower()
 
     def _lossy_files(self, formats: Iterable[str]) -> Iterator[Candidate]:
         device = self._bench.files.device
@@ -182,46 +179,27 @@ class Tuner:
         yield from self._in_openvino(format)
 
     def _try(self, candidate: Candidate) -> None:
-        """Time a file next to the first one, and prove it. If it is slower than the best, the proof waits.
+        """Time a file next to the first one, and prove it unless it is far slower than the best.
 
-        On a GPU, none waits: the time of the launches hides how fast a file is in a CUDA graph.
+        On a GPU, none is too slow: the time of the launches hides how fast a file is in a CUDA graph.
         """
-        gains: list[float] = []
-        on_cpu = self._bench.files.device == "cpu"
+        gain = 0.0
 
-        def timed(opened: Opened) -> Opened:
-            gains.append(self._gain(opened))
-            if on_cpu and self._is_far_behind(gains[0]):
-                raise Refused(self._behind(gains[0]))
-            return opened
+        def proven(_: Candidate, opened: Opened) -> Opened:
+            nonlocal gain
+            gain = self._gain(opened)
+            if self._bench.files.device == "cpu" and self._is_far_behind(gain):
+                raise Refused(self._behind(gain))
+            return self._proven(opened)
 
-        for opened in self._opened(candidate, timed):
-            if on_cpu and gains[0] < self._best_gain() and candidate.route not in self._own:
-                self._slower.append((opened, gains[0]))
-                self._close_others()
-            else:
-                self._prove(opened, gains[0])
-
-    def _prove(self, opened: Opened, gain: float) -> None:
-        ready, dropped = try_candidate(opened.candidate, lambda _: self._proven(opened))
-        self._ready += [(each, gain) for each in ready]
-        # Those outside the budget are drawn with the time that they would take.
-        if dropped and dropped[0].accuracy is not None and (latency := self._latencies.get(opened.candidate.name)):
-            dropped = [replace(dropped[0], seconds=latency.median, p95=latency.p95, memory=opened.memory)]
-        self._dropped += dropped
-        self._close_others()
-
-    def _prove_slower(self) -> None:
-        """Prove the files that were slower than the best, the fastest first: with other settings, one may be the best."""
-        while self._slower:
-            fastest = opened, gain = _by_speed(self._slower)[0]
-            self._slower.remove(fastest)
-            if self._is_far_behind(gain):
-                self._drop(opened.candidate, self._behind(gain))
-            elif self._is_late(self._longest):
-                self._drop(opened.candidate, f"not proven: the time was up, and {self._behind(gain)}")
-            else:
-                self._prove(opened, gain)
+        for opened in self._opened(candidate):
+            ready, dropped = try_candidate(candidate, partial(proven, opened=opened))
+            # Those outside the budget are drawn with the time that they would take.
+            if dropped and dropped[0].accuracy is not None and (latency := self._latencies.get(candidate.name)):
+                dropped = [replace(dropped[0], seconds=latency.median, p95=latency.p95, memory=opened.memory)]
+            self._ready += [(each, gain) for each in ready]
+            self._dropped += dropped
+            self._close_others()
 
     def _is_far_behind(self, gain: float) -> bool:
         return gain * _FAR_BEHIND < self._best_gain()
@@ -259,12 +237,7 @@ class Tuner:
         self._in_python.append(opened)
         self._notes.append(f"in Python, {opened.candidate.name} is {told}: choose these passes, and export again")
 
-    def _opened(
-        self,
-        candidate: Candidate | None,
-        prove: Callable[[Opened], Opened] = lambda opened: opened,
-        needed: float = 0.0,
-    ) -> list[Opened]:
+    def _opened(self, candidate: Candidate | None, needed: float = 0.0) -> list[Opened]:
         """The candidate, ready to run; nothing if it is dropped.
 
         Args:
@@ -280,7 +253,7 @@ class Tuner:
         if self._is_late(needed) and self._ready and not judged:
             self._drop(candidate, self._cut(needed))
             return []
-        ready, dropped = open_all([candidate], prove)
+        ready, dropped = open_all([candidate])
         self._dropped += dropped
         return ready
 
@@ -322,10 +295,9 @@ class Tuner:
         The exported files in their own runtimes stay. They are the simplest to ship if all are equally fast.
         """
         exact = self._fastest_exact()
-        for opened, _ in _by_speed([*self._ready, *self._slower])[_FINALISTS:]:
+        for opened, _ in _by_speed(self._ready)[_FINALISTS:]:
             if opened.candidate.route not in self._own and opened is not exact:
                 self._ready = [each for each in self._ready if each[0] is not opened]
-                self._slower = [each for each in self._slower if each[0] is not opened]
                 self._drop(opened.candidate, f"{_FINALISTS} others are at least as fast")
 
     def _finalists(self) -> list[Opened]:

@@ -32,7 +32,7 @@ from optimizer.model import Call, Samples
 from optimizer.parity import Accuracy, measure_reference
 from optimizer.pipeline import provenance_of
 from optimizer.tuning import Candidate, Figure, Files, PeakMemory, Ratio, choose, recommendation
-from optimizer.tuning.candidates import Bench, NonFinite, with_other_passes
+from optimizer.tuning.candidates import NonFinite, with_other_passes
 from optimizer.tuning.lossy import Lossy
 from optimizer.tuning.tuner import Tuner, settings_of
 
@@ -360,47 +360,14 @@ def test_optional_passes_are_tried_in_addition_and_in_front_of_a_compiler(monkey
 
 
 @pytest.mark.usefixtures("openvino")
-@pytest.mark.parametrize("late", [False, True])
-def test_the_proof_of_a_slower_file_waits(late, choosing, speeds, rounding, monkeypatch):
-    speeds.seconds = {"eager": 1.0, "int8-dynamic": 0.4, "openvino": 0.52, "model.torchscript.pt": 2.0, "": 0.5}
-    rounding.levels = {"int8-dynamic": 100}
-    now, proven = [0.0], []
-    monkeypatch.setattr("optimizer.tuning.tuner.time.monotonic", lambda: now[0])
-    prove, make = Bench.prove, Lossy.made
-
-    def counted(self: Bench, route: Route) -> None:
-        proven.append(str(route))
-        prove(self, route)
-
-    def judged(self: Lossy, format: str, *rest: Any) -> dict[str, Any]:
-        proven.append(format)
-        try:
-            return make(self, format, *rest)
-        finally:
-            now[0] = 1000.0 if late and format == "onnx-int4" else 0.0
-
-    monkeypatch.setattr(Bench, "prove", counted)
-    monkeypatch.setattr(Lossy, "made", judged)
-    found = choosing(**BUDGET)
-    if late:
-        reason = "not proven: the time was up, and model.int8-dynamic.onnx in onnxruntime is 1.30 times as fast as it"
-        assert found.dropped["model.onnx in openvino"] == reason
-        assert "onnx in openvino" not in proven
-    else:
-        assert proven.index("onnx-int4") < proven.index("onnx in openvino")
-    assert found.route == "onnx-int8-dynamic in onnxruntime"
-
-
-@pytest.mark.usefixtures("openvino")
 def test_few_files_stay_open(choosing, speeds, monkeypatch):
     speeds.seconds = {"eager": 1.0, "no spinning": 0.45, "1 thread": 0.42, "thread": 0.4, "openvino": 0.41, "": 0.5}
-    # With 8 CPUs, most settings are slower than the best, so that their proofs wait.
     monkeypatch.setattr("optimizer.tuning.tuner.usable_cpus", lambda: 8)
     attempt, still_open = Tuner._try, []
 
     def counted(self: Tuner, candidate: Candidate) -> None:
         attempt(self, candidate)
-        still_open.append(len(self._ready) + len(self._slower))
+        still_open.append(len(self._ready))
 
     monkeypatch.setattr(Tuner, "_try", counted)
     found = choosing(tune=True)
