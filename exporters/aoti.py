@@ -38,7 +38,7 @@ from exporters.exported_program import captured, conditions_of_program, guard_ho
 from exporters.isolation import refusing, silent
 from exporters.metadata import extra_files, read_extra_file, write_archive
 from exporters.places import Program
-from exporters.proof import prove_at_calls, prove_program
+from exporters.proof import prove_at_calls, prove_beyond
 from exporters.routes import Route, first_right
 from exporters.torch_private import (
     aot_compile,
@@ -91,7 +91,7 @@ class AotiExporter(Exporter):
                 # Compiling adds further conditions.
                 conditions = conditions_of_program(program, evidence)
                 loaded = self._package(files, evidence, (), path)
-                agreed = prove_program(evidence, loaded, conditions, guards, limits)
+                agreed = prove_beyond(evidence, loaded, conditions, guards, limits)
                 if kept := guards_in_force(guards, evidence, agreed):
                     del loaded
                     loaded = self._package(files, evidence, kept, path)

@@ -212,10 +212,9 @@ class ExportRequest:
     outputs: tuple[tuple[torch.Tensor, ...], ...] | None = None
     # The dims of outputs, each as output index and dim, whose size depends on input values as far as known.
     varying: frozenset[tuple[int, int]] = frozenset()
-    # Indices of outputs whose order or choice the model leaves to equal scores; only `proof` compares their values by
-    # place. `chosen` has those that equal scores choose, with the share of elements that other choices may change.
-    undecided: frozenset[int] = frozenset()
-    chosen: Mapping[int, float] = field(default_factory=dict)
+    # Outputs whose order or choice the model leaves to equal scores, by index: the share of elements that other choices may
+    # change, or None where only the order is free. Only `proof` compares their values by place.
+    undecided: Mapping[int, float | None] = field(default_factory=dict)
     # The structure of the model's output, if the caller has it.
     output_structure: Structure | None = None
     # Compares the artifact loaded from these files with the model, at these calls and others, and returns whether it is

@@ -126,22 +126,21 @@ def lists_as_long_as_a_size(evidence: Evidence) -> Iterator[tuple[str, str]]:
 
     Every capture freezes the number that it saw. It fails at other sizes without naming the line.
     """
-    for view in evidence.along:
-        if len(view.inputs) < 2:
-            continue
-        for ((one, _), place), ((other, _), other_place) in zip(_splits_in(view, 0), _splits_in(view, 1), strict=False):
+    for size in evidence.sizes:
+        splits = [_splits_in(evidence, call) for call in size.calls[:2]]
+        for ((one, _), place), ((other, _), other_place) in zip(*splits, strict=False):
             if place != other_place:
                 break
             if one != other:
-                first, second = (view.at(batch) for batch in view.batches[:2])
+                first, second = (evidence.at({size.name: value}) for value in size.values[:2])
                 many = f"{one} tensors at {first} and {other} at {second}"
-                yield view.size, f"the model splits a tensor at {place}, into {many}"
+                yield size.name, f"the model splits a tensor at {place}, into {many}"
                 break
 
 
 def splits_an_open_dim(evidence: Evidence) -> bool:
     """Whether the size of a dim that the model splits changes between the calls."""
-    return any(_splits_in(view, 0) != _splits_in(view, 1) for view in evidence.along)
+    return any(_splits_in(evidence, 0) != _splits_in(evidence, size.calls[1]) for size in evidence.sizes)
 
 
 def _splits_in(evidence: Evidence, call: int) -> list[tuple[Any, str]]:

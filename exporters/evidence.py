@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -20,59 +20,66 @@ from optimize_export.wording import dtype_name
 # Default name for the size of dim 0.
 BATCH = "batch"
 
-OpenDims = dict[tuple[int, int], tuple[str, tuple[int, ...]]]
-"""Name and size in each call of an open dim, by (input, dim)."""
+# Stands for all sizes where they grow together.
+TOGETHER = "all sizes"
+
+Place = tuple[int, int]
+"""An input and one of its dims."""
+
+OpenDims = dict[Place, tuple[str, tuple[int, ...]]]
+"""The name and the size in each call of each open dim."""
+
+Sizes = Mapping[str, int]
+"""Sizes that differ from those of the first call, by name; with `TOGETHER`, the number of the step."""
 
 # Maximum bytes of one input that is built only to try a batch outside the calls.
 _LARGEST_INPUT = 64 * 2**20
 
-# The shapes of all inputs in one call.
-Shapes = list[tuple[int, ...]]
+Shapes = tuple[tuple[int, ...], ...]
+"""The shapes of all inputs in one call."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A size as a function of the batch: `slope` * batch + `start`.
-
-    "Batch" means any size that grows: that of another open dim, or the step number when all sizes grow together.
-    """
+    """A dim as a function of the size that it follows: `slope` * size + `start`."""
 
     slope: int
     start: int
 
-    def at(self, batch: int) -> int:
-        return self.slope * batch + self.start
+    def at(self, size: int) -> int:
+        return self.slope * size + self.start
 
 
-def line_through(batches: Sequence[int], sizes: Sequence[int]) -> Line | None:
-    """The line with integer slope and start through the sizes at these batches; None if there is none."""
-    if len(set(sizes)) == 1:
-        return Line(0, sizes[0])
-    points = list(zip(batches, sizes, strict=False))
+def line_through(sizes: Sequence[int], dims: Sequence[int]) -> Line | None:
+    """The line with integer slope and start through the dims at these sizes; None if there is none."""
+    if len(set(dims)) == 1:
+        return Line(0, dims[0])
+    points = list(zip(sizes, dims, strict=True))
     # The first open dim may keep its size where another one changes.
-    other = next((point for point in points if point[0] != batches[0]), None)
+    other = next((point for point in points if point[0] != sizes[0]), None)
     if other is None:
         return None
-    slope, rest = divmod(other[1] - sizes[0], other[0] - batches[0])
-    line = Line(slope, sizes[0] - slope * batches[0])
-    fits = not rest and all(line.at(batch) == size for batch, size in points)
+    slope, rest = divmod(other[1] - dims[0], other[0] - sizes[0])
+    line = Line(slope, dims[0] - slope * sizes[0])
+    fits = not rest and all(line.at(size) == dim for size, dim in points)
     return line if fits else None
 
 
 class TooLarge(RouteRefused):
-    """The inputs for a batch would be too large to build."""
+    """The inputs at some sizes would be too large to build."""
 
 
 @dataclass(frozen=True)
-class Direction:
-    """Calls in which certain open dims change while the others keep their size."""
+class Size:
+    """An open size, or all of them together (`TOGETHER`)."""
 
-    # Indices of the calls; the first one is always call 0.
+    name: str
+    # Indices of the calls in which it alone changes, after call 0, and its value in each of these. Where all sizes grow
+    # together, that is the number of the step, starting at 1.
     calls: tuple[int, ...]
-    # The (input, dim) pairs that change.
-    dims: tuple[tuple[int, int], ...]
-    # Where several sizes grow together, the step number of each call, starting at 1; otherwise empty.
-    steps: tuple[int, ...] = ()
+    values: tuple[int, ...]
+    # The dims that follow it; None where the dim isn't a linear function of the size.
+    lines: Mapping[Place, Line | None]
 
 
 @dataclass(frozen=True)
@@ -86,19 +93,16 @@ class Evidence:
     outputs: tuple[tuple[torch.Tensor, ...], ...]
     # Indices of outputs that differ between two runs on the same inputs; only their shapes and dtypes can be compared.
     unstable: frozenset[int]
-    # The (input, dim) pairs that change between calls.
-    open_dims: tuple[tuple[int, int], ...]
+    # The dims of inputs that change between calls.
+    open_dims: tuple[Place, ...]
     input_specs: tuple[TensorSpec, ...]
     output_specs: tuple[TensorSpec, ...]
     # All metadata to write into the file.
     metadata: Mapping[str, str] = field(default_factory=dict)
     # Those `open_dims` that the request names.
-    declared: frozenset[tuple[int, int]] = frozenset()
-    # The ways in which the sizes change, where there are several; and the `steps` of the one of a single view.
-    directions: tuple[Direction, ...] = ()
-    steps: tuple[int, ...] = ()
-    # The names and values of sizes that the calls change, but that are fixed here at others.
-    fixed: tuple[tuple[str, int], ...] = ()
+    declared: frozenset[Place] = frozenset()
+    # The sizes that change independently, then `TOGETHER` if there are calls in which several do.
+    sizes: tuple[Size, ...] = ()
     # The line where the model draws the random numbers that make outputs unstable; "" if there is none.
     draws: str = ""
     # Whether the caller supplied the outputs, so that the model wasn't run for them.
@@ -116,68 +120,27 @@ class Evidence:
                 stack.enter_context(undisturbed(adapter))
             yield
 
-    @property
-    def along(self) -> tuple[Evidence, ...]:
-        """One evidence per size that changes by itself, and one for all that grow together.
+    def at(self, sizes: Sizes) -> str:
+        """Sizes as a phrase for a message."""
+        named = self.named(sizes)
+        if list(named) == [BATCH]:
+            return f"batch size {named[BATCH]}"
+        return join_words([f"{name} = {size}" for name, size in named.items()])
 
-        Conditions are functions of one number, so each needs a single direction.
-        """
-        return tuple(
-            replace(
-                self,
-                inputs=tuple(self.inputs[call] for call in direction.calls),
-                outputs=tuple(self.outputs[call] for call in direction.calls),
-                open_dims=direction.dims,
-                directions=(),
-                steps=direction.steps,
-            )
-            for direction in self.directions
-        ) or (self,)
+    def named(self, sizes: Sizes) -> dict[str, int]:
+        """The sizes by name, also where all grow together."""
+        shapes = self.shapes_at(sizes)
+        named: dict[str, int] = {}
+        for size in self._in_order(sizes):
+            if size.name == TOGETHER:
+                named |= {str(self.input_specs[index].shape[dim]): shapes[index][dim] for index, dim in size.lines}
+            else:
+                named[size.name] = sizes[size.name]
+        return named
 
-    def fixing(self, view: Evidence, batch: int) -> Evidence | None:
-        """The evidence from one size outside the calls on, where only the others change; None if no others change.
-
-        That size is the one of `view`, out of `along`, and is `batch` there.
-        """
-        others = [each for each in self.directions if not (each.steps or set(each.dims) & set(view.open_dims))]
-        if view.steps or not others:
-            return None
-        dims = tuple(place for each in others for place in each.dims)
-        together = [
-            replace(each, dims=tuple(place for place in each.dims if place in dims))
-            for each in self.directions
-            if each.steps and len(others) > 1
-        ]
-        return replace(
-            self,
-            inputs=(view.inputs_at(batch), *self.inputs[1:]),
-            open_dims=dims,
-            directions=(*others, *together),
-            fixed=(*self.fixed, (view.size, batch)),
-        )
-
-    @property
-    def size(self) -> str:
-        """The name of the size that changes; the first name where several grow together."""
-        return next((str(self.input_specs[index].shape[dim]) for index, dim in self.open_dims), BATCH)
-
-    @property
-    def growing(self) -> str:
-        """The growing sizes as a phrase for a message."""
-        if self.steps:
-            sizes = dict.fromkeys(str(self.input_specs[index].shape[dim]) for index, dim in self.open_dims)
-            return join_words(list(sizes))
-        return f"the {self.size}" if self.size == BATCH else f"`{self.size}`"
-
-    def at(self, batch: int) -> str:
-        """The sizes at a batch as a phrase for a message."""
-        sizes = {**dict(self.fixed), self.size: batch}
-        if self.steps:
-            shapes = self.shapes_at(batch)
-            sizes |= {str(self.input_specs[index].shape[dim]): shapes[index][dim] for index, dim in self.open_dims}
-        if list(sizes) == [BATCH]:
-            return f"batch size {batch}"
-        return join_words([f"{name} = {size}" for name, size in sizes.items()])
+    def _in_order(self, sizes: Sizes) -> list[Size]:
+        known = {size.name: size for size in self.sizes}
+        return [known[name] for name in sizes]
 
     def way_out(self, size: str) -> str:
         """Advice for a size that can't be open, given by name; empty if no input has a dim with that name."""
@@ -206,46 +169,40 @@ class Evidence:
         tensors = (*self.adapter.parameters(), *self.adapter.buffers(), *self.inputs[0])
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
-    @property
-    def batches(self) -> tuple[int, ...]:
-        """The batch of each call: the size of the first open dim, or `steps`; empty where no dim is open."""
-        return self.steps or tuple(
-            tensors[index].shape[dim] for tensors in self.inputs for index, dim in self.open_dims[:1]
-        )
-
-    def line(self, index: int, dim: int) -> Line | None:
-        """The size of an open dim as a linear function of the batch; None where it isn't one."""
-        return line_through(self.batches, [tensors[index].shape[dim] for tensors in self.inputs])
-
-    def shapes_at(self, batch: int) -> list[tuple[int, ...]]:
-        """The shapes of the inputs at another batch; RouteRefused if an open dim isn't a linear function of the batch."""
+    def shapes_at(self, sizes: Sizes) -> Shapes:
+        """The shapes of the inputs at other sizes; a dim that isn't a linear function keeps its size."""
         shapes = [list(tensor.shape) for tensor in self.inputs[0]]
-        for index, dim in self.open_dims:
-            line = self.line(index, dim)
-            if line is None:
-                raise RouteRefused(
-                    f"dim {dim} of input `{self.adapter.input_names[index]}` isn't a linear function of {self.growing}",
-                    size=self.size,
-                )
-            shapes[index][dim] = line.at(batch)
-        return [tuple(shape) for shape in shapes]
+        # Sizes that are given override those that grow together.
+        for size in sorted(self._in_order(sizes), key=lambda size: size.name != TOGETHER):
+            for (index, dim), line in size.lines.items():
+                shapes[index][dim] = shapes[index][dim] if line is None else max(0, line.at(sizes[size.name]))
+        return tuple(map(tuple, shapes))
 
-    def inputs_at(self, batch: int) -> tuple[torch.Tensor, ...]:
-        """Inputs at another batch, built by repeating rows of the calls; TooLarge if that would take too much memory."""
-        made = list(self.inputs[0])
-        shapes = self.shapes_at(batch)
-        for index in {index for index, _ in self.open_dims}:
-            if made[index].element_size() * math.prod(shapes[index]) > _LARGEST_INPUT:
-                raise TooLarge("the inputs would be too large for a comparison", size=self.size)
-        for index, dim in self.open_dims:
-            rows = made[index]
-            if sum(other == index for other, _ in self.open_dims) == 1:
-                # Where other sizes are fixed, those of the further calls differ.
-                rest = rows.select(dim, 0).shape
-                fitting = (tensors[index] for tensors in self.inputs)
-                rows = torch.cat([each for each in fitting if each.select(dim, 0).shape == rest], dim)
-            size = shapes[index][dim]
-            made[index] = rows.index_select(dim, torch.arange(size, device=rows.device) % rows.shape[dim])
+    def inputs_at(self, sizes: Sizes) -> tuple[torch.Tensor, ...]:
+        """Inputs at other sizes, built by repeating rows of the calls.
+
+        Raises:
+            TooLarge: that would take too much memory.
+            RouteRefused: a dim isn't a linear function of its size.
+        """
+        made, shapes = list(self.inputs[0]), self.shapes_at(sizes)
+        for tensor, shape in zip(made, shapes, strict=True):
+            if shape != tensor.shape and tensor.element_size() * math.prod(shape) > _LARGEST_INPUT:
+                raise TooLarge("the inputs would be too large for a comparison")
+        for size in self._in_order(sizes):
+            for (index, dim), line in size.lines.items():
+                if line is None:
+                    raise RouteRefused(
+                        f"dim {dim} of input `{self.adapter.input_names[index]}` isn't a linear function of "
+                        f"{'the batch' if size.name == BATCH else f'`{size.name}`'}"
+                    )
+                rows = made[index]
+                if sum(other == index for other, _ in size.lines) == 1:
+                    rest = _without(rows.shape, dim)
+                    further = (tensors[index] for tensors in self.inputs[1:])
+                    rows = torch.cat([rows, *(each for each in further if _without(each.shape, dim) == rest)], dim)
+                repeated = torch.arange(shapes[index][dim], device=rows.device) % rows.shape[dim]
+                made[index] = rows.index_select(dim, repeated)
         return tuple(made)
 
     @property
@@ -256,6 +213,10 @@ class Evidence:
             f"Output {name} differs between two runs of the model; only its shape and dtype were checked."
             for name in names
         )
+
+
+def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], *shape[dim + 1 :])
 
 
 def gather(request: ExportRequest) -> Evidence:
@@ -277,7 +238,7 @@ def gather(request: ExportRequest) -> Evidence:
     inputs = tuple(adapter.flatten_inputs(*call) for call in request.calls)
     open_dims = _open_inputs(adapter.input_names, inputs, request.dynamic_batch, request.open_dims)
     named = {symbol for dims in request.open_dims.values() for symbol in dims.values()}
-    directions = _directions_of(open_dims, named)
+    sizes = _sizes_of(open_dims, named)
     outputs, unstable = request.outputs or (), frozenset[int]()
     given = bool(outputs) and all(len(flat) == len(adapter.output_names) for flat in outputs)
     if not given:
@@ -285,7 +246,7 @@ def gather(request: ExportRequest) -> Evidence:
     draws = place_of_draws(adapter, inputs[0]) if unstable else ""
     symbols = {sizes: name for (_, _), (name, sizes) in open_dims.items()}
     return Evidence(
-        request if request.proof is not None else by_place(request),
+        request if request.proof is not None else replace(request, undecided={}),
         adapter,
         inputs,
         outputs,
@@ -302,7 +263,7 @@ def gather(request: ExportRequest) -> Evidence:
         _output_specs(adapter, inputs, outputs, symbols, request.varying),
         metadata_of(request.model, adapter.input_names, adapter.output_names, request.metadata),
         frozenset((index, dim) for index, dim in open_dims if adapter.input_names[index] in request.open_dims),
-        directions,
+        sizes,
         draws=draws,
         outputs_given=given,
         captures=request.captures or Captures(adapter),
@@ -369,39 +330,38 @@ def _declared_inputs(
     return found
 
 
-def _directions_of(open_dims: OpenDims, named: Collection[str]) -> tuple[Direction, ...]:
-    """The ways in which sizes change from the first call: each by itself, then all together.
-
-    Empty where only one size changes. Sizes without a declared name change with the batch.
+def _sizes_of(open_dims: OpenDims, named: Collection[str]) -> tuple[Size, ...]:
+    """The sizes that change independently, then all together. Sizes without a declared name change with the batch.
 
     Raises:
         StructureError: a size doesn't change by itself in any call.
     """
-    dims_of: dict[str, list[tuple[int, int]]] = {}
+    places: dict[str, list[Place]] = {}
     for place, (symbol, _) in open_dims.items():
-        dims_of.setdefault(symbol if symbol in named else BATCH, []).append(place)
-    if len(dims_of) < 2:
-        return ()
+        places.setdefault(symbol if symbol in named else BATCH, []).append(place)
+
+    def changing(calls: Iterable[int], dims: Sequence[Place], name: str = "") -> Size:
+        chosen = (0, *sorted(calls))
+        sizes = {place: [open_dims[place][1][call] for call in chosen] for place in dims}
+        values = tuple(range(1, len(chosen) + 1)) if name else tuple(sizes[dims[0]])
+        lines = {place: line_through(values, own) for place, own in sizes.items()}
+        return Size(name or open_dims[dims[0]][0], chosen, values, lines)
+
     changed: dict[str, frozenset[int]] = {}
-    for name, dims in dims_of.items():
-        sizes = [open_dims[place][1] for place in dims]
-        changed[name] = frozenset(call for each in sizes for call, size in enumerate(each) if size != each[0])
+    for name, dims in places.items():
+        own = [open_dims[place][1] for place in dims]
+        changed[name] = frozenset(call for each in own for call, size in enumerate(each) if size != each[0])
     found = []
     for name, calls in changed.items():
         alone = calls.difference(*(changed[other] for other in changed if other != name))
         if not alone:
             raise StructureError(f"No call changes the size {name} alone.")
-        found.append(Direction((0, *sorted(alone)), tuple(dims_of[name])))
+        found.append(changing(alone, places[name]))
     shared = frozenset(call for one, other in itertools.combinations(changed.values(), 2) for call in one & other)
     if shared:
-        together = tuple(place for name, dims in dims_of.items() if shared <= changed[name] for place in dims)
-        found.append(Direction((0, *sorted(shared)), together, tuple(range(1, len(shared) + 2))))
+        together = [place for name, dims in places.items() if shared <= changed[name] for place in dims]
+        found.append(changing(shared, together, TOGETHER))
     return tuple(found)
-
-
-def by_place(request: ExportRequest) -> ExportRequest:
-    """The request without outputs that equal scores order or choose: all are compared by place."""
-    return replace(request, undecided=frozenset(), chosen={})
 
 
 def _run_at_each(

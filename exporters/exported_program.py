@@ -1,7 +1,6 @@
 """Programs captured by torch.export, and the assumptions of the capture about the open dims: conditions and guards.
 
-Conditions are functions of one number, the batch (see `evidence.Line`). Guards are comparisons of input sizes as Python
-source.
+Conditions are relations of sizes of the inputs. Guards are comparisons of these as Python source.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -21,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from exporters.base import Captures, TensorSpec, captured_names, clones
 from exporters.errors import RouteRefused
-from exporters.evidence import Evidence, Line, Shapes
+from exporters.evidence import TOGETHER, Evidence, Place, Shapes, Size
 from exporters.isolation import refusing, silent, undisturbed
 from exporters.places import Program, operations_of, place_in_stack
 from exporters.torch_private import at_least, lstm_in_one_piece
@@ -46,14 +45,32 @@ class Condition:
 
     # The condition or its location in the source, for messages.
     what: str
-    # Whether it holds at a batch.
-    holds: Callable[[int], bool]
-    # Batches worth checking, such as a number that the batch is compared with.
-    hints: frozenset[int] = frozenset()
-    # The index of the view in `Evidence.along` whose size the condition is about.
-    along: int = 0
+    # Whether it holds for inputs of these shapes.
+    holds: Callable[[Shapes], bool]
+    # The dims that it compares.
+    places: frozenset[Place]
+    # The numbers that it compares them with.
+    numbers: tuple[int, ...] = ()
     # The condition as a relation of sizes by name: `4096*batch <= 2147483648`; "" if a bundle can't declare it.
     relation: str = ""
+
+    @property
+    def key(self) -> tuple[str, frozenset[Place]]:
+        """What it is about, for comparisons with other conditions."""
+        return self.what, self.places
+
+    def follows(self, size: Size) -> bool:
+        """Whether the size decides on it: alone, or together with others that none of them decides on alone."""
+        lines = {place: line for place, line in size.lines.items() if place in self.places}
+        growing = [line for line in lines.values() if line is not None and line.slope]
+        return None not in lines.values() and len(growing) > (size.name == TOGETHER)
+
+    def hints(self, size: Size) -> frozenset[int]:
+        """The values of a size at which one of the dims reaches one of the numbers."""
+        lines = [line for place, line in size.lines.items() if place in self.places]
+        return frozenset(
+            (number - line.start) // line.slope for number in self.numbers for line in lines if line and line.slope
+        )
 
 
 def captured(evidence: Evidence, *, strict: bool) -> tuple[torch.export.ExportedProgram, Program]:
@@ -171,11 +188,12 @@ def conditions_of_program(program: torch.export.ExportedProgram, evidence: Evide
     if not evidence.open_dims:
         return ()
     environment, symbols = _open_sizes(program, evidence)
-    names = _names(symbols, evidence)
-    return tuple(
-        replace(condition, along=number)
-        for number, view in enumerate(evidence.along)
-        for condition in _conditions_along(_lines(view, symbols), environment, names, several=bool(view.steps))
+    # Relations on data-dependent sizes were checked in the run and aren't branches.
+    relations = [each for each in environment.get_axioms() if each.free_symbols and each.free_symbols <= symbols.keys()]
+    ranges = [(symbol, bounds) for symbol, bounds in environment.var_to_range.items() if symbol in symbols]
+    return (
+        *(_relation(relation, symbols, evidence) for relation in relations),
+        *(_range(bounds, symbols[symbol], evidence) for symbol, bounds in ranges),
     )
 
 
@@ -188,33 +206,29 @@ def conditions_of_numbers(program: torch.export.ExportedProgram, evidence: Evide
     if not evidence.open_dims:
         return ()
     _, symbols = _open_sizes(program, evidence)
-    names = _names(symbols, evidence)
     results = [node.meta.get("val") for node in _nodes_of(program.graph_module) if node.op == "call_function"]
     numbers = [each.node.expr for each in results if isinstance(each, torch.SymInt | torch.SymFloat)]
     calls = dict.fromkeys(call for number in numbers for call in number.atoms(sympy.core.function.Application))
     return tuple(
-        replace(condition, along=number)
-        for number, view in enumerate(evidence.along)
-        if not view.steps
+        _relation(relation, symbols, evidence)
         for call in calls
-        for condition in _turns(call, view.batches[0], _lines(view, symbols), names)
+        if call.free_symbols and call.free_symbols <= symbols.keys()
+        for relation in _turns(call, symbols, evidence)
+        if relation.free_symbols
     )
 
 
-def _turns(call: Any, batch: int, lines: Mapping[Any, Line], names: Mapping[Any, str]) -> Iterator[Condition]:
-    if not call.free_symbols <= lines.keys() or not any(lines[symbol].slope for symbol in call.free_symbols):
-        return
+def _turns(call: Any, symbols: Mapping[Any, Place], evidence: Evidence) -> Iterator[Any]:
     # A minimum turns where two arguments are equal, and any other function where it has another value.
-    pairs = [(call, call.subs({symbol: line.at(batch) for symbol, line in lines.items()}))]
+    first = {symbol: evidence.inputs[0][index].shape[dim] for symbol, (index, dim) in symbols.items()}
+    pairs = [(call, call.subs(first))]
     if type(call).__name__ in ("Min", "Max"):
         pairs = list(itertools.combinations(call.args, 2))
     for left, right in pairs:
-        for relation in (sympy.Le(left, right), sympy.Ge(left, right)):
-            if relation.free_symbols:
-                yield _relation(relation, lines, names)
+        yield from (sympy.Le(left, right), sympy.Ge(left, right))
 
 
-def _open_sizes(program: torch.export.ExportedProgram, evidence: Evidence) -> tuple[Any, dict[Any, tuple[int, int]]]:
+def _open_sizes(program: torch.export.ExportedProgram, evidence: Evidence) -> tuple[Any, dict[Any, Place]]:
     """The ShapeEnv of a program, and the (input, dim) of the symbol of each open dim."""
     examples = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
     values = [examples[name] for name in program.graph_signature.user_inputs]
@@ -227,70 +241,41 @@ def _open_sizes(program: torch.export.ExportedProgram, evidence: Evidence) -> tu
     return environment, symbols
 
 
-def _names(symbols: Mapping[Any, tuple[int, int]], evidence: Evidence) -> dict[Any, str]:
-    return {symbol: str(evidence.input_specs[index].shape[dim]) for symbol, (index, dim) in symbols.items()}
+def _relation(relation: Any, symbols: Mapping[Any, Place], evidence: Evidence) -> Condition:
+    places = {symbol: symbols[symbol] for symbol in sorted(relation.free_symbols, key=str)}
 
-
-def _lines(evidence: Evidence, symbols: Mapping[Any, tuple[int, int]]) -> dict[Any, Line]:
-    """The size of each ShapeEnv symbol as a function of the batch; the slope is 0 for a size that doesn't grow."""
-    lines: dict[Any, Line] = {}
-    for symbol, (index, dim) in symbols.items():
-        still = Line(0, evidence.inputs[0][index].shape[dim])
-        line = evidence.line(index, dim) if (index, dim) in evidence.open_dims else still
-        if line is not None:
-            lines[symbol] = line
-    return lines
-
-
-def _conditions_along(
-    lines: Mapping[Any, Line], environment: Any, names: Mapping[Any, str], *, several: bool
-) -> Iterator[Condition]:
-    """The relations and ranges of the growing sizes; with `several`, only relations between two or more of these."""
-    growing = {symbol for symbol, line in lines.items() if line.slope}
-    for relation in environment.get_axioms():
-        # Relations on data-dependent sizes were checked in the run and aren't branches.
-        if relation.free_symbols <= lines.keys() and len(relation.free_symbols & growing) > several:
-            yield _relation(relation, lines, names)
-    for symbol, bounds in environment.var_to_range.items():
-        if symbol in growing and not several:
-            yield _range(bounds, lines[symbol], names[symbol])
-
-
-def _relation(relation: Any, lines: Mapping[Any, Line], names: Mapping[Any, str]) -> Condition:
-    symbols = sorted(relation.free_symbols, key=str)
-
-    def holds(batch: int) -> bool:
+    def holds(shapes: Shapes) -> bool:
         try:
-            value = relation.subs({symbol: lines[symbol].at(batch) for symbol in symbols})
+            value = relation.subs({symbol: shapes[index][dim] for symbol, (index, dim) in places.items()})
         except ArithmeticError:  # undefined there, so the model can't take the same path
             return False
         return bool(value == True)  # noqa: E712 - it may still be an expression
 
-    numbers = [int(number) for number in relation.atoms() if number.is_Integer]
-    hints = _batches_near(numbers, [lines[symbol] for symbol in symbols])
+    numbers = tuple(int(number) for number in relation.atoms() if number.is_Integer)
     # With names of sizes in place of symbols such as s77.
-    by_text = {str(symbol): name for symbol, name in names.items()}
-    text = re.sub(r"\bs\d+\b", lambda found: by_text.get(found[0], found[0]), str(relation))
-    return Condition(f"`{text}`", holds, hints, relation=text if can_be_declared(text) else "")
+    names = {str(symbol): str(evidence.input_specs[index].shape[dim]) for symbol, (index, dim) in symbols.items()}
+    text = re.sub(r"\bs\d+\b", lambda found: names.get(found[0], found[0]), str(relation))
+    relation_text = text if can_be_declared(text) else ""
+    return Condition(f"`{text}`", holds, frozenset(places.values()), numbers, relation_text)
 
 
-def _range(bounds: Any, line: Line, name: str) -> Condition:
+def _range(bounds: Any, place: Place, evidence: Evidence) -> Condition:
     lower, upper = (int(bound) if bound.is_Integer else None for bound in (bounds.lower, bounds.upper))
+    index, dim = place
 
-    def holds(batch: int) -> bool:
-        size = line.at(batch)
+    def holds(shapes: Shapes) -> bool:
+        size = shapes[index][dim]
         return (lower is None or lower <= size) and (upper is None or size <= upper)
 
-    hints = _batches_near([bound for bound in (lower, upper) if bound is not None], [line])
     # Sizes at the lower bound are small enough to be tried.
-    text = f"{name} <= {upper}"
-    relation = text if can_be_declared(text) else ""
-    return Condition(f"a size between {lower} and {upper}", holds, hints, relation=relation)
-
-
-def _batches_near(sizes: Sequence[int], lines: Sequence[Line]) -> frozenset[int]:
-    """The batches at which one of the lines reaches one of the sizes: hints for a condition that compares them."""
-    return frozenset((size - line.start) // line.slope for size in sizes for line in lines if line.slope)
+    text = f"{evidence.input_specs[index].shape[dim]} <= {upper}"
+    return Condition(
+        f"a size between {lower} and {upper}",
+        holds,
+        frozenset([place]),
+        tuple(bound for bound in (lower, upper) if bound is not None),
+        text if can_be_declared(text) else "",
+    )
 
 
 def take_guards(program: torch.export.ExportedProgram) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from exporters.exported_program import captured, conditions_of_program, guards_i
 from exporters.isolation import refusing, silent
 from exporters.metadata import extra_files, read_extra_file, write_archive
 from exporters.places import FileValues, Program, ProgramValues
-from exporters.proof import prove_at_calls, prove_program
+from exporters.proof import prove_at_calls, prove_beyond
 from exporters.routes import Route, first_right
 from optimize_export.wording import dtype_name
 
@@ -44,7 +44,7 @@ class Pt2Exporter(Exporter):
             conditions = conditions_of_program(program, evidence)
             device = str(evidence.device)
             guards = take_guards(program)
-            agreed = prove_program(evidence, _LoadedProgram(program, device), conditions, guards, limits)
+            agreed = prove_beyond(evidence, _LoadedProgram(program, device), conditions, guards, limits)
             # torch only has guards on sizes.
             of_ranks = [f"len(L['{spec.name}'].size()) == {len(spec.shape)}" for spec in input_specs(program)]
             program._guards_code = [*of_ranks, *guards_in_force(guards, evidence, agreed)]

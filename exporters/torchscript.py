@@ -57,7 +57,7 @@ class TorchScriptExporter(Exporter):
                 if not (evidence.open_dims and size_read):
                     raise
                 place = f"the model reads a size in Python at {size_read}, which the trace freezes"
-                raise WrongFile(f"{refusal}; {place}", refusal.inputs, refusal.output, size=evidence.size) from refusal
+                raise WrongFile(f"{refusal}; {place}", refusal.inputs, refusal.output, size=refusal.size) from refusal
 
         def by_script(folder: Path) -> tuple[Path, ...]:
             limits.clear()

@@ -11,7 +11,7 @@ import torch
 from exporters.base import Captures
 from exporters.eager_runs import splits_an_open_dim
 from exporters.errors import RouteRefused
-from exporters.evidence import Evidence
+from exporters.evidence import TOGETHER, Evidence, Size, Sizes
 from exporters.exported_program import Condition, conditions_of_numbers, conditions_of_program, shared_program
 from exporters.tracing import Watch, follow_inputs, follow_settings, refuse_values, trace, watching
 
@@ -83,7 +83,7 @@ def _reads_an_open_size(evidence: Evidence, *, far: bool) -> bool:
     calls = list(evidence.inputs)
     try:
         if far:
-            calls += [_far_from_the_calls(view) for view in evidence.along if not view.steps]
+            calls += [_far_from_the_calls(evidence, size) for size in evidence.sizes if size.name != TOGETHER]
         asked = [trace(evidence.adapter, inputs)[1].asked for inputs in calls]
         if len({tuple(map(len, sizes)) for sizes in asked}) > 1:
             # The model takes another path at another size.
@@ -95,51 +95,38 @@ def _reads_an_open_size(evidence: Evidence, *, far: bool) -> bool:
     return bool(watch.sizes or watch.pieces)
 
 
-def _far_from_the_calls(view: Evidence) -> tuple[torch.Tensor, ...]:
+def _far_from_the_calls(evidence: Evidence, size: Size) -> tuple[torch.Tensor, ...]:
     """Inputs of a size so large that sizes computed from it differ from those in the calls, though windows round down."""
     for more in _FAR:
         try:
-            inputs = view.inputs_at(max(view.batches) + more)
-            trace(view.adapter, inputs)
+            inputs = evidence.inputs_at({size.name: max(size.values) + more})
+            trace(evidence.adapter, inputs)
         except RouteRefused:
             continue
         return inputs
-    raise RouteRefused(f"the model takes no large {view.size}", size=view.size)
+    raise RouteRefused(f"the model takes no large {size.name}", size=size.name)
 
 
-def conditions_at(
-    view: Evidence, batch: int, beyond: Evidence | None
-) -> tuple[tuple[Condition, ...], tuple[Condition, ...]]:
-    """The conditions of the model's path at a batch outside the calls; none if it can't be captured there.
-
-    Args:
-        view: the evidence for the size that changes.
-        beyond: the evidence from there on, where other sizes change.
-
-    Returns:
-        The conditions on that size, and those on the sizes that change in `beyond`.
+def conditions_at(evidence: Evidence, sizes: Sizes) -> tuple[Condition, ...]:
+    """The conditions of the model's path at sizes outside the calls; none if it can't be captured there.
 
     Raises:
         RouteRefused: Python reads a value of the inputs there.
     """
-    key = ("conditions", tuple(view.shapes_at(batch)), view.open_dims, view.steps)
-    return view.captures.once(key, lambda: _conditions_at(view, batch, beyond))
+    key = ("conditions", evidence.shapes_at(sizes))
+    return evidence.captures.once(key, lambda: _conditions_at(evidence, sizes))
 
 
-def _conditions_at(
-    view: Evidence, batch: int, beyond: Evidence | None
-) -> tuple[tuple[Condition, ...], tuple[Condition, ...]]:
-    inputs, adapter = view.inputs_at(batch), view.captures.adapter
-    there = replace(view, inputs=(inputs, *view.inputs), captures=Captures(adapter))
+def _conditions_at(evidence: Evidence, sizes: Sizes) -> tuple[Condition, ...]:
+    inputs, adapter = evidence.inputs_at(sizes), evidence.captures.adapter
+    there = replace(evidence, inputs=(inputs, *evidence.inputs), captures=Captures(adapter))
     try:
-        program = shared_program(there)
-        own = conditions_of_program(program, there)
-        return own, () if beyond is None else conditions_of_program(program, beyond)
+        return conditions_of_program(shared_program(there), there)
     except RouteRefused:
-        # File and model have already been compared at that batch.
+        # File and model have already been compared at these sizes.
         try:
             _, watch = trace(adapter, inputs)
         except RouteRefused:
-            return (), ()
-        refuse_values(watch, f"at {view.at(batch)} ")
-        return (), ()
+            return ()
+        refuse_values(watch, f"at {evidence.at(sizes)} ")
+        return ()

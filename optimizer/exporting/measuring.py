@@ -307,13 +307,13 @@ def _request_for(job: ExportJob, model: nn.Module, reference: Reference) -> Expo
     asked += taken.together
     calls = [samples.at(size, sizes=sizes) for size, sizes in asked]
     known = [(size, tuple(one for one in sizes if one not in samples.sizes.items())) for size, sizes in asked]
+    chosen = reference.chosen
     return ExportRequest(
         model=model,
         calls=tuple((call.args, call.kwargs) for call in calls),
         outputs=reference.outputs_at(known),
         varying=reference.varying_dims(),
-        undecided=reference.undecided,
-        chosen=reference.chosen,
+        undecided={index: chosen.get(index) for index in reference.undecided},
         dynamic_batch=len(batches) > 1,
         open_dims=job.dims.of,
         input_names=None if job.input_names is None else tuple(job.input_names),

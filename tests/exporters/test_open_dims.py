@@ -13,7 +13,7 @@ from torch import nn
 
 from exporters import Adapter, ExportError, ExportRequest, StructureError, exporter_named
 from exporters.aoti import missing_compiler
-from exporters.evidence import gather
+from exporters.evidence import TOGETHER, gather
 
 FORMATS = ("torchscript", "onnx", "pt2")
 
@@ -353,18 +353,23 @@ def test_calls_that_do_not_show_the_open_dims_are_refused(dims, sizes, sentence)
 
 def test_each_size_is_looked_at_by_itself_and_all_together():
     asked, _ = request("convolutional")
-    views = gather(asked).along
-    assert [view.size for view in views] == ["batch", "height", "width", "batch"]
-    assert [view.batches for view in views] == [(2, 3, 5, 1), (8, 12, 4), (6, 7, 3, 1), (1, 2, 3)]
-    assert views[1].shapes_at(20) == [(2, 2, 20, 6)]
-    assert views[3].shapes_at(5) == [(6, 2, 24, 10)]
-    assert [view.at(5) for view in views] == [
-        "batch size 5",
-        "height = 5",
-        "width = 5",
-        "batch = 6, height = 24 and width = 10",
-    ]
-    assert [tuple(tensor.shape) for tensor in views[3].inputs_at(5)] == [(6, 2, 24, 10)]
+    evidence = gather(asked)
+    assert {size.name: size.values for size in evidence.sizes} == {
+        "batch": (2, 3, 5, 1),
+        "height": (8, 12, 4),
+        "width": (6, 7, 3, 1),
+        TOGETHER: (1, 2, 3),
+    }
+    for sizes, shape, text in [
+        ({"batch": 5}, (5, 2, 8, 6), "batch size 5"),
+        ({"height": 20}, (2, 2, 20, 6), "height = 20"),
+        ({"width": 5, "batch": 7}, (7, 2, 8, 5), "width = 5 and batch = 7"),
+        ({TOGETHER: 5}, (6, 2, 24, 10), "batch = 6, height = 24 and width = 10"),
+        ({"height": 3, TOGETHER: 5}, (6, 2, 3, 10), "height = 3, batch = 6 and width = 10"),
+    ]:
+        assert evidence.shapes_at(sizes) == (shape,)
+        assert evidence.at(sizes) == text
+        assert [tuple(tensor.shape) for tensor in evidence.inputs_at(sizes)] == [shape]
 
 
 # --------------------------------------------------------------------------------------- models with a fixed batch size

@@ -100,7 +100,8 @@ ones = torch.ones(4, 50)
     ],
 )
 def test_difference(expected, got, problem):
-    assert difference(expected, got) == problem
+    allowed = 2e-2 if expected.dtype == torch.half else 1e-3
+    assert (difference(expected, got, allowed)[0] or None) == problem
 
 
 def _routes(outcomes):

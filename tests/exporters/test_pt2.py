@@ -13,7 +13,7 @@ import exporters.metadata
 from exporters import ExportError, ExportRequest, Pt2Exporter, RouteRefused
 from exporters.evidence import gather
 from exporters.exported_program import captured, conditions_of_program, take_guards
-from exporters.proof import prove_program
+from exporters.proof import prove_beyond
 
 
 def export(model, calls, tmp_path, **options):
@@ -228,7 +228,7 @@ def test_a_batch_too_large_to_try_may_be_one_that_the_file_refuses(tmp_path):
     conditions = conditions_of_program(program, evidence)
     take_guards(program)
     with pytest.raises(RouteRefused, match=r"at batch size 880802 .*: the inputs would be too large"):
-        prove_program(evidence, lambda x: (program.module()(x),), conditions, ())
+        prove_beyond(evidence, lambda x: (program.module()(x),), conditions, ())
 
 
 @pytest.mark.slow
