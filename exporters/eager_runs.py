@@ -138,11 +138,6 @@ def lists_as_long_as_a_size(evidence: Evidence) -> Iterator[tuple[str, str]]:
                 break
 
 
-def splits_an_open_dim(evidence: Evidence) -> bool:
-    """Whether the size of a dim that the model splits changes between the calls."""
-    return any(_splits_in(evidence, 0) != _splits_in(evidence, size.calls[1]) for size in evidence.sizes)
-
-
 def _splits_in(evidence: Evidence, call: int) -> list[tuple[Any, str]]:
     """The calls that split a tensor: the number of pieces and the size of the dim, with the line."""
 

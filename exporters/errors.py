@@ -34,12 +34,10 @@ class RouteRefused(ExporterError):
 class WrongFile(RouteRefused):
     """The file of one route computes something else than the model, or raises where the model doesn't."""
 
-    def __init__(self, message: str, inputs: tuple[torch.Tensor, ...], output: str = "", *, size: str = "") -> None:
+    def __init__(self, message: str, inputs: tuple[torch.Tensor, ...], *, size: str = "") -> None:
         super().__init__(message, size=size)
         # The file's inputs that show this.
         self.inputs = inputs
-        # The name of the wrong output; "" if the file raises or returns another number of outputs.
-        self.output = output
 
 
 class RuntimeCrashed(RouteRefused):
@@ -67,7 +65,7 @@ class NothingToQuantize(QuantizationError):
 
 
 class CalibrationError(QuantizationError):
-    """The calibration calls are missing or don't fit the file's inputs."""
+    """There are no calibration calls, but they are needed."""
 
 
 class OtherMachine(ExporterError):

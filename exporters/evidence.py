@@ -277,57 +277,38 @@ def _open_inputs(
     declared: Mapping[str, Mapping[int, str]],
 ) -> OpenDims:
     """The open dims; undeclared ones share a name where their sizes are equal in all calls."""
-    found = _declared_inputs(names, inputs, declared)
-    symbols = {sizes: symbol for symbol, sizes in found.values()}
-    for index, name in enumerate(names):
+    found: OpenDims = {}
+    sizes_of: dict[str, tuple[int, ...]] = {}
+    # Those of the declared inputs come first, because others take their names.
+    for index, name in sorted(enumerate(names), key=lambda each: each[1] not in declared):
         shapes = [tensors[index].shape for tensors in inputs]
         if len({tensors[index].dtype for tensors in inputs}) > 1:
             raise StructureError(f"Input `{name}` changes its dtype between the calls.")
-        if name in declared:
-            continue
-        if len({len(shape) for shape in shapes}) > 1 or len({shape[1:] for shape in shapes}) > 1:
-            raise StructureError(f"Input `{name}` changes more than its first dim between the calls.")
-        if len(set(shapes)) == 1:
-            continue
-        if not dynamic:
-            raise StructureError(f"Input `{name}` changes its shape between the calls of a static export.")
-        sizes = tuple(shape[0] for shape in shapes)
-        if sizes[0] < 2:
-            raise StructureError(
-                f"Input `{name}` has batch size {sizes[0]} in the first call; tracing needs two rows or more."
-            )
-        symbol = symbols.setdefault(sizes, f"{name}_batch" if BATCH in symbols.values() else BATCH)
-        found[index, 0] = (symbol, sizes)
-    return dict(sorted(found.items()))
-
-
-def _declared_inputs(
-    names: tuple[str, ...], inputs: tuple[tuple[torch.Tensor, ...], ...], declared: Mapping[str, Mapping[int, str]]
-) -> OpenDims:
-    found: OpenDims = {}
-    sizes_of: dict[str, tuple[int, ...]] = {}
-    for index, name in enumerate(names):
-        if name not in declared:
-            continue
-        shapes = [tensors[index].shape for tensors in inputs]
         if len({len(shape) for shape in shapes}) > 1:
             raise StructureError(f"Input `{name}` changes its number of dims between the calls.")
         for dim, sizes in enumerate(zip(*shapes, strict=True)):
-            symbol = declared[name].get(dim)
-            if symbol is None and len(set(sizes)) > 1:
-                raise StructureError(f"Input `{name}` changes dim {dim} between the calls, but that dim isn't open.")
-            if symbol is None:
-                continue
-            if len(set(sizes)) == 1:
+            changes, symbol = len(set(sizes)) > 1, declared.get(name, {}).get(dim)
+            if symbol is not None and not changes:
                 raise StructureError(f"Dim {dim} of input `{name}` is open, but has the same size in all calls.")
+            if not changes:
+                continue
+            if name in declared and symbol is None:
+                raise StructureError(f"Input `{name}` changes dim {dim} between the calls, but that dim isn't open.")
+            if name not in declared and dim:
+                raise StructureError(f"Input `{name}` changes more than its first dim between the calls.")
+            if name not in declared and not dynamic:
+                raise StructureError(f"Input `{name}` changes its shape between the calls of a static export.")
             if sizes[0] < 2:
                 raise StructureError(
                     f"Dim {dim} of input `{name}` has the size {sizes[0]} in the first call; tracing needs two or more."
                 )
+            if symbol is None:
+                known = {own: other for other, own in sizes_of.items()}
+                symbol = known.get(sizes, f"{name}_batch" if BATCH in sizes_of else BATCH)
             if sizes_of.setdefault(symbol, sizes) != sizes:
                 raise StructureError(f"Dims named {symbol} have different sizes in the same call.")
             found[index, dim] = (symbol, sizes)
-    return found
+    return dict(sorted(found.items()))
 
 
 def _sizes_of(open_dims: OpenDims, named: Collection[str]) -> tuple[Size, ...]:

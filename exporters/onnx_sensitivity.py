@@ -11,8 +11,9 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import NameFixPass
 
+from exporters.errors import CalibrationError
 from exporters.onnx_plain import session_options
-from exporters.onnx_quantization import Calibration, Kind, QuantizedFile, check_calibration, prepared
+from exporters.onnx_quantization import Calibration, Kind, QuantizedFile, prepared
 from optimize_export.onnx_runtime import ort
 
 # Each call takes a run of the file per node, so one row of two calls must do.
@@ -81,7 +82,8 @@ def sensitivities(
     """
     exact, rounded = ir.load(float_file), ir.load(quantized_file.files[0])
     NameFixPass()(exact)
-    check_calibration(exact, calibration, needed_for="Measuring the errors of nodes")
+    if not calibration:
+        raise CalibrationError("Measuring the errors of nodes needs calibration calls: pass some typical inputs.")
     calls = [_first_row(exact, call) for call in calibration[:_CALLS]]
     _add_switches(exact, rounded, quantized_file.quantized)
     with TemporaryDirectory(dir=quantized_file.files[0].parent, prefix=".sensitivity-") as work:

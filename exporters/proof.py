@@ -303,7 +303,7 @@ class _Beyond:
                     f"{refusal}"
                 )
                 if isinstance(refusal, WrongFile):
-                    raise WrongFile(reason, refusal.inputs, refusal.output, size=list(named)[-1]) from refusal
+                    raise WrongFile(reason, refusal.inputs, size=list(named)[-1]) from refusal
                 raise type(refusal)(reason, size=list(named)[-1]) from refusal
         return self.found[shapes]
 
@@ -385,7 +385,7 @@ def _compare(
                 ours, theirs = (tensor.flatten().sort().values for tensor in (ours, theirs))
         problem, error = difference(ours, theirs, allowed, values=compared)
         if problem:
-            raise WrongFile(f"output `{name}` is wrong on inputs of {sizes}: {problem}", inputs, name)
+            raise WrongFile(f"output `{name}` is wrong on inputs of {sizes}: {problem}", inputs)
         errors.append(error)
     return errors
 

@@ -100,7 +100,7 @@ def first_right(
             f" The model reads a tensor's value into Python at {read}: compute with tensors there. If the value is a "
             "constant, compute it in the constructor."
         )
-    message = f"The model can't be exported to {exporter.name} ({reasons}).{_shared(refused)}{place}{hint}"
+    message = f"The model can't be exported to {exporter.name} ({reasons}).{place}{hint}"
     raise ExportError(message, reasons)
 
 
@@ -112,17 +112,6 @@ def _reasons(refused: Sequence[tuple[str, RouteRefused]], clauses: Iterable[str]
         routes_by_reason.setdefault(clause, [])
     return "; ".join(
         f"{join_words(tried)}: {reason}" if tried else reason for reason, tried in routes_by_reason.items()
-    )
-
-
-def _shared(refused: Sequence[tuple[str, RouteRefused]]) -> str:
-    """A sentence naming the one output that every route gets wrong, if their reasons differ."""
-    outputs = {refusal.output if isinstance(refusal, WrongFile) else "" for _, refusal in refused}
-    several = len({str(refusal) for _, refusal in refused}) > 1
-    return (
-        f" Every route gets `{outputs.pop()}` wrong, each in its own way."
-        if several and len(outputs) == 1 and outputs != {""}
-        else ""
     )
 
 

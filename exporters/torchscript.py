@@ -56,8 +56,8 @@ class TorchScriptExporter(Exporter):
             except WrongFile as refusal:
                 if not (evidence.open_dims and size_read):
                     raise
-                place = f"the model reads a size in Python at {size_read}, which the trace freezes"
-                raise WrongFile(f"{refusal}; {place}", refusal.inputs, refusal.output, size=refusal.size) from refusal
+                place = f"the model {size_read}, which the trace freezes"
+                raise WrongFile(f"{refusal}; {place}", refusal.inputs, size=refusal.size) from refusal
 
         def by_script(folder: Path) -> tuple[Path, ...]:
             limits.clear()

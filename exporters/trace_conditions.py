@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 
 from exporters.base import Captures
-from exporters.eager_runs import splits_an_open_dim
 from exporters.errors import RouteRefused
 from exporters.evidence import TOGETHER, Evidence, Size, Sizes
 from exporters.exported_program import Condition, conditions_of_numbers, conditions_of_program, shared_program
@@ -17,15 +16,15 @@ from exporters.tracing import Watch, follow_inputs, follow_settings, refuse_valu
 
 # How much larger a size is than in the calls when it is tried whether Python reads it; the strides of a model multiply to
 # less, so that a size that they divide differs, too.
-_FAR = (256, 128, 64)
+_FAR = (256, 128, 64, 8)
 
 
 def traced_with_conditions(evidence: Evidence) -> tuple[torch.jit.ScriptModule, tuple[Condition, ...], str]:
     """Trace the first call.
 
     Returns:
-        The trace, the conditions under which it is valid for any call, and the first place where Python reads a size of
-        the inputs ("" if there is none).
+        The trace, the conditions under which it is valid for any call, and the first clause of `Watch.sizes` ("" if there
+        is none).
     """
     module, watch = trace(evidence.adapter, evidence.inputs[0])
     follow_settings(module)
@@ -58,32 +57,26 @@ def conditions_of_trace(evidence: Evidence, watch: Watch) -> tuple[Condition, ..
             shared_program(evidence)
         except RouteRefused:
             refuse_values(watch)
-    if not evidence.open_dims or not (watch.sizes or watch.pieces):
+    if not evidence.open_dims or not watch.sizes:
         return ()
     try:
         program = shared_program(evidence)
         return (*conditions_of_program(program, evidence), *conditions_of_numbers(program, evidence))
     except RouteRefused as refusal:
-        far = bool(evidence.declared) or (bool(watch.pieces) and splits_an_open_dim(evidence))
-        if not _reads_an_open_size(evidence, far=far):
+        if not _reads_an_open_size(evidence):
             return ()
-        what = f"reads a size in Python at {watch.sizes[0]}" if watch.sizes else f"splits a tensor at {watch.pieces[0]}"
         raise RouteRefused(
-            f"the model {what}, which the trace freezes, and torch.export can't determine at which sizes the trace is "
-            f"valid: {refusal}",
+            f"the model {watch.sizes[0]}, which the trace freezes, and torch.export can't determine at which sizes the "
+            f"trace is valid: {refusal}",
             size=refusal.size,
         ) from refusal
 
 
-def _reads_an_open_size(evidence: Evidence, *, far: bool) -> bool:
-    """Whether Python reads a size or a number of pieces in the trace that isn't the same at all sizes, or may not be.
-
-    With `far`, much larger sizes are compared, too.
-    """
-    calls = list(evidence.inputs)
+def _reads_an_open_size(evidence: Evidence) -> bool:
+    """Whether Python reads a size or a number of pieces in the trace that isn't the same at all sizes, or may not be."""
     try:
-        if far:
-            calls += [_far_from_the_calls(evidence, size) for size in evidence.sizes if size.name != TOGETHER]
+        far = [_far_from_the_calls(evidence, size) for size in evidence.sizes if size.name != TOGETHER]
+        calls = [*evidence.inputs, *far]
         asked = [trace(evidence.adapter, inputs)[1].asked for inputs in calls]
         if len({tuple(map(len, sizes)) for sizes in asked}) > 1:
             # The model takes another path at another size.
@@ -92,7 +85,7 @@ def _reads_an_open_size(evidence: Evidence, *, far: bool) -> bool:
         _, watch = trace(evidence.adapter, calls[0], fixed)
     except RouteRefused:
         return True
-    return bool(watch.sizes or watch.pieces)
+    return bool(watch.sizes)
 
 
 def _far_from_the_calls(evidence: Evidence, size: Size) -> tuple[torch.Tensor, ...]:

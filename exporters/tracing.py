@@ -177,10 +177,9 @@ class Watch(Observer):
         # Places where Python reads a value that depends on the inputs' values, or branches on a size that does.
         self.values: list[str] = []
         self.counts: list[str] = []
-        # Places where Python reads a size of a tensor that is computed from the inputs, or where such a tensor is split
-        # into a number of tensors that may follow a size.
+        # Where Python reads a size of a tensor that is computed from the inputs, or splits such a tensor into a number of
+        # tensors that may follow a size, as a clause: "reads a size in Python at …".
         self.sizes: list[str] = []
-        self.pieces: list[str] = []
         # The sizes and numbers of pieces that the model's code read, one tuple per call that gives them.
         self.asked: list[tuple[int, ...]] = []
         # Those of the places at which a tensor becomes a numpy array.
@@ -192,7 +191,7 @@ class Watch(Observer):
     def start(self, module: nn.Module, tensors: tuple[torch.Tensor, ...]) -> None:
         """A forward pre-hook for the adapter: start a new record for a trace on these inputs."""
         if is_tracing():
-            for record in (self.values, self.counts, self.sizes, self.pieces, self.asked):
+            for record in (self.values, self.counts, self.sizes, self.asked):
                 record.clear()
             self._dependent = WeakTensorKeyDictionary()
             for tensor in tensors:
@@ -224,7 +223,7 @@ class Watch(Observer):
         ):
             depends = "length"
         if (count := number_of_pieces(func, args, result)) is not None and self._open_sizes((count,)):
-            self.pieces.append(self.line(sys._getframe(1))[1])
+            self.sizes.append(f"splits a tensor at {self.line(sys._getframe(1))[1]}")
         for tensor in (*given, *_written_tensors(func, args, kwargs or {})):
             for each in (tensor, tensor._base):
                 if each is not None:
@@ -253,8 +252,10 @@ class Watch(Observer):
         if getattr(func, "__name__", "") in _TO_NUMPY:
             self.in_numpy.add(place)
         is_branch = getattr(func, "__name__", "") == "__bool__"
-        counts = self.counts if is_branch else self.values
-        {"size": self.sizes, "count": counts}.get(depends, self.values).append(place)
+        if depends == "size":
+            self.sizes.append(f"reads a size in Python at {place}")
+        else:
+            (self.counts if depends == "count" and is_branch else self.values).append(place)
 
 
 def _with_checked_states(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -298,25 +298,13 @@ def test_the_bytes_depend_on_the_arguments_alone(mlp, tmp_path):
     assert digests[0] == digests[1]
 
 
-@pytest.mark.parametrize(
-    ("call", "sentence"),
-    [
-        (None, "needs calibration calls"),
-        ({}, "call 0 has no input `x`"),
-        ({"x": np.zeros((2, 64), np.float32), "z": np.zeros(1)}, "call 0 has an unknown input `z`"),
-        ({"x": np.zeros((2, 64))}, "input `x` is float64, but the file takes float32"),
-        ({"x": np.zeros((2, 63), np.float32)}, r"input `x` has shape \[2, 63\], but the file takes \[batch, 64\]"),
-        ({"x": np.zeros((2, 1, 64), np.float32)}, r"input `x` has shape \[2, 1, 64\]"),
-    ],
-)
-def test_calibration_calls_that_do_not_fit_are_refused(call, sentence, mlp, tmp_path):
-    with pytest.raises(CalibrationError, match=sentence):
-        quantized(mlp, tmp_path / "small.onnx", "int8-static", [] if call is None else [call])
+def test_missing_calibration_calls_are_refused(mlp, tmp_path):
+    with pytest.raises(CalibrationError, match="needs calibration calls"):
+        quantized(mlp, tmp_path / "small.onnx", "int8-static")
     assert list(tmp_path.iterdir()) == [mlp]
-    if call is None:
-        record = quantized(mlp, tmp_path / "small.onnx", "int8-dynamic")
-        with pytest.raises(CalibrationError, match=sentence):
-            sensitivities(mlp, record, [])
+    record = quantized(mlp, tmp_path / "small.onnx", "int8-dynamic")
+    with pytest.raises(CalibrationError, match="needs calibration calls"):
+        sensitivities(mlp, record, [])
 
 
 def test_a_file_without_anything_to_quantize_is_refused(network, tmp_path):
