@@ -6,7 +6,6 @@ compiler.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import platform
@@ -220,16 +219,9 @@ def write_package(files: Sequence[Path], evidence: Evidence, guards: Sequence[st
         if file.name.endswith("_metadata.json"):
             metadata = {**json.loads(file.read_text()), _OURS: json.dumps(ours)}
             file.write_text(json.dumps(metadata))
-    names: list[Any] = [str(file) for file in files]
-    package = partial(package_writer(), aoti_files=names, extra_files=extra_files(evidence.metadata))
+    names = [str(file) for file in files]
     size = sum(file.stat().st_size for file in files)
-
-    def in_memory() -> bytes:
-        buffer = io.BytesIO()
-        package(buffer)
-        return buffer.getvalue()
-
-    write_archive(path, size, in_memory, package)
+    write_archive(path, size, partial(package_writer(), aoti_files=names, extra_files=extra_files(evidence.metadata)))
 
 
 def _needs() -> list[str]:

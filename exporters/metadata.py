@@ -7,6 +7,7 @@ builds from one input are identical.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import unicodedata
@@ -14,6 +15,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from importlib import metadata as distributions
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -95,8 +97,8 @@ def read_extra_file(path: Path) -> dict[str, str]:
     return found
 
 
-def write_archive(path: Path, weights: int, in_memory: Callable[[], bytes], to_file: Callable[[str], object]) -> None:
-    """Write an archive with this many bytes of weights to `path`.
+def write_archive(path: Path, weights: int, write: Callable[[Any], object]) -> None:
+    """Let `write` write an archive with this many bytes of weights to `path`; it takes a path or a buffer.
 
     torch's own writer ends the process when the disk is full. So a small archive is written to memory first, which
     briefly takes three times the memory of the weights. A large one is written by torch, after its disk space was
@@ -106,10 +108,12 @@ def write_archive(path: Path, weights: int, in_memory: Callable[[], bytes], to_f
         OSError: the file can't be written, for example because the disk is full.
     """
     if weights <= WRITTEN_THROUGH_MEMORY:
-        path.write_bytes(in_memory())
-    else:
-        if hasattr(os, "posix_fallocate"):
-            with path.open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, weights + weights // 8)
-            path.unlink()
-        to_file(str(path))
+        buffer = io.BytesIO()
+        write(buffer)
+        path.write_bytes(buffer.getvalue())
+        return
+    if hasattr(os, "posix_fallocate"):
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, weights + weights // 8)
+        path.unlink()
+    write(str(path))

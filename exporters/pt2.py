@@ -6,8 +6,7 @@ run arbitrary code from the file, so only load files from sources that you trust
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -133,11 +132,4 @@ def _save(program: torch.export.ExportedProgram, path: Path, extra: dict[str, st
         blank = [torch.zeros((), dtype=each.dtype).expand(each.shape) for each in program.example_inputs[0]]
         program.example_inputs = (tuple(blank), {})
         weights = sum(tensor.nbytes for tensor in program.state_dict.values())
-        save = partial(torch.export.save, program, extra_files=extra)
-        write_archive(path, weights, lambda: _in_memory(save), save)
-
-
-def _in_memory(save: Callable[[io.BytesIO], object]) -> bytes:
-    buffer = io.BytesIO()
-    save(buffer)
-    return buffer.getvalue()
+        write_archive(path, weights, partial(torch.export.save, program, extra_files=extra))

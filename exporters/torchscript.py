@@ -57,7 +57,7 @@ class TorchScriptExporter(Exporter):
                 if not (evidence.open_dims and size_read):
                     raise
                 place = f"the model {size_read}, which the trace freezes"
-                raise WrongFile(f"{refusal}; {place}", refusal.inputs, size=refusal.size) from refusal
+                raise WrongFile(f"{refusal}; {place}", refusal.inputs, size=evidence.sizes[0].name) from refusal
 
         def by_script(folder: Path) -> tuple[Path, ...]:
             limits.clear()
@@ -214,12 +214,7 @@ def save(module: torch.jit.ScriptModule, path: Path, extra: dict[str, str]) -> N
     raw = path.with_suffix(".raw")
     weights = sum(tensor.nbytes for tensor in module.state_dict().values())
     with refusing("the module can't be saved"), torchscript_allowed(), silent():
-        write_archive(
-            raw,
-            weights,
-            partial(module.save_to_buffer, _extra_files=extra),
-            partial(torch.jit.save, module, _extra_files=extra),
-        )
+        write_archive(raw, weights, partial(torch.jit.save, module, _extra_files=extra))
     _copy_without_traces(raw, path)
     raw.unlink()
 
