@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,14 +25,12 @@ from exporters.errors import MetadataError, RouteRefused, UnknownOpset
 from exporters.evidence import Evidence, gather
 from exporters.exported_program import Condition, conditions_of_program, named_dims, shared_program
 from exporters.isolation import refusing, silent
-from exporters.onnx_plain import session_options
 from exporters.onnx_session import LoadedOnnx, OnnxValues, on_cpu, session_for_proof
 from exporters.places import FileValues, Program
 from exporters.proof import prove_file
 from exporters.routes import Route, first_right
 from exporters.torch_private import with_kept_onnx_registry, without_onnx_log
 from exporters.trace_conditions import watched
-from optimize_export.onnx_runtime import ort
 
 # Operators whose number of output rows depends on the data. Equal sizes at all calls don't prove that the size is
 # constant.
@@ -331,36 +329,15 @@ def refuse_opset(opset: object, formats: Sequence[str]) -> None:
     known = opsets()
     if opset not in known:
         raise UnknownOpset(
-            f"Opset {opset} isn't available here: torch's exporters write, and onnxruntime {ort.__version__} reads, "
-            f"opsets {known[0]} to {known[-1]}."
+            f"Opset {opset} isn't available here: torch's exporters write opsets {known[0]} to {known[-1]}."
         )
 
 
-@cache
 def opsets() -> range:
-    """The opsets that torch's exporters write and the installed onnxruntime reads."""
-    # onnxruntime doesn't report its newest opset, so try to load a file.
-    known = getattr(limits, "ONNX_MAX_OPSET", onnx.defs.onnx_opset_version())
-    newest = next(opset for opset in range(known, 0, -1) if is_read(opset))
+    """The opsets that torch's exporters write."""
     # Below the base opset, the weights are inputs of the file.
+    newest = getattr(limits, "ONNX_MAX_OPSET", onnx.defs.onnx_opset_version())
     return range(getattr(limits, "ONNX_BASE_OPSET", 9), newest + 1)
-
-
-def is_read(opset: int) -> bool:
-    """Whether the installed onnxruntime loads a file with an opset."""
-    value = onnx.helper.make_tensor_value_info
-    graph = onnx.helper.make_graph(
-        [onnx.helper.make_node("Identity", ["x"], ["y"])],
-        "probe",
-        [value("x", onnx.TensorProto.FLOAT, [1])],
-        [value("y", onnx.TensorProto.FLOAT, [1])],
-    )
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)], ir_version=8)
-    try:
-        ort.InferenceSession(model.SerializeToString(), session_options(), providers=["CPUExecutionProvider"])
-    except ort.capi.onnxruntime_pybind11_state.Fail:
-        return False
-    return True
 
 
 # ------------------------------------------- operators that torch translates wrongly, or that onnxruntime fuses wrongly

@@ -57,7 +57,8 @@ class TorchScriptExporter(Exporter):
                 if not (evidence.open_dims and size_read):
                     raise
                 place = f"the model {size_read}, which the trace freezes"
-                raise WrongFile(f"{refusal}; {place}", refusal.inputs, size=evidence.sizes[0].name) from refusal
+                size = refusal.size or evidence.sizes[0].name
+                raise WrongFile(f"{refusal}; {place}", refusal.inputs, size=size) from refusal
 
         def by_script(folder: Path) -> tuple[Path, ...]:
             limits.clear()
