@@ -64,9 +64,5 @@ class NothingToQuantize(QuantizationError):
     """The file has no nodes, or too few weights, that this kind of quantization applies to."""
 
 
-class CalibrationError(QuantizationError):
-    """There are no calibration calls, but they are needed."""
-
-
 class OtherMachine(ExporterError):
     """A file made for one device and processor was loaded on another."""

@@ -40,7 +40,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import NameFixPass
 
-from exporters.errors import CalibrationError, NothingToQuantize, QuantizationError
+from exporters.errors import NothingToQuantize, QuantizationError
 from exporters.isolation import refusing, silent
 from exporters.onnx import save
 from optimize_export.onnx_runtime import float16_conversion, quantization
@@ -121,8 +121,7 @@ def quantized(
 
     Raises:
         NothingToQuantize: the file has nothing to quantize, or `keep` names all of it.
-        CalibrationError: int8-static has no calibration calls.
-        QuantizationError: `keep` names a node that the file doesn't have.
+        QuantizationError: int8-static has no calibration calls, or `keep` names a node that the file doesn't have.
     """
     with prepared(source, target.parent, kind, calibration) as quantizer:
         return quantizer.write(target, keep)
@@ -139,7 +138,7 @@ def prepared(source: Path, folder: Path, kind: Kind, calibration: Calibration) -
     chosen = _quantizable(model, kind)
     if kind == "int8-static":
         if not calibration:
-            raise CalibrationError("Quantizing activations needs calibration calls: pass some typical inputs.")
+            raise QuantizationError("Quantizing activations needs calibration calls: pass some typical inputs.")
         _separate_weights(model, chosen)
     elif kind != "float16":
         _split_gemms(model, chosen)

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import NameFixPass
 
-from exporters.errors import CalibrationError
+from exporters.errors import QuantizationError
 from exporters.onnx_plain import session_options
 from exporters.onnx_quantization import Calibration, Kind, QuantizedFile, prepared
 from optimize_export.onnx_runtime import ort
@@ -83,7 +83,7 @@ def sensitivities(
     exact, rounded = ir.load(float_file), ir.load(quantized_file.files[0])
     NameFixPass()(exact)
     if not calibration:
-        raise CalibrationError("Measuring the errors of nodes needs calibration calls: pass some typical inputs.")
+        raise QuantizationError("Measuring the errors of nodes needs calibration calls: pass some typical inputs.")
     calls = [_first_row(exact, call) for call in calibration[:_CALLS]]
     _add_switches(exact, rounded, quantized_file.quantized)
     with TemporaryDirectory(dir=quantized_file.files[0].parent, prefix=".sensitivity-") as work:

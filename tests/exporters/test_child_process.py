@@ -64,14 +64,6 @@ def test_a_crash_is_an_error_that_names_it(
     assert output.tolist() == [1, 1]
 
 
-def test_a_crash_at_one_batch_size_is_raised_by_every_later_call(tmp_path: Path) -> None:
-    loaded = opened(runtimes.CrashesAtThreeRows, tmp_path)
-    assert loaded(torch.zeros(2))[0].tolist() == [1, 1]
-    for rows in (3, 2):
-        with pytest.raises(RuntimeCrashed, match=r"crashes \(SIGABRT\) while it runs the file on inputs of \[\d\]$"):
-            loaded(torch.zeros(rows))
-
-
 def test_exceptions_of_the_runtime_pass_and_its_prints_do_no_harm(tmp_path: Path) -> None:
     loaded = opened(runtimes.PrintsAndRaises, tmp_path)
     for _ in range(2):

@@ -23,12 +23,6 @@ def test_the_first_batch_that_breaks_a_condition_is_found(holds, hints, expected
     assert next(breaks(holds, hints)) == expected
 
 
-def test_further_breaks_follow():
-    assert list(breaks(lambda batch: batch < 63, ()))[:4] == [63, 64, 127, 128]
-    assert list(breaks(lambda batch: batch % 20 != 0, ()))[:3] == [20, 40, 60]
-    assert list(breaks(lambda batch: batch < 100, ()))[:3] == [100, 128, 129]
-
-
 def test_a_line_goes_through_all_points_or_there_is_none():
     assert line_through((2, 3, 5), (7, 10, 16)) == Line(3, 1)
     assert line_through((2, 3, 5), (4, 4, 4)) == Line(0, 4)

@@ -448,13 +448,6 @@ def sequences(rows, steps, *, packed):
 RECURRENT = [(nn.GRU, False), (nn.RNN, False), (nn.GRU, True), (nn.LSTM, True)]
 
 
-@pytest.mark.parametrize(("layer", "packed"), RECURRENT)
-def test_checks_of_torchs_own_layers_decide_nothing(layer, packed):
-    inputs = sequences(3, 7, packed=packed)
-    watch = trace(Adapter(Recurrent(layer).eval(), inputs), inputs)[1]
-    assert (watch.values, watch.sizes) == ([], [])
-
-
 SIZES = [(3, 7), (2, 7), (5, 7), (3, 5), (3, 11), (5, 9), (7, 11)]
 STEPS = {"x": {0: "batch", 1: "steps"}}
 

@@ -138,12 +138,6 @@ class Method(Base):
         return self.head(x.mean((2, 3), keepdim=True).squeeze())
 
 
-class Function(Base):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        pooled = x.mean((2, 3))
-        return torch.squeeze(self.head(pooled))
-
-
 class Branch(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.head(x.mean((2, 3)))
@@ -165,7 +159,6 @@ SQUEEZE = "also removes the dim that changes. Name the dims to remove, as in `sq
     ("kind", "told"),
     [
         (Method, f"`return self.head(x.mean((2, 3), keepdim=True).squeeze())` {PLACE} {SQUEEZE}"),
-        (Function, f"`return torch.squeeze(self.head(pooled))` {PLACE} {SQUEEZE}"),
         (Branch, "Return the same number of dims at all sizes"),
     ],
 )

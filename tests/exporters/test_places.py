@@ -44,24 +44,6 @@ def test_the_line_is_the_users_and_the_module_the_innermost_that_runs():
     assert place.startswith('`raise ValueError("two rows")` in module `parts.0` (test_places.py:')
 
 
-def test_torchs_own_lines_are_passed_over():
-    class Outer(nn.Module):
-        def forward(self, x):
-            return nn.functional.linear(x, torch.ones(2, 2))
-
-    with pytest.raises(RuntimeError) as caught:
-        Outer()(torch.ones(3))
-    model = Outer()
-    assert place_of_error(caught.value, model).startswith(
-        "`return nn.functional.linear(x, torch.ones(2, 2))` (test_places"
-    )
-
-
-def test_an_error_of_no_module_has_no_place():
-    assert place_of_error(ValueError("x"), Net()) == ""
-    assert place_of_error(error_of(Net()), print) == ""
-
-
 @pytest.mark.parametrize(("count", "module"), [(1, " in module `parts.0`"), (2, "")])
 def test_a_stack_names_the_module_where_one_alone_has_the_line(count, module):
     model = Net(count)

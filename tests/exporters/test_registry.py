@@ -36,7 +36,13 @@ def bring(monkeypatch):
         group = "optimize_export.exporters"
         found = [EntryPoint(name, f"{__name__}:{value}", group) for name, value in points]
         monkeypatch.setattr(exporters.registry, "entry_points", lambda group: found)
-        monkeypatch.setattr(EntryPoint, "load", lambda point: globals()[point.attr])
+
+        def load(point):
+            if point.attr not in globals():
+                raise ImportError(f"no {point.attr}")
+            return globals()[point.attr]
+
+        monkeypatch.setattr(EntryPoint, "load", load)
 
     return install
 
@@ -56,29 +62,17 @@ def test_another_package_brings_a_format(bring):
     assert load_artifact("weights", Path("w"), "cuda") == "w on cuda"
 
 
-@pytest.mark.parametrize("name", ["onnx", "weights"])
-def test_a_name_that_two_bring_names_both(bring, name):
-    bring((name, "Weights"), (name, "Path"))
-    with pytest.raises(ExporterError, match=rf"'{name}' is provided by .* and by .*\("):
-        exporter_named("torchscript")
-
-
 @pytest.mark.parametrize(
-    ("name", "value", "sentence"),
-    [("weights", "Path", "isn't a subclass of exporters.Exporter"), ("other", "Weights", "calls itself 'weights'")],
+    ("points", "sentence"),
+    [
+        ([("onnx", "Weights")], "'onnx' is provided by optimize-export and by .*"),
+        ([("weights", "Weights"), ("weights", "Path")], r"'weights' is provided by .* and by .*\("),
+        ([("weights", "Path")], "isn't a subclass of exporters.Exporter"),
+        ([("other", "Weights")], "calls itself 'weights'"),
+        ([("weights", "Missing")], "can't be imported: no Missing"),
+    ],
 )
-def test_an_entry_point_that_is_no_exporter_is_refused(bring, name, value, sentence):
-    bring((name, value))
+def test_an_entry_point_that_cannot_be_used_is_one_sentence(bring, points, sentence):
+    bring(*points)
     with pytest.raises(ExporterError, match=sentence):
-        exporter_named(name)
-
-
-def test_an_entry_point_that_cannot_be_imported_is_one_sentence(bring, monkeypatch):
-    def fail(point):
-        raise ImportError("No module named 'x'")
-
-    bring(("weights", "Weights"))
-    monkeypatch.setattr(EntryPoint, "load", fail)
-    assert "weights" in exporter_names()
-    with pytest.raises(ExporterError, match="can't be imported: No module named 'x'"):
-        exporter_named("weights")
+        exporter_named(points[0][0])

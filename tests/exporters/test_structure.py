@@ -129,22 +129,6 @@ def chain(length):
     return first
 
 
-def test_objects_that_know_each_other_are_opened_once_on_each_way():
-    parent, child = Linked(), Linked()
-    parent.tensor, parent.child, child.parent, child.tensor = x, child, parent, y
-    structure = Structure(parent, side="output")
-    assert _output_names(structure.paths, ()) == ("tensor", "child_tensor")
-    opened = leaves_of(parent).tensors()
-    assert all(one is other for one, (_, other) in zip(structure.flatten(parent), opened, strict=True))
-
-
-def test_a_dataclass_that_holds_itself_is_refused():
-    value = Detections(x, (y,), "dog")
-    value.label = value
-    with pytest.raises(StructureError, match="output `label` is a Detections, which can't be flattened"):
-        Structure(value, side="output")
-
-
 # 12 linked objects have more than 11! paths between them, and Python can't recurse 5000 calls deep.
 @pytest.mark.parametrize("beside", [linked(12), chain(5000)], ids=["linked", "chain"])
 def test_what_holds_no_tensor_is_seen_however_its_objects_hang_together(beside):

@@ -5,30 +5,9 @@ import os
 import pytest
 import torch
 import torch._inductor
-from exportable_models import Of
 from torch import nn
 
 from exporters import torch_private
-from exporters.isolation import silent, torchscript_allowed
-
-
-def test_a_trace_says_that_it_records():
-    seen = []
-    model = Of(lambda x: seen.append(torch_private.is_tracing()) or x + 1)
-    model(torch.ones(2))
-    with torchscript_allowed():
-        torch.jit.trace(model, torch.ones(2), check_trace=False)
-    assert seen == [False, True]
-
-
-def test_the_log_is_off_inside_and_back_afterwards(monkeypatch):
-    before = torch._C._jit_onnx_log
-    with torch_private.without_onnx_log():
-        assert torch._C._jit_onnx_log is not before
-    assert torch._C._jit_onnx_log is before
-    monkeypatch.delattr(torch._C, "_jit_onnx_log")
-    with torch_private.without_onnx_log():
-        assert not hasattr(torch._C, "_jit_onnx_log")
 
 
 def test_the_translations_are_read_once_and_each_export_has_its_own():
@@ -45,17 +24,6 @@ def test_the_translations_are_read_once_and_each_export_has_its_own():
     first.functions.pop("aten::exp")
     assert len(first.functions["aten::relu"]) == len(second.functions["aten::relu"]) + 1
     assert second.functions.keys() == ONNXRegistry.from_torchlib(opset_version=18).functions.keys()
-
-
-def test_an_lstm_is_captured_for_any_number_of_steps(monkeypatch):
-    steps = torch.export.Dim("steps", min=2, max=64)
-    model, x = nn.LSTM(3, 4, batch_first=True).eval(), torch.ones(2, 5, 3)
-    with silent(), torch.backends.mkldnn.flags(enabled=False), torch_private.lstm_in_one_piece():
-        program = torch.export.export(model, (x,), dynamic_shapes=({1: steps},))
-    assert program.module()(torch.ones(2, 7, 3))[0].shape == (2, 7, 4)
-    monkeypatch.delattr(torch._decomp.decompositions, "select_one_layer_lstm_function")
-    with torch_private.lstm_in_one_piece():
-        assert not hasattr(torch._decomp.decompositions, "select_one_layer_lstm_function")
 
 
 def test_options_that_this_torch_lacks_are_left_out(monkeypatch):
