@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from dataclasses import replace
 
 import onnx
 import pytest
@@ -11,7 +10,7 @@ from exportable_models import floats
 from tiny_models import enliven
 from torch import nn
 
-from exporters import Adapter, ExportError, ExportRequest, StructureError, exporter_named
+from exporters import Adapter, ExportError, ExportRequest, exporter_named
 from exporters.aoti import missing_compiler
 from exporters.evidence import TOGETHER, gather
 
@@ -297,20 +296,6 @@ def test_a_decision_that_several_sizes_make_together_is_refused(decides, place, 
         assert f"{place}the model takes a different path than the captured one" in str(caught.value)
 
 
-def test_a_decision_that_several_sizes_make_together_is_kept_by_a_script(tmp_path):
-    class Both(nn.Module):
-        def forward(self, x):
-            if x.size(0) > 20 and x.size(1) > 30:
-                x = x * 2
-            return x
-
-    asked = replace(on_sizes(wide_and_long), model=Both().eval())
-    artifact = exporter_named("torchscript").export(asked, tmp_path)
-    assert artifact.route == "script"
-    assert "at batch = 21 and height = 31 the model takes a different path" in dict(artifact.refused)["trace"]
-    assert_right(artifact, asked.model, (floats(21, 31, 2, 3),))
-
-
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
     ("decides", "factor", "limits"),
@@ -329,26 +314,6 @@ def test_a_decision_that_makes_no_difference_is_proven_and_one_on_large_sizes_is
     assert [(limit.condition, limit.largest) for limit in artifact.limits] == limits
     for sizes in [(21, 8), (2, 31), (21, 31), (1, 1)]:
         assert_right(artifact, asked.model, (floats(*sizes, 5, 3),))
-
-
-@pytest.mark.parametrize(
-    ("dims", "sizes", "sentence"),
-    [
-        ({1: "time"}, [(2, 4), (3, 5)], "Input `input` changes dim 0 between the calls, but that dim isn't open."),
-        (
-            {0: "batch", 1: "time"},
-            [(2, 4), (3, 4)],
-            "Dim 1 of input `input` is open, but has the same size in all calls",
-        ),
-        ({1: "time"}, [(2, 1), (2, 5)], "Dim 1 of input `input` has the size 1 in the first call; tracing needs two"),
-        ({0: "n", 1: "n"}, [(2, 4), (3, 5)], "Dims named n have different sizes in the same call."),
-        ({0: "batch", 1: "time"}, [(2, 4), (3, 5)], "No call changes the size batch alone."),
-    ],
-)
-def test_calls_that_do_not_show_the_open_dims_are_refused(dims, sizes, sentence):
-    calls = tuple(((floats(*size),), {}) for size in sizes)
-    with pytest.raises(StructureError, match=f"^{sentence}"):
-        gather(ExportRequest(nn.Identity(), calls, open_dims={"input": dims}))
 
 
 def test_each_size_is_looked_at_by_itself_and_all_together():

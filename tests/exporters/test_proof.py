@@ -27,24 +27,30 @@ def test_open_dims_are_those_that_change():
     assert {spec.name: spec.shape for spec in specs} == {"x": ("batch", 3), "bias": (4,)}
 
 
+def sized(*sizes):
+    return tuple(((floats(*size),), {}) for size in sizes)
+
+
 @pytest.mark.parametrize(
-    ("calls", "dynamic", "sentence"),
+    ("calls", "options", "sentence"),
     [
-        (mlp_calls(2, 3), False, "Input `x` changes its shape between the calls of a static export."),
-        (mlp_calls(1, 3), True, "Dim 0 of input `x` has the size 1 in the first call; tracing needs two or more."),
-        (
-            (((floats(2, 3),), {}), ((floats(2, 3).double(),), {})),
-            True,
-            "Input `x` changes its dtype between the calls.",
-        ),
-        ((((floats(2, 3),), {}), ((floats(2, 4),), {})), True, "Input `x` changes more than its first dim"),
-        ((((floats(2, 3),), {}), ((floats(2, 1, 3),), {})), True, "Input `x` changes its number of dims"),
-        ((((floats(2, 3),), {}), ((), {"y": 1})), True, "the argument lacks `x` and adds `y`"),
+        (sized((2, 3), (3, 3)), {"dynamic_batch": False}, "Input `x` changes its shape between the calls of a static"),
+        (sized((1, 3), (3, 3)), {}, "Dim 0 of input `x` has the size 1 in the first call; tracing needs two or more."),
+        ((*sized((2, 3)), ((floats(2, 3).double(),), {})), {}, "Input `x` changes its dtype between the calls."),
+        (sized((2, 3), (2, 4)), {}, "Input `x` changes more than its first dim"),
+        (sized((2, 3), (2, 1, 3)), {}, "Input `x` changes its number of dims"),
+        ((*sized((2, 3)), ((), {"y": 1})), {}, "the argument lacks `x` and adds `y`"),
+        (sized((2, 4), (3, 5)), {1: "time"}, "Input `x` changes dim 0 between the calls, but that dim isn't open."),
+        (sized((2, 4), (3, 4)), {0: "batch", 1: "time"}, "Dim 1 of input `x` is open, but has the same size in all"),
+        (sized((2, 1), (2, 5)), {1: "time"}, "Dim 1 of input `x` has the size 1 in the first call; tracing needs two"),
+        (sized((2, 4), (3, 5)), {0: "n", 1: "n"}, "Dims named n have different sizes in the same call."),
+        (sized((2, 4), (3, 5)), {0: "batch", 1: "time"}, "No call changes the size batch alone."),
     ],
 )
-def test_calls_that_do_not_fit_each_other_are_refused(calls, dynamic, sentence):
+def test_calls_that_do_not_fit_each_other_are_refused(calls, options, sentence):
+    options = options if "dynamic_batch" in options or not options else {"open_dims": {"x": options}}
     with pytest.raises(StructureError) as caught:
-        gather(ExportRequest(Mlp(), calls, dynamic_batch=dynamic))
+        gather(ExportRequest(Of(lambda x: x * 2), calls, **options))
     assert str(caught.value).startswith(sentence)
 
 

@@ -9,7 +9,6 @@ from exportable_models import Mlp, Of, exportable, floats, mlp_calls
 from tiny_models import enliven
 from torch import nn
 
-import exporters.metadata
 from exporters import ExportError, ExportRequest, Pt2Exporter, RouteRefused
 from exporters.evidence import gather
 from exporters.exported_program import captured, conditions_of_program, take_guards
@@ -181,18 +180,6 @@ def test_the_file_has_the_weights_as_bytes_and_nothing_of_the_user(tmp_path):
     assert weights == sorted(tensor.numpy().tobytes() for tensor in model.state_dict().values())
     config = json.loads(held["data/weights/model_weights_config.json"])["config"]
     assert not any(payload["use_pickle"] for payload in config.values())
-
-
-def test_large_weights_are_written_by_torch(tmp_path, monkeypatch):
-    model, x = enliven(Mlp()), floats(4, 3)
-    small = records(export(model, mlp_calls(2, 3), tmp_path).path)
-    monkeypatch.setattr(exporters.metadata, "WRITTEN_THROUGH_MEMORY", 0)
-    artifact = export(model, mlp_calls(2, 3), tmp_path)
-    large = records(artifact.path)
-    assert {name: large[name] for name in small if name != ".data/serialization_id"} == {
-        name: small[name] for name in small if name != ".data/serialization_id"
-    }
-    assert torch.equal(artifact.load()(x)[0], model(x).detach())
 
 
 @pytest.mark.gpu

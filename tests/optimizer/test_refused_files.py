@@ -94,7 +94,7 @@ def test_a_torchscript_file_by_its_module(tmp_path, monkeypatch, way):
     assert f" The file of the route '{way}' first differs at {place}: off by " in refused(tmp_path, "torchscript")
 
 
-def test_a_capture_that_is_wrong_before_it_is_written(tmp_path, monkeypatch):
+def test_a_capture_that_is_wrong(tmp_path, monkeypatch):
     captured = exporters.pt2.captured
 
     def spoil(evidence, *, strict: bool):
