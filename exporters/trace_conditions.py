@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,9 +15,10 @@ from exporters.evidence import TOGETHER, Evidence, Size, Sizes
 from exporters.exported_program import Condition, conditions_of_numbers, conditions_of_program, shared_program
 from exporters.tracing import Watch, follow_inputs, follow_settings, refuse_values, trace, watching
 
-# How much larger a size is than in the calls when it is tried whether Python reads it; the strides of a model multiply to
-# less, so that a size that they divide differs, too.
+# How much larger a size is at least than in the calls when it is tried whether Python reads it. Mostly the strides of a
+# model multiply to less, so that a size that they divide differs, too. The last number is for inputs with more elements.
 _FAR = (256, 128, 64, 8)
+_LARGEST_FAR = 2**20
 
 
 def traced_with_conditions(evidence: Evidence) -> tuple[torch.jit.ScriptModule, tuple[Condition, ...], str]:
@@ -90,9 +92,14 @@ def _reads_an_open_size(evidence: Evidence) -> bool:
 
 def _far_from_the_calls(evidence: Evidence, size: Size) -> tuple[torch.Tensor, ...]:
     """Inputs of a size so large that sizes computed from it differ from those in the calls, though windows round down."""
+    largest = max(size.values)
     for more in _FAR:
+        # A model that takes a size takes multiples of it, too.
+        sizes = {size.name: largest * (more // largest + 2)}
+        if more != _FAR[-1] and max(map(math.prod, evidence.shapes_at(sizes))) > _LARGEST_FAR:
+            continue
         try:
-            inputs = evidence.inputs_at({size.name: max(size.values) + more})
+            inputs = evidence.inputs_at(sizes)
             trace(evidence.adapter, inputs)
         except RouteRefused:
             continue
