@@ -18,7 +18,6 @@ from exporters.evidence import gather
 from exporters.registry import exporter_named
 from optimize_export.errors import ParityError
 from optimizer import export, verify_bundle
-from optimizer.command import cli
 
 
 class Drawing(nn.Module):
@@ -181,17 +180,3 @@ def test_a_batch_size_of_one_that_is_left_out_is_noted(kind: type[nn.Module], si
     )
     noted = [note for note in bundle.manifest["notes"] if note.startswith("batch size 1 isn't compared, because")]
     assert len(noted) == (sizes is not None)
-
-
-def test_the_command_names_its_options(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("net.py").write_text(
-        "import torch\nfrom torch import nn\nclass Net(nn.Module):\n    def forward(self, x):\n"
-        "        return (x * 2).squeeze()\nexample_inputs = (torch.ones(2, 3) + torch.arange(3),)\n"
-    )
-    assert cli.main(["net.py", "--formats", "torchscript", "--quiet"]) == 2
-    error = capsys.readouterr().err
-    assert "`return (x * 2).squeeze()` in the model's forward (net.py:5)" in error
-    assert "as in --batch-sizes 2,3,5." in error

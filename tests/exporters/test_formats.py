@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from exportable_models import EXPORTABLE, BatchLoop, Mlp, Of, Replacement, exportable, floats, mlp_calls
+from exportable_models import EXPORTABLE, Mlp, Of, Replacement, exportable, floats, mlp_calls
 from local_paths import found_paths
 from spoiling import only_the_old_onnx_exporter
 from torch import nn
 
-from exporters import Adapter, ExportError, ExportRequest, StructureError, exporter_named
+from exporters import Adapter, ExportRequest, StructureError, exporter_named
 from exporters.isolation import torchscript_allowed
 
 FORMATS = ("torchscript", "onnx", "pt2")
@@ -70,22 +70,6 @@ def test_the_model_and_the_random_state_are_left_alone(format, tmp_path):
         assert list(vars(module)) == list(before)
         assert all(value is before[name] for name, value in vars(module).items())
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_loop_over_the_batch_is_refused_with_a_dynamic_batch(format, tmp_path, capfd):
-    model = BatchLoop().eval()
-    # A loop can be scripted, but a `forward` set on the instance can only be traced.
-    vars(model)["forward"] = BatchLoop.forward.__get__(model)
-    with pytest.raises(ExportError) as caught:
-        exporter_named(format).export(ExportRequest(model, mlp_calls(2, 3)), tmp_path)
-    sentence = str(caught.value)
-    assert sentence.startswith(f"The model can't be exported to {format} (")
-    # A capture reports the dim that it fixes, a trace reports the line where Python reads its size.
-    assert "the model reads a size in Python at `" in sentence or "the model fixes dim 0 of input `x` to 2" in sentence
-    assert "\n" not in sentence
-    assert not list(tmp_path.iterdir())
-    assert capfd.readouterr() == ("", "")
 
 
 def with_a_forward_on_the_instance(model):

@@ -1,7 +1,6 @@
 """Operators that torch translates wrongly to ONNX, and pads that onnxruntime would fuse wrongly."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -13,7 +12,6 @@ from tiny_models import enliven
 from torch import Tensor, nn
 
 from exporters import ExportError, ExportRequest, OnnxExporter
-from exporters.onnx import _is_whole
 from optimizer import export
 
 QUERIES, KEYS, HEADS = 3, 5, 4
@@ -101,24 +99,6 @@ def test_another_view_of_the_storage_is_gathered(tmp_path: Path) -> None:
     artifact = exported(transposed.eval(), (drawn(2, 3, 4),), tmp_path)
     assert "Gather" in {node.op_type for node in onnx.load(artifact.path).graph.node}
     assert torch.equal(artifact.load()(drawn(3, 3, 4))[0], transposed(drawn(3, 3, 4)))
-
-
-@pytest.mark.parametrize(
-    ("size", "stride", "whole"),
-    [
-        (("n", 3, 4), (12, 4, 1), True),
-        (("n", 3, 1, 1), (3, 1, 3, 3), False),
-        (("n", 4, 3), (12, 3, 1), False),
-        (("n", 3, 4), (12, 1, 3), False),
-        (("n", 3, 4), (4, 4, 1), False),
-        (("n", "n", 4), (12, 4, 1), False),
-        ((5, 3, 4), (12, 4, 1), False),
-    ],
-)
-def test_a_view_is_whole_if_its_sizes_and_its_order_are_those_of_the_tensor(
-    size: tuple[Any, ...], stride: tuple[int, ...], whole: bool
-) -> None:
-    assert _is_whole(SimpleNamespace(shape=("n", 3, 4)), size, stride) is whole
 
 
 def test_whether_all_are_true(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from exportable_models import Mlp, Of, exportable, floats, mlp_calls
+from exportable_models import Mlp, Of, floats, mlp_calls
 
 from exporters import ExportError, ExportRequest, RouteRefused, StructureError, WrongFile
 from exporters.evidence import gather
@@ -11,20 +11,6 @@ from exporters.isolation import one_line, refusing
 from exporters.proof import difference, prove_at_calls
 from exporters.routes import Route, first_right
 from exporters.torchscript import TorchScriptExporter
-
-
-def test_open_dims_are_those_that_change():
-    model, calls = exportable("rows")
-    evidence = gather(ExportRequest(model, calls))
-    assert evidence.input_specs[0].shape == ("batch", 3)
-    assert [spec.shape for spec in evidence.output_specs] == [
-        ("output_0_dim_0", 4),
-        ("output_1_dim_0",),
-        (4, "batch"),
-        (4,),
-    ]
-    specs = gather(ExportRequest(*exportable("keywords"))).input_specs
-    assert {spec.name: spec.shape for spec in specs} == {"x": ("batch", 3), "bias": (4,)}
 
 
 def sized(*sizes):

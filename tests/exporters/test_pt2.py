@@ -9,7 +9,7 @@ from exportable_models import Mlp, Of, exportable, floats, mlp_calls
 from tiny_models import enliven
 from torch import nn
 
-from exporters import ExportError, ExportRequest, Pt2Exporter, RouteRefused
+from exporters import ExportRequest, Pt2Exporter, RouteRefused
 from exporters.evidence import gather
 from exporters.exported_program import captured, conditions_of_program, take_guards
 from exporters.proof import prove_beyond
@@ -152,19 +152,6 @@ def test_what_a_model_does_in_its_first_call_alone_is_no_hindrance(tmp_path):
     assert artifact.route == "export-strict"
     assert not model.ready
     assert torch.equal(artifact.load()(floats(5, 3))[0], floats(5, 3).repeat(5, 1))
-
-
-def test_a_way_that_another_batch_takes_is_proven(tmp_path):
-    def switch(step):
-        return Of(lambda x: x + step if x.shape[0] > 16 else x)
-
-    artifact = export(switch(0.0), mlp_calls(2, 3), tmp_path)
-    for size in (16, 17, 300):
-        assert torch.equal(artifact.load()(floats(size, 3))[0], floats(size, 3))
-    with pytest.raises(
-        ExportError, match=r"at batch size 17 the model takes a different path .*, because of `batch <= 16`: output"
-    ):
-        export(switch(1.0), mlp_calls(2, 3), tmp_path)
 
 
 def test_the_file_has_the_weights_as_bytes_and_nothing_of_the_user(tmp_path):
