@@ -292,19 +292,17 @@ class _Beyond:
         """Whether file and model agree at these sizes; False where the model raises."""
         shapes = self._evidence.shapes_at(sizes)
         if shapes not in self.found:
+            errors = self._errors
             try:
-                self.found[shapes] = self._agree_on(self._evidence.inputs_at(sizes))
+                self.found[shapes] = self._agree_on(self._evidence.inputs_at(sizes), errors)
             except RuntimeCrashed:
                 raise
             except RouteRefused as refusal:
-                named = self._evidence.named(sizes)
-                reason = (
-                    f"at {self._evidence.at(sizes)} the model takes a different path than the captured one{because}: "
-                    f"{refusal}"
-                )
+                at, last = self._evidence.at(sizes), list(self._evidence.named(sizes))[-1]
+                reason = f"at {at} the model takes a different path than the captured one{because}: {refusal}"
                 if isinstance(refusal, WrongFile):
-                    raise WrongFile(reason, refusal.inputs, size=list(named)[-1]) from refusal
-                raise type(refusal)(reason, size=list(named)[-1]) from refusal
+                    raise WrongFile(reason, refusal.inputs, size=last) from refusal
+                raise type(refusal)(reason, size=last) from refusal
         return self.found[shapes]
 
     @cached_property
@@ -314,8 +312,7 @@ class _Beyond:
         smallest = min(calls, key=lambda call: sum(tensor.numel() for tensor in self._evidence.inputs[call]))
         return _compare_at(self._evidence, self._loaded, smallest)
 
-    def _agree_on(self, inputs: tuple[torch.Tensor, ...]) -> bool:
-        errors = self._errors
+    def _agree_on(self, inputs: tuple[torch.Tensor, ...], errors: Sequence[float]) -> bool:
         try:
             with undisturbed(self._evidence.adapter), silent():
                 expected = self._evidence.adapter.run(inputs)
