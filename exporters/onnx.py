@@ -18,7 +18,7 @@ import onnx_ir as ir
 import torch
 import torch.onnx
 from google.protobuf.message import DecodeError
-from onnx_ir.passes.common import NameFixPass, OutputFixPass
+from onnx_ir.passes.common import NameFixPass
 
 from exporters.base import Artifact, Exporter, ExportRequest, Limit, LoadedArtifact, TensorSpec, clones
 from exporters.errors import MetadataError, RouteRefused, UnknownOpset
@@ -163,10 +163,18 @@ def _name_ends(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -
     the new names by torch's names.
     """
     graph = model.graph
-    values = (*graph.inputs, *graph.outputs, *(value for node in graph for value in node.outputs))
-    before = {value: value.name for value in values}
-    OutputFixPass()(model)
+    seen = {*graph.inputs, *graph.initializers.values()}
+    for index, value in enumerate(graph.outputs):
+        # A value with another name of its own, such as an input that is returned, gets the second one from a node.
+        # onnx_ir's OutputFixPass leaves out weights that are returned.
+        if value in seen:
+            copy = ir.Value(name=f"{value.name}_output_{index}", type=value.type, shape=value.shape)
+            graph.append(ir.Node("", "Identity", [value], outputs=[copy]))
+            graph.outputs[index] = copy
+        seen.add(graph.outputs[index])
     ends = (*graph.inputs, *graph.outputs)
+    values = dict.fromkeys((*ends, *(value for node in graph for value in node.outputs)))
+    before = {value: value.name for value in values}
     for value, name in zip(ends, (*inputs, *outputs), strict=True):
         value.name = name
     NameFixPass()(model)
