@@ -56,9 +56,8 @@ class TorchScriptExporter(Exporter):
             except WrongFile as refusal:
                 if not (evidence.open_dims and size_read):
                     raise
-                place = f"the model {size_read}, which the trace freezes"
                 size = refusal.size or evidence.sizes[0].name
-                raise WrongFile(f"{refusal}; {place}", refusal.inputs, size=size) from refusal
+                raise WrongFile(f"{refusal}; {size_read}", refusal.inputs, size=size) from refusal
 
         def by_script(folder: Path) -> tuple[Path, ...]:
             limits.clear()

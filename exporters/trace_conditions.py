@@ -68,8 +68,7 @@ def conditions_of_trace(evidence: Evidence, watch: Watch) -> tuple[Condition, ..
         if not _reads_an_open_size(evidence):
             return ()
         raise RouteRefused(
-            f"the model {watch.sizes[0]}, which the trace freezes, and torch.export can't determine at which sizes the "
-            f"trace is valid: {refusal}",
+            f"{watch.sizes[0]}, and torch.export can't determine at which sizes the trace is valid: {refusal}",
             size=refusal.size,
         ) from refusal
 

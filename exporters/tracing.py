@@ -178,7 +178,7 @@ class Watch(Observer):
         self.values: list[str] = []
         self.counts: list[str] = []
         # Where Python reads a size of a tensor that is computed from the inputs, or splits such a tensor into a number of
-        # tensors that may follow a size, as a clause: "reads a size in Python at …".
+        # tensors that may follow a size, as a clause: "the model reads a size in Python at …".
         self.sizes: list[str] = []
         # The sizes and numbers of pieces that the model's code read, one tuple per call that gives them.
         self.asked: list[tuple[int, ...]] = []
@@ -223,7 +223,7 @@ class Watch(Observer):
         ):
             depends = "length"
         if (count := number_of_pieces(func, args, result)) is not None and self._open_sizes((count,)):
-            self.sizes.append(f"splits a tensor at {self.line(sys._getframe(1))[1]}")
+            self.sizes.append(f"the model splits a tensor at {self.line(sys._getframe(1))[1]}, which the trace freezes")
         for tensor in (*given, *_written_tensors(func, args, kwargs or {})):
             for each in (tensor, tensor._base):
                 if each is not None:
@@ -253,7 +253,7 @@ class Watch(Observer):
             self.in_numpy.add(place)
         is_branch = getattr(func, "__name__", "") == "__bool__"
         if depends == "size":
-            self.sizes.append(f"reads a size in Python at {place}")
+            self.sizes.append(f"the model reads a size in Python at {place}, which the trace freezes")
         else:
             (self.counts if depends == "count" and is_branch else self.values).append(place)
 
