@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from optimize_export.errors import OptimizeFailed, ParityError
 from optimizer import optimize, report_of
-from optimizer.parity import float64
 from passes import FoldConvBn, Pass, PassResult, fold_conv_bn, registry
 from passes.base import Context, ModelTree, TensorRef
 from passes.graph.layers import exact
@@ -29,10 +28,9 @@ from passes.graph.recording import call_of
 from passes.registry import register
 
 
-def test_of_a_large_weight_no_more_than_some_rows_stand_in_float64(monkeypatch: Any) -> None:
+def test_a_fold_holds_no_more_than_some_rows_of_a_large_weight_in_float64(monkeypatch: Any) -> None:
     rows = 4096
     monkeypatch.setattr(fold_conv_bn, "_ELEMENTS", rows)
-    monkeypatch.setattr(float64, "_LARGE", rows)
     model = enliven(nn.Sequential(nn.Conv2d(64, 64, 3), nn.BatchNorm2d(64))).eval()
     weight, norm = model[0].weight, model[1]
     folded = fold_conv_bn.FoldedWeight(fold_conv_bn.NormNumbers(norm.eps, True, True), False, 1, False)
