@@ -38,6 +38,17 @@ _IDENTITY = "model/.data/serialization_id"
 # The constants of a class in the archive's source. torch takes them from a set, in the order of the process's hashes.
 _CONSTANTS = re.compile(rb"(?:^  \w+ : Final\[.*\n){2,}", re.MULTILINE)
 
+# torch writes non-ASCII names of classes, files and attributes but can't read them: its parser accepts only ASCII
+# identifiers, and it escapes the bytes of an attribute's name as signed numbers, `"\\0)+"` for the byte 0xc3.
+
+# A text in double quotes, or non-ASCII letters outside any text.
+_TEXT_OR_LETTERS = re.compile(rb'"(?:\\.|[^"\\])*"|[\x80-\xff]+', re.DOTALL)
+_LETTERS = re.compile(rb"[\x80-\xff]+")
+# An escaped byte has three octal digits. The digits of a negative number run from "0" down to ")".
+_ESCAPE = re.compile(rb"\\([)-7]{3}|.)", re.DOTALL)
+# The opcode that names a class in a pickle. The classes of a TorchScript module are below `__torch__`.
+_CLASS = re.compile(rb"c__torch__\.[^\n]*\n[^\n]*\n")
+
 
 class TorchScriptExporter(Exporter):
     """The exporter to `model.torchscript.pt`."""
@@ -224,11 +235,15 @@ def _copy_without_traces(source: Path, target: Path) -> None:
     with zipfile.ZipFile(source) as archive, zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as copy:
         names = ((record.filename.partition("/")[2], record) for record in archive.infolist())
         kept = {
-            f"model/{name}": record
+            _LETTERS.sub(_spelled, f"model/{name}".encode()).decode(): record
             for name, record in names
             if not (name.endswith(".debug_pkl") or name.startswith("traced_inputs"))
         }
-        texts = {name: _readable(archive.read(record)) for name, record in kept.items() if name.endswith(".py")}
+        texts = {
+            name: _readable(name, archive.read(record))
+            for name, record in kept.items()
+            if name.endswith((".py", ".pkl"))
+        }
         checksums = [
             (name, zlib.crc32(texts[name]) if name in texts else record.CRC)
             for name, record in kept.items()
@@ -256,14 +271,29 @@ def _padding(offset: int, name: str) -> bytes:
     return b"FB" + size.to_bytes(2, "little") + b"\0" * size
 
 
-def _readable(source: bytes) -> bytes:
-    """The source with the constants of classes in alphabetical order; RouteRefused if torch can't read it."""
-    if not source.isascii():
-        raise RouteRefused(
-            "torch can't read a TorchScript file with letters beyond ASCII in the names of classes, attributes or source "
-            "files: rename them, or export to onnx or pt2"
-        )
-    return _CONSTANTS.sub(lambda found: b"".join(sorted(found[0].splitlines(keepends=True))), source)
+def _readable(name: str, content: bytes) -> bytes:
+    """The content of a record (source or pickled attributes), readable for torch; attributes keep their names.
+
+    In source, the constants are in alphabetical order.
+    """
+    if not name.endswith(".py"):
+        return _CLASS.sub(lambda found: _LETTERS.sub(_spelled, found[0]), content)
+    content = _TEXT_OR_LETTERS.sub(
+        lambda found: _ESCAPE.sub(_octal, found[0]) if found[0][:1] == b'"' else _spelled(found), content
+    )
+    return _CONSTANTS.sub(lambda found: b"".join(sorted(found[0].splitlines(keepends=True))), content)
+
+
+def _spelled(letters: re.Match[bytes]) -> bytes:
+    """Letters in ASCII, with `_e9_` for an é."""
+    return "".join(f"_{ord(letter):x}_" for letter in letters[0].decode()).encode()
+
+
+def _octal(escape: re.Match[bytes]) -> bytes:
+    if len(escape[1]) < 3:
+        return escape[0]
+    high, middle, low = (digit - ord("0") for digit in escape[1])
+    return b"\\%03o" % (64 * high + 8 * middle + low & 0xFF)
 
 
 class _LoadedTorchScript:
