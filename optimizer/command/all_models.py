@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from threading import Event
 from typing import Any
 
 from optimize_export.errors import failure_document
@@ -21,7 +23,7 @@ def builds(options: BuildOptions, tell: Callable[[str], object]) -> Generator[tu
 
     `tell` gets each name when its build starts. If the caller stops early, the running builds are terminated.
     """
-    running: list[subprocess.Popen[bytes]] = []
+    running, stopped = list[subprocess.Popen[bytes]](), Event()
     # Builds side by side disturb each other's times.
     environment = os.environ if options.jobs == 1 else {**os.environ, NO_BENCH: "1"}
 
@@ -30,13 +32,19 @@ def builds(options: BuildOptions, tell: Callable[[str], object]) -> Generator[tu
         started = time.perf_counter()
         # Without -P, Python would find modules next to the file before all others.
         command = [sys.executable, "-P", str(ROOT / "_optimize_export_start.py"), *arguments]
-        with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-        ) as process:
+        # Not pipes: a process that the user's code leaves running keeps those open.
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as log:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=log, env=environment)
             running.append(process)
-            out, log = process.communicate()
+            if stopped.is_set():
+                process.terminate()
+            code = process.wait()
+            texts = []
+            for file in (out, log):
+                file.seek(0)
+                texts.append(file.read().decode("utf-8", "replace"))
         seconds = round(time.perf_counter() - started, 3)
-        return {**_document(out, process.returncode), "seconds": seconds}, log.decode("utf-8", "replace")
+        return {**_document(texts[0], code), "seconds": seconds}, texts[1]
 
     with ThreadPoolExecutor(options.jobs) as pool:
         found = {pool.submit(build, *each): each[0] for each in options.commands.items()}
@@ -45,13 +53,14 @@ def builds(options: BuildOptions, tell: Callable[[str], object]) -> Generator[tu
                 yield found[each], *each.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+            stopped.set()
             for process in running:
                 process.terminate()
 
 
-def _document(out: bytes, code: int) -> Document:
+def _document(out: str, code: int) -> Document:
     try:
-        document = json.loads(out.decode("utf-8", "replace"))
+        document = json.loads(out)
     except ValueError:
         document = {}
     if code < 0 or not isinstance(document, dict) or "ok" not in document:

@@ -274,7 +274,7 @@ def test_a_shard_has_every_nth_model():
 
 
 FAKE = """
-import json, os, signal, sys, time
+import json, os, signal, subprocess, sys, time
 name = sys.argv[-1]
 open(name + ".started", "w").close()
 print("log of " + name, file=sys.stderr)
@@ -283,6 +283,8 @@ if name == "timed":
 if name == "slow":
     signal.signal(signal.SIGTERM, lambda *_: (open("ended", "w").close(), sys.exit(143)))
     time.sleep(60)
+if name == "parent":
+    subprocess.Popen(["sleep", "20"])
 if name == "both":
     while not os.path.exists("other.started"):
         time.sleep(0.01)
@@ -359,6 +361,12 @@ def test_a_shard_without_models_does_nothing(fake, capfd):
 
 def test_models_run_side_by_side(fake):
     assert fake("both", "other", more=("-j", "2")) == 0
+
+
+def test_a_process_that_a_build_leaves_running_is_not_waited_for(fake):
+    started = time.monotonic()
+    assert fake("parent") == 0
+    assert time.monotonic() - started < 15
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
