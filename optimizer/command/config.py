@@ -133,6 +133,8 @@ def _values(
             continue
         option = options.get(name)
         parameter = "model" if option is None else option.name or ""
+        if parameter in found:
+            mistakes.append(f"{path}: {key} is {place} twice, with - and with _.")
         try:
             found[parameter] = _converted(option, value)
         except TypeError as error:

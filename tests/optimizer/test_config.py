@@ -185,6 +185,11 @@ REPLACED = [
         "formats in [tool.optimize-export] is [{}]; it must be a text, a number or a list of them.",
     ),
     ("seed = 7", 'device = "tpu"', 'device in [tool.optimize-export] is "tpu"; it must be one of auto, cpu, cuda.'),
+    (
+        "strict = true",
+        "batch_sizes = 1",
+        "batch_sizes is in [tool.optimize-export.models.resnet] twice, with - and with _.",
+    ),
     ("seed = 7", "models = 1", "not valid TOML"),
     ("seed = 7", "seed = -1", "pyproject.toml, model resnet: --seed: '-1' is not a whole number from 0 to"),
     ("seed = 7", "require-gpu = true\ndevice = 'cpu'", "--require-gpu and --device cpu contradict"),
