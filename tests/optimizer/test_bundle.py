@@ -45,6 +45,7 @@ from optimizer.bundle import (
     artifact_entry,
     check_target,
     describe_device,
+    exchange,
     open_bundle,
     read_golden,
     rejudge_bundle,
@@ -444,6 +445,14 @@ def test_a_folder_that_cannot_be_written_is_named_before_any_work(
     with pytest.raises(BundleError, match=text) as caught:
         write_bundle(tmp_path / "net", must_not_fill)
     assert str(tmp_path / "net") in str(caught.value)
+
+
+def test_an_exchange_that_stopped_halfway_is_finished_at_the_next_open(bundle: Bundle) -> None:
+    place = bundle.path.parent / exchange.staging_name(bundle.path)
+    shutil.copytree(bundle.path, place / "new")
+    (place / exchange.LOCK).write_text(bundle.path.name)
+    os.rename(bundle.path, place / "old")
+    assert verify_bundle(bundle.path).ok
 
 
 # -------------------------------------------------------------------------------------------------------- failed writes

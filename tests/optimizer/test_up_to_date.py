@@ -357,6 +357,13 @@ def test_it_replaces_its_own_bundle_without_force(here, capfd):
     check_manifest(read_manifest(Path("out")))
 
 
+def test_a_file_of_the_users_in_the_bundle_is_never_replaced(here, capfd):
+    Path("out", "mine").write_text("x")
+    code, _, err = run(capfd)
+    assert (code, Path("out", "mine").read_text()) == (8, "x")
+    assert "contains files that this program didn't write (mine)" in err
+
+
 def test_a_syntax_error_after_a_build_leaves_the_bundle(here, capfd):
     Path("src/net.py").write_text("def :")
     code, _, err = run(capfd)
