@@ -88,17 +88,18 @@ def test_a_folder_of_that_name_without_code_hides_nothing(theirs: Path) -> None:
     assert run_next_to(theirs, "from optimize_export import optimize").returncode == 0
 
 
-# Packages are hidden; then a bundle is called between imports of the user's modules.
+# Packages are hidden; then a bundle is loaded by threads and called between imports of the user's modules.
 BESIDE = """
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 sys.modules |= dict.fromkeys(sys.argv[2].split(","))
 import numpy
 import exporters
 from optimize_export import load
 
-run = load(sys.argv[1])
-run = load(sys.argv[1])
+with ThreadPoolExecutor(4) as pool:
+    run, *_ = pool.map(load, sys.argv[1:2] * 4)
 assert run(numpy.ones((5, 4), "float32")).shape == (5, 3)
 import optimizer, passes
 assert sys.modules["exporters"] is exporters

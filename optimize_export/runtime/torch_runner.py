@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy
@@ -27,12 +28,13 @@ class TorchRunner:
     def __init__(self, path: Path, route: Route, device: str) -> None:
         if device == "cuda" and not torch.cuda.is_available():
             raise DeviceError("The bundle is to run on a GPU, but torch finds none here: pass device='cpu'.")
-        load_artifact, load_frozen = _loaders()
         settings = route.settings
         if "threads" in settings:
             torch.set_num_threads(int(settings["threads"]))
         frozen = route.format == "torchscript" and settings.get("freeze")
-        loaded = load_frozen(path, device) if frozen else load_artifact(route.format, path, device)
+        with _one_at_a_time:
+            load_artifact, load_frozen = _loaders()
+            loaded = load_frozen(path, device) if frozen else load_artifact(route.format, path, device)
         self.device = device
         self.placement = loaded.placement
         self.settings = dict(loaded.settings)
@@ -66,6 +68,10 @@ class TorchRunner:
         back = tuple(output.to("cpu", non_blocking=True) for output in outputs)
         torch.cuda.current_stream().synchronize()
         return back
+
+
+# While ours is imported, a user's own `exporters` is gone; and torch reads one pt2 file at a time.
+_one_at_a_time = Lock()
 
 
 @cache
