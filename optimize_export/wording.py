@@ -104,6 +104,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def described(tensor: torch.Tensor) -> str:
+    """The dtype and the shape: "float32[2, 3]"."""
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+
+
 def first_clause(lines: list[str]) -> str:
     """The first line of a message of torch, or the line with its cause, without words that belong to the next line."""
     line = lines[0] if lines else ""

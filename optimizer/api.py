@@ -21,11 +21,8 @@ from optimizer.exporting import (
     add_report,
     exporters_of,
     measure,
-    measured_reference,
     opened,
     profiled,
-    reason_vacuous,
-    sizes_of,
     with_checked_folders,
     write_data,
     write_files,
@@ -37,13 +34,13 @@ from optimizer.model import (
     Mode,
     Samples,
     check_model,
+    check_numbers,
     in_turn,
-    on_device,
     resolved_device,
     samples_of,
 )
 from optimizer.options import Effort, ExportSettings, is_to_be_timed
-from optimizer.parity import Reference, Tolerance
+from optimizer.parity import Tolerance
 from optimizer.pipeline import optimize_model, provenance_of, report_of
 from optimizer.report import ProgressFunction, no_progress
 from optimizer.tuning import Benchmark, CalibrationCall, calibration_of, choose, read_choices
@@ -250,6 +247,7 @@ def export(
     given = locals()
     settings = ExportSettings(**{each.name: given[each.name] for each in fields(ExportSettings)})
     check_model(model, runs=True)
+    check_numbers(seed, batch_sizes)
     settings.check(calibration)
     # Before any of the user's code runs, because it may change the current folder.
     settings = with_checked_folders(settings)
@@ -322,22 +320,7 @@ def optimize_to_export(
     further_inputs: FurtherInputs,
     progress: ProgressFunction,
 ) -> nn.Module:
-    """Run `optimize`, but refuse a model whose outputs carry no signal before any pass runs, as `export` would.
-
-    Raises:
-        VacuousError: as for `export`.
-    """
-
-    def refuse(reference: Reference) -> None:
-        if reason_vacuous(reference) is None:
-            return
-        # Other batch sizes may show a signal that these two don't, so measure at all sizes of `export`.
-        home = resolved_device(settings.reference_device or settings.device, require_gpu=False)
-        samples = samples_of(example_inputs, example_kwargs, further_inputs, settings.seed, home)
-        assert samples is not None
-        samples, _ = opened(model, samples, settings)
-        sizes = sizes_of(samples, settings.batch_sizes, settings.static_batch, settings.effort)
-        measured_reference(on_device(model, home), samples, sizes, settings.effort)
+    """Run `optimize` with the settings of an export; the result isn't called."""
 
     def with_open_batch(samples: Samples) -> Samples:
         declared, dims = opened(model, samples, settings)
@@ -355,7 +338,6 @@ def optimize_to_export(
         batch_sizes=None if settings.static_batch else settings.batch_sizes,
         seed=settings.seed,
         progress=progress,
-        check_reference=refuse,
         with_open_batch=with_open_batch,
         is_called=False,
     )

@@ -246,7 +246,6 @@ class ExportSettings:
 
     def check(self, calibration: object = None) -> None:
         """Raise `UsageError` if a value is invalid, two contradict each other, or one has no effect without another."""
-        check_numbers(self.seed, self.batch_sizes)
         if self.effort not in get_args(Effort):
             raise UsageError(f"effort must be 'quick', 'normal' or 'thorough', not {self.effort!r}.")
         is_to_be_timed(self.bench)
@@ -292,19 +291,6 @@ def parse_accuracy(given: object) -> AccuracyBudget:
     return AccuracyBudget(**found)
 
 
-def check_numbers(seed: object, batch_sizes: Any) -> None:
-    """Raise `UsageError` unless the seed is a whole number and `batch_sizes` None or whole numbers of at least 1."""
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise UsageError(f"seed must be a whole number, not {seed!r}.")
-    if batch_sizes is None:
-        return
-    listed = isinstance(batch_sizes, Sequence) and not isinstance(batch_sizes, str)
-    if not listed or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in batch_sizes):
-        raise UsageError(
-            f"batch_sizes must be a list of whole numbers of 1 or more, such as (1, 2, 8), not {batch_sizes!r}."
-        )
-
-
 def is_to_be_timed(bench: object) -> bool:
     """Whether to time files: as `bench` says; for None, unless OPTIMIZE_EXPORT_NO_BENCH is set."""
     if bench is None:
@@ -312,6 +298,21 @@ def is_to_be_timed(bench: object) -> bool:
     if not isinstance(bench, bool):
         raise UsageError(f"bench must be True, False or None, not {bench!r}.")
     return bench
+
+
+def check_new_folder(directory: str | Path | None, purpose: str, *others: str | Path | None) -> None:
+    """Check that nothing exists at the path, if any, and that it isn't inside of the other folders.
+
+    Raises:
+        UsageError: a file or folder exists there, or it is in one of the others.
+    """
+    if directory is None:
+        return
+    if os.path.lexists(directory):
+        raise UsageError(f"{directory} already exists: choose a new folder for {purpose}, or delete it.")
+    for other in others:
+        if other is not None and Path(os.path.realpath(directory)).is_relative_to(os.path.realpath(other)):
+            raise UsageError(f"{directory} is in the folder {other}, which has other files: use another folder.")
 
 
 # fmt: off

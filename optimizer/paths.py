@@ -1,4 +1,4 @@
-"""The paths that options name: a library's model, a weights file, new folders. Nothing here needs torch."""
+"""The paths that options name: a library's model, and a weights file. Nothing here needs torch."""
 
 import os
 import pickletools
@@ -6,7 +6,7 @@ import zipfile
 from pathlib import Path
 from typing import IO
 
-from optimize_export.errors import LoadError, UsageError
+from optimize_export.errors import LoadError
 
 # Packages whose models have names, such as timm:resnet50.
 LIBRARIES = ("timm", "torchvision", "transformers")
@@ -89,18 +89,3 @@ def _object(file: IO[bytes], before: int) -> str:
         if opcode.name not in ("PROTO", "FRAME"):
             return ""
     return ""
-
-
-def check_new_folder(directory: str | Path | None, purpose: str, *others: str | Path | None) -> None:
-    """Check that nothing exists at the path, if any, and that it isn't inside of the other folders.
-
-    Raises:
-        UsageError: a file or folder exists there, or it is in one of the others.
-    """
-    if directory is None:
-        return
-    if os.path.lexists(directory):
-        raise UsageError(f"{directory} already exists: choose a new folder for {purpose}, or delete it.")
-    for other in others:
-        if other is not None and Path(os.path.realpath(directory)).is_relative_to(os.path.realpath(other)):
-            raise UsageError(f"{directory} is in the folder {other}, which has other files: use another folder.")

@@ -247,7 +247,7 @@ CALLERS = {
     # A torch call of a recording, once more.
     "optimizer/diagnosis/evidence.py": {"target"},
     # The working copy.
-    "optimizer/pipeline/copy_runs.py": {"self.root"},
+    "optimizer/pipeline/transactions.py": {"self.root"},
     # The result itself, for the user, whose own calls must find its graphs.
     "optimizer/pipeline/results.py": {"self.owner"},
 }

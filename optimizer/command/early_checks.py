@@ -10,12 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optimize_export.errors import LoadError, UsageError
-from optimizer.options import ExportOptions
-from optimizer.paths import (
-    check_new_folder,
-    library_of,
-    refuse_missing_weights,
-)
+from optimizer.options import ExportOptions, check_new_folder
+from optimizer.paths import library_of, refuse_missing_weights
 
 # The suffixes of the files that library models take as inputs, by their content.
 SUFFIXES = {

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from optimize_export.errors import LoadError
-from optimize_export.wording import dtype_name, listed, type_name
+from optimize_export.wording import described, listed, type_name
 from optimizer.command.errors import errors_of_user_code
 from optimizer.command.input_files import misfit
 from optimizer.command.loading import Loaded, load
@@ -85,7 +85,7 @@ def _initialize(loaded: Loaded, call: Call) -> None:
 
 def _run(loaded: Loaded, model: Callable[..., Any], call: Call) -> Any:
     tensors = leaves_of((call.args, call.kwargs)).tensors()
-    shapes = listed([f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for _, tensor in tensors])
+    shapes = listed([described(tensor) for _, tensor in tensors])
     try:
         with torch.no_grad(), errors_of_user_code(f"{loaded.source} failed on its inputs ({shapes})", loaded.folder):
             return called(model, call)

@@ -42,36 +42,11 @@ from passes.base import ModelTree
 from passes.graph.recording import Recording
 
 # In the order in which their findings of one level are reported.
-RULES: tuple[Rule, ...] = (
-    layers.unregistered,
-    layers.training_mode,
-    values.value_read,
-    values.data_dependent_branch,
-    values.tensor_from_array,
-    values.moved_from_host,
-    values.unregistered_tensor,
-    values.fixed_device,
-    values.float64_leak,
-    attention.hand_written_attention,
-    chains.activation_by_hand,
-    chains.unfused_chain,
-    kernels.bias_before_norm,
-    kernels.scale_computed,
-    kernels.layout_flip,
-    layers.data_parallel,
-    layers.batch_norm_per_process,
-    settings.reentrant_checkpoint,
-    settings.loader_without_workers,
-    settings.pageable_copy,
-    settings.gradients_zeroed,
-    chains.in_place_in_chain,
-    kernels.channels_not_multiple_of_8,
-    kernels.rows_not_multiple_of_8,
-    kernels.weight_computed,
-    layers.not_in_eval,
-    settings.cudnn_benchmark,
-    settings.tf32_off,
-    settings.deterministic,
+RULES = tuple(
+    each
+    for file in (layers, values, attention, chains, kernels, settings)
+    for each in vars(file).values()
+    if isinstance(each, Rule)
 )
 
 
@@ -190,12 +165,7 @@ def _paths(attributes: PlainTensors) -> frozenset[str]:
 
 
 def record_step(model: nn.Module, step: Callable[[], object]) -> Step:
-    """Run a training step twice: the first run is recorded, the second is timed.
-
-    Raises:
-        UsageError: another profiler is running.
-        LoadError: the step raises.
-    """
+    """Run a training step twice: the first run is recorded, the second is timed."""
     if is_profiling():
         raise UsageError("Another profiler is running in this thread: diagnose() needs it to end first.")
     tree = ModelTree(model, unregistered_modules(model))

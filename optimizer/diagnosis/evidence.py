@@ -23,7 +23,6 @@ from exporters.places import is_users
 from passes.base import ModelTree
 from passes.graph.layouts import layout_of
 from passes.graph.recording import Node, Recorder, Recording, call_of, operation_name, shape_of, shape_of_each
-from passes.torch_private import without_torch_function
 
 _TORCH = Path(torch.__file__).parent
 # Functions of torch that a call may be inside of, by the names that rules use.
@@ -124,19 +123,8 @@ class LineRecorder(Recorder):
         super()._finish()
         leaves = [leaf for leaf in pytree.tree_leaves(self._output) if isinstance(leaf, torch.Tensor)]
         returned = set(map(id, leaves))
-        with without_torch_function():
-            # A tensor lives as long as a view of it.
-            kept = returned | {id(leaf._base) for leaf in leaves if leaf._base is not None}
-        made = [
-            held
-            for key, (held, nodes) in self._values.items()
-            if key not in kept and any(node.op == "call_function" for node in nodes)
-        ]
-        # Free the tensors that only reference cycles keep alive, such as those of an exception. Most are in a young
-        # generation.
-        for generation in (1, 2):
-            if any(held() is not None for held in made):
-                gc.collect(generation)
+        # Free the tensors that only reference cycles keep alive, such as those of an exception.
+        gc.collect()
         for key, (held, nodes) in self._values.items():
             if held() is not None:
                 for node in nodes:

@@ -9,7 +9,7 @@ from optimizer.exporting.job import (
     optimize_again,
     with_checked_folders,
 )
-from optimizer.exporting.measuring import MeasuredExport, measure, measured_reference, reason_vacuous, sizes_of
+from optimizer.exporting.measuring import MeasuredExport, measure
 from optimizer.exporting.writing import WrittenFiles, add_report, profiled, write_data, write_files
 
 __all__ = [
@@ -20,13 +20,10 @@ __all__ = [
     "copy_for_export",
     "exporters_of",
     "measure",
-    "measured_reference",
     "opened",
     "optimize_again",
     "profiled",
-    "reason_vacuous",
     "remove",
-    "sizes_of",
     "with_checked_folders",
     "write_data",
     "write_files",

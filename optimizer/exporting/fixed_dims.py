@@ -1,13 +1,13 @@
 """Find the `dynamic` under which the original runs, where the default fixes dims or doesn't fit it.
 
 There are two cases: lengths of tokens and masks that are fixed although the model takes others, and a batch that isn't
-dim 0. Each suggestion was tried: the original ran at another size of the dims.
+dim 0. Lengths are suggested if the original ran at another one.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +18,6 @@ from optimizer.model import BATCH, Call, OpenDims, Samples, keeps_values, open_d
 from optimizer.parity import Reference, outputs_on
 
 _TIME = "time"
-
-_UNTRIED = "(dynamic= in Python; the original runs so, files weren't tried)"
 
 # A slice whose values change less than this, relative to the largest of the output, doesn't depend on the changed one.
 _INDEPENDENT = 1e-4
@@ -93,7 +91,7 @@ class Suggestions:
         fixed = [f"dim {dim} of {name} ({size})" for name, dims in found.items() for dim, size in dims.items()]
         return [
             f"fixed in the files, although the model takes other sizes: {', '.join(fixed)}; `{option_text(declared)}` may "
-            f"make {'them' if len(fixed) > 1 else 'it'} dynamic {_UNTRIED}"
+            f"make {'them' if len(fixed) > 1 else 'it'} dynamic (dynamic= in Python; the original runs so, files weren't tried)"
         ]
 
     def _with_batch(self, declared: Names, rows: int | None) -> Names:
@@ -142,36 +140,11 @@ class Suggestions:
             return ""
         if self._is_independent(first, 0) is not False or not self._is_independent(first, 1):
             return ""
-        time, rows = first.shape[:2]
-        sizes = {rows: BATCH} if time == rows else {rows: BATCH, time: _TIME}
-        full: Names = {
-            other: {dim: sizes[size] for dim, size in enumerate(tensor.shape[:2]) if size in sizes}
-            for other, tensor in self.inputs.items()
-            if other != name
-        }
-        full = {name: {0: _TIME, 1: BATCH}, **{other: dims for other, dims in full.items() if dims}}
-        only_batch = {other: {dim: size for dim, size in dims.items() if size == BATCH} for other, dims in full.items()}
-        for named in (full, only_batch):
-            named = {other: dims for other, dims in named.items() if dims}
-            if self._runs(named, [BATCH, *([_TIME] if _TIME in named[name].values() else [])]):
-                return (
-                    f"dim 0 of {name} isn't the batch: its slices influence each other, and those of dim 1 don't; "
-                    f"`{option_text(named)}` makes dim 1 the batch {_UNTRIED}"
-                )
-        return ""
-
-    def _runs(self, named: Names, sizes: Sequence[str]) -> bool:
-        """Whether the original runs at another value of each of these sizes, one by one."""
-        try:
-            dims = open_dims(named, self.inputs, first=self.samples.first)
-            samples = self.samples.opened(dims, self.inputs)
-            return all(
-                any(outputs_on(self.reference, call) is not None for call in _others(samples, dims, size))
-                for size in sizes
-            )
-        except UsageError:
-            # The names contradict each other, or the user's function doesn't make such inputs.
-            return False
+        return (
+            f"dim 0 of {name} isn't the batch: its slices influence each other, and those of dim 1 don't; "
+            f"`{option_text({name: {0: _TIME, 1: BATCH}})}` makes dim 1 the batch (dynamic= in Python); also name the "
+            "dims of other inputs that have either size"
+        )
 
     def _is_independent(self, tensor: torch.Tensor, dim: int) -> bool | None:
         """Whether slices of the outputs depend on the slice with the same index of an input alone; None if unknown."""
@@ -186,13 +159,6 @@ class Suggestions:
         if not any(bool(each.any()) for each in moved):
             return None
         return all(_only_first(each, tensor.shape[dim]) for each in moved)
-
-
-def _others(samples: Samples, dims: OpenDims, size: str) -> Iterator[Call]:
-    """Calls at other values of a size."""
-    given = samples.batch_size if size == dims.batch else samples.sizes[size]
-    for other in (given + 1, 2 * given) if given else ():
-        yield samples.at(other) if size == dims.batch else samples.at(samples.batch_size, 0, ((size, other),))
 
 
 def _moved(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,7 @@ from optimize_export.errors import UsageError
 from optimize_export.runtime import require_runtime
 from optimizer.bundle import check_target
 from optimizer.model import OpenDims, Samples, open_dims, working_copy
-from optimizer.options import ExportSettings
-from optimizer.paths import check_new_folder
+from optimizer.options import ExportSettings, check_new_folder
 from optimizer.pipeline import Provenance, detach, optimize_model
 from optimizer.report import Progress, ProgressFunction, no_progress
 from passes.base import Pass
@@ -65,12 +64,6 @@ def exporters_of(
 
     Args:
         given: further exporters.
-
-    Raises:
-        UsageError: `formats` is empty, and no exporter is given.
-        ExporterError: a format or the opset is unknown, no file can store the metadata, or one of those given isn't an
-            exporter or has the name of another format.
-        DeviceError: `formats` has "onnx", and onnxruntime isn't installed.
     """
     names = [formats] if isinstance(formats, str) else list(formats or ())
     names += map(register, [given] if isinstance(given, Exporter) else given)
@@ -85,12 +78,7 @@ def exporters_of(
 
 
 def with_checked_folders(settings: ExportSettings) -> ExportSettings:
-    """Check that all folders can be written, and make their paths absolute.
-
-    Raises:
-        UsageError: `output` isn't a path, or `debug_dir` or `profile_dir` can't be used or is the same folder.
-        BundleError: a bundle can't be written to `output`.
-    """
+    """Check that all folders can be written, and make their paths absolute."""
     output: object = settings.output
     if not isinstance(output, str | os.PathLike) or not str(output).strip():
         raise UsageError(f"output must be the folder of the bundle, such as 'dist/net', not {output!r}.")
@@ -112,11 +100,7 @@ def with_checked_folders(settings: ExportSettings) -> ExportSettings:
 
 
 def opened(model: nn.Module, samples: Samples, settings: ExportSettings) -> tuple[Samples, OpenDims]:
-    """Open the dims that `dynamic` declares, and return the samples with these dims.
-
-    Raises:
-        UsageError: `dynamic` names a dim that the inputs don't have, or contradicts another option.
-    """
+    """Open the dims that `dynamic` declares, and return the samples with these dims."""
     if settings.dynamic is None:
         return samples, OpenDims()
     call = samples.given

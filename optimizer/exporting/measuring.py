@@ -20,7 +20,6 @@ from optimizer.model import Samples, on_device
 from optimizer.options import Effort
 from optimizer.parity import (
     BATCH_SIZES,
-    OriginalOutputs,
     Reference,
     Rows,
     by_output,
@@ -73,14 +72,7 @@ class MeasuredExport:
 
 
 def measure(job: ExportJob) -> MeasuredExport:
-    """Measure the original, and prepare the request for the exporters.
-
-    Raises:
-        ExportFailed: the original carries state from call to call, or accepts only one size of a dim that must be open.
-        VacuousError: the original's outputs prove nothing.
-        ParityError: rows of the original depend on each other, and the user asks for independent rows.
-        UsageError: an option contradicts the inputs or names an unknown output.
-    """
+    """Measure the original, and prepare the request for the exporters."""
     exported = copy_for_export(job.model, job.target)
     at_home = job.samples if job.home.type == job.target.type else job.samples.to(job.home)
     original, rounding = _measured(job, exported, at_home)
@@ -145,9 +137,17 @@ def _measured(job: ExportJob, exported: nn.Module, at_home: Samples) -> tuple[nn
     given = None if job.provenance is None else job.provenance.original
     original = on_device(exported if given is None else given, job.home)
     job.progress("parity", 0, len(job.exporters) + 1, "running the original")
-    sizes = sizes_of(job.samples, job.batch_sizes, job.static_batch, job.effort)
-    outputs = None if job.provenance is None else job.provenance.outputs
-    rounding = measured_reference(original, at_home, sizes, job.effort, outputs, or_larger=job.batch_sizes is None)
+    rounding = measure_reference(
+        original,
+        at_home,
+        batch_sizes=_sizes_of(job.samples, job.batch_sizes, job.static_batch, job.effort),
+        draws=3 if job.effort == "thorough" else None,
+        measured_sizes=_MEASURED_SIZES[job.effort],
+        known=None if job.provenance is None else job.provenance.outputs,
+        or_larger=job.batch_sizes is None,
+        other_values=True,
+    )
+    _refuse_vacuous(rounding)
     _refuse_carried_state(original, rounding)
     return original, rounding
 
@@ -170,48 +170,11 @@ def _notes(job: ExportJob, suggestions: Suggestions, adapter: Adapter, *, open_b
 # ---------------------------------------------------------------------------------------------------------- the reference
 
 
-def measured_reference(
-    original: nn.Module,
-    samples: Samples,
-    batch_sizes: Sequence[int] | None,
-    effort: Effort,
-    known: OriginalOutputs | None = None,
-    *,
-    or_larger: bool = False,
-) -> Reference:
-    """Measure the reference for all files.
-
-    Args:
-        batch_sizes: from `sizes_of`.
-        effort: determines the number of draws and of measured batch sizes.
-        known: outputs of the original from `optimize`, which need not be computed again.
-        or_larger: as for `measure_reference`.
-
-    Raises:
-        VacuousError: the outputs prove nothing.
-    """
-    reference = measure_reference(
-        original,
-        samples,
-        batch_sizes=batch_sizes,
-        draws=3 if effort == "thorough" else None,
-        measured_sizes=_MEASURED_SIZES[effort],
-        known=known,
-        or_larger=or_larger,
-        other_values=True,
-    )
-    _refuse_vacuous(reference)
-    return reference
-
-
-def sizes_of(samples: Samples, batch_sizes: Sequence[int] | None, static: bool, effort: Effort) -> list[int] | None:
+def _sizes_of(samples: Samples, batch_sizes: Sequence[int] | None, static: bool, effort: Effort) -> list[int] | None:
     """The batch sizes at which files are compared; None if the inputs have no batch.
 
     Args:
         batch_sizes: those that the user chose; None to choose them here.
-
-    Raises:
-        UsageError: the batch is fixed, and further inputs have another batch size.
     """
     if static and (further := [size for size, _ in samples.further if size != samples.batch_size]):
         raise UsageError(
@@ -231,11 +194,7 @@ def sizes_of(samples: Samples, batch_sizes: Sequence[int] | None, static: bool, 
 
 
 def _lower_reference(reference: Reference, provenance: Provenance | None) -> Reference:
-    """Adapt the reference to the precision of a result whose passes lower it.
-
-    Raises:
-        VacuousError: the outputs prove nothing at that precision.
-    """
+    """Adapt the reference to the precision of a result whose passes lower it."""
     if provenance is None or provenance.original is None:
         return reference
     for lowered in provenance.precisions:
@@ -246,7 +205,10 @@ def _lower_reference(reference: Reference, provenance: Provenance | None) -> Ref
 
 def _refuse_vacuous(reference: Reference) -> None:
     """Raise if no output of the reference can prove anything. If some can't, a note of the reference says so."""
-    if (reason := reason_vacuous(reference)) is None:
+    # Files are compared by outputs only, not by changed inputs. Exporters refuse a model without outputs.
+    outputs = [noise for noise in reference.noises.values() if noise.kind == "output"]
+    reason = why_vacuous(outputs) if outputs else None
+    if reason is None:
         return
     computed = f"computed in {reference.precision}, " if reference.precision else ""
     told = f"{computed}{reason}, so nothing could be proven"
@@ -256,13 +218,6 @@ def _refuse_vacuous(reference: Reference) -> None:
         ways = "leave out cast-precision, " if reference.precision else ""
         advice = f"{ways}load trained weights, or use other example inputs"
     raise VacuousError(f"{told[0].upper()}{told[1:]}: {advice}.")
-
-
-def reason_vacuous(reference: Reference) -> str | None:
-    """Why none of the original's outputs can prove anything about a file; None if one can."""
-    # Files are compared by outputs only, not by changed inputs. Exporters refuse a model without outputs.
-    outputs = [noise for noise in reference.noises.values() if noise.kind == "output"]
-    return why_vacuous(outputs) if outputs else None
 
 
 def _refuse_carried_state(original: nn.Module, reference: Reference) -> None:
@@ -325,12 +280,7 @@ def _request_for(job: ExportJob, model: nn.Module, reference: Reference) -> Expo
 
 
 def _refuse_sizes_not_taken(job: ExportJob, reference: Reference) -> None:
-    """Refuse an open dim for which the original itself accepts only one size.
-
-    Raises:
-        ExportFailed: the original raises at every other size of the dim.
-        UsageError: `batch_sizes` has only the size of the example inputs.
-    """
+    """Refuse an open dim for which the original itself accepts only one size."""
     dims = job.dims
     fixed = [name for name, sizes in reference.taken.alone.items() if not sizes]
     if job.samples.dynamic and dims.places(dims.batch) and len(reference.batch_sizes) < 2:
@@ -364,7 +314,7 @@ def _note_on_one_row(job: ExportJob, reference: Reference) -> list[str]:
     """A note if the files accept one row, but aren't compared there, because the user chose other batch sizes."""
     if job.static_batch or len(reference.batch_sizes) < 2:
         return []
-    if 1 in (sizes_of(job.samples, job.batch_sizes, job.static_batch, job.effort) or ()):
+    if 1 in (_sizes_of(job.samples, job.batch_sizes, job.static_batch, job.effort) or ()):
         return []
     chosen = "the quick effort" if job.batch_sizes is None else "batch_sizes"
     return [

@@ -54,10 +54,6 @@ class WrittenFiles:
 
         Args:
             hint: a clause for the message of files that couldn't be made.
-
-        Raises:
-            ParityError: a file isn't proven. It has the entries of all files.
-            ExporterError: files couldn't be made; one error for several formats joins their messages.
         """
         figures = [*(plain({**entry, "measurement": None}) for entry in self.entries), *self.unproven]
         errors = list(self.missing.values())
@@ -70,12 +66,7 @@ class WrittenFiles:
 
 
 def write_files(job: ExportJob, measured: MeasuredExport, folder: Path) -> WrittenFiles:
-    """Write a file in each format, and remove the files that aren't proven.
-
-    Raises:
-        ExporterError, ParityError: no file is proven, or the job is strict and a format is missing.
-        StructureError, MetadataError: no format can hold the structure of the calls, or the metadata.
-    """
+    """Write a file in each format, and remove the files that aren't proven."""
     written = WrittenFiles()
     if any(exporter.name == "onnx" for exporter in job.exporters):
         start_early()

@@ -14,9 +14,9 @@ from optimizer.model.inputs import (
     ladder,
     two_batch_sizes,
 )
-from optimizer.model.module_tree import REGISTRIES, is_script, modules_of, reachable_modules, unregistered_modules
 from optimizer.model.preparation import (
     check_model,
+    check_numbers,
     on_device,
     one_call,
     refuse_empty_tensors,
@@ -40,7 +40,18 @@ from optimizer.model.settings import (
     unsynchronised,
 )
 from optimizer.model.weights import load_weights
-from optimizer.model.working_copy import Mode, WorkingCopy, is_plain, private_state, working_copy
+from optimizer.model.working_copy import (
+    REGISTRIES,
+    Mode,
+    WorkingCopy,
+    is_plain,
+    is_script,
+    modules_of,
+    private_state,
+    reachable_modules,
+    unregistered_modules,
+    working_copy,
+)
 
 __all__ = [
     "BATCH",
@@ -62,6 +73,7 @@ __all__ = [
     "WorkingCopy",
     "called",
     "check_model",
+    "check_numbers",
     "clone",
     "eager_only",
     "errors_of_model",

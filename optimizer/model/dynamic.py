@@ -52,10 +52,6 @@ def open_dims(
         inputs: the tensors of the example inputs by their names in the files.
         first: the first tensor with dims; its dim 0 is the batch, unless another dim has the name "batch".
         static_batch: whether the batch size is fixed; then no declared dim may be the batch.
-
-    Raises:
-        UsageError: the declaration is malformed, an input or dim doesn't exist, a dim is repeated or empty, or dims
-            with the same name have different sizes.
     """
     default = None if first is None else first.shape[0]
     if dynamic is None:

@@ -29,8 +29,8 @@ import numpy
 import torch
 
 from optimize_export.errors import LoadError, UsageError
-from optimize_export.structure import first_difference, leaves_of, rebuild
-from optimize_export.wording import dtype_name, quote
+from optimize_export.structure import clone, first_difference, leaves_of, rebuild
+from optimize_export.wording import a_type, described, quote
 from optimizer.model.dynamic import OpenDims, Sizes
 from optimizer.model.settings import random_state
 from optimizer.model.working_copy import Mode
@@ -53,6 +53,10 @@ class Call:
     kwargs: dict[str, Any] = field(default_factory=dict)
     # The name of the file that it was read from, for messages; "" if there is none.
     file: str = field(default="", compare=False, repr=False)
+
+    def copied(self) -> "Call":
+        """A copy of the call, because a forward may write to its inputs."""
+        return Call(*clone((self.args, self.kwargs)))
 
 
 class Samples:
@@ -88,7 +92,7 @@ class Samples:
     ) -> None:
         if example_kwargs is not None and not isinstance(example_kwargs, dict):
             raise UsageError(
-                f"example_kwargs must be a dict of the model's keyword arguments, not {_kind(example_kwargs)}."
+                f"example_kwargs must be a dict of the model's keyword arguments, not {a_type(example_kwargs)}."
             )
         self.seed = seed
         self.device = None if device is None else torch.device(device)
@@ -110,11 +114,7 @@ class Samples:
 
     @property
     def further(self) -> tuple[tuple[int | None, int], ...]:
-        """The batch size and draw of each further call.
-
-        Raises:
-            UsageError: a further call differs from the first in more than its rows.
-        """
+        """The batch size and draw of each further call."""
         return tuple(self._own)
 
     @property
@@ -164,9 +164,6 @@ class Samples:
 
         Args:
             sizes: sizes of open dims except the batch; dims that aren't named keep their given size.
-
-        Raises:
-            UsageError: the batch size is below 1, or it differs from the given one and the batch can't change.
         """
         other = {name: size for name, size in sizes if size != self.sizes[name]}
         call = self._at(batch_size, draw)
@@ -226,7 +223,7 @@ class Samples:
         which = f"The further inputs {number}"
         pair = isinstance(item, tuple) and len(item) == 2
         if not pair or not isinstance(item[0], tuple) or not isinstance(item[1], dict):
-            raise UsageError(f"{which} must be a pair of a tuple and a dict, such as ((x,), {{}}), not {_kind(item)}.")
+            raise UsageError(f"{which} must be a pair of a tuple and a dict, such as ((x,), {{}}), not {a_type(item)}.")
         call = self._placed(Call(*item))
         size = self._size_of(call)
         if size == 0:
@@ -354,16 +351,12 @@ def _other_than_rows(expected: Call, call: Call) -> str | None:
         return difference
     for (name, wanted), (_, tensor) in zip(_named_tensors(expected), _named_tensors(call), strict=True):
         if (wanted.dtype, wanted.shape) != (tensor.dtype, tensor.shape):
-            return f"{name} is {_described(tensor)}, but should be {_described(wanted)}"
+            return f"{name} is {described(tensor)}, but should be {described(wanted)}"
     return None
 
 
 def _named_tensors(call: Call) -> tuple[tuple[str, torch.Tensor], ...]:
     return (*leaves_of(call.args, "argument").tensors(), *leaves_of(call.kwargs).tensors())
-
-
-def _described(tensor: torch.Tensor) -> str:
-    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
 
 
 def _positional(inputs: Any, what: str) -> tuple[Any, ...]:
@@ -373,40 +366,26 @@ def _positional(inputs: Any, what: str) -> tuple[Any, ...]:
         return (inputs,)
     if isinstance(inputs, tuple):
         return inputs
-    if isinstance(inputs, dict):
-        raise UsageError(f"{what} must be a tuple of positional arguments; use example_kwargs for a dict.")
-    hint = ", which torch.from_numpy converts" if isinstance(inputs, numpy.ndarray) else ""
+    hint = {dict: "; use example_kwargs for a dict", numpy.ndarray: ", which torch.from_numpy converts"}
     raise UsageError(
-        f"{what} must be a tuple with one item per positional argument, such as (x,), not {_kind(inputs)}{hint}."
+        f"{what} must be a tuple with one item per positional argument, such as (x,), not {a_type(inputs)}"
+        f"{hint.get(type(inputs), '')}."
     )
 
 
 def _refuse_unusable(call: Call) -> None:
     for name, tensor in _named_tensors(call):
-        if tensor.is_nested:
+        layout = str(tensor.layout).removeprefix("torch.")
+        kinds = {
+            "a nested tensor": tensor.is_nested,
+            "a tensor without values (device meta)": tensor.is_meta,
+            f"a tensor in the layout {layout}": tensor.layout not in _LAYOUTS,
+            "a tensor that is quantized per channel": tensor.is_quantized and not has_strides(tensor),
+        }
+        if kind := next((kind for kind, is_it in kinds.items() if is_it), None):
             raise UsageError(
-                f"The example inputs contain a nested tensor ({name}), which can't be split into rows: pass a "
-                "padded tensor, or a module that builds the nested tensor from it."
+                f"The example inputs contain {kind}, {name}, from which no other rows can be made: pass a dense tensor."
             )
-        if tensor.is_meta:
-            raise UsageError(
-                f"The example inputs contain a tensor without values ({name} is on the meta device): create it on "
-                "the CPU."
-            )
-        if tensor.layout not in _LAYOUTS:
-            layout = str(tensor.layout).removeprefix("torch.")
-            raise UsageError(
-                f"The example inputs contain a tensor in the layout {layout} ({name}): pass a dense tensor."
-            )
-        if tensor.is_quantized and not has_strides(tensor):
-            raise UsageError(
-                f"The example inputs contain a tensor that is quantized per channel ({name}), from which torch "
-                "can't take rows: pass one that is quantized per tensor, or a dense one."
-            )
-
-
-def _kind(value: Any) -> str:
-    return f"a {type(value).__name__}"
 
 
 def _batch_size(call: Call) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,10 +32,7 @@ def check_model(model: object, *, runs: bool) -> None:
             "The model is a wrapper made by torch.compile(module): pass the module itself, with torch-compile as "
             "the last pass."
         )
-    refuse_unmade_module(model)
-    _refuse_lazy_modules(model)
-    if runs:
-        refuse_empty_tensors(model)
+    refuse_unrunnable(model, runs=runs)
     _refuse_distributed(model)
 
 
@@ -49,10 +47,6 @@ def one_call(
 
     Args:
         name: the function that needs the call, for the message.
-
-    Raises:
-        UsageError: there are no example inputs, or they are invalid.
-        DeviceError: the device is a GPU, and torch finds none.
     """
     target = device_of(model) if device is None else resolved_device(str(device), require_gpu=False)
     samples = samples_of(example_inputs, example_kwargs, (), 0, target)
@@ -79,6 +73,19 @@ def _refuse_distributed(model: nn.Module) -> None:
             raise UsageError(f"{where} is sharded by FSDP: call optimize() first, and shard its result.")
 
 
+def check_numbers(seed: object, batch_sizes: Any) -> None:
+    """Raise `UsageError` unless the seed is a whole number and `batch_sizes` None or whole numbers of at least 1."""
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise UsageError(f"seed must be a whole number, not {seed!r}.")
+    if batch_sizes is None:
+        return
+    listed = isinstance(batch_sizes, Sequence) and not isinstance(batch_sizes, str)
+    if not listed or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in batch_sizes):
+        raise UsageError(
+            f"batch_sizes must be a list of whole numbers of 1 or more, such as (1, 2, 8), not {batch_sizes!r}."
+        )
+
+
 def samples_of(
     example_inputs: ExampleInputs | None,
     example_kwargs: dict[str, Any] | None,
@@ -86,11 +93,7 @@ def samples_of(
     seed: int,
     device: torch.device,
 ) -> Samples | None:
-    """The samples of the example inputs; None if there are none.
-
-    Raises:
-        UsageError: there are only further inputs.
-    """
+    """The samples of the example inputs; None if there are none."""
     if example_inputs is None and not example_kwargs:
         if further_inputs:
             raise UsageError(
@@ -102,12 +105,7 @@ def samples_of(
 
 
 def resolved_device(device: str, *, require_gpu: bool) -> torch.device:
-    """The device for "auto", "cpu" or "cuda".
-
-    Raises:
-        UsageError: the device is unknown.
-        DeviceError: a GPU is required, and there is none, or the device is another one.
-    """
+    """The device for "auto", "cpu" or "cuda"."""
     available = torch.cuda.is_available()
     if device == "auto":
         device = "cuda" if available else "cpu"
@@ -133,11 +131,21 @@ def on_device(model: nn.Module, device: torch.device) -> nn.Module:
     return working_copy(model, "inference").root.to(device)
 
 
-def refuse_unrunnable(model: nn.Module) -> None:
+def refuse_unrunnable(model: nn.Module, *, runs: bool = True) -> None:
     """Raise `LoadError` if a run would fail for lack of weights, or would give the module some permanently."""
     refuse_unmade_module(model)
-    _refuse_lazy_modules(model)
-    refuse_empty_tensors(model)
+    lazy = [
+        f"{path or 'the model'} ({type(module).__name__})"
+        for path, module in model.named_modules()
+        if any(is_lazy(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    ]
+    if lazy:
+        raise LoadError(
+            f"{listed(lazy)} {'has' if len(lazy) == 1 else 'have'} no weights yet: run the model once to initialize "
+            "them, and remove modules that it never calls."
+        )
+    if runs:
+        refuse_empty_tensors(model)
 
 
 def refuse_unmade_module(model: nn.Module) -> None:
@@ -155,18 +163,4 @@ def refuse_empty_tensors(model: nn.Module) -> None:
         raise LoadError(
             f"{listed(empty)} of the model {'has' if len(empty) == 1 else 'have'} no values (device meta): load weights "
             "into it first, or build the model on the CPU."
-        )
-
-
-def _refuse_lazy_modules(model: nn.Module) -> None:
-    """Raise `LoadError` if a lazy module has no weights yet: the first run would change the caller's module."""
-    lazy = [
-        f"{path or 'the model'} ({type(module).__name__})"
-        for path, module in model.named_modules()
-        if any(is_lazy(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
-    ]
-    if lazy:
-        raise LoadError(
-            f"{listed(lazy)} {'has' if len(lazy) == 1 else 'have'} no weights yet: run the model once to initialize "
-            "them, and remove modules that it never calls."
         )

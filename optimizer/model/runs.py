@@ -20,12 +20,17 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimize_export.errors import LoadError, OptimizeExportError
-from optimize_export.structure import clone, leaves_of
+from optimize_export.structure import leaves_of
 from optimize_export.wording import error_summary, listed
 from optimizer.model.inputs import Call
-from optimizer.model.module_tree import functions_over_modules, reachable_modules, unregistered_modules
-from optimizer.model.working_copy import is_plain, private_state, working_copy
-from optimizer.torch_private import schema_of
+from optimizer.model.working_copy import (
+    functions_over_modules,
+    is_plain,
+    private_state,
+    reachable_modules,
+    unregistered_modules,
+    working_copy,
+)
 from passes.graph.forwards import is_compiled
 from passes.graph.memory import storages_of
 from passes.torch_private import COMPILED_CALL, without_torch_function
@@ -62,11 +67,7 @@ class Runs:
 
     @contextmanager
     def fresh(self) -> Iterator[Callable[..., Any]]:
-        """Yield the module for one run, in the current state of the model.
-
-        Raises:
-            LoadError: the model can't be copied, or the run wrote to weights of the model, which its first run didn't.
-        """
+        """Yield the module for one run, in the current state of the model."""
         with ExitStack() as stack:
             if not isinstance(self.target, nn.Module):
                 yield self.target
@@ -106,10 +107,6 @@ class Runs:
         """Run once, and find the parameters that forward writes to.
 
         Each attempt ends before the first write to a shared weight. The next attempt gets its own copy of that weight.
-
-        Raises:
-            LoadError: forward bypasses the copy, and writes to tensors of the model itself or runs its modules in
-                training mode. Or it writes to weights in TorchScript, which a copy shares.
         """
         if not isinstance(self.target, nn.Module):
             return run(self.target)
@@ -186,8 +183,8 @@ class AsItIs(Runs):
 
 def called(module: Callable[..., Any], call: Call) -> Any:
     """Call a module that runs provide, with copies of the inputs, because forward may write to them."""
-    args, kwargs = clone((call.args, call.kwargs))
-    return module(*args, **kwargs)
+    copied = call.copied()
+    return module(*copied.args, **copied.kwargs)
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -284,7 +281,7 @@ class WriteGuard(TorchDispatchMode):
         kwargs = kwargs or {}
         # Calls from TorchScript arrive here without passing the function modes, which must not see the calls below.
         with without_torch_function():
-            for tensor in _written_by(schema_of(func), args, kwargs):
+            for tensor in _written_by(getattr(func, "_schema", None), args, kwargs):
                 names = {name for place in storages_of(tensor) for name in self._places.get(place, ())}
                 if names:
                     self._stop(names)
@@ -312,7 +309,7 @@ def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _written_by(schema: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors among an operator's arguments that it writes to."""
+    """The tensors among an operator's arguments that it writes to; higher-order operators have no schema."""
     if schema is None:
         return
     names = [argument.name for argument in schema.arguments]

@@ -13,12 +13,13 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NamedTuple, ParamSpec, TextIO, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+import numpy
 import torch
 from torch import nn
 
-from optimizer.model.module_tree import reachable_modules
+from optimizer.model.working_copy import reachable_modules
 from passes.torch_capture import compiler_silenced
 from passes.torch_private import AnyBatchNorm
 
@@ -47,27 +48,17 @@ def in_turn(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @contextmanager
 def _each_warning_once() -> Iterator[None]:
-    """Show each warning once: a model runs many times, and Python forgets what it has shown when a filter changes."""
-    seen: set[tuple[str, type[Warning], str, int]] = set()
-    with warnings.catch_warnings():
-        show = warnings.showwarning
-
-        def show_once(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
+    """Show each warning once, at the end: a model runs many times, and Python forgets what it has shown."""
+    seen: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            yield
+    finally:
+        different = {(str(each.message), each.category, each.filename, each.lineno): each for each in seen}
+        for each in different.values():
             # A captured graph repeats the warnings of the lines that it was captured from.
-            is_graph = filename.startswith("<eval_with_key>")
-            if not is_graph and (warning := (str(message), category, filename, lineno)) not in seen:
-                seen.add(warning)
-                show(message, category, filename, lineno, file, line)
-
-        warnings.showwarning = show_once
-        yield
+            if not each.filename.startswith("<eval_with_key>"):
+                warnings.showwarning(each.message, each.category, each.filename, each.lineno, each.file, each.line)
 
 
 if hasattr(os, "register_at_fork"):
@@ -92,71 +83,47 @@ def outside_inference_mode() -> Iterator[None]:
 
 
 def seed_torch(seed: int) -> None:
-    """Seed torch on the CPU and on the devices in use.
+    """Seed torch on the CPU, and on GPUs if CUDA is in use.
 
-    `torch.manual_seed` would also give this seed, instead of the user's own, to every other device at its first use.
+    `torch.manual_seed` would also give this seed, instead of the user's own, to CUDA at its first use.
     """
     torch.default_generator.manual_seed(seed)
-    for device in _started():
-        device.seed(seed)
-
-
-class _Random(NamedTuple):
-    """The functions that read, restore and seed the random state of one kind of device."""
-
-    state: Callable[[], Any]
-    put_back: Callable[[Any], None]
-    seed: Callable[[int], Any]
-
-
-def _started() -> list[_Random]:
-    """The functions for CUDA and XPU if they are in use, and for MPS if it is available.
-
-    Reading or seeding the random state of CUDA or XPU would initialize it.
-    """
-    kinds = [kind for kind in (torch.cuda, torch.xpu) if kind.is_available() and kind.is_initialized()]
-    found = [_Random(kind.get_rng_state_all, kind.set_rng_state_all, kind.manual_seed_all) for kind in kinds]
-    if torch.backends.mps.is_available():
-        found.append(_Random(torch.mps.get_rng_state, torch.mps.set_rng_state, torch.mps.manual_seed))
-    return found
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
 
 
 @contextmanager
 def random_state(seed: int | None = None) -> Iterator[Callable[[], bool]]:
-    """Restore the random state of torch (on the CPU and on devices in use), numpy and Python after the block.
+    """Restore the random state of torch (on the CPU, and on GPUs in use), numpy and Python after the block.
 
     Inside, all generators start from `seed`, if it is given. The yielded function tells whether any number was drawn
     since.
     """
-    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
-    cpu_state = torch.get_rng_state()
-    states = [(device, device.state()) for device in _started()]
-    numpy_state = numpy_random.get_state() if numpy_random is not None else None
-    python_state = random.getstate()
+    cpu, on_gpus, of_numpy, of_python = _random_state()
     try:
         if seed is not None:
             seed_torch(seed)
             random.seed(seed)
-            if numpy_random is not None:
-                numpy_random.seed(seed % (1 << 32))
+            numpy.random.seed(seed % (1 << 32))
         before = _fingerprint()
         yield lambda: _fingerprint() != before
     finally:
-        torch.set_rng_state(cpu_state)
-        for device, state in states:
-            device.put_back(state)
-        if numpy_random is not None:
-            numpy_random.set_state(numpy_state)
-        random.setstate(python_state)
+        torch.set_rng_state(cpu)
+        torch.cuda.set_rng_state_all(on_gpus)
+        numpy.random.set_state(of_numpy)
+        random.setstate(of_python)
+
+
+def _random_state() -> tuple[torch.Tensor, list[torch.Tensor], Any, Any]:
+    # Reading the random state of CUDA would initialize it.
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), on_gpus, numpy.random.get_state(), random.getstate()
 
 
 def _fingerprint() -> tuple[Any, ...]:
     """The state of all generators, for comparison."""
-    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
-    kept = [torch.get_rng_state(), *(device.state() for device in _started())]
-    states = [state.numpy().tobytes() for one in kept for state in (one if isinstance(one, list) else [one])]
-    numpy_state = None if numpy_random is None else pickle.dumps(numpy_random.get_state())
-    return (*states, numpy_state, random.getstate())
+    cpu, on_gpus, of_numpy, of_python = _random_state()
+    return (*(state.numpy().tobytes() for state in (cpu, *on_gpus)), pickle.dumps(of_numpy), of_python)
 
 
 @contextmanager

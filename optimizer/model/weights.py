@@ -50,7 +50,8 @@ def load_weights(model: nn.Module, path: Path) -> list[str]:
     ]
     if misshapen:
         raise LoadError(f"The weights {path.name} don't fit the model: different shapes in {listed(misshapen)}.")
-    cast = [name for name, tensor in own.items() if name in state and _cast(state[name], tensor)]
+    dtypes = {name: getattr(tensor, "dtype", None) for name, tensor in own.items()}
+    cast = [name for name in own if name in state and getattr(state[name], "dtype", None) != dtypes[name]]
     assign = any(tensor.is_meta for tensor in model.parameters())
     if assign:  # `assign` keeps the dtype of the file, where a copy would cast
         state |= {name: state[name].to(own[name].dtype) for name in cast}
@@ -122,9 +123,6 @@ def _fitting(model: nn.Module, value: Any, key: str, path: Path, notes: list[str
     """The state dict in a file that fits the model: that of the key, or the only one that fits.
 
     Where none fits, the one that comes first, so that the user learns what doesn't fit.
-
-    Raises:
-        LoadError: the file has no state dict, none under the key, or several that fit equally well.
     """
     if not isinstance(value, Mapping):
         raise LoadError(f"The weights {path.name} contain {a_type(value)}, not a state dict.")
@@ -132,12 +130,12 @@ def _fitting(model: nn.Module, value: Any, key: str, path: Path, notes: list[str
     if key:
         found = _under(key, found)
         if not found:
-            known = listed([each for each in _state_keys(value) if each]) or "none"
+            known = listed([each for each in dict(_state_dicts(value)) if each]) or "none"
             raise LoadError(
-                f"The weights {path.name} have no state dict under {key}; the keys of the file are: {known}."
+                f"The weights {path.name} have no state dict under {key}; those in the file are under: {known}."
             )
     if not found:
-        raise LoadError(f"The weights {path.name} contain no state dict: {_instead(value)}{_STATE_DICT}")
+        raise LoadError(f"The weights {path.name} contain no state dict{_STATE_DICT}")
     ranked = sorted(found, key=lambda each: _FIRST_KEYS.index(each) if each in _FIRST_KEYS else len(_FIRST_KEYS))
     fitted = {each: names for each in ranked if (names := _named_as(model, found[each], path)) is not None}
     if not fitted:
@@ -178,19 +176,6 @@ def _under(key: str, found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str,
         for state in found.values()
     )
     return next(({key: part} for part in parts if part), {})
-
-
-def _state_keys(value: Mapping[Any, Any]) -> list[str]:
-    """The keys that a user may choose from: those of state dicts, and the first parts of names."""
-    found = dict(_state_dicts(value))
-    parts = [name.partition(".")[0] for state in found.values() for name in state if "." in name]
-    return list(dict.fromkeys([*found, *parts]))
-
-
-def _instead(value: Mapping[Any, Any]) -> str:
-    if unnamed := [key for key in value if not isinstance(key, str)]:
-        return f"the key {unnamed[0]!r} isn't the name of a parameter"
-    return f"there is no tensor under {listed(list(value))}" if value else "it is an empty dict"
 
 
 def _named_as(
@@ -248,7 +233,3 @@ def _tied(model: nn.Module, missing: Iterable[str], state: Mapping[str, Any]) ->
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     filled = {id(tensor) for name, tensor in tensors.items() if name in state}
     return {name for name in missing if name in tensors and id(tensors[name]) in filled}
-
-
-def _cast(given: torch.Tensor, own: Any) -> bool:
-    return isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor) and given.dtype != own.dtype

@@ -1,4 +1,4 @@
-"""A deep copy of a module over the caller's weights: passes edit one, and every run uses one.
+"""The modules that a model reaches, and their deep copy over the caller's weights: passes edit one, and every run uses one.
 
 `copy.deepcopy` makes it, with a memo that maps each parameter to a new `Parameter` over the same storage. Buffers and
 all other state are copied. So nothing that a run or a pass does to the copy reaches the caller's module.
@@ -7,11 +7,12 @@ all other state are copied. So nothing that a run or a pass does to the copy rea
 from __future__ import annotations
 
 import copy
+import functools
 import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,13 +24,6 @@ from torch.overrides import TorchFunctionMode
 from optimize_export.errors import LoadError
 from optimize_export.structure import CONSTANTS
 from optimize_export.wording import a_type, lack_of_memory, listed, quote, type_name
-from optimizer.model.module_tree import (
-    REGISTRIES,
-    functions_over_modules,
-    is_script,
-    reachable_modules,
-    unregistered_modules,
-)
 from optimizer.torch_private import copied_script
 from passes.graph.backend import GraphCall
 from passes.graph.forwards import unbound_forward
@@ -37,6 +31,15 @@ from passes.torch_private import COMPILED_CALL
 
 Mode = Literal["inference", "training"]
 
+# The dicts in which `nn.Module` keeps its tensors and children.
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+# Values of these types contain no module. Most attributes of a module have one of these types.
+_WITHOUT_MODULES = (type(None), bool, int, float, complex, str, bytes, torch.Tensor)
+_CONTAINERS = (dict, OrderedDict, list, tuple, set)
+# Maximum depth of containers to search, starting at the attributes of a module.
+_DEPTH = 3
+# Maximum depth of containers and functions to search for modules that functions hold.
+_DEPTH_OF_FUNCTIONS = 8
 # Values of these types can't change in place, so both trees may contain the same one.
 _CONSTANT = (
     *CONSTANTS,
@@ -50,6 +53,128 @@ _CONSTANT = (
 _EMPTY = (dict, OrderedDict, list, set)
 # The methods, in addition to `__deepcopy__`, by which a class defines how it is copied.
 _WAYS = ("__getstate__", "__setstate__", "__reduce_ex__", "__reduce__")
+
+
+# ------------------------------------------------------------------------------------------- the modules of a model
+
+
+def reachable_modules(model: nn.Module) -> list[nn.Module]:
+    """All modules of the tree, then the modules in attributes and plain containers, with their trees."""
+    return list(dict.fromkeys([*model.modules(), *(module for _, module in unregistered_modules(model))]))
+
+
+def unregistered_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules that no module registers as a child, each with its path.
+
+    The path is the code that reaches the module: `layers[0].conv`. A module in several places is listed once per place.
+    """
+    registered = dict.fromkeys(model.modules())
+    paths: dict[nn.Module, str] = {}
+    found: list[tuple[str, nn.Module]] = []
+    waiting = list(registered)
+    visited = set[nn.Module]()
+    while waiting:
+        module = waiting.pop()
+        if is_script(module) or module in visited:
+            continue
+        visited.add(module)
+        for name, value in module.__dict__.items():
+            if _holds_no_module(value) or name in REGISTRIES:
+                continue
+            inside = list(_modules_in(value, "", _DEPTH))
+            if inside and not paths:
+                # Most models have no such module, so the paths are computed only here.
+                paths = {module: path for path, module in model.named_modules()}
+            for place, top in inside:
+                path = f"{paths[module]}.{name}{place}".lstrip(".")
+                new = [item for item in top.named_modules(prefix=path) if item[1] not in registered]
+                found += new
+                waiting += (inner for _, inner in new)
+                for inner_path, inner in new:
+                    paths.setdefault(inner, inner_path)
+    return found
+
+
+def modules_of(target: Any) -> list[nn.Module]:
+    """The modules of the tree; empty for a callable that isn't a module."""
+    return list(target.modules()) if isinstance(target, nn.Module) else []
+
+
+def is_script(module: nn.Module) -> bool:
+    """Whether this is a TorchScript module, whose attributes aren't Python attributes."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def _holds_no_module(value: Any) -> bool:
+    """Whether a search for modules can skip a value, because of its type or because it is empty."""
+    return type(value) in _WITHOUT_MODULES or (type(value) in _CONTAINERS and not value)
+
+
+def _modules_in(value: Any, path: str, depth: int) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(value, nn.Module):
+        yield path, value
+    elif depth and isinstance(value, dict | list | tuple | set):
+        keys, items = (value, value.values()) if isinstance(value, dict) else (range(len(value)), value)
+        for key, item in zip(keys, items, strict=False):
+            if not _holds_no_module(item):
+                yield from _modules_in(item, f"{path}[{key!r}]", depth - 1)
+
+
+def functions_over_modules(
+    owners: Sequence[nn.Module], modules: Sequence[nn.Module]
+) -> Iterator[tuple[nn.Module, str, list[nn.Module]]]:
+    """Find the functions that hold modules.
+
+    Yields:
+        The module that keeps the function, a name for the place, and those of `modules` that the function holds.
+    """
+    tree = {id(module) for module in modules}
+    for owner in owners:
+        attributes = {} if is_script(owner) else vars(owner)
+        for name, value in attributes.items():
+            if name in REGISTRIES or _holds_no_module(value):
+                continue
+            held = [module for module in _held_by_functions(value, _DEPTH_OF_FUNCTIONS, set()) if id(module) in tree]
+            if held:
+                yield owner, f"a hook ({name})" if "hook" in name else f"attribute {name!r}", held
+
+
+def _held_by_functions(value: Any, depth: int, seen: set[int], *, inside: bool = False) -> Iterator[nn.Module]:
+    """The modules that functions in a value hold; `copy.deepcopy` copies methods and partials, but no function.
+
+    Args:
+        inside: whether the value belongs to a function.
+    """
+    if isinstance(value, nn.Module):
+        if inside:
+            yield value
+    elif depth and id(value) not in seen:
+        seen.add(id(value))
+        inside = inside or type(value) is types.FunctionType
+        for part in _parts_of(value):
+            yield from _held_by_functions(part, depth - 1, seen, inside=inside)
+
+
+def _parts_of(value: Any) -> list[Any]:
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        return list(value.values())
+    if kind is types.MethodType:
+        return [value.__func__, value.__self__]
+    if kind is functools.partial:
+        return [value.func, *value.args, *value.keywords.values()]
+    if kind is not types.FunctionType:
+        return list(value) if kind in _CONTAINERS else []
+    # The variables of a function's closure, its defaults and its attributes (`__wrapped__`).
+    held = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values()]
+    for cell in value.__closure__ or ():
+        # A variable may have no value yet.
+        with suppress(ValueError):
+            held.append(cell.cell_contents)
+    return held
+
+
+# ---------------------------------------------------------------------------------------------------------- the copy
 
 
 @dataclass
@@ -98,10 +223,6 @@ def working_copy(
         mode: see `WorkingCopy.mode`.
         private: names of parameters that get their own memory; only in inference mode.
         check_functions: whether to search for functions that hold modules of the model; a second copy doesn't need it.
-
-    Raises:
-        LoadError: something in the model can't be copied. Or a function that it keeps holds modules of the model, and
-            the mode is "training" or these modules are in training mode.
     """
     modules = reachable_modules(model)
     memo: dict[int, Any] = {}
@@ -219,11 +340,7 @@ def copying_tensors(shared: frozenset[int] = frozenset()) -> Iterator[None]:
 
 
 def _notes_on_functions(owners: Sequence[nn.Module], modules: Sequence[nn.Module], mode: Mode) -> list[str]:
-    """Notes on functions that hold the caller's modules.
-
-    Raises:
-        LoadError: such a function would behave differently from one that holds the copy's modules.
-    """
+    """Notes on functions that hold the caller's modules."""
     notes = []
     for owner, place, held in functions_over_modules(owners, modules):
         where = f"{place} of {type(owner).__name__} is a function that references modules of the original model"
@@ -333,39 +450,17 @@ def _copied(module: nn.Module, name: str, value: Any, memo: dict[int, Any]) -> A
         # Most dicts of a module are empty, and this is faster.
         memo[id(value)] = type(value)()
         return memo[id(value)]
-    if name in REGISTRIES:
-        copies = type(value)((key, _registered(item, memo)) for key, item in value.items())
-        memo[id(value)] = copies
-        return copies
     where = f"attribute {name!r} of {type(module).__name__}"
     value = unbound_forward(value)
     try:
-        copied = copy.deepcopy(value, memo)
+        return copy.deepcopy(value, memo)
     except Exception as error:
         if lack_of_memory(error):
             raise
         raise LoadError(
-            f"{where} can't be copied ({quote(error, with_type=True)}), but every run needs a copy: {_remedy(value)}."
+            f"{where} can't be copied ({quote(error, with_type=True)}), but every run needs a copy: "
+            f"create it in forward, store a list and an index instead, or define __deepcopy__ on {type_name(value)}."
         ) from error
-    if type(copied) is not type(value) and not hasattr(copied, "__next__") and not hasattr(type(value), "__deepcopy__"):
-        # An object whose `__getattr__` returns something for every name.
-        raise LoadError(
-            f"{where} can't be copied: copy.deepcopy returned {a_type(copied)}, but every run needs a copy; "
-            f"define __deepcopy__ on {type_name(value)}."
-        )
-    return copied
-
-
-def _remedy(value: Any) -> str:
-    if hasattr(type(value), "__next__"):
-        return "store a list and an index instead"
-    return f"create it in forward, or define __deepcopy__ on {type_name(value)}"
-
-
-def _registered(item: Any, memo: dict[int, Any]) -> Any:
-    if item is None or id(item) in memo:
-        return None if item is None else memo[id(item)]
-    return copy.deepcopy(item, memo)
 
 
 def _copy_by_itself(module: nn.Module, memo: dict[int, Any]) -> None:

@@ -22,6 +22,7 @@ from optimizer.model import (
     Samples,
     Sizes,
     Taken,
+    check_numbers,
     in_turn,
     ladder,
     leaves_of,
@@ -32,7 +33,6 @@ from optimizer.model import (
     refuse_unrunnable,
     resolved_device,
 )
-from optimizer.options import check_numbers
 from optimizer.parity.comparison import Comparison
 from optimizer.parity.noise import RoundingNoise, gives_the_same, why_no_signal
 from optimizer.parity.observe import Observation, RecordedRuns, observe

@@ -17,7 +17,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimize_export.elementwise import unit
-from optimizer.torch_private import schema_of
 
 Values = Mapping[str, torch.Tensor]
 """Outputs by name."""
@@ -182,7 +181,7 @@ class BrokenTies(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        if (schema := schema_of(func)) is None:
+        if (schema := getattr(func, "_schema", None)) is None:
             self.chooses = True
             return func(*args, **given)
         name = func.name().partition("::")[2].partition(".")[0]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from optimizer.model import (
     Source,
     WorkingCopy,
     check_model,
+    check_numbers,
     in_turn,
     is_plain,
     is_script,
@@ -37,19 +39,24 @@ from optimizer.model import (
     unregistered_modules,
     working_copy,
 )
-from optimizer.options import check_numbers
-from optimizer.parity import OriginalOutputs, ParityReport, RecordedRuns, Reference
-from optimizer.pipeline.copy_runs import CopyRuns, run_as_written_if_faster
+from optimizer.options import NO_BENCH
+from optimizer.parity import OriginalOutputs, ParityReport, RecordedRuns
 from optimizer.pipeline.results import Provenance, attach, detach, remove_hooks, share_until_loading
-from optimizer.pipeline.transactions import Comparer, Transactions, lowered_by, verify_and_roll_back
+from optimizer.pipeline.transactions import Comparer, CopyRuns, Transactions, lowered_by, verify_and_roll_back
 from optimizer.report import CoverageRecord, Progress, ProgressFunction, Report, Size
 from passes.base import Context, ModelTree, Pass, PassResult, device_of
+from passes.graph.backend import GraphCall, compilation_of, without_graph_call
 from passes.graph.recording import call_of, operation_name, recorded_runs, tensor_of
 from passes.registry import make_passes
-from passes.torch_private import AnyNorm
+from passes.torch_private import COMPILED_CALL, AnyNorm
 
 # Bytes of the original's outputs that a result keeps for its export.
 _LARGEST_KEPT = 64 * 2**20
+# What the graphs of a model with slower calls cost doesn't count: of one graph, and of several, in seconds.
+_SLOWEST, _SLOWEST_SPLIT = 5e-3, 0.1
+_ROUNDS = 9
+# A result may be slower by this factor, which is the noise of such a measurement.
+_NOISE = 1.05
 # Maximum number of modules that a note names.
 _NAMES_TOLD = 4
 
@@ -69,7 +76,6 @@ def optimize_model(
     batch_sizes: Sequence[int] | None,
     seed: int,
     progress: ProgressFunction,
-    check_reference: Callable[[Reference], None] | None = None,
     with_open_batch: Callable[[Samples], Samples] | None = None,
     is_called: bool = True,
 ) -> nn.Module:
@@ -78,7 +84,6 @@ def optimize_model(
     Args:
         with_open_batch: makes the samples whose batch size varies in the declared dims.
         is_called: whether the result is called, and not only exported: its calls are then timed.
-        check_reference: called with the reference before any pass runs; it may raise.
     """
     with rare_collection(), outside_inference_mode():
         started = time.perf_counter()
@@ -98,22 +103,15 @@ def optimize_model(
         copy = _copy_of(original, mode)
         if mode == "inference" and not any(item.lowers_precision for item in chosen):
             _freeze(copy, original)
-        pipeline = Pipeline(
-            copy,
-            original,
-            samples,
-            target,
-            strict=strict,
-            explain=explain,
-            batch_sizes=batch_sizes,
-            progress=progress,
-        )
-        report, outputs, operations = _run_stages(pipeline, model, chosen, check_reference, is_called=is_called)
+        tree = ModelTree(copy.root, copy.unregistered())
+        transactions = Transactions(copy, original, tree, target, strict=strict, explain=explain, progress=progress)
+        pipeline = Pipeline(transactions, samples, batch_sizes)
+        report, outputs, operations = _run_stages(pipeline, model, chosen, is_called=is_called)
         report.notes[:0] = copy.notes
         _note_modes(report, model, copy.root, mode)
         told = _notes_on_verification(copy.root, mode, report.parity)
         report.notes.extend(note for note in told if note not in report.notes)
-        applied = pipeline.transactions.applied
+        applied = transactions.applied
         sources = _sources(copy, original, [done.result for done in applied])
         report.seconds = time.perf_counter() - started
         sizes = None if batch_sizes is None else tuple(batch_sizes)
@@ -134,7 +132,6 @@ def _run_stages(
     pipeline: Pipeline,
     model: nn.Module,
     passes: Sequence[Pass],
-    check_reference: Callable[[Reference], None] | None,
     *,
     is_called: bool,
 ) -> tuple[Report, OriginalOutputs | None, tuple[tuple[str, str], ...]]:
@@ -145,10 +142,6 @@ def _run_stages(
     stages: dict[str, float] = {}
     with _timed(stages, "original"):
         outputs = pipeline.run_original()
-    if check_reference is not None and outputs is not None:
-        with _timed(stages, "comparison"):
-            check_reference(outputs.reference())
-    with _timed(stages, "original"):
         pipeline.record()
     tree, context = pipeline.tree, pipeline.transactions.context()
     before, coverage = size_of(tree), coverage_record(tree, context)
@@ -158,7 +151,7 @@ def _run_stages(
     with _timed(stages, "comparison"):
         parity = pipeline.verify()
         if is_called and pipeline.mode == "inference":
-            note = run_as_written_if_faster(tree.root, pipeline.transactions.runs)
+            note = _run_as_written_if_faster(tree.root, pipeline.transactions.runs)
             pipeline.notes += [note] if note else []
     report = Report(
         model=type(model).__name__,
@@ -187,38 +180,20 @@ def _timed(stages: dict[str, float], name: str) -> Iterator[None]:
 class Pipeline:
     """The stages that turn the working copy into the verified result; without samples nothing is run or verified."""
 
-    def __init__(
-        self,
-        copy: WorkingCopy,
-        original: nn.Module,
-        samples: Samples | None,
-        device: torch.device,
-        *,
-        strict: bool,
-        explain: bool,
-        batch_sizes: Sequence[int] | None,
-        progress: ProgressFunction,
-    ) -> None:
-        self.tree = ModelTree(copy.root, copy.unregistered())
+    def __init__(self, transactions: Transactions, samples: Samples | None, batch_sizes: Sequence[int] | None) -> None:
+        self.transactions = transactions
+        self.tree, self.mode = transactions.tree, transactions.copy.mode
         self.notes: list[str] = []  # for the report
-        self.mode = copy.mode
-        self._copy = copy
-        self._original = original
+        self._copy, self._original = transactions.copy, transactions.original
         self._samples = samples
         self._batch_sizes = batch_sizes
-        self._progress = progress
-        self.transactions = Transactions(
-            copy, original, self.tree, device, strict=strict, explain=explain, progress=progress
-        )
+        self._progress = transactions.progress
 
     def run_original(self) -> OriginalOutputs | None:
         """Run the original at the calls at which results are compared; None without samples.
 
         These are the given batch size, another one if the batch can change, and the further inputs. In inference mode,
         these runs are recorded for the passes.
-
-        Raises:
-            LoadError: the original raises on the example inputs.
         """
         samples = self._samples
         if samples is None:
@@ -271,11 +246,7 @@ class Pipeline:
         self._progress(Progress("capture", 2, 2, "", ""))
 
     def run(self, passes: Sequence[Pass]) -> None:
-        """Run the passes in order; each is kept or rolled back.
-
-        Raises:
-            OptimizeFailed: a pass fails or is rolled back, with `strict` or if it is a guarantee.
-        """
+        """Run the passes in order; each is kept or rolled back."""
         transactions = self.transactions
         transactions.passes = passes
         if transactions.comparer is not None and not all(map(is_own, passes)):
@@ -285,12 +256,7 @@ class Pipeline:
         self._progress(Progress("optimize", len(passes), len(passes) + 1, "comparing the result with the original", ""))
 
     def verify(self) -> ParityReport | None:
-        """Compare the result with the original, and roll back wrong passes until it is right.
-
-        Raises:
-            OptimizeFailed: a pass is rolled back, with `strict` or if it is a guarantee.
-            ParityError: the result is wrong without any pass.
-        """
+        """Compare the result with the original, and roll back wrong passes until it is right."""
         comparer = self.transactions.comparer
         if comparer is None or self._samples is None:
             return None
@@ -310,6 +276,35 @@ class Pipeline:
             or not all(is_plain(module) or is_script(module) for module in reachable_modules(self._original))
             or Runs(self._original, in_eval=True).is_run_itself
         )
+
+
+def _run_as_written_if_faster(root: nn.Module, runs: CopyRuns) -> str:
+    """Let a result run as written if it is slower by its rewritten graphs, which stay for files; return a note or "".
+
+    At every call, torch.compile checks its guards, and each graph its derived tensors: some 30 microseconds for a small
+    model, in each of its graphs. Such a model may lose more than its passes gain.
+    Nothing is timed where the environment variable OPTIMIZE_EXPORT_NO_BENCH is set.
+    """
+    call = root.__dict__.get(COMPILED_CALL)
+    if not isinstance(call, GraphCall) or not runs.calls or os.environ.get(NO_BENCH):
+        # Without a run, or under another compiler.
+        return ""
+    is_split = compilation_of(call).compiled.is_split
+
+    def as_written() -> AbstractContextManager[Any]:
+        return without_graph_call(root)
+
+    if runs.seconds([as_written], 1)[0] > (_SLOWEST_SPLIT if is_split else _SLOWEST):
+        return ""
+    written, rewritten = runs.seconds([as_written, nullcontext], _ROUNDS)
+    if rewritten <= _NOISE * written:
+        return ""
+    call.is_for_files = True
+    times = f"{1e3 * written:.2f} ms instead of {1e3 * rewritten:.2f} ms by the rewritten graph"
+    note = f"calls of the result run as written, which takes {times}"
+    if is_split:
+        return f"{note}s; files hold its changes if torch.export traces the forward as one graph"
+    return f"{note}; files hold the rewritten graph"
 
 
 def is_own(item: Pass) -> bool:

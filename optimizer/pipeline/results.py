@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 from optimize_export.errors import ExportFailed, UsageError
 from optimizer.model import Call, Samples, Source
 from optimizer.parity import OriginalOutputs
-from optimizer.pipeline.copy_runs import fresh
 from optimizer.report import Report
 from passes.base import DeclaredError, Pass, Precision, device_of
 from passes.errors import UnknownPass
@@ -199,12 +198,12 @@ class WarmUp:
         calls = [samples.at(size) for size in sizes]
         for mode in modes:
             for call in calls:
-                given = fresh(call)
+                given = call.copied()
                 with _MODES[mode]():
                     self.owner(*given.args, **given.kwargs)
                     if mode == "inference_mode":
                         # Inputs that are made in inference mode need another capture than those from outside.
-                        made = fresh(call)
+                        made = call.copied()
                         self.owner(*made.args, **made.kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WarmUp:

@@ -5,21 +5,37 @@ Then the whole result is verified: the first pass after which it is wrong is fou
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Literal
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from exporters.places import line_of_error
 from optimize_export.errors import LoadError, OptimizeFailed, ParityError
 from optimize_export.wording import first_line
 from optimizer.faults import locate_in_module
-from optimizer.model import Mode, Samples, Source, WorkingCopy, is_script, reachable_modules
+from optimizer.model import (
+    Call,
+    Mode,
+    Samples,
+    Source,
+    WorkingCopy,
+    eager_only,
+    is_script,
+    named_tensors,
+    pinned_settings,
+    private_state,
+    random_state,
+    reachable_modules,
+    seed_torch,
+)
 from optimizer.parity import (
     OriginalOutputs,
     ParityReport,
@@ -29,18 +45,135 @@ from optimizer.parity import (
     judge,
     measure_reference,
 )
-from optimizer.pipeline.copy_runs import CopyRuns
 from optimizer.report import PassRecord, PlaceRecord, Progress, ProgressFunction
-from passes.base import Change, Context, DeclaredError, Edit, ModelTree, Pass, PassResult, Place, Precision
+from passes.base import Context, DeclaredError, Edit, ModelTree, Pass, PassResult, Place, Precision
 from passes.casting.forwards import AutocastForward
 from passes.errors import PassesError
 from passes.graph.edits import taken_back
 from passes.graph.forwards import standing_around
-from passes.graph.memory import same_values
+from passes.graph.trial import try_on_graphs
 
 # Maximum number of runs of a pass. Each run leaves out the imprecise changes of the one before, but may make new ones.
 _MOST_TRIES = 8
 
+
+# ------------------------------------------------------------------------------------------------ runs of the copy
+
+Way = Callable[[], AbstractContextManager[Any]]
+
+
+class CopyRuns:
+    """Runs the working copy itself, because passes know its modules by identity; each run leaves no trace.
+
+    Args:
+        root: the working copy.
+        calls: the example calls.
+        seeds: the seed of each call.
+        written: names of the parameters that forward writes to.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        calls: Sequence[Call] = (),
+        seeds: Sequence[int] = (),
+        written: frozenset[str] = frozenset(),
+    ) -> None:
+        self.calls = list(calls)
+        self.root = root
+        self._seeds = seeds
+        self._written = written
+
+    def context(self, mode: Mode, device: torch.device) -> Context:
+        """The context of passes: the example calls, and ways to run the copy on them."""
+        calls = tuple((call.args, call.kwargs) for call in self.calls)
+        if not calls:
+            return Context(mode, device, calls)
+        return Context(
+            mode,
+            device,
+            calls,
+            run_inside=self.run_inside,
+            run_compiled=self._run_compiled,
+            try_on_graphs=try_on_graphs,
+            apart=self._apart,
+        )
+
+    def run_inside(self, watch: AbstractContextManager[Any], number: int = 0) -> str | None:
+        """Run one call inside `watch`; return the error as text, or None if it runs."""
+        call = self.calls[number].copied()
+        try:
+            with self._quiet(self._seeds[number] if self._seeds else 0), watch:
+                self.root(*call.args, **call.kwargs)
+        except Exception as error:  # noqa: BLE001 - a run of foreign code under watch may raise anything
+            return f"{type(error).__name__}: {first_line(error)}"
+        return None
+
+    def _run_compiled(self, watch: AbstractContextManager[Any]) -> str | None:
+        """As `Context.run_compiled`."""
+        try:
+            with self._quiet(eager=False), watch:
+                for number, call in enumerate(self.calls):
+                    copied = call.copied()
+                    seed_torch(number)
+                    self.root(*copied.args, **copied.kwargs)
+        except Exception as error:  # noqa: BLE001 - a compiler may raise anything on foreign code
+            return f"{type(error).__name__}: {first_line(error)}"
+        return None
+
+    def seconds(self, ways: Sequence[Way], rounds: int) -> list[float]:
+        """The seconds of the first example call in each way: the shortest of some rounds, in turn.
+
+        Args:
+            ways: each makes a context around the calls.
+        """
+        shortest = [math.inf] * len(ways)
+        with self._quiet(eager=False):
+            for _ in range(rounds):
+                for place, way in enumerate(ways):
+                    call = self.calls[0].copied()
+                    with way():
+                        started = time.perf_counter()
+                        self.root(*call.args, **call.kwargs)
+                        if torch.cuda.is_initialized():
+                            torch.cuda.synchronize()
+                        seconds = time.perf_counter() - started
+                    shortest[place] = min(shortest[place], seconds)
+        return shortest
+
+    @contextmanager
+    def _apart(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """As `Context.apart`."""
+        call = self.calls[0].copied()
+        parameters = list(self.root.parameters())
+        gradients = [parameter.grad for parameter in parameters]
+        try:
+            with self._quiet(), torch.enable_grad():
+                for parameter in parameters:
+                    parameter.grad = None
+                yield call.args, call.kwargs
+        finally:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+    @contextmanager
+    def _quiet(self, seed: int = 0, *, eager: bool = True) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(random_state(seed))
+            stack.enter_context(pinned_settings())
+            stack.enter_context(eager_only() if eager else nullcontext())
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(self._private_state())
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            yield
+
+    def _private_state(self) -> AbstractContextManager[None]:
+        own = {name for name, _ in self.root.named_parameters(remove_duplicate=False)}
+        return private_state(self.root, self._written & own)
+
+
+# ---------------------------------------------------------------------------------------------------- transactions
 
 # The reason why a result may be less precise than the original.
 Lowered = Precision | DeclaredError
@@ -95,17 +228,12 @@ class Transactions:
         self._left_out: set[int] = set()
         self.runs = CopyRuns(copy.root)
         self.comparer: Comparer | None = None  # None without samples
-        self._copy = copy
-        self._original = original
-        self._tree = tree
-        self._device = device
-        self._strict = strict
-        self._explain = explain
-        self._progress = progress
+        self.copy, self.original, self.tree, self.progress = copy, original, tree, progress
+        self._device, self._strict, self._explain = device, strict, explain
 
     def context(self) -> Context:
         """The context of passes."""
-        return self.runs.context(self._copy.mode, self._device)
+        return self.runs.context(self.copy.mode, self._device)
 
     def run_all(self) -> None:
         """Run the passes in order.
@@ -113,9 +241,6 @@ class Transactions:
         Judged together with a lossy pass, the error of another pass might be a hundredth of the error that the lossy one
         allows. So all others are compared without it first. Passes that compile are left out there: they generate other
         code for other dtypes.
-
-        Raises:
-            OptimizeFailed: a pass fails or is rolled back, with `strict` or if it is a guarantee.
         """
         first = next((number for number, item in enumerate(self.passes) if is_lossy(item)), None)
         if first is None or self.comparer is None:
@@ -142,12 +267,12 @@ class Transactions:
 
     def _run_numbered(self, number: int) -> None:
         item = self.passes[number]
-        self._progress(Progress("optimize", number, len(self.passes) + 1, item.name, item.name))
+        self.progress(Progress("optimize", number, len(self.passes) + 1, item.name, item.name))
         context = replace(self.context(), explain=self._explain)
         if context.example_calls:
-            context = replace(context, judge=partial(judge_change, self._copy.root, item.declared_error))
+            context = replace(context, judge=partial(judge_change, self.copy.root, item.declared_error))
         for tries_left in reversed(range(_MOST_TRIES)):
-            record, result, error = attempt(item, context, self._copy, self._original, self._tree)
+            record, result, error = attempt(item, context, self.original, self.tree)
             if result is None:
                 self.records.append(record)
                 if self._strict or item.is_guarantee:
@@ -157,16 +282,16 @@ class Transactions:
                 self.records.append(record)
                 self._roll_back(item, record, result, reason)
                 return
-            found = CheckedChanges.of(record, result)
-            if found.wrong is None and not found.imprecise:
+            wrong, imprecise = check_changes(record, result)
+            if wrong is None and not imprecise:
                 self.records.append(record)
                 self.applied.append(AppliedPass(number, record, result, item.declared_error))
                 return
-            new = {place: reason for place, reason in found.imprecise.items() if place not in context.left_alone}
-            if found.wrong is not None or not new or not tries_left:
+            new = {place: reason for place, reason in imprecise.items() if place not in context.left_alone}
+            if wrong is not None or not new or not tries_left:
                 # The pass is wrong, ignores `left_alone`, or keeps finding new places: roll back all of it.
                 self.records.append(record)
-                self._roll_back(item, record, result, found.wrong or next(iter(found.imprecise.values())))
+                self._roll_back(item, record, result, wrong or next(iter(imprecise.values())))
                 return
             result.rewriter.roll_back()
             context = replace(context, left_alone={**context.left_alone, **new})
@@ -195,12 +320,7 @@ class Transactions:
 
 
 def verify_and_roll_back(transactions: Transactions, comparer: Comparer) -> ParityReport:
-    """Roll back each pass that makes the result wrong, until it is right; return the final report.
-
-    Raises:
-        OptimizeFailed: a pass is rolled back, with `strict` or if it is a guarantee.
-        ParityError: the result is wrong without any pass.
-    """
+    """Roll back each pass that makes the result wrong, until it is right; return the final report."""
     while (report := comparer.report(transactions.applied)).verdict == "failed":
         applied = with_changes(transactions.applied)
         if not applied:
@@ -240,17 +360,12 @@ def _place_of(transactions: Transactions, comparer: Comparer, culprit: AppliedPa
 
 
 def attempt(
-    item: Pass, context: Context, copy: WorkingCopy, original: nn.Module, tree: ModelTree
+    item: Pass, context: Context, original: nn.Module, tree: ModelTree
 ) -> tuple[PassRecord, PassResult | None, Exception | None]:
-    """Run a pass on the tree of the working copy; if it raises, restore the tree and return the error.
-
-    Raises:
-        PassesError: the pass can't do its one job.
-        OptimizeFailed: it wrote to a tensor of the caller's model.
-    """
+    """Run a pass on the tree of the working copy; if it raises, restore the tree and return the error."""
     started = time.perf_counter()
     before = TreeState(tree.modules())
-    sources = _CallersTensors(copy, original, tree)
+    sources = _callers_tensors(original)
     try:
         result = item.run(tree, context)
     except PassesError:
@@ -259,12 +374,12 @@ def attempt(
         # The passes of this project undo their edits, but those of other packages may not.
         before.restore()
         tree.refresh()
-        sources.refuse_writes(item)
+        _refuse_writes(item, sources)
         line = line_of_error(error)
         reason = f"{type(error).__name__}: {first_line(error)}{f' ({line})' if line else ''}"
         seconds = time.perf_counter() - started
         return PassRecord(item.name, item.options, "failed", reason, seconds=seconds), None, error
-    sources.refuse_writes(item)
+    _refuse_writes(item, sources)
     record = PassRecord(
         item.name,
         item.options,
@@ -318,8 +433,6 @@ class Comparer:
         self._samples = samples
         self.mode = mode
         self._batch_sizes = batch_sizes
-        # None before it is measured; False if the original doesn't run in eval mode.
-        self._in_eval: Reference | Literal[False] | None = None
         self._less_precise: dict[tuple[int, tuple[Lowered, ...]], Reference] = {}
 
     def report(self, applied: Sequence[AppliedPass]) -> ParityReport:
@@ -347,52 +460,41 @@ class Comparer:
     def _report_in_eval(self, lowered: tuple[Lowered, ...]) -> ParityReport | None:
         """The report with both in eval mode; None if the original doesn't run in eval mode."""
         if self._in_eval is None:
-            try:
-                self._in_eval = measure_reference(self._original, self._samples, batch_sizes=self._batch_sizes)
-            except LoadError as error:
-                self.notes.append(f"the result wasn't compared in eval: {first_line(error).rstrip('.')}")
-                self._in_eval = False
-        if self._in_eval is False:
             return None
         report = judge(self._judging(self._in_eval, lowered).compare(self.result))
         return replace(report, reason=f"In eval: {report.reason}")
 
+    @cached_property
+    def _in_eval(self) -> Reference | None:
+        try:
+            return measure_reference(self._original, self._samples, batch_sizes=self._batch_sizes)
+        except LoadError as error:
+            self.notes.append(f"the result wasn't compared in eval: {first_line(error).rstrip('.')}")
+            return None
 
-@dataclass
-class CheckedChanges:
-    """The judgement of one pass's changes."""
 
-    # The largest error of a change, in units of the noise there; None if no change was compared.
-    worst: float | None = None
-    # The largest error of a change, as a share of the largest magnitude there.
-    error: float | None = None
-    # The sentence about a change that computes something else; None if there is none.
-    wrong: str | None = None
-    # The changes that lose too much to rounding, each with the reason.
-    imprecise: dict[Place, str] = field(default_factory=dict)
+def check_changes(record: PassRecord, result: PassResult) -> tuple[str | None, dict[Place, str]]:
+    """Judge a pass's changes up to the first one that computes something else; store their errors in the record.
 
-    @classmethod
-    def of(cls, record: PassRecord, result: PassResult) -> CheckedChanges:
-        """Judge the changes up to the first one that computes something else; store their errors in the record."""
-        found = cls()
-        for change, pairs in result.checked:
-            for algebra, rounding in pairs:
-                found._add(change, algebra, rounding)
-                record.parity, record.error = found.worst, found.error
-                if found.wrong is not None:
-                    return found
-        return found
-
-    def _add(self, change: Change, algebra: RegionParity, rounding: RegionParity | None) -> None:
-        self.worst = max(self.worst or 0.0, algebra.ratio)
-        self.error = max(self.error or 0.0, algebra.error / algebra.scale if algebra.scale else 0.0)
-        if not algebra.ok:
-            self.wrong = f"{change.where or 'the root'} ({change.what}): {algebra.reason}"
-        elif rounding is not None and not rounding.ok:
-            reason = rounding.reason.rstrip(".")
-            self.imprecise[change.place] = f"undone ({change.what}), because it loses too much to rounding: {reason}"
-        elif rounding is not None:
-            self.worst = max(self.worst, rounding.ratio)
+    Returns:
+        The sentence about the change that computes something else, or None; and the changes that lose too much to
+        rounding, each with the reason.
+    """
+    imprecise: dict[Place, str] = {}
+    for change, pairs in result.checked:
+        for algebra, rounding in pairs:
+            record.parity = max(record.parity or 0.0, algebra.ratio)
+            record.error = max(record.error or 0.0, algebra.error / algebra.scale if algebra.scale else 0.0)
+            if not algebra.ok:
+                return f"{change.where or 'the root'} ({change.what}): {algebra.reason}", imprecise
+            if rounding is None:
+                continue
+            if rounding.ok:
+                record.parity = max(record.parity, rounding.ratio)
+            else:
+                reason = rounding.reason.rstrip(".")
+                imprecise[change.place] = f"undone ({change.what}), because it loses too much to rounding: {reason}"
+    return None, imprecise
 
 
 class TreeState:
@@ -422,36 +524,24 @@ def edits_of(applied: Iterable[AppliedPass]) -> list[Edit]:
     return [edit for one in applied for edit in one.result.rewriter.edits]
 
 
-class _CallersTensors:
-    """The caller's tensors before a pass runs, with their versions.
+def _callers_tensors(model: nn.Module) -> list[Source]:
+    """The tensors of the caller's model, with their versions.
 
-    A run writes to the buffers of scripted modules and restores them, which changes their versions. So their values are
-    kept too.
+    Buffers of scripted modules are left out: a run in training mode writes to their buffers, and restores them.
     """
+    scripted = {
+        id(tensor)
+        for module in reachable_modules(model)
+        if is_script(module)
+        for tensor in module.buffers(recurse=False)
+    }
+    return [Source.of(name, tensor) for name, tensor in named_tensors(model) if id(tensor) not in scripted]
 
-    def __init__(self, copy: WorkingCopy, original: nn.Module, tree: ModelTree) -> None:
-        named = [*original.named_parameters(), *original.named_buffers()]
-        for path, module in tree.unregistered:
-            own = copy.originals[id(module)]
-            tensors = (*own.named_parameters(recurse=False), *own.named_buffers(recurse=False))
-            named += ((f"{path}.{name}", tensor) for name, tensor in tensors)
-        scripted = (module for module in reachable_modules(copy.root) if is_script(module))
-        put_back = {id(tensor) for module in scripted for tensor in module.buffers(recurse=False)}
-        self._before: list[tuple[Source, torch.Tensor | None]] = [
-            (Source.of(name, tensor), tensor.detach().clone() if id(tensor) in put_back else None)
-            for name, tensor in named
-            if not is_lazy(tensor)
-        ]
 
-    def refuse_writes(self, item: Pass) -> None:
-        """Raise `OptimizeFailed` if the pass wrote to one of them, because that can't be undone."""
-        written = [
-            source.path
-            for source, values in self._before
-            if not source.unchanged and (values is None or not same_values(source.tensor, values))
-        ]
-        if written:
-            raise OptimizeFailed(
-                f"The pass {item.name} wrote in place to {written[0]}, which belongs to the caller's model: a pass "
-                "must create a new tensor, so leave out the pass and load the model's weights again."
-            )
+def _refuse_writes(item: Pass, sources: Iterable[Source]) -> None:
+    """Raise `OptimizeFailed` if the pass wrote to one of the caller's tensors, because that can't be undone."""
+    if written := [source.path for source in sources if not source.unchanged]:
+        raise OptimizeFailed(
+            f"The pass {item.name} wrote in place to {written[0]}, which belongs to the caller's model: a pass "
+            "must create a new tensor, so leave out the pass and load the model's weights again."
+        )

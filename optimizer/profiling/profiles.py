@@ -65,7 +65,7 @@ def profile_lines(profile: Mapping[str, Any], title: str, unit: str = "module") 
         (_percent(row["share"]), _milliseconds(row["seconds"]), str(row["calls"]), row["name"], row["where"])
         for row in profile_rows(profile)
     ]
-    yield from _aligned(("share", "time", "calls", "operation", unit), rows, right=3)
+    yield from _aligned(("share", "time", "calls", "operation", unit), rows)
     if (memory := profile["peak_memory"]) is not None:
         yield ""
         yield from _memory_lines(memory)
@@ -85,15 +85,15 @@ def _memory_lines(memory: Mapping[str, Any]) -> Iterator[str]:
     cells = [(_percent(size / total), f"{size:,}", str(count), path) for size, count, path in rows]
     if outside := memory["outside"]:
         cells.append((_percent(outside / total), f"{outside:,}", "", "loss and gradients"))
-    yield from _aligned(("share", "bytes", "modules", "module"), cells, right=3)
+    yield from _aligned(("share", "bytes", "modules", "module"), cells)
 
 
-def _aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: int) -> Iterator[str]:
-    """Align the rows; the first `right` columns to the right."""
+def _aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Align the rows; the first three columns to the right."""
     widths = [max(len(row[number]) for row in (columns, *rows)) for number in range(len(columns))]
     for row in (columns, *rows):
         cells = [
-            cell.rjust(width) if number < right else cell.ljust(width)
+            cell.rjust(width) if number < 3 else cell.ljust(width)
             for number, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield "  ".join(cells).rstrip()

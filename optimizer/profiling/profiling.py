@@ -34,7 +34,7 @@ from optimizer.model import (
     random_state,
     unsynchronised,
 )
-from optimizer.paths import check_new_folder
+from optimizer.options import check_new_folder
 from optimizer.profiling.operations import RUNS, Arguments, Place, Spent, call_root, operations_of, profile_runs
 from optimizer.profiling.peak_memory import PeakMemory, peak_memory_of
 from optimizer.profiling.profiles import Profile
@@ -96,9 +96,6 @@ def profile_module(
 
     Args:
         trace: the path of the Chrome trace to write; None to write none.
-
-    Raises:
-        UsageError, LoadError: as for `profile`.
     """
     if is_profiling():
         raise UsageError("Another profiler is running in this thread: profile() needs it to end first.")
@@ -148,11 +145,7 @@ def _step(module: nn.Module, arguments: Arguments) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Make a folder that doesn't exist yet, for the files that the block writes; without one, it is removed again.
-
-    Raises:
-        BundleError: the folder can't be made, or the files can't be written.
-    """
+    """Make a folder that doesn't exist yet, for the files that the block writes; without one, it is removed again."""
     try:
         path.mkdir(parents=True)
         yield path
@@ -193,10 +186,6 @@ def profile_export(
 
     Returns:
         The content of `profile.json`: by "original", "optimized" and "onnx", the JSON of a `Profile`.
-
-    Raises:
-        LoadError: a module raises.
-        BundleError: the folder can't be written.
     """
     found: dict[str, Any] = {}
     with new_folder(directory) as folder:

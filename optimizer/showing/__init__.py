@@ -1,10 +1,13 @@
 """Show plain data to people: texts for numbers, plots, and HTML that loads nothing from elsewhere."""
 
-from optimizer.showing.charts import accuracy_plot, checkpoint_plot, memory_plot, parity_plot
 from optimizer.showing.pages import (
+    accuracy_plot,
+    checkpoint_plot,
     fragment,
+    memory_plot,
     number_text,
     page,
+    parity_plot,
     percent_text,
     profile_rows,
     seconds_text,

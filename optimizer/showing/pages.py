@@ -1,17 +1,21 @@
-"""Plain data for people: numbers as short texts, and templates as HTML.
+"""Plain data for people: numbers as short texts, templates as HTML, and plots.
 
-Everything in a page that comes from data is escaped, and nothing is loaded from elsewhere.
+Everything in a page that comes from data is escaped, and nothing is loaded from elsewhere. Every value of a plot has its
+place on an axis, so that a template only draws.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from optimize_export.errors import printable_lines
+from optimize_export.manifest import number
 
 _CODE = re.compile("`([^`]+)`")
 _FOLDER = Path(__file__).parent / "templates"
@@ -124,3 +128,236 @@ def profile_rows(profile: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     if seconds and rest / seconds >= 0.001:
         rows.append({"share": rest / seconds, "seconds": rest, "calls": "", "name": "between operations", "where": ""})
     return rows
+
+
+# -------------------------------------------------------------------------------------------------------- plots as data
+
+_TICKS = 4
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis."""
+
+    title: str
+    """What it shows, with the unit."""
+    ticks: tuple[tuple[float, str], ...]
+    """The place of each tick from 0 to 1, and its text."""
+    place: Callable[[float], float]
+    """The place of a value, from 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A mark in a plot."""
+
+    # Its places on the axes, from 0 to 1.
+    x: float
+    y: float
+    kind: str
+    """A class of the style sheet, which gives its colour: "good", "bad", "other", "best" or "refused"."""
+    hint: str
+    """A sentence that shows when the mouse is over it."""
+    label: str = ""
+    """A short text in the mark, such as the number of a row; "" for a plain dot."""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A scatter plot with lines."""
+
+    title: str
+    """A sentence for those who can't see the plot."""
+    x: Axis
+    y: Axis
+    points: tuple[Point, ...]
+    line: tuple[tuple[float, float], ...] = ()
+    """The places of a line's corners; empty for no line."""
+    limit: tuple[float, str] | None = None
+    """The place of a horizontal line that shows a limit, with its text; None for no limit."""
+
+
+def linear(title: str, values: Iterable[float], text: Callable[[float], str]) -> Axis:
+    """An axis from 0 to a round number that isn't below any value."""
+    largest = max(values, default=0.0) or 1.0
+    power = 10 ** math.floor(math.log10(largest / _TICKS))
+    step = next(power * round_step for round_step in (1, 2, 2.5, 5, 10) if power * round_step * _TICKS >= largest)
+    ticks = tuple((number / _TICKS, text(number * step)) for number in range(_TICKS + 1))
+    return Axis(title, ticks, lambda value: value / (step * _TICKS))
+
+
+def logarithmic(title: str, values: Sequence[float], text: Callable[[float], str], *, least: float) -> Axis:
+    """An axis of whole powers of ten; NaN is placed at the last one.
+
+    Args:
+        least: values below this, such as 0, are placed at a tick "≈ 0" before the first power.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    shown = [value for value in finite if value >= least] or [least]
+    first = math.floor(math.log10(min(shown)))
+    high = max(first + 1, math.ceil(math.log10(max(shown))))
+    low = first - 1 if any(value < least for value in finite) else first
+    powers = range(first, high + 1, math.ceil((high - first) / (_TICKS + 1)))
+    ticks = tuple(((power - low) / (high - low), text(10.0**power)) for power in powers)
+    ticks = ticks if low == first else ((0.0, "≈ 0"), *ticks)
+
+    def place(value: float) -> float:
+        if math.isnan(value):
+            return 1.0
+        return (min(high, math.log10(value)) - low) / (high - low) if value >= least else 0.0
+
+    return Axis(title, ticks, place)
+
+
+def categories(title: str, names: Sequence[str]) -> Axis:
+    """An axis with one place for each name; the values are the numbers of the names."""
+    places = [(number + 0.5) / len(names) for number in range(len(names))]
+    return Axis(title, tuple(zip(places, names, strict=True)), lambda value: (value + 0.5) / len(names))
+
+
+# ------------------------------------------------------------------------------------------------------------ the plots
+
+_LEAST_SHARE = 1e-4
+_LEAST_LOSS = 1e-7
+
+
+def parity_plot(parity: Mapping[str, Any]) -> Plot | None:
+    """The error of each output at each call as a share of the allowed error; None without outputs judged so.
+
+    Args:
+        parity: of an artifact in the manifest.
+    """
+    # A tolerance of the user limits another difference: that from the original's own output.
+    # A lossy file is limited by a budget.
+    outputs = (each for each in parity.get("outputs", ()) if each.get("judged", True) and not each.get("by_user"))
+    judged = [each for each in outputs if each["tolerance"] is not None]
+    found = [
+        (call, output["name"], number(call["max_error"]), number(output["tolerance"]))
+        for output in judged
+        for call in output.get("calls", ())
+        if call.get("max_error") is not None and number(output["tolerance"]) > 0
+    ]
+    if not found:
+        return None
+    names = sorted({_batch(call) for call, *_ in found}, key=lambda name: (not name.isdigit(), name.zfill(9)))
+    x = categories("batch size", names)
+    shares = [error / allowed for *_, error, allowed in found]
+    y = logarithmic(
+        "error, % of the allowed error", [1.0, *shares], lambda each: f"{100 * each:g} %", least=_LEAST_SHARE
+    )
+    points = tuple(
+        Point(
+            x.place(names.index(_batch(call))),
+            y.place(error / allowed),
+            "good" if error <= allowed else "bad",
+            f"{name}, batch size {_batch(call)}: error {number_text(error)}, {number_text(allowed)} is allowed",
+        )
+        for call, name, error, allowed in found
+    )
+    return Plot("Error of each output at each call", x, y, points, limit=(y.place(1.0), "allowed"))
+
+
+def _batch(call: Mapping[str, Any]) -> str:
+    return "given" if call["batch_size"] is None else str(call["batch_size"])
+
+
+Figures = Sequence[Mapping[str, Any]]
+"""Those of the manifest that have times."""
+
+
+def memory_plot(timed: Figures, refused: Figures = ()) -> Plot | None:
+    """Latency and memory of the candidates; None if fewer than two have both.
+
+    Args:
+        timed: the rows of a table that is numbered from 1.
+        refused: those outside the budget.
+    """
+    if not any(each["memory"] for each in timed):
+        return None
+    every = (*timed, *refused)
+    held = {row: each["memory"] for row, each in enumerate(every) if each["memory"]}
+    # The ticks are round numbers of this unit.
+    unit = next(size for size in (2**30, 2**20, 2**10, 1) if max(held.values()) >= size)
+    costs = {row: size / unit for row, size in held.items()}
+    axis = linear("peak memory", costs.values(), lambda size: size_text(int(size * unit)))
+    return _trade_off("memory", every, len(timed), axis, costs)
+
+
+def accuracy_plot(timed: Figures, refused: Figures = ()) -> Plot | None:
+    """Latency and loss of accuracy of the candidates; None if none is lossy. Arguments as for `memory_plot`."""
+    every = (*timed, *refused)
+    cosines = {row: each["accuracy"]["cosine"] for row, each in enumerate(every) if each["accuracy"]}
+    lossy = {row: 1 - cosine for row, cosine in cosines.items() if cosine is not None}
+    if not lossy:
+        return None
+    costs = {**{row: 0.0 for row, each in enumerate(timed) if not each["accuracy"]}, **lossy}
+    axis = logarithmic(
+        "1 - cosine", list(costs.values()), lambda value: f"{value:g}".replace("e-0", "e-"), least=_LEAST_LOSS
+    )
+    return _trade_off("loss of accuracy", every, len(timed), axis, costs)
+
+
+def _trade_off(what: str, every: Figures, usable: int, y: Axis, costs: Mapping[int, float]) -> Plot | None:
+    """The plot of all figures; those from the number `usable` on are refused."""
+    if len(costs) < 2:
+        return None
+    seconds = {row: every[row]["seconds"] for row in costs}
+    x = linear("latency of a call", seconds.values(), seconds_text)
+    choices = [row for row in costs if row < usable]
+    best = [
+        row for row in choices if not any(_beats((seconds[o], costs[o]), (seconds[row], costs[row])) for o in choices)
+    ]
+    points = tuple(
+        Point(
+            x.place(seconds[row]),
+            y.place(cost),
+            "best" if row in best else "other" if row < usable else "refused",
+            f"{every[row]['name']}: {seconds_text(seconds[row])}"
+            + (f", not used: {every[row]['dropped']}" if row >= usable else ""),
+            str(row + 1) if row < usable else "",
+        )
+        # The best ones are drawn last, over the others.
+        for row, cost in sorted(costs.items(), key=lambda each: each[0] in best)
+    )
+    line = tuple(sorted((x.place(seconds[row]), y.place(costs[row])) for row in best))
+    return Plot(f"Latency and {what} of the candidates", x, y, points, line)
+
+
+def _beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    return one != other and one[0] <= other[0] and one[1] <= other[1]
+
+
+def checkpoint_plot(detail: Mapping[str, Any] | None) -> Plot | None:
+    """The cheapest training steps by their peak; None for the detail of another pass.
+
+    Args:
+        detail: of a pass in the manifest.
+    """
+    if not detail or "curve" not in detail:
+        return None
+    eager, forward = detail["eager_peak_bytes"], detail["forward_flops"] or 1
+    named = [
+        ("eager", "other", {"peak_bytes": eager, "recomputed_flops": 0}),
+        *(("one of the cheapest plans", "other", each) for each in detail["curve"]),
+        ("equal parts", "bad", detail["uniform"]),
+        ("the chosen plan", "best", detail),
+    ]
+    shares = [
+        (name, kind, 100 * each["peak_bytes"] / eager, 100 * each["recomputed_flops"] / forward, each["peak_bytes"])
+        for name, kind, each in named
+    ]
+    x = linear("peak memory, % of eager", [share[2] for share in shares], "{:g} %".format)
+    y = linear("computed again, % of the forward", [share[3] for share in shares], "{:g} %".format)
+    points = tuple(
+        Point(
+            x.place(peak),
+            y.place(again),
+            kind,
+            f"{name}: peak {size_text(size)}, {again:.0f} % of the forward computed again",
+        )
+        for name, kind, peak, again, size in shares
+    )
+    line = tuple(
+        (point.x, point.y) for point in sorted(points, key=lambda each: (each.x, each.y)) if point.kind != "bad"
+    )
+    return Plot("Memory and recomputation of training steps", x, y, points, line)

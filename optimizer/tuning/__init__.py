@@ -1,10 +1,20 @@
 """Measure the ways to run a model, prove their accuracy, and recommend one."""
 
-from optimizer.tuning.benchmark import Benchmark, Candidate, Figure, Refused, recommendation
+from optimizer.tuning.benchmark import (
+    Benchmark,
+    Candidate,
+    Figure,
+    Latency,
+    PeakMemory,
+    Ratio,
+    Refused,
+    available_memory,
+    recommendation,
+    settle,
+)
 from optimizer.tuning.candidates import Files
 from optimizer.tuning.choice import bench_bundle, choose, read_choices
 from optimizer.tuning.lossy import CalibrationCall, calibration_of
-from optimizer.tuning.timing import Latency, PeakMemory, Ratio, available_memory, settle
 
 __all__ = [
     "Benchmark",

@@ -29,11 +29,11 @@ from optimizer.tuning.benchmark import (
     Opened,
     Refused,
     Run,
+    available_memory,
     open_all,
     recommendation,
     timed,
 )
-from optimizer.tuning.timing import available_memory
 from passes.base import Pass
 from passes.compiling.compiler import import_inductor, missing_compiler
 from passes.registry import parse_pass
@@ -72,11 +72,7 @@ class Files:
         return next(each for each in self.entries if each["format"] == format)
 
     def opened(self, route: Route) -> Runner:
-        """Open the file of a route.
-
-        Raises:
-            DeviceError: the runtime isn't installed, or it can't use the device.
-        """
+        """Open the file of a route."""
         return open_route(self.folder / self.entry(route.format)["path"], route, self.device)
 
     def open_for_proof(self, route: Route) -> Runner:

@@ -56,10 +56,6 @@ def choose(
     Args:
         calibration: None if nothing lossy is allowed.
         choices: a route that was chosen earlier, which is proven instead of timing.
-
-    Raises:
-        ExportFailed: what was chosen earlier couldn't be exported.
-        ParityError: what was chosen earlier isn't proven, or is outside the budget.
     """
     if not (job.bench or job.tune or choices):
         return None
@@ -91,12 +87,11 @@ def _timed(bench: Bench) -> Benchmark:
         bench.prove(opened.candidate.route)
         return opened
 
-    variants = [bench.files.candidate(route) for each in candidates if (route := frozen(each.route)) is not None]
+    candidates += [bench.files.candidate(route) for each in candidates if (route := frozen(each.route)) is not None]
     try:
         eager = bench.open_eager()
         ready, dropped = open_all(candidates, proven)
-        more, refused = open_all(variants, proven)
-        return bench.conclude([eager, *ready, *more], [*dropped, *refused], _SECONDS)
+        return bench.conclude([eager, *ready], dropped, _SECONDS)
     except Refused as reason:
         return bench.unmeasured(f"not measured: {reason}")
 
@@ -169,10 +164,6 @@ def read_choices(path: str | Path, formats: Collection[str], budget: AccuracyBud
     Args:
         formats: those of this export.
         budget: that of this export.
-
-    Raises:
-        UsageError: there is no recommended route, or this export can't have it.
-        BundleError: the bundle is damaged.
     """
     place = Path(os.path.expanduser(path))
     is_bundle = place.is_dir()

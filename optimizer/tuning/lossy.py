@@ -17,7 +17,7 @@ from exporters.onnx_sensitivity import within_budget
 from exporters.registry import QUANTIZED
 from optimize_export.errors import DeviceError, UsageError
 from optimize_export.runtime import Route, Runner, open_route
-from optimize_export.wording import dtype_name
+from optimize_export.wording import described
 from optimizer.exporting import MeasuredExport, remove
 from optimizer.model import Call, Samples, errors_of_model
 from optimizer.options import AccuracyBudget
@@ -216,12 +216,7 @@ class Calibration:
 def calibration_of(
     given: Iterable[CalibrationCall] | None, samples: Samples, adapter: Adapter, request: ExportRequest
 ) -> Calibration:
-    """Take the user's calibration calls, or draw random ones. Every fourth call is held out.
-
-    Raises:
-        UsageError: a call doesn't have the structure, the dtypes or the fixed sizes of the example inputs, has no rows, or
-            has NaN or infinity where the example inputs have none.
-    """
+    """Take the user's calibration calls, or draw random ones. Every fourth call is held out."""
     if given is None:
         calls = [samples.at(samples.batch_size, _FIRST_DRAW + number) for number in range(_RANDOM)]
         flat = [adapter.flatten_inputs(call.args, call.kwargs) for call in calls]
@@ -270,14 +265,10 @@ def _refuse_misfit(
     sizes = zip(part.shape, other.shape, strict=False)
     fits = part.dim() == other.dim() and all(a == b or dim in free for dim, (a, b) in enumerate(sizes))
     if part.dtype != other.dtype or not fits:
-        raise UsageError(f"{named} is {_described(whole)}, but the example input is {_described(other)}.")
+        raise UsageError(f"{named} is {described(whole)}, but the example input is {described(other)}.")
     # A mask may contain infinity.
     if bool(other.isfinite().all()) and not bool(whole.isfinite().all()):
         raise UsageError(f"{named} contains NaN or infinity: leave out this call.")
-
-
-def _described(tensor: torch.Tensor) -> str:
-    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
 
 
 def _rows(call: Sequence[torch.Tensor]) -> int | None:

@@ -15,15 +15,18 @@ from optimizer.tuning.benchmark import (
     Benchmark,
     Candidate,
     Figure,
+    Latency,
     Opened,
+    Ratio,
     Refused,
     dropped_figure,
+    interleaved,
     open_all,
+    ratio,
     try_candidate,
 )
 from optimizer.tuning.candidates import Bench, frozen
 from optimizer.tuning.lossy import Lossy, is_lossy
-from optimizer.tuning.timing import Latency, Ratio, interleaved, ratio
 
 # Seconds of the first timing of each candidate, next to the first file: eager would take several times as long.
 _FIRST_TIMING = 0.6

@@ -717,8 +717,8 @@ def test_a_batch_that_is_not_dim_0_is_found_with_its_option(tmp_path):
     (note,) = notes_on_batch(*time_major(), tmp_path / "net")
     assert note == (
         "dim 0 of x isn't the batch: its slices influence each other, and those of dim 1 don't; "
-        "`--dynamic x:0=time,1=batch --dynamic scale:0=batch` makes dim 1 the batch "
-        "(dynamic= in Python; the original runs so, files weren't tried)"
+        "`--dynamic x:0=time,1=batch` makes dim 1 the batch (dynamic= in Python); "
+        "also name the dims of other inputs that have either size"
     )
     assert notes_on_batch(*time_major(), tmp_path / "open", dynamic=TIME_MAJOR) == []
 

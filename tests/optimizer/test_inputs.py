@@ -180,12 +180,12 @@ def meta(size):
 @pytest.mark.parametrize(
     ("inputs", "kwargs", "part"),
     [
-        ((torch.ones(2), meta(2)), {}, "a tensor without values (argument_1 is on the meta device)"),
-        ((), {"x": meta(2)}, "a tensor without values (x is on the meta device)"),
-        (lambda size, generator: (meta(size),), {}, "a tensor without values (argument_0 is on the meta device)"),
-        ((torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),), {}, "a nested tensor (argument_0)"),
-        (lambda size, generator: (torch.eye(2).to_sparse_csc(),), {}, "a tensor in the layout sparse_csc (argument_0)"),
-        ((laid_out("quantized per channel", torch.eye(2)),), {}, "a tensor that is quantized per channel (argument_0)"),
+        ((torch.ones(2), meta(2)), {}, "a tensor without values (device meta), argument_1"),
+        ((), {"x": meta(2)}, "a tensor without values (device meta), x"),
+        (lambda size, generator: (meta(size),), {}, "a tensor without values (device meta), argument_0"),
+        ((torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),), {}, "a nested tensor, argument_0"),
+        (lambda size, generator: (torch.eye(2).to_sparse_csc(),), {}, "a tensor in the layout sparse_csc, argument_0"),
+        ((laid_out("quantized per channel", torch.eye(2)),), {}, "a tensor that is quantized per channel, argument_0"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Sparse CSC tensor support:UserWarning")

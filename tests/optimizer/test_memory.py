@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from optimizer.tuning import PeakMemory, available_memory, timing
+from optimizer.tuning import PeakMemory, available_memory, benchmark
 
 
 @pytest.fixture
 def told(tmp_path, monkeypatch):
     """The folder that stands for /proc; `self/clear_refs` can be written."""
     real = Path
-    monkeypatch.setattr(timing, "Path", lambda path: real(str(path).replace("/proc", str(tmp_path))))
+    monkeypatch.setattr(benchmark, "Path", lambda path: real(str(path).replace("/proc", str(tmp_path))))
     (tmp_path / "self").mkdir()
     return tmp_path
 

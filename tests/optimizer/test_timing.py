@@ -11,10 +11,9 @@ from fractions import Fraction
 import pytest
 
 from optimize_export.gpu_settings import GpuSettings
-from optimizer.tuning import Candidate, Latency, Ratio, timing
-from optimizer.tuning.benchmark import Opened, chosen, timed
+from optimizer.tuning import Candidate, Latency, Ratio, benchmark
+from optimizer.tuning.benchmark import Opened, chosen, interleaved, ratio, timed
 from optimizer.tuning.candidates import calling
-from optimizer.tuning.timing import interleaved, ratio
 
 
 class Clock:
@@ -27,9 +26,9 @@ class Clock:
         self.busy: list[float] = []
         self.used = 0.0
         self.sleeps = 0
-        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(timing.time, "process_time", lambda: self.used)
-        monkeypatch.setattr(timing.time, "sleep", self.sleep)
+        monkeypatch.setattr(benchmark.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(benchmark.time, "process_time", lambda: self.used)
+        monkeypatch.setattr(benchmark.time, "sleep", self.sleep)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -161,9 +160,9 @@ def test_the_latency_is_the_median_over_calls_and_waits_for_the_device(clock):
 def test_a_clock_that_fails_gives_finite_times_and_ends(monkeypatch, step):
     ticks = itertools.count()
     for name in ("perf_counter", "process_time"):
-        monkeypatch.setattr(timing.time, name, lambda: step * next(ticks))
-    monkeypatch.setattr(timing.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(timing, "_ROUND_SECONDS", 1e-4)
+        monkeypatch.setattr(benchmark.time, name, lambda: step * next(ticks))
+    monkeypatch.setattr(benchmark.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(benchmark, "_ROUND_SECONDS", 1e-4)
     found = interleaved({"a": lambda: None, "b": lambda: None}, 0.1)
     gain = ratio(found["a"], found["b"])
     assert all(0 < number < math.inf for number in (found["a"].median, found["a"].p95, gain.low, gain.high))

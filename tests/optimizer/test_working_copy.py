@@ -201,14 +201,6 @@ class RefusesToBeCopied:
         raise RuntimeError("no")
 
 
-class Answers:
-    def __getattr__(self, name):
-        return Answers()
-
-    def __call__(self, value):
-        return value
-
-
 class Profiler:
     def __init__(self):
         self.lock = threading.Lock()
@@ -226,12 +218,14 @@ def test_a_class_that_copies_itself_does():
     [
         (
             threading.Lock(),
-            r"TypeError: cannot pickle '_thread.lock' object.*: create it in forward, or define __deepc",
+            r"TypeError: cannot pickle '_thread.lock' object.*: create it in forward, store",
         ),
-        ((i for i in range(3)), r"TypeError: cannot pickle 'generator' object.*: store a list and an index instead"),
-        (RefusesToBeCopied(), r"RuntimeError: no.*: create it in forward, or define __deepcopy__ on RefusesToBeCopied"),
+        (
+            (i for i in range(3)),
+            r"TypeError: cannot pickle 'generator' object.*: create it in forward, store a list and an index instead",
+        ),
+        (RefusesToBeCopied(), r"RuntimeError: no.*, or define __deepcopy__ on RefusesToBeCopied"),
         ({"a": [threading.Lock()]}, r"TypeError: cannot pickle"),
-        (Answers(), "copy.deepcopy returned a dict"),
     ],
 )
 def test_what_cant_be_copied_is_refused_by_its_attribute(value, why):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from optimizer import export, optimize, report_of
 from optimizer.model import Call
-from optimizer.pipeline.copy_runs import CopyRuns
+from optimizer.pipeline.transactions import CopyRuns
 from passes.graph.backend import GRAPH_CALL, compilation_of
 
 X = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))

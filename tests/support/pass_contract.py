@@ -24,7 +24,7 @@ from optimizer.model.inputs import Call, Samples
 from optimizer.model.runs import Runs
 from optimizer.model.working_copy import Mode, working_copy
 from optimizer.parity import check_parity
-from optimizer.pipeline.copy_runs import CopyRuns
+from optimizer.pipeline.transactions import CopyRuns
 from passes import Precision
 from passes.base import Context, ModelTree, Pass, PassResult, device_of
 from passes.graph.layers import RecordedLayers
