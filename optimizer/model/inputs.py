@@ -185,9 +185,10 @@ class Samples:
                 f"A batch of {batch_size} can't be made from the example inputs: none of their tensors has a batch "
                 "dimension."
             )
-        if draw == 0 and batch_size == self.batch_size:
+        if batch_size is None or self.batch_size is None or (draw == 0 and batch_size == self.batch_size):
+            # Without rows, every draw is the given call.
             return self.given
-        return self._drawn(batch_size, draw)
+        return self._redraw(self.given, self.batch_size, batch_size, draw)
 
     @property
     def elements_of_a_row(self) -> int:
@@ -260,12 +261,6 @@ class Samples:
             return self._kwargs
         before = len(_tensors(Call(args)))
         return self._redraw(Call((), self._kwargs), kwargs_rows, batch_size, draw, before).kwargs
-
-    def _drawn(self, batch_size: int | None, draw: int) -> Call:
-        if batch_size is None or self.batch_size is None:
-            # No tensor has rows, so every draw is the given call.
-            return self.given
-        return self._redraw(self.given, self.batch_size, batch_size, draw)
 
     def _redraw(self, call: Call, observed: int, batch_size: int, draw: int, before: int = 0) -> Call:
         """Draw other rows.

@@ -364,7 +364,13 @@ def attempt(
 ) -> tuple[PassRecord, PassResult | None, Exception | None]:
     """Run a pass on the tree of the working copy; if it raises, restore the tree and return the error."""
     started = time.perf_counter()
-    before = TreeState(tree.modules())
+    holders = [
+        holder
+        for module in tree.modules()
+        if not is_script(module)
+        for holder in (module.__dict__, module._parameters, module._buffers, module._modules)
+    ]
+    before = [dict(holder) for holder in holders]
     sources = _callers_tensors(original)
     try:
         result = item.run(tree, context)
@@ -372,7 +378,9 @@ def attempt(
         raise
     except Exception as error:  # noqa: BLE001 - a pass of another package may raise anything; the record says so
         # The passes of this project undo their edits, but those of other packages may not.
-        before.restore()
+        for holder, held in zip(holders, before, strict=True):
+            holder.clear()
+            holder.update(held)
         tree.refresh()
         _refuse_writes(item, sources)
         line = line_of_error(error)
@@ -495,23 +503,6 @@ def check_changes(record: PassRecord, result: PassResult) -> tuple[str | None, d
                 reason = rounding.reason.rstrip(".")
                 imprecise[change.place] = f"undone ({change.what}), because it loses too much to rounding: {reason}"
     return None, imprecise
-
-
-class TreeState:
-    """The attributes, tensors and children of every module, by reference."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._kept = [
-            (holder, dict(holder))
-            for module in modules
-            if not is_script(module)
-            for holder in (module.__dict__, module._parameters, module._buffers, module._modules)
-        ]
-
-    def restore(self) -> None:
-        for holder, before in self._kept:
-            holder.clear()
-            holder.update(before)
 
 
 def is_lossy(item: Pass) -> bool:
