@@ -107,10 +107,8 @@ def _named_dims(name: object, dims: object) -> dict[int, str | None]:
         raise UsageError(f"dynamic lists no dim of {name}: add one such as 0, or leave {name} out.")
     found: dict[int, str | None] = {}
     for dim in dims:
-        if not isinstance(dim, int) or isinstance(dim, bool):
+        if not isinstance(dim, int) or isinstance(dim, bool) or dim < 0:
             raise UsageError(f"dynamic lists {dim!r} as a dim of {name}: dims must be whole numbers, counted from 0.")
-        if dim < 0:
-            raise UsageError(f"dynamic lists dim {dim} of {name}: dims are counted from 0, the first one.")
         if dim in found:
             raise UsageError(f"dynamic lists dim {dim} of {name} twice.")
         symbol = dims[dim] if isinstance(dims, Mapping) else None

@@ -108,7 +108,9 @@ def optimize_model(
         pipeline = Pipeline(transactions, samples, batch_sizes)
         report, outputs, operations = _run_stages(pipeline, model, chosen, is_called=is_called)
         report.notes[:0] = copy.notes
-        _note_modes(report, model, copy.root, mode)
+        if mode == "inference":
+            report.warnings, notes = notes_on_modes(model, copy.root, "the result is in eval mode and was")
+            report.notes += [*report.warnings, *notes]
         told = _notes_on_verification(copy.root, mode, report.parity)
         report.notes.extend(note for note in told if note not in report.notes)
         applied = transactions.applied
@@ -332,14 +334,6 @@ def _freeze(copy: WorkingCopy, original: nn.Module) -> None:
     for parameter in (one for module in modules for one in module.parameters()):
         if parameter.requires_grad and id(parameter) not in callers:
             parameter.requires_grad_(False)
-
-
-def _note_modes(report: Report, model: nn.Module, result: nn.Module, mode: Mode) -> None:
-    if mode != "inference":
-        return
-    warnings, notes = notes_on_modes(model, result, "the result is in eval mode and was")
-    report.warnings += warnings
-    report.notes += [*report.warnings, *notes]
 
 
 def notes_on_modes(model: nn.Module, result: nn.Module, made: str) -> tuple[list[str], list[str]]:

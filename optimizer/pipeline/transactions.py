@@ -188,11 +188,6 @@ class AppliedPass:
     result: PassResult
     declared: DeclaredError | None = None
 
-    @property
-    def lowered(self) -> tuple[Lowered, ...]:
-        """The reasons why this pass makes the result less precise."""
-        return tuple(one for one in (self.declared, self.result.precision) if one is not None)
-
 
 def with_changes(applied: Iterable[AppliedPass]) -> list[AppliedPass]:
     """The passes that changed something."""
@@ -201,7 +196,8 @@ def with_changes(applied: Iterable[AppliedPass]) -> list[AppliedPass]:
 
 def lowered_by(applied: Iterable[AppliedPass]) -> tuple[Lowered, ...]:
     """The reasons why these passes make the result less precise."""
-    return tuple(dict.fromkeys(lowered for one in with_changes(applied) for lowered in one.lowered))
+    reasons = (reason for one in with_changes(applied) for reason in (one.declared, one.result.precision))
+    return tuple(dict.fromkeys(reason for reason in reasons if reason is not None))
 
 
 class Transactions:

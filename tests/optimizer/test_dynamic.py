@@ -71,7 +71,7 @@ def test_equal_sizes_share_no_name_unless_they_are_given_one():
         ({"x": "01"}, "must map each input to a tuple of dims, or to a dict of dims and names, not '01'."),
         ({0: (0,)}, "must map each input to a tuple of dims, or to a dict of dims and names, not (0,)."),
         ({"x": (3,)}, "opens dim 3 of x, which is [2, 5, 4] in the example inputs: its dims are 0 to 2."),
-        ({"x": (-1,)}, "lists dim -1 of x: dims are counted from 0"),
+        ({"x": (-1,)}, "lists -1 as a dim of x: dims must be whole numbers, counted from 0"),
         ({"x": (0, 0)}, "lists dim 0 of x twice."),
         ({"x": (True,)}, "lists True as a dim of x: dims must be whole numbers"),
         ({"x": {1: "two words"}}, "uses 'two words' as the name for the size of dim 1 of x: use a word"),
