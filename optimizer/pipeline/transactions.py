@@ -101,23 +101,24 @@ class CopyRuns:
 
     def run_inside(self, watch: AbstractContextManager[Any], number: int = 0) -> str | None:
         """Run one call inside `watch`; return the error as text, or None if it runs."""
-        call = self.calls[number].copied()
-        try:
-            with self._quiet(self._seeds[number] if self._seeds else 0), watch:
-                self.root(*call.args, **call.kwargs)
-        except Exception as error:  # noqa: BLE001 - a run of foreign code under watch may raise anything
-            return f"{type(error).__name__}: {first_line(error)}"
-        return None
+        seed = self._seeds[number] if self._seeds else 0
+        return self._error_inside(watch, [(seed, self.calls[number])], eager=True)
 
     def _run_compiled(self, watch: AbstractContextManager[Any]) -> str | None:
         """As `Context.run_compiled`."""
+        return self._error_inside(watch, list(enumerate(self.calls)), eager=False)
+
+    def _error_inside(
+        self, watch: AbstractContextManager[Any], calls: Sequence[tuple[int, Call]], *, eager: bool
+    ) -> str | None:
+        """Run calls, each with its seed."""
         try:
-            with self._quiet(eager=False), watch:
-                for number, call in enumerate(self.calls):
+            with self._quiet(calls[0][0], eager=eager), watch:
+                for seed, call in calls:
+                    seed_torch(seed)
                     copied = call.copied()
-                    seed_torch(number)
                     self.root(*copied.args, **copied.kwargs)
-        except Exception as error:  # noqa: BLE001 - a compiler may raise anything on foreign code
+        except Exception as error:  # noqa: BLE001 - foreign code, and a compiler on it, may raise anything
             return f"{type(error).__name__}: {first_line(error)}"
         return None
 
@@ -163,14 +164,10 @@ class CopyRuns:
             stack.enter_context(pinned_settings())
             stack.enter_context(eager_only() if eager else nullcontext())
             stack.enter_context(torch.no_grad())
-            stack.enter_context(self._private_state())
+            stack.enter_context(private_state(self.root, self._written))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             yield
-
-    def _private_state(self) -> AbstractContextManager[None]:
-        own = {name for name, _ in self.root.named_parameters(remove_duplicate=False)}
-        return private_state(self.root, self._written & own)
 
 
 # ---------------------------------------------------------------------------------------------------- transactions
