@@ -72,9 +72,6 @@ class Suggestions:
 
         There is no note if the model itself accepts only the given sizes. Dims of other inputs, such as images, are left
         out: users expect those to be fixed, and the shapes in the files show them.
-
-        Args:
-            open_batch: whether the batch is open in the files.
         """
         found = _lengths(self.inputs, self.samples.batch_size)
         # Dims of equal size are the same length, such as those of the tokens and their mask.

@@ -106,11 +106,7 @@ class GraphFiles:
         return None
 
     def operations(self, plain: Captures | None) -> Sequence[tuple[str, str]]:
-        """The path of the module and the name of each operation in the graph of the files; empty without a capture.
-
-        Args:
-            plain: the captures of the plain forward.
-        """
+        """The path of the module and the name of each operation in the graph of the files; empty without a capture."""
         if self.module is not None and not self.refused:
             return operations_of_whole_graph(self.module)
         return (None if plain is None else captured_operations(plain)) or ()
@@ -131,11 +127,7 @@ class GraphFiles:
         return found
 
     def notes(self, missing: Collection[str]) -> list[str]:
-        """A sentence for each reason why files don't contain the changes of graph passes.
-
-        Args:
-            missing: the formats without a file; they get no sentence.
-        """
+        """A sentence for each reason why files don't contain the changes of graph passes, except for missing files."""
         names = listed(list(dict.fromkeys(self.asked)), _MOST_NAMES)
         told = {format: why for format, why in self.refused.items() if format not in missing}
         return [

@@ -171,11 +171,7 @@ def _notes(job: ExportJob, suggestions: Suggestions, adapter: Adapter, *, open_b
 
 
 def _sizes_of(samples: Samples, batch_sizes: Sequence[int] | None, static: bool, effort: Effort) -> list[int] | None:
-    """The batch sizes at which files are compared; None if the inputs have no batch.
-
-    Args:
-        batch_sizes: those that the user chose; None to choose them here.
-    """
+    """The batch sizes at which files are compared: the user's, if any; None if the inputs have no batch."""
     if static and (further := [size for size, _ in samples.further if size != samples.batch_size]):
         raise UsageError(
             f"static_batch fixes the batch size at {samples.batch_size}, but there are further inputs of batch size "
@@ -227,9 +223,6 @@ def _refuse_carried_state(original: nn.Module, reference: Reference) -> None:
     original's noise. The user's tolerances don't apply, because both runs use the same module on the same device. A
     model that answers the same call differently each time, whatever calls came before, isn't refused here but in the
     comparison.
-
-    Args:
-        reference: of the original in its own dtypes.
     """
     measurement = measure_in_sequence(reference)
     report = judge(measurement)

@@ -128,11 +128,7 @@ class Samples:
         return next((tensor for tensor in _tensors(self.given) if tensor.dim() > 0), None)
 
     def opened(self, dims: OpenDims, inputs: Mapping[str, torch.Tensor]) -> "Samples":
-        """Return the same samples with open dims, which can have other sizes.
-
-        Args:
-            inputs: the tensors of `given` by name.
-        """
+        """Return the same samples with open dims of these inputs, the tensors of `given` by name."""
         tensors = _tensors(self.given)
         places = {id(tensor): number for number, tensor in enumerate(tensors)}
         opened = self._twin()
@@ -283,11 +279,7 @@ class Samples:
         return _redrawn_call(call, taken_of, generator)
 
     def _row_dims(self, number: int, tensor: torch.Tensor, observed: int | None = None) -> tuple[int, ...]:
-        """The dims of a tensor that have the batch size.
-
-        Args:
-            observed: the batch size of its call; the given one by default.
-        """
+        """The dims of a tensor that have the batch size of its call, by default the given one."""
         if number in self._open:
             return tuple(dim for dim, name in self._open[number].items() if name == self._batch)
         return (0,) if tensor.shape[:1] == (observed or self.batch_size,) else ()
@@ -408,11 +400,7 @@ def _redrawn_call(call: Call, taken_of: Mapping[int, Mapping[int, torch.Tensor]]
 
 
 def _redrawn(tensor: torch.Tensor, slices: Mapping[int, torch.Tensor], generator: torch.Generator) -> torch.Tensor:
-    """Draw another tensor of the same kind.
-
-    Args:
-        slices: for some dims, the observed slice at each position of the new tensor.
-    """
+    """Draw another tensor of the same kind; `slices` has the observed slice at each position of some dims."""
     source = tensor.detach()
     if source.layout is not torch.strided or keeps_values(source):
         return _selected(source, slices)

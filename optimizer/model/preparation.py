@@ -20,11 +20,7 @@ from passes.graph.forwards import is_compiled
 
 
 def check_model(model: object, *, runs: bool) -> None:
-    """Raise `UsageError` or `LoadError` if the model can't be optimized.
-
-    Args:
-        runs: whether the model has to run.
-    """
+    """Raise `UsageError` or `LoadError` if the model can't be optimized, or `runs` and it can't run."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"The model must be an nn.Module, not {type(model).__name__}.")
     if is_compiled(model):
@@ -43,11 +39,7 @@ def one_call(
     example_kwargs: dict[str, Any] | None,
     device: torch.device | str | None,
 ) -> tuple[Call, torch.device]:
-    """The call of the example inputs, and the device to run it on: by default the model's.
-
-    Args:
-        name: the function that needs the call, for the message.
-    """
+    """The call of the example inputs for the function `name`, and the device to run it on: by default the model's."""
     target = device_of(model) if device is None else resolved_device(str(device), require_gpu=False)
     samples = samples_of(example_inputs, example_kwargs, (), 0, target)
     if samples is None:

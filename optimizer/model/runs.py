@@ -140,11 +140,7 @@ class Runs:
 
 
 class RunsOfCopy(Runs):
-    """Runs of one working copy, so that its modules are the same objects in each run; each run restores their state.
-
-    Args:
-        copy: a copy that computes the same as the target.
-    """
+    """Runs of one working copy, so that its modules are the same objects in each run; each run restores their state."""
 
     def __init__(self, target: nn.Module, copy: nn.Module) -> None:
         super().__init__(target, in_eval=False)
@@ -219,12 +215,7 @@ def _refuse_writes(before: dict[str, int], module: nn.Module) -> None:
 
 @contextmanager
 def errors_of_model(call: Call, on: str = "the example inputs") -> Iterator[None]:
-    """Turn an error of the user's model into a `LoadError`; this program's own errors pass through.
-
-    Args:
-        call: the inputs of the model.
-        on: the inputs, for the message.
-    """
+    """Turn an error of the user's model into a `LoadError`; this program's own errors pass through."""
     try:
         yield
     except OptimizeExportError:
@@ -260,10 +251,6 @@ class WriteGuard(TorchDispatchMode):
     """Stops a run of a copy before it writes to a tensor of the model.
 
     The guard doesn't see compiled code, which must therefore run eagerly (`eager_only`).
-
-    Args:
-        shared: the tensors of the model, with their names.
-        target: the model.
     """
 
     supports_higher_order_operators = True
@@ -321,11 +308,8 @@ def _written_by(schema: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torc
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if is_written or (moves and argument.name in _STATISTICS):
             value = given.get(argument.name)
-            yield from (one for one in _listed(value) if isinstance(one, torch.Tensor))
-
-
-def _listed(value: Any) -> Iterable[Any]:
-    return value if isinstance(value, list | tuple) else (value,)
+            values = value if isinstance(value, list | tuple) else (value,)
+            yield from (one for one in values if isinstance(one, torch.Tensor))
 
 
 def named_tensors(target: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

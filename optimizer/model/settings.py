@@ -151,15 +151,7 @@ def pinned_settings() -> Iterator[dict[str, str]]:
 
 
 def pinned_by(target: object, device: str) -> Iterator[tuple[str, str]]:
-    """The settings in force that `pinned_settings` changes and that a model may notice.
-
-    Args:
-        target: the model, or another callable.
-        device: where it runs.
-
-    Yields:
-        Each setting in words, and the statement that pins it.
-    """
+    """The settings in force that `pinned_settings` changes and that a model may notice: in words, and the statement."""
     modules = reachable_modules(target) if isinstance(target, nn.Module) else []
     if torch.backends.mha.get_fastpath_enabled() and any(isinstance(each, _WITH_FAST_PATH) for each in modules):
         yield "torch's fast path for attention", "torch.backends.mha.set_fastpath_enabled(False)"

@@ -100,7 +100,9 @@ def _unpickled(path: Path) -> Any:
     except pickle.UnpicklingError as error:
         if not re.search("Unsupported (global|class)", str(error)) and (zipped or path.read_bytes()[:1] != b"\x80"):
             raise LoadError(f"The weights {path.name} are damaged or not a state dict{_STATE_DICT}") from error
-        whole = program_in(path) or f"more than tensors{_classes(str(error))}"
+        # torch's safe reader names a class.
+        named = re.search(r"GLOBAL ([\w.]+) ", str(error))
+        whole = program_in(path) or f"more than tensors{f' ({named[1]})' if named else ''}"
         raise LoadError(
             f"The weights {path.name} contain {whole} and aren't loaded, because unpickling them could run arbitrary "
             "code; save only the state dict: torch.save(model.state_dict(), ...)."
@@ -111,12 +113,6 @@ def _unpickled(path: Path) -> Any:
         # Quote only an OSError: other messages are about opcodes of the pickle or records of the archive.
         why = f": {quote(error)}." if isinstance(error, OSError) else _STATE_DICT
         raise LoadError(f"The weights {path.name} are damaged or not a state dict{why}") from error
-
-
-def _classes(message: str) -> str:
-    """The class that torch's safe reader names, in parentheses."""
-    found = re.search(r"GLOBAL ([\w.]+) ", message)
-    return f" ({found[1]})" if found else ""
 
 
 def _fitting(model: nn.Module, value: Any, key: str, path: Path, notes: list[str]) -> dict[str, torch.Tensor]:

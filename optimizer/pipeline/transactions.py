@@ -63,14 +63,7 @@ Way = Callable[[], AbstractContextManager[Any]]
 
 
 class CopyRuns:
-    """Runs the working copy itself, because passes know its modules by identity; each run leaves no trace.
-
-    Args:
-        root: the working copy.
-        calls: the example calls.
-        seeds: the seed of each call.
-        written: names of the parameters that forward writes to.
-    """
+    """Runs the working copy itself, because passes know its modules by identity; each run leaves no trace."""
 
     def __init__(
         self,
@@ -123,11 +116,7 @@ class CopyRuns:
         return None
 
     def seconds(self, ways: Sequence[Way], rounds: int) -> list[float]:
-        """The seconds of the first example call in each way: the shortest of some rounds, in turn.
-
-        Args:
-            ways: each makes a context around the calls.
-        """
+        """The seconds of the first example call in each way: the shortest of some rounds, in turn."""
         shortest = [math.inf] * len(ways)
         with self._quiet(eager=False):
             for _ in range(rounds):

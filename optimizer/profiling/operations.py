@@ -91,12 +91,7 @@ Place = tuple[str, str | None]
 
 
 def operations_of(spent: Mapping[Place, Spent], *, seconds: float, runs: int) -> tuple[Operation, ...]:
-    """Put repeated blocks together, and sort by time, the most expensive first.
-
-    Args:
-        seconds: the time of one run, of which the operations have their shares.
-        runs: the number of runs in `spent`.
-    """
+    """Put repeated blocks together, and sort by time, the most expensive first; `spent` has the sums of all runs."""
     groups: dict[tuple[Any, ...], list[Place]] = {}
     for place, each in spent.items():
         name, path = place

@@ -92,11 +92,7 @@ def profile(
 def profile_module(
     model: nn.Module, call: Call, mode: Mode, device: torch.device, *, trace: Path | None = None
 ) -> Profile:
-    """Profile a module at one call.
-
-    Args:
-        trace: the path of the Chrome trace to write; None to write none.
-    """
+    """Profile a module at one call, and write the Chrome trace to `trace`, if that is given."""
     if is_profiling():
         raise UsageError("Another profiler is running in this thread: profile() needs it to end first.")
     training = mode == "training"

@@ -54,12 +54,7 @@ def _marked(text: str) -> Any:
 
 
 def page(template: str, **facts: Any) -> str:
-    """A whole page.
-
-    Args:
-        template: the name of a file in `templates`, without its suffixes.
-        facts: the variables of the template.
-    """
+    """A whole page, from a file in `templates`, named without its suffixes, and the template's variables."""
     rendered: str = _environment().get_template(f"{template}.html.jinja").render(facts)
     # Names of classes, inputs and files may contain characters that change the direction of the text around them.
     return printable_lines(rendered)
@@ -222,11 +217,7 @@ _LEAST_LOSS = 1e-7
 
 
 def parity_plot(parity: Mapping[str, Any]) -> Plot | None:
-    """The error of each output at each call as a share of the allowed error; None without outputs judged so.
-
-    Args:
-        parity: of an artifact in the manifest.
-    """
+    """The error of each output of an artifact at each call as a share of the allowed error; None without such errors."""
     # A tolerance of the user limits another difference: that from the original's own output.
     # A lossy file is limited by a budget.
     outputs = (each for each in parity.get("outputs", ()) if each.get("judged", True) and not each.get("by_user"))
@@ -328,11 +319,7 @@ def _beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
 
 
 def checkpoint_plot(detail: Mapping[str, Any] | None) -> Plot | None:
-    """The cheapest training steps by their peak; None for the detail of another pass.
-
-    Args:
-        detail: of a pass in the manifest.
-    """
+    """The cheapest training steps by their peak; None for the detail of another pass."""
     if not detail or "curve" not in detail:
         return None
     eager, forward = detail["eager_peak_bytes"], detail["forward_flops"] or 1

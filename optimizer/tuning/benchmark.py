@@ -436,11 +436,7 @@ def _figure(opened: Opened, latency: Latency, base: Latency) -> Figure:
 
 
 def chosen(latencies: Mapping[str, Latency], preferred: Sequence[str]) -> str:
-    """The name of the first preferred contender, unless a later one is surely faster, and so on.
-
-    Args:
-        latencies: by name, from one `interleaved`.
-    """
+    """The name of the first preferred contender, unless a later one is surely faster, and so on."""
     best, *others = preferred
     for name in others:
         if ratio(latencies[best], latencies[name]).pays:

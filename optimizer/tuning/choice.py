@@ -159,12 +159,7 @@ def _proven_again(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choi
 
 
 def read_choices(path: str | Path, formats: Collection[str], budget: AccuracyBudget) -> Choices:
-    """Read the recommended route of a bundle or of its manifest.
-
-    Args:
-        formats: those of this export.
-        budget: that of this export.
-    """
+    """Read the route that a bundle or its manifest recommends, for an export with these formats and this budget."""
     place = Path(os.path.expanduser(path))
     is_bundle = place.is_dir()
     file = place / MANIFEST if is_bundle else place

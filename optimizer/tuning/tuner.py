@@ -46,13 +46,7 @@ _FLOAT16 = "onnx-float16"
 
 
 class Tuner:
-    """Collects candidates, those that need the least work first, until the time is up.
-
-    Args:
-        bench: the files and the original.
-        lossy: makes and judges lossy candidates; None if only rounding is allowed.
-        seconds: the time for everything.
-    """
+    """Collects candidates, those that need the least work first, until the time is up; lossy ones if `lossy` isn't None."""
 
     def __init__(self, bench: Bench, lossy: Lossy | None, seconds: float) -> None:
         # The manifest's entries of the quantized files that were made, by format.
