@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from optimize_export.runtime import usable_cpus
 from optimizer.model.working_copy import working_copy
-from optimizer.tuning import PeakMemory
+from optimizer.tuning.benchmark import PeakMemory
 from passes import InsertCheckpoints
 from passes.base import Context, ModelTree
 from passes.checkpointing.fake import faked

@@ -21,7 +21,7 @@ from torch.fx.experimental.optimization import fuse
 from exporters.isolation import silent, torchscript_allowed
 from optimize_export.gpu_settings import GpuSettings
 from optimizer import export, optimize
-from optimizer.tuning import available_memory
+from optimizer.tuning.benchmark import available_memory
 
 Run = Callable[[], tuple[torch.Tensor, ...]]
 

@@ -32,7 +32,7 @@ from torch import nn
 
 from optimize_export.runtime import usable_cpus
 from optimizer import optimize, report_of
-from optimizer.tuning import PeakMemory
+from optimizer.tuning.benchmark import PeakMemory
 
 # The ways without this project; they have no passes.
 EAGER, COMPILE = "eager", "torch.compile"

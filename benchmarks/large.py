@@ -33,7 +33,7 @@ from exporters import ExportRequest, exporter_named
 from optimizer import export
 from optimizer.model.inputs import Samples
 from optimizer.parity import measure_reference
-from optimizer.tuning import PeakMemory
+from optimizer.tuning.benchmark import PeakMemory
 
 # The goal for the peak beyond the model, as a multiple of the weights.
 GOAL = 1.3

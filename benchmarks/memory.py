@@ -17,7 +17,7 @@ from torch import nn
 
 from optimizer import optimize
 from optimizer.model.working_copy import working_copy
-from optimizer.tuning import PeakMemory
+from optimizer.tuning.benchmark import PeakMemory
 from passes.graph.backend import GraphCall, compilation_of
 from passes.torch_private import COMPILED_CALL
 

@@ -36,7 +36,7 @@ from exporters import proof
 from optimizer import export, optimize, report_of
 from optimizer.exporting.artifact_parity import ArtifactParity
 from optimizer.pipeline import transactions
-from optimizer.tuning import PeakMemory
+from optimizer.tuning.benchmark import PeakMemory
 from passes.torch_capture import _FrontEnd
 
 # Goals: the maximum number of forwards of the example inputs, and the maximum ratio of memory to a plain export's.

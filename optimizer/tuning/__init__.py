@@ -1,34 +1,7 @@
 """Measure the ways to run a model, prove their accuracy, and recommend one."""
 
-from optimizer.tuning.benchmark import (
-    Benchmark,
-    Candidate,
-    Figure,
-    Latency,
-    PeakMemory,
-    Ratio,
-    available_memory,
-    recommendation,
-    settle,
-)
-from optimizer.tuning.candidates import Files
+from optimizer.tuning.benchmark import Benchmark
 from optimizer.tuning.choice import bench_bundle, choose, read_choices
 from optimizer.tuning.lossy import CalibrationCall, calibration_of
 
-__all__ = [
-    "Benchmark",
-    "CalibrationCall",
-    "Candidate",
-    "Figure",
-    "Files",
-    "Latency",
-    "PeakMemory",
-    "Ratio",
-    "available_memory",
-    "bench_bundle",
-    "calibration_of",
-    "choose",
-    "read_choices",
-    "recommendation",
-    "settle",
-]
+__all__ = ["Benchmark", "CalibrationCall", "bench_bundle", "calibration_of", "choose", "read_choices"]

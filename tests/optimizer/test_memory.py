@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from optimizer.tuning import PeakMemory, available_memory, benchmark
+from optimizer.tuning import benchmark
+from optimizer.tuning.benchmark import PeakMemory, available_memory
 
 
 @pytest.fixture

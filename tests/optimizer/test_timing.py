@@ -11,8 +11,8 @@ from fractions import Fraction
 import pytest
 
 from optimize_export.gpu_settings import GpuSettings
-from optimizer.tuning import Candidate, Latency, Ratio, benchmark
-from optimizer.tuning.benchmark import Opened, chosen, interleaved, ratio, timed
+from optimizer.tuning import benchmark
+from optimizer.tuning.benchmark import Candidate, Latency, Opened, Ratio, chosen, interleaved, ratio, timed
 from optimizer.tuning.candidates import calling
 
 

@@ -31,8 +31,9 @@ from optimizer.exporting.job import ExportJob
 from optimizer.model import Call, Samples
 from optimizer.parity import Accuracy, measure_reference
 from optimizer.pipeline import provenance_of
-from optimizer.tuning import Candidate, Figure, Files, PeakMemory, Ratio, choose, recommendation
-from optimizer.tuning.candidates import NonFinite, with_other_passes
+from optimizer.tuning import choose
+from optimizer.tuning.benchmark import Candidate, Figure, PeakMemory, Ratio, recommendation
+from optimizer.tuning.candidates import Files, NonFinite, with_other_passes
 from optimizer.tuning.lossy import Lossy
 from optimizer.tuning.tuner import Tuner, settings_of
 

@@ -21,7 +21,8 @@ from optimizer.command import cli
 from optimizer.command.loading import load
 from optimizer.command.tables import as_text
 from optimizer.parity import Accuracy
-from optimizer.tuning import Benchmark, Figure, Ratio
+from optimizer.tuning import Benchmark
+from optimizer.tuning.benchmark import Figure, Ratio
 
 # Options ----------------------------------------------------------------------------------------------------------
 

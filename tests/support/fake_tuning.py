@@ -23,7 +23,8 @@ from exporters.errors import ExporterError
 from exporters.onnx_quantization import QuantizedFile
 from optimizer import export, optimize
 from optimizer.options import parse_accuracy
-from optimizer.tuning import Benchmark, CalibrationCall, Latency, calibration_of, candidates, choose
+from optimizer.tuning import Benchmark, CalibrationCall, calibration_of, candidates, choose
+from optimizer.tuning.benchmark import Latency
 
 ROUNDS = 21
 
