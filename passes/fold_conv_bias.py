@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -135,7 +135,7 @@ def _move(graph: GraphRewriter, layers: Layers, pair: Pair, norm: BatchNorm, bia
     if norm.mean is not None:
         what = f"bias moved into the running mean of {where}"
     with graph.change(pair.layer.node, what):
-        changed = {}
+        changed: dict[str, Any] = {}
         if trained:
             changed["bias"] = _with_zero_gradient(graph, norm, bias)
         if norm.mean is not None and norm.uses_batch_statistics:

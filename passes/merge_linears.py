@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from passes.base import Context
-from passes.graph_interface import Example, GraphPass, GraphRewriter, Memory, Node
+from passes.graph_interface import Example, GraphPass, GraphRewriter, Layer, Layers, Memory, Node
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class MergeLinears(GraphPass):
     If gradients flow to the weights, and in compilations, traces and exports that you make yourself, each layer computes
     by itself.
 
-    Does not handle: code that torch.compile can't capture; weights that are computed at each call; weights that differ
+    Does not handle: code that torch.compile can't capture; weights that depend on the inputs; weights that differ
     from the others in dtype, device or input width; layers that differ in autocast or gradient mode; inputs, weights
     and outputs that may be written to in place.
 
@@ -54,7 +54,7 @@ class MergeLinears(GraphPass):
     )
     REFUSED: ClassVar[Sequence[Example]] = (
         Example(
-            "a(x).relu() + b(x) + F.linear(x, 2 * a.weight)",
+            "a(x).relu() + b(x) + F.linear(x, x.mean() * a.weight)",
             (2, 4),
             {"a": "nn.Linear(4, 8)", "b": "nn.Linear(4, 8)"},
             "its weight is computed at every call",
@@ -63,7 +63,7 @@ class MergeLinears(GraphPass):
             "a(x).relu_() + b(x)",
             (2, 4),
             {"a": "nn.Linear(4, 8)", "b": "nn.Linear(4, 8)"},
-            "its input, its weight or its output may be written to",
+            "its input or its output may be written to",
         ),
     )
 
@@ -77,20 +77,10 @@ class MergeLinears(GraphPass):
                 "only slower: merge-linears:force=true merges them anyway",
             )
             return
-        memory = graph.memory()
+        layers = Layers(graph)
         for group in groups:
-            for linears in _alike(graph, memory, group):
-                _merge(graph, linears)
-
-
-@dataclass(frozen=True)
-class _Linear:
-    """A call x @ weight.T + bias."""
-
-    node: Node
-    weight: Node
-    bias: Node | None
-    width: int  # the number of output features
+            for linears in _alike(graph, layers, group):
+                _merge(graph, layers, linears)
 
 
 # Find -----------------------------------------------------------------------------------------------------------------
@@ -111,16 +101,19 @@ def _on_one_input(graph: GraphRewriter) -> Iterator[list[Node]]:
             graph.explain(nodes[0], "no other linear layer takes its input")
 
 
-def _alike(graph: GraphRewriter, memory: Memory, nodes: Sequence[Node]) -> Iterator[list[_Linear]]:
+def _alike(graph: GraphRewriter, layers: Layers, nodes: Sequence[Node]) -> Iterator[list[Layer]]:
     """Divide calls into groups of two or more whose weights can be concatenated; the other calls are skipped."""
-    kinds: dict[Any, list[_Linear]] = defaultdict(list)
+    memory = graph.memory()
+    kinds: dict[Any, list[Layer]] = defaultdict(list)
     for node in nodes:
-        if reason := _why_not(graph, memory, node):
+        layer = layers.layer_at(node)
+        if layer is None:
+            graph.skip(node, layers.why_no_layer(node))
+        elif reason := _why_not(graph, layers, memory, layer):
             graph.skip(node, reason)
-            continue
-        linear = _linear(graph, node)
-        weight = graph.example(linear.weight)
-        kinds[weight.dtype, weight.device, weight.shape[1]].append(linear)
+        else:
+            weight = graph.example(layer.weight)
+            kinds[weight.dtype, weight.device, layer.input_channels].append(layer)
     for alike in kinds.values():
         if len(alike) > 1:
             yield alike
@@ -130,43 +123,19 @@ def _alike(graph: GraphRewriter, memory: Memory, nodes: Sequence[Node]) -> Itera
             )
 
 
-def _linear(graph: GraphRewriter, node: Node) -> _Linear:
-    weight, bias = graph.argument(node, 1, "weight"), graph.argument(node, 2, "bias")
-    return _Linear(node, weight, bias, graph.example(weight).shape[0])
-
-
 # Judge ----------------------------------------------------------------------------------------------------------------
 
 
-def _why_not(graph: GraphRewriter, memory: Memory, node: Node) -> str | None:
-    weight, bias = graph.argument(node, 1, "weight"), graph.argument(node, 2, "bias")
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if (tensor is not None or name == "weight") and (reason := _why_no_rows(graph, tensor)):
-            return f"its {name} {reason}"
-    rows = graph.example(weight)
-    if rows.dim() != 2:
-        return f"its weight has the shape {list(rows.shape)}, which no linear layer has"
-    if bias is not None and _kind(graph.example(bias)) != _kind(rows):
+def _why_not(graph: GraphRewriter, layers: Layers, memory: Memory, layer: Layer) -> str | None:
+    kinds = {(each.dtype, each.device, len(each)) for each in map(graph.example, layer.tensors.values())}
+    if len(kinds) > 1:
         return "its bias has a different dtype, device or length than its weight"
-    if memory.may_be_written((node, *node.all_input_nodes)):
-        return "its input, its weight or its output may be written to"
-    return graph.why_layout_shows(node, _in_rows(graph.example(node)))
-
-
-def _why_no_rows(graph: GraphRewriter, tensor: Any) -> str | None:
-    """The reason why a tensor can't be concatenated with others, as the end of a clause; None if it can."""
-    if not graph.is_parameter(tensor) and not graph.is_derived(tensor):
-        return "is computed at every call, or is not a parameter of the model"
-    example = graph.example(tensor)
-    if not hasattr(example, "fake_mode"):
-        return f"is a {type(example).__name__}, which has its own arithmetic"
-    if example.layout is not torch.strided or not example.is_floating_point():
-        return f"is of layout {example.layout} and dtype {example.dtype}"
-    return None
-
-
-def _kind(tensor: torch.Tensor) -> Any:
-    return tensor.dtype, tensor.device, len(tensor)
+    for name, tensor in layer.tensors.items():
+        if reason := layers.why_not_tensor(layer.node, name, tensor):
+            return reason
+    if memory.may_be_written((layer.node, layer.input)):
+        return "its input or its output may be written to"
+    return layers.why_not_constant(layer) or graph.why_layout_shows(layer.node, _in_rows(graph.example(layer.node)))
 
 
 def _in_rows(example: torch.Tensor) -> torch.Tensor:
@@ -178,22 +147,22 @@ def _in_rows(example: torch.Tensor) -> torch.Tensor:
 # Rewrite --------------------------------------------------------------------------------------------------------------
 
 
-def _merge(graph: GraphRewriter, linears: Sequence[_Linear]) -> None:
+def _merge(graph: GraphRewriter, layers: Layers, linears: Sequence[Layer]) -> None:
     first = linears[0]
     where, what = _words([graph.where(linear.node) for linear in linears])
     with graph.change(where, what):
-        weights = [linear.weight for linear in linears]
-        biases = [linear.bias for linear in linears if linear.bias is not None]
+        weights = [layers.derived_from(linear.weight) for linear in linears]
+        biases = [layers.derived_from(linear.bias) for linear in linears if linear.bias is not None]
         stacked = _Stacked((0,) * len(linears))
         weight = graph.derived(first.node, stacked, *weights, what="joint weight", in_autocast=False)
-        stacked = _Stacked(tuple(0 if linear.bias is not None else linear.width for linear in linears))
+        stacked = _Stacked(tuple(0 if linear.bias is not None else linear.channels for linear in linears))
         bias = biases and graph.derived(first.node, stacked, *biases, what="joint bias", in_autocast=False)
         joint = graph.call(first.node, F.linear, (graph.argument(first.node, 0, "input"), weight, bias or None))
         start = 0
         for linear in linears:
             # Not `split`: torch forbids in-place writes to views that come from a call with several outputs.
-            graph.replace_call(linear.node, torch.narrow, (joint, -1, start, linear.width))
-            start += linear.width
+            graph.replace_call(linear.node, torch.narrow, (joint, -1, start, linear.channels))
+            start += linear.channels
 
 
 def _words(places: Sequence[str]) -> tuple[str, str]:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 
 from passes.base import Context
-from passes.graph_interface import CHANNELS_LAST_FORMATS, Example, GraphPass, GraphRewriter, Node, is_channels_last
+from passes.graph_interface import (
+    CHANNELS_LAST_FORMATS,
+    Example,
+    GraphPass,
+    GraphRewriter,
+    Layer,
+    Layers,
+    Node,
+    is_channels_last,
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ class PadChannels(GraphPass):
     yourself, you get the original layers.
 
     Does not handle: what torch.compile can't capture; grouped and depthwise convolutions, in which each group would
-    need padding; weights that are computed at each call, or that the forward may write to; products by other functions,
+    need padding; weights that depend on the inputs, or that the forward may write to; products by other functions,
     such as `addmm` in GPT-2's Conv1D. Each layer pads its input and cuts its output, even between two padded layers.
 
     Attributes:
@@ -65,7 +74,9 @@ class PadChannels(GraphPass):
     )
     REFUSED: ClassVar[Sequence[Example]] = (
         Example("conv(x)", (2, 12, 6, 6), {"conv": "nn.Conv2d(12, 12, 3, groups=4)"}, "its channels are in 4 groups"),
-        Example("F.linear(x, 2 * linear.weight)", (2, 16), {"linear": "nn.Linear(16, 9)"}, "computed at every call"),
+        Example(
+            "F.linear(x, x.mean() * linear.weight)", (2, 16), {"linear": "nn.Linear(16, 9)"}, "computed at every call"
+        ),
     )
 
     def __post_init__(self) -> None:
@@ -74,21 +85,19 @@ class PadChannels(GraphPass):
 
     def rewrite(self, graph: GraphRewriter, context: Context) -> None:
         """Pad every layer for which padding is possible and can pay."""
-        layers = list(_unaligned_layers(graph, self.multiple))
-        if layers and not self.force and (reason := _why_not_here(layers, context.device)):
+        layers = Layers(graph)
+        unaligned = list(_unaligned_layers(graph, layers, self.multiple))
+        if unaligned and not self.force and (reason := _why_not_here(unaligned, context.device)):
             graph.skip_place("", reason)
             return
-        memory = graph.memory()
-        for layer in layers:
-            reason = _why_not(graph, layer)
-            if reason is None and memory.may_be_written(layer.parameters):
-                reason = "its parameters may be written to by the forward"
+        for each in unaligned:
+            reason = _why_not(layers, each.layer)
             if reason is None and not self.force:
-                reason = _why_it_costs(layer, context.device)
+                reason = _why_it_costs(each, context.device)
             if reason is None:
-                _pad(graph, layer)
+                _pad(graph, layers, each)
             else:
-                graph.skip(layer.node, reason)
+                graph.skip(each.layer.node, reason)
 
 
 # The minimum number of multiplications per number in memory. Half of the machine balance of GPUs with tensor cores is
@@ -99,100 +108,56 @@ _MOST_WORK = 2
 # cuDNN has kernels for images with at most this number of channels.
 IMAGE_CHANNELS = 4
 
-# The position of the argument `groups` of each function.
-_GROUPS = {
-    "linear": None, "conv1d": 6, "conv2d": 6, "conv3d": 6, "conv_transpose1d": 6, "conv_transpose2d": 6,
-    "conv_transpose3d": 6,
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
-class _Layer:
-    """A call of a linear layer or convolution whose numbers of channels aren't multiples."""
+class _Unaligned:
+    """A layer whose numbers of channels aren't multiples."""
 
-    node: Node
-    # weight, bias: its other arguments; None for no bias
-    weight: Node
-    bias: Node | None
-    groups: int  # 1 for a linear layer
-    # given, made: the numbers of its input and output channels
-    given: int
-    made: int
+    layer: Layer
     # inputs, outputs: the numbers of channels to add to these
     inputs: int
     outputs: int
     examples: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # example tensors of the input, the weight and the output
 
     @property
-    def is_transposed(self) -> bool:
-        """Whether the first dim of the weight is the input channels."""
-        return "transpose" in GraphRewriter.name_of(self.node)
-
-    @property
-    def dims(self) -> int:
-        """The number of dims after the channel dim."""
-        return self.examples[1].dim() - 2
-
-    @property
     def dtype(self) -> torch.dtype:
         """The dtype of its output; under autocast it differs from the dtype of the weight."""
         return self.examples[2].dtype
 
-    @property
-    def parameters(self) -> tuple[Node, ...]:
-        """The weight, and the bias if there is one."""
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
-
-def _unaligned_layers(graph: GraphRewriter, multiple: int) -> Iterator[_Layer]:
-    for node in graph.calls(*_GROUPS):
-        source, weight, bias = (graph.argument(node, at, name) for at, name in enumerate(("input", "weight", "bias")))
-        if not isinstance(source, Node) or not isinstance(weight, Node):
+def _unaligned_layers(graph: GraphRewriter, layers: Layers, multiple: int) -> Iterator[_Unaligned]:
+    for node in layers.calls():
+        layer = layers.layer_at(node)
+        if layer is None:
+            graph.skip(node, layers.why_no_layer(node))
             continue
-        examples = graph.example(source), graph.example(weight), graph.example(node)
-        if not all(isinstance(example, torch.Tensor) for example in examples) or examples[1].dim() < 2:
-            continue
-        place = _GROUPS[graph.name_of(node)]
-        groups = 1 if place is None else graph.argument(node, place, "groups", 1)
-        made, given, *_ = examples[1].shape
-        if "transpose" in graph.name_of(node):
-            made, given = given * groups, made
-        else:
-            given *= groups
-        inputs, outputs = -given % multiple, -made % multiple
+        inputs, outputs = -layer.input_channels % multiple, -layer.channels % multiple
         if inputs or outputs:
-            yield _Layer(node, weight, bias, groups, given, made, inputs, outputs, examples)
+            examples = graph.example(layer.input), graph.example(layer.weight), graph.example(node)
+            yield _Unaligned(layer, inputs, outputs, examples)
         else:
-            graph.explain(node, f"{given} and {made} channels are multiples of {multiple}")
+            graph.explain(node, f"{layer.input_channels} and {layer.channels} channels are multiples of {multiple}")
 
 
 # Whether padding is possible ------------------------------------------------------------------------------------------
 
 
-def _why_not(graph: GraphRewriter, layer: _Layer) -> str | None:
+def _why_not(layers: Layers, layer: Layer) -> str | None:
     if layer.groups > 1:
         return (
             f"its channels are in {layer.groups} groups, each of which would have to be padded: that costs more "
             "than it saves"
         )
-    for name, tensor in zip(("weight", "bias"), layer.parameters, strict=False):
-        if not graph.is_parameter(tensor) and not graph.is_derived(tensor):
-            return (
-                f"its {name} is computed at every call, and would be padded at every call: that costs more than it "
-                "saves"
-            )
-        example = graph.example(tensor)
-        if not hasattr(example, "fake_mode"):
-            return f"its {name} is a {type(example).__name__}, which has its own arithmetic"
-        if example.layout is not torch.strided or not example.is_floating_point():
-            return f"its {name} is of layout {example.layout} and dtype {_name_of(example.dtype)}"
-    return None
+    for name, tensor in layer.tensors.items():
+        if reason := layers.why_not_tensor(layer.node, name, tensor):
+            return reason
+    return layers.why_not_constant(layer)
 
 
 # Whether padding pays -------------------------------------------------------------------------------------------------
 
 
-def _why_not_here(layers: Sequence[_Layer], device: torch.device) -> str | None:
+def _why_not_here(layers: Sequence[_Unaligned], device: torch.device) -> str | None:
     """The reason why padding pays for no layer of the model; None if it may pay."""
     dtypes = _dtypes_of_tensor_cores(device)
     if not dtypes:
@@ -217,44 +182,46 @@ def _dtypes_of_tensor_cores(device: torch.device) -> tuple[torch.dtype, ...]:
     return (torch.float16,) if major < 8 else (torch.float16, torch.bfloat16)
 
 
-def _why_it_costs(layer: _Layer, device: torch.device) -> str | None:
-    if layer.dtype not in _dtypes_of_tensor_cores(device):
-        return f"it computes in {_name_of(layer.dtype)}, which doesn't gain from multiples"
-    if GraphRewriter.name_of(layer.node) != "linear" and (reason := _why_cudnn_does_it(layer)):
+def _why_it_costs(each: _Unaligned, device: torch.device) -> str | None:
+    layer = each.layer
+    if each.dtype not in _dtypes_of_tensor_cores(device):
+        return f"it computes in {_name_of(each.dtype)}, which doesn't gain from multiples"
+    if layer.dims and (reason := _why_cudnn_does_it(each)):
         return reason
-    work = layer.given * layer.made
-    padded = (layer.given + layer.inputs) * (layer.made + layer.outputs)
+    work = layer.input_channels * layer.channels
+    padded = (layer.input_channels + each.inputs) * (layer.channels + each.outputs)
     if padded > _MOST_WORK * work:
         return f"padded, it would multiply {padded / work:.1f} times as much, mostly zeros"
-    return _why_copies_cost(layer)
+    return _why_copies_cost(each)
 
 
-def _why_copies_cost(layer: _Layer) -> str | None:
-    source, weight, output = layer.examples
+def _why_copies_cost(each: _Unaligned) -> str | None:
+    source, weight, output = each.examples
+    inputs, outputs = each.layer.input_channels, each.layer.channels
     text = (
         "it multiplies so little per element that copies of its inputs and outputs cost more than a faster product "
         "saves"
     )
     # The limit for large inputs, where reading the weight costs nothing in comparison.
-    if weight[0, 0].numel() * layer.given * layer.made < BALANCE * (layer.given + layer.made):
+    if weight[0, 0].numel() * inputs * outputs < BALANCE * (inputs + outputs):
         return text
     given, made = source.numel(), output.numel()
     if not isinstance(given, int) or not isinstance(made, int):
         # One graph serves inputs of any size.
         return None
-    places = given // layer.given if layer.is_transposed else made // layer.made
+    places = given // inputs if each.layer.transposed else made // outputs
     if weight.numel() * places < BALANCE * (given + weight.numel() + made):
         return f"{text}, on an input of shape {list(source.shape)}"
     return None
 
 
-def _why_cudnn_does_it(layer: _Layer) -> str | None:
-    _, weight, _ = layer.examples
+def _why_cudnn_does_it(each: _Unaligned) -> str | None:
+    _, weight, _ = each.examples
     if weight.dim() not in CHANNELS_LAST_FORMATS or not is_channels_last(weight):
         hint = ": put channels-last before this pass" if weight.dim() in CHANNELS_LAST_FORMATS else ""
         return f"its maps are contiguous, and cuDNN pads those itself{hint}"
-    if layer.given <= IMAGE_CHANNELS:
-        return f"its input has {layer.given} channels, and cuDNN has kernels for such images"
+    if (given := each.layer.input_channels) <= IMAGE_CHANNELS:
+        return f"its input has {given} channels, and cuDNN has kernels for such images"
     return None
 
 
@@ -265,48 +232,36 @@ def _name_of(dtype: torch.dtype) -> str:
 # Rewrite --------------------------------------------------------------------------------------------------------------
 
 
-def _pad(graph: GraphRewriter, layer: _Layer) -> None:
-    node, spatial = layer.node, (0, 0) * layer.dims
-    first, second = (layer.inputs, layer.outputs) if layer.is_transposed else (layer.outputs, layer.inputs)
-    with graph.change(node, _what(layer)):
+def _pad(graph: GraphRewriter, layers: Layers, each: _Unaligned) -> None:
+    layer, node, spatial = each.layer, each.layer.node, (0, 0) * each.layer.dims
+    first, second = (each.inputs, each.outputs) if layer.transposed else (each.outputs, each.inputs)
+    with graph.change(node, _what(each)):
         # The widths start with those of the last dim.
-        arguments: dict[str, Any] = {"weight": _padded(graph, node, layer.weight, (*spatial, 0, second, 0, first))}
-        if layer.bias is not None and layer.outputs:
-            arguments["bias"] = _padded(graph, node, layer.bias, (0, layer.outputs))
-        if layer.inputs:
-            arguments["input"] = graph.call(
-                node, F.pad, (graph.argument(node, 0, "input"), (*spatial, 0, layer.inputs))
-            )
-        wide = graph.call(node, node.target, *_with(node, arguments))
-        if not layer.outputs:
+        arguments = {"weight": _padded(graph, layers, layer.weight, node, (*spatial, 0, second, 0, first))}
+        if layer.bias is not None and each.outputs:
+            arguments["bias"] = _padded(graph, layers, layer.bias, node, (0, each.outputs))
+        if each.inputs:
+            arguments["input"] = graph.call(node, F.pad, (graph.argument(node, 0, "input"), (*spatial, 0, each.inputs)))
+        wide = layers.call_with(layer, node, is_alike=False, **arguments)
+        if not each.outputs:
             graph.replace(node, wide)
             return
-        own = graph.call(node, torch.narrow, (wide, -layer.dims - 1, 0, layer.made))
+        own = graph.call(node, torch.narrow, (wide, -layer.dims - 1, 0, layer.channels))
         # Copy it in its memory format: later operations may view it or write to it.
         graph.replace_call(node, torch.clone, (own,))
 
 
-def _padded(graph: GraphRewriter, before: Node, tensor: Node, widths: Sequence[int]) -> Node:
-    return graph.derived(before, lambda source: F.pad(source, widths), tensor, what="zeros behind", in_autocast=False)
+def _padded(graph: GraphRewriter, layers: Layers, tensor: Node, before: Node, widths: Sequence[int]) -> Node:
+    source = layers.derived_from(tensor)
+    return graph.derived(before, lambda value: F.pad(value, widths), source, what="zeros behind", in_autocast=False)
 
 
-def _with(node: Node, arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of the node, some of them replaced."""
-    args, kwargs = list(node.args), dict(node.kwargs)
-    for place, name in enumerate(("input", "weight", "bias")):
-        if name in arguments and place < len(args):
-            args[place] = arguments[name]
-        elif name in arguments:
-            kwargs[name] = arguments[name]
-    return args, kwargs
-
-
-def _what(layer: _Layer) -> str:
+def _what(each: _Unaligned) -> str:
     sides = [
         f"{count} to {count + added} {name}"
         for count, added, name in (
-            (layer.given, layer.inputs, "inputs"),
-            (layer.made, layer.outputs, "outputs"),
+            (each.layer.input_channels, each.inputs, "inputs"),
+            (each.layer.channels, each.outputs, "outputs"),
         )
         if added
     ]

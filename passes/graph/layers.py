@@ -51,6 +51,7 @@ _SWAPPED = {"mul": "mul", "add": "add", "sub": "rsub", "rsub": "sub"}
 # Calls that read only the shape of a tensor, and calls that read only the shape of their second argument.
 _SHAPE_READERS = frozenset({"size", "dim", "numel", "nelement", "ndimension", "sym_size", "__len__"})
 SHAPED_AS = frozenset({"reshape_as", "view_as", "expand_as"})
+_COMPUTED = "is computed at every call, and not from parameters and buffers alone"
 
 
 @dataclass(frozen=True)
@@ -315,6 +316,10 @@ class Layers(Finder):
     def _is_pure(self, node: Node) -> bool:
         return effects.is_pure(node)
 
+    def calls(self) -> list[Node]:
+        """The calls of convolution and linear functions, also those that `layer_at` finds no layer at."""
+        return self._graph.calls(*_LAYERS)
+
     # Judge ------------------------------------------------------------------------------------------------------------
 
     def why_alone(self, node: Node) -> str | None:
@@ -326,13 +331,18 @@ class Layers(Finder):
         names = _norm_arguments(node)
         if names is None:
             return None
-        everywhere = "is computed at every call, and not from parameters and buffers alone"
         if name := self._first_computed(node, names[:5]):
-            return f"its {name} {everywhere}"
+            return f"its {name} {_COMPUTED}"
         layer, _ = self._source_of(_named(node, names)["input"])
         if name_of(layer) in _LAYERS and (name := self._first_computed(layer, _ARGUMENTS[:3])):
-            return f"the {name} of {self._graph.where(layer)} {everywhere}"
+            return f"the {name} of {self._graph.where(layer)} {_COMPUTED}"
         return None
+
+    def why_no_layer(self, node: Node) -> str:
+        """The reason why `layer_at` finds no layer at a call of a convolution or linear function, as a clause."""
+        if name := self._first_computed(node, _ARGUMENTS[:3]):
+            return f"its {name} {_COMPUTED}"
+        return "its weight has a shape that no layer has"
 
     def why_unmatched(self, affine: Affine) -> str:
         """The reason why `pair_before`, and for a BatchNorm `pair_after`, find no layer, as a clause."""
@@ -388,7 +398,7 @@ class Layers(Finder):
 
     # Rewrite ----------------------------------------------------------------------------------------------------------
 
-    def without_affine(self, pair: Pair, **tensors: Node | None) -> Node:
+    def without_affine(self, pair: Pair, **tensors: Any) -> Node:
         """Insert the layer again with other tensors, and the moves, but not the affine operation.
 
         Args:
@@ -412,13 +422,17 @@ class Layers(Finder):
                 self._graph.redirect(user, value, new[value])
         return next(reversed(new.values()))
 
-    def call_with(self, each: Layer | BatchNorm, before: Node, **changed: Any) -> Node:
-        """Insert a call of the layer or BatchNorm with other arguments, by name, before a node."""
+    def call_with(self, each: Layer | BatchNorm, before: Node, *, is_alike: bool = True, **changed: Any) -> Node:
+        """Insert a call of the layer or BatchNorm with other arguments, by name, before a node.
+
+        Args:
+            is_alike: whether its value has the shape that the value of the layer or BatchNorm has.
+        """
         node = each.node
         # A call may have further arguments by position, such as `cudnn_enabled`.
         args = [changed.get(name, old) for name, old in itertools.zip_longest(each.names[: len(node.args)], node.args)]
         more = {name: value for name, value in changed.items() if name not in each.names[: len(args)]}
-        return self._graph.call(before, node.target, args, {**node.kwargs, **more}, like=node)
+        return self._graph.call(before, node.target, args, {**node.kwargs, **more}, like=node if is_alike else None)
 
     def replace(self, node: Node, new: Node) -> None:
         """Replace a node by another one of equal value, in the same memory layout if anything depends on it."""
