@@ -48,9 +48,8 @@ class ChannelsLast(GraphPass):
 
     Where the old strides show, a value is copied to them: in the outputs of a graph, for random numbers, which fill
     memory in its order, and for operations such as `as_strided`, or a `view` that fails. Inputs are converted by the
-    first convolution; if several read the same map, it is converted once for all of them. The caller's tensor stays as
-    it is. The `remarks` of the pass name the operations that lose channels_last, and the convolutions that convert
-    again.
+    convolutions that read them. The caller's tensor stays as it is. The `remarks` of the pass name the operations that
+    lose channels_last, and the convolutions that convert again.
 
     On a CPU, convolutions with large weights and small feature maps stay in contiguous format. Kernels for
     channels_last repack the weight at every call, and there that costs more than it saves. The map sizes are those of
@@ -138,11 +137,10 @@ class ChannelsLast(GraphPass):
             elif layer.node in dear or reasons[layer.node] is None:
                 changed += _changed(graph, layers, layer, layer.node in dear)
         copies = graph.settle(changed)
-        _convert_shared_inputs(graph, changed)
         if changed:
             kept = {user for node in graph.nodes if _KEPT in node.meta for user in (node, *node.users)}
-            for loss in _losses_in(graph, kept, copies):
-                graph.remark(loss.where, loss.text)
+            for where, loss in _losses_in(graph, kept, copies).items():
+                graph.remark(where, str(loss))
 
 
 # Judge ----------------------------------------------------------------------------------------------------------------
@@ -386,57 +384,23 @@ def _keep_contiguous(graph: GraphRewriter, layers: Layers, layer: Layer) -> bool
     return not change.left_alone
 
 
-def _convert_shared_inputs(graph: GraphRewriter, convolutions: Sequence[Node]) -> None:
-    """Convert each contiguous map that several convolutions read, so that not each of them converts it."""
-    readers: dict[Node, list[Node]] = {}
-    for node in convolutions:
-        source: Any = graph.argument(node, 0, "input")
-        weight = graph.laid_out(graph.argument(node, 1, "weight"))
-        value = graph.laid_out(source)
-        if weight is not None and is_channels_last(weight) and layout_of(value) == "contiguous":
-            readers.setdefault(source, []).append(node)
-    memory = graph.memory()
-    for source, nodes in readers.items():
-        first, *others = sorted(nodes)
-        if not others or memory.may_be_written([source], between=(first, others[-1])):
-            continue
-        memory_format = CHANNELS_LAST_FORMATS[graph.example(source).dim()]
-        with graph.change(first, f"input converted to channels_last once, for {len(nodes)} convolutions"):
-            converted = graph.call(first, "contiguous", (source,), {"memory_format": memory_format})
-            for node in nodes:
-                graph.redirect(node, source, converted)
-
-
 @dataclass
 class _Loss:
-    """A place where an operation returns feature maps in another format than it received."""
+    """An operation that returns feature maps in contiguous format, which convolutions convert back."""
 
-    where: str  # the path of the module, and the operation: "encoder.layer1 (view)"
     elements: int = 0  # the number of elements of these maps, over all calls
     converted: int = 0  # the number of elements that later convolutions convert back to channels_last
-    convolutions: list[str] = field(default_factory=list)  # the paths of these convolutions, in the order of execution
-    goes_on: bool = False  # whether an operation computes further maps from these
-    # Whether the operation reads a channels_last map and writes a new one; a view alone costs nothing
-    copies: bool = False
+    convolutions: dict[str, None] = field(default_factory=dict)  # the paths of these convolutions
 
-    @property
-    def counts(self) -> bool:
-        """Whether the loss makes something slower: a conversion, or operations in the other format."""
-        return self.converted > 0 or (self.goes_on and self.copies)
-
-    @property
-    def text(self) -> str:
-        """What is lost, as a clause."""
-        first, *others = self.convolutions or [""]
+    def __str__(self) -> str:
+        first, *others = self.convolutions
         which = f"{first} and {len(others)} more" if others else first
-        lost = f"channels_last is lost here for {self.elements:,} elements"
-        if self.converted:
-            return f"{lost}: {which} convert{'' if others else 's'} {self.converted:,} elements back"
-        return f"{lost}: the operations after it run in contiguous format"
+        back = f"{which} convert{'' if others else 's'} {self.converted:,} elements back"
+        return f"channels_last is lost here for {self.elements:,} elements: {back}"
 
 
-def _losses_in(graph: GraphRewriter, kept: Collection[Node], copies: Mapping[Node, Node]) -> list[_Loss]:
-    """The losses that make something slower, those with the most converted elements first.
+def _losses_in(graph: GraphRewriter, kept: Collection[Node], copies: Mapping[Node, Node]) -> dict[str, _Loss]:
+    """The losses by the path of the module and the operation, those with the most converted elements first.
 
     Args:
         kept: values that are contiguous on purpose, like everything that is computed from them.
@@ -444,55 +408,30 @@ def _losses_in(graph: GraphRewriter, kept: Collection[Node], copies: Mapping[Nod
     """
     found: dict[str, _Loss] = {}
     values = {node: value for node in graph.nodes if (value := graph.laid_out(node)) is not None}
-    # The loss that a contiguous map comes from, and the tensors that are in channels_last or were made from such maps.
+    # The loss that a contiguous map comes from, and the rank of the channels_last map that a value is computed from.
     lost: dict[Node, _Loss] = {}
-    was_last = set[Node]()
-    meant, memory = set(kept), graph.memory()
+    ranks: dict[Node, int] = {}
+    meant = set(kept)
     for node, value in values.items():
-        sources = [source for source in node.all_input_nodes if source in values]
-        layout, is_view = layout_of(value), memory.shares(node)
-        _count_conversion(graph, node, values, lost)
-        if copies.get(node, node).op == "output":
-            continue
-        if node in meant or (layout == CONTIGUOUS and not meant.isdisjoint(sources)):
+        layout = layout_of(value)
+        if graph.name_of(node) in _CONVOLUTIONS and (loss := lost.get(graph.argument(node, 0, "input"))):
+            weight = values.get(graph.argument(node, 1, "weight"))
+            if weight is not None and is_channels_last(weight):
+                loss.converted += values[graph.argument(node, 0, "input")].numel()
+                loss.convolutions[graph.path_of(node) or "the root"] = None
+        if node in meant or (layout == CONTIGUOUS and not meant.isdisjoint(node.all_input_nodes)):
             meant.add(node)
-            continue
-        for source in sources:
-            if source in lost and layout is not None and not is_view:
-                lost[source].goes_on = True
-        if layout == LAST or (value.dim() > 2 and layout != EITHER and not was_last.isdisjoint(sources)):
-            was_last.add(node)
-        if layout != CONTIGUOUS or node not in was_last:
-            continue
-        alike = [source for source in sources if values[source].dim() == value.dim()]
-        loss = next((lost[source] for source in alike if source in lost), None)
-        was_map = any(layout_of(values[source]) == LAST for source in alike)
-        # A tensor with other dims than the map counts as an intermediate value as long as it has these dims.
-        is_still_one = any(
-            source in was_last and (source in alike or source in lost or layout_of(values[source]) == LAST)
-            for source in sources
-        )
-        if loss is None and (was_map or not is_still_one):
-            user = copies.get(node, node)
-            where = f"{graph.path_of(user) or 'the root'} ({graph.name_of(user)})"
-            loss = found.setdefault(where, _Loss(where))
-            loss.elements += value.numel()
-            loss.copies |= was_map and not is_view
-        if loss is not None:
-            lost[node] = loss
-    return sorted((loss for loss in found.values() if loss.counts), key=lambda loss: (-loss.converted, -loss.elements))
-
-
-def _count_conversion(graph: GraphRewriter, node: Node, values: Mapping[Node, Any], lost: Mapping[Node, _Loss]) -> None:
-    """Count what a convolution with a channels_last weight has to convert."""
-    if not graph.name_of(node).startswith("conv") or node.op != "call_function":
-        return
-    source: Any = graph.argument(node, 0, "input")
-    weight = values.get(graph.argument(node, 1, "weight"))
-    if source not in lost or weight is None or weight.dim() not in CHANNELS_LAST_FORMATS:
-        return
-    if layout_of(values[source]) == CONTIGUOUS and is_channels_last(weight):
-        loss, path = lost[source], graph.path_of(node) or "the root"
-        loss.converted += values[source].numel()
-        if path not in loss.convolutions:
-            loss.convolutions.append(path)
+        elif layout == LAST:
+            ranks[node] = value.dim()
+        elif value.dim() > 2 and layout != EITHER and (before := [s for s in node.all_input_nodes if s in ranks]):
+            ranks[node] = ranks[before[0]]
+            if layout == CONTIGUOUS and value.dim() == ranks[node]:
+                user = copies.get(node, node)
+                where = f"{graph.path_of(user) or 'the root'} ({graph.name_of(user)})"
+                known = (lost[source] for source in node.all_input_nodes if source in lost)
+                if (loss := next(known, None)) is None:
+                    loss = found.setdefault(where, _Loss())
+                    loss.elements += value.numel()
+                lost[node] = loss
+    losses = sorted(found.items(), key=lambda item: (-item[1].converted, -item[1].elements))
+    return {where: loss for where, loss in losses if loss.converted}

@@ -20,6 +20,7 @@ from passes.graph_interface import (
     Layers,
     Node,
     Pair,
+    RecordedLayers,
     Recording,
     exact,
     float64,
@@ -29,10 +30,6 @@ from passes.graph_interface import (
 
 # The number of elements of a weight that are computed in float64 at a time: 2 MiB.
 _ELEMENTS = 1 << 18
-# The names of products and sums in recorded runs, without a leading "r" of swapped operands.
-_PRODUCTS_AND_SUMS = frozenset({
-    "mul", "multiply", "add", "sub", "subtract", "div", "divide", "true_divide", "truediv",
-})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,11 @@ class FoldConvBn(GraphPass):
 
     def is_for(self, recording: Recording) -> bool:
         """See `GraphPass.is_for`."""
-        return any(operation_name(node) == "batch_norm" for node in recording.nodes()) or _scales_a_layer(recording)
+        layers = RecordedLayers(recording.graph)
+        return any(
+            operation_name(node) == "batch_norm" or ((scale := layers.scale_at(node)) and layers.layer_before(scale))
+            for node in recording.nodes()
+        )
 
     def rewrite(self, graph: GraphRewriter, context: Context) -> None:
         """Fold every BatchNorm, product and sum that can be folded."""
@@ -135,25 +136,6 @@ class FoldConvBn(GraphPass):
                 graph.skip(node, reason)
             elif node in reasons and (affine := layers.affine_at(node)) is not None:
                 graph.explain(node, layers.why_unmatched(affine))
-
-
-def _scales_a_layer(recording: Recording) -> bool:
-    """Whether a product or sum with constant numbers follows a layer, perhaps after other operations."""
-    constants: set[Node] = set()
-    for node in recording.nodes():
-        inputs = node.all_input_nodes
-        known = [each in constants for each in inputs]
-        if node.op == "get_attr" or (inputs and all(known)):
-            constants.add(node)
-        elif (
-            len(inputs) == 2 and any(known) and operation_name(node).strip("_").removeprefix("r") in _PRODUCTS_AND_SUMS
-        ):
-            source = inputs[known.index(False)]
-            while len(source.all_input_nodes) == 1:
-                (source,) = source.all_input_nodes
-            if operation_name(source).startswith(("conv", "linear")):
-                return True
-    return False
 
 
 # Judge ----------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,18 @@
 from passes.base import ModelTree
 from passes.graph.effects import Memory
 from passes.graph.graph_pass import Example, GraphPass, GraphRewriter, Node
-from passes.graph.layers import Affine, BatchNorm, ChannelScale, Layer, Layers, Pair, exact, float64, why_not_finite
+from passes.graph.layers import (
+    Affine,
+    BatchNorm,
+    ChannelScale,
+    Layer,
+    Layers,
+    Pair,
+    RecordedLayers,
+    exact,
+    float64,
+    why_not_finite,
+)
 from passes.graph.layouts import CHANNELS_LAST_FORMATS, is_channels_last, layout_of
 from passes.graph.recording import Recording, operation_name
 
@@ -21,6 +32,7 @@ __all__ = [
     "ModelTree",
     "Node",
     "Pair",
+    "RecordedLayers",
     "Recording",
     "exact",
     "float64",

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -129,18 +128,6 @@ def hint_of(size: int | torch.SymInt) -> int | None:
 def has_kernel(name: str) -> bool:
     """Whether torch can run an operator such as "aten::relu"; some operators have only a schema. Seen in 2.13."""
     return bool(torch._C._dispatch_has_kernel(name))
-
-
-@contextmanager
-def without_tracing() -> Iterator[None]:
-    """Hide the operations of the block from torch.jit.trace. Seen in 2.13."""
-    tracer: Any = torch._C
-    state = tracer._get_tracing_state()
-    tracer._set_tracing_state(None)
-    try:
-        yield
-    finally:
-        tracer._set_tracing_state(state)
 
 
 def torchscript_fuses(device: torch.device) -> bool:

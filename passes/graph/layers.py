@@ -225,6 +225,10 @@ class Finder(ABC):
         """The batch normalization, or the product or sum, that the node computes; None for other nodes."""
         return self.batch_norm_at(node) or self.scale_at(node)
 
+    def layer_before(self, affine: Affine) -> Layer | None:
+        """The layer that makes the input of the affine operation; None if there is none."""
+        return self.layer_at(self._source_of(affine.input)[0])
+
     def pair_before(self, affine: Affine) -> Pair | None:
         """The affine operation and the layer that makes its input; None if there is none."""
         source, moves = self._source_of(affine.input)

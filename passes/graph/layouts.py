@@ -25,7 +25,7 @@ from passes.graph.captured import (
     take_place,
     value_with,
 )
-from passes.torch_private import FakeTensorMode, hint_of, is_tracing, is_transformed, without_tracing
+from passes.torch_private import FakeTensorMode, hint_of, is_transformed
 
 
 def why_layout_shows(node: fx.Node, instead: torch.Tensor) -> str | None:
@@ -350,7 +350,7 @@ def is_channels_last(tensor: torch.Tensor) -> bool:
     torch checks only the strides (c10's `is_channels_last_strides_2d` and `_3d`). A tensor with one channel or one
     spatial position is in both formats, but its strides still show one of them.
     """
-    shape, strides = _untraced_shape(tensor), tensor.stride()
+    shape, strides = tensor.shape, tensor.stride()
     if strides[1] == 0:
         return False
     smallest = 0
@@ -359,18 +359,6 @@ def is_channels_last(tensor: torch.Tensor) -> bool:
             return False
         smallest = strides[dim] * max(shape[dim], 1)
     return True
-
-
-def _untraced_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape as plain ints.
-
-    Under a trace, sizes would be recorded as tensors. The memory format affects no value, so plain ints are correct
-    here.
-    """
-    if torch.compiler.is_compiling() or not is_tracing():
-        return tensor.shape
-    with without_tracing():
-        return tuple(tensor.shape)
 
 
 LAST = "channels_last"

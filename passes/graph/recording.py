@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -107,6 +107,8 @@ METADATA = frozenset({
     "is_meta", "is_mkldnn", "is_nested", "requires_grad", "is_leaf", "stride", "is_contiguous", "__len__", "is_mps",
     "is_xpu", "names", "has_names", "is_tensor", "is_same_size", "grad_fn",
 })  # fmt: skip
+# The operations of a run that ask for no values.
+_ASKING = METADATA | {"is_conj", "is_inference", "is_neg", "len", "result_type", "storage_offset", "type"}
 
 
 def name_of(func: Callable[..., Any]) -> str:
@@ -218,8 +220,7 @@ class Recorder(TorchFunctionMode):
             return None
         mapped_args, mapped_kwargs = fx.node.map_aggregate((args, kwargs), self._argument)
         node = self.recording.graph.call_function(func, mapped_args, mapped_kwargs)
-        asks = not made and asks_no_values(func, args, kwargs)
-        node.meta.update(call=self._calls, asks=asks)
+        node.meta.update(call=self._calls, asks=not made and operation_name(node) in _ASKING)
         if len(shapes := set(map(_shape, made))) == 1:
             node.meta["shape" if len(made) == 1 else "shape_of_each"] = shapes.pop()
         for leaf in made:
@@ -272,31 +273,11 @@ def call_script(*args: Any) -> None:
     """Represents the call of a scripted module in a graph."""
 
 
-def asks_no_values(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call only asks for shapes or dtypes: it returns no tensor, and works on meta tensors."""
-    if getattr(func, "__name__", "") == "data_ptr":
-        return False
-    try:
-        with without_torch_function():
-            meta_args, meta_kwargs = pytree.tree_map_only(torch.Tensor, _without_values, (tuple(args), kwargs))
-            answer = func(*meta_args, **meta_kwargs)
-    except Exception:  # noqa: BLE001 - any error means that the call needs values
-        return False
-    return answer is not None and all(isinstance(leaf, _PLAIN_ANSWERS) for leaf in pytree.tree_leaves(answer))
-
-
-# Without storages and arrays, which give access to values.
-_PLAIN_ANSWERS = (bool, int, float, str, tuple, torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
 def _strides_alone(tensor: torch.Tensor) -> torch.Tensor | None:
     with without_torch_function():
-        has_strides = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
-        return _without_values(tensor) if has_strides else None
-
-
-def _without_values(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+            return None
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def recorded_runs(tree: ModelTree, context: Context) -> Runs | None:

@@ -34,7 +34,6 @@ LETS_PASS = {
 }  # fmt: skip
 # Functions in these files that judge no fold.
 OTHER_WORK = {
-    "_scales_a_layer": "tells whether a graph is worth a capture",
     "is_for": "tells whether a graph is worth a capture",
     "shifts_only": "tells whether the weight stays as it is",
 }
