@@ -48,6 +48,7 @@ from optimizer.model import (
     Samples,
     leaves_of,
     load_weights,
+    refuse_circular_modules,
     refuse_empty_tensors,
     refuse_unmade_module,
 )
@@ -128,6 +129,7 @@ def load(
         finder, label = library_model(*library, pretrained=weights is None, seed=seed), library[0]
     model, model_name = finder.model()
     refuse_unmade_module(model)
+    refuse_circular_modules(model)
     notes = list(finder.notes)
     if isinstance(inner := dict(model.named_children()).get("_orig_mod"), nn.Module):
         notes.append(f"{model_name} was made by torch.compile(module); the module inside it is used.")

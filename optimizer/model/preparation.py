@@ -126,6 +126,7 @@ def on_device(model: nn.Module, device: torch.device) -> nn.Module:
 def refuse_unrunnable(model: nn.Module, *, runs: bool = True) -> None:
     """Raise `LoadError` if a run would fail for lack of weights, or would give the module some permanently."""
     refuse_unmade_module(model)
+    refuse_circular_modules(model)
     lazy = [
         f"{path or 'the model'} ({type(module).__name__})"
         for path, module in model.named_modules()
@@ -146,6 +147,18 @@ def refuse_unmade_module(model: nn.Module) -> None:
         raise LoadError(
             f"{type(model).__name__} doesn't call the constructor of nn.Module: add super().__init__() to its __init__."
         )
+
+
+def refuse_circular_modules(model: nn.Module) -> None:
+    """Raise `LoadError` if a module is its own descendant: `eval`, `state_dict` and others of torch never end there."""
+    for name, module in model.named_modules():
+        for attribute, child in module.named_children():
+            if any(each is module for each in child.modules()):
+                raise LoadError(
+                    f"{name or f'The {type(model).__name__}'} is its own descendant, by its attribute `{attribute}`: torch "
+                    "can't go through such modules. Hold the one that comes again in a tuple, such as "
+                    "self.parent = (module,)."
+                )
 
 
 def refuse_empty_tensors(model: nn.Module) -> None:

@@ -153,6 +153,10 @@ def test_an_output_folder_that_cant_be_written(refused):
             "class Lost(Net):\n    def __deepcopy__(self, memo): return None\nmodel = Lost()",
             "copy.deepcopy of the model's Lost returned None. Passes and exporters work on a copy: fix its ",
         ),
+        (
+            "model = Net()\nmodel.norm.parent = model",
+            "The Net is its own descendant, by its attribute `norm`: torch can't go through such modules. Hold the one",
+        ),
     ],
 )
 def test_models_that_dont_work(refused, text, sentence):
