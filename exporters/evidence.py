@@ -187,7 +187,7 @@ class Evidence:
         """
         made, shapes = list(self.inputs[0]), self.shapes_at(sizes)
         for tensor, shape in zip(made, shapes, strict=True):
-            if shape != tensor.shape and tensor.element_size() * math.prod(shape) > _LARGEST_INPUT:
+            if math.prod(shape) > max(tensor.numel(), _LARGEST_INPUT // tensor.element_size()):
                 raise TooLarge("the inputs would be too large for a comparison")
         for size in self._in_order(sizes):
             for (index, dim), line in size.lines.items():

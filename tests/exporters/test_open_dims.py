@@ -10,9 +10,10 @@ from exportable_models import floats
 from tiny_models import enliven
 from torch import nn
 
+import exporters.evidence
 from exporters import Adapter, ExportError, ExportRequest, exporter_named
 from exporters.aoti import missing_compiler
-from exporters.evidence import TOGETHER, gather
+from exporters.evidence import TOGETHER, TooLarge, gather
 
 FORMATS = ("torchscript", "onnx", "pt2")
 
@@ -297,6 +298,14 @@ def test_each_size_is_looked_at_by_itself_and_all_together():
         assert evidence.shapes_at(sizes) == (shape,)
         assert evidence.at(sizes) == text
         assert [tuple(tensor.shape) for tensor in evidence.inputs_at(sizes)] == [shape]
+
+
+def test_only_inputs_larger_than_those_of_the_calls_are_too_large(monkeypatch):
+    monkeypatch.setattr(exporters.evidence, "_LARGEST_INPUT", 0)
+    evidence = gather(request("convolutional")[0])
+    assert evidence.inputs_at({"batch": 1, "height": 1})[0].shape == (1, 2, 1, 6)
+    with pytest.raises(TooLarge):
+        evidence.inputs_at({"batch": 3})
 
 
 # --------------------------------------------------------------------------------------- models with a fixed batch size
