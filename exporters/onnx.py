@@ -446,7 +446,11 @@ def keep_pads(model: ir.Model) -> None:
             continue
         value = node.inputs[2] if len(node.inputs) > 2 else None
         number = None if value is None else ir.convenience.get_const_tensor(value)
-        if opset < _WITH_VALUE or (value is not None and number is None):
+        if value is not None and number is None:
+            raise RouteRefused(
+                "onnxruntime treats zero padding before a maximum as minus infinity, and its value isn't known"
+            )
+        if opset < _WITH_VALUE:
             raise RouteRefused(
                 f"onnxruntime treats zero padding before a maximum as minus infinity in opset {opset}: use {_WITH_VALUE} "
                 "or later"
