@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +13,10 @@ from tiny_models import enliven
 from torch import Tensor, nn
 
 from optimize_export.errors import UsageError
-from optimizer import export, optimize
+from optimizer import api, export, optimize
 from optimizer.command import cli
-from optimizer.exporting import measured_reference, sizes_of
-from optimizer.model import Samples
-from optimizer.parity import judge
+from optimizer.exporting import measure
+from optimizer.parity import Reference, judge
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 RAN: list[tuple[torch.dtype, int]] = []
@@ -46,27 +47,36 @@ def net(kind: type[Net] = Net) -> Net:
     return enliven(kind()).eval()
 
 
-def reference(effort: Any) -> Any:
-    samples = Samples((X,))
-    return measured_reference(net(), samples, sizes_of(samples, (1, 2, 3, 5, 8), False, effort), effort)
+@pytest.fixture
+def reference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Reference]:
+    """A function that exports with an effort, and returns the reference of the proof."""
+    measured = []
+    monkeypatch.setattr(api, "measure", lambda job: measured.append(measure(job)) or measured[-1])
+
+    def of(effort: Any, batch_sizes: tuple[int, ...] = (1, 2, 3, 5, 8)) -> Reference:
+        options = {"formats": ["torchscript"], "batch_sizes": batch_sizes, "bench": False}
+        export(net(), example_inputs=(X,), output=tmp_path / effort, effort=effort, **options)
+        return measured.pop().reference
+
+    return of
 
 
 @pytest.mark.parametrize(
     ("effort", "sizes", "measured"),
     [("quick", {4, 2}, {4}), ("normal", {4, 1, 2, 3, 5, 8}, {4, 1}), ("thorough", *[{4, 1, 2, 3, 5, 8}] * 2)],
 )
-def test_the_sizes_of_each_effort(effort, sizes, measured):
+def test_the_sizes_of_each_effort(effort, sizes, measured, reference):
     RAN.clear()
     assert set(reference(effort).batch_sizes) == sizes
     assert {size for dtype, size in RAN if dtype is torch.float64} == measured
 
 
 @pytest.mark.parametrize(("asked", "compared"), [((1,), [4, 1]), ((4,), [4]), ((1, 8, 3), [4, 8]), ((4, 1, 2), [4, 2])])
-def test_a_quick_proof_takes_no_size_that_wasnt_asked_for(asked, compared):
-    assert sizes_of(Samples((X,)), asked, False, "quick") == compared
+def test_a_quick_proof_takes_no_size_that_wasnt_asked_for(asked, compared, reference):
+    assert list(reference("quick", asked).batch_sizes) == compared
 
 
-def test_a_thorough_proof_finds_an_error_that_fewer_inputs_dont_show():
+def test_a_thorough_proof_finds_an_error_that_fewer_inputs_dont_show(reference):
     wrong = net(WrongAbove)
     normal, thorough = reference("normal"), reference("thorough")
     few, many = (torch.cat([call.args[0] for _, call in each.calls()]).amax(0) for each in (normal, thorough))

@@ -668,12 +668,12 @@ def test_models_that_were_built_in_inference_mode_go_through(item, optimized_the
     with torch.inference_mode(optimized_there):
         fast = optimize(model, [item], example_inputs=(X.clone(),), strict=True)
     (record,) = fast.report.passes
-    if record.name in ("fold-conv-bn", "channels-last"):
+    if record.name == "cast-precision":
+        assert record.status == "applied"
+    else:
         # torch doesn't count the writes to such tensors.
         assert record.status == "unchanged"
         assert "inference mode" in record.skips[0].text
-    else:
-        assert record.status == "applied"
     for watched in (torch.no_grad, torch.inference_mode):
         with watched():
             torch.testing.assert_close(fast(X), model(X), rtol=0.1, atol=0.1)
