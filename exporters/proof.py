@@ -69,7 +69,7 @@ def prove_file(
 
     Args:
         loaded: the artifact, loaded from `files`.
-        conditions: on the open sizes, as `conditions_of_program` returns them.
+        conditions: on the open sizes, as `conditions_of_program` returns them; none for a file without a capture.
         limits: gets the conditions that break only at inputs too large to try; with None, these are refused.
 
     Raises:
