@@ -1,5 +1,5 @@
 # make demo      install the project and run it on a ResNet-50
-# make test      install the test dependencies and run the fast tests (10 to 13 minutes on two cores)
+# make test      install the test dependencies and run the fast tests (10 to 14 minutes on two cores)
 # make test-all  run the tests that are marked slow (25 minutes)
 # make coverage  run the fast tests and measure their line coverage (at least 95 %)
 # make check     format, lint, type-check, run the fast and the slow tests
