@@ -139,7 +139,9 @@ def functions_over_modules(
                 yield owner, f"a hook ({name})" if "hook" in name else f"attribute {name!r}", held
 
 
-def _held_by_functions(value: Any, depth: int, seen: set[int], *, inside: bool = False) -> Iterator[nn.Module]:
+def _held_by_functions(
+    value: Any, depth: int, seen: set[tuple[int, bool]], *, inside: bool = False
+) -> Iterator[nn.Module]:
     """The modules that functions in a value hold; `copy.deepcopy` copies methods and partials, but no function.
 
     Args:
@@ -148,8 +150,9 @@ def _held_by_functions(value: Any, depth: int, seen: set[int], *, inside: bool =
     if isinstance(value, nn.Module):
         if inside:
             yield value
-    elif depth and id(value) not in seen:
-        seen.add(id(value))
+    elif depth and (id(value), inside) not in seen:
+        # A list may be held both beside a function, where it is copied, and in it.
+        seen.add((id(value), inside))
         inside = inside or type(value) is types.FunctionType
         for part in _parts_of(value):
             yield from _held_by_functions(part, depth - 1, seen, inside=inside)

@@ -27,6 +27,11 @@ class Pair(nn.Module):
         return self.bn(self.conv(x)).relu()
 
 
+class Planned(Pair):
+    def forward(self, x):
+        return self.plan["run"](x)
+
+
 def made(change):
     torch.manual_seed(0)
     model = enliven(Pair())
@@ -104,6 +109,12 @@ def _hook(m):
     m.conv.register_forward_hook(lambda module, args, output: m.bn(output))
 
 
+def _beside(m):
+    layers = [m.conv, m.bn]
+    m.plan = {"layers": layers, "run": lambda x: functools.reduce(lambda value, layer: layer(value), layers, x)}
+    m.__class__ = Planned
+
+
 def _buffer(m):
     mean = m.bn.running_mean
     m.forward = lambda x: m.bn(m.conv(x)) + mean.sum()
@@ -168,7 +179,7 @@ model.forward = forward
 
 # AROUND: the function holds the reference itself. UNSEEN: a global holds it, so only a run shows it. WRITING: the
 # function writes to a buffer of the original.
-AROUND = [_lambda, _defaults, _wrapper, _method, _list, _recursive, _weak, _partial, _child, _hook, _buffer]
+AROUND = [_lambda, _defaults, _wrapper, _method, _list, _recursive, _weak, _partial, _child, _hook, _beside, _buffer]
 UNSEEN = [_global, _global_list, _global_helper, _global_partial, _global_hook]
 WRITING = [_written_buffer, _global_buffer]
 
