@@ -31,6 +31,7 @@ from optimizer.model.working_copy import (
     unregistered_modules,
     working_copy,
 )
+from optimizer.torch_private import schema_of
 from passes.graph.forwards import is_compiled
 from passes.graph.memory import storages_of
 from passes.torch_private import COMPILED_CALL, without_torch_function
@@ -268,7 +269,7 @@ class WriteGuard(TorchDispatchMode):
         kwargs = kwargs or {}
         # Calls from TorchScript arrive here without passing the function modes, which must not see the calls below.
         with without_torch_function():
-            for tensor in _written_by(getattr(func, "_schema", None), args, kwargs):
+            for tensor in _written_by(schema_of(func), args, kwargs):
                 names = {name for place in storages_of(tensor) for name in self._places.get(place, ())}
                 if names:
                     self._stop(names)

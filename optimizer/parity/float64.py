@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from optimizer.torch_private import schema_of
 from passes.graph.recording import METADATA, argument, name_of
 from passes.torch_private import OpOverload, OpOverloadPacket
 
@@ -94,7 +95,7 @@ class OwnDraws(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given, schema = kwargs or {}, getattr(func, "_schema", None)
+        given, schema = kwargs or {}, schema_of(func)
         if schema is None or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **given)
         given = {**dict(zip((one.name for one in schema.arguments), args, strict=False)), **given}

@@ -21,7 +21,7 @@ from optimizer.model import Call, Runs, eager_only, rebuild
 from optimizer.parity.float64 import READS_METADATA, Float64Mode, moved_argument, raised, written_ids
 from optimizer.parity.observe import Observation, observe, own_dtype
 from optimizer.parity.original import Original, OriginalCall, mixed_seed, without_warnings
-from optimizer.torch_private import decomposition_of
+from optimizer.torch_private import decomposition_of, schema_of
 from passes.graph.recording import name_of
 
 # Norms subtract a mean inside, and the difference may be far smaller than the rounded numbers.
@@ -222,7 +222,7 @@ class RoundedMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (schema := getattr(func, "_schema", None)) is None:
+        if (schema := schema_of(func)) is None:
             return tree_map_only(torch.Tensor, self._rounded, func(*args, **kwargs))
         composed = decomposition_of(func) if _NORMS.search(func.__name__) else None
         if composed is not None:

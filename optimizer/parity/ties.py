@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimize_export.elementwise import unit
+from optimizer.torch_private import schema_of
 
 Values = Mapping[str, torch.Tensor]
 """Outputs by name."""
@@ -181,7 +182,7 @@ class BrokenTies(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        if (schema := getattr(func, "_schema", None)) is None:
+        if (schema := schema_of(func)) is None:
             self.chooses = True
             return func(*args, **given)
         name = func.name().partition("::")[2].partition(".")[0]
