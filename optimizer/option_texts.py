@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from optimize_export.errors import UsageError
+from optimize_export.errors import LoadError, UsageError
 
 # One number for all outputs, or one per output by its name in the files.
 Tolerance = float | dict[str, float] | None
@@ -149,3 +149,19 @@ def parse_dynamic(option: str, texts: Sequence[str]) -> dict[str, dict[int, str 
                 raise UsageError(f"{option} lists dim {int(number)} of {name} twice.")
             found[name][int(number)] = size or None
     return found
+
+
+def split_weights(path: Path) -> tuple[Path, str]:
+    """Split `w.pt:net` into the file and the key of the state dict in it, which is "" in `w.pt`."""
+    name, _, key = str(path).rpartition(":")
+    if not name or not key or "/" in key or "\\" in key or path.exists():
+        return path, ""
+    return Path(name), key
+
+
+def refuse_missing_weights(path: Path) -> None:
+    """Raise `LoadError` if the path, without the key after a colon, isn't a file."""
+    path, _ = split_weights(path)
+    if not path.is_file():
+        kind = "is a folder; use the file in it" if path.is_dir() else "is not a file"
+        raise LoadError(f"The weights file {path} " + (f"{kind}." if path.exists() else "doesn't exist."))

@@ -14,6 +14,7 @@ from click.core import ParameterSource
 from optimize_export.arguments import other_gpu
 from optimize_export.errors import OptimizeExportError, UsageError
 from optimizer.command.config import FOLDERS, read_config
+from optimizer.command.early_checks import default_output
 from optimizer.options import (
     DIAGNOSED,
     GROUPS,
@@ -30,7 +31,6 @@ from optimizer.options import (
     VerifyOptions,
     options_of,
 )
-from optimizer.paths import default_output
 
 PROGRAM = "optimize-export"
 

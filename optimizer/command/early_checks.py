@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optimize_export.errors import LoadError, UsageError
+from optimizer.option_texts import refuse_missing_weights
 from optimizer.options import ExportOptions, check_new_folder
-from optimizer.paths import library_of, refuse_missing_weights
 
 # The suffixes of the files that library models take as inputs, by their content.
 SUFFIXES = {
@@ -20,6 +20,8 @@ SUFFIXES = {
 }
 # A path with one of these isn't the name of a library's model.
 _SUFFIXES_OF_FILES = (".py", ".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".onnx", ".ipynb", ".pt2", ".txt")
+# Packages whose models have names, such as timm:resnet50.
+_LIBRARIES = ("timm", "torchvision", "transformers")
 A_LIBRARYS = "a library model is timm:NAME, torchvision:NAME or transformers:NAME"
 
 
@@ -56,6 +58,21 @@ def files_of(path: Path, further: Sequence[str] = ()) -> list[Path]:
 # MODEL ----------------------------------------------------------------------------------------------------------------
 
 
+def library_of(model: str) -> str | None:
+    """The library whose model MODEL names; None for the user's file or module."""
+    library = model.partition(":")[0]
+    return library if library in _LIBRARIES else None
+
+
+def default_output(model: str) -> Path:
+    """The default folder of the bundle: `dist/` and the name of the file, the module or the library model."""
+    if library_of(model) is not None:
+        return Path("dist") / (os.path.basename(os.path.abspath(model.partition(":")[2])) or "model")
+    place = model.rpartition(":")[0] if model.rpartition(":")[2].replace(".", "_").isidentifier() else model
+    stem = Path(place or model).name.removesuffix(".py")
+    return Path("dist") / (stem.rpartition(".")[2] or "model")
+
+
 def split_library(spec: str, name: str | None = None) -> tuple[str, str] | None:
     """The library of MODEL and the name of its model, which `--model` may give; None for the user's file or module."""
     library = library_of(spec)
@@ -65,11 +82,6 @@ def split_library(spec: str, name: str | None = None) -> tuple[str, str] | None:
     if not name:
         example = "bert-base-uncased, or a folder" if library == "transformers" else "resnet50"
         raise UsageError(f"MODEL {spec!r} names no model of {library}: add one, such as {library}:{example}.")
-    if Path(library, "__init__.py").exists():
-        raise LoadError(
-            f"{library} is also a package in the current folder: use {library}/__init__.py:{name} for that, or start in "
-            "another folder for the installed package."
-        )
     if importlib.util.find_spec(library) is None:
         raise LoadError(f"{library}:{name} needs the package {library}, which isn't installed: pip install {library}.")
     return library, os.path.expanduser(name) if library == "transformers" else name

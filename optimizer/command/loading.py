@@ -4,7 +4,7 @@
                              nn.Module subclass that is defined there and needs no arguments
     path/model.py:NAME       NAME is an instance, a class that needs no arguments or a factory
     package.module:NAME      the same in an importable module; the current folder is on the path
-    timm:NAME                a library model (see `library_models`), unless there is a timm.py in the current folder
+    timm:NAME                a library model (see `library_models`)
 
 Every error is a `LoadError`, or a `UsageError` if an option is wrong. The message is one sentence that names the place
 in the user's file. The file runs as in `python model.py`: its folder is first on the path, and `import optimizer` there
@@ -52,7 +52,6 @@ from optimizer.model import (
     refuse_empty_tensors,
     refuse_unmade_module,
 )
-from optimizer.paths import LIBRARIES
 
 FACTORY_NAMES = ("get_model", "build_model", "create_model")
 ExampleInputs = tuple[Any, ...] | Callable[[int, torch.Generator], Call]
@@ -222,16 +221,7 @@ class _Finder:
     module: ModuleType
     target: Target
     preprocessing: Preprocessing | None = None
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        if not self._comes_before_a_library:
-            return ()
-        return (f"{self.target.label} is {self.target.label}.py in the current folder, not the installed package.",)
-
-    @property
-    def _comes_before_a_library(self) -> bool:
-        return self.target.file is None and self.target.label in LIBRARIES
+    notes: tuple[str, ...] = ()
 
     def model(self) -> tuple[nn.Module, str]:
         name = self.target.name or self._chosen_name()
@@ -309,9 +299,7 @@ class _Finder:
         for part in name.split("."):
             value = self._held(part, value)
             if value is _ABSENT:
-                label = self.target.label
-                which = f": it is {label}.py in the current folder, which comes before the installed package"
-                raise LoadError(f"{label} has no {name}{which if self._comes_before_a_library else ''}.")
+                raise LoadError(f"{self.target.label} has no {name}.")
         return value
 
     def _held(self, name: str, holder: Any = None) -> Any:

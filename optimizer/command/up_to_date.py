@@ -36,9 +36,9 @@ from optimize_export.manifest import (
     without_local_paths,
 )
 from optimize_export.shadowing import OWN_PACKAGES, ROOT
-from optimizer.command.early_checks import SUFFIXES, files_of, parse_target, split_library
+from optimizer.command.early_checks import SUFFIXES, files_of, library_of, parse_target, split_library
+from optimizer.option_texts import split_weights
 from optimizer.options import ExportOptions
-from optimizer.paths import library_of, split_weights
 
 Document = dict[str, Any]
 

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from optimize_export.errors import LoadError
 from optimize_export.wording import a_type, listed, quote
-from optimizer.paths import program_in, refuse_missing_weights, split_weights
+from optimizer.option_texts import refuse_missing_weights, split_weights
 
 # These come first where several state dicts of a file fit the model.
 _FIRST_KEYS = ("state_dict", "model_state_dict", "model")
@@ -102,17 +102,15 @@ def _unpickled(path: Path) -> Any:
             raise LoadError(f"The weights {path.name} are damaged or not a state dict{_STATE_DICT}") from error
         # torch's safe reader names a class.
         named = re.search(r"GLOBAL ([\w.]+) ", str(error))
-        whole = program_in(path) or f"more than tensors{f' ({named[1]})' if named else ''}"
         raise LoadError(
-            f"The weights {path.name} contain {whole} and aren't loaded, because unpickling them could run arbitrary "
-            "code; save only the state dict: torch.save(model.state_dict(), ...)."
+            f"The weights {path.name} contain more than tensors{f' ({named[1]})' if named else ''} and aren't loaded, "
+            "because unpickling them could run arbitrary code; save only the state dict: torch.save(model.state_dict(), ...)."
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        if whole := program_in(path):
-            raise LoadError(f"The weights {path.name} contain {whole}{_STATE_DICT}") from error
+        what = "contain a TorchScript program" if "TorchScript" in str(error) else "are damaged or not a state dict"
         # Quote only an OSError: other messages are about opcodes of the pickle or records of the archive.
         why = f": {quote(error)}." if isinstance(error, OSError) else _STATE_DICT
-        raise LoadError(f"The weights {path.name} are damaged or not a state dict{why}") from error
+        raise LoadError(f"The weights {path.name} {what}{why}") from error
 
 
 def _fitting(model: nn.Module, value: Any, key: str, path: Path, notes: list[str]) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from optimize_export.errors import LoadError, OptimizeExportError
 from optimizer.command import cli
 from optimizer.command import tables as result_table
 from optimizer.command.commands import COMMANDS
+from optimizer.command.early_checks import default_output
 from optimizer.command.tables import as_text
 from optimizer.options import (
     DiagnoseOptions,
@@ -30,7 +31,6 @@ from optimizer.options import (
     TritonOptions,
     VerifyOptions,
 )
-from optimizer.paths import default_output
 
 ROOT = Path(cli.__file__).parent.parent.parent
 DONE = {

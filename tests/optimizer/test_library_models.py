@@ -17,11 +17,10 @@ from user_folder import UserFolder, refused
 
 from optimize_export.errors import UsageError
 from optimizer.command import cli
-from optimizer.command.early_checks import split_library
+from optimizer.command.early_checks import default_output, split_library
 from optimizer.command.loading import Loaded, load
 from optimizer.command.up_to_date import BuildInputs, inputs_of
 from optimizer.command.user_code import names_restored
-from optimizer.paths import default_output
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "its", "dog", "ran", "far", "away"]
 OPEN = {0: "batch", 1: "time"}
@@ -144,29 +143,11 @@ def test_a_library_that_isnt_installed(library: str, monkeypatch: pytest.MonkeyP
     )
 
 
-def test_a_file_of_the_users_comes_first_and_a_note_says_so(tmp_path: Path) -> None:
-    UserFolder(tmp_path)("def resnet50(): return Net(5)", "timm.py")
-    with_own = {key: sys.modules.pop(key) for key in list(sys.modules) if key.partition(".")[0] == "timm"}
-    try:
-        loaded = load("timm:resnet50")
-        assert loaded.model.linear.out_features == 5
-        assert loaded.notes == ("timm is timm.py in the current folder, not the installed package.",)
-        assert default_output("timm:resnet50") == Path("dist/timm")
-        assert refused("timm:resnet18") == (
-            "timm has no resnet18: it is timm.py in the current folder, which comes before the installed package."
-        )
-    finally:
-        sys.modules.pop("timm", None)
-        sys.modules.update(with_own)
-
-
-def test_a_package_of_the_users_isnt_mistaken_for_the_library(tmp_path: Path) -> None:
-    UserFolder(tmp_path)("def resnet50(): return Net(5)", "timm/__init__.py")
-    assert refused("timm:resnet50") == (
-        "timm is also a package in the current folder: use timm/__init__.py:resnet50 for that, or start in another "
-        "folder for the installed package."
-    )
-    assert load("timm/__init__.py:resnet50").model.linear.out_features == 5
+def test_a_file_of_the_users_is_named_by_its_path(tmp_path: Path, timm: Any) -> None:
+    for place in ("timm.py", "timm/__init__.py"):
+        UserFolder(tmp_path)("def resnet50(): return Net(5)", place)
+        assert load(f"{place}:resnet50").model.linear.out_features == 5
+        assert split_library("timm:resnet50") == ("timm", "resnet50")
 
 
 def test_a_module_of_a_library_is_still_a_module(timm: Any) -> None:
