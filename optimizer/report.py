@@ -201,8 +201,8 @@ def reason_shown(record: Mapping[str, Any]) -> str:
         return str(record["reason"])
     if record.get("max_error") is not None and record.get("error") is not None:
         return f"declares an error of at most {record['max_error']:g}, measured {record['error']:.2g}"
-    skips = record.get("skips", 0)
-    if isinstance(skips, int) or not skips:
+    skips = record.get("skips", ())
+    if not skips:
         return ""
     kinds = Counter(_kind(skip) for skip in skips)
     kind, count = kinds.most_common(1)[0]

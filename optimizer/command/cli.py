@@ -30,7 +30,7 @@ from optimizer.command.output import (
     EXIT_TERMINATED,
     Stages,
     Voice,
-    open_closed_streams,
+    prepare_streams,
     print_json,
     print_line,
     print_tables,
@@ -80,7 +80,7 @@ _OUT_OF_MEMORY = "Out of memory: this machine, or a limit such as ulimit -v, lea
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, by default `sys.argv[1:]`, and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    open_closed_streams()
+    prepare_streams()
     if exchange := sys.modules.get("optimizer.bundle.exchange"):
         exchange.published.clear()
     voice = Voice(*(option.long in arguments for option in field_options(ShowOptions)))

@@ -69,7 +69,7 @@ class Config:
 
 
 def read_config(path: Path | None, options: Mapping[str, click.Option]) -> Config:
-    """Read a config, by default pyproject.toml; raise `UsageError` for all mistakes in it.
+    """Read a config, by default pyproject.toml; raise `UsageError` for the first mistake in it.
 
     `options` are those that a model may have, by their long names.
     """
@@ -83,24 +83,21 @@ def read_config(path: Path | None, options: Mapping[str, click.Option]) -> Confi
     where, table = _own_part(path, table)
     table = _table(path, where, table)
     models = _table(path, f"{where}.models".lstrip("."), table.get("models", {}))
-    mistakes: list[str] = []
     own_keys = {key: value for key, value in table.items() if key != "models"}
-    defaults, found = _values(path, options, where, own_keys, mistakes), {}
+    defaults, found = _values(path, options, where, own_keys), {}
     for name, own in models.items():
         inside = f"{where}.models.{name}".lstrip(".")
         if not _NAME.fullmatch(name):
-            mistakes.append(
+            raise UsageError(
                 f"{path}: {name!r} is not a name for a model; use letters, digits, - and _, and start without -."
             )
         found[name] = {
             "output": f"dist/{name}",
             **{key: f"{value}/{name}" if key in FOLDERS else value for key, value in defaults.items()},
-            **_values(path, options, inside, _table(path, inside, own), mistakes),
+            **_values(path, options, inside, _table(path, inside, own)),
         }
         if "model" not in found[name]:
-            mistakes.append(f'{path}: [{inside}] has no model; add one, such as model = "net.py:build".')
-    if mistakes:
-        raise UsageError(" ".join(mistakes))
+            raise UsageError(f'{path}: [{inside}] has no model; add one, such as model = "net.py:build".')
     return Config(path, found)
 
 
@@ -118,10 +115,8 @@ def _table(path: Path, where: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def _values(
-    path: Path, options: Mapping[str, click.Option], where: str, table: Mapping[str, Any], mistakes: list[str]
-) -> dict[str, Any]:
-    """The values of a table by the names of the command's parameters; adds a sentence for each mistake."""
+def _values(path: Path, options: Mapping[str, click.Option], where: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a table by the names of the command's parameters."""
     place, known = f"in [{where}]" if where else "at the top level", ["model", *options]
     found: dict[str, Any] = {}
     for key, value in table.items():
@@ -129,16 +124,15 @@ def _values(
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.7)
             hint = f"did you mean {near[0]}?" if near else "the keys are model and the options of an export."
-            mistakes.append(f"{path}: there is no option {key} (= {_shown(value)}) {place}; {hint}")
-            continue
+            raise UsageError(f"{path}: there is no option {key} (= {_shown(value)}) {place}; {hint}")
         option = options.get(name)
         parameter = "model" if option is None else option.name or ""
         if parameter in found:
-            mistakes.append(f"{path}: {key} is {place} twice, with - and with _.")
+            raise UsageError(f"{path}: {key} is {place} twice, with - and with _.")
         try:
             found[parameter] = _converted(option, value)
         except TypeError as error:
-            mistakes.append(f"{path}: {key} {place} is {_shown(value)}; it must be {error}.")
+            raise UsageError(f"{path}: {key} {place} is {_shown(value)}; it must be {error}.") from error
     return found
 
 

@@ -84,14 +84,10 @@ def open_lengths(kwargs: Mapping[str, Any]) -> dict[str, dict[int, str | None]] 
 def _timm(name: str, pretrained: bool, generator: torch.Generator) -> LibraryModel:
     import timm
     from timm.data import create_transform, resolve_data_config
-    from timm.models import is_model_pretrained
 
-    if ":" not in name:  # otherwise it is a name on the hub (hf-hub:) or a folder (local-dir:)
-        known = {*timm.list_models(), *timm.list_models(pretrained=True)}
-        if name not in known and ("." in name or not timm.is_model(name)):
-            _refuse_unknown("timm", name, known)
-        if pretrained and not is_model_pretrained(name):
-            raise LoadError(f"timm has no pretrained weights for {name}: pass your own with --weights FILE.")
+    # A name with a colon is one on the hub (hf-hub:) or a folder (local-dir:).
+    if ":" not in name and not timm.is_model(name):
+        _refuse_unknown("timm", name, timm.list_models())
     model = timm.create_model(name, pretrained=pretrained)
     config = resolve_data_config({}, model=model)
     transform = create_transform(**config, is_training=False)

@@ -31,8 +31,8 @@ EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 # stdout ---------------------------------------------------------------------------------------------------
 
 
-def open_closed_streams() -> None:
-    """Connect closed standard streams (`>&-`, daemons) to the null device.
+def prepare_streams() -> None:
+    """Connect closed standard streams (`>&-`, daemons) to the null device, and escape what stdout can't encode.
 
     Otherwise the next opened file, such as a file of the bundle, gets the free descriptor. Everything that a library
     prints would then go into that file.
@@ -46,6 +46,8 @@ def open_closed_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open until the process ends
+    with contextlib.suppress(AttributeError, ValueError):  # a notebook's stdout takes every text
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager
@@ -72,8 +74,7 @@ def _flush(stream: TextIO | None) -> None:
 
 def silence_stdout() -> None:
     """Redirect stdout to stderr until the process ends: what the user's code prints at exit, and to a closed pipe."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        sys.stdout.flush()
+    _flush(sys.stdout)
     with contextlib.suppress(OSError):
         os.dup2(2, 1)
     sys.stdout = sys.stderr
@@ -232,9 +233,8 @@ def say(sentence: str) -> None:
 
 
 def to_stderr(line: str) -> None:
-    encoding = _encoding(sys.stderr)
     with contextlib.suppress(OSError, ValueError):
-        print(printable(line).encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
+        print(printable(line), file=sys.stderr)
 
 
 def print_json(document: Mapping[str, Any]) -> bool:
@@ -247,9 +247,8 @@ def print_line(text: str) -> bool:
 
     A reader that has gone away (`| head`), or never existed, is not an error.
     """
-    encoding = _encoding(sys.stdout)
     try:
-        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+        print(text, flush=True)
     except OSError as error:
         silence_stdout()
         if error.errno in (errno.EPIPE, errno.EBADF):
@@ -265,10 +264,6 @@ def print_tables(document: Mapping[str, Any], *, details: bool) -> bool:
     terminal = sys.stdout.isatty()
     text = as_text(all_printable(document), terminal=terminal, details=details)
     return print_line(text)
-
-
-def _encoding(stream: TextIO) -> str:
-    return getattr(stream, "encoding", None) or "utf-8"
 
 
 # The library's messages -------------------------------------------------------------------------------------------------

@@ -206,13 +206,13 @@ def _gained(report: Document) -> Iterable[str]:
 def _passes(passes: Sequence[Document], *, details: bool) -> Table:
     columns = ["pass", "status", "changes", "skips", "reason"]
     rows = [
-        [each["name"], each["status"], _count(each.get("changes", 0)), _count(each.get("skips", 0)), reason_shown(each)]
+        [each["name"], each["status"], str(len(each["changes"])), str(len(each["skips"])), reason_shown(each)]
         for each in passes
     ]
     if details:
         columns.insert(4, "seconds")
         for row, each in zip(rows, passes, strict=True):
-            row.insert(4, f"{each.get('seconds') or 0:.2f}")
+            row.insert(4, f"{each['seconds']:.2f}")
     return table(columns, rows, wraps=True)
 
 
@@ -291,18 +291,9 @@ def _agreement(share: float | None, undecided: int) -> str:
 
 
 def _available(passes: Sequence[Document]) -> Table:
-    rows = [(each["name"], each["summary"], _options(each["options"])) for each in passes]
+    options = [", ".join(f"{name}={value}" for name, value in each["options"].items()) for each in passes]
+    rows = [(each["name"], each["summary"], text) for each, text in zip(passes, options, strict=True)]
     return table(("pass", "description", "options"), rows, wraps=True)
-
-
-def _options(options: Any) -> str:
-    if isinstance(options, Mapping):
-        return ", ".join(f"{name}={value}" for name, value in options.items())
-    return ", ".join(map(str, options))
-
-
-def _count(value: int | Sequence[Any]) -> str:
-    return str(value if isinstance(value, int) else len(value))
 
 
 def _tensors(tensors: Sequence[Document]) -> str:

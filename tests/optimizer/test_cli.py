@@ -41,7 +41,7 @@ DONE = {
         {
             "name": "fold-conv-bn",
             "status": "applied",
-            "changes": 53,
+            "changes": [{"where": "c", "text": "folded"}] * 53,
             "skips": [
                 {"where": "a", "text": "it is a here"},
                 {"where": "b", "text": "it has a hook"},
@@ -53,7 +53,7 @@ DONE = {
         {
             "name": "channels-last",
             "status": "rolled-back",
-            "changes": 0,
+            "changes": [],
             "skips": [],
             "seconds": 1,
             "reason": "error 3",

@@ -204,12 +204,6 @@ def test_a_mistake_is_named_with_its_place(capfd, text, sentence):
     assert sentence in refused(capfd, "build", "--all")
 
 
-def test_all_mistakes_are_told_at_once(capfd):
-    config(CONFIG.replace("strict", "strickt").replace("seed = 7", 'device = "tpu"'))
-    told = refused(capfd, "build", "resnet")
-    assert "must be one of auto, cpu, cuda. pyproject.toml: there is no option strickt (= true)" in told
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

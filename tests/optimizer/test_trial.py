@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from optimize_export.errors import LoadError
-from optimizer.command.first_run import check_runs
+from optimizer.command.engine import check_runs
 from optimizer.command.loading import Loaded, load
 
 

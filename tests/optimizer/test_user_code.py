@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from optimize_export.errors import LoadError
-from optimizer.command.first_run import check_runs
+from optimizer.command.engine import check_runs
 from optimizer.command.loading import load
 from optimizer.command.user_code import names_restored, put_first
 
