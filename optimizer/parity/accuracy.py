@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from optimize_export.elementwise import all_finite, distance, is_exact, special
-from optimize_export.wording import dtype_name
+from optimize_export.elementwise import is_exact
+from optimizer.model import Call
 from optimizer.options import AccuracyBudget
-from optimizer.parity.differences import Pool, error_statistics, has_classes, top1_agreement
-from optimizer.parity.results import CallErrors, Measurement, from_json, to_json
+from optimizer.parity.differences import Pool
+from optimizer.parity.golden import GoldenEntry, compare_stored
+from optimizer.parity.results import NOTHING_MEASURED, CallErrors, Measurement, OutputNoise, from_json, to_json
 from optimizer.parity.verdict import worst_of
 
 WITHIN_BUDGET = "within budget"
@@ -152,48 +153,30 @@ def accuracy_between(
     """The accuracy over calls, each a pair (outputs of the candidate, outputs of the original).
 
     Args:
+        names: of the outputs, in the files.
         calls: identifies each call of the export; None if the calls were held out of the calibration.
     """
     found = Accuracy()
     known = None if calls is None else iter(calls)
     for number, (outputs, originals) in enumerate(pairs):
-        found = found.and_worse(Accuracy(calls=1))
-        if len(outputs) != len(originals):
-            found = found.and_worse(Accuracy(problem=f"{len(outputs)} outputs instead of {len(originals)}"))
-            continue
         rows = next((tensor.shape[0] for tensor in originals if tensor.dim()), None)
         call = CallErrors(rows, number) if known is None else next(known)
-        for name, value, target in zip(names, outputs, originals, strict=True):
-            figures, errors = _of_output(name, value.cpu(), target.cpu(), call)
-            both = ((errors,), ()) if known is not None else ((), (errors,))
-            found = found.and_worse(replace(figures, outputs=(OutputAccuracy(name, *both),)))
+        stored = {name: value.cpu() for name, value in zip(names, originals, strict=True)}
+        entry = GoldenEntry(call.batch_size, call.draw, Call((), {}), stored, {}, tuple(call.sizes.items()))
+        noises = {name: _noise_of(name, value) for name, value in stored.items()}
+        seen = accuracy_of(compare_stored(noises, [(entry, outputs)]).finish(NOTHING_MEASURED), names)
+        if known is None:
+            seen = replace(seen, outputs=tuple(OutputAccuracy(each.name, (), each.calls) for each in seen.outputs))
+        found = found.and_worse(replace(seen, calls=1))
     return found
 
 
-def _of_output(name: str, value: torch.Tensor, target: torch.Tensor, call: CallErrors) -> tuple[Accuracy, CallErrors]:
-    if value.shape != target.shape:
-        return Accuracy(problem=f"{name} has the shape {list(value.shape)} instead of {list(target.shape)}"), call
-    if value.dtype != target.dtype:
-        found, wanted = (dtype_name(tensor.dtype) for tensor in (value, target))
-        return Accuracy(problem=f"{name} is {found} instead of {wanted}"), call
-    if is_exact(target):
-        share = float((value == target).double().mean()) if target.numel() else 1.0
-        return Accuracy(equal=share), replace(call, agreement=share)
-    top1, undecided = top1_agreement(value, target, 0.0) if has_classes(name, target) else (None, 0)
-    if not all_finite(value, target):
-        if bool((special(value) != special(target)).any()):
-            return Accuracy(problem=f"{name} has NaN or infinity at other elements"), call
-        finite = target.isfinite()
-        value, target = value[finite], target[finite]
-    value, target = value.reshape(-1), target.reshape(-1)
-    call = replace(call, agreement=top1, undecided=undecided)
-    if not target.numel():
-        return Accuracy(top1=top1), call
-    call = replace(call, **error_statistics(distance(target, value), value, target))
-    errors, sizes = Pool(), Pool()
-    errors.add_distance(target, value)
-    sizes.add_sizes(target)
-    return Accuracy(call.cosine, top1, max_error=errors.largest, snr=_decibels(sizes.rms, errors.rms)), call
+def _noise_of(name: str, value: torch.Tensor) -> OutputNoise:
+    """Of the magnitude of an output, and nothing else."""
+    sizes = Pool()
+    if not is_exact(value):
+        sizes.add_sizes(value)
+    return replace(OutputNoise.unknown(name, value), rms=sizes.rms)
 
 
 def _decibels(signal: float, error: float) -> float | None:

@@ -37,7 +37,7 @@ DOUBTFUL = 64.0
 _MOST_EXPLAINED = 64
 # If a sum of gradients is zero, rounding may leave at most this number of units of the largest gradient.
 _LEFT_OF_A_SUM = 16
-# A frontier with more pairs is thinned: sizes are grouped in steps of 1/64 of a binade (1.1 %), or in coarser steps.
+# A frontier has at most this number of pairs: one for each 1/64 of a binade of sizes (1.1 %), or for coarser steps.
 _FRONTIER = 256
 _FINEST_STEPS = 64
 
@@ -316,49 +316,29 @@ def _changed(name: str) -> str:
 
 
 def frontier(
-    errors: torch.Tensor, sizes: torch.Tensor, known: Sequence[tuple[float, float]]
+    errors: torch.Tensor, sizes: torch.Tensor, known: Sequence[tuple[float, float]], steps: int = _FINEST_STEPS
 ) -> tuple[tuple[float, float], ...]:
     """The (error, size) pairs that decide for any atol and rtol whether `error <= atol + rtol * size` everywhere.
 
-    A pair is dropped if another pair has at least its error at no more than its size. If too many pairs remain, pairs
-    of nearly equal size are merged into one with their largest error and their smallest size. If a dropped pair
-    violates a tolerance, a kept pair violates it too. Merging may refuse a tolerance that holds by less than one step.
+    Each step of size gives one pair, with its largest error and its smallest size. The pair is dropped if one of smaller
+    size has at least its error. If an element violates a tolerance, a kept pair violates it too. The reverse holds to
+    within one step of size.
 
     Args:
         errors, sizes: float64 of one shape, non-negative.
         known: the frontier of the calls so far.
+        steps: the number of steps per binade of size; fewer if too many pairs remain.
     """
-    errors, sizes = errors.flatten(), sizes.flatten()
-    if known:
-        # Drop what a known pair of strictly smaller size dominates, because sorting all pairs takes longer.
-        errors_known, sizes_known = torch.tensor(known, dtype=torch.float64).unbind(1)
-        bound = torch.cat([errors_known.new_full((1,), -1.0), errors_known])
-        ahead = errors > bound[torch.bucketize(sizes, sizes_known.contiguous(), out_int32=True)]
-        errors, sizes = errors[ahead], sizes[ahead]
-    order = torch.argsort(sizes)
-    errors, sizes = errors[order], sizes[order]
-    leads = torch.ones_like(errors, dtype=torch.bool)
-    leads[1:] = errors[1:] > torch.cummax(errors, 0).values[:-1]
-    points = zip(errors[leads].tolist(), sizes[leads].tolist(), strict=True)
-    kept: list[tuple[float, float]] = []
-    for error_here, size_here in sorted([*known, *points], key=lambda point: (point[1], -point[0])):
-        if not kept or error_here > kept[-1][0]:
-            kept.append((error_here, size_here))
-    # Each coarser step contains whole finer ones, so repeated merging moves a pair by no more than one coarsest step.
-    steps: float = _FINEST_STEPS
-    while len(kept) > _FRONTIER:
-        kept, steps = _thinned(kept, steps), steps / 2
-    return tuple(kept)
-
-
-def _thinned(points: list[tuple[float, float]], steps: float) -> list[tuple[float, float]]:
-    """Merge the points of each step of size; errors and sizes rise along the points.
-
-    Args:
-        steps: number of steps per binade of size.
-    """
-    by_step: dict[float, tuple[float, float]] = {}
-    for error, size in points:
-        step = math.floor(math.log2(size) * steps) if size else -math.inf
-        by_step[step] = error, by_step.get(step, (error, size))[1]
-    return list(by_step.values())
+    pairs = torch.tensor(known, dtype=torch.float64).reshape(-1, 2)
+    errors, sizes = torch.cat([errors.flatten(), pairs[:, 0]]), torch.cat([sizes.flatten(), pairs[:, 1]])
+    if not sizes.numel():
+        return ()
+    places = sizes.log2().mul_(steps).floor_()
+    # Zeros have a step of their own, below the others.
+    places = (places - places[sizes > 0].amin() + 1 if sizes.any() else places).clamp_(min=0).long()
+    count = int(places.max()) + 1
+    worst = sizes.new_full((count,), -1.0).scatter_reduce_(0, places, errors, "amax")
+    least = sizes.new_full((count,), math.inf).scatter_reduce_(0, places, sizes, "amin")
+    leads = worst > torch.cat([worst.new_full((1,), -1.0), worst.cummax(0).values[:-1]])
+    kept = tuple(zip(worst[leads].tolist(), least[leads].tolist(), strict=True))
+    return kept if len(kept) <= _FRONTIER else frontier(errors[:0], sizes[:0], kept, steps // 2)

@@ -13,7 +13,7 @@ from optimizer.parity.comparison import Comparison
 from optimizer.parity.observe import Observation
 from optimizer.parity.original import OriginalCall
 from optimizer.parity.reference import Reference
-from optimizer.parity.results import Measurement, OutputNoise, ParityReport
+from optimizer.parity.results import NOTHING_MEASURED, OutputNoise, ParityReport
 from optimizer.parity.verdict import FACTOR, Tolerance, judge
 
 
@@ -75,6 +75,23 @@ def _entry(reference: Reference, one: OriginalCall) -> GoldenEntry:
     return GoldenEntry(one.batch_size, one.draw, call, outputs, tied, one.sizes, one.seed if one.own.draws else None)
 
 
+def compare_stored(
+    noises: Mapping[str, OutputNoise], entries: Sequence[tuple[GoldenEntry, Sequence[torch.Tensor]]]
+) -> Comparison:
+    """Compare a candidate's flat outputs with stored outputs, in the order of `entry.outputs`."""
+    comparison = Comparison(noises, flat=True)
+    for entry, got in entries:
+        own = Observation(dict(entry.outputs), dict.fromkeys(entry.outputs, "output"))
+        none = {name: torch.zeros(value.shape, dtype=torch.bool) for name, value in entry.outputs.items()}
+        one = OriginalCall(
+            entry.batch_size, entry.draw, 0, entry.call, own, own, unstable=none | entry.tied, sizes=entry.sizes
+        )
+        one.excluded = {name: mask for name, mask in entry.tied.items() if not is_exact(entry.outputs[name])}
+        values = {f"output_{index}": value.detach().cpu() for index, value in enumerate(got)}
+        comparison.add(one, Observation(values, dict.fromkeys(values, "output")))
+    return comparison
+
+
 def compare_golden(
     noises: Mapping[str, OutputNoise],
     entries: Sequence[tuple[GoldenEntry, Sequence[torch.Tensor]]],
@@ -95,19 +112,12 @@ def compare_golden(
         precision: the half precision that the stored noise belongs to; "" for plain rounding noise.
         settings: the settings that were pinned while the candidate ran.
     """
-    comparison = Comparison(noises, flat=True)
-    for entry, got in entries:
-        own = Observation(dict(entry.outputs), dict.fromkeys(entry.outputs, "output"))
-        none = {name: torch.zeros(value.shape, dtype=torch.bool) for name, value in entry.outputs.items()}
-        one = OriginalCall(
-            entry.batch_size, entry.draw, 0, entry.call, own, own, unstable=none | entry.tied, sizes=entry.sizes
-        )
-        one.excluded = {name: mask for name, mask in entry.tied.items() if not is_exact(entry.outputs[name])}
-        values = {f"output_{index}": value.detach().cpu() for index, value in enumerate(got)}
-        comparison.add(one, Observation(values, dict.fromkeys(values, "output")))
     sizes = tuple(dict.fromkeys(entry.batch_size for entry, _ in entries if entry.batch_size is not None))
-    blank = Measurement((), (), (), "golden", "", "inference", device, sizes, 1, 0, dict(settings or {}), precision)
-    report = judge(comparison.finish(blank), atol=atol, rtol=rtol, factor=factor)
+    blank = replace(
+        NOTHING_MEASURED, device=device, batch_sizes=sizes, settings=dict(settings or {}), precision=precision
+    )
+    measurement = compare_stored(noises, entries).finish(blank)
+    report = judge(measurement, atol=atol, rtol=rtol, factor=factor)
     allowed = {output.name: output.tolerance for output in report.outputs}
     if report.ok and not any(_has_signal(entry, noises, allowed) for entry, _ in entries):
         reason = "The golden data contain no number larger than the allowed error: zeros would pass."

@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar, Union, get_args, get_origin, get_type_hin
 
 import torch
 
+from optimize_export.wording import dtype_name
 from optimizer.showing import fragment, parity_plot
 
 _T = TypeVar("_T")
@@ -58,6 +59,11 @@ class OutputNoise(_Stored):
     """Number of elements of an integer output that the original itself changes within its noise; not compared."""
     declared: float = 0.0
     """The absolute error that passes declare for this output, allowed on top of rounding."""
+
+    @classmethod
+    def unknown(cls, name: str, value: torch.Tensor) -> OutputNoise:
+        """The noise of an output that is compared, and not judged by noise."""
+        return cls(name, "output", dtype_name(value.dtype), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, None, True, 0)
 
     @property
     def is_exact(self) -> bool:
@@ -131,8 +137,8 @@ class RowDifference:
     rms_difference: float = 0.0
     """`max_difference`, `rms_difference`: between two answers to one row, over the elements that are finite in both."""
     mismatches: int = 0
-    """Number of elements of an integer output that differ, ties left out; for other outputs the number of elements with
-    NaN or infinity in only one answer; all elements of a row whose answer has another shape."""
+    """Number of elements of an integer output that differ, ties left out, and of answers with another shape or dtype, or
+    with NaN or infinity in other places."""
     batch_size: int = 0
     row: int = 0
     how: str = ""
@@ -180,6 +186,9 @@ class Measurement(_Stored):
     """How much rows change with the other rows of their batch; None where that wasn't measured."""
     reference_device: str = ""
     """`device`, `reference_device`: where the candidate and the original ran; the latter is "" for the same device."""
+
+
+NOTHING_MEASURED = Measurement((), (), (), "golden", "", "inference", "cpu", (), 1, 0, {})
 
 
 @dataclass(frozen=True)

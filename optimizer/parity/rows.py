@@ -9,19 +9,16 @@ Rows are dim 0 of every input and of every output whose dim 0 equals the batch s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
-from optimize_export.elementwise import distance, is_exact, special, wide
 from optimize_export.wording import error_summary
 from optimizer.model import Call, Runs, leaves_of, one_at_a_time, pinned_settings, rebuild
-from optimizer.parity.comparison import frontier
-from optimizer.parity.differences import Pool, where_finite
-from optimizer.parity.observe import Flatten, observe
-from optimizer.parity.original import without_warnings
-from optimizer.parity.results import RowDifference, RowMeasurement
+from optimizer.parity.comparison import Comparison
+from optimizer.parity.observe import Flatten, Observation, observe
+from optimizer.parity.original import OriginalCall, without_warnings
+from optimizer.parity.results import NOTHING_MEASURED, OutputDifference, OutputNoise, RowDifference, RowMeasurement
 
 # Number of rows of a larger batch that are run alone, the first and the last included. All are run at other positions.
 _ALONE = 8
@@ -38,17 +35,7 @@ class Batch:
     other: Call
     """A call of that size with other values."""
     ties: Mapping[str, torch.Tensor]
-    """Bool masks by integer output: the elements that the original itself changes within its noise."""
-
-
-@dataclass
-class _RowChange:
-    """How much the rows of one output change; `where` is batch size, row and kind of run, as in `RowDifference`."""
-
-    pool: Pool = field(default_factory=Pool)
-    mismatches: int = 0
-    where: tuple[int, int, str] = (0, 0, "")
-    frontier: tuple[tuple[float, float], ...] = ()
+    """Bool masks by output: the elements that the original itself changes within its noise."""
 
 
 class Rows:
@@ -68,6 +55,8 @@ class Rows:
         # The outputs whose dim 0 is the batch, and the other outputs.
         self.with_rows = tuple(name for name in shared if all(map(_has_rows, (seen[name] for seen in outputs), sizes)))
         self.without_rows = tuple(name for name in outputs[0] if name not in self.with_rows)
+        self._kinds = dict.fromkeys(self.with_rows, "output")
+        self._noises = {name: OutputNoise.unknown(name, outputs[0][name]) for name in self.with_rows}
         # Whether the original runs on one row; the caller sets it to False where it doesn't.
         self.alone = True
 
@@ -77,22 +66,37 @@ class Rows:
         Args:
             run: returns the outputs of a call by their names in the reference.
         """
-        changes: dict[str, _RowChange] = {}
+        seen = Comparison(self._noises, flat=True)
+        # Where each compared row is: its batch size, its number and the kind of run.
+        places: dict[str, tuple[int, int, str]] = {}
         for batch in self.batches:
             whole = run(batch.call)
             for how, taken, call in self._variants(batch):
                 answers = run(call)
-                for name in self.with_rows:
-                    self._compare(changes.setdefault(name, _RowChange()), batch, name, whole, answers, taken, how)
+                # A call of one row alone has one row; every other call is as large as its batch.
+                size = 1 if how == "alone" else batch.size
+                for row, place in taken:
+                    label = f"row {row} of {batch.size}, {how}"
+                    places[label] = batch.size, row, how
+                    seen.add(self._row_of(whole, row, batch, label), self._answer_of(answers, place, size))
         return RowMeasurement(
-            outputs=tuple(
-                RowDifference(name, seen.pool.largest, seen.pool.rms, seen.mismatches, *seen.where, seen.frontier)
-                for name, seen in changes.items()
-            ),
+            outputs=tuple(_change(each, places) for each in seen.finish(NOTHING_MEASURED).outputs),
             batch_sizes=tuple(batch.size for batch in self.batches),
             alone=self.alone,
             without_rows=self.without_rows,
         )
+
+    def _row_of(self, whole: Mapping[str, torch.Tensor], row: int, batch: Batch, label: str) -> OriginalCall:
+        own = Observation({name: whole[name][row : row + 1] for name in self.with_rows}, self._kinds)
+        unstable = {name: batch.ties[name][row : row + 1] for name in self.with_rows}
+        return OriginalCall(batch.size, 0, 0, None, own, own, label=label, unstable=unstable)
+
+    def _answer_of(self, answers: Mapping[str, torch.Tensor], place: int, size: int) -> Observation:
+        # An answer that lacks rows is compared as an empty one, whose shape is wrong.
+        lacking = torch.empty(0)
+        values = {name: answers.get(name, lacking) for name in self.with_rows}
+        rows = {name: value[place : place + 1] if _has_rows(value, size) else lacking for name, value in values.items()}
+        return Observation(rows, self._kinds)
 
     def one_row(self) -> Call:
         return self._taken(self.batches[0], [0])
@@ -131,50 +135,12 @@ class Rows:
         args, kwargs = rebuild((batch.call.args, batch.call.kwargs), take)
         return Call(args, kwargs)
 
-    def _compare(
-        self,
-        change: _RowChange,
-        batch: Batch,
-        name: str,
-        whole: Mapping[str, torch.Tensor],
-        answers: Mapping[str, torch.Tensor],
-        taken: Sequence[tuple[int, int]],
-        how: str,
-    ) -> None:
-        rows, places = zip(*taken, strict=True)
-        # A call of one row alone has one row; every other call is as large as its batch.
-        size = 1 if how == "alone" else batch.size
-        own, answer = whole[name][list(rows)], answers.get(name)
-        if answer is None or answer.dtype != own.dtype or answer.shape != (size, *own.shape[1:]):
-            if not change.mismatches:
-                change.where = batch.size, rows[0], how
-            change.mismatches += max(1, own.numel())
-            return
-        other = answer[list(places)]
-        if not own.numel():
-            return
-        ties = batch.ties.get(name)
-        if is_exact(own):
-            wrong = own != other if ties is None else (own != other) & ~ties[list(rows)]
-        else:
-            wrong = special(own) != special(other)
-        if bool(wrong.any()):
-            first = int(wrong.reshape(len(rows), -1).any(1).nonzero()[0])
-            if not change.mismatches:
-                change.where = batch.size, rows[first], how
-            change.mismatches += int(wrong.count_nonzero())
-        if is_exact(own):
-            return
-        plain = where_finite(own, other)
-        difference = distance(own, other)
-        if plain is not None:
-            difference = torch.where(plain, difference, 0.0)
-        before = change.pool.largest
-        change.pool.add(difference, plain, of=own)
-        if change.pool.largest > before and not change.mismatches:
-            change.where = batch.size, rows[int(difference.reshape(len(rows), -1).amax(1).argmax())], how
-        marked: Any = ... if plain is None else plain
-        change.frontier = frontier(difference[marked], wide(own)[marked].abs(), change.frontier)
+
+def _change(seen: OutputDifference, places: Mapping[str, tuple[int, int, str]]) -> RowDifference:
+    told = seen.problems[0] if seen.problems else seen.where
+    where = next((place for label, place in places.items() if label in told), (0, 0, ""))
+    wrong = seen.mismatches + len(seen.problems)
+    return RowDifference(seen.noise.name, seen.max_error, seen.rms_error, wrong, *where, seen.frontier)
 
 
 def _tensors(call: Call) -> list[torch.Tensor]:

