@@ -341,14 +341,3 @@ def optimize_to_export(
         with_open_batch=with_open_batch,
         is_called=False,
     )
-
-
-def check_dynamic(model: nn.Module, samples: Samples, settings: ExportSettings) -> None:
-    """Raise the `UsageError` that `export` would raise for `dynamic`; nothing runs."""
-    opened(model, samples, settings)
-
-
-def check_choices(settings: ExportSettings) -> None:
-    """Raise the `UsageError` that `export` would raise for `choices`; nothing runs."""
-    if settings.choices is not None:
-        read_choices(settings.choices, settings.formats, settings.budget)

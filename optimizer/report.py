@@ -148,18 +148,13 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """Convert to plain data for JSON; floats may still be infinite or NaN."""
         return {
-            "model": self.model,
-            "mode": self.mode,
-            "device": self.device,
-            "torch": self.torch,
+            **vars(self),
             "coverage": self.coverage.to_json(),
             "passes": [record.to_json() for record in self.passes],
             "verified": self.verified,
             "parity": None if self.parity is None else self.parity.to_json(),
             "before": asdict(self.before),
             "after": asdict(self.after),
-            "notes": list(self.notes),
-            "warnings": list(self.warnings),
             "seconds": round(self.seconds, 4),
             "stages": {name: round(seconds, 4) for name, seconds in self.stages.items()},
         }

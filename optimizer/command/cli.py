@@ -5,6 +5,7 @@
 
 import contextlib
 import errno
+import logging
 import os
 import signal
 import sys
@@ -190,6 +191,8 @@ def _work(options: Options, voice: Voice) -> dict[str, Any]:
 def _torch_side() -> ModuleType:
     """Import all modules of the program, so that no module of the user can replace one later, and return `engine`."""
     import_own_packages()
+    # Python would print what the library logs, which the command prints itself.
+    logging.getLogger("optimizer").addHandler(logging.NullHandler())
     from optimizer.command import engine
 
     return engine

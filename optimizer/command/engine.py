@@ -31,15 +31,16 @@ from optimize_export.errors import (
 from optimize_export.manifest import REPORT_PAGE, plain
 from optimize_export.runtime import require_runtime
 from optimize_export.wording import described, listed, type_name
-from optimizer.api import check_choices, check_dynamic, export, optimize_to_export, report_of
+from optimizer.api import export, optimize_to_export, report_of
 from optimizer.bundle import Bundle, VerifyReport, check_target, rejudge_bundle, verify_bundle, write_triton_model
-from optimizer.command.errors import errors_of_user_code, own_errors, unlogged
+from optimizer.command.errors import errors_of_user_code, own_errors
 from optimizer.command.input_files import misfit
 from optimizer.command.input_spec import parse_input
 from optimizer.command.loading import Loaded, load, required_arguments
 from optimizer.command.up_to_date import inputs_of, opened_files
 from optimizer.command.user_code import names_restored
 from optimizer.diagnosis import Diagnosis, diagnose
+from optimizer.exporting import opened
 from optimizer.model import Call, Runs, called, eager_only, in_turn, leaves_of, random_state
 from optimizer.options import (
     LOAD_STAGE,
@@ -52,7 +53,7 @@ from optimizer.options import (
     VerifyOptions,
 )
 from optimizer.report import Progress, ProgressFunction
-from optimizer.tuning import bench_bundle
+from optimizer.tuning import bench_bundle, read_choices
 from passes.base import Pass
 from passes.registry import describe_passes, make_passes, parse_passes
 
@@ -67,7 +68,7 @@ def export_model(options: ExportOptions, progress: ProgressFunction) -> Document
     to publish, the document has the measurements and `exit_code` 6. Any other error is raised.
     """
     try:
-        with own_errors(), names_restored(), unlogged():
+        with own_errors(), names_restored():
             return _make(options, progress)
     except ParityError as error:
         told = failure_document(error.exit_code, type(error).__name__, str(error))
@@ -81,11 +82,12 @@ def _make(options: ExportOptions, progress: ProgressFunction) -> Document:
     options = replace(options, device=_chosen_device(options.device, require_gpu=options.require_gpu))
     if options.reference_device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("--reference-device cuda needs a GPU, but torch finds none here.")
-    check_choices(options)
+    if options.choices is not None:
+        read_choices(options.choices, options.formats, options.budget)
     loaded = load_and_run(options, progress)
     if options.dynamic is None and not options.static_batch and options.input_names is None:
         options = replace(options, dynamic=loaded.dynamic)
-    check_dynamic(loaded.model, loaded.samples(options.seed), options)
+    opened(loaded.model, loaded.samples(options.seed), options)
     inputs: dict[str, Any] = {
         "example_inputs": loaded.example_inputs,
         "example_kwargs": loaded.example_kwargs,
@@ -259,7 +261,7 @@ def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
 @in_turn
 def diagnose_model(options: DiagnoseOptions, progress: ProgressFunction) -> Document:
     """Diagnose a model. With `fail_on`, the `exit_code` is 10 if there is a finding of that level or a higher one."""
-    with own_errors(), names_restored(), unlogged():
+    with own_errors(), names_restored():
         load = options.load
         device = _chosen_device(load.device, require_gpu=load.require_gpu)
         loaded = load_and_run(_with_absolute_paths(load), progress)

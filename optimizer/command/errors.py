@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import sys
 import traceback
@@ -129,14 +128,3 @@ def own_errors() -> Iterator[None]:
         if error.errno not in _DISK:
             raise
         raise BundleError(f"The bundle couldn't be written: {error.strerror}.") from error
-
-
-@contextmanager
-def unlogged() -> Iterator[None]:
-    """Keep Python from printing what the library logs, because the command prints it itself."""
-    library, nobody = logging.getLogger("optimizer"), logging.NullHandler()
-    library.addHandler(nobody)
-    try:
-        yield
-    finally:
-        library.removeHandler(nobody)

@@ -47,7 +47,7 @@ def read_calls(
                 "file is one call, with the same arguments."
             )
     places = {} if own is None else _names_in_files(model, own)
-    arguments = {parameter.name for parameter in _parameters(model) or ()}
+    arguments = {parameter.name for parameter in _parameters(model)}
     if own is not None and expected.keys() == set(places.values()) and not arguments.issuperset(expected):
         return tuple(_filled(name, tensors, own, places) for name, tensors in named)
     constants = {} if own is None else _constants_of(model, own)
@@ -90,7 +90,7 @@ def _tensors_in(path: Path, preprocessing: Preprocessing | None) -> dict[str, to
 
 def _constants_of(model: nn.Module, call: Call) -> dict[str, Any]:
     """The arguments without tensors, by name; positional arguments that have no name are left out."""
-    positional = zip(_parameters(model) or (), call.args, strict=False)
+    positional = zip(_parameters(model), call.args, strict=False)
     arguments = {**{p.name: value for p, value in positional if p.kind is p.POSITIONAL_OR_KEYWORD}, **call.kwargs}
     return {name: value for name, value in arguments.items() if not leaves_of(value).tensors()}
 
@@ -109,9 +109,6 @@ def _call(
         )
     args = tuple(tensors[number] for number in numbers)
     parameters = _parameters(model)
-    if parameters is None:
-        kwargs = {**constants, **{name: tensor for name, tensor in tensors.items() if name not in numbers}}
-        return Call(args, kwargs, file)
     order = [parameter.name for parameter in parameters]
     by_number = {p.name for p in parameters[:count] if p.kind is p.POSITIONAL_OR_KEYWORD}
     given = {name: value for name, value in constants.items() if name not in by_number}
@@ -124,23 +121,26 @@ def _call(
     return call
 
 
-def _parameters(model: nn.Module) -> list[inspect.Parameter] | None:
+def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
-        return list(inspect.signature(model.forward).parameters.values())
+        return inspect.signature(function)
     except (TypeError, ValueError):
         return None
 
 
+def _parameters(model: nn.Module) -> list[inspect.Parameter]:
+    signature = signature_of(model.forward)
+    return [] if signature is None else list(signature.parameters.values())
+
+
 def misfit(model: nn.Module, call: Call) -> str | None:
     """Say why the arguments don't bind to forward, and name its parameters; None if they do, or if it has no signature."""
+    signature = signature_of(model.forward)
     try:
-        signature = inspect.signature(model.forward)
-    except (ValueError, TypeError):
-        return None
-    try:
-        signature.bind(*call.args, **call.kwargs)
+        if signature is not None:
+            signature.bind(*call.args, **call.kwargs)
     except TypeError as error:
-        names = [str(parameter).partition(":")[0] for parameter in signature.parameters.values()]
+        names = [str(parameter).partition(":")[0] for parameter in _parameters(model)]
         given = f"{len(call.args)} positional" + (f" and {listed(list(call.kwargs))}" if call.kwargs else "")
         return f"{error}; forward takes ({', '.join(names)}), but got {given}"
     return None

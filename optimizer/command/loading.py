@@ -38,7 +38,7 @@ from optimizer.command.early_checks import (
     split_library,
 )
 from optimizer.command.errors import errors_of_user_code
-from optimizer.command.input_files import Preprocessing, read_calls
+from optimizer.command.input_files import Preprocessing, read_calls, signature_of
 from optimizer.command.input_spec import draw_inputs, parse_input
 from optimizer.command.library_models import LibraryModel, library_model, open_lengths
 from optimizer.command.user_code import put_first
@@ -229,16 +229,19 @@ class _Finder:
         return self._instance(value, name), name
 
     def inputs(self) -> tuple[ExampleInputs | None, dict[str, Any]]:
-        name = self._first("example_inputs", "get_example_inputs")
         kwargs = self._keyword_inputs()
+        name = self._first("example_inputs", "get_example_inputs")
         if name is None:
             return None, kwargs
         value = self._held(name)
-        if not callable(value) or isinstance(value, torch.Tensor | Mapping):
-            return self._merged(value, name, kwargs)
-        if len(required_arguments(value)) == 2:  # a batch size and a generator
-            return self._drawn_by(value, name), kwargs
-        return self._merged(self._call(value, name), f"{name}()", kwargs)
+        if callable(value) and not isinstance(value, torch.Tensor | Mapping):
+            if len(required_arguments(value)) == 2:  # a batch size and a generator
+                return self._drawn_by(value, name), kwargs
+            value, name = self._call(value, name), f"{name}()"
+        call = self._as_call(value, name)
+        if twice := [key for key in call.kwargs if key in kwargs]:
+            raise LoadError(f"{twice[0]} is in both {name} and example_kwargs of {self.target.label}; set it once.")
+        return call.args, {**call.kwargs, **kwargs}
 
     def calibration(self) -> list[Any] | None:
         """The calls of the file's `calibration_inputs` or `get_calibration_inputs()`; None if it has neither."""
@@ -345,27 +348,19 @@ class _Finder:
             value = self._call(value, "example_kwargs")
         if not isinstance(value, Mapping):
             raise LoadError(f"example_kwargs in {self.target.label} is {a_type(value)}, not a dict.")
-        return self._keywords(value, "example_kwargs")
+        return dict(self._as_call(value, "example_kwargs").kwargs)
 
-    def _keywords(self, value: Mapping[Any, Any], name: str) -> dict[str, Any]:
-        if wrong := [key for key in value if not isinstance(key, str)]:
-            raise LoadError(
-                f"{name} in {self.target.label} has the key {wrong[0]!r}, which isn't the name of an argument."
-            )
-        return dict(value)
-
-    def _merged(self, value: Any, name: str, kwargs: dict[str, Any]) -> tuple[ExampleInputs | None, dict[str, Any]]:
-        if not isinstance(value, Mapping):
-            return self._positional(value, name), kwargs
-        if twice := [key for key in value if key in kwargs]:
-            raise LoadError(f"{twice[0]} is in both {name} and example_kwargs of {self.target.label}; set it once.")
-        return (), {**self._keywords(value, name), **kwargs}
-
-    def _positional(self, value: Any, name: str) -> tuple[Any, ...]:
+    def _as_call(self, value: Any, name: str) -> Call:
+        if isinstance(value, Mapping):
+            if wrong := [key for key in value if not isinstance(key, str)]:
+                raise LoadError(
+                    f"{name} in {self.target.label} has the key {wrong[0]!r}, which isn't the name of an argument."
+                )
+            return Call((), dict(value))
         if isinstance(value, torch.Tensor):
-            return (value,)
+            return Call((value,), {})
         if isinstance(value, tuple | list):
-            return tuple(value)
+            return Call(tuple(value), {})
         hint = "; torch.from_numpy converts it to a tensor" if isinstance(value, numpy.ndarray) else ""
         raise LoadError(
             f"{name} in {self.target.label} is {a_type(value)}; it must be a tensor, a tuple or a list of "
@@ -377,20 +372,16 @@ class _Finder:
             called = f"{name}({batch_size}, generator)"
             with errors_of_user_code(f"{called} in {self.target.label} failed", self.target.folder):
                 value = function(batch_size, generator)
-            if isinstance(value, Mapping):
-                return Call((), self._keywords(value, called))
-            return Call(self._positional(value, called), {})
+            return self._as_call(value, called)
 
         return draw
 
 
 def required_arguments(function: Callable[..., Any]) -> list[str]:
     """The names of the arguments without a default; empty if the function doesn't tell them."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (ValueError, TypeError):
-        return []
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    found = signature_of(function)
+    parameters = () if found is None else found.parameters.values()
     return [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]
 
 

@@ -45,101 +45,62 @@ def _image(size: int = 32) -> torch.Tensor:
     return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(3))
 
 
-def bert() -> Made:
-    from transformers import BertConfig, BertModel
-
-    config = BertConfig(
-        vocab_size=_VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
-    )
-    return lively(BertModel(config)), (_ids(),), {"attention_mask": _mask()}
+def _masked() -> dict[str, Any]:
+    return {"attention_mask": _mask()}
 
 
-def gpt2() -> Made:
-    from transformers import GPT2Config, GPT2LMHeadModel
+def _real(
+    name: str, args: Callable[[], tuple[Any, ...]], kwargs: Callable[[], dict[str, Any]] = dict, **config: Any
+) -> Callable[[], Made]:
+    """A class of transformers, which knows that of its configuration; its inputs, and the configuration."""
 
-    config = GPT2Config(
-        vocab_size=_VOCABULARY,
-        n_positions=16,
-        n_embd=16,
-        n_layer=1,
-        n_head=2,
+    def make() -> Made:
+        import transformers
+
+        model_class = getattr(transformers, name)
+        return lively(model_class(model_class.config_class(**config))), args(), kwargs()
+
+    return make
+
+
+_SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+_TEXT = {"vocab_size": _VOCABULARY, **_SIZES}
+_GPT2 = {"vocab_size": _VOCABULARY, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+_LLAMA = {**_TEXT, "num_key_value_heads": 1, "max_position_embeddings": 16}
+_T5 = {"vocab_size": _VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+_STAGES = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 5}
+_MOBILENET = {"depth_multiplier": 0.25, "depth_divisible_by": 4, "min_depth": 4, "num_labels": 5}
+REAL_MODELS: dict[str, Callable[[], Made]] = {
+    "bert": _real("BertModel", lambda: (_ids(),), _masked, **_TEXT),
+    "gpt2": _real(
+        "GPT2LMHeadModel",
+        tuple,
+        lambda: {"input_ids": _ids(), **_masked()},
+        **_GPT2,
         use_cache=False,
         bos_token_id=0,
         eos_token_id=0,
-    )
-    return lively(GPT2LMHeadModel(config)), (), {"input_ids": _ids(), "attention_mask": _mask()}
-
-
-def llama() -> Made:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=_VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=16,
-        use_cache=False,
-    )
-    return lively(LlamaForCausalLM(config)), (_ids(),), {}
-
-
-def t5_encoder() -> Made:
-    from transformers import T5Config, T5EncoderModel
-
-    config = T5Config(vocab_size=_VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
-    return lively(T5EncoderModel(config)), (_ids(),), {"attention_mask": _mask()}
-
-
-def vit() -> Made:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(
-        image_size=16,
-        patch_size=8,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        num_labels=5,
-    )
-    return lively(ViTForImageClassification(config)), (_image(16),), {}
-
-
-def resnet() -> Made:
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=5)
-    return lively(ResNetForImageClassification(config)), (_image(),), {}
-
-
-def convnext() -> Made:
-    from transformers import ConvNextConfig, ConvNextForImageClassification
-
-    config = ConvNextConfig(num_stages=2, hidden_sizes=[8, 16], depths=[1, 1], num_labels=5, layer_scale_init_value=0.5)
-    return lively(ConvNextForImageClassification(config)), (_image(),), {}
-
-
-def mobilenet_v2() -> Made:
-    from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
-
-    config = MobileNetV2Config(depth_multiplier=0.25, depth_divisible_by=4, min_depth=4, num_labels=5)
-    return lively(MobileNetV2ForImageClassification(config)), (_image(),), {}
-
-
-def regnet() -> Made:
-    from transformers import RegNetConfig, RegNetForImageClassification
-
-    config = RegNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], groups_width=4, layer_type="y", num_labels=5
-    )
-    return lively(RegNetForImageClassification(config)), (_image(),), {}
-
-
-REAL_MODELS: dict[str, Callable[[], Made]] = {
-    make.__name__: make for make in (bert, gpt2, llama, t5_encoder, vit, resnet, convnext, mobilenet_v2, regnet)
+    ),
+    "llama": _real("LlamaForCausalLM", lambda: (_ids(),), **_LLAMA, use_cache=False),
+    "t5_encoder": _real("T5EncoderModel", lambda: (_ids(),), _masked, **_T5),
+    "vit": _real(
+        "ViTForImageClassification", lambda: (_image(16),), image_size=16, patch_size=8, **_SIZES, num_labels=5
+    ),
+    "resnet": _real(
+        "ResNetForImageClassification", lambda: (_image(),), embedding_size=8, layer_type="basic", **_STAGES
+    ),
+    "convnext": _real(
+        "ConvNextForImageClassification", lambda: (_image(),), num_stages=2, layer_scale_init_value=0.5, **_STAGES
+    ),
+    "mobilenet_v2": _real("MobileNetV2ForImageClassification", lambda: (_image(),), **_MOBILENET),
+    "regnet": _real(
+        "RegNetForImageClassification",
+        lambda: (_image(),),
+        embedding_size=8,
+        groups_width=4,
+        layer_type="y",
+        **_STAGES,
+    ),
 }
 
 

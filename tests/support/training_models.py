@@ -332,53 +332,46 @@ def random_choice_of(profile, seed):
     return wanted, regions
 
 
-def _resnet():
-    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], layer_type="basic")
-    return transformers.ResNetForImageClassification(config), {"pixel_values": torch.randn(2, 3, 32, 32)}
-
-
-def _vit():
-    config = transformers.ViTConfig(**_SIZES, image_size=16, patch_size=4)
-    return transformers.ViTForImageClassification(config), {"pixel_values": torch.randn(2, 3, 16, 16)}
-
-
-def _bert():
-    config = transformers.BertConfig(**_SIZES, vocab_size=50, max_position_embeddings=24)
-    mask = torch.ones(2, 20).tril(12)
-    return transformers.BertForSequenceClassification(config), {"input_ids": _words(), "attention_mask": mask}
-
-
-def _gpt2():
-    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=50, n_positions=24)
-    return transformers.GPT2LMHeadModel(config), {"input_ids": _words(), "labels": _words(), "use_cache": False}
-
-
-def _llama():
-    config = transformers.LlamaConfig(**_SIZES, vocab_size=50, max_position_embeddings=24)
-    return transformers.LlamaForCausalLM(config), {"input_ids": _words(), "labels": _words(), "use_cache": False}
-
-
-def _t5():
-    config = transformers.T5Config(
-        d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=50, decoder_start_token_id=0
-    )
-    return transformers.T5ForConditionalGeneration(config), {"input_ids": _words(), "labels": _words()}
-
-
 _SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+_TEXT = {**_SIZES, "vocab_size": 50, "max_position_embeddings": 24}
+_GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50, "n_positions": 24}
+_T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 50}
+_RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "basic"}
 
 
 def _words():
     return torch.arange(40).view(2, 20)
 
 
-TRANSFORMERS = {"resnet": _resnet, "vit": _vit, "bert": _bert, "gpt2": _gpt2, "llama": _llama, "t5": _t5}
+def _texts(**more):
+    return {"input_ids": _words(), "labels": _words(), **more}
+
+
+# The class of each model, its configuration, and the keyword arguments of a call.
+TRANSFORMERS = {
+    "resnet": ("ResNetForImageClassification", _RESNET, lambda: {"pixel_values": torch.randn(2, 3, 32, 32)}),
+    "vit": (
+        "ViTForImageClassification",
+        {**_SIZES, "image_size": 16, "patch_size": 4},
+        lambda: {"pixel_values": torch.randn(2, 3, 16, 16)},
+    ),
+    "bert": (
+        "BertForSequenceClassification",
+        _TEXT,
+        lambda: {"input_ids": _words(), "attention_mask": torch.ones(2, 20).tril(12)},
+    ),
+    "gpt2": ("GPT2LMHeadModel", _GPT2, lambda: _texts(use_cache=False)),
+    "llama": ("LlamaForCausalLM", _TEXT, lambda: _texts(use_cache=False)),
+    "t5": ("T5ForConditionalGeneration", {**_T5, "decoder_start_token_id": 0}, _texts),
+}
 
 
 def of_transformers(name):
     """A tiny model of transformers, in training: (model, args, kwargs)."""
     torch.manual_seed(0)
-    model, kwargs = TRANSFORMERS[name]()
+    name_of_class, config, inputs = TRANSFORMERS[name]
+    model_class = getattr(transformers, name_of_class)
+    model, kwargs = model_class(model_class.config_class(**config)), inputs()
     if "labels" not in kwargs:
         kwargs["labels"] = torch.arange(2)
     return enliven(model).train(), (), kwargs
