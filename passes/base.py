@@ -62,6 +62,7 @@ class ModelTree:
         self.unregistered = unregistered  # (path, module) of the modules held only in plain containers
         # The `GraphCall` of the root with its captured graphs, for reuse by the next graph pass
         self.graph_call: Any = None
+        self.hooked: tuple[str, ...] = ()  # the paths of the modules that register hooks in their first call
         self.runs: Any = None  # the recorded `Runs` of the current tree; None if it hasn't been recorded
         self.refresh()
 

@@ -32,6 +32,7 @@ from optimizer.model import (
 )
 from optimizer.parity.float64 import Float64Mode, raised
 from passes.base import ModelTree
+from passes.graph.backend import hooked_in
 from passes.graph.memory import same_values
 from passes.graph.recording import Recorder, Recording, Run, Runs
 
@@ -324,7 +325,9 @@ class RecordedRuns:
 
             def recorded(*args: Any, **kwargs: Any) -> Any:
                 with recorder:
-                    return module(*args, **kwargs)
+                    outputs = module(*args, **kwargs)
+                self._tree.hooked = hooked_in(module)
+                return outputs
 
             seen = observe(recorded, call, seed=seed, names=names)
             self.recordings[key] = recorder.recording

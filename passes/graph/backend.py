@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 import threading
 import types
 import weakref
@@ -85,18 +86,35 @@ class GraphCall:
     """
 
     def __init__(
-        self, owner: nn.Module, passes: tuple[Step, ...] = (), open_dims: Sequence[tuple[int, int]] = ()
+        self,
+        owner: nn.Module,
+        passes: tuple[Step, ...] = (),
+        open_dims: Sequence[tuple[int, int]] = (),
+        hooked: Sequence[str] = (),
     ) -> None:
         self.owner = owner
         self.passes = passes  # the steps that rewrite its graphs, in order
         # The dims whose sizes vary between calls: the index of the tensor among the arguments, and the dim
         self.open_dims = tuple(open_dims)
+        self.hooked = tuple(hooked)  # the paths of the models that register hooks in their first call (`hooked_in`)
         self.is_for_files = False  # whether only files hold the rewritten graph, because calls are faster as written
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_for_files or is_watched() or has_global_hooks() or self._is_trained_under_a_plan():
             return self.owner._call_impl(*args, **kwargs)
+        if self.hooked:
+            self._register_hooks()
         return compilation_of(self).compiled.run(self.owner, args, kwargs)
+
+    def _register_hooks(self) -> None:
+        """Register the hooks that transformers otherwise registers inside of the first call.
+
+        It does so under a lock, at which torch.compile breaks the graph; and it would capture the next call anew.
+        """
+        module = sys.modules.get("transformers.utils.output_capturing")
+        register: Any = getattr(module, "maybe_install_capturing_hooks", None)
+        for path in () if register is None else self.hooked:
+            register(self.owner.get_submodule(path))
 
     def _is_trained_under_a_plan(self) -> bool:
         watches = getattr(self.owner.__dict__.get("forward"), "watches_training", False)
@@ -104,18 +122,27 @@ class GraphCall:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphCall:
         owner = memo.get(id(self.owner), self.owner)
-        twin = memo[id(self)] = GraphCall(owner, self.passes, self.open_dims)
+        twin = memo[id(self)] = GraphCall(owner, self.passes, self.open_dims, self.hooked)
         twin.is_for_files = self.is_for_files
         if owner is not self.owner:
             owner.__dict__[COMPILED_CALL] = twin
         return twin
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self.owner, self.passes, self.open_dims, self.is_for_files
+        return self.owner, self.passes, self.open_dims, self.hooked, self.is_for_files
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.owner, self.passes, self.open_dims, self.is_for_files = state
+        self.owner, self.passes, self.open_dims, self.hooked, self.is_for_files = state
         self.owner.__dict__[COMPILED_CALL] = self
+
+
+def hooked_in(root: nn.Module) -> tuple[str, ...]:
+    """The paths of the models whose calls have registered hooks that collect outputs, as transformers' do since 5.0.
+
+    Such as SegFormer, whose decoder reads the hidden states of its encoder in this way.
+    """
+    name = "_output_capturing_hooks_installed"
+    return tuple(path for path, module in root.named_modules() if module.__dict__.get(name) is True)
 
 
 def names_of_graph_passes(module: nn.Module) -> str:

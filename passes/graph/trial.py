@@ -87,7 +87,9 @@ class _Installed:
         """Make these the passes that rewrite the root's graphs."""
         if GRAPH_CALL not in self.root.__dict__:
             # Reuse the captures of an earlier pass that changed nothing.
-            call = self.tree.graph_call = self.tree.graph_call or GraphCall(self.root, (), self._open_dims)
+            call = self.tree.graph_call = self.tree.graph_call or GraphCall(
+                self.root, (), self._open_dims, self.tree.hooked
+            )
             self._do(AttributeEdit(self.root, GRAPH_CALL, call))
         # The copy of an earlier result has a `GraphCall`, but runs as written.
         self._do(AttributeEdit(self.root, COMPILED_CALL, self.call))

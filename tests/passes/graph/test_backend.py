@@ -1,6 +1,7 @@
 """Captured graphs compute with folded tensors directly."""
 
 import gc
+import pickle
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tiny_models import enliven
 from torch import Tensor, nn
 
 from optimizer import optimize, report_of
+from passes.graph.backend import GRAPH_CALL, compilation_of
 
 X = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
@@ -76,3 +78,30 @@ def test_a_result_that_is_dropped_takes_its_captured_graphs_along() -> None:
     assert compiled() > before
     del fast
     assert compiled() == before
+
+
+def test_hooks_that_transformers_registers_in_the_first_call_break_no_graph() -> None:
+    from transformers import SegformerConfig, SegformerForSemanticSegmentation
+
+    two: dict[str, Any] = {"depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16], "patch_sizes": [3, 3]}
+    two |= {"num_encoder_blocks": 2, "strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [1, 1]}
+    config = SegformerConfig(**two, decoder_hidden_size=8, num_labels=3)
+    torch.manual_seed(0)
+    # Its first call is that of `optimize`.
+    model = SegformerForSemanticSegmentation(config).eval()
+    hooked = "_output_capturing_hooks_installed"
+    x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(x,))
+
+    assert not any(hooked in vars(module) for module in (*model.modules(), *fast.modules()))
+    copy = pickle.loads(pickle.dumps(fast))
+    for result in (fast, copy):
+        for size in (2, 3, 2):
+            few = x[:1].repeat(size, 1, 1, 1)
+            with torch.no_grad():
+                torch.testing.assert_close(result(few).logits, model(few).logits, rtol=1e-4, atol=1e-5)
+        assert vars(result.segformer)[hooked], "a forward of this transformers registers no hooks: take another model"
+        compilation = compilation_of(vars(result)[GRAPH_CALL])
+        assert len(compilation.graphs) == 1
+        assert not compilation.compiled.is_split
