@@ -126,8 +126,7 @@ def _split_name(spec: str) -> tuple[str, str | None]:
     if os.path.exists(spec):
         return spec, None
     place, colon, name = spec.rpartition(":")
-    drive = len(place) == 1 and place.isalpha() and ("\\" in name or "/" in name)
-    if not colon or drive or "\\" in name or "/" in name or name.endswith(".py"):
+    if not colon or "\\" in name or "/" in name or name.endswith(".py"):
         return spec, None
     if not name or not place:
         raise UsageError(

@@ -27,10 +27,11 @@ from optimize_export.errors import (
     ExportFailed,
     LoadError,
     ParityError,
+    StructureError,
     UsageError,
     VacuousError,
 )
-from optimizer import export, open_bundle, optimize, rejudge_bundle, report_of, verify_bundle
+from optimizer import Bundle, export, open_bundle, optimize, rejudge_bundle, report_of, verify_bundle
 from optimizer.exporting.artifact_parity import ArtifactParity, Failures, FileProof
 from optimizer.report import STAGES, Progress
 from passes import TorchCompile
@@ -48,15 +49,42 @@ class Net(nn.Module):
         return {"logits": self.head(features) * scale, "features": features}
 
 
-@pytest.fixture
-def model() -> nn.Module:
+def made() -> nn.Module:
     torch.manual_seed(0)
     return enliven(Net()).eval()
 
 
 @pytest.fixture
+def model() -> nn.Module:
+    return made()
+
+
+@pytest.fixture(scope="module")
 def image() -> torch.Tensor:
     return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+GIVEN = {"author": "Jane", "stride": "32"}
+
+
+@pytest.fixture(scope="module")
+def written(image, tmp_path_factory) -> tuple[Bundle, list[Progress]]:
+    """A bundle of a result of `optimize` in all formats but aoti, and the steps of its export."""
+    fast, seen = optimize(made(), example_inputs=(image,)), list[Progress]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SOURCE_DATE_EPOCH", raising=False)
+        bundle = export(
+            fast,
+            example_inputs=(image,),
+            output=tmp_path_factory.mktemp("written") / "net",
+            formats=("torchscript", "onnx", "pt2"),
+            metadata=GIVEN,
+            opset=17,
+            device="cpu",
+            progress=seen.append,
+            source="net.py",
+        )
+    return bundle, seen
 
 
 class WritesToItsInput(nn.Module):
@@ -111,27 +139,22 @@ def test_numbers_that_no_call_of_a_file_can_change_are_told(numbers, told, tmp_p
     assert told in (bundle.path / "README.md").read_text()
 
 
-def test_a_result_goes_into_a_bundle_that_verifies(model, image, tmp_path, monkeypatch):
-    monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
-    fast = optimize(model, example_inputs=(image,))
-    seen: list[Progress] = []
-    bundle = export(fast, example_inputs=(image,), output=tmp_path / "net", progress=seen.append, source="net.py")
+def test_a_result_goes_into_a_bundle(written):
+    bundle, seen = written
     assert bundle.parity.ok
-    assert {artifact.format for artifact in bundle.artifacts} == {"torchscript", "onnx"}
+    assert [artifact.format for artifact in bundle.artifacts] == ["torchscript", "onnx", "pt2"]
     assert bundle.missing == bundle.manifest["missing"] == {}
-    assert bundle.manifest["model"]["class"] == "Net"
-    assert bundle.manifest["model"]["source"] == "net.py"
+    assert (bundle.manifest["model"]["class"], bundle.manifest["model"]["source"]) == ("Net", "net.py")
     statuses = {record["name"]: record["status"] for record in bundle.manifest["passes"]}
     assert statuses == {"fold-conv-bias": "applied", "fold-conv-bn": "applied", "channels-last": "applied"}
     assert {step.stage for step in seen} <= set(STAGES)
     assert [step for step in seen if step.stage == "bundle"][-1].done == 1
     assert json.loads((bundle.path / "report.json").read_text())["optimize"]["seconds"] > 0
     assert None not in {each["seconds"] for each in bundle.manifest["passes"]}
-    assert verify_bundle(bundle.path).ok
 
 
-def test_the_files_have_an_open_batch_and_names(model, image, tmp_path):
-    bundle = export(model, example_inputs=(image,), output=tmp_path / "net", formats=("onnx",))
+def test_the_files_have_an_open_batch_names_and_the_opset(model, written):
+    bundle, _ = written
     session = onnxruntime.InferenceSession(bundle.path / "model.onnx", providers=["CPUExecutionProvider"])
     assert [(i.name, i.shape) for i in session.get_inputs()] == [("image", ["batch", 3, 8, 8])]
     assert [(o.name, o.shape[0]) for o in session.get_outputs()] == [("logits", "batch"), ("features", "batch")]
@@ -139,29 +162,39 @@ def test_the_files_have_an_open_batch_and_names(model, image, tmp_path):
         images = torch.randn(batch, 3, 8, 8)
         logits, _ = session.run(None, {"image": images.numpy()})
         assert torch.allclose(torch.from_numpy(logits), model(images)["logits"], atol=1e-5)
+    opsets = onnx.load(bundle.path / "model.onnx").opset_import
+    assert {entry.domain: entry.version for entry in opsets}[""] == 17
+    assert [artifact.opset for artifact in bundle.artifacts] == [None, 17, None]
+    assert [entry["opset"] for entry in bundle.manifest["artifacts"]] == [None, 17, None]
 
 
-@pytest.mark.slow
-def test_the_opset_is_in_the_file_and_in_the_manifest(model, image, tmp_path):
-    bundle = export(model, example_inputs=(image,), output=tmp_path / "net", opset=17)
-    written = onnx.load(bundle.path / "model.onnx").opset_import
-    assert {entry.domain: entry.version for entry in written}[""] == 17
-    assert {artifact.format: artifact.opset for artifact in bundle.artifacts} == {"torchscript": None, "onnx": 17}
-    assert [entry["opset"] for entry in bundle.manifest["artifacts"]] == [None, 17]
-
-
-def test_metadata_are_in_every_file_and_in_the_manifest(model, image, tmp_path):
-    given = {"author": "Jane", "stride": "32"}
-    formats = ("torchscript", "onnx", "pt2")
-    bundle = export(model, example_inputs=(image,), output=tmp_path / "net", formats=formats, metadata=given)
+def test_metadata_are_in_every_file_and_in_the_manifest(written):
+    bundle, _ = written
     for artifact, entry in zip(bundle.artifacts, bundle.manifest["artifacts"], strict=True):
         found = exporter_named(artifact.format).read_metadata(artifact.path)
         assert artifact.metadata == entry["metadata"] == found
-        assert given.items() <= found.items()
+        assert GIVEN.items() <= found.items()
         assert found["optimize_export.outputs"] == '["logits", "features"]'
     assert not any("metadata" in note for note in bundle.manifest["notes"])
-    checked = verify_bundle(bundle.path).to_json()["artifacts"]
-    assert [each["metadata"] for each in checked] == [entry["metadata"] for entry in bundle.manifest["artifacts"]]
+
+
+def test_a_verified_bundle_keeps_metadata_the_placement_of_nodes_and_the_state_of_tf32(written):
+    bundle, _ = written
+    script, onnx, program = bundle.manifest["artifacts"]
+    assert script["placement"] is program["placement"] is None
+    assert onnx["placement"] == bundle.load("onnx").placement
+    assert onnx["placement"].keys() == {"CPUExecutionProvider"}
+    pinned = {"float32_precision": "ieee", "torch_tf32": "off", "mha_fastpath": "off"}
+    assert script["parity"]["settings"] == script["measurement"]["settings"] == pinned
+    assert onnx["parity"]["settings"] == {**pinned, "onnxruntime_tf32": "off"}
+    verified = verify_bundle(bundle.path)
+    assert verified.ok
+    told = verified.to_json()["artifacts"]
+    assert [each["metadata"] for each in told] == [entry["metadata"] for entry in bundle.manifest["artifacts"]]
+    assert [figures.parity.settings for figures in verified.artifacts] == [
+        artifact["parity"]["settings"] for artifact in bundle.manifest["artifacts"]
+    ]
+    assert [figures.placement for figures in rejudge_bundle(bundle.path).artifacts] == [None, onnx["placement"], None]
 
 
 def test_an_exporter_that_knows_no_metadata_goes_on_and_is_named(model, image, tmp_path, monkeypatch):
@@ -439,13 +472,30 @@ def test_a_loop_over_the_batch_can_be_static(tmp_path):
         ({"reference_device": "cuda:2"}, UsageError, "The device must be 'auto', 'cpu' or 'cuda', not 'cuda:2'"),
         ({"output": ""}, UsageError, "output must be the folder of the bundle"),
         ({"output": None}, UsageError, "output must be the folder of the bundle"),
+        ({"calibration": [torch.zeros(2, 4)]}, UsageError, "Calibration data have an effect only with an accuracy bu"),
+        ({"accuracy": 0.9, "tune": False}, UsageError, "An accuracy budget has an effect only with tuning or choices"),
+        ({"accuracy": 0.9, "bench": False}, UsageError, "An accuracy budget implies tuning, which times the files"),
+        ({"tune": True, "bench": False}, UsageError, "Tuning times the files: leave out `bench=False`."),
+        ({"tune": True, "choices": "x"}, UsageError, "Tuning and choices contradict each other"),
+        ({"choices": "x"}, UsageError, "The choices x can't be read"),
+        ({"accuracy": 2}, UsageError, "accuracy 2 isn't a budget"),
+        ({"tune_seconds": 0}, UsageError, "The time for tuning must be a number of seconds above 0"),
+        ({"effort": "much"}, UsageError, "effort must be 'quick', 'normal' or 'thorough'"),
+        ({"opset": "17"}, UnknownOpset, "The opset must be a whole number"),
+        ({"dynamic": {"image": (7,)}}, UsageError, "dynamic opens dim 7 of image"),
+        ({"dynamic": {"y": (0,)}}, UsageError, "dynamic names y, but the inputs"),
+        ({"dynamic": {"image": (0,)}, "static_batch": True}, UsageError, "static_batch fixes the batch size"),
+        ({"input_names": ("a", "b")}, StructureError, "2 input names were given for 1 input tensors"),
+        ({"atol": {"y": 1.0}}, UsageError, "atol names the output 'y'"),
     ],
 )
-def test_what_makes_no_sense_is_one_sentence(model, image, tmp_path, changed, error, sentence):
+def test_what_makes_no_sense_is_one_sentence_without_options_of_the_command(
+    model, image, tmp_path, changed, error, sentence
+):
     with pytest.raises(error) as caught:
         export(model, **{"example_inputs": (image,), "output": tmp_path / "net", **changed})
     assert str(caught.value).startswith(sentence)
-    assert "\n" not in str(caught.value)
+    assert not any(part in str(caught.value) for part in ("\n", "--", "command line"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -473,22 +523,6 @@ def test_an_original_on_another_device_allows_the_factor_of_the_devices(model, i
     assert parity["factor"] == bundle.manifest["parity"]["factor"] == 16.0
     assert all(output["tolerance"] == 16 * output["noise"] for output in parity["outputs"])
     assert any("may have errors of 16 times its noise" in note for note in bundle.manifest["notes"])
-
-
-def test_the_placement_of_nodes_and_the_state_of_tf32_are_kept(model, image, tmp_path):
-    bundle = export(model, example_inputs=(image,), output=tmp_path / "net", device="cpu")
-    script, onnx = bundle.manifest["artifacts"]
-    assert script["placement"] is None
-    assert onnx["placement"].keys() == {"CPUExecutionProvider"}
-    assert onnx["placement"] == bundle.load("onnx").placement
-    pinned = {"float32_precision": "ieee", "torch_tf32": "off", "mha_fastpath": "off"}
-    assert script["parity"]["settings"] == script["measurement"]["settings"] == pinned
-    assert onnx["parity"]["settings"] == {**pinned, "onnxruntime_tf32": "off"}
-    verified = verify_bundle(bundle.path)
-    assert [figures.parity.settings for figures in verified.artifacts] == [
-        artifact["parity"]["settings"] for artifact in (script, onnx)
-    ]
-    assert [figures.placement for figures in rejudge_bundle(bundle.path).artifacts] == [None, onnx["placement"]]
 
 
 @pytest.mark.slow

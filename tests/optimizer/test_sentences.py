@@ -15,10 +15,6 @@ class Speechless(Exception):
         raise RuntimeError("no words")
 
 
-class NoException(BaseException):
-    pass
-
-
 def test_quotes_are_one_line_without_the_last_full_stop():
     assert quote(ValueError("one\n  two.")) == "one two"
     assert quote(ValueError("one"), with_type=True) == "ValueError: one"
@@ -54,22 +50,6 @@ def test_a_lack_of_memory_is_told_with_what_was_asked_for():
     assert quote(MemoryError(), with_type=True) == "out of memory"
     assert quote(torch.OutOfMemoryError("CUDA out of memory. Tried")) == "out of GPU memory"
     assert quote(ValueError("can't allocate memory: you tried to allocate 3 bytes")).startswith("can't allocate")
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (ValueError("x"), "m.py failed: ValueError: x."),
-        (SystemExit(3), "m.py failed: it called sys.exit(3)."),
-        (NoException("x"), "m.py failed: NoException: x."),
-        (Speechless(), "m.py failed: Speechless."),
-    ],
-)
-def test_whatever_the_users_code_raises_is_a_sentence(error, said):
-    with pytest.raises(LoadError) as caught, errors_of_user_code("m.py failed", Path("/nowhere")):
-        raise error
-    assert str(caught.value) == said
-    assert caught.value.__cause__ is error
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), Terminated(), LoadError("as it is")])
