@@ -6,7 +6,7 @@ Both models are optimized and exported as `optimize-export` does it. A fault is 
 pass runs between the others, at a random place. The fault counts if it changes the outputs at batch size 2 or 3. Then
 its place is searched for, as after a failed export or for a pass that is rolled back. The answer is right if it has the
 module and the line that torch's exporter itself recorded for the operation, before these records were removed from the
-file. For a pass, and for a TorchScript, pt2 or old-exporter ONNX file, it must have the right module, and a line that
+file. For a pass, and for a pt2 file, it must have the right module, and a line that
 the exporter recorded for this module.
 
 If the exporter has merged an operation with others, an ONNX file has no value between them, and several places are
@@ -39,20 +39,19 @@ import onnxruntime as ort
 import torch
 from measure import caption, command, environment, positive
 from models import bring_to_life
-from planted import KINDS, SCALE, File, Plant, ScaleWeight, scaled_parameter, scaled_weight
+from planted import KINDS, SCALE, File, Plant, ScaleWeight
 from table import Table, publish
 from torch import nn
 
 import exporters.onnx
-from exporters import Pt2Exporter, TorchScriptExporter
+from exporters import Pt2Exporter
 from exporters.base import Artifact, ExportRequest
-from exporters.errors import RouteRefused
-from exporters.isolation import silent, torchscript_allowed
+from exporters.isolation import silent
 from exporters.onnx import OnnxExporter
 from exporters.places import Place, line_of
 from optimizer import optimize, report_of
 from optimizer.faults import locate_in_file
-from optimizer.faults.locating_modules import Divergence
+from optimizer.faults.locating import Divergence
 from optimizer.model.inputs import Samples
 from optimizer.parity import Reference, measure_reference
 from passes.registry import PRESETS
@@ -153,26 +152,8 @@ class Subject:
         return Exported(artifact, file, places, right)
 
     @cached_property
-    def torchscript(self) -> Artifact:
-        artifact = TorchScriptExporter().export(self.request(self.fast), self.folder)
-        assert artifact.route == "trace"
-        return artifact
-
-    @cached_property
     def pt2(self) -> Artifact:
         return Pt2Exporter().export(self.request(self.fast), self.folder)
-
-    @cached_property
-    def old_onnx(self) -> Artifact:
-        """The file of the old exporter, in a separate folder."""
-        folder = self.folder / "old"
-        folder.mkdir()
-        captured = exporters.onnx.by_dynamo
-        exporters.onnx.by_dynamo = refused
-        try:
-            return OnnxExporter().export(self.request(self.fast), folder)
-        finally:
-            exporters.onnx.by_dynamo = captured
 
     def request(self, model: nn.Module) -> ExportRequest:
         return ExportRequest(model, tuple(((self.inputs(batch),), {}) for batch in (2, 3, 1)))
@@ -186,10 +167,6 @@ class Subject:
     def shows(self, model: Callable[[torch.Tensor], Any]) -> bool:
         """Whether the outputs of a model differ from those of this one by more than rounding."""
         return any(differ(*pair) for pair in zip(self.right, self.answers(model), strict=True))
-
-
-def refused(*_: Any, **__: Any) -> Any:
-    raise RouteRefused("the old exporter is looked at")
 
 
 def flat(output: Any) -> Sequence[torch.Tensor]:
@@ -324,25 +301,6 @@ def scaled(model: nn.Module, layer: str) -> nn.Module:
     return changed
 
 
-def in_torchscript(kind: str, subject: Subject, seed: int) -> Trial:
-    """Plant a fault in a parameter of a TorchScript file."""
-    draw = random.Random(f"{kind} {seed}")
-    artifact = subject.torchscript
-    path = subject.folder / "planted.pt"
-    with torchscript_allowed():
-        names = [
-            name for name, value in torch.jit.load(str(artifact.path)).named_parameters() if value.is_floating_point()
-        ]
-    while True:
-        parameter = draw.choice(names)
-        scaled_parameter(artifact.path, path, parameter)
-        loaded = artifact.loader(path, "cpu")
-        if subject.shows(lambda tensor, loaded=loaded: loaded(tensor)[0]):
-            break
-    module = parameter.removeprefix("model.model.").rpartition(".")[0]
-    return timed(kind, parameter, subject, module, replace(artifact, path=path))
-
-
 def in_pt2(kind: str, subject: Subject, seed: int) -> Trial:
     """Plant a fault in a parameter of a pt2 file."""
     draw = random.Random(f"{kind} {seed}")
@@ -362,37 +320,6 @@ def in_pt2(kind: str, subject: Subject, seed: int) -> Trial:
     return timed(kind, parameter, subject, module, replace(artifact, path=path))
 
 
-def in_old_onnx(kind: str, subject: Subject, seed: int) -> Trial:
-    """Plant a fault in a weight of an ONNX file by the old exporter, at a node whose name tells its module."""
-    draw = random.Random(f"{kind} {seed}")
-    artifact, path = subject.old_onnx, subject.folder / "old" / "planted.onnx"
-    known = {name for name, _ in subject.model.named_modules()}
-    right = onnx.load(artifact.path)
-    weights = {each.name for each in right.graph.initializer if each.data_type == onnx.TensorProto.FLOAT}
-    nodes = [
-        number
-        for number, node in enumerate(right.graph.node)
-        if module_of(node.name) in known and not weights.isdisjoint(node.input)
-    ]
-    while True:
-        number = draw.choice(nodes)
-        planted = File(right, {}, frozenset()).copy()
-        if scaled_weight(planted, number, draw):
-            onnx.save(planted.model, path)
-            loaded = artifact.loader(path, "cpu")
-            if subject.shows(lambda tensor, loaded=loaded: loaded(tensor)[0]):
-                break
-    node = right.graph.node[number]
-    return timed(kind, node.name, subject, module_of(node.name), replace(artifact, path=path))
-
-
-def module_of(name: str) -> str:
-    """The path in a node name of the old exporter: "blocks.0.first" for "/model/blocks/blocks.0/first/Conv"."""
-    parts = name.split("/")[2:-1]
-    kept = [part for part, behind in zip(parts, [*parts, ""][1:], strict=True) if not behind.startswith(f"{part}.")]
-    return ".".join(kept)
-
-
 def timed(kind: str, value: str, subject: Subject, module: str, artifact: Artifact) -> Trial:
     """Search for a fault whose module is known. Any line that was recorded for this module is right."""
     started = time.perf_counter()
@@ -408,9 +335,7 @@ def timed(kind: str, value: str, subject: Subject, module: str, artifact: Artifa
 DRAWS: dict[str, tuple[str, Draw]] = {
     **{kind: ("ONNX file", partial(in_onnx, kind, plant)) for kind, plant in KINDS.items()},
     "scales a weight by 1 %": ("pass", partial(in_pass, "scales a weight by 1 %")),
-    "parameter off by 1 %": ("TorchScript file", partial(in_torchscript, "parameter off by 1 %")),
     "state off by 1 %": ("pt2 file", partial(in_pt2, "state off by 1 %")),
-    "initializer off by 1 %": ("ONNX file, old exporter", partial(in_old_onnx, "initializer off by 1 %")),
 }
 
 

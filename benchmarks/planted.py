@@ -5,15 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import onnx
-import torch
 from onnx import helper, numpy_helper
 
-from exporters.isolation import torchscript_allowed
 from passes.base import Context, TensorRef
 from passes.graph.module_pass import ModulePass, ModuleRewriter
 
@@ -179,14 +176,6 @@ class ScaleWeight(ModulePass):
             return
         with graph.change(self.layer, "scaled"):
             graph.set_tensor(TensorRef(module, "weight"), module.weight.detach() * SCALE)
-
-
-def scaled_parameter(source: Path, target: Path, name: str) -> None:
-    """Write a copy of a TorchScript file in which one parameter is scaled."""
-    with torchscript_allowed(), torch.no_grad():
-        module = torch.jit.load(str(source))
-        dict(module.named_parameters())[name].mul_(SCALE)
-        module.save(str(target))
 
 
 def _changed_weight(file: File, number: int, random: random.Random, change: Callable[[np.ndarray], np.ndarray]) -> bool:

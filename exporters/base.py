@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from exporters.errors import RouteRefused, StructureError
 from exporters.isolation import silent, undisturbed
-from exporters.places import FileParts, FileValues, Program
+from exporters.places import FileValues, Program
 from optimize_export.structure import ContainerNode, Key, Structure, kind_without_strides, unique
 from optimize_export.wording import dtype_name
 
@@ -307,8 +307,6 @@ class Artifact:
     values: Callable[[Path, str, Collection[str] | None], FileValues] | None = field(
         default=None, kw_only=True, repr=False, compare=False
     )
-    # Loads the file's modules as callables; None where the file has none.
-    parts: Callable[[Path, str], FileParts] | None = field(default=None, kw_only=True, repr=False, compare=False)
 
     def load(self, device: str = "cpu") -> LoadedArtifact:
         """Load the artifact on "cpu" or "cuda"."""

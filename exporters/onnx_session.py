@@ -158,7 +158,6 @@ class OnnxValues:
         self._model = onnx.load(path, load_external_data=False)
         computed = frozenset(name for node in self._model.graph.node for name in node.output if name)
         self.names = computed if names is None else computed & frozenset(names)
-        self.outputs = tuple(value.name for value in self._model.graph.output)
 
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[dict[str, torch.Tensor], str]:
         end, error = len(self._model.graph.node), ""

@@ -13,7 +13,7 @@ import operator
 import os
 import re
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -177,22 +177,8 @@ class FileValues(Protocol):
     def names(self) -> Collection[str]:
         """The names of the values that it can return."""
 
-    @property
-    def outputs(self) -> Sequence[str]:
-        """The names of the file's outputs, in its order."""
-
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[dict[str, torch.Tensor], str]:
         """The values by name, on the CPU, and "". If the run raises, those until then, and the exception's message."""
-
-
-class FileParts(Protocol):
-    """A loaded file that holds the model's modules, which can be called one by one."""
-
-    def part(self, path: str, number: int, *, alone: bool) -> Callable[[torch.Tensor], Any] | None:
-        """The function that one call of a module runs in the file; None if it doesn't take one tensor.
-
-        `number` is that of the module's call, starting at 1; `alone` says whether it gets the tensor alone in that call.
-        """
 
 
 class ProgramValues:
@@ -219,7 +205,6 @@ class ProgramValues:
         known = {node: str(renamed.get(node.name, node.name)) for node in computed}
         self._wanted = {node: name for node, name in known.items() if names is None or name in names}
         self.names = tuple(self._wanted.values())
-        self.outputs = tuple(str(renamed.get(name, name)) for name in program.graph_signature.user_outputs)
         held = (*self._module.parameters(), *self._module.buffers())
         self._device = next((tensor.device for tensor in held), None)
 

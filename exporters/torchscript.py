@@ -10,7 +10,7 @@ import hashlib
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from exporters.evidence import Evidence, gather
 from exporters.exported_program import Condition
 from exporters.isolation import refusing, silent, torchscript_allowed, undisturbed
 from exporters.metadata import extra_files, read_extra_file, write_archive
-from exporters.places import FileParts
 from exporters.proof import prove_file
 from exporters.routes import Route, first_right
 from exporters.trace_conditions import traced_with_conditions
@@ -77,15 +76,9 @@ class TorchScriptExporter(Exporter):
         routes = (Route("trace", by_trace), Route("script", by_script))
 
         def known(artifact: Artifact) -> Artifact:
-            return replace(artifact, parts=self.parts, limits=tuple(limits))
+            return replace(artifact, limits=tuple(limits))
 
         return first_right(self, request, evidence, routes, directory, known)
-
-    @staticmethod
-    def parts(path: Path, device: str) -> FileParts:
-        """Load the file's modules as callables."""
-        with torchscript_allowed():
-            return _Parts(torch.jit.load(str(path), map_location=device).eval(), device)
 
     @staticmethod
     def load(path: Path, device: str) -> LoadedArtifact:
@@ -311,31 +304,3 @@ class _LoadedTorchScript:
         with torch.no_grad():
             outputs = self._forward(*move_to(tensors, self._target))
         return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
-class _Parts:
-    def __init__(self, module: torch.jit.ScriptModule, device: str) -> None:
-        self._device = device
-        # The outermost module checks the inputs, its child is the adapter, and the adapter's child is the model.
-        self._model = module.model.model
-        # Scripting replaces the adapter with a generated class that has another name.
-        self._traced = module.model.original_name == Adapter.__name__
-
-    def part(self, path: str, number: int, *, alone: bool) -> Callable[[torch.Tensor], Any] | None:
-        """As `FileParts.part`. In a trace, `forward1` is a module's second call, and methods take only tensors."""
-        module = self._model
-        for name in path.split(".") if path else ():
-            if not hasattr(module, name):
-                return None
-            module = getattr(module, name)
-        method = getattr(module, f"forward{number - 1}" if self._traced and number > 1 else "forward", None)
-        if method is None:
-            return None
-        first, *others = method.schema.arguments[1:] or (None,)
-        if first is None or str(first.type) != "Tensor":
-            return None
-        # A scripted forward has the model's own arguments. Those that aren't passed have the same defaults in both.
-        left_out = alone and not self._traced and all(each.has_default_value() for each in others)
-        if not (left_out or (self._traced and not others)):
-            return None
-        return lambda tensor: method(tensor.to(self._device))

@@ -158,7 +158,7 @@ def test_a_floor_of_the_optimizer_knows_those_below_it_by_their_public_names() -
 
 # Files that look at frames, to name a line in a message.
 NAMING_LINES = {
-    "optimizer/faults/locating_modules.py",
+    "optimizer/faults/locating.py",
     "optimizer/diagnosis/evidence.py",
     "exporters/eager_runs.py",
     "exporters/tracing.py",
@@ -241,7 +241,7 @@ CALLERS = {
     "optimizer/model/runs.py": {"module"},
     # `module` is called inside a call by `observe`.
     "optimizer/parity/observe.py": {"target", "module"},
-    "optimizer/faults/locating_modules.py": {"self.model"},
+    "optimizer/faults/locating.py": {"self.model"},
     # The module that `Runs` yields, timed without the copies of its inputs.
     "optimizer/profiling/operations.py": {"module"},
     # A torch call of a recording, once more.

@@ -96,7 +96,7 @@ def measure(job: ExportJob) -> MeasuredExport:
     elsewhere = "" if job.dynamic or job.static_batch else suggestions.batch_elsewhere(original)
     notes = [*_notes(job, suggestions, adapter, open_batch=request.dynamic_batch), *filter(None, [elsewhere])]
     flatten, device = adapter.flatten_inputs, job.target.type
-    place_of = partial(locate_in_refused, reference=reference, exported=exported, flatten=flatten, device=device)
+    place_of = partial(locate_in_refused, reference=reference, flatten=flatten, device=device)
     request = replace(request, place_of=place_of, output_structure=adapter.outputs, captures=Captures(adapter))
     # The comparison reports a different number of outputs.
     own = reference.output_names
@@ -255,13 +255,12 @@ def _request_for(job: ExportJob, model: nn.Module, reference: Reference) -> Expo
     asked += taken.together
     calls = [samples.at(size, sizes=sizes) for size, sizes in asked]
     known = [(size, tuple(one for one in sizes if one not in samples.sizes.items())) for size, sizes in asked]
-    chosen = reference.chosen
     return ExportRequest(
         model=model,
         calls=tuple((call.args, call.kwargs) for call in calls),
         outputs=reference.outputs_at(known),
         varying=reference.varying_dims(),
-        undecided={index: chosen.get(index) for index in reference.undecided},
+        undecided=reference.undecided,
         dynamic_batch=len(batches) > 1,
         open_dims=job.dims.of,
         input_names=None if job.input_names is None else tuple(job.input_names),

@@ -75,7 +75,6 @@ class Reference:
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """The names of the outputs, in the order of the output's tree."""
         return tuple(name for name, noise in self.noises.items() if noise.kind == "output")
 
     @property
@@ -93,24 +92,20 @@ class Reference:
         return any(one.own.draws for one in self.original.calls)
 
     @property
-    def undecided(self) -> frozenset[int]:
-        """The indices of the outputs that equal scores choose or put in order."""
-        ordered = {name for one in self.original.calls for tie in one.ties for name in tie.names}
-        return frozenset(self.chosen) | {i for i, name in enumerate(self.output_names) if name in ordered}
+    def undecided(self) -> dict[int, float | None]:
+        """The outputs that equal scores put in order or choose, by index.
 
-    @property
-    def chosen(self) -> dict[int, float]:
-        """The outputs with elements that equal scores choose, by index, with the share of undecided elements."""
-        counts: dict[str, int] = {}
+        If they choose elements of an output, its value is the share of undecided elements, else None.
+        """
+        names, chosen, counts, elements = self.output_names, set[str](), Counter[str](), Counter[str]()
         for one in self.original.calls:
-            for name, excluded in one.excluded.items():
-                masks = [tie.spread(tie.groups > 0, one.own.values[name]) for tie in one.ties if name in tie.names]
-                counts[name] = counts.get(name, 0) + sum(int(mask.count_nonzero()) for mask in (excluded, *masks))
-        elements = {
-            name: sum(one.own.values[name].numel() for one in self.original.calls if name in one.own.values)
-            for name in counts
-        }
-        return {i: counts[name] / elements[name] for i, name in enumerate(self.output_names) if name in counts}
+            chosen |= one.excluded.keys()
+            for name in names:
+                if name in one.own.values:
+                    counts[name] += int(one.undecided(name).count_nonzero())
+                    elements[name] += one.own.values[name].numel()
+        shares = {i: counts[name] / elements[name] for i, name in enumerate(names) if counts[name]}
+        return {i: share if names[i] in chosen else None for i, share in shares.items()}
 
     def why_not(self, size: str | None) -> str | None:
         """The first error of the original at another size, with its place; None if there was none.
@@ -194,7 +189,6 @@ class Reference:
         return replace(comparison.finish(self.blank), rows=seen, settings=settings)
 
     def measure_rows(self, runs: Runs, rows: Rows, flatten: Flatten | None = None) -> RowMeasurement:
-        """The difference between rows that run together and rows that run alone or among others."""
         return measure_rows(rows, runs, flatten, names=self.output_names, seed=self.blank.seed)
 
     def refine_noise(self) -> None:

@@ -14,7 +14,7 @@ def done(tmp_path_factory):
 def test_plants_each_kind_and_names_its_place(done):
     figures, *_ = done
     places = [each["in"] for each in figures["results"]]
-    assert places == [*["ONNX file"] * 6, "pass", "TorchScript file", "pt2 file", "ONNX file, old exporter"]
+    assert places == [*["ONNX file"] * 6, "pass", "pt2 file"]
     for each in figures["results"]:
         assert (each["planted"], each["right"], each["wrong"]) == (2, 2, 0)
         assert each["exact"] + each["merged"] == 2

@@ -19,8 +19,7 @@ from exporters.places import Place
 from optimize_export.errors import ParityError
 from optimizer import export
 from optimizer.exporting.artifact_parity import FileProof
-from optimizer.faults.locating import first_wrong_value
-from optimizer.faults.locating_modules import Divergence
+from optimizer.faults.locating import Divergence, first_wrong_value
 
 
 class Attention(nn.Module):
@@ -229,8 +228,8 @@ def test_a_runtime_that_is_at_fault_is_told_from_the_file(tmp_path, monkeypatch)
     with pytest.raises(ParityError) as caught:
         export(enliven(Net()), example_inputs=torch.randn(2, 3, 18), output=tmp_path / "net", formats=["onnx"])
     assert str(caught.value).endswith(
-        "The first difference couldn't be located: every value in the file is correct. Without the runtime's"
-        " graph optimizations the file is correct: the optimizations are at fault, not the file."
+        "The first difference couldn't be located: every value in the file is that of the captured "
+        "program. Without the runtime's graph optimizations the file is correct: the optimizations are at fault, not the file."
     )
 
 

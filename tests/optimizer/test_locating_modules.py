@@ -6,14 +6,12 @@ from typing import ClassVar
 import pytest
 import torch
 from located_models import Net, X, line_with
-from spoiling import scale_torchscript, spoiling
 from tiny_models import enliven
 from torch import nn
 
-from exporters import TorchScriptExporter
 from optimize_export.errors import ParityError
 from optimizer import export, optimize
-from optimizer.faults.locating_modules import first_wrong_module, first_wrong_part
+from optimizer.faults.locating import first_wrong_module
 from optimizer.model.inputs import Samples
 from optimizer.parity import measure_reference
 from passes.base import Context, TensorRef
@@ -113,75 +111,3 @@ def test_a_result_that_was_spoilt_after_it_was_made_is_found_when_it_is_exported
     with pytest.raises(ParityError, match=r"It first differs at blocks\.2\.first \(located_models\.py:") as caught:
         export(fast, example_inputs=(X,), output=tmp_path / "net", formats=[name])
     assert caught.value.figures["artifacts"][0]["divergence"]["module"] == "blocks.2.first"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", ["blocks.1.second", "shared"])
-def test_a_torchscript_file_that_was_spoilt_is_found_by_its_module(net, tmp_path, monkeypatch, path):
-    names = [f"model.model.{path}.{name}" for name in ("weight_in_channels_last", "folded_weight", "weight")]
-    spoiling(monkeypatch, TorchScriptExporter, lambda file: scale_torchscript(file, names, 1.01))
-    fast = optimize(net, example_inputs=(X,))
-    with pytest.raises(ParityError, match=rf"It first differs at {path} \(located_models\.py:") as caught:
-        export(fast, example_inputs=(X,), output=tmp_path / "net", formats=["torchscript"])
-    assert caught.value.figures["artifacts"][0]["divergence"]["call"] == 1
-
-
-class Branching(nn.Module):
-    """Has data-dependent control flow, which a trace can't follow, and a child that gets a non-default argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
-        self.scaled = Scaled()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.scaled(self.first(x), 2.0)
-        if bool((x.sum() > 1e6).item()):
-            y = -y
-        return self.head(y)
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor, by: float = 1.0) -> torch.Tensor:
-        return self.inner(x) * by
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", ["first", "scaled.inner"])
-def test_a_scripted_file_that_was_spoilt_is_found_by_its_module(tmp_path, monkeypatch, path):
-    names = [f"model.model.{path}.weight"]
-    spoiling(monkeypatch, TorchScriptExporter, lambda file: scale_torchscript(file, names, 1.01))
-    torch.manual_seed(0)
-    model = enliven(Branching()).eval()
-    with pytest.raises(ParityError, match=rf"It first differs at {path} \(test_locating_modules\.py:") as caught:
-        export(model, example_inputs=torch.randn(2, 4), output=tmp_path / "net", formats=["torchscript"])
-    (artifact,) = caught.value.figures["artifacts"]
-    assert artifact["route"] == "script"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("passes", [None, ()], ids=["optimized", "as it is"])
-def test_a_torchscript_file_has_the_modules_of_the_model(net, tmp_path, passes):
-    fast = optimize(net, passes, example_inputs=(X,))
-    bundle = export(fast, example_inputs=(X,), output=tmp_path / "net", formats=["torchscript"])
-    parts = TorchScriptExporter.parts(bundle.path / "model.torchscript.pt", "cpu")
-    assert all(
-        parts.part(*key, alone=True) is not None for key in [("stem", 1), ("shared", 1), ("shared", 2), ("blocks.1", 1)]
-    )
-    assert parts.part("shared", 3, alone=True) is None
-    computes = parts.part("blocks.1.two", 1, alone=True) is not None
-    assert computes is (passes == ()), "where it was folded, the file computes nothing there"
-
-
-@pytest.mark.slow
-def test_a_torchscript_file_that_is_right_differs_nowhere(net, tmp_path):
-    fast = optimize(net, [], example_inputs=(X,))
-    bundle = export(fast, example_inputs=(X,), output=tmp_path / "net", formats=["torchscript"])
-    reference = measure_reference(net, Samples((X,)), batch_sizes=[2, 3], draws=1)
-    parts = TorchScriptExporter.parts(bundle.path / "model.torchscript.pt", "cpu")
-    for where, _ in reference.calls():
-        assert first_wrong_part(reference, fast, parts, where) is None

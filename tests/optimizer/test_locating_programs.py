@@ -18,9 +18,6 @@ from exporters.places import Program, ProgramValues
 from optimize_export.errors import ParityError
 from optimizer import export
 from optimizer.faults.locating import first_wrong_value
-from optimizer.faults.locating_modules import first_module_without_value
-from optimizer.model.inputs import Samples
-from optimizer.parity import measure_reference
 
 
 class Block(nn.Module):
@@ -135,24 +132,6 @@ def test_a_file_that_is_right_differs_nowhere(tmp_path, kind, shape):
     values = artifact.values(artifact.path, "cpu", None)
     for x in calls:
         assert first_wrong_value(artifact.program, values, (x,), "here") is None
-    reference = measure_reference(model, Samples((calls[0],)), batch_sizes=[2, 3], draws=1)
-    for where, call in reference.calls():
-        assert first_module_without_value(reference, model, values, call.args, where) is None
-
-
-def test_a_capture_that_is_wrong_is_found_by_module():
-    """A file of machine code gives no intermediate values, so its captured program is searched instead."""
-    model = made(Net)
-    wrong = made(Net)
-    with torch.no_grad():
-        wrong.blocks[1].value.weight.mul_(1.01)
-    reference = measure_reference(model, Samples((X,)), batch_sizes=[2], draws=1)
-    values = ProgramValues(torch.export.export(wrong, (X,)))
-    found = first_module_without_value(reference, model, values, (X,), "batch size 2, draw 0")
-    assert (found.module, found.line) == (
-        "blocks.1.value",
-        line_with("mixed = functional.scaled_dot_product_attention(query, key, self.value(x))"),
-    )
 
 
 def test_what_raises_is_where_the_values_end():

@@ -9,7 +9,6 @@ import located_models
 import onnx_ir as ir
 import pytest
 import torch
-from spoiling import scale_torchscript
 from tiny_models import enliven
 from torch import nn
 
@@ -17,7 +16,6 @@ import exporters.onnx
 import exporters.pt2
 import exporters.torchscript
 from exporters import ExportError
-from exporters.errors import RouteRefused
 from optimizer import export
 
 
@@ -73,38 +71,3 @@ def test_an_onnx_file_by_its_operation_and_a_search_that_raises_hides_nothing(tm
     message = refused(tmp_path, "onnx")
     assert "output `output` is wrong on inputs of [2, 4]: its largest error is" in message
     assert "first differs" not in message
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["trace", "script"])
-def test_a_torchscript_file_by_its_module(tmp_path, monkeypatch, way):
-    save = exporters.torchscript.save
-
-    def spoil(module, path: Path, *others: object) -> None:
-        save(module, path, *others)
-        scale_torchscript(path, ["model.model.second.weight"], 2)
-
-    def refuse(*_: object, **__: object) -> None:
-        raise RouteRefused("no trace today")
-
-    monkeypatch.setattr(exporters.torchscript, "save", spoil)
-    if way == "script":
-        monkeypatch.setattr(exporters.torchscript, "traced_with_conditions", refuse)
-    place = f"second ({line_with('return self.second(torch.tanh(hidden))')}, Linear)"
-    assert f" The file of the route '{way}' first differs at {place}: off by " in refused(tmp_path, "torchscript")
-
-
-def test_a_capture_that_is_wrong(tmp_path, monkeypatch):
-    captured = exporters.pt2.captured
-
-    def spoil(evidence, *, strict: bool):
-        program, steps = captured(evidence, strict=strict)
-        node = next(each for each in program.graph.nodes if each.name == "layer_norm")
-        node.args = (*node.args[:4], 10.0)
-        program.graph_module.recompile()
-        return program, steps
-
-    monkeypatch.setattr(exporters.pt2, "captured", spoil)
-    message = refused(tmp_path, "pt2")
-    place = f"norm ({line_with('hidden = self.norm(self.first(x))')}, LayerNorm)"
-    assert f" The file of the route 'export' first differs at {place}: off by " in message

@@ -73,7 +73,8 @@ def test_the_folder_shows_by_itself_what_is_wrong_and_what_is_right(tmp_path, mo
     assert {path.name for path in folder.iterdir()} == {
         "README.md", "expected.pt", "inputs.pt", "reproduce.py", file,
     }  # fmt: skip
-    assert "It first differs at first (test_reproducing.py:" in (folder / "README.md").read_text()
+    place = "couldn't be located" if name == "torchscript" else "It first differs at first (test_reproducing.py:"
+    assert place in (folder / "README.md").read_text()
     done = reproduce(folder)
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
@@ -110,7 +111,7 @@ def test_infinity_and_nan_in_their_places_are_right(tmp_path, monkeypatch):
 
 
 @pytest.mark.zoo
-def test_a_package_of_machine_code_is_shown_too_and_its_program_is_looked_at(tmp_path, monkeypatch):
+def test_a_package_of_machine_code_is_shown_too(tmp_path, monkeypatch):
     right: list[bytes] = []
 
     def spoil(path):
@@ -118,7 +119,7 @@ def test_a_package_of_machine_code_is_shown_too_and_its_program_is_looked_at(tmp
         spoil_aoti(path)
 
     spoiling(monkeypatch, AotiExporter, spoil)
-    with pytest.raises(ParityError, match="the program that it was compiled from is correct: either") as caught:
+    with pytest.raises(ParityError, match="no values inside this aoti file can be compared") as caught:
         export(net(), example_inputs=X, output=tmp_path / "net", formats=["aoti"], debug_dir=tmp_path / "debug")
     assert caught.value.figures["artifacts"][0]["divergence"] is None
     folder = tmp_path / "debug" / "aoti"
