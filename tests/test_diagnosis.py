@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from optimize_export.errors import LoadError, UsageError
 from optimizer import diagnose
-from optimizer.diagnosis import LEVELS, RULES, Diagnosis, evidence, kernels, settings
-from optimizer.diagnosis import attention as attention_rule
+from optimizer.diagnosis import LEVELS, RULES, Diagnosis, chains, evidence, kernels, settings
 from passes.graph.layers import RecordedLayers
 
 
@@ -168,7 +167,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def _function_is_faster(monkeypatch):
     """A busy machine must not decide whether attention and activations are found."""
-    monkeypatch.setattr(attention_rule, "_times", lambda evidence, found: [2.0, 1.0])
+    monkeypatch.setattr(chains, "_times", lambda evidence, found: [2.0, 1.0])
     monkeypatch.setattr(evidence.Evidence, "fastest", lambda self, *runs: [2.0, 1.0])
 
 
@@ -374,9 +373,9 @@ def test_attention_is_found_where_one_call_makes_queries_keys_and_values(monkeyp
         return scores.softmax(dim=-1) @ v
 
     monkeypatch.undo()
-    times = attention_rule._times
+    times = chains._times
     # The clock doesn't decide, but both ways are run.
-    monkeypatch.setattr(attention_rule, "_times", lambda *given: [2.0, 1.0] if all(times(*given)) else [])
+    monkeypatch.setattr(chains, "_times", lambda *given: [2.0, 1.0] if all(times(*given)) else [])
     assert "hand-written-attention" in found(of_one_layer, TOKENS)
 
 
@@ -394,7 +393,7 @@ def test_what_needs_attention_by_hand_is_no_finding(forward):
 
 @pytest.mark.parametrize("after", [1.0, 1.2])
 def test_a_function_that_is_not_faster_here_is_no_finding(monkeypatch, after):
-    monkeypatch.setattr(attention_rule, "_times", lambda evidence, found: [1.0, after])
+    monkeypatch.setattr(chains, "_times", lambda evidence, found: [1.0, after])
     monkeypatch.setattr(evidence.Evidence, "fastest", lambda self, *runs: [1.0, after])
     assert "hand-written-attention" not in found(attention, TOKENS)
     assert "activation-by-hand" not in found(gelu_by_hand, LARGE)
@@ -409,8 +408,8 @@ def test_a_function_that_is_not_faster_here_is_no_finding(monkeypatch, after):
 def test_attention_is_timed_next_to_the_function(monkeypatch):
     monkeypatch.undo()
     seen = []
-    times = attention_rule._times
-    monkeypatch.setattr(attention_rule, "_times", lambda *given: seen.append(times(*given)) or seen[0])
+    times = chains._times
+    monkeypatch.setattr(chains, "_times", lambda *given: seen.append(times(*given)) or seen[0])
     mask = torch.zeros(1, 1, 128, 128)
     found(lambda self, x: F.softmax(x @ x.mT + mask, -1) @ x, TOKENS)
     found(lambda self, x: F.softmax(torch.bmm(x, x.mT) * 0.5, -1) @ x, TOKENS[0])

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from exporters.places import line_of_error
 from optimize_export.errors import LoadError, UsageError
 from optimize_export.wording import error_summary
-from optimizer.diagnosis import attention, chains, kernels, layers, settings, values
+from optimizer.diagnosis import chains, kernels, layers, settings, values
 from optimizer.diagnosis.evidence import Evidence, LineRecorder, PlainTensors, Step, plain_tensors
 from optimizer.diagnosis.findings import LEVELS, Diagnosis, Rule
 from optimizer.model import (
@@ -44,7 +44,7 @@ from passes.graph.recording import Recording
 # In the order in which their findings of one level are reported.
 RULES = tuple(
     each
-    for file in (layers, values, attention, chains, kernels, settings)
+    for file in (layers, values, chains, kernels, settings)
     for each in vars(file).values()
     if isinstance(each, Rule)
 )

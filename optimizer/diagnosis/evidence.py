@@ -132,12 +132,10 @@ class LineRecorder(Recorder):
 
 
 def escapes(node: Node) -> bool:
-    """Whether the value is still alive after the run, for example because the root returned it."""
     return bool(node.meta.get("escapes"))
 
 
 def is_returned(node: Node) -> bool:
-    """Whether the root returns the value."""
     return bool(node.meta.get("returned"))
 
 
@@ -264,7 +262,6 @@ class Evidence:
 
     @cached_property
     def seconds(self) -> float:
-        """The time of all calls of the forward."""
         return sum(node.meta["seconds"] for node in self.calls)
 
     def share(self, nodes: Iterable[Node]) -> float:
@@ -272,7 +269,6 @@ class Evidence:
         return sum(node.meta["seconds"] for node in nodes) / self.seconds if self.seconds else 0.0
 
     def path(self, node: Node) -> str:
-        """The path of the module that made the call."""
         return self.tree.path(call_of(node).module)
 
     def by_line(self, nodes: Iterable[Node]) -> Iterator[tuple[Line, list[Node]]]:
@@ -386,5 +382,4 @@ def _is_device(text: str) -> bool:
 
 
 def has_array(node: Node) -> bool:
-    """Whether an argument of the call is a NumPy array."""
     return any(isinstance(leaf, numpy.ndarray | numpy.generic) for leaf in pytree.tree_leaves((node.args, node.kwargs)))

@@ -41,7 +41,6 @@ class Finding:
 
     @property
     def module(self) -> str:
-        """The path of the first module."""
         return self.modules[0] if self.modules else ""
 
     @property
@@ -115,15 +114,12 @@ class Rule:
 
     @property
     def description(self) -> str:
-        """The docstring of the function."""
         return inspect.cleandoc(self.find.__doc__ or "")
 
     def findings(self, evidence: Evidence) -> Iterator[Finding]:
-        """The findings of this rule."""
         for seen in self.find(evidence):
             yield Finding(self.name, self.level, seen.modules, *seen.place, seen.reason, seen.effect, seen.remedy)
 
 
 def rule(level: Level) -> Callable[[Find], Rule]:
-    """Make a rule of a function."""
     return lambda find: Rule(level, find)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from exporters.onnx_session import profile_nodes
-from optimize_export.errors import BundleError, UsageError
+from exporters.places import paths_of
+from optimize_export.errors import BundleError, UsageError, printable_lines
 from optimizer.model import (
     Call,
     ExampleInputs,
@@ -35,12 +38,85 @@ from optimizer.model import (
     unsynchronised,
 )
 from optimizer.options import check_new_folder
-from optimizer.profiling.operations import RUNS, Arguments, Place, Spent, call_root, operations_of, profile_runs
-from optimizer.profiling.peak_memory import PeakMemory, peak_memory_of
-from optimizer.profiling.profiles import Profile
+from optimizer.profiling.operations import (
+    RUNS,
+    Arguments,
+    Operation,
+    Place,
+    Spent,
+    call_root,
+    one_path,
+    operations_of,
+    profile_runs,
+    without_numbers,
+)
 from optimizer.report import Progress, ProgressFunction
+from optimizer.showing import profile_rows
 from optimizer.torch_private import is_profiling
-from passes.checkpointing.profile import NoProfile, loss_of
+from passes.checkpointing.live_bytes import LiveBytes
+from passes.checkpointing.profile import NoProfile, loss_of, there_before
+from passes.graph.forwards import intercepted_calls
+
+# The table has the most expensive ones; the data has all.
+_SHOWN = 10
+_MOST_NAMED = 3
+
+
+@dataclass(frozen=True)
+class ModuleBytes:
+    """The bytes that one module holds at the peak; `module` is its path, "" for the root."""
+
+    module: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """The memory at the peak of a training step, without parameters, buffers, inputs and older gradients.
+
+    Each storage counts once, and belongs to the innermost module whose forward made it: mostly to be saved for the
+    backward pass. The temporary memory of kernels isn't included, nor what an allocator adds when it rounds up.
+    """
+
+    bytes: int
+    """The bytes of all tensors that are alive at the peak."""
+    modules: tuple[ModuleBytes, ...]
+    """The modules that hold some of them, the largest first."""
+    outside: int
+    """The bytes that belong to no module: the loss, and the gradients."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to plain data."""
+        return {**asdict(self), "modules": list(map(asdict, self.modules))}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The time of one run by operation and module."""
+
+    seconds: float
+    """The time of one run under the profiler, which itself takes some: on a CPU the wall-clock time, on a GPU the sum
+    of its kernels' times."""
+    operations: tuple[Operation, ...]
+    """The most expensive first. On a CPU the rest of the time is spent between them, in Python."""
+    device: str
+    mode: Mode = "inference"
+    """In "inference", a run is a forward without gradients, and in "training" a training step."""
+    peak_memory: PeakMemory | None = None
+    """The memory of a training step; None in inference."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to plain data."""
+        return {
+            "seconds": self.seconds,
+            "device": self.device,
+            "mode": self.mode,
+            "operations": [operation.to_json() for operation in self.operations],
+            "peak_memory": None if self.peak_memory is None else self.peak_memory.to_json(),
+        }
+
+    def __str__(self) -> str:
+        return printable_lines("\n".join(profile_lines(self.to_json(), "profile")))
 
 
 @in_turn
@@ -154,8 +230,79 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write plain data as strict JSON."""
     path.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------------------ memory in training
+
+
+def peak_memory_of(
+    root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], step: Callable[[], object]
+) -> PeakMemory:
+    """Run one training step, and attribute the tensors that are alive at its peak.
+
+    Args:
+        root, args, kwargs: the call of the step; their tensors aren't counted.
+        step: runs forward and backward pass.
+
+    Hooks on saved tensors would tell which module saves a tensor. But insert-checkpoints keeps everything if there are
+    any, so that this would be another step.
+    """
+    owners = _Owners(root)
+    live = LiveBytes(without=there_before(root, args, kwargs))
+    live.when_made, live.when_gone = owners.made, owners.gone
+    try:
+        with intercepted_calls(root, owners.around), live:
+            step()
+    finally:
+        live.when_made = live.when_gone = None
+    return owners.at_peak(live.sizes)
+
+
+class _Owners:
+    """Records when each storage is made and freed, and the module that makes it."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._paths = paths_of(root)
+        self._running: list[str] = []
+        # By the number of a storage; None outside of the modules.
+        self._makers: list[str | None] = []
+        # The numbers of the storages that are made, and the complements (~number) of those that are freed.
+        self._events: list[int] = []
+
+    def around(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._running.append(self._paths[id(module)])
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._running.pop()
+
+    def made(self, number: int) -> None:
+        self._makers.append(self._running[-1] if self._running else None)
+        self._events.append(number)
+
+    def gone(self, number: int) -> None:
+        self._events.append(~number)
+
+    def at_peak(self, sizes: list[int]) -> PeakMemory:
+        total = peak = end = 0
+        for position, event in enumerate(self._events, 1):
+            total += sizes[event] if event >= 0 else -sizes[~event]
+            if total > peak:
+                peak, end = total, position
+        alive = Counter(event if event >= 0 else ~event for event in self._events[:end])
+        held: Counter[str] = Counter()
+        outside = 0
+        for number, events in alive.items():
+            owner = self._makers[number]
+            if events == 2:
+                continue  # made and freed
+            if owner is None:
+                outside += sizes[number]
+            else:
+                held[owner] += sizes[number]
+        modules = tuple(ModuleBytes(module, size) for module, size in held.most_common() if size)
+        return PeakMemory(peak, modules, outside)
 
 
 # ------------------------------------------------------------------------------------------------------------ an export
@@ -205,3 +352,67 @@ def _profile_file(path: Path, inputs: Sequence[torch.Tensor], device: torch.devi
         each.calls += 1
         each.seconds += node.seconds
     return Profile(seconds, operations_of(spent, seconds=seconds, runs=RUNS), device.type)
+
+
+# ------------------------------------------------------------------------------------------------------------- as text
+
+
+def profile_lines(profile: Mapping[str, Any], title: str, unit: str = "module") -> Iterator[str]:
+    """The table of a profile in its JSON form: the ten most expensive operations, and the ten largest modules.
+
+    Args:
+        unit: the heading of the column with the modules, or with the nodes of a file.
+    """
+    run = "training step" if profile["mode"] == "training" else "run"
+    yield f"{title}: {_milliseconds(profile['seconds'])} a {run} on {profile['device']}"
+    operations = profile["operations"]
+    kinds: Counter[str] = Counter()
+    for each in operations:
+        kinds[each["name"]] += each["share"]
+    if kinds:
+        yield f"mostly {', '.join(f'{name} {_percent(share)}' for name, share in kinds.most_common(_MOST_NAMED))}"
+    rows = [
+        (_percent(row["share"]), _milliseconds(row["seconds"]), str(row["calls"]), row["name"], row["where"])
+        for row in profile_rows(profile)
+    ]
+    yield from _aligned(("share", "time", "calls", "operation", unit), rows)
+    if (memory := profile["peak_memory"]) is not None:
+        yield ""
+        yield from _memory_lines(memory)
+
+
+def _memory_lines(memory: Mapping[str, Any]) -> Iterator[str]:
+    total, modules = memory["bytes"], memory["modules"]
+    yield f"peak memory: {total:,} bytes, without parameters, buffers and inputs"
+    groups: dict[tuple[str, int], list[str]] = {}
+    for each in modules:
+        groups.setdefault((without_numbers(each["module"]), each["bytes"]), []).append(each["module"])
+    held = [(size * len(paths), len(paths), one_path(paths)) for (_, size), paths in groups.items()]
+    held.sort(key=lambda row: -row[0])
+    rows = held[:_SHOWN]
+    if others := held[_SHOWN:]:
+        rows.append((sum(size for size, _, _ in others), sum(count for _, count, _ in others), "others"))
+    cells = [(_percent(size / total), f"{size:,}", str(count), path) for size, count, path in rows]
+    if outside := memory["outside"]:
+        cells.append((_percent(outside / total), f"{outside:,}", "", "loss and gradients"))
+    yield from _aligned(("share", "bytes", "modules", "module"), cells)
+
+
+def _aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Align the rows; the first three columns to the right."""
+    widths = [max(len(row[number]) for row in (columns, *rows)) for number in range(len(columns))]
+    for row in (columns, *rows):
+        cells = [
+            cell.rjust(width) if number < 3 else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _milliseconds(seconds: float) -> str:
+    shown = 1000 * seconds
+    return f"{shown:.{0 if shown >= 100 else 1 if shown >= 10 else 2 if shown >= 1 else 3}f} ms"
