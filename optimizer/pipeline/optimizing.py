@@ -104,9 +104,10 @@ def optimize_model(
         if mode == "inference" and not any(item.lowers_precision for item in chosen):
             _freeze(copy, original)
         tree = ModelTree(copy.root, copy.unregistered())
-        transactions = Transactions(copy, original, tree, target, strict=strict, explain=explain, progress=progress)
-        pipeline = Pipeline(transactions, samples, batch_sizes)
-        report, outputs, operations = _run_stages(pipeline, model, chosen, is_called=is_called)
+        transactions = Transactions(
+            copy, original, tree, target, chosen, strict=strict, explain=explain, progress=progress
+        )
+        report, outputs, operations = _run_stages(transactions, samples, batch_sizes, model, is_called=is_called)
         report.notes[:0] = copy.notes
         if mode == "inference":
             report.warnings, notes = notes_on_modes(model, copy.root, "the result is in eval mode and was")
@@ -131,153 +132,128 @@ def optimize_model(
 
 
 def _run_stages(
-    pipeline: Pipeline,
+    transactions: Transactions,
+    samples: Samples | None,
+    batch_sizes: Sequence[int] | None,
     model: nn.Module,
-    passes: Sequence[Pass],
     *,
     is_called: bool,
 ) -> tuple[Report, OriginalOutputs | None, tuple[tuple[str, str], ...]]:
     """Run the original, the passes and the comparison; the report has the seconds of each stage.
 
-    The last result are the operations of the original.
+    Without samples nothing is run or verified. The last result are the operations of the original.
     """
+    tree, mode, progress, passes = transactions.tree, transactions.copy.mode, transactions.progress, transactions.passes
     stages: dict[str, float] = {}
+    notes: list[str] = []
     with _timed(stages, "original"):
-        outputs = pipeline.run_original()
-        pipeline.record()
-    tree, context = pipeline.tree, pipeline.transactions.context()
+        if samples is not None:
+            _run_original(transactions, samples, batch_sizes, notes)
+        progress(Progress("capture", 1, 2, "recording a run", ""))
+        context = transactions.context()
+        # Runs of the working copy, unless those of the original were recorded.
+        recorded = recorded_runs(tree, context)
+        if recorded is not None and recorded.failure:
+            notes.append(f"no run could be recorded, so passes that need one change nothing: {recorded.failure}")
+        progress(Progress("capture", 2, 2, "", ""))
+    comparer = transactions.comparer
     before, coverage = size_of(tree), coverage_record(tree, context)
     operations = recorded_operations(tree, context)
     with _timed(stages, "passes"):
-        pipeline.run(passes)
+        if comparer is not None and not all(map(is_own, passes)):
+            # A pass of another package may write to the caller's weights, so measure the reference before it runs.
+            comparer.outputs.reference()
+        transactions.run_all()
+        progress(Progress("optimize", len(passes), len(passes) + 1, "comparing the result with the original", ""))
     with _timed(stages, "comparison"):
-        parity = pipeline.verify()
-        if is_called and pipeline.mode == "inference":
-            note = _run_as_written_if_faster(tree.root, pipeline.transactions.runs)
-            pipeline.notes += [note] if note else []
+        parity = None
+        if comparer is not None and _may_differ(transactions):
+            parity = verify_and_roll_back(transactions, comparer)
+        elif comparer is not None:
+            parity = comparer.outputs.unchanged("No pass changed the model: there was nothing to compare.")
+        if is_called and mode == "inference":
+            note = _run_as_written_if_faster(tree.root, transactions.runs)
+            notes += [note] if note else []
     report = Report(
         model=type(model).__name__,
-        mode=pipeline.mode,
+        mode=mode,
         device=str(context.device),
         torch=torch.__version__,
         coverage=coverage,
-        passes=pipeline.transactions.records,
+        passes=transactions.records,
         parity=parity,
         before=before,
         after=size_of(tree),
-        notes=list(pipeline.notes),
+        notes=notes,
         stages=stages,
     )
-    return report, outputs, operations
+    return report, None if comparer is None else comparer.outputs, operations
 
 
 @contextmanager
 def _timed(stages: dict[str, float], name: str) -> Iterator[None]:
-    """Add the seconds of the block to those of a stage."""
     started = time.perf_counter()
     yield
     stages[name] = stages.get(name, 0.0) + time.perf_counter() - started
 
 
-class Pipeline:
-    """The stages that turn the working copy into the verified result; without samples nothing is run or verified."""
+def _run_original(
+    transactions: Transactions, samples: Samples, batch_sizes: Sequence[int] | None, notes: list[str]
+) -> None:
+    """Run the original at the calls at which results are compared.
 
-    def __init__(self, transactions: Transactions, samples: Samples | None, batch_sizes: Sequence[int] | None) -> None:
-        self.transactions = transactions
-        self.tree, self.mode = transactions.tree, transactions.copy.mode
-        self.notes: list[str] = []  # for the report
-        self._copy, self._original = transactions.copy, transactions.original
-        self._samples = samples
-        self._batch_sizes = batch_sizes
-        self._progress = transactions.progress
+    These are the given batch size, another one if the batch can change, and the further inputs. In inference mode,
+    these runs are recorded for the passes.
+    """
+    copy, mode, target = transactions.copy, transactions.copy.mode, transactions.original
+    transactions.progress(Progress("capture", 0, 3, "running the original", ""))
+    sizes = two_batch_sizes(samples, mode, batch_sizes)
+    given: list[int | None] = [samples.batch_size]
+    keys = [(size, 0) for size in sizes or given] + list(samples.further)
+    recorded = None
+    if mode == "inference":
+        recorded = RecordedRuns(RunsOfCopy(target, copy.root), transactions.tree, keys)
+    outputs = OriginalOutputs(
+        target,
+        samples,
+        batch_sizes=sizes,
+        # A BatchNorm over the few rows of the example inputs rounds differently from draw to draw.
+        draws=2 if mode == "training" else None,
+        mode=mode,
+        measured_sizes=2 if mode == "training" else 1,
+        recorded=recorded,
+        or_larger=batch_sizes is None,
+    )
+    original = outputs.original
+    copy.own_parameters(original.runs.written)
+    # Passes get all of these calls, so that they see a branch that only one of them takes before they rewrite it.
+    worked = original.batch_sizes
+    larger = [(size, 0) for size in worked if size not in (sizes or given)]
+    keys = [(size, draw) for size, draw in keys if size in worked or not worked]
+    keys = list(dict.fromkeys((*keys, *larger)))
+    calls = [samples.at(size, draw) for size, draw in keys]
+    seeds = [original.seed_of(*key) for key in keys]
+    transactions.runs = CopyRuns(copy.root, calls, seeds, original.runs.written)
+    if len(calls) < 2:
+        notes.append("only one batch size could be run, so constants that depend on the batch size can't be detected")
+    if recorded is not None:
+        transactions.tree.runs = recorded.as_runs(keys)
+    transactions.comparer = Comparer(outputs, target, copy.root, samples, mode, sizes, notes)
 
-    def run_original(self) -> OriginalOutputs | None:
-        """Run the original at the calls at which results are compared; None without samples.
 
-        These are the given batch size, another one if the batch can change, and the further inputs. In inference mode,
-        these runs are recorded for the passes.
-        """
-        samples = self._samples
-        if samples is None:
-            return None
-        self._progress(Progress("capture", 0, 3, "running the original", ""))
-        sizes = two_batch_sizes(samples, self.mode, self._batch_sizes)
-        given: list[int | None] = [samples.batch_size]
-        keys = [(size, 0) for size in sizes or given] + list(samples.further)
-        recorded = None
-        if self.mode == "inference":
-            recorded = RecordedRuns(RunsOfCopy(self._original, self._copy.root), self.tree, keys)
-        outputs = OriginalOutputs(
-            self._original,
-            samples,
-            batch_sizes=sizes,
-            # A BatchNorm over the few rows of the example inputs rounds differently from draw to draw.
-            draws=2 if self.mode == "training" else None,
-            mode=self.mode,
-            measured_sizes=2 if self.mode == "training" else 1,
-            recorded=recorded,
-            or_larger=self._batch_sizes is None,
-        )
-        original = outputs.original
-        self._copy.own_parameters(original.runs.written)
-        # Passes get all of these calls, so that they see a branch that only one of them takes before they rewrite it.
-        worked = original.batch_sizes
-        larger = [(size, 0) for size in worked if size not in (sizes or given)]
-        keys = [(size, draw) for size, draw in keys if size in worked or not worked]
-        keys = list(dict.fromkeys((*keys, *larger)))
-        calls = [samples.at(size, draw) for size, draw in keys]
-        seeds = [original.seed_of(*key) for key in keys]
-        self.transactions.runs = CopyRuns(self._copy.root, calls, seeds, original.runs.written)
-        if len(calls) < 2:
-            self.notes.append(
-                "only one batch size could be run, so constants that depend on the batch size can't be detected"
-            )
-        if recorded is not None:
-            self.tree.runs = recorded.as_runs(keys)
-        self.transactions.comparer = Comparer(
-            outputs, self._original, self._copy.root, samples, self.mode, sizes, self.notes
-        )
-        return outputs
+def _may_differ(transactions: Transactions) -> bool:
+    """Whether the result may differ from the model.
 
-    def record(self) -> None:
-        """Record runs of the working copy, unless those of the original were recorded."""
-        self._progress(Progress("capture", 1, 2, "recording a run", ""))
-        recorded = recorded_runs(self.tree, self.transactions.context())
-        if recorded is not None and recorded.failure:
-            self.notes.append(f"no run could be recorded, so passes that need one change nothing: {recorded.failure}")
-        self._progress(Progress("capture", 2, 2, "", ""))
-
-    def run(self, passes: Sequence[Pass]) -> None:
-        """Run the passes in order; each is kept or rolled back."""
-        transactions = self.transactions
-        transactions.passes = passes
-        if transactions.comparer is not None and not all(map(is_own, passes)):
-            # A pass of another package may write to the caller's weights, so measure the reference before it runs.
-            transactions.comparer.outputs.reference()
-        transactions.run_all()
-        self._progress(Progress("optimize", len(passes), len(passes) + 1, "comparing the result with the original", ""))
-
-    def verify(self) -> ParityReport | None:
-        """Compare the result with the original, and roll back wrong passes until it is right."""
-        comparer = self.transactions.comparer
-        if comparer is None or self._samples is None:
-            return None
-        if not self._may_differ():
-            return comparer.outputs.unchanged("No pass changed the model: there was nothing to compare.")
-        return verify_and_roll_back(self.transactions, comparer)
-
-    def _may_differ(self) -> bool:
-        """Whether the result may differ from the model.
-
-        Passes of other packages may have changed it without reporting that. A model that defines its own copying, or
-        that runs itself instead of a copy, may differ without any pass.
-        """
-        return (
-            any(record.status != "unchanged" for record in self.transactions.records)
-            or not all(map(is_own, self.transactions.passes))
-            or not all(is_plain(module) or is_script(module) for module in reachable_modules(self._original))
-            or Runs(self._original, in_eval=True).is_run_itself
-        )
+    Passes of other packages may have changed it without reporting that. A model that defines its own copying, or that
+    runs itself instead of a copy, may differ without any pass.
+    """
+    original = transactions.original
+    return (
+        any(record.status != "unchanged" for record in transactions.records)
+        or not all(map(is_own, transactions.passes))
+        or not all(is_plain(module) or is_script(module) for module in reachable_modules(original))
+        or Runs(original, in_eval=True).is_run_itself
+    )
 
 
 def _run_as_written_if_faster(root: nn.Module, runs: CopyRuns) -> str:
@@ -393,7 +369,6 @@ def _sources(copy: WorkingCopy, original: nn.Module, kept: Sequence[PassResult])
 
 
 def size_of(tree: ModelTree) -> Size:
-    """The parameters of the model and their bytes."""
     parameters = [parameter for parameter in tree.root.parameters() if not is_lazy(parameter)]
     return Size(
         sum(parameter.numel() for parameter in parameters),

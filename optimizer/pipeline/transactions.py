@@ -98,13 +98,11 @@ class CopyRuns:
         return self._error_inside(watch, [(seed, self.calls[number])], eager=True)
 
     def _run_compiled(self, watch: AbstractContextManager[Any]) -> str | None:
-        """As `Context.run_compiled`."""
         return self._error_inside(watch, list(enumerate(self.calls)), eager=False)
 
     def _error_inside(
         self, watch: AbstractContextManager[Any], calls: Sequence[tuple[int, Call]], *, eager: bool
     ) -> str | None:
-        """Run calls, each with its seed."""
         try:
             with self._quiet(calls[0][0], eager=eager), watch:
                 for seed, call in calls:
@@ -133,7 +131,6 @@ class CopyRuns:
 
     @contextmanager
     def _apart(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """As `Context.apart`."""
         call = self.calls[0].copied()
         parameters = list(self.root.parameters())
         gradients = [parameter.grad for parameter in parameters]
@@ -176,7 +173,6 @@ class AppliedPass:
 
 
 def with_changes(applied: Iterable[AppliedPass]) -> list[AppliedPass]:
-    """The passes that changed something."""
     return [one for one in applied if one.result.changes]
 
 
@@ -195,12 +191,13 @@ class Transactions:
         original: nn.Module,
         tree: ModelTree,
         device: torch.device,
+        passes: Sequence[Pass],
         *,
         strict: bool,
         explain: bool,
         progress: ProgressFunction,
     ) -> None:
-        self.passes: Sequence[Pass] = ()
+        self.passes = passes
         self.records: list[PassRecord] = []
         # The passes that weren't rolled back so far, including those that changed nothing.
         self.applied: list[AppliedPass] = []
@@ -214,7 +211,6 @@ class Transactions:
         self._device, self._strict, self._explain = device, strict, explain
 
     def context(self) -> Context:
-        """The context of passes."""
         return self.runs.context(self.copy.mode, self._device)
 
     def run_all(self) -> None:
@@ -488,12 +484,10 @@ def check_changes(record: PassRecord, result: PassResult) -> tuple[str | None, d
 
 
 def is_lossy(item: Pass) -> bool:
-    """Whether a pass makes the result less precise on purpose."""
     return item.lowers_precision or item.max_error is not None
 
 
 def edits_of(applied: Iterable[AppliedPass]) -> list[Edit]:
-    """All edits of these passes, in order."""
     return [edit for one in applied for edit in one.result.rewriter.edits]
 
 

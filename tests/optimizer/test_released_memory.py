@@ -54,15 +54,15 @@ def without_collector() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("mode", ["inference", "training"])
-def test_a_pipeline_goes_with_its_call(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transactions_go_with_their_call(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[Any]] = []
 
-    class Noted(optimizing.Pipeline):
+    class Noted(optimizing.Transactions):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             made.append(weakref.ref(self))
 
-    monkeypatch.setattr(optimizing, "Pipeline", Noted)
+    monkeypatch.setattr(optimizing, "Transactions", Noted)
     result = optimize(enliven(Net()).eval(), mode=mode, example_inputs=(X,))
     assert result is not None
     assert [each() for each in made] == [None]
