@@ -29,10 +29,10 @@ from optimizer.model.preparation import (
 from optimizer.model.reentrant import gradients_by_backward, is_reentrant
 from optimizer.model.runs import AsItIs, Runs, RunsOfCopy, Source, called, errors_of_model, named_tensors, refuse_arrays
 from optimizer.model.settings import (
+    has_fast_path,
     in_turn,
     one_at_a_time,
     outside_inference_mode,
-    pinned_by,
     pinned_settings,
     random_state,
     rare_collection,
@@ -80,6 +80,7 @@ __all__ = [
     "errors_of_model",
     "first_difference",
     "gradients_by_backward",
+    "has_fast_path",
     "in_turn",
     "is_plain",
     "is_reentrant",
@@ -95,7 +96,6 @@ __all__ = [
     "one_call",
     "open_dims",
     "outside_inference_mode",
-    "pinned_by",
     "pinned_settings",
     "private_state",
     "random_state",

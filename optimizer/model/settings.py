@@ -150,15 +150,10 @@ def pinned_settings() -> Iterator[dict[str, str]]:
         yield {"float32_precision": "ieee", "torch_tf32": _tf32(), "mha_fastpath": "off", **apart}
 
 
-def pinned_by(target: object, device: str) -> Iterator[tuple[str, str]]:
-    """The settings in force that `pinned_settings` changes and that a model may notice: in words, and the statement."""
+def has_fast_path(target: object) -> bool:
+    """Whether torch's fast path for attention, which `pinned_settings` turns off, is on, and a module may take it."""
     modules = reachable_modules(target) if isinstance(target, nn.Module) else []
-    if torch.backends.mha.get_fastpath_enabled() and any(isinstance(each, _WITH_FAST_PATH) for each in modules):
-        yield "torch's fast path for attention", "torch.backends.mha.set_fastpath_enabled(False)"
-    if device.startswith("cuda") and _tf32() == "on":
-        yield "TF32", "torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False"
-    if device == "cpu" and any(node.fp32_precision in _LOWERED for node in _float32_nodes()[-3:]):
-        yield "products in lower precision", 'torch.set_float32_matmul_precision("highest")'
+    return torch.backends.mha.get_fastpath_enabled() and any(isinstance(each, _WITH_FAST_PATH) for each in modules)
 
 
 def _tf32() -> str:

@@ -17,8 +17,15 @@ from optimizer.parity.golden import GoldenEntry, compare_golden, golden_entries,
 from optimizer.parity.observe import Flatten, RecordedRuns, input_names
 from optimizer.parity.outputs import BATCH_SIZES, OriginalOutputs, check_parity, measure_reference
 from optimizer.parity.reference import Reference, independent_rows, outputs_on
-from optimizer.parity.regions import RegionParity, RegionReference, check_change
-from optimizer.parity.reruns import judged_values, reference_at, rerun
+from optimizer.parity.regions import (
+    RegionParity,
+    check_change,
+    compare_region,
+    judged_values,
+    reference_at,
+    region_at,
+    rerun,
+)
 from optimizer.parity.results import CallErrors, Measurement, OutputNoise, OutputParity, ParityReport
 from optimizer.parity.rows import Rows
 from optimizer.parity.verdict import FACTOR, Tolerance, allowed_share, by_output, judge, why_vacuous
@@ -39,7 +46,6 @@ __all__ = [
     "RecordedRuns",
     "Reference",
     "RegionParity",
-    "RegionReference",
     "Rows",
     "Tolerance",
     "accuracy_between",
@@ -50,6 +56,7 @@ __all__ = [
     "check_change",
     "check_parity",
     "compare_golden",
+    "compare_region",
     "describe_carried_state",
     "golden_entries",
     "golden_entry",
@@ -61,6 +68,7 @@ __all__ = [
     "measure_reference",
     "outputs_on",
     "reference_at",
+    "region_at",
     "rerun",
     "why_vacuous",
 ]

@@ -168,7 +168,6 @@ class Float64Mode(TorchFunctionMode):
         super().__exit__(*error)
 
     def saw(self, dtype: torch.dtype) -> None:
-        """Note a dtype that was raised."""
         if dtype in _RAISED:
             self.coarsest = max(self.coarsest, torch.finfo(dtype).eps)
 

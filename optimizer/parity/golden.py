@@ -16,6 +16,9 @@ from optimizer.parity.reference import Reference
 from optimizer.parity.results import NOTHING_MEASURED, OutputNoise, ParityReport
 from optimizer.parity.verdict import FACTOR, Tolerance, judge
 
+# The number of stored calls that differ in the batch size, or were given by the user.
+_CALLS = 3
+
 
 @dataclass(frozen=True)
 class GoldenEntry:
@@ -34,16 +37,16 @@ class GoldenEntry:
     """The seed of torch's random numbers; None if the original draws none."""
 
 
-def golden_entries(reference: Reference, limit: int = 3) -> tuple[GoldenEntry, ...]:
+def golden_entries(reference: Reference) -> tuple[GoldenEntry, ...]:
     """The calls to store: all further inputs of the user, and calls of different sizes.
 
-    Of the latter, there is one call per batch size, at least one and as many as `limit` leaves; and for each other open
+    Of the latter, there is one call per batch size, at least one, and three with those of the user; and for each other open
     dim, at most two calls with another size.
     """
     original = reference.original
     own = [one for one in original.calls if one.key in original.asked and not one.sizes]
     drawn = [one for one in original.calls if one.draw == 0 and one not in own]
-    rows = [one for one in drawn if not one.sizes][: max(1, limit - len(own))]
+    rows = [one for one in drawn if not one.sizes][: max(1, _CALLS - len(own))]
     resized = [
         one
         for name in reference.taken.given

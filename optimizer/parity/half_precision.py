@@ -39,7 +39,6 @@ _MIXED = frozenset({"batch_norm", "instance_norm"})
 
 
 def half_as_float32(leaf: Any) -> Any:
-    """Cast a tensor of 16-bit floats to float32; return anything else unchanged."""
     return leaf.to(torch.float32) if isinstance(leaf, torch.Tensor) and leaf.dtype in HALF else leaf
 
 
@@ -201,7 +200,6 @@ class _LoweredParameters(PerturbedMode):
         self._everywhere = everywhere
 
     def round(self, leaf: Any) -> Any:
-        """Cast a float32 tensor to the dtype; any other value is returned unchanged."""
         return leaf.to(self._dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32 else leaf
 
     def __torch_function__(

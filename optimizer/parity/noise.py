@@ -48,8 +48,6 @@ class _Gathered:
 
 
 class RoundingNoise:
-    """The rounding noise of each output of the original."""
-
     def __init__(self, original: Original, measured_at: frozenset[int | None] | None = None) -> None:
         self.original = original
         # The batch sizes that are run in float64 and perturbed; None for all.

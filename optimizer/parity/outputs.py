@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from optimize_export.errors import LoadError, UsageError
-from optimize_export.wording import a_type, error_summary
+from optimize_export.errors import UsageError
+from optimize_export.wording import a_type
 from optimizer.model import (
     ENOUGH,
     Call,
@@ -23,75 +23,40 @@ from optimizer.model import (
     Sizes,
     Taken,
     check_numbers,
+    has_fast_path,
     in_turn,
     ladder,
     leaves_of,
     one_at_a_time,
-    pinned_by,
     pinned_settings,
     rebuild,
     refuse_unrunnable,
     resolved_device,
 )
-from optimizer.parity.comparison import Comparison
 from optimizer.parity.noise import RoundingNoise, gives_the_same, why_no_signal
-from optimizer.parity.observe import Observation, RecordedRuns, observe
+from optimizer.parity.observe import RecordedRuns, observe
 from optimizer.parity.original import CallKey, Original, OriginalCall, same_inputs, without_warnings
 from optimizer.parity.reference import Reference, independent_rows
 from optimizer.parity.results import ParityReport
-from optimizer.parity.verdict import FACTOR, Tolerance, by_output, judge, report_without_outputs
+from optimizer.parity.verdict import Tolerance, by_output, judge, report_without_outputs
 from passes.base import Precision
 
 logger = logging.getLogger(__name__)
 BATCH_SIZES = (1, 2, 3, 5, 8)
 # Maximum number of larger batch sizes to find where the original accepts no other size.
 _LARGER = 2
+_FAST_PATH = (
+    "The original ran without torch's fast path for attention, which eager uses here and files don't: at padded and "
+    "masked positions it gives other numbers. To see those of the files in eager, call "
+    "torch.backends.mha.set_fastpath_enabled(False)."
+)
 # The draws of calls with other values; those of the samples are smaller.
 _FIRST_DRAW = 1000
 
 
-def measure_reference(
-    target: Callable[..., Any],
-    samples: Samples,
-    *,
-    batch_sizes: Sequence[int] | None = None,
-    draws: int | None = None,
-    mode: Mode = "inference",
-    measured_sizes: int | None = 2,
-    known: OriginalOutputs | None = None,
-    or_larger: bool = False,
-    other_values: bool = False,
-) -> Reference:
-    """Run the original at each batch size and draw, and at `measured_sizes` of them also in float64 and perturbed.
-
-    A call whose outputs contain integers, NaN or infinity is always measured, because ties differ from call to call.
-
-    Args:
-        batch_sizes: None for 1, 2, 3, 5, 8 and the given one (in training the given one and the next). If the batch
-            can't be changed, only the given one is used.
-        draws: inputs per batch size; None for one, or for two if there is a single batch size or an output is the same
-            at all calls.
-        measured_sizes: number of batch sizes at which rounding noise is measured, 1 or 2; None for all.
-        known: earlier runs of the same original, which are reused if they are still valid.
-        or_larger: if the original accepts no other of these batch sizes, try some that are larger than the given one:
-            rows that the inputs refer to by number must exist.
-        other_values: whether to run other values of integers and masks, and keep the calls that change an output's size.
-
-    Raises:
-        LoadError: the original raises at every batch size.
-        UsageError: `batch_sizes` is empty, or `draws` isn't a number of 1 or more.
-    """
-    return OriginalOutputs(
-        target,
-        samples,
-        batch_sizes=batch_sizes,
-        draws=draws,
-        mode=mode,
-        measured_sizes=measured_sizes,
-        known=known,
-        or_larger=or_larger,
-        other_values=other_values,
-    ).reference()
+def measure_reference(target: Callable[..., Any], samples: Samples, **options: Any) -> Reference:
+    """The reference for candidates; arguments and errors are those of `OriginalOutputs`."""
+    return OriginalOutputs(target, samples, **options).reference()
 
 
 @in_turn
@@ -199,7 +164,28 @@ class OriginalOutputs:
         or_larger: bool = False,
         other_values: bool = False,
     ) -> None:
-        """Run the original at each batch size and draw, as `measure_reference` does; `recorded` records the first runs."""
+        """Run the original at each batch size and draw.
+
+        `reference` runs it at `measured_sizes` of them also in float64 and perturbed. A call whose outputs contain
+        integers, NaN or infinity is always measured, because ties differ from call to call.
+
+        Args:
+            batch_sizes: None for 1, 2, 3, 5, 8 and the given one (in training the given one and the next). If the batch
+                can't be changed, only the given one is used.
+            draws: inputs per batch size; None for one, or for two if there is a single batch size or an output is the
+                same at all calls.
+            measured_sizes: number of batch sizes at which rounding noise is measured, 1 or 2; None for all.
+            known: earlier runs of the same original, which are reused if they are still valid.
+            recorded: records the first runs for the passes.
+            or_larger: if the original accepts no other of these batch sizes, try some that are larger than the given
+                one: rows that the inputs refer to by number must exist.
+            other_values: whether to run other values of integers and masks, and keep the calls that change an output's
+                size.
+
+        Raises:
+            LoadError: the original raises at every batch size.
+            UsageError: `batch_sizes` is empty, or `draws` isn't a number of 1 or more.
+        """
         sizes = _sizes_of(samples, batch_sizes, mode)
         count = _draws_of(draws, sizes)
         drawn = ((size, draw) for size in sizes for draw in range(count))
@@ -240,13 +226,11 @@ class OriginalOutputs:
     def reference(self) -> Reference:
         """The reference for candidates: these outputs with their truth and noise, measured once."""
         if self._reference is None:
-            with one_at_a_time:
-                eager = eager_runs(self.original)
-                with pinned_settings():
-                    reference = Reference(self.original, self._rounding, self._settings, self._draws)
-                notes = notes_on_eager(self.original, eager, reference)
-            reference.blank = replace(reference.blank, notes=(*reference.blank.notes, *notes))
-            self._reference = reference
+            original = self.original
+            if original.mode == "inference" and has_fast_path(original.target) and _FAST_PATH not in original.notes:
+                original.notes.append(_FAST_PATH)
+            with one_at_a_time, pinned_settings():
+                self._reference = Reference(original, self._rounding, self._settings, self._draws)
         return self._reference
 
     @property
@@ -406,49 +390,3 @@ def _shorter(tensor: torch.Tensor) -> torch.Tensor | None:
     other = tensor.clone()
     other[..., size // 2 :] = False if tensor.dtype == torch.bool else int(tensor.min())
     return other
-
-
-def eager_runs(original: Original) -> list[tuple[OriginalCall, Observation | str]]:
-    """Run the user's own calls under the settings in force; empty if pinning changes none that the model may notice.
-
-    Returns:
-        Each call with its outputs, or with the error there.
-    """
-    if original.mode != "inference" or not any(pinned_by(original.target, original.device)):
-        return []
-
-    def run(one: OriginalCall) -> Observation | str:
-        try:
-            with without_warnings():
-                return original.run_again(one)
-        except LoadError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the original is foreign code; what it raises is part of the note
-            return error_summary(error)
-
-    given = [one for one in original.calls if not one.sizes]
-    return [(one, run(one)) for one in given if one is given[0] or one.key in original.asked]
-
-
-def notes_on_eager(
-    original: Original, runs: list[tuple[OriginalCall, Observation | str]], reference: Reference
-) -> list[str]:
-    """A note on the first difference beyond rounding; empty if there is none."""
-    for one, seen in runs:
-        if isinstance(seen, str):
-            difference = f"it raises at {one.where}: {seen}"
-            break
-        comparison = Comparison(reference.noises, flat=False, in_detail=False, who="eager")
-        comparison.add(one, seen)
-        # Both runs may have the allowed error.
-        report = judge(comparison.finish(reference.blank), factor=2 * FACTOR)
-        if report.verdict == "failed":
-            difference = report.reason.removesuffix(".")
-            break
-    else:
-        return []
-    pinned, remedy = zip(*pinned_by(original.target, original.device), strict=True)
-    return [
-        f"The original ran without {' and '.join(pinned)}, which eager uses here and files don't: with it, {difference}. "
-        f"To see the numbers of the files in eager, call {' and '.join(remedy)}."
-    ]

@@ -62,7 +62,6 @@ class OutputNoise(_Stored):
 
     @classmethod
     def unknown(cls, name: str, value: torch.Tensor) -> OutputNoise:
-        """The noise of an output that is compared, and not judged by noise."""
         return cls(name, "output", dtype_name(value.dtype), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, None, True, 0)
 
     @property
@@ -72,7 +71,6 @@ class OutputNoise(_Stored):
         return not (dtype.is_floating_point or dtype.is_complex)
 
     def allowed(self, factor: float) -> tuple[float, float]:
-        """The allowed absolute error, and the allowed root mean square of the errors."""
         return self.declared + factor * self.noise, self.declared + factor * self.noise_rms
 
 

@@ -175,7 +175,6 @@ class PerturbedMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def perturbed(self, value: Any, start: int) -> Any:
-        """Change a tensor by the signs from `start` on."""
         if not isinstance(value, torch.Tensor) or not _is_inexact(value) or value.numel() == 0:
             return value
         return off_by_one_ulp(value, self._signs, start, eps=self._eps)

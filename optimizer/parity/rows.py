@@ -128,9 +128,7 @@ class Rows:
         def take(tensor: torch.Tensor) -> torch.Tensor:
             if (other := others.get(id(tensor))) is None:
                 return tensor
-            both = torch.cat([_coo(tensor.detach()), _coo(other.detach())])
-            found = both.index_select(0, index.to(tensor.device))
-            return found if tensor.layout is torch.strided else found.to_sparse(layout=tensor.layout)
+            return torch.cat([tensor.detach(), other.detach()]).index_select(0, index.to(tensor.device))
 
         args, kwargs = rebuild((batch.call.args, batch.call.kwargs), take)
         return Call(args, kwargs)
@@ -149,10 +147,6 @@ def _tensors(call: Call) -> list[torch.Tensor]:
 
 def _has_rows(tensor: torch.Tensor, size: int) -> bool:
     return tensor.dim() > 0 and tensor.shape[0] == size
-
-
-def _coo(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.layout is torch.strided else tensor.to_sparse_coo()
 
 
 def measure_rows(rows: Rows, runs: Runs, flatten: Flatten | None, *, names: Sequence[str], seed: int) -> RowMeasurement:

@@ -501,7 +501,7 @@ def test_data_of_older_versions_lacks_fields():
 def test_golden_entries_judge_without_the_original():
     model = net()
     reference = measure_reference(model, Samples((image(),)))
-    entries = golden_entries(reference, 3)
+    entries = golden_entries(reference)
     assert [entry.batch_size for entry in entries] == [2, 1, 3]
     assert entries[0].outputs["output"].dtype is torch.float32
     noises = {

@@ -202,7 +202,7 @@ def test_a_wrong_weight_is_no_internal_rounding(monkeypatch):
     assert any(
         "float64 has the same error, so rounding inside the model can't explain it" in note for note in report.notes
     )
-    assert not check_region(model, shifted, [inputs.given.args]).ok
+    assert not check_region(model, shifted, *inputs.given.args).ok
     # A candidate that only rounds differently has as large an error, and passes.
     with monkeypatch.context() as patch:
         patch.setattr(Reference, "refine_noise", lambda self: None)

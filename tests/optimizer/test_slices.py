@@ -139,10 +139,10 @@ def test_an_error_in_a_channel_a_million_times_smaller_is_found():
     assert report.outputs[0].max_error < report.outputs[0].tolerance
     assert report.verdict == "failed"
     assert report.outputs[0].slice == "index 6 of dim 1"
-    region = check_region(model, wrong, [(x,)])
+    region = check_region(model, wrong, x)
     assert not region.ok
     assert "index 6 of dim 1" in region.reason
-    assert check_region(model, right, [(x,)]).ok
+    assert check_region(model, right, x).ok
 
 
 class Masked(nn.Module):

@@ -7,10 +7,7 @@ import torch.nn.functional as F
 from tiny_models import enliven
 from torch import nn
 
-from optimizer.parity import (
-    RegionReference,
-    check_parity,
-)
+from optimizer.parity import check_parity, compare_region, region_at
 
 
 class ConvNet(nn.Module):
@@ -44,8 +41,8 @@ def off_by(model, path, relative=0.01):
     return result
 
 
-def check_region(old, new, inputs):
-    return RegionReference(old, inputs).compare(new)
+def check_region(old, new, x):
+    return compare_region(region_at(old, (x,)), new)
 
 
 def image(batch=2):
