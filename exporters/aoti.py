@@ -104,7 +104,7 @@ class AotiExporter(Exporter):
 
         def known(artifact: Artifact) -> Artifact:
             notes = (*artifact.notes, f"Made for {made_for(package_metadata(artifact.path))}.")
-            return replace(artifact, notes=notes, program=programs[0], limits=tuple(limits))
+            return replace(artifact, notes=notes, limits=tuple(limits))
 
         return first_right(self, request, evidence, routes, directory, known)
 

@@ -1,12 +1,8 @@
-"""Write a self-contained reproduction of a wrong file, which needs neither the model nor this project.
-
-The folder is written under a temporary name next to its target and renamed when it is complete.
-"""
+"""Write a self-contained reproduction of a wrong file, which needs neither the model nor this project."""
 
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -149,18 +145,15 @@ def write_reproduction(
 def _write(
     folder: Path, copied: Sequence[Path], tensors: Mapping[str, Mapping[str, torch.Tensor]], texts: Mapping[str, str]
 ) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=".debug-", dir=folder.parent))
+    folder.mkdir(parents=True)
     try:
         for path in copied:
-            shutil.copyfile(path, staging / path.name)
+            shutil.copyfile(path, folder / path.name)
         for name, values in tensors.items():
             # Copies, because a view is saved with all the memory that it is a part of.
-            torch.save({key: tensor.detach().cpu().clone() for key, tensor in values.items()}, staging / f"{name}.pt")
+            torch.save({key: tensor.detach().cpu().clone() for key, tensor in values.items()}, folder / f"{name}.pt")
         for name, text in texts.items():
-            (staging / name).write_text(text, encoding="utf-8")
-        staging.chmod(0o755)
-        staging.rename(folder)
+            (folder / name).write_text(text, encoding="utf-8")
     except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
