@@ -46,6 +46,7 @@ from optimizer.pipeline.transactions import Comparer, CopyRuns, Transactions, lo
 from optimizer.report import CoverageRecord, Progress, ProgressFunction, Report, Size
 from passes.base import Context, ModelTree, Pass, PassResult, device_of
 from passes.graph.backend import GraphCall, compilation_of, without_graph_call
+from passes.graph.recording import Runs as RecordedCalls
 from passes.graph.recording import call_of, operation_name, recorded_runs, tensor_of
 from passes.registry import make_passes
 from passes.torch_private import COMPILED_CALL, AnyNorm
@@ -157,8 +158,8 @@ def _run_stages(
             notes.append(f"no run could be recorded, so passes that need one change nothing: {recorded.failure}")
         progress(Progress("capture", 2, 2, "", ""))
     comparer = transactions.comparer
-    before, coverage = size_of(tree), coverage_record(tree, context)
-    operations = recorded_operations(tree, context)
+    before, coverage = size_of(tree), coverage_record(tree, recorded)
+    operations = recorded_operations(tree, recorded)
     with _timed(stages, "passes"):
         if comparer is not None and not all(map(is_own, passes)):
             # A pass of another package may write to the caller's weights, so measure the reference before it runs.
@@ -376,10 +377,9 @@ def size_of(tree: ModelTree) -> Size:
     )
 
 
-def coverage_record(tree: ModelTree, context: Context) -> CoverageRecord:
+def coverage_record(tree: ModelTree, recorded: RecordedCalls | None) -> CoverageRecord:
     """The share of modules with parameters that the example calls reach."""
     owners = [module for module in tree.modules() if any(p is not None for p in module._parameters.values())]
-    recorded = recorded_runs(tree, context)
     if recorded is None:
         return CoverageRecord(0, len(owners))
     nodes = (node for run in recorded.runs for node in run.recording.nodes())
@@ -388,9 +388,8 @@ def coverage_record(tree: ModelTree, context: Context) -> CoverageRecord:
     return CoverageRecord(len(owners) - len(unreached), len(owners), tuple(map(tree.path, unreached)))
 
 
-def recorded_operations(tree: ModelTree, context: Context) -> tuple[tuple[str, str], ...]:
+def recorded_operations(tree: ModelTree, recorded: RecordedCalls | None) -> tuple[tuple[str, str], ...]:
     """The path of the module and the name of each operation of the first recorded run, in order."""
-    recorded = recorded_runs(tree, context)
     nodes = recorded.runs[0].recording.nodes() if recorded is not None and recorded.runs else []
     calls = [node for node in nodes if node.op == "call_function" and not node.meta["asks"]]
     return tuple((tree.path(call_of(node).module), operation_name(node)) for node in calls)
