@@ -23,7 +23,7 @@ from optimize_export.errors import (
     printable,
     with_causes,
 )
-from optimizer.command.all_models import builds, joined, summary
+from optimizer.command.build import builds, joined, summary
 from optimizer.command.commands import PROGRAM, field_options, option_names, parse, why_no_option
 from optimizer.command.early_checks import check_early
 from optimizer.command.output import (

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from optimize_export.arguments import other_gpu
 from optimize_export.errors import OptimizeExportError, UsageError
-from optimizer.command.config import FOLDERS, read_config
+from optimizer.command.build import FOLDERS, read_config
 from optimizer.command.early_checks import default_output
 from optimizer.options import (
     DIAGNOSED,

@@ -34,8 +34,7 @@ from optimize_export.wording import described, listed, type_name
 from optimizer.api import export, optimize_to_export, report_of
 from optimizer.bundle import Bundle, VerifyReport, check_target, rejudge_bundle, verify_bundle, write_triton_model
 from optimizer.command.errors import errors_of_user_code, own_errors
-from optimizer.command.input_files import misfit
-from optimizer.command.input_spec import parse_input
+from optimizer.command.inputs import misfit, parse_input
 from optimizer.command.loading import Loaded, load, required_arguments
 from optimizer.command.up_to_date import inputs_of, opened_files
 from optimizer.command.user_code import names_restored

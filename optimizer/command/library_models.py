@@ -26,7 +26,7 @@ from torch import nn
 from optimize_export.errors import LoadError
 from optimize_export.wording import dtype_name, listed
 from optimizer.command.errors import errors_of_user_code
-from optimizer.command.input_files import Preprocessing
+from optimizer.command.inputs import Preprocessing
 
 _ROWS, _LENGTH = 2, 16
 # The side of the images if the model's config has none; such models take any size.

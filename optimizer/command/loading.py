@@ -38,8 +38,7 @@ from optimizer.command.early_checks import (
     split_library,
 )
 from optimizer.command.errors import errors_of_user_code
-from optimizer.command.input_files import Preprocessing, read_calls, signature_of
-from optimizer.command.input_spec import draw_inputs, parse_input
+from optimizer.command.inputs import Preprocessing, draw_inputs, parse_input, read_calls, signature_of
 from optimizer.command.library_models import LibraryModel, library_model, open_lengths
 from optimizer.command.user_code import put_first
 from optimizer.model import (

@@ -12,7 +12,7 @@ from optimize_export.errors import UsageError
 from optimize_export.structure import leaves_of
 from optimizer import check_parity, export, optimize, verify_bundle
 from optimizer.command.cli import main
-from optimizer.command.input_files import read_calls
+from optimizer.command.inputs import read_calls
 from optimizer.model.inputs import Call
 from optimizer.parity import input_names
 

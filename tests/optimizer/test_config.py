@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+from user_folder import INPUTS, NET
 
-from optimizer.command import all_models, cli
+from optimizer.command import build, cli
 
 ROOT = Path(cli.__file__).parent.parent.parent
 CONFIG = """
@@ -304,7 +305,7 @@ print(json.dumps({"ok": True, "exit_code": 0, "bundle": "dist/" + name, "up_to_d
 def fake(folder, monkeypatch):
     """Runs `--all` with models of these names, whose commands are a fake program."""
     (folder / "_optimize_export_start.py").write_text(FAKE)
-    monkeypatch.setattr(all_models, "ROOT", folder)
+    monkeypatch.setattr(build, "ROOT", folder)
 
     def run(*names: str, more: tuple[str, ...] = ()) -> int:
         config("".join(f'[tool.optimize-export.models.{name}]\nmodel = "net.py"\n' for name in names))
@@ -372,8 +373,8 @@ def test_a_process_that_a_build_leaves_running_is_not_waited_for(fake):
 def test_an_interrupt_ends_the_builds(folder, fake, number, code):
     config('[tool.optimize-export.models.slow]\nmodel = "net.py"\n')
     program = (
-        "import sys\nfrom pathlib import Path\nfrom optimizer.command import all_models, cli\n"
-        "all_models.ROOT = Path()\nsys.exit(cli.main(['build', '--all']))"
+        "import sys\nfrom pathlib import Path\nfrom optimizer.command import build, cli\n"
+        "build.ROOT = Path()\nsys.exit(cli.main(['build', '--all']))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     child = subprocess.Popen([sys.executable, "-c", program], env=environment, stderr=subprocess.PIPE, text=True)
@@ -386,22 +387,9 @@ def test_an_interrupt_ends_the_builds(folder, fake, number, code):
     child.stderr.close()
 
 
-NET = """
-import torch
-from torch import nn
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-    def forward(self, x):
-        return self.linear(x)
-example_inputs = (torch.randn(2, 4),)
-"""
-
-
 @pytest.mark.slow
 def test_the_models_of_a_real_config(folder):
-    Path("net.py").write_text(NET)
+    Path("net.py").write_text(NET + INPUTS)
     config(
         "[tool.optimize-export]\nformats = 'torchscript'\nmodel = 'net.py'\nno-bench = true\n"
         "[tool.optimize-export.models.a]\n[tool.optimize-export.models.b]\nweights = 'missing.pt'\n"

@@ -14,7 +14,7 @@ from exporters.base import named_inputs
 from optimize_export.errors import LoadError, UsageError
 from optimizer import check_parity, export, open_bundle
 from optimizer.command import cli
-from optimizer.command.input_files import read_calls
+from optimizer.command.inputs import read_calls
 from optimizer.command.loading import load
 from optimizer.model import first_difference, leaves_of
 from optimizer.model.inputs import Call, Samples

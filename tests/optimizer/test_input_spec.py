@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from optimize_export.errors import LoadError, UsageError
-from optimizer.command.input_spec import InputSpec, draw_inputs, parse_input
+from optimizer.command.inputs import InputSpec, draw_inputs, parse_input
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import leave
+from ranks import Logged, leave
 from tiny_models import enliven
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -70,15 +70,6 @@ def words():
 
 def images():
     return Images(), lambda generator: torch.randn(4, 3, 8, 8, generator=generator)
-
-
-class Seen(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.messages = []
-
-    def emit(self, record):
-        self.messages.append(record.getMessage())
 
 
 def whole(model):
@@ -199,7 +190,7 @@ def main():
         "fsdp-other-plans": lambda: other_plans(rank, mesh),
     }
     for name in sys.argv[1:] or scenarios:
-        seen = Seen()
+        seen = Logged()
         logging.getLogger().addHandler(seen)
         found = scenarios[name]()
         logging.getLogger().removeHandler(seen)

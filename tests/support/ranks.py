@@ -1,10 +1,20 @@
-"""How a process that is one of several ranks ends."""
+"""What processes that are ranks share: the messages that they log, and how they end."""
 
+import logging
 import os
 import sys
 from typing import NoReturn
 
 from torch import distributed
+
+
+class Logged(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
 
 
 def leave() -> NoReturn:

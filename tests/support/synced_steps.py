@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from ranks import leave
+from ranks import Logged, leave
 from tiny_models import enliven
 from torch import Tensor, distributed, nn
 
@@ -169,15 +169,6 @@ def _peak(model: nn.Module, x: Tensor) -> int:
     return int(live.peak)
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def _main(rank: int, folder: Path, backend: str, *lists: str) -> None:
     from optimizer import optimize
 
@@ -199,7 +190,7 @@ def _main(rank: int, folder: Path, backend: str, *lists: str) -> None:
 def _seen(result: nn.Module, x: Tensor) -> dict[str, Any]:
     from optimizer import report_of
 
-    warned = _Lines()
+    warned = Logged()
     logging.getLogger("passes").addHandler(warned)
     devices = [x.device] if x.is_cuda else None
     seen = steps(nn.parallel.DistributedDataParallel(result, device_ids=devices), x)
@@ -208,7 +199,7 @@ def _seen(result: nn.Module, x: Tensor) -> dict[str, Any]:
     # The peak of a step, and the peak that was planned for it.
     seen["peak"] = _peak(result, x)
     seen["planned"] = [record.detail.chosen.peak for record in report.passes if record.detail is not None]
-    seen["warned"] = warned.lines
+    seen["warned"] = warned.messages
     return seen
 
 
