@@ -136,7 +136,8 @@ def _no_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_formats_need_no_onnxruntime(tmp_path: Path) -> None:
     x = torch.randn(2, 4)
     fast = optimize(nn.Linear(4, 3).eval(), example_inputs=(x,))
-    export(fast, example_inputs=(x,), output=tmp_path / "net", formats=("torchscript",), tune=True, effort="quick")
+    options = {"formats": ("torchscript",), "tune": True, "tune_seconds": 1.0, "effort": "quick"}
+    export(fast, example_inputs=(x,), output=tmp_path / "net", **options)
     assert torch.equal(load(tmp_path / "net")(x), fast(x))
 
 
