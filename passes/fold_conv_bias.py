@@ -90,9 +90,10 @@ class FoldConvBias(GraphPass):
             norm = layers.batch_norm_at(node)
             pair = None if norm is None else layers.pair_before(norm)
             if norm is None or pair is None:
-                graph.explain(
-                    node, layers.why_unmatched(norm) if norm else layers.why_alone(node) or "it isn't recognized"
-                )
+                if reason := layers.why_alone(node):
+                    graph.skip(node, reason)
+                else:
+                    graph.explain(node, layers.why_unmatched(norm) if norm else "it isn't recognized")
                 continue
             if pair.layer.bias is None:
                 graph.explain(pair.layer.node, "it has no bias")

@@ -330,7 +330,7 @@ class Layers(Finder):
         """The reason why a `batch_norm` call, or the layer before it, isn't recognized, as a clause; None for others.
 
         That is so if one of their tensors isn't constant: it depends on the inputs of the forward, is random, or is
-        written to when it is computed.
+        written to when it is computed; and if an earlier pass has padded the layer.
         """
         names = _norm_arguments(node)
         if names is None:
@@ -340,6 +340,13 @@ class Layers(Finder):
         layer, _ = self._source_of(_named(node, names)["input"])
         if name_of(layer) in _LAYERS and (name := self._first_computed(layer, _ARGUMENTS[:3])):
             return f"the {name} of {self._graph.where(layer)} {_COMPUTED}"
+        # As pad-channels writes it.
+        whole = layer.args[0] if name_of(layer) == "narrow" else None
+        if isinstance(whole, Node) and self.layer_at(whole) is not None:
+            where = self._graph.where(whole)
+            return (
+                f"its input is a part of the channels of {where}: put this pass before pad-channels if that padded it"
+            )
         return None
 
     def why_no_layer(self, node: Node) -> str:

@@ -549,3 +549,14 @@ def test_nan_and_infinity_stay_in_their_rows_between_layers(row: Any) -> None:
 ])  # fmt: skip
 def test_an_output_is_a_tensor_of_its_own(function: Callable[..., Any]) -> None:
     check_pass(ANYWHERE, enliven(of_two(function)), (torch.randn(4, 5),))
+
+
+@pytest.mark.parametrize("fold", ["fold-conv-bias", "fold-conv-bn"])
+def test_a_fold_after_it_says_to_come_before_it(fold: str) -> None:
+    model = enliven(nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))).eval()
+    fast = optimize(model, ["pad-channels:force=true", fold], example_inputs=(torch.randn(2, 4, 6, 6),))
+    record = report_of(fast).passes[1]
+    assert record.status == "unchanged"
+    (skip,) = record.skips
+    assert skip.where == "1"
+    assert skip.text.startswith("its input is a part of the channels of 0: put this pass before pad-channels")
