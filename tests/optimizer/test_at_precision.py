@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
-import real_models
 import torch
 from folding_models import image
+from real_models import REAL_MODELS
 from tiny_models import enliven
 from torch import Tensor, nn
 
@@ -91,7 +91,7 @@ FAULTS = {
     ids=[*(f"net-{each}" for each in IDS), f"bert-{IDS[0]}"],
 )
 def test_a_right_cast_passes_and_every_planted_fault_fails(name: str, precision: Precision) -> None:
-    model, args, kwargs = (net(), (x(),), {}) if name == "net" else real_models.bert()
+    model, args, kwargs = (net(), (x(),), {}) if name == "net" else REAL_MODELS["bert"]()
     fast = cast(model, precision, *args, **kwargs)
     reference = reference_of(model, *args, **kwargs)
     lower = reference.at_precision(precision)

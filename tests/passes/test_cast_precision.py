@@ -11,11 +11,11 @@ from typing import Any
 
 import onnx
 import pytest
-import real_models
 import torch
 import torch.nn.functional as F
 from folding_models import image
 from pass_contract import captured, check_pass, check_same, tree_of
+from real_models import REAL_MODELS
 from tiny_models import Net, enliven
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -922,7 +922,7 @@ def test_what_a_format_cannot_hold_is_told_in_a_sentence(
 @pytest.mark.parametrize("how", ["autocast", "weights"])
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_a_model_of_transformers_is_cast(name: str, how: Any) -> None:
-    model, args, kwargs = getattr(real_models, name)()
+    model, args, kwargs = REAL_MODELS[name]()
     fast = optimize(model, [CastPrecision(how=how)], example_inputs=args, example_kwargs=kwargs)
     report = report_of(fast)
     assert report.passes[0].status == "applied", str(report)
