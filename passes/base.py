@@ -19,21 +19,9 @@ from torch.utils import _pytree as pytree
 
 from passes.errors import PassOptionError, RequirementNotMet
 
-RunCompiled = Callable[[AbstractContextManager[Any]], str | None]
 # (old, new, values) -> one result per comparison, as a pair of `optimizer.parity` measures: the error in exact
 # arithmetic and, if it is relevant, the rounding error.
 Judge = Callable[[Callable[..., Any], Callable[..., Any], tuple[Any, ...]], Sequence[tuple[Any, Any]]]
-Apart = Callable[[], AbstractContextManager[tuple[tuple[Any, ...], dict[str, Any]]]]
-
-
-# (graph pass, tree, context) -> its result
-TryOnGraphs = Callable[[Any, "ModelTree", "Context"], "PassResult"]
-
-
-class RunInside(Protocol):
-    """The type of `Context.run_inside`."""
-
-    def __call__(self, watch: AbstractContextManager[Any], number: int = 0, /) -> str | None: ...
 
 
 # The tensor classes whose stored values torch's operations use unchanged.
@@ -73,11 +61,6 @@ class ModelTree:
         for path, module in (*self.root.named_modules(remove_duplicate=False), *self.unregistered):
             self._paths[id(module)].append(path)
             self._modules[id(module)] = module
-        self._holders: dict[int, int] = defaultdict(int)
-        for module in self.modules():
-            if not isinstance(module, torch.jit.ScriptModule):
-                for tensor in (*module._parameters.values(), *module._buffers.values()):
-                    self._holders[id(tensor)] += 1
         self.forget_runs()
 
     def forget_runs(self) -> None:
@@ -104,10 +87,6 @@ class ModelTree:
         """The path of a tensor: "layer1.conv.weight"."""
         path = self.path(ref.owner)
         return f"{path}.{ref.name}" if path else ref.name
-
-    def holders_of(self, tensor: torch.Tensor) -> int:
-        """The number of places where the tensor is registered."""
-        return self._holders.get(id(tensor), 0)
 
 
 class Edit(Protocol):
@@ -180,15 +159,16 @@ class Context:
     left_alone: Mapping[Place, str] = field(default_factory=dict)
     # Runs the root on the example call with the given index (the first by default) inside a given context, for example
     # a recorder, and restores all state; returns the error as a clause, or None on success
-    run_inside: RunInside | None = None
+    run_inside: Callable[..., str | None] | None = None
     # Runs all example calls inside a given context. Unlike `run_inside`, it runs calls that are set up to be compiled
     # as compiled code
-    run_compiled: RunCompiled | None = None
-    # Captures the graphs of the example calls, has a graph pass rewrite them and checks its changes
-    try_on_graphs: TryOnGraphs | None = None
+    run_compiled: Callable[[AbstractContextManager[Any]], str | None] | None = None
+    # (graph pass, tree, context) -> its result: captures the graphs of the example calls, has the pass rewrite them and
+    # checks its changes
+    try_on_graphs: Callable[[Any, ModelTree, Context], PassResult] | None = None
     # A context in which a pass may run the root with gradients; it restores all state and yields the arguments of the
     # first example call
-    apart: Apart | None = None
+    apart: Callable[[], AbstractContextManager[tuple[tuple[Any, ...], dict[str, Any]]]] | None = None
     # Compares the original part of the model with its replacement on given values
     judge: Judge | None = None
     # Whether to record also why candidates don't match a pass' pattern, with their file and line
@@ -414,14 +394,13 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def fewest_rows(calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> int:
-    """The index of the call with the smallest batch size."""
-    return min(range(len(calls)), key=lambda number: rows_of(calls[number]))
+    """The index of the call with the fewest rows, by dim 0 of its first tensor that has dims."""
 
+    def rows(number: int) -> int:
+        leaves = pytree.tree_leaves(calls[number])
+        return next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
 
-def rows_of(call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> int:
-    """The batch size of a call: the first dim of its first tensor that has dims; 0 if there is none."""
-    tensors = (leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor))
-    return next((len(tensor) for tensor in tensors if tensor.dim()), 0)
+    return min(range(len(calls)), key=rows)
 
 
 def paths_matching(paths: Iterable[str], pattern: str) -> set[str]:
@@ -430,12 +409,12 @@ def paths_matching(paths: Iterable[str], pattern: str) -> set[str]:
     `|` separates alternatives, and `*` matches one name of a path or a part of it: "layers.*" matches "layers.0", but
     not "layers" or "layers.0.norm".
     """
+
+    def matches(path: list[str], wanted: list[str]) -> bool:
+        return len(path) == len(wanted) and all(map(fnmatchcase, path, wanted))
+
     wanted = [one.strip().split(".") for one in pattern.split("|")]
-    return {path for path in paths if any(_matches(path.split("."), one) for one in wanted)}
-
-
-def _matches(path: list[str], wanted: list[str]) -> bool:
-    return len(path) == len(wanted) and all(map(fnmatchcase, path, wanted))
+    return {path for path in paths if any(matches(path.split("."), one) for one in wanted)}
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from optimize_export.wording import a_type, lack_of_memory, listed, quote, type_
 from optimizer.torch_private import copied_script
 from passes.graph.backend import GraphCall
 from passes.graph.forwards import unbound_forward
+from passes.graph.memory import storages_of
 from passes.torch_private import COMPILED_CALL
 
 Mode = Literal["inference", "training"]
@@ -68,30 +69,22 @@ def unregistered_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     The path is the code that reaches the module: `layers[0].conv`. A module in several places is listed once per place.
     """
-    registered = dict.fromkeys(model.modules())
-    paths: dict[nn.Module, str] = {}
+    waiting = list(model.named_modules())
+    registered = {module for _, module in waiting}
     found: list[tuple[str, nn.Module]] = []
-    waiting = list(registered)
     visited = set[nn.Module]()
     while waiting:
-        module = waiting.pop()
+        path, module = waiting.pop()
         if is_script(module) or module in visited:
             continue
         visited.add(module)
         for name, value in module.__dict__.items():
             if _holds_no_module(value) or name in REGISTRIES:
                 continue
-            inside = list(_modules_in(value, "", _DEPTH))
-            if inside and not paths:
-                # Most models have no such module, so the paths are computed only here.
-                paths = {module: path for path, module in model.named_modules()}
-            for place, top in inside:
-                path = f"{paths[module]}.{name}{place}".lstrip(".")
-                new = [item for item in top.named_modules(prefix=path) if item[1] not in registered]
+            for place, top in _modules_in(value, f"{path}.{name}".lstrip("."), _DEPTH):
+                new = [item for item in top.named_modules(prefix=place) if item[1] not in registered]
                 found += new
-                waiting += (inner for _, inner in new)
-                for inner_path, inner in new:
-                    paths.setdefault(inner, inner_path)
+                waiting += new
     return found
 
 
@@ -201,15 +194,19 @@ class WorkingCopy:
         """
         if self.mode == "training":
             return
-        memo: dict[int, Any] = {}
-        for name in names:
-            (parameter,) = _named(self.root, [name])
-            with copying_tensors():
-                parameter.data = copy.deepcopy(parameter.detach(), memo)
+        own_storage(_named(self.root, names))
 
     def unregistered(self) -> list[tuple[str, nn.Module]]:
         """The modules in plain containers of the copy, outside its tree, each with its path."""
         return [place for place in unregistered_modules(self.root) if id(place[1]) in self.originals]
+
+
+def own_storage(parameters: Iterable[nn.Parameter]) -> None:
+    """Copy the memory of parameters; those that share memory share it afterwards too."""
+    memo: dict[int, Any] = {}
+    with copying_tensors():
+        for parameter in parameters:
+            parameter.data = copy.deepcopy(parameter.detach(), memo)
 
 
 def working_copy(
@@ -320,7 +317,7 @@ class _CopiedTensors(TorchFunctionMode):
     def _copied(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         if is_lazy(tensor):
             return type(tensor)(tensor.requires_grad, tensor.data.device, tensor.data.dtype)  # type: ignore[call-arg, arg-type]
-        if _storage_of(tensor) in self.shared:
+        if (places := storages_of(tensor)) and self.shared.issuperset(places):
             return tensor.detach()
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_mkldnn or tensor.is_quantized:
             return tensor.detach().clone().requires_grad_(tensor.requires_grad and tensor.is_leaf)
@@ -399,15 +396,15 @@ def _memorize_parameters(
     moved, copied = _storages_of((*buffers, *apart)), set(map(id, apart))
     shared = set[int]()
     for key, parameter in parameters.items():
-        place = _storage_of(parameter)
-        if key in copied or place in moved or is_lazy(parameter):
+        places = storages_of(parameter)
+        if key in copied or not moved.isdisjoint(places) or is_lazy(parameter):
             with copying_tensors():
                 own = copy.deepcopy(parameter if is_lazy(parameter) else parameter.detach(), memo)
             memo[key] = own if is_lazy(parameter) else _as_parameter(parameter, own)
         else:
             memo[key] = stand_in(parameter)
-            shared.add(place)
-    return frozenset(shared - {0})
+            shared.update(places)
+    return frozenset(shared)
 
 
 def _named(model: nn.Module, names: Collection[str]) -> Iterator[nn.Parameter]:
@@ -495,7 +492,7 @@ def _copy_script(module: nn.Module, memo: dict[int, Any], mode: Mode, apart: fro
         return
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
-        is_shared = mode == "training" or (isinstance(tensor, nn.Parameter) and _storage_of(tensor) not in apart)
+        is_shared = mode == "training" or (isinstance(tensor, nn.Parameter) and apart.isdisjoint(storages_of(tensor)))
         return tensor if is_shared else copy.deepcopy(tensor)
 
     twin = copied_script(module, own)
@@ -522,16 +519,4 @@ def _as_parameter(parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
 
 
 def _storages_of(values: Iterable[Any]) -> frozenset[int]:
-    found = (_storage_of(value) for value in values if isinstance(value, torch.Tensor))
-    return frozenset(place for place in found if place)
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    """The address of a tensor's values; 0 if they aren't in a single storage."""
-    if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.is_mkldnn or tensor.is_nested:
-        return 0
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
-        # A subclass that wraps other tensors.
-        return 0
+    return frozenset(place for value in values if isinstance(value, torch.Tensor) for place in storages_of(value))

@@ -15,13 +15,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from optimize_export.errors import ExportFailed, UsageError
-from optimizer.model import Call, Samples, Source
+from optimizer.model import Call, Samples, Source, own_storage
 from optimizer.parity import OriginalOutputs
 from optimizer.report import Report
 from passes.base import DeclaredError, Pass, Precision, device_of
 from passes.errors import UnknownPass
 from passes.graph.backend import refresh
-from passes.graph.memory import copied_together, groups_of, storages_of
+from passes.graph.memory import storages_of
 from passes.registry import pass_named
 
 _ATTRIBUTE = "_optimize_export"
@@ -239,9 +239,7 @@ class OwnStorage:
             else [each for each in root.parameters() if self._storages.intersection(storages_of(each))]
         )
         self._root = None
-        for group in groups_of(shared):
-            for tensor, own in zip(group, copied_together(group), strict=True):
-                tensor.data = own
+        own_storage(shared)
 
     def __deepcopy__(self, memo: Any) -> OwnStorage:
         return OwnStorage()

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from passes.base import (
-    PLAIN_TENSORS,
     Change,
     Context,
     Edit,
@@ -29,7 +28,7 @@ from passes.base import (
     training_flags,
 )
 from passes.graph.edits import AttributeEdit, ClassEdit, TensorEdit, in_place, taken_back, undo_all
-from passes.graph.forwards import dtype_inside, has_hooks, is_parametrized
+from passes.graph.forwards import dtype_inside
 from passes.graph.recording import Runs, recorded_runs
 
 
@@ -65,20 +64,6 @@ class ModuleRewriter:
     def computes_in(self) -> torch.dtype | None:
         """The half precision that an earlier pass has set for the whole model; None if there is none."""
         return dtype_inside(self.tree.root)
-
-    def why_not(self, ref: TensorRef) -> str | None:
-        """The reason why a parameter or buffer can't be replaced by another tensor, as a clause; None if it can."""
-        tensor = ref.value
-        assert tensor is not None
-        if type(tensor) not in PLAIN_TENSORS:
-            return f"its {ref.name} is a {type(tensor).__name__}"
-        if is_parametrized(ref.owner):
-            return "it has parametrizations"
-        if has_hooks(ref.owner):
-            return f"it has hooks, which may set its {ref.name}"
-        if self.tree.holders_of(tensor) > 1:
-            return f"its {ref.name} is shared with another module"
-        return None
 
     def skip(self, where: str, reason: str) -> None:
         """Skip a candidate; the reason is a sentence without the full stop."""
@@ -118,13 +103,13 @@ class ModuleRewriter:
             change.edits.clear()
             self.skips.append(Skip(change.where, reason))
 
-    def set_tensor(self, ref: TensorRef, value: torch.Tensor | None) -> None:
-        """Put another tensor under the name of a parameter or buffer; None removes the tensor.
+    def set_tensor(self, ref: TensorRef, value: torch.Tensor) -> None:
+        """Put another tensor under the name of a parameter or buffer.
 
         A tensor for a parameter is wrapped in an `nn.Parameter`. It requires a gradient if the old parameter, or a
         source of the change, did.
         """
-        if value is not None and ref.name not in ref.owner._buffers and not isinstance(value, nn.Parameter):
+        if ref.name not in ref.owner._buffers and not isinstance(value, nn.Parameter):
             sources = (ref, *self._changing().sources)
             needs_gradient = any(one.value is not None and one.value.requires_grad for one in sources)
             value = nn.Parameter(value, requires_grad=needs_gradient)

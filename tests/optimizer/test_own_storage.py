@@ -131,3 +131,16 @@ def test_writes_by_hand_into_weights_count_on_both_sides_and_those_into_buffers_
             before = [each.clone() for each in other.buffers()]
             buffer.add_(0.5)
             assert all(map(torch.equal, before, other.buffers()))
+
+
+def test_weights_over_one_memory_stay_over_one_memory() -> None:
+    model = _built(0)
+    flat = torch.randn(40)
+    model.one.weight.data, model.one.bias.data = flat[:16].view(4, 4).t(), flat[12:16]
+    fast = optimize(model, example_inputs=(X,))
+    fast.load_state_dict(fast.state_dict())
+    assert not _addresses(fast) & _addresses(model)
+    with torch.no_grad():
+        fast.one.bias.fill_(3)
+    assert fast.one.weight[:, 3].tolist() == [3] * 4
+    assert not (flat == 3).any()
