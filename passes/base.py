@@ -8,7 +8,7 @@ import typing
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -352,38 +352,26 @@ def has_default(field: dataclasses.Field[Any]) -> bool:
 
 
 def _parse(owner: str, name: str, text: str, kind: Any) -> Any:
-    if typing.get_origin(kind) is typing.Literal:
-        choices = {str(choice): choice for choice in typing.get_args(kind)}
-        if text not in choices:
-            raise PassOptionError(f"{owner}:{name} must be one of {', '.join(choices)}, not {text!r}.")
-        return choices[text]
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return _parse_union(owner, name, text, kind)
-    if kind is bool:
-        if text.lower() not in ("true", "false"):
-            raise PassOptionError(f"{owner}:{name} must be true or false, not {text!r}.")
-        return text.lower() == "true"
-    if kind not in (int, float, str):
-        raise PassOptionError(f"{owner}:{name} can't be set as text: create the pass in Python.")
-    try:
-        return kind(text)
-    except ValueError:
-        raise PassOptionError(f"{owner}:{name} takes {kind.__name__}, not {text!r}.") from None
-
-
-def _parse_union(owner: str, name: str, text: str, kind: Any) -> Any:
-    kinds = typing.get_args(kind)
-    if type(None) in kinds and text.lower() == "none":
+    """Convert text to the type of a field: bool, int, float, str, a Literal, or a union of these and None."""
+    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    kinds = typing.get_args(kind) if is_union else (kind,)
+    if types.NoneType in kinds and text.lower() == "none":
         return None
-    wanted = [one for one in kinds if one is not type(None)]
+    names = []
     # Any text is a valid str, so str is tried last.
-    for one in sorted(wanted, key=lambda one: one is str):
-        try:
-            return _parse(owner, name, text, one)
-        except PassOptionError:
-            continue
-    names = " or ".join(getattr(one, "__name__", str(one)) for one in wanted)
-    raise PassOptionError(f"{owner}:{name} takes {names}, not {text!r}.")
+    for one in sorted(kinds, key=lambda one: one is str):
+        if one is bool or typing.get_origin(one) is typing.Literal:
+            choices = {str(choice): choice for choice in typing.get_args(one) or (True, False)}
+            if (found := text.capitalize() if one is bool else text) in choices:
+                return choices[found]
+            names.append("true or false" if one is bool else f"one of {', '.join(choices)}")
+        elif one in (int, float, str):
+            with suppress(ValueError):
+                return one(text)
+            names.append(one.__name__)
+        elif one is not types.NoneType:
+            raise PassOptionError(f"{owner}:{name} can't be set as text: create the pass in Python.")
+    raise PassOptionError(f"{owner}:{name} takes {' or '.join(names)}, not {text!r}.")
 
 
 def device_of(module: nn.Module) -> torch.device:

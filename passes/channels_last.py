@@ -156,7 +156,7 @@ def _why_not(graph: GraphRewriter, layers: Layers, layer: Layer) -> str | None:
         return "its weight has no known strides"
     if is_channels_last(weight) or _is_kept(layer):
         return ""
-    return layers.why_not_tensor(layer.node, "weight", layer.weight) or layers.why_not_constant(layer)
+    return layers.why_not_constant(layer)
 
 
 def _is_kept(layer: Layer) -> bool:

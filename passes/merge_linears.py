@@ -130,9 +130,6 @@ def _why_not(graph: GraphRewriter, layers: Layers, memory: Memory, layer: Layer)
     kinds = {(each.dtype, each.device, len(each)) for each in map(graph.example, layer.tensors.values())}
     if len(kinds) > 1:
         return "its bias has a different dtype, device or length than its weight"
-    for name, tensor in layer.tensors.items():
-        if reason := layers.why_not_tensor(layer.node, name, tensor):
-            return reason
     if memory.may_be_written((layer.node, layer.input)):
         return "its input or its output may be written to"
     return layers.why_not_constant(layer) or graph.why_layout_shows(layer.node, _in_rows(graph.example(layer.node)))

@@ -148,9 +148,6 @@ def _why_not(layers: Layers, layer: Layer) -> str | None:
             f"its channels are in {layer.groups} groups, each of which would have to be padded: that costs more "
             "than it saves"
         )
-    for name, tensor in layer.tensors.items():
-        if reason := layers.why_not_tensor(layer.node, name, tensor):
-            return reason
     return layers.why_not_constant(layer)
 
 

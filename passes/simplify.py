@@ -161,7 +161,7 @@ def _is_constant(graph: GraphRewriter, node: Node, known: Mapping[Node, None]) -
 
 
 def _keep(graph: GraphRewriter, memory: Memory, node: Node) -> None:
-    sources = sorted(source for source in _all_before(node) if source.op == "placeholder")
+    sources = [source for source in graph.between(node, ()) if source.op == "placeholder"]
     steps = graph.between(node, sources)
     if not graph.is_tensor(node) or not any(_computes(graph, memory, step) for step in steps):
         return
@@ -181,15 +181,6 @@ def _keep(graph: GraphRewriter, memory: Memory, node: Node) -> None:
         with graph.change(node, f"{len(steps)} operations on constants computed once for all calls"):
             function = graph.function_of(node, sources)
             graph.replace(node, graph.derived(node, function, *sources, what=name))
-
-
-def _all_before(node: Node) -> set[Node]:
-    found, waiting = {node}, [node]
-    while waiting:
-        new = [source for source in waiting.pop().all_input_nodes if source not in found]
-        found.update(new)
-        waiting += new
-    return found
 
 
 # Unused results -------------------------------------------------------------------------------------------------------

@@ -275,7 +275,6 @@ KINDS = (graph_interface, module_interface)
 SHARED = {
     "__init__",
     "base",
-    "built_in",
     "errors",
     "registry",
     "torch_capture",

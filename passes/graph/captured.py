@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -297,16 +297,21 @@ def function_of(graph: fx.Graph, home: nn.Module) -> GraphFunction:
     return GraphFunction(module.code, targets, home if refers else None, module.forward)
 
 
-def between(wanted: Sequence[fx.Node], stops: Mapping[fx.Node, Any] | set[fx.Node]) -> set[fx.Node]:
-    """The nodes that compute `wanted` from `stops`, including `wanted` and excluding `stops`."""
-    found: set[fx.Node] = set()
-    waiting = [node for node in wanted if node not in stops]
+def before(nodes: Iterable[fx.Node], is_inside: Callable[[fx.Node], bool]) -> dict[fx.Node, None]:
+    """The nodes and all that compute them, up to and including the first on each way that isn't inside."""
+    found: dict[fx.Node, None] = {}
+    waiting = list(nodes)
     while waiting:
         node = waiting.pop()
         if node not in found:
-            found.add(node)
-            waiting += [source for source in node.all_input_nodes if source not in stops]
+            found[node] = None
+            waiting += node.all_input_nodes if is_inside(node) else ()
     return found
+
+
+def between(wanted: Iterable[fx.Node], stops: Collection[fx.Node]) -> set[fx.Node]:
+    """The nodes that compute `wanted` from `stops`, including `wanted` and excluding `stops`."""
+    return {node for node in before(wanted, lambda node: node not in stops) if node not in stops}
 
 
 # Derived tensors --------------------------------------------------------------------------------------------------------

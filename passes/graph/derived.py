@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,22 +81,16 @@ class DerivedTensors:
         """
         sources: dict[fx.Node, torch.Tensor] = {}
 
-        def recipe_of(node: fx.Node) -> Recipe | None:
-            found: list[Any] = []
-            # Not `all_input_nodes`, which has a source only once that is given twice.
-            arguments: Any = node.args
-            for source in arguments:
-                if isinstance(source.target, Derived):
-                    found.append(recipe_of(source))
-                    continue
-                value = captured.value_of(source)
-                found.append(source if value is not None and can_be_watched(value) else None)
-                if value is not None:
-                    sources[source] = value
-            call: Any = node.target
-            return None if None in found else Recipe(call, tuple(found))
+        def source_of(source: fx.Node) -> Any:
+            if isinstance(source.target, Derived):
+                return _recipe_of(source, source_of)
+            value = captured.value_of(source)
+            if value is None or not can_be_watched(value):
+                return None
+            sources[source] = value
+            return source
 
-        if (recipe := recipe_of(node)) is not None:
+        if (recipe := _recipe_of(node, source_of)) is not None:
             (value,) = self.values_of([recipe], sources)
             # The first call takes it from the store.
             self.fresh.append(value)
@@ -145,6 +139,15 @@ class DerivedTensors:
                 raise Unusable(reason)
             self._values[key] = values[key] = value
         return value
+
+
+def _recipe_of(node: fx.Node, source_of: Callable[[fx.Node], Any]) -> Recipe | None:
+    """The recipe of a node with these sources; None if one of them is None."""
+    # Not `all_input_nodes`, which has a source only once that is given twice.
+    arguments: Any = node.args
+    call: Any = node.target
+    sources = tuple(map(source_of, arguments))
+    return None if None in sources else Recipe(call, sources)
 
 
 def _key_of(recipe: Recipe, states: Mapping[Any, Any]) -> Any:
@@ -299,14 +302,11 @@ def _recipes(captured: CapturedGraph, places: Mapping[fx.Node, int]) -> dict[fx.
     """The derived tensors that can be computed before the graph runs."""
     found: dict[fx.Node, Recipe] = {}
     memory = Memory(captured.graph, captured.tensors)
+    tensors: dict[fx.Node, Any] = {node: place for node, place in places.items() if node in captured.tensors}
     for node in _derived_nodes(captured.graph):
-        call: Any = node.target
-        nodes = node.all_input_nodes
-        is_known = all(source in found or (source in places and source in captured.tensors) for source in nodes)
-        follows_autocast = call.in_autocast and (has_autocast() or is_under_autocast(node))
-        if is_known and not (call.each_call or follows_autocast or memory.may_be_written(nodes)):
-            arguments: Any = node.args
-            found[node] = Recipe(
-                call, tuple(found[source] if source in found else places[source] for source in arguments)
-            )
+        recipe = _recipe_of(node, lambda source: found.get(source, tensors.get(source)))
+        if recipe is None or recipe.call.each_call or memory.may_be_written(node.all_input_nodes):
+            continue
+        if not (recipe.call.in_autocast and (has_autocast() or is_under_autocast(node))):
+            found[node] = recipe
     return found

@@ -415,15 +415,7 @@ class GraphRewriter:
 
 def _closest(nodes: Iterable[fx.Node], is_inside: Callable[[fx.Node], bool]) -> set[fx.Node]:
     """The closest nodes that aren't inside, from these on backwards."""
-    found, seen, waiting = set[fx.Node](), set[fx.Node](), list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if not is_inside(node):
-            found.add(node)
-        elif node not in seen:
-            seen.add(node)
-            waiting += node.all_input_nodes
-    return found
+    return {node for node in captured.before(nodes, is_inside) if not is_inside(node)}
 
 
 # Examples -------------------------------------------------------------------------------------------------------------

@@ -27,9 +27,9 @@ from torch import fx
 
 from passes.base import PLAIN_TENSORS
 from passes.graph import effects
-from passes.graph.captured import EXAMPLE, argument, example_of, is_tensor, name_of, value_with
+from passes.graph.captured import EXAMPLE, argument, before, example_of, is_tensor, name_of, value_with
 from passes.graph.graph_pass import GraphRewriter, Node
-from passes.graph.recording import operation_name, shape_of
+from passes.graph.recording import SHAPED_AS, operation_name, shape_of
 from passes.torch_private import OpOverload, enter_autocast, has_autocast
 
 # The number of spatial dims, 0 for a linear layer, and whether the layer is transposed.
@@ -48,9 +48,8 @@ _OPERATIONS = {
 }  # fmt: skip
 # The operation if the value is the second operand.
 _SWAPPED = {"mul": "mul", "add": "add", "sub": "rsub", "rsub": "sub"}
-# Calls that read only the shape of a tensor, and calls that read only the shape of their second argument.
+# Calls that read only the shape of a tensor.
 _SHAPE_READERS = frozenset({"size", "dim", "numel", "nelement", "ndimension", "sym_size", "__len__"})
-SHAPED_AS = frozenset({"reshape_as", "view_as", "expand_as"})
 _COMPUTED = "is computed at every call, and not from parameters and buffers alone"
 
 
@@ -287,13 +286,8 @@ class RecordedLayers(Finder):
 
     def computing(self, node: Any) -> list[Node]:
         """The calls that compute a constant from parameters and buffers, last first; none for other nodes."""
-        found, waiting = dict[Node, None](), [node] if self.is_constant(node) else []
-        while waiting:
-            each = waiting.pop()
-            if each.op != "get_attr" and each not in found:
-                found[each] = None
-                waiting += each.all_input_nodes
-        return list(found)
+        nodes = before([node] if self.is_constant(node) else (), lambda each: True)
+        return [each for each in nodes if each.op != "get_attr"]
 
     def _is_pure(self, node: Node) -> bool:
         return node.op == "call_function"
@@ -401,9 +395,14 @@ class Layers(Finder):
         return next(filter(None, map(self.why_not_constant, each)), None)
 
     def why_not_constant(self, each: Layer | Affine) -> str | None:
-        """The reason why the tensors that it reads may change within a call, as a clause; None if they can't."""
+        """The reason why nothing can be computed once from the tensors that it reads, as a clause; None if it can.
+
+        They may change within a call, or are of a class or layout of their own.
+        """
         for name, tensor in each.tensors.items():
-            if self._memory.may_be_written(self._computation_of(tensor)):
+            if reason := self._why_not_tensor(each.node, name, tensor):
+                return reason
+            if self._memory.may_be_written(before([tensor], self._constants.__contains__)):
                 return f"the forward may write to {self._name_of(each.node, name, tensor)}"
         return None
 
@@ -455,17 +454,7 @@ class Layers(Finder):
 
     def sources_of(self, node: Node) -> tuple[Node, ...]:
         """The parameters, buffers and derived tensors that a constant is computed from."""
-        return tuple(sorted(self._computation_of(node) - self._constants))
-
-    def _computation_of(self, node: Node) -> set[Node]:
-        """A constant, and all constants that it is computed from."""
-        found, waiting = set[Node](), [node]
-        while waiting:
-            each = waiting.pop()
-            found.add(each)
-            if each in self._constants:
-                waiting += each.all_input_nodes
-        return found
+        return tuple(sorted(before([node], self._constants.__contains__).keys() - self._constants))
 
     def derived_from(self, node: Node) -> Node:
         """The node itself if it is a parameter, buffer or derived tensor; otherwise a derived tensor of equal value."""
@@ -529,11 +518,10 @@ class Layers(Finder):
 
     def _why_not_number(self, owner: Node, name: str, tensor: Node) -> str | None:
         if (dtype := self._graph.example(tensor).dtype).is_floating_point:
-            return self.why_not_tensor(owner, name, tensor)
+            return self._why_not_tensor(owner, name, tensor)
         return f"{self._name_of(owner, name, tensor)} has dtype {str(dtype).removeprefix('torch.')}"
 
-    def why_not_tensor(self, owner: Node, name: str, tensor: Node) -> str | None:
-        """The reason why no tensor can be derived from one that the owner reads under this name, as a clause."""
+    def _why_not_tensor(self, owner: Node, name: str, tensor: Node) -> str | None:
         example, what = self._graph.example(tensor), self._name_of(owner, name, tensor)
         if example.layout is not torch.strided:
             return f"{what} is of layout {str(example.layout).removeprefix('torch.')}: a fold needs dense tensors"

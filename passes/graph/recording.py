@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from passes.base import Context, ModelTree, TensorRef, training_flags
-from passes.torch_private import without_torch_function
 
 Node = fx.Node
 """A torch call, or the read of a parameter or buffer, in the graph of a run."""
@@ -50,9 +49,6 @@ class Recording:
         # A flat graph. A `get_attr` node reads a parameter or buffer; each occurs once. A `placeholder` node is another
         # tensor that no recorded call made. A `call_function` node is a torch call; tensor methods are functions too.
         self.graph = fx.Graph()
-        # The output of the root, with its tensors replaced by meta tensors of the same shape and strides; None for
-        # tensors without strides.
-        self.outputs: Any = None
         self._reads: dict[tuple[int, str], fx.Node] = {}
 
     def nodes(self) -> list[Node]:
@@ -67,7 +63,8 @@ class Recording:
 
 def users_of(node: Node) -> list[Node]:
     """The calls that use the values of a node, and not just its shape or dtype."""
-    return [user for user in node.users if not user.meta["asks"] and not _takes_shape_alone(user, node)]
+    reading = (user for user in node.users if not user.meta["asks"])
+    return [user for user in reading if operation_name(user) not in SHAPED_AS or user.args[0] is node]
 
 
 def tensor_of(node: Any) -> TensorRef | None:
@@ -100,6 +97,8 @@ def operation_name(node: Node) -> str:
     return name[2:-2] if name.startswith("__") and name.endswith("__") else name
 
 
+# Methods that use only the shape of their second argument.
+SHAPED_AS = frozenset({"reshape_as", "view_as", "expand_as"})
 # Attributes and methods that don't read the values of a tensor.
 METADATA = frozenset({
     "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_floating_point",
@@ -123,21 +122,13 @@ def argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: st
     return kwargs.get(name, args[index] if len(args) > index else default)
 
 
-# Methods that use only the shape of their second argument.
-_SHAPED_AS = frozenset({"reshape_as", "view_as", "expand_as"})
-
-
-def _takes_shape_alone(user: Node, value: Node) -> bool:
-    return operation_name(user) in _SHAPED_AS and user.args[0] is not value
-
-
 @dataclass(frozen=True)
 class Run:
     """One recorded run of the model."""
 
     number: int  # the index of the example call
     flag: bool | None  # the training flag of all modules; None for their own flags
-    # The torch calls of the run, in order: `.nodes()`, `.uses(ref)` of a parameter, and the `.outputs`
+    # The torch calls of the run, in order: `.nodes()`, and `.uses(ref)` of a parameter
     recording: Recording
 
 
@@ -260,8 +251,7 @@ class Recorder(TorchFunctionMode):
             self._values[id(tensor)] = weakref.ref(tensor), [node]
 
     def _finish(self) -> None:
-        """Record the output of the root."""
-        self.recording.outputs = pytree.tree_map_only(torch.Tensor, _strides_alone, self._output)
+        """Called after a run that didn't raise, while the output of the root is known."""
 
 
 def _shape(tensor: torch.Tensor) -> Shape | None:
@@ -271,13 +261,6 @@ def _shape(tensor: torch.Tensor) -> Shape | None:
 
 def call_script(*args: Any) -> None:
     """Represents the call of a scripted module in a graph."""
-
-
-def _strides_alone(tensor: torch.Tensor) -> torch.Tensor | None:
-    with without_torch_function():
-        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-            return None
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def recorded_runs(tree: ModelTree, context: Context) -> Runs | None:
