@@ -42,11 +42,3 @@ def copied_script(module: Any, own: Callable[[torch.Tensor], torch.Tensor]) -> A
 def is_profiling() -> bool:
     """Whether a profiler of torch records this thread. Another one would end it. Seen in torch 2.13."""
     return bool(torch._C._autograd._profiler_enabled())
-
-
-def schema_of(function: Any) -> Any:
-    """The schema of an operator in a `TorchDispatchMode`; None for a higher-order operator, which has none.
-
-    The schema says which arguments the operator writes to. Seen in torch 2.13.
-    """
-    return getattr(function, "_schema", None)

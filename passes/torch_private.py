@@ -241,3 +241,11 @@ def module_id_of(key: str) -> int | None:
     """
     number, _, _ = key.partition("@")
     return int(number) if number.isdecimal() else None
+
+
+def schema_of(function: Any) -> Any:
+    """The schema of an operator in a `TorchDispatchMode`; None for a higher-order operator, which has none.
+
+    The schema says which arguments the operator writes to. Seen in torch 2.13.
+    """
+    return getattr(function, "_schema", None)

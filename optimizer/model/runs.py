@@ -31,10 +31,9 @@ from optimizer.model.working_copy import (
     unregistered_modules,
     working_copy,
 )
-from optimizer.torch_private import schema_of
 from passes.graph.forwards import is_compiled
 from passes.graph.memory import storages_of
-from passes.torch_private import COMPILED_CALL, without_torch_function
+from passes.torch_private import COMPILED_CALL, schema_of, without_torch_function
 
 _T = TypeVar("_T")
 

@@ -32,9 +32,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from optimizer.torch_private import schema_of
 from passes.graph.recording import METADATA, argument, name_of
-from passes.torch_private import OpOverload, OpOverloadPacket
+from passes.torch_private import OpOverload, OpOverloadPacket, schema_of
 
 _RAISED = {
     torch.float32: torch.float64,

@@ -21,8 +21,9 @@ from optimizer.model import Call, Runs, eager_only, rebuild
 from optimizer.parity.float64 import READS_METADATA, Float64Mode, moved_argument, raised, written_ids
 from optimizer.parity.observe import Observation, observe, own_dtype
 from optimizer.parity.original import Original, OriginalCall, mixed_seed, without_warnings
-from optimizer.torch_private import decomposition_of, schema_of
+from optimizer.torch_private import decomposition_of
 from passes.graph.recording import name_of
+from passes.torch_private import schema_of
 
 # Norms subtract a mean inside, and the difference may be far smaller than the rounded numbers.
 _NORMS = re.compile("norm(?!al)")

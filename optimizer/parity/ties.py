@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimize_export.elementwise import unit
-from optimizer.torch_private import schema_of
+from passes.torch_private import schema_of
 
 Values = Mapping[str, torch.Tensor]
 """Outputs by name."""

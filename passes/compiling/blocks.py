@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from passes.compiling.compiler import CompileRecord, GraphBreak, RecordingBackend
 from passes.graph.backend import entry_of
 from passes.graph.forwards import AroundForward, bound_forward, has_hooks
-from passes.torch_private import COMPILED_CALL, graph_break
+from passes.torch_private import COMPILED_CALL, graph_break, schema_of
 
 # With fewer blocks, the saved compile time doesn't make up for the cost of separate calls.
 FEWEST = 3
@@ -95,7 +95,7 @@ class FusibleWork(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func._overloadpacket not in flop_registry:
             results = result if isinstance(result, tuple | list) else (result,)
-            for value, declared in zip(results, func._schema.returns, strict=False):
+            for value, declared in zip(results, schema_of(func).returns, strict=False):
                 is_view = declared.alias_info is not None and not declared.alias_info.is_write
                 if isinstance(value, torch.Tensor) and not is_view:
                     self.total += value.numel()
