@@ -181,7 +181,7 @@ def load_and_run(options: ExportOptions, progress: ProgressFunction) -> Loaded:
     """
     progress(Progress(LOAD_STAGE, 0, 2, options.model))
     inputs, before, started = inputs_of(options), dict(sys.modules), time.time()
-    with opened_files() as opened:
+    with opened_files() as files:
         loaded = load(
             options.model,
             name=options.name,
@@ -194,7 +194,7 @@ def load_and_run(options: ExportOptions, progress: ProgressFunction) -> Loaded:
         )
         progress(Progress(LOAD_STAGE, 1, 2, f"{loaded.source} runs on its inputs"))
         check_runs(loaded, seed=options.seed)
-    loaded.build = inputs.record(before, opened.data(), started)
+    loaded.build = inputs.record(before, files.data(), started)
     progress(Progress(LOAD_STAGE, 2, 2, loaded.source))
     return loaded
 

@@ -28,8 +28,6 @@ from passes.torch_private import AnyBatchNorm
 one_at_a_time = threading.RLock()
 # torch's layers with a fused implementation for inference.
 _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
-# Values of `fp32_precision` with which a CPU rounds float32.
-_LOWERED = ("tf32", "bf16")
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -144,7 +144,7 @@ def _held_by_functions(
         if inside:
             yield value
     elif depth and (id(value), inside) not in seen:
-        # A list may be held both beside a function, where it is copied, and in it.
+        # A value may be reached twice: outside of any function, where it is copied, and through one, where it isn't.
         seen.add((id(value), inside))
         inside = inside or type(value) is types.FunctionType
         for part in _parts_of(value):

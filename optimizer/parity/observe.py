@@ -324,9 +324,10 @@ class RecordedRuns:
             recorder = Recorder(self._tree.root, self._tree.modules)
 
             def recorded(*args: Any, **kwargs: Any) -> Any:
+                before = hooked_in(module)
                 with recorder:
                     outputs = module(*args, **kwargs)
-                self._tree.hooked = hooked_in(module)
+                self._tree.hooked = tuple(path for path in hooked_in(module) if path not in before)
                 return outputs
 
             seen = observe(recorded, call, seed=seed, names=names)
