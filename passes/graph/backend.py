@@ -200,6 +200,8 @@ class Compilation:
         # The last error that a pass raised while it rewrote a graph; None if there was none
         self.error: Exception | None = None
         self.is_complete = False  # whether a run of all example calls has captured these graphs
+        self.inputs: set[int] = set()  # the ids of all inputs with which the graphs were called in `noting_inputs`
+        self._is_noting = False
         self.derived = DerivedTensors(call.owner)  # the derived tensors of these graphs
         this = weakref.ref(self)
 
@@ -217,6 +219,19 @@ class Compilation:
         # f(module, args, kwargs), which runs the call by its captured graphs
         self.compiled = captured_call(entry_of(type(call.owner)), capture, open_dims=open_dims)
 
+    @contextmanager
+    def noting_inputs(self) -> Iterator[None]:
+        """Add to `inputs` in the block: one graph may be called with the parameters of several equal modules."""
+        self._is_noting = True
+        for program in self.graphs:
+            program.noted = self.inputs
+        try:
+            yield
+        finally:
+            self._is_noting = False
+            for program in self.graphs:
+                program.noted = None
+
     def why_nothing(self) -> str:
         """The reason why no graph was captured, as a clause."""
         error = self.compiled.error
@@ -230,6 +245,7 @@ class Compilation:
         assert call is not None
         captured = CapturedGraph(graph.graph, Modules(call.owner), around, inputs, self.derived)
         program = _Program(graph, captured, self._call, weakref.ref(self))
+        program.noted = self.inputs if self._is_noting else None
         self.graphs.append(program)
         return program
 
@@ -248,6 +264,7 @@ class _Program:
         self.captured = captured
         self._call = call
         self._compilation = compilation
+        self.noted: set[int] | None = None  # where each call adds the ids of its inputs
         self._lock = threading.Lock()
         # The passes, and the function that their rewritten graph compiled to.
         self._made: tuple[tuple[Step, ...], Callable[..., Any]] | None = None
@@ -271,6 +288,8 @@ class _Program:
                 yield dict(zip(first, others, strict=True))
 
     def __call__(self, *inputs: Any) -> Any:
+        if self.noted is not None:
+            self.noted.update(map(id, inputs))
         call, made = self._call(), self._made
         if made is None or (call is not None and made[0] is not call.passes):
             made = self._make(() if call is None else call.passes, inputs)

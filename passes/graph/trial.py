@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from passes.base import Change, Context, Edit, ModelTree, PassResult, Place, Remark, Skip
@@ -20,7 +20,7 @@ from passes.graph.captured import CapturedGraph, function_of
 from passes.graph.edits import AttributeEdit, undo_all
 from passes.graph.effects import Memory
 from passes.graph.graph_pass import GraphChange, GraphPass, GraphRewriter, RegionCheck
-from passes.graph.recording import recorded_runs
+from passes.graph.recording import Runs, recorded_runs, tensor_of
 from passes.torch_private import COMPILED_CALL, active_transforms
 
 
@@ -42,6 +42,9 @@ def try_on_graphs(item: GraphPass, tree: ModelTree, context: Context) -> PassRes
         before = writer.passes
         writer.install((*before, _Tried(trial)))
         trial.run(writer.call)
+        compilation = compilation_of(writer.call)
+        if runs is not None and not runs.failure and not trial.raised and compilation.graphs:
+            trial.skips.update(dict.fromkeys(_outside_of_graphs(tree, runs, compilation.inputs)))
         if trial.raised and trial.changes and context.run_compiled is not None:
             writer.install_instead(before)
             if context.run_compiled(nullcontext()) is not None:
@@ -58,6 +61,34 @@ def try_on_graphs(item: GraphPass, tree: ModelTree, context: Context) -> PassRes
         raise
     writer.changes = list(trial.changes.values())
     return PassResult(tuple(writer.changes), tuple(trial.skips), writer, tuple(trial.remarks), checked=checked)
+
+
+def _outside_of_graphs(tree: ModelTree, runs: Runs, inputs: Collection[int]) -> list[Skip]:
+    """A skip for each outermost module whose calls use weights that no captured graph has among its inputs.
+
+    Such as the layers of torch.nn in a loop in which a graph breaks, which torch.compile then runs as written.
+    """
+    inside: dict[nn.Module, bool] = {}
+    for run in runs.runs:
+        for node in run.recording.nodes():
+            if (ref := tensor_of(node)) is not None and run.recording.uses(ref):
+                inside[ref.owner] = inside.get(ref.owner, False) or id(ref.value) in inputs
+    outside = [tree.path(owner) for owner, is_inside in inside.items() if not is_inside]
+    captured = [tree.path(owner) for owner, is_inside in inside.items() if is_inside]
+    outermost = dict.fromkeys(_outermost(path, captured) for path in outside)
+    return [Skip(path, _OUTSIDE) for path in outermost]
+
+
+_OUTSIDE = (
+    "it runs outside of the graphs that torch.compile captures: `optimize-export diagnose` names what breaks them"
+)
+
+
+def _outermost(path: str, others: Sequence[str]) -> str:
+    """The shortest beginning of a path that contains none of the others."""
+    names = path.split(".")
+    beginnings = (".".join(names[:count]) for count in range(1, len(names)))
+    return next((each for each in beginnings if not any(f"{other}.".startswith(f"{each}.") for other in others)), path)
 
 
 class _Installed:
@@ -196,7 +227,7 @@ class _Trial:
             # An earlier pass has run all calls by this graph, so there is nothing else to be seen.
             self.whole = compilation.graphs[0].captured.graph
         try:
-            failure = self.context.run_compiled(nullcontext())
+            failure = self.context.run_compiled(compilation.noting_inputs())
             compilation.is_complete = failure is None
         except _Enough:
             failure = None

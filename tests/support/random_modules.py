@@ -125,6 +125,11 @@ class Description:
         begins = any(not pair.conv.pads for block in either for pair in _pairs_in(block))
         return begins or any(pair.style in UNSEEN_STYLES for pair in self.pairs())
 
+    @property
+    def breaks_graphs(self) -> bool:
+        """Whether a branch on data breaks the graph in the loop over the blocks, which then runs as written."""
+        return any(block.kind in ("guarded", "either by data") for block in self._combined())
+
     def _combined(self) -> Iterator[Combined]:
         """Every combination of blocks, at any depth."""
         blocks = list(self.blocks)

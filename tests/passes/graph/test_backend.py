@@ -105,3 +105,39 @@ def test_hooks_that_transformers_registers_in_the_first_call_break_no_graph() ->
         compilation = compilation_of(vars(result)[GRAPH_CALL])
         assert len(compilation.graphs) == 1
         assert not compilation.compiled.is_split
+
+
+class Branch(nn.Module):
+    """A branch on the values of a tensor, which breaks the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 1e6 else self.inner(x)
+
+
+class Loop(nn.Module):
+    """torch.compile runs a loop as written if a graph breaks in it, and doesn't capture torch's own layers there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 3, 1)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)), Branch(), Branch()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("name", ["fold-conv-bn", "simplify"])
+def test_modules_outside_of_all_graphs_are_named(name: str) -> None:
+    """Two equal modules share the graph of `Branch`, which has inputs of the second one in its second call."""
+    fast = optimize(enliven(Loop()).eval(), [name], example_inputs=(torch.randn(2, 3, 8, 8),))
+
+    (record,) = report_of(fast).passes
+    outside = {skip.where for skip in record.skips if "outside of the graphs that torch.compile captures" in skip.text}
+    assert outside == {"stem", "blocks.0"}
