@@ -74,6 +74,7 @@ def captured_call(
     This differs from `torch.compile(entry, backend=…)`, which has the same front end, in these points:
     - Numbers among attributes are constants of the graph, and a hook that is set on a module later is noticed. The
       settings for this hold only while a graph is captured (`torch._dynamo.config`, which is per thread).
+    - Recurrent layers, such as LSTM, don't break the graph.
     - If there are too many kinds of calls, or the front end raises, the call runs eagerly without a warning.
     - `capture` also gets the module whose forward is being captured.
 
@@ -183,7 +184,12 @@ class _FrontEnd:
                 compiler_silenced(),
                 _marked_open(open_dims),
                 _drawing_outside(),
-                config.patch(specialize_float=True, skip_nnmodule_hook_guards=False, recompile_limit=8 * MOST_CAPTURES),
+                config.patch(
+                    specialize_float=True,
+                    skip_nnmodule_hook_guards=False,
+                    recompile_limit=8 * MOST_CAPTURES,
+                    allow_rnn=True,
+                ),
             ):
                 return self._torchdynamo_orig_backend(frame, cache_entry, frame_state)
         except Exception as error:

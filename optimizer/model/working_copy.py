@@ -10,8 +10,9 @@ import copy
 import functools
 import types
 import warnings
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -230,6 +231,7 @@ def working_copy(
     notes = _notes_on_functions(plain, modules, mode) if check_functions else []
     apart = _storages_of(_named(model, private))
     shared = _memorize(model, modules, memo, mode, private)
+    memo |= _references(plain, memo)
     # All plain modules get a copy before any attribute is copied: otherwise deepcopy would recurse along module chains.
     for module in plain:
         memo[id(module)] = object.__new__(type(module))
@@ -372,6 +374,16 @@ def _memorize(
     own = {id(value): value for value in values if isinstance(value, torch.Tensor)}
     memo |= own
     return _storages_of(own.values())
+
+
+def _references(modules: Sequence[nn.Module], memo: Mapping[int, Any]) -> dict[int, weakref.ref[torch.Tensor]]:
+    """The weak references of recurrent layers to their weights, by the id of those that they replace.
+
+    A copied reference would refer to the caller's weights. The first call would then renew it, and be captured again.
+    """
+    held = (module for module in modules if isinstance(module, nn.RNNBase))
+    references = (each for module in held for each in vars(module).get("_flat_weight_refs", ()) if each is not None)
+    return {id(each): weakref.ref(memo[id(each())]) for each in references if id(each()) in memo}
 
 
 def _memorize_parameters(

@@ -200,8 +200,8 @@ class Compilation:
         # The last error that a pass raised while it rewrote a graph; None if there was none
         self.error: Exception | None = None
         self.is_complete = False  # whether a run of all example calls has captured these graphs
-        self.inputs: set[int] = set()  # the ids of all inputs with which the graphs were called in `noting_inputs`
-        self._is_noting = False
+        self.read: set[str] = set()  # the paths of the parameters and buffers that the graphs read in `noting_reads`
+        self._noted: set[int] | None = None  # the ids of the inputs of the graphs, in this block
         self.derived = DerivedTensors(call.owner)  # the derived tensors of these graphs
         this = weakref.ref(self)
 
@@ -220,17 +220,23 @@ class Compilation:
         self.compiled = captured_call(entry_of(type(call.owner)), capture, open_dims=open_dims)
 
     @contextmanager
-    def noting_inputs(self) -> Iterator[None]:
-        """Add to `inputs` in the block: one graph may be called with the parameters of several equal modules."""
-        self._is_noting = True
+    def noting_reads(self) -> Iterator[None]:
+        """Add to `read` in the block: one graph may be called with the parameters of several equal modules."""
+        call = self._call()
+        assert call is not None
+        # Some forwards replace their buffers, and a run of the examples works on copies of all.
+        paths = Modules(call.owner).tensors
+        noted = self._noted = set()
         for program in self.graphs:
-            program.noted = self.inputs
+            program.noted = noted
         try:
             yield
         finally:
-            self._is_noting = False
+            self._noted = None
             for program in self.graphs:
                 program.noted = None
+            paths |= Modules(call.owner).tensors
+            self.read |= {paths[number] for number in noted & paths.keys()}
 
     def why_nothing(self) -> str:
         """The reason why no graph was captured, as a clause."""
@@ -245,7 +251,7 @@ class Compilation:
         assert call is not None
         captured = CapturedGraph(graph.graph, Modules(call.owner), around, inputs, self.derived)
         program = _Program(graph, captured, self._call, weakref.ref(self))
-        program.noted = self.inputs if self._is_noting else None
+        program.noted = self._noted
         self.graphs.append(program)
         return program
 

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from passes.base import Change, Context, Edit, ModelTree, PassResult, Place, Remark, Skip
 from passes.graph.backend import GRAPH_CALL, Applied, GraphCall, Step, compilation_of
-from passes.graph.captured import CapturedGraph, function_of
+from passes.graph.captured import CapturedGraph, Modules, function_of
 from passes.graph.edits import AttributeEdit, undo_all
 from passes.graph.effects import Memory
 from passes.graph.graph_pass import GraphChange, GraphPass, GraphRewriter, RegionCheck
-from passes.graph.recording import Runs, recorded_runs, tensor_of
+from passes.graph.recording import Runs, recorded_runs, tensor_of, users_of
 from passes.torch_private import COMPILED_CALL, active_transforms
 
 
@@ -44,7 +44,7 @@ def try_on_graphs(item: GraphPass, tree: ModelTree, context: Context) -> PassRes
         trial.run(writer.call)
         compilation = compilation_of(writer.call)
         if runs is not None and not runs.failure and not trial.raised and compilation.graphs:
-            trial.skips.update(dict.fromkeys(_outside_of_graphs(tree, runs, compilation.inputs)))
+            trial.skips.update(dict.fromkeys(_outside_of_graphs(tree, runs, compilation.read)))
         if trial.raised and trial.changes and context.run_compiled is not None:
             writer.install_instead(before)
             if context.run_compiled(nullcontext()) is not None:
@@ -63,28 +63,27 @@ def try_on_graphs(item: GraphPass, tree: ModelTree, context: Context) -> PassRes
     return PassResult(tuple(writer.changes), tuple(trial.skips), writer, tuple(trial.remarks), checked=checked)
 
 
-def _outside_of_graphs(tree: ModelTree, runs: Runs, inputs: Collection[int]) -> list[Skip]:
-    """A skip for each outermost module whose calls use weights that no captured graph has among its inputs.
+def _outside_of_graphs(tree: ModelTree, runs: Runs, read: Collection[str]) -> list[Skip]:
+    """A skip for each outermost module whose calls use parameters and buffers of which no captured graph reads any.
 
     Such as the layers of torch.nn in a loop in which a graph breaks, which torch.compile then runs as written.
     """
-    inside: dict[nn.Module, bool] = {}
-    for run in runs.runs:
-        for node in run.recording.nodes():
-            if (ref := tensor_of(node)) is not None and run.recording.uses(ref):
-                inside[ref.owner] = inside.get(ref.owner, False) or id(ref.value) in inputs
-    outside = [tree.path(owner) for owner, is_inside in inside.items() if not is_inside]
-    captured = [tree.path(owner) for owner, is_inside in inside.items() if is_inside]
-    outermost = dict.fromkeys(_outermost(path, captured) for path in outside)
+    paths = Modules(tree.root).tensors
+    is_inside: dict[str, bool] = {}
+    for ref in (tensor_of(node) for run in runs.runs for node in run.recording.nodes() if users_of(node)):
+        if ref is not None and (path := paths.get(id(ref.value))):
+            is_inside[tree.path(ref.owner)] = is_inside.get(tree.path(ref.owner), False) or path in read
+    inside = [path for path, is_read in is_inside.items() if is_read]
+    outermost = dict.fromkeys(_outermost(path, inside) for path, is_read in is_inside.items() if not is_read)
     return [Skip(path, _OUTSIDE) for path in outermost]
 
 
 _OUTSIDE = (
-    "it runs outside of the graphs that torch.compile captures: `optimize-export diagnose` names what breaks them"
+    "it runs outside of the graphs that torch.compile captures: TORCH_LOGS=graph_breaks in the environment shows why"
 )
 
 
-def _outermost(path: str, others: Sequence[str]) -> str:
+def _outermost(path: str, others: Collection[str]) -> str:
     """The shortest beginning of a path that contains none of the others."""
     names = path.split(".")
     beginnings = (".".join(names[:count]) for count in range(1, len(names)))
@@ -227,7 +226,7 @@ class _Trial:
             # An earlier pass has run all calls by this graph, so there is nothing else to be seen.
             self.whole = compilation.graphs[0].captured.graph
         try:
-            failure = self.context.run_compiled(compilation.noting_inputs())
+            failure = self.context.run_compiled(compilation.noting_reads())
             compilation.is_complete = failure is None
         except _Enough:
             failure = None

@@ -1,5 +1,6 @@
 """Captured graphs compute with folded tensors directly."""
 
+import copy
 import gc
 import pickle
 from typing import Any
@@ -141,3 +142,42 @@ def test_modules_outside_of_all_graphs_are_named(name: str) -> None:
     (record,) = report_of(fast).passes
     outside = {skip.where for skip in record.skips if "outside of the graphs that torch.compile captures" in skip.text}
     assert outside == {"stem", "blocks.0"}
+
+
+class Recurrent(nn.Module):
+    """Two convolutions with BatchNorms, before and after a recurrent layer, as in text recognition and speech."""
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.before = nn.Sequential(nn.Conv1d(4, 6, 3), nn.BatchNorm1d(6))
+        self.layer = layer
+        width = (layer.proj_size or layer.hidden_size) * (2 if layer.bidirectional else 1)
+        self.after = nn.Sequential(nn.Conv1d(width, 3, 3), nn.BatchNorm1d(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.layer(self.before(x).transpose(1, 2))[0].transpose(1, 2))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.LSTM(6, 5, num_layers=2, batch_first=True, bidirectional=True),
+        nn.LSTM(6, 5, batch_first=True, proj_size=4, bias=False),
+        nn.GRU(6, 5, batch_first=True),
+        nn.RNN(6, 5, batch_first=True, nonlinearity="relu"),
+    ],
+    ids=str,
+)
+def test_a_recurrent_layer_breaks_no_graph(layer: nn.RNNBase) -> None:
+    model, other = (enliven(Recurrent(copy.deepcopy(layer))).eval() for _ in range(2))
+    x = torch.randn(3, 4, 12)
+
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(x,))
+
+    assert len(compilation_of(vars(fast)[GRAPH_CALL]).graphs) == 1
+    assert [change.where for change in report_of(fast).passes[0].changes] == ["before.1", "after.1"]
+    for expected in (model, other):
+        fast.load_state_dict(expected.state_dict())
+        for rows in (x, x[:1], x.repeat(2, 1, 1)):
+            with torch.no_grad():
+                torch.testing.assert_close(fast(rows), expected(rows), rtol=1e-4, atol=1e-5)
