@@ -388,14 +388,11 @@ def _bind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     """
     parameters = _forward_parameters(model)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][: len(args)]
-    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "input")
-    either_way = [p.name for p in named if p.kind is p.POSITIONAL_OR_KEYWORD]
-    before = [p.name for p in named if p.kind is p.POSITIONAL_ONLY]
-    after = [f"{rest}_{i}" for i in range(len(args) - len(named))]
-    others = unique([*before, *after], {*either_way, *kwargs})
-    names = [*others[: len(before)], *either_way, *others[len(before) :]]
-    if twice := [name for name in kwargs if name in names]:
+    if twice := [p.name for p in named if p.kind is p.POSITIONAL_OR_KEYWORD and p.name in kwargs]:
         raise StructureError(f"argument `{twice[0]}` is given twice, by position and by name.")
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "input")
+    further = (f"{rest}_{number}" for number in range(len(args) - len(named)))
+    names = unique((*(p.name for p in named), *further), kwargs)
     return {**dict(zip(names, args, strict=True)), **kwargs}
 
 

@@ -23,6 +23,7 @@ from optimize_export.wording import first_clause
 
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM})
 
+_LONGEST_LINE = 200
 _ABOUT_TORCHSCRIPT = (
     r"`?torch\.jit\.",
     r"(?s).*TorchScript",
@@ -104,7 +105,7 @@ def refusing(what: str | None = None) -> Iterator[None]:
         raise RouteRefused(f"{what}: {reason}" if what else reason) from error
 
 
-def one_line(error: BaseException, limit: int = 200) -> str:
+def one_line(error: BaseException) -> str:
     """The first line of the root cause's message, without paths of this machine and addresses."""
     while error.__cause__ is not None and not isinstance(error, ExporterError):
         error = error.__cause__
@@ -114,7 +115,7 @@ def one_line(error: BaseException, limit: int = 200) -> str:
         line = f"{type(error).__name__}: {line}"
     line = re.sub(r"<([\w.]+) object at 0x\w+>", r"\1", line)
     line = re.sub(r"(?:[A-Za-z]:)?(?:[\\/][\w.\-+@]+){2,}[\\/]([\w.\-+@]+)", r"\1", line).rstrip(".:; ")
-    return line if len(line) <= limit else f"{line[: limit - 1].rstrip()}…"
+    return line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - 1].rstrip()}…"
 
 
 @contextlib.contextmanager

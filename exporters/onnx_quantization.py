@@ -146,27 +146,21 @@ def prepared(source: Path, folder: Path, kind: Kind, calibration: Calibration) -
         yield Quantizer(model, kind, chosen, names, calibration, Path(work))
 
 
+@dataclass
 class Quantizer:
     """Quantizes one float file, each time with other nodes left in float."""
 
-    def __init__(
-        self,
-        model: ir.Model,
-        kind: Kind,
-        quantizable: tuple[str, ...],
-        names: Collection[str],
-        calibration: Calibration,
-        work: Path,
-    ) -> None:
-        self.kind = kind
-        self.quantizable = quantizable
-        self._model = model
-        self._names = names
-        self._calibration = calibration
-        self._work = work
-        self._float = work / "float.onnx"
-        self._shapes = [value.shape for value in (*model.graph.inputs, *model.graph.outputs)]
-        ir.save(model, self._float, external_data="float.onnx.data")
+    _model: ir.Model
+    kind: Kind
+    quantizable: tuple[str, ...]
+    _names: Collection[str]
+    _calibration: Calibration
+    _work: Path
+
+    def __post_init__(self) -> None:
+        self._float = self._work / "float.onnx"
+        self._shapes = [value.shape for value in (*self._model.graph.inputs, *self._model.graph.outputs)]
+        ir.save(self._model, self._float, external_data="float.onnx.data")
 
     def write(self, target: Path, keep: Collection[str]) -> QuantizedFile:
         """Write the quantized file to `target`; see `quantized`."""

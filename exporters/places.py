@@ -13,7 +13,7 @@ import operator
 import os
 import re
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,7 +21,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 _TORCH = Path(torch.__file__).parent
 _IN_TORCH = f"{_TORCH}{os.sep}"
@@ -181,7 +180,7 @@ class FileValues(Protocol):
         """The values by name, on the CPU, and "". If the run raises, those until then, and the exception's message."""
 
 
-class ProgramValues:
+class ProgramValues(torch.fx.Interpreter):
     """An exported program that returns its values with the given names, or all, in the order of the program.
 
     The names `in_file` replace those in the program.
@@ -193,56 +192,44 @@ class ProgramValues:
         names: Collection[str] | None = None,
         in_file: Mapping[str, str] | None = None,
     ) -> None:
+        super().__init__(program.module(check_guards=False))
+        self.extra_traceback = False
         renamed = in_file or {}
-        self._module = program.module(check_guards=False)
-        # Nodes without users or a tensor only assert a dtype or size.
-        self._nodes = [
-            node
-            for node in self._module.graph.nodes
-            if node.op == "placeholder" or node.users or _computes_tensor(node)
-        ]
-        computed = [node for node in self._nodes if node.op == "call_function" and _computes_tensor(node)]
+        computed = [node for node in self.graph.nodes if node.op == "call_function" and _computes_tensor(node)]
         known = {node: str(renamed.get(node.name, node.name)) for node in computed}
         self._wanted = {node: name for node, name in known.items() if names is None or name in names}
+        self._found: dict[str, torch.Tensor] = {}
         self.names = tuple(self._wanted.values())
-        held = (*self._module.parameters(), *self._module.buffers())
+        held = (*self.module.parameters(), *self.module.buffers())
         self._device = next((tensor.device for tensor in held), None)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the values in the order of `names`, on the device of the program."""
-        values = dict(self._computed(tensors))
-        return tuple(values[name] for name in self.names)
+        self._found = {}
+        super().run(*(tensor.to(self._device) for tensor in tensors), enable_io_processing=False)
+        return tuple(self._found[name] for name in self.names)
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[dict[str, torch.Tensor], str]:
-        values: dict[str, torch.Tensor] = {}
+    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[dict[str, torch.Tensor], str]:  # type: ignore[override]
+        error = ""
         try:
             with torch.no_grad():
-                for name, value in self._computed(tensors):
-                    values[name] = value.cpu()
-        except Exception as error:  # noqa: BLE001 - operators can raise anything, and the error is the result
-            return values, f"{type(error).__name__}: {error}"
-        return values, ""
+                self(*tensors)
+        except Exception as raised:  # noqa: BLE001 - operators can raise anything, and the error is the result
+            error = f"{type(raised).__name__}: {raised}"
+        return {name: value.cpu() for name, value in self._found.items()}, error
 
-    def _computed(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        given = iter(tensors)
-        known: dict[Any, Any] = {}
-        for node in self._nodes:
-            if node.op == "placeholder":
-                known[node] = next(given).to(self._device)
-            elif node.op == "get_attr":
-                held = operator.attrgetter(node.target)(self._module)
-                # Copy a buffer, because an operation may write to it.
-                is_buffer = isinstance(held, torch.Tensor) and not isinstance(held, nn.Parameter)
-                known[node] = held.clone() if is_buffer else held
-            elif node.op == "call_function":
-                args, kwargs = pytree.tree_map(
-                    lambda leaf: known[leaf] if isinstance(leaf, torch.fx.Node) else leaf,
-                    (node.args, dict(node.kwargs)),
-                )
-                known[node] = node.target(*args, **kwargs)
-                if node in self._wanted:
-                    # A copy, because a later operation may write to the value.
-                    yield self._wanted[node], known[node].clone()
+    def run_node(self, n: Any) -> Any:
+        # Nodes without users or a tensor only assert a dtype or size.
+        if n.op == "call_function" and not (n.users or _computes_tensor(n)):
+            return None
+        value = super().run_node(n)
+        if n.op == "get_attr" and isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+            # A copy of a buffer, because an operation may write to it.
+            return value.clone()
+        if n in self._wanted:
+            # A copy, because a later operation may write to the value.
+            self._found[self._wanted[n]] = value.clone()
+        return value
 
 
 def _computes_tensor(node: Any) -> bool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -74,19 +73,19 @@ def first_right(
     with ExitStack() as until_told:
         wrong: tuple[Artifact, WrongFile] | None = None
         for route in routes:
-            with ExitStack() as stack:
-                staging = stack.enter_context(_staging(directory))
-                try:
-                    written = route.write(staging)
-                except RouteRefused as refusal:
-                    size = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file())
-                    if wrong is None and isinstance(refusal, WrongFile) and size <= _LARGEST_KEPT:
-                        wrong = made(route, [staging / exporter.file_name]), refusal
-                        until_told.push(stack.pop_all())
-                    refused.append((route.name, refusal))
-                    continue
-                files = [path.replace(directory / path.name) for path in written]
-            return made(route, files)
+            folder = TemporaryDirectory(dir=directory, prefix=".export-", ignore_cleanup_errors=True)
+            staging = Path(until_told.enter_context(folder))
+            try:
+                written = route.write(staging)
+            except RouteRefused as refusal:
+                size = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file())
+                if wrong is None and isinstance(refusal, WrongFile) and size <= _LARGEST_KEPT:
+                    wrong = made(route, [staging / exporter.file_name]), refusal
+                else:
+                    folder.cleanup()
+                refused.append((route.name, refusal))
+                continue
+            return made(route, [path.replace(directory / path.name) for path in written])
         place = ""
         if wrong is not None and request.place_of is not None:
             artifact, shown = wrong
@@ -126,12 +125,3 @@ def _hint(evidence: Evidence, sizes: Iterable[str]) -> str:
             f"it{others} in float32."
         )
     return hint + "".join(dict.fromkeys(map(evidence.way_out, sizes)))
-
-
-@contextmanager
-def _staging(directory: Path) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(dir=directory, prefix=".export-"))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)

@@ -20,6 +20,7 @@ from optimize_export.errors import BundleError
 from optimize_export.manifest import GOLDEN, SCHEMA_NAME, number, parse_json, read_checked
 from optimize_export.wording import dtype_name
 from optimizer.bundle.manifest import describe_device
+from optimizer.model import Call
 from optimizer.parity import GoldenEntry, OutputNoise, Tolerance
 
 Flatten = Callable[[tuple[Any, ...], Mapping[str, Any]], Sequence[torch.Tensor]]
@@ -41,6 +42,12 @@ class GoldenCall:
     """Of open dims other than the batch, by name, where they differ from the example inputs."""
     seed: int | None = None
     """Of torch's random numbers; None if the original draws none."""
+
+    @property
+    def entry(self) -> GoldenEntry:
+        """The call without its inputs, which a judgement doesn't use."""
+        sizes = tuple(self.sizes.items())
+        return GoldenEntry(self.batch_size, self.draw, Call((), {}), dict(self.outputs), dict(self.tied), sizes)
 
 
 def write_golden(
@@ -68,66 +75,44 @@ def write_golden(
     """
     if not entries:
         raise ValueError("golden data needs at least one call")
-    own_names = list(entries[0].outputs)
-    calls = [_named(entry, flatten, input_names, own_names, output_names) for entry in entries]
+    renamed = dict(zip(entries[0].outputs, output_names, strict=True))
     tensors: dict[str, torch.Tensor] = {}
     complex_names: list[str] = []
-    for index, call in enumerate(calls):
-        for side, values in (("input", call.inputs), ("output", call.outputs), ("tied", call.tied)):
+    calls: list[dict[str, Any]] = []
+    for index, entry in enumerate(entries):
+        inputs = dict(zip(input_names, flatten(entry.call.args, entry.call.kwargs), strict=True))
+        outputs = {renamed[name]: tensor for name, tensor in entry.outputs.items()}
+        tied = {renamed[name]: tensor for name, tensor in entry.tied.items()}
+        for side, values in (("input", inputs), ("output", outputs), ("tied", tied)):
             for name, tensor in values.items():
                 key = f"call{index}/{side}/{name}"
                 if tensor.is_complex():
                     complex_names.append(key)
                 tensors[key] = _storable(tensor)
+        calls.append(
+            {
+                "name": f"call{index}",
+                "batch_size": entry.batch_size,
+                "draw": entry.draw,
+                **({"sizes": dict(entry.sizes)} if entry.sizes else {}),
+                **({} if entry.seed is None else {"seed": entry.seed}),
+                "inputs": list(inputs),
+                "outputs": list(outputs),
+                "tied": list(tied),
+            }
+        )
     # One metadata entry only, because safetensors writes several entries in a different order each time.
     save_file(tensors, folder / GOLDEN, metadata={SCHEMA_NAME: json.dumps({"complex": complex_names})})
     return {
         "path": GOLDEN,
         "device": describe_device(device),
         "precision": precision,
-        "calls": [
-            {
-                "name": f"call{index}",
-                "batch_size": call.batch_size,
-                "draw": call.draw,
-                **({"sizes": dict(call.sizes)} if call.sizes else {}),
-                **({} if call.seed is None else {"seed": call.seed}),
-                "inputs": list(call.inputs),
-                "outputs": list(call.outputs),
-                "tied": list(call.tied),
-            }
-            for index, call in enumerate(calls)
-        ],
+        "calls": calls,
         "outputs": [
             {**replace(noises[own], name=name).to_json(), "atol": _of(atol, own), "rtol": _of(rtol, own)}
-            for own, name in zip(own_names, output_names, strict=True)
+            for own, name in renamed.items()
         ],
     }
-
-
-def _named(
-    entry: GoldenEntry,
-    flatten: Flatten,
-    input_names: Sequence[str],
-    own_names: Sequence[str],
-    output_names: Sequence[str],
-) -> GoldenCall:
-    inputs = flatten(entry.call.args, entry.call.kwargs)
-    if len(inputs) != len(input_names) or len(own_names) != len(output_names) or list(entry.outputs) != own_names:
-        raise ValueError(
-            f"a call has {len(inputs)} inputs and the outputs {list(entry.outputs)}; "
-            f"the names are {list(input_names)} and {list(output_names)}"
-        )
-    renamed = dict(zip(own_names, output_names, strict=True))
-    return GoldenCall(
-        dict(zip(input_names, inputs, strict=True)),
-        {renamed[name]: tensor for name, tensor in entry.outputs.items()},
-        {renamed[name]: tensor for name, tensor in entry.tied.items()},
-        entry.batch_size,
-        entry.draw,
-        dict(entry.sizes),
-        entry.seed,
-    )
 
 
 def _of(tolerance: Tolerance, name: str) -> float | None:

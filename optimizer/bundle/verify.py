@@ -22,14 +22,13 @@ from optimize_export.wording import listed, quote
 from optimizer.bundle.bundle import open_bundle
 from optimizer.bundle.golden import GoldenCall, read_golden, stored_noises, stored_tolerances
 from optimizer.bundle.manifest import describe_device, factor_between, notes_on_missing
-from optimizer.model import Call, in_turn, pinned_settings, random_state, resolved_device
+from optimizer.model import in_turn, pinned_settings, random_state, resolved_device
 from optimizer.options import AccuracyBudget
 from optimizer.parity import (
     FACTOR,
     WITHIN_BUDGET,
     Accuracy,
     CallErrors,
-    GoldenEntry,
     Measurement,
     ParityReport,
     Tolerance,
@@ -84,12 +83,7 @@ class ArtifactFigures:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "format": self.format,
-            "path": self.path,
-            "device": self.device,
-            "ok": self.ok,
-            "verdict": self.verdict,
-            "calls": self.calls,
+            **{name: getattr(self, name) for name in ("format", "path", "device", "ok", "verdict", "calls")},
             "parity": None if self.parity is None else self.parity.to_json(),
             "placement": None if self.placement is None else dict(self.placement),
             "accuracy": None if self.accuracy is None else {**self.accuracy.to_json(), "budget": asdict(self.budget)},
@@ -292,27 +286,14 @@ def _judged(
     device: str,
     settings: Mapping[str, str],
 ) -> ParityReport:
-    # The judgement doesn't use the inputs.
-    empty = Call((), {})
-    entries = [
-        (
-            GoldenEntry(
-                call.batch_size, call.draw, empty, dict(call.outputs), dict(call.tied), tuple(call.sizes.items())
-            ),
-            answer,
-        )
-        for call, answer in zip(calls, answers, strict=True)
-    ]
-    tolerances: dict[str, Any] = dict(stored_tolerances(golden))
-    precision = golden.get("precision", "")
     return compare_golden(
         stored_noises(golden),
-        entries,
+        [(call.entry, answer) for call, answer in zip(calls, answers, strict=True)],
         factor=factor,
         device=device,
-        precision=precision,
+        precision=golden.get("precision", ""),
         settings=settings,
-        **tolerances,
+        **stored_tolerances(golden),
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from optimize_export.errors import UsageError
-from optimizer.model import BATCH, Call, OpenDims, Samples, keeps_values, open_dims, rebuild
+from optimizer.model import BATCH, Call, Samples, keeps_values, open_dims, rebuild
 from optimizer.parity import Reference, outputs_on
 
 _TIME = "time"
@@ -62,8 +62,7 @@ class Suggestions:
     inputs: Mapping[str, torch.Tensor]
     """The tensors of the example inputs, by their names in the files."""
     samples: Samples
-    """The example inputs, opened with `dims`."""
-    dims: OpenDims
+    """The example inputs, opened with the declared dims."""
     reference: Reference
     """Runs the original."""
 

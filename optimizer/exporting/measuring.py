@@ -78,7 +78,7 @@ def measure(job: ExportJob) -> MeasuredExport:
     original, rounding = _measured(job, exported, at_home)
     reference = _lower_reference(rounding, job.provenance)
     inputs = named_inputs(original, at_home.given.args, at_home.given.kwargs, input_names=job.input_names)
-    suggestions = Suggestions(inputs, at_home, job.dims, reference)
+    suggestions = Suggestions(inputs, at_home, reference)
     _refuse_sizes_not_taken(job, reference)
     request = _request_for(job, exported, reference)
     if reference is not rounding or job.home.type != job.target.type:

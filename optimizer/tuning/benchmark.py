@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from optimize_export.errors import BundleError
 from optimize_export.manifest import check_benchmark, plain
@@ -362,38 +362,29 @@ def open_all(
     ready: list[Opened] = []
     dropped: list[Figure] = []
     for candidate in candidates:
-        found, refused = try_candidate(candidate, lambda each: prove(opened(each)))
-        ready += found
-        dropped += refused
+        try:
+            ready.append(prove(opened(candidate)))
+        # Any exception of a runtime that can't load or run a file is a reason not to choose it, and is reported as one.
+        except Exception as error:  # noqa: BLE001
+            dropped.append(dropped_by(error, candidate))
     return ready, dropped
 
 
-def try_candidate(candidate: Candidate, make: Callable[[Candidate], Opened]) -> tuple[list[Opened], list[Figure]]:
-    """What `make` returns; or the dropped candidate with the reason, if it raises."""
-    try:
-        return [make(candidate)], []
-    except Refused as refused:
-        return [], [dropped_figure(candidate, str(refused), refused.accuracy)]
-    # Any exception of a runtime that can't load or run a file is a reason not to choose it, and is reported as one.
-    except Exception as error:  # noqa: BLE001
-        return [], [dropped_figure(candidate, f"it can't run: {quote(error)}")]
+def dropped_by(error: Exception, candidate: Candidate) -> Figure:
+    reason = str(error) if isinstance(error, Refused) else f"it can't run: {quote(error)}"
+    return dropped_figure(candidate, reason, error.accuracy if isinstance(error, Refused) else None)
 
 
 def dropped_figure(candidate: Candidate, reason: str, accuracy: Accuracy | None = None) -> Figure:
     return Figure(candidate.name, candidate.route, candidate.bytes, accuracy=accuracy, dropped=reason)
 
 
-@dataclass(frozen=True)
-class Timed:
-    """What `timed` measured."""
-
+class Timed(NamedTuple):
     rounds: int
     figures: tuple[Figure, ...]
-    """The figures of all candidates."""
     chosen: str | None
     """The name of the candidate to ship; None if there is none to choose from."""
     notes: tuple[str, ...] = ()
-    """Sentences about the choice."""
 
     @property
     def route(self) -> Route | None:

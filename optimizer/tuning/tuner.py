@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from exporters.registry import QUANTIZED
@@ -19,11 +18,11 @@ from optimizer.tuning.benchmark import (
     Opened,
     Ratio,
     Refused,
+    dropped_by,
     dropped_figure,
     interleaved,
     open_all,
     ratio,
-    try_candidate,
 )
 from optimizer.tuning.candidates import Bench, frozen
 from optimizer.tuning.lossy import Lossy, is_lossy
@@ -180,22 +179,18 @@ class Tuner:
 
         On a GPU, none is too slow: the time of the launches hides how fast a file is in a CUDA graph.
         """
-        gain = 0.0
-
-        def proven(_: Candidate, opened: Opened) -> Opened:
-            nonlocal gain
-            gain = self._gain(opened)
-            if self._bench.files.device == "cpu" and self._is_far_behind(gain):
-                raise Refused(self._behind(gain))
-            return self._proven(opened)
-
         for opened in self._opened(candidate):
-            ready, dropped = try_candidate(candidate, partial(proven, opened=opened))
-            # Those outside the budget are drawn with the time that they would take.
-            if dropped and dropped[0].accuracy is not None and (latency := self._latencies.get(candidate.name)):
-                dropped = [replace(dropped[0], seconds=latency.median, p95=latency.p95, memory=opened.memory)]
-            self._ready += [(each, gain) for each in ready]
-            self._dropped += dropped
+            try:
+                gain = self._gain(opened)
+                if self._bench.files.device == "cpu" and self._is_far_behind(gain):
+                    raise Refused(self._behind(gain))
+                self._ready.append((self._proven(opened), gain))
+            except Exception as error:  # noqa: BLE001 - as in `open_all`
+                dropped = dropped_by(error, candidate)
+                # Those outside the budget are drawn with the time that they would take.
+                if dropped.accuracy is not None and (latency := self._latencies.get(candidate.name)):
+                    dropped = replace(dropped, seconds=latency.median, p95=latency.p95, memory=opened.memory)
+                self._dropped.append(dropped)
             self._close_others()
 
     def _is_far_behind(self, gain: float) -> bool:
