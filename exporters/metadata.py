@@ -13,7 +13,6 @@ import os
 import unicodedata
 import zipfile
 from collections.abc import Callable, Mapping
-from importlib import metadata as distributions
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 from exporters.errors import MetadataError
+from optimize_export.manifest import describe_program
 
 # Keys with this prefix are reserved for this program.
 OURS = "optimize_export"
@@ -61,20 +61,13 @@ def metadata_of(
     """All metadata for a file, sorted by key; `own` is the user's part. MetadataError if that is invalid."""
     refuse_metadata(own)
     ours = {
-        "program": f"optimize-export {_version()}",
+        "program": " ".join(describe_program().values()),
         "torch": torch.__version__,
         "model": type(model).__name__,
         "inputs": json.dumps(inputs),
         "outputs": json.dumps(outputs),
     }
     return dict(sorted({**{f"{OURS}.{name}": text for name, text in ours.items()}, **own}.items()))
-
-
-def _version() -> str:
-    try:
-        return distributions.version("optimize-export")
-    except distributions.PackageNotFoundError:
-        return "unknown"
 
 
 def extra_files(metadata: Mapping[str, str]) -> dict[str, str]:

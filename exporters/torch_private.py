@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._C import _is_tracing  # Whether torch.jit.trace is running. Seen in 2.13.
@@ -87,18 +88,10 @@ def graphs_of(module: torch.jit.ScriptModule) -> Iterator[Any]:
         yield from (methods._get_method(name).graph for name in methods._method_names())
 
 
-@contextmanager
-def _replaced(owner: Any, name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
+def _replaced(owner: Any, name: str, replacement: Callable[[Any], Any]) -> AbstractContextManager[Any]:
     """In the block, put `replacement(own)` in the place of the owner's attribute; do nothing if there is none."""
     own = getattr(owner, name, None)
-    if own is None:
-        yield
-        return
-    setattr(owner, name, replacement(own))
-    try:
-        yield
-    finally:
-        setattr(owner, name, own)
+    return nullcontext() if own is None else patch.object(owner, name, replacement(own))
 
 
 def inductor_cache(folder: Path) -> AbstractContextManager[Any]:
@@ -108,22 +101,12 @@ def inductor_cache(folder: Path) -> AbstractContextManager[Any]:
     return fresh_cache(dir=str(folder))
 
 
-@contextmanager
-def without_line_info() -> Iterator[None]:
+def without_line_info() -> AbstractContextManager[Any]:
     """Let Triton compile kernels without the paths and lines of their sources, which are paths of this machine.
 
     Triton reads the variable at each compilation. Seen in Triton 3.6.
     """
-    name = "TRITON_DISABLE_LINE_INFO"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+    return patch.dict(os.environ, {"TRITON_DISABLE_LINE_INFO": "1"})
 
 
 def aot_compile(module: torch.fx.GraphModule, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Sequence[Any]:

@@ -20,6 +20,7 @@ from functools import lru_cache
 from itertools import islice
 from types import FrameType
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -118,11 +119,8 @@ def traced_by_their_forwards() -> Iterator[None]:
         context.needs_input_grad = (False,) * len(args)  # type: ignore[attr-defined]
         return cls.forward(context, *args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-    try:
+    with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
         yield
-    finally:
-        torch.autograd.Function.apply = own  # type: ignore[method-assign]
 
 
 def follow_settings(module: torch.jit.ScriptModule) -> None:
