@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from exporters.errors import RouteRefused, StructureError
+from exporters.errors import ExporterError, RouteRefused, StructureError
 from exporters.isolation import silent, undisturbed
 from exporters.places import FileValues, Program
 from optimize_export.structure import ContainerNode, Key, Structure, kind_without_strides, unique
-from optimize_export.wording import dtype_name
+from optimize_export.wording import a_type, dtype_name
 
 T = TypeVar("T")
 
@@ -256,6 +256,21 @@ class LoadedArtifact(Protocol):
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the file: inputs and outputs are flat, in the file's order; inputs may be on any device."""
+
+
+def outputs_of(loaded: LoadedArtifact, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Run a file.
+
+    Raises:
+        ExporterError: it returns no tuple; a tensor alone would be read as its rows.
+    """
+    outputs: object = loaded(*tensors)
+    if not isinstance(outputs, tuple | list):
+        raise ExporterError(
+            f"{type(loaded).__name__} returns {a_type(outputs)}: what `load` of an exporter returns must return a tuple of "
+            "tensors, also for one output."
+        )
+    return tuple(outputs)
 
 
 @dataclass(frozen=True)

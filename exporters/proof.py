@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from exporters.base import Limit, LoadedArtifact, clones
+from exporters.base import Limit, LoadedArtifact, clones, outputs_of
 from exporters.errors import RouteRefused, RuntimeCrashed, StructureError, WrongFile
 from exporters.evidence import BATCH, TOGETHER, Evidence, Shapes, Size, Sizes, TooLarge
 from exporters.exported_program import Condition, guards_in_force, guards_refuse
@@ -362,7 +362,7 @@ def _compare(
     sizes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
     try:
         with refusing(f"the file fails on inputs of {sizes}"):
-            outputs = loaded(*clones(inputs))
+            outputs = outputs_of(loaded, *clones(inputs))
     except RuntimeCrashed:
         # Not a WrongFile, whose first wrong operation is located in this process.
         raise

@@ -41,12 +41,14 @@ def register(exporter: Exporter) -> str:
     It replaces an earlier exporter of the same name that was registered this way.
 
     Raises:
-        ExporterError: it isn't an `Exporter`, or a format with its name exists already.
+        ExporterError: it isn't an `Exporter`, lacks its names, or a format with its name exists already.
     """
     if not isinstance(exporter, Exporter):
         raise ExporterError(
             f"{exporter!r} isn't an exporter: pass an instance of a subclass of exporters.Exporter, such as Mine()."
         )
+    if lacking := [f"`{name}`" for name in ("name", "file_name") if not hasattr(exporter, name)]:
+        raise ExporterError(f"{type(exporter).__name__} needs {' and '.join(lacking)}.")
     name = exporter.name
     if name in _OWN or name in QUANTIZED or name in _from_others():
         raise ExporterError(f"{type(exporter).__name__} needs another name: there is a format {name!r} already.")
@@ -67,7 +69,10 @@ def exporter_named(name: str) -> Exporter:
     if name in _GIVEN:
         return _GIVEN[name]
     if name not in others:
-        raise UnknownFormat(f"There is no format {name!r}; the formats are: {', '.join((*_OWN, *others))}.")
+        raise UnknownFormat(
+            f"There is no format {name!r}; the formats are: {', '.join(exporter_names())}. Install the package that brings "
+            "another one, or pass an instance in Python: exporters=[…]."
+        )
     return _loaded(others[name])
 
 

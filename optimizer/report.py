@@ -47,7 +47,7 @@ class PlaceRecord:
     """One place that a pass changed or skipped."""
 
     where: str
-    """The module path; "" for the root."""
+    """The path of the module, or of the one around the operation with its name: "encoder.act", "the root (mul)"; "" for the whole model."""
     text: str
     """The change, or the reason for the skip."""
 

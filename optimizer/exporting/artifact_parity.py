@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from exporters.base import Artifact, Exporter, LoadedArtifact
+from exporters.base import Artifact, Exporter, LoadedArtifact, outputs_of
 from optimize_export.manifest import file_digest
 from optimize_export.wording import listed
 from optimizer.bundle import describe_device, factor_between
@@ -54,7 +54,7 @@ class ArtifactParity:
             # The calls are on the original's device.
             return [tensor.to(self.device) for tensor in self.flatten(args, kwargs)]
 
-        measurement = self.reference.compare(loaded, flatten=flatten, rows=rows)
+        measurement = self.reference.compare(partial(outputs_of, loaded), flatten=flatten, rows=rows)
         if torch.device(measurement.device).type != self.device.type:
             measurement = replace(measurement, device=self.device.type, reference_device=measurement.device)
         measurement = replace(measurement, settings={**measurement.settings, **loaded.settings})

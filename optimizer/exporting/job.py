@@ -70,6 +70,12 @@ def exporters_of(
     if not names:
         raise UsageError("formats is empty: name at least one format, such as 'onnx'.")
     exporters = [exporter_named(name) for name in dict.fromkeys(names)]
+    writers: dict[str, str] = {}
+    for exporter in exporters:
+        if (other := writers.setdefault(exporter.file_name, exporter.name)) != exporter.name:
+            raise UsageError(
+                f"The formats {other!r} and {exporter.name!r} both write {exporter.file_name}: export them to two folders."
+            )
     if any(exporter.name == "onnx" for exporter in exporters):
         require_runtime("onnxruntime")
     refuse_opset(opset, [exporter.name for exporter in exporters])

@@ -13,8 +13,9 @@ from torch import nn
 from exporters.base import Artifact, Exporter
 from exporters.child_process import start_early
 from exporters.errors import ExporterError, ExportError, MetadataError, StructureError
-from optimize_export.errors import ParityError
+from optimize_export.errors import ParityError, UsageError
 from optimize_export.manifest import plain
+from optimize_export.wording import listed
 from optimizer.bundle import (
     artifact_entry,
     describe_device,
@@ -92,6 +93,10 @@ def _write(
         # Each exporter gets a fresh copy, because it runs the model.
         artifact = rewritten[0] if rewritten else exporter.export(replace(request, model=measured.fresh()), folder)
         written.notes.extend(artifact.crashes)
+        if twice := sorted(path.name for path in before.intersection(artifact.files)):
+            raise UsageError(
+                f"The format {exporter.name!r} writes {listed(twice)} over the file of another format: export them to two folders."
+            )
         artifact = replace(artifact, metadata=exporter.read_metadata(artifact.path))
         job.progress("parity", number + 1, len(job.exporters) + 1, exporter.name)
         measurement, placement = rewritten[1:] if rewritten else proof.measure(artifact, exporter)

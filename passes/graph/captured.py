@@ -156,25 +156,28 @@ def is_users(file: str) -> bool:
     return file.endswith(".py") and not Path(file).is_relative_to(_TORCH)
 
 
-def name_of(node: fx.Node) -> str:
+def name_of(node: Any) -> str:
     """The name of the node's function or method: "relu" for F.relu, torch.relu and Tensor.relu.
 
-    Operators of other libraries have names with their namespace: "quantized::linear".
+    Operators of other libraries have names with their namespace: "quantized::linear". An argument that is no node, such as
+    a number, has the name "".
     """
+    if not isinstance(node, fx.Node):
+        return ""
     target = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
     if isinstance(target, OpOverloadPacket):
         return str(target._qualified_op_name).removeprefix("aten::")
     return str(target) if node.op == "call_method" else str(getattr(target, "__name__", target))
 
 
-def example_of(node: fx.Node) -> Any:
-    """An example of the node's value without data; None if there is none."""
-    return node.meta.get(EXAMPLE)
+def example_of(node: Any) -> Any:
+    """An example of the node's value without data; None if there is none, as of an argument that is no node."""
+    return node.meta.get(EXAMPLE) if isinstance(node, fx.Node) else None
 
 
 def is_tensor(node: Any) -> bool:
     """Whether the argument is a node whose value is a tensor."""
-    return isinstance(node, fx.Node) and isinstance(example_of(node), torch.Tensor)
+    return isinstance(example_of(node), torch.Tensor)
 
 
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:

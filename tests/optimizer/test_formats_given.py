@@ -1,15 +1,28 @@
 """`export(…, exporters=[Mine()])` takes an exporter that no package brings by an entry point."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import enliven
-from torch import nn
+from torch import Tensor, nn
 
 import exporters.registry
-from exporters import ExporterError, Pt2Exporter, UnknownFormat, exporter_named, exporter_names
+from exporters import (
+    Artifact,
+    Exporter,
+    ExporterError,
+    ExportRequest,
+    LoadedArtifact,
+    Pt2Exporter,
+    UnknownFormat,
+    exporter_named,
+    exporter_names,
+)
+from optimize_export.errors import OptimizeExportError, UsageError
 from optimizer import export, load, verify_bundle
 
 X = torch.randn(2, 3, 6, 6)
@@ -18,6 +31,48 @@ X = torch.randn(2, 3, 6, 6)
 class Mine(Pt2Exporter):
     name = "mine"
     file_name = "model.mine"
+
+
+class Nameless(Exporter):
+    def export(self, request: ExportRequest, directory: Path) -> Artifact:
+        raise NotImplementedError
+
+    def load(self, path: Path, device: str = "cpu") -> LoadedArtifact:
+        raise NotImplementedError
+
+
+class ATensorFile:
+    """Returns the only output by itself, as `torch.export.load(path).module()` does."""
+
+    def __init__(self, loaded: LoadedArtifact) -> None:
+        self._loaded = loaded
+        self.device, self.placement, self.settings = loaded.device, loaded.placement, loaded.settings
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        return self._loaded(*tensors)[0]
+
+
+class ATensor(Mine):
+    """Its proof is that of `Mine`; only what `load` returns is wrong."""
+
+    name = "a-tensor"
+
+    def load(self, path: Path, device: str = "cpu") -> LoadedArtifact:
+        return ATensorFile(super().load(path, device))
+
+
+class OverPt2(Mine):
+    file_name = Pt2Exporter.file_name
+
+
+class DataOverPt2(Mine):
+    """Its second file has the name of another format's file."""
+
+    def export(self, request: ExportRequest, directory: Path) -> Artifact:
+        made = super().export(request, directory)
+        data = directory / Pt2Exporter.file_name
+        data.write_bytes(b"data")
+        return replace(made, files=(*made.files, data))
 
 
 @pytest.fixture(autouse=True)
@@ -63,9 +118,29 @@ def test_another_process_does_not_know_it() -> None:
     [
         (Mine, r"isn't an exporter: pass an instance of a subclass of exporters.Exporter, such as Mine\(\)"),
         (Pt2Exporter(), "Pt2Exporter needs another name: there is a format 'pt2' already"),
+        (Nameless(), "Nameless needs `name` and `file_name`"),
+        (ATensor(), r"ATensorFile returns a Tensor: what `load` of an exporter returns must return a tuple of tensors"),
     ],
 )
 def test_what_is_no_further_exporter_is_refused(net: nn.Module, tmp_path: Path, given: object, sentence: str) -> None:
-    with pytest.raises(ExporterError, match=sentence):
-        export(net, X, output=tmp_path / "net", exporters=[given])
+    with pytest.raises((ExporterError, OptimizeExportError), match=sentence):
+        export(net, X, output=tmp_path / "net", formats=(), exporters=[given])
+    assert not (tmp_path / "net").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (OverPt2(), "The formats 'pt2' and 'mine' both write model.pt2: export them to two folders"),
+        (
+            DataOverPt2(),
+            "The format 'mine' writes model.pt2 over the file of another format: export them to two folders",
+        ),
+    ],
+)
+def test_a_file_over_that_of_another_format_is_refused(
+    net: nn.Module, tmp_path: Path, given: Exporter, sentence: str
+) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        export(net, X, output=tmp_path / "net", formats=["pt2"], exporters=[given])
     assert not (tmp_path / "net").exists()
