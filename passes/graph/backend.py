@@ -200,8 +200,7 @@ class Compilation:
         # The last error that a pass raised while it rewrote a graph; None if there was none
         self.error: Exception | None = None
         self.is_complete = False  # whether a run of all example calls has captured these graphs
-        self.read: set[str] = set()  # the paths of the parameters and buffers that the graphs read in `noting_reads`
-        self._noted: set[int] | None = None  # the ids of the inputs of the graphs, in this block
+        self._is_noting = False  # whether `noting_calls` runs
         self.derived = DerivedTensors(call.owner)  # the derived tensors of these graphs
         this = weakref.ref(self)
 
@@ -219,24 +218,28 @@ class Compilation:
         # f(module, args, kwargs), which runs the call by its captured graphs
         self.compiled = captured_call(entry_of(type(call.owner)), capture, open_dims=open_dims)
 
+    @property
+    def read(self) -> set[str]:
+        """The paths of the parameters and buffers that the graphs read in `noting_calls`."""
+        return {path for program in self.graphs for call in program.calls for path in call if path}
+
     @contextmanager
-    def noting_reads(self) -> Iterator[None]:
-        """Add to `read` in the block: one graph may be called with the parameters of several equal modules."""
+    def noting_calls(self) -> Iterator[None]:
+        """Note the parameters and buffers with which the graphs are called in the block, as `_Program.calls`."""
         call = self._call()
         assert call is not None
         # Some forwards replace their buffers, and a run of the examples works on copies of all.
         paths = Modules(call.owner).tensors
-        noted = self._noted = set()
+        self._is_noting = True
         for program in self.graphs:
-            program.noted = noted
+            program.noted = set()
         try:
             yield
         finally:
-            self._noted = None
-            for program in self.graphs:
-                program.noted = None
+            self._is_noting = False
             paths |= Modules(call.owner).tensors
-            self.read |= {paths[number] for number in noted & paths.keys()}
+            for program in self.graphs:
+                program.end_noting(paths)
 
     def why_nothing(self) -> str:
         """The reason why no graph was captured, as a clause."""
@@ -251,7 +254,7 @@ class Compilation:
         assert call is not None
         captured = CapturedGraph(graph.graph, Modules(call.owner), around, inputs, self.derived)
         program = _Program(graph, captured, self._call, weakref.ref(self))
-        program.noted = self._noted
+        program.noted = set() if self._is_noting else None
         self.graphs.append(program)
         return program
 
@@ -270,7 +273,9 @@ class _Program:
         self.captured = captured
         self._call = call
         self._compilation = compilation
-        self.noted: set[int] | None = None  # where each call adds the ids of its inputs
+        # The paths of the inputs of each kind of call, as far as they were noted; "" for other inputs
+        self.calls: set[tuple[str, ...]] = set()
+        self.noted: set[tuple[int, ...]] | None = None  # where each call adds the ids of its inputs
         self._lock = threading.Lock()
         # The passes, and the function that their rewritten graph compiled to.
         self._made: tuple[tuple[Step, ...], Callable[..., Any]] | None = None
@@ -278,24 +283,23 @@ class _Program:
         # The token of each step of the last rewriting, and the graph after it.
         self._stages: list[tuple[object, CapturedGraph]] = []
 
+    def end_noting(self, paths: Mapping[int, str]) -> None:
+        """Add the calls since `noted` was set to `calls`; `paths` are those of parameters and buffers by `id`."""
+        noted, self.noted = self.noted or set(), None
+        self.calls |= {tuple(paths.get(number, "") for number in call) for call in noted}
+
     def other_owners(self) -> Iterator[dict[str, str]]:
-        """For each further set of sources with which the graph was called, their paths by those of the first.
+        """For each further set of parameters and buffers with which the graph was called, their paths by those of the first.
 
         torch.compile calls one graph for equal modules after a graph break in each.
         """
-        if self._derived is None:
-            return
-        paths = self.captured.modules.tensors
-        placeholders = self.captured.graph.find_nodes(op="placeholder")
-        first = [self.captured.tensors.get(placeholders[place], "") for place in self._derived.places]
-        for key in list(self._derived.states):
-            others = [paths.get(source, "") for source in key]
-            if others != first and all(first) and all(others):
-                yield dict(zip(first, others, strict=True))
+        first = tuple(self.captured.tensors.get(node, "") for node in self.captured.graph.find_nodes(op="placeholder"))
+        for others in sorted(self.calls - {first}):
+            yield {old: new for old, new in zip(first, others, strict=True) if old and new}
 
     def __call__(self, *inputs: Any) -> Any:
         if self.noted is not None:
-            self.noted.update(map(id, inputs))
+            self.noted.add(tuple(map(id, inputs)))
         call, made = self._call(), self._made
         if made is None or (call is not None and made[0] is not call.passes):
             made = self._make(() if call is None else call.passes, inputs)

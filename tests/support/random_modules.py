@@ -128,7 +128,8 @@ class Description:
     @property
     def breaks_graphs(self) -> bool:
         """Whether a branch on data breaks the graph in the loop over the blocks, which then runs as written."""
-        return any(block.kind in ("guarded", "either by data") for block in self._combined())
+        islands = any(pair.style == "island" for pair in self.pairs())
+        return islands or any(block.kind in ("guarded", "either by data") for block in self._combined())
 
     def _combined(self) -> Iterator[Combined]:
         """Every combination of blocks, at any depth."""
