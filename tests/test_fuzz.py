@@ -51,7 +51,7 @@ SHARE = 30
 # Shares in training are smaller, because each example is captured and compared in both modes.
 TRAINED_SHARE = 20
 PLANNED_SHARE = 8
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "30"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))
 # Shares of different runs have different seeds.
 FIRST_SEED = int(os.environ.get("FUZZ_SEED", "0")) * 1_000_000
 BATCH_SIZES = (1, 2, 5)
