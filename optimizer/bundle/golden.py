@@ -75,12 +75,19 @@ def write_golden(
     """
     if not entries:
         raise ValueError("golden data needs at least one call")
-    renamed = dict(zip(entries[0].outputs, output_names, strict=True))
+    own_names = list(entries[0].outputs)
+    renamed = dict(zip(own_names, output_names, strict=False))
     tensors: dict[str, torch.Tensor] = {}
     complex_names: list[str] = []
     calls: list[dict[str, Any]] = []
     for index, entry in enumerate(entries):
-        inputs = dict(zip(input_names, flatten(entry.call.args, entry.call.kwargs), strict=True))
+        flat = flatten(entry.call.args, entry.call.kwargs)
+        if len(flat) != len(input_names) or len(own_names) != len(output_names) or list(entry.outputs) != own_names:
+            raise ValueError(
+                f"a call has {len(flat)} inputs and the outputs {list(entry.outputs)}; "
+                f"the names are {list(input_names)} and {list(output_names)}"
+            )
+        inputs = dict(zip(input_names, flat, strict=True))
         outputs = {renamed[name]: tensor for name, tensor in entry.outputs.items()}
         tied = {renamed[name]: tensor for name, tensor in entry.tied.items()}
         for side, values in (("input", inputs), ("output", outputs), ("tied", tied)):

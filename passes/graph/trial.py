@@ -43,7 +43,7 @@ def try_on_graphs(item: GraphPass, tree: ModelTree, context: Context) -> PassRes
         writer.install((*before, _Tried(trial)))
         trial.run(writer.call)
         compilation = compilation_of(writer.call)
-        if runs is not None and not runs.failure and not trial.raised and compilation.graphs:
+        if compilation.compiled.is_split and runs is not None and not runs.failure and not trial.raised:
             trial.skips.update(dict.fromkeys(_outside_of_graphs(tree, runs, compilation.read)))
         if trial.raised and trial.changes and context.run_compiled is not None:
             writer.install_instead(before)
@@ -70,9 +70,11 @@ def _outside_of_graphs(tree: ModelTree, runs: Runs, read: Collection[str]) -> li
     """
     paths = Modules(tree.root).tensors
     is_inside: dict[str, bool] = {}
-    for ref in (tensor_of(node) for run in runs.runs for node in run.recording.nodes() if users_of(node)):
-        if ref is not None and (path := paths.get(id(ref.value))):
-            is_inside[tree.path(ref.owner)] = is_inside.get(tree.path(ref.owner), False) or path in read
+    for node in (node for run in runs.runs for node in run.recording.nodes()):
+        ref = tensor_of(node)
+        if ref is not None and users_of(node) and (path := paths.get(id(ref.value))):
+            owner = tree.path(ref.owner)
+            is_inside[owner] = is_inside.get(owner, False) or path in read
     inside = [path for path, is_read in is_inside.items() if is_read]
     outermost = dict.fromkeys(_outermost(path, inside) for path, is_read in is_inside.items() if not is_read)
     return [Skip(path, _OUTSIDE) for path in outermost]
