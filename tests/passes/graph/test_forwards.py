@@ -11,14 +11,18 @@ from passes.graph.forwards import intercepted_calls
 X = torch.ones(2, 4)
 
 
-def test_other_modules_and_threads_through():
-    model, other, seen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4), []
-
+def recording(seen):
     def around(module, call, args, kwargs):
         seen.append(module)
         return call(*args, **kwargs)
 
-    with intercepted_calls(model, around):
+    return around
+
+
+def test_other_modules_and_threads_through():
+    model, other, seen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4), []
+
+    with intercepted_calls(model, recording(seen)):
         other(X)
         thread = threading.Thread(target=model, args=(X,))
         thread.start()
@@ -53,11 +57,7 @@ def test_what_is_compiled_is_seen_to_be_called():
     model, seen = nn.Sequential(torch.compile(inner, backend="eager")), []
     compiled = vars(model[0])["forward"]
 
-    def around(module, call, args, kwargs):
-        seen.append(module)
-        return call(*args, **kwargs)
-
-    with intercepted_calls(model, around):
+    with intercepted_calls(model, recording(seen)):
         got = model(X)
     assert torch.equal(got, inner(X))
     assert seen == [model, model[0], inner]
@@ -75,11 +75,7 @@ def test_an_error_leaves_nothing_behind():
 def test_modules_that_are_left_out_run_as_before():
     model, seen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), []
 
-    def around(module, call, args, kwargs):
-        seen.append(module)
-        return call(*args, **kwargs)
-
-    with intercepted_calls(model, around, leave={id(model), id(model[0])}):
+    with intercepted_calls(model, recording(seen), leave={id(model), id(model[0])}):
         assert "forward" not in vars(model[0])
         model(X)
     assert seen == [model[1]]
