@@ -22,7 +22,18 @@ NOT_CAPTURED = {
 LOSES_TOO_MUCH = {"bfloat16, cancelling weights", "float16, cancelling weights"}
 
 
-@pytest.mark.parametrize("name", CASES)
+# Kinds of layers and spellings that `test_fold_conv_bn.py` folds in float64, copies and pickles.
+FOLDED_THERE = {
+    "conv1d", "conv3d", "grouped conv", "reflect padding", "transposed conv", "grouped transposed conv",
+    "transposed conv1d", "transposed conv3d", "linear, 2-D", "linear, 3-D", "linear, 3-D, transposed",
+    "no scale and shift", "no running statistics", "BatchNorm with activation", "F.batch_norm",
+    "F.conv2d and F.batch_norm", "conv subclass, kept forward", "BatchNorm before, padding",
+    "BatchNorm before, no padding", "BatchNorm before linear", "two BatchNorms", "block called twice", "across modules",
+    "nested Sequential",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in FOLDED_THERE])
 def test_a_hard_case_is_right_or_refused(name: str) -> None:
     case = CASES[name]
     outcome = outcome_of(CONTENDERS[OURS], case)
@@ -37,6 +48,6 @@ def test_a_hard_case_is_right_or_refused(name: str) -> None:
 
 
 def test_the_cases_that_nothing_is_captured_of_are_named() -> None:
-    assert NOT_CAPTURED.keys() <= CASES.keys()
+    assert NOT_CAPTURED.keys() | FOLDED_THERE <= CASES.keys()
     assert sum(CASES[name].folds for name in NOT_CAPTURED) == 3
     assert sum(case.folds for case in CASES.values()) == 51

@@ -14,11 +14,12 @@ from tiny_models import Net, enliven
 from torch import nn
 from torch._higher_order_ops import while_loop
 from torch._subclasses import FakeTensor
-from training_models import assert_equal, peak_of, steps
+from training_models import Scaled, assert_equal, peak_of, steps
 
 from optimizer import optimize, report_of
 from passes import InsertCheckpoints
 from passes.checkpointing import profile
+from passes.checkpointing.budget import bytes_of
 from passes.checkpointing.choice import Choice
 from passes.checkpointing.forward import CheckpointedForward
 from passes.checkpointing.solve import Solver
@@ -104,8 +105,7 @@ class Looking(nn.Module):
 
 MODELS = {
     "images": (Images, lambda: (torch.randn(4, 3, 16, 16),), {}),
-    "words": (Words, lambda: (torch.randint(0, 40, (4, 24)),), {}),
-    "words with a mask": (Words, lambda: (torch.randint(0, 40, (4, 24)),), {"mask": torch.ones(24, 24).tril().bool()}),
+    "words": (Words, lambda: (torch.randint(0, 40, (4, 24)),), {"mask": torch.ones(24, 24).tril().bool()}),
     "looking": (Looking, lambda: (torch.randn(128, 16),), {}),
 }
 
@@ -140,7 +140,7 @@ def share_again(result):
 
 @pytest.mark.parametrize(
     ("name", "budget"),
-    [("images", 0.7), ("images", "min"), ("words", 0.6), ("words with a mask", "min"), ("looking", "min")],
+    [("images", "min"), ("words", 0.6), ("looking", "min")],
 )
 def test_losses_gradients_and_buffers_are_the_same_to_the_bit(name, budget):
     model, inputs, kwargs = made(name)
@@ -184,10 +184,8 @@ def test_the_optimal_strategy_computes_less_again_than_the_uniform_one():
 def test_bytes_are_a_budget_too():
     model, inputs, kwargs = made("words")
     peak = peak_of(model, inputs, kwargs)
-    result = planned("words", memory_budget=f"{0.6 * peak / 1024:.3f}KiB")
-    assert peak_of(result, inputs, kwargs) <= 0.6 * peak
-    result = planned("words", memory_budget=int(0.6 * peak))
-    assert peak_of(result, inputs, kwargs) <= 0.6 * peak
+    for budget in (f"{0.6 * peak / 1024:.3f}KiB", int(0.6 * peak)):
+        assert peak_of(planned("words", memory_budget=budget), inputs, kwargs) <= 0.6 * peak
 
 
 def test_a_budget_that_the_step_keeps_to_by_itself_changes_nothing_but_is_seen_to():
@@ -210,43 +208,14 @@ def test_a_budget_out_of_reach_raises_and_names_the_lowest_that_isnt():
         planned("words", memory_budget=0.9 * lowest)
 
 
-class Squared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * ctx.saved_tensors[0] * gradient
-
-
 class Activation(nn.Module):
     def forward(self, x):
-        return Squared.apply(x)
+        return Scaled.apply(x, 0.3)
 
 
 def row(norm, activation=nn.Tanh):
     parts = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), norm(4), activation()) for _ in range(3)]
     return nn.Sequential(*parts).train(), torch.randn(2, 4, 8, 8)
-
-
-@pytest.mark.slow
-def test_a_batch_norm_for_several_processes_is_recomputed_in_one():
-    torch.manual_seed(0)
-    (model, x), (plain, _) = row(nn.SyncBatchNorm), row(nn.BatchNorm2d)
-    found = [
-        optimize(each, [InsertCheckpoints("min")], example_inputs=(x,), mode="training") for each in (model, plain)
-    ]
-    texts = [report_of(each).passes[-1].changes[-1].text for each in found]
-    assert texts[0] == texts[1]
-    assert "can't be recomputed" not in texts[0]
-    twin = copy.deepcopy(model)
-    for each in (twin, found[0]):
-        each(x).square().mean().backward()
-    gradients = [[one.grad for one in each.parameters()] for each in (twin, found[0])]
-    assert all(map(torch.equal, *gradients))
-    assert all(map(torch.equal, twin.buffers(), found[0].buffers()))
 
 
 @pytest.mark.parametrize(
@@ -255,7 +224,7 @@ def test_a_batch_norm_for_several_processes_is_recomputed_in_one():
         (
             nn.BatchNorm2d,
             Activation,
-            "batch_norm in 0.1 and 2 more, because a custom autograd function, or a checkpoint",
+            "batch_norm in 0.1 and 5 more, because a custom autograd function, or a checkpoint",
         ),
         (nn.SyncBatchNorm, nn.Tanh, "because a SyncBatchNorm communicates with other processes."),
     ],
@@ -347,7 +316,7 @@ def test_with_a_fold_in_front():
         block.first.bias = nn.Parameter(torch.randn(8))
     passes = ["fold-conv-bias", InsertCheckpoints(0.6)]
     result = optimize(model, passes, mode="training", example_inputs=inputs)
-    assert [record.status for record in report_of(result).passes] == ["applied", "applied"]
+    assert [record.status for record in report_of(result).passes] == ["applied"] * 2
     # The plan watches the single operations, so the forward runs as it was written.
     assert "without the changes of fold-conv-bias" in report_of(result).passes[1].skips[0].text
     assert_equal(steps(copy.deepcopy(model), *inputs, **kwargs), steps(copy.deepcopy(result), *inputs, **kwargs))
@@ -377,13 +346,8 @@ def test_a_part_with_a_plan_of_its_own_is_planned_anew_with_the_whole(caplog):
 
 
 @pytest.mark.slow
-def test_compiled_and_exported_code_computes_the_same():
-    model, inputs, kwargs = made("words")
-    result = planned("words", memory_budget=0.6)
-    compiled = torch.compile(copy.deepcopy(result), backend="eager")
-    assert_equal(steps(copy.deepcopy(model), *inputs, count=1, **kwargs), steps(compiled, *inputs, count=1, **kwargs))
-    result = planned("images", memory_budget=0.6).eval()
-    _, inputs, _ = made("images")
+def test_exported_code_computes_the_same():
+    (inputs, result) = made("images")[1], planned("images", memory_budget=0.6).eval()
     torch.testing.assert_close(torch.export.export(result, inputs).module()(*inputs), result(*inputs))
 
 
@@ -427,12 +391,6 @@ def test_other_rows_cant_be_planned_for_where_the_forward_looks_at_numbers():
     model = Net(lambda m, x: m.layer(x).exp() if x.sum() > 0 else m.layer(x), layer=nn.Linear(8, 8))
     with pytest.raises(RequirementNotMet, match="batch_size=64 is planned on tensors without values"):
         optimize(model, [InsertCheckpoints(batch_size=64)], mode="training", example_inputs=(torch.randn(4, 8),))
-
-
-@pytest.mark.parametrize("rows", [0, -3])
-def test_a_batch_of_no_rows_is_refused(rows):
-    with pytest.raises(ValueError, match=f"batch_size must be a whole number of rows of 1 or more, not {rows}"):
-        InsertCheckpoints(batch_size=rows)
 
 
 _NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1099511627776 bytes. Error code 12"
@@ -509,39 +467,31 @@ def test_inference_and_no_example_inputs_are_refused():
         optimize(model, [InsertCheckpoints()], mode="training")
 
 
-@pytest.mark.parametrize(
-    "budget", [0, -1, 1.5, True, None, "", "12", "12 parsecs", "0GiB", "half", float("nan"), float("inf")]
-)
+@pytest.mark.parametrize("budget", [0, -1, 1.5, True, None, "", "12", "12 parsecs", "0GiB", float("nan"), float("inf")])
 def test_a_budget_that_is_none_is_refused(budget):
     with pytest.raises(ValueError, match="memory_budget must be a share of the eager peak"):
         InsertCheckpoints(memory_budget=budget)
 
 
+def test_a_budget_of_less_than_a_byte_is_one_byte():
+    assert bytes_of(1e-12, 100) == bytes_of("0.5B", 100) == 1
+
+
 def test_options_as_text():
-    (item,) = make_passes(["insert-checkpoints"], "training")
-    assert item == InsertCheckpoints(0.5)
+    assert make_passes(["insert-checkpoints"], "training") == [InsertCheckpoints(0.5)]
     assert InsertCheckpoints.from_options({"memory_budget": "0.4"}) == InsertCheckpoints(0.4)
-    assert InsertCheckpoints.from_options({"memory_budget": "12GiB", "strategy": "uniform"}) == InsertCheckpoints(
-        "12GiB", "uniform"
-    )
+    options = {"memory_budget": "12GiB", "strategy": "uniform"}
+    assert InsertCheckpoints.from_options(options) == InsertCheckpoints("12GiB", "uniform")
     with pytest.raises(PassOptionError, match="memory_budget must be a share"):
         InsertCheckpoints.from_options({"memory_budget": "lots"})
-    with pytest.raises(ValueError, match="strategy must be 'optimal' or 'uniform'"):
-        InsertCheckpoints(strategy="greedy")
-    with pytest.raises(ValueError, match="selective must be True or False, not 'no'"):
-        InsertCheckpoints(selective="no")
-    with pytest.raises(ValueError, match="units must be a string of module paths"):
-        InsertCheckpoints(units=["layers.*"])
-    for rows in (2.0, "8", True):
-        with pytest.raises(ValueError, match="batch_size must be a whole number of rows of 1 or more, not "):
-            InsertCheckpoints(batch_size=rows)
-
-
-@pytest.mark.parametrize("budget", [1e-12, "0.5B"])
-def test_a_budget_of_less_than_a_byte_is_out_of_reach_and_the_lowest_named(budget):
-    model, inputs, _ = made("images")
-    with pytest.raises(RequirementNotMet, match=r'the lowest is .* or "min"'):
-        optimize(model, [InsertCheckpoints(budget)], mode="training", example_inputs=inputs)
+    for options, sentence in (
+        ({"strategy": "greedy"}, "strategy must be 'optimal' or 'uniform'"),
+        ({"selective": "no"}, "selective must be True or False, not 'no'"),
+        ({"units": ["layers.*"]}, "units must be a string of module paths"),
+        *(({"batch_size": size}, "a whole number of rows of 1 or more, not ") for size in (0, -3, 2.0, "8", True)),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            InsertCheckpoints(**options)
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Padding of layers to multiples of 8 channels: only where that can pay, with the same outputs."""
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -51,9 +50,9 @@ def weights_of(model: nn.Module, *args: Any) -> list[tuple[int, ...]]:
     return [tuple(shapes[1]) for name, shapes in operations(model, *args) if name in PRODUCTS]
 
 
-def padded(model: nn.Module, x: Tensor) -> nn.Module:
+def padded(model: nn.Module, *args: Tensor) -> nn.Module:
     """The padded result; the report shows that it was compared with the model."""
-    fast = optimize(model.eval(), [ANYWHERE], example_inputs=(x,))
+    fast = optimize(model.eval(), [ANYWHERE], example_inputs=args)
     assert report_of(fast).passes[0].status == "applied", report_of(fast)
     assert report_of(fast).verified
     return fast
@@ -90,63 +89,71 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...
 # Results --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_computes_in_multiples_of_eight(name: str) -> None:
-    make, shape, weight = LAYERS[name]
-    model = nn.Sequential(enliven(make()), nn.Tanh()).eval()
-    x = torch.randn(shape)
-    (change,) = check_pass(ANYWHERE, model, (x,)).changes
-    assert change.where == "0"
-    fast = padded(model, x)
-    assert weights_of(fast, x) == [weight]
-    assert fast(x).stride() == model(x).stride()
+def side_by_side(*names: str, between: type[nn.Module] = nn.Identity) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A model that calls each of these layers on an input of its own, and the inputs; all are whole numbers."""
+    model = Net(
+        lambda m, *xs: [block(x) for block, x in zip(m.blocks, xs, strict=True)],
+        blocks=nn.ModuleList(nn.Sequential(between(), LAYERS[name][0](), between()) for name in names),
+    )
+    return whole_numbers(model).eval(), tuple(torch.randint(-3, 4, LAYERS[name][1]).float() for name in names)
+
+
+def weights_in(names: Any) -> list[tuple[int, ...]]:
+    return [LAYERS[name][2] for name in names]
+
+
+def test_every_kind_of_layer_computes_in_multiples_of_eight() -> None:
+    model, xs = side_by_side(*LAYERS, between=nn.Tanh)
+    fast = padded(enliven(model), *xs)
+    places = [change.where for change in report_of(fast).passes[0].changes]
+    assert places == [f"blocks.{number}.1" for number in range(len(LAYERS))]
+    assert weights_of(fast, *xs) == weights_in(LAYERS)
+    assert [value.stride() for value in fast(*xs)] == [value.stride() for value in model(*xs)]
     assert fast.state_dict().keys() == model.state_dict().keys()
     assert all(mine is not None and mine.shape == model.get_parameter(n).shape for n, mine in fast.named_parameters())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_sums_are_the_same_to_the_bit(name: str, dtype: torch.dtype) -> None:
-    make, shape, _ = LAYERS[name]
-    model, x = whole_numbers(make()).to(dtype).eval(), torch.randint(-3, 4, shape).to(dtype)
-    fast = padded(model, x)
+def test_the_sums_are_the_same_to_the_bit(dtype: torch.dtype) -> None:
+    model, xs = side_by_side(*LAYERS)
+    model, xs = model.to(dtype), tuple(x.to(dtype) for x in xs)
+    fast = padded(model, *xs)
     for size in (1, 2, 4):
-        assert torch.equal(fast(x[:size]), model(x[:size]))
+        few = [x[:size] for x in xs]
+        assert all(map(torch.equal, fast(*few), model(*few)))
 
 
-@pytest.mark.parametrize("name", ["conv2d", "conv3d", "transposed 2d"])
 @pytest.mark.parametrize("order", list(itertools.permutations(["channels-last", ANYWHERE])))
-def test_maps_in_channels_last_stay_so(name: str, order: list[Any]) -> None:
-    make, shape, weight = LAYERS[name]
+def test_maps_in_channels_last_stay_so(order: list[Any]) -> None:
+    names = "conv2d", "conv3d", "transposed 2d"
+    model, xs = side_by_side(*names, between=nn.ReLU)
     # On small maps, channels_last doesn't pay.
-    x = torch.randn(*shape[:2], *(3 * size for size in shape[2:]))
-    model = nn.Sequential(nn.ReLU(), enliven(make()), nn.ReLU()).eval()
-    fast = optimize(model, order, example_inputs=(x,))
+    xs = tuple(torch.randn(*x.shape[:2], *(3 * size for size in x.shape[2:])) for x in xs)
+    fast = optimize(enliven(model), order, example_inputs=xs)
     assert {record.status for record in report_of(fast).passes} == {"applied"}
-    assert weights_of(fast, x) == [weight]
-    *_, last = (value for _, node, value in values_in(fast, x) if name_of(node) == "relu")
-    assert is_channels_last(last)
-    assert fast(x).stride() == model(x).stride()
-    assert check_parity(model, fast, (x,), batch_sizes=(1, 2, 5)).ok
+    assert weights_of(fast, *xs) == weights_in(names)
+    maps = [value for _, node, value in values_in(fast, *xs) if name_of(node) == "relu"]
+    assert [is_channels_last(value) for value in maps[1::2]] == [True] * 3
+    assert [value.stride() for value in fast(*xs)] == [value.stride() for value in model(*xs)]
+    assert check_parity(model, fast, xs, batch_sizes=(1, 2, 5)).ok
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_nan_and_infinity_come_through_as_before(name: str) -> None:
-    make, shape, _ = LAYERS[name]
-    model, plain = whole_numbers(make()).eval(), torch.randint(-3, 4, shape).float()
-    fast = padded(model, plain)
+def test_nan_and_infinity_come_through_as_before() -> None:
+    model, plain = side_by_side(*LAYERS)
+    fast = padded(model, *plain)
     for value in (float("nan"), float("inf"), -float("inf")):
-        x = plain.clone()
-        x[0].view(-1)[0] = value
-        x[-1] = value
+        xs = [x.clone() for x in plain]
+        for x in xs:
+            x[0].view(-1)[0] = value
+            x[-1] = value
         with torch.no_grad():
-            torch.testing.assert_close(fast(x), model(x), rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(fast(*xs), model(*xs), rtol=0, atol=0, equal_nan=True)
             # The result shares this memory.
-            model.weight.view(-1)[0] = value
-            torch.testing.assert_close(fast(x), model(x), rtol=0, atol=0, equal_nan=True)
-            torch.testing.assert_close(fast(plain), model(plain), rtol=0, atol=0, equal_nan=True)
+            for block in model.blocks:
+                block[1].weight.view(-1)[0] = value
+            torch.testing.assert_close(fast(*xs), model(*xs), rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(fast(*plain), model(*plain), rtol=0, atol=0, equal_nan=True)
 
 
 def test_what_was_done_is_told() -> None:
@@ -186,13 +193,13 @@ def test_a_transposed_convolution_gives_the_size_that_is_asked_for() -> None:
     assert weights_of(fast, x) == [(8, 8, 3, 3)] * 2
 
 
-@pytest.mark.parametrize("name", ["linear", "conv1d", "conv2d", "conv3d", "transposed 2d"])
-def test_an_input_without_a_batch_is_padded_too(name: str) -> None:
-    make, shape, weight = LAYERS[name]
-    model, x = whole_numbers(make()).eval(), torch.randint(-3, 4, shape).float()
-    fast = padded(model, x)
-    assert torch.equal(fast(x[0]), model(x[0]))
-    assert weights_of(fast, x[0]) == [weight]
+def test_an_input_without_a_batch_is_padded_too() -> None:
+    names = "linear", "conv1d", "conv2d", "conv3d", "transposed 2d"
+    model, xs = side_by_side(*names)
+    fast = padded(model, *xs)
+    rows = [x[0] for x in xs]
+    assert all(map(torch.equal, fast(*rows), model(*rows)))
+    assert weights_of(fast, *rows) == weights_in(names)
 
 
 @pytest.mark.parametrize("name", ["linear", "conv2d", "transposed 2d"])
@@ -218,27 +225,15 @@ def test_an_input_that_does_not_fit_raises_as_before(name: str) -> None:
 # Parameters -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def made() -> tuple[nn.Module, nn.Module, Tensor]:
-    model = nn.Sequential(whole_numbers(nn.Linear(5, 3)), nn.ReLU()).eval()
-    x = torch.randint(-3, 4, (4, 5)).float()
-    fast = padded(model, x)
-    assert [value.data_ptr() for value in fast.parameters()] == [value.data_ptr() for value in model.parameters()]
-    return model, fast, x
-
-
-@pytest.fixture
-def both(made: Any) -> tuple[nn.Module, nn.Module, Tensor]:
-    return copy.deepcopy(made)
-
-
 def paddings(model: nn.Module, x: Tensor) -> list[Any]:
     """The shapes of the tensors that a call pads."""
     return [shapes[0] for name, shapes in operations(model, x) if name == "constant_pad_nd"]
 
 
-def test_a_weight_is_padded_once(both: Any) -> None:
-    _, fast, x = both
+def test_a_weight_is_padded_once() -> None:
+    model, x = nn.Sequential(nn.Linear(5, 3), nn.ReLU()).eval(), torch.randn(4, 5)
+    fast = padded(model, x)
+    assert [value.data_ptr() for value in fast.parameters()] == [value.data_ptr() for value in model.parameters()]
     assert paddings(fast, x) == [[4, 5]]
     with torch.autocast("cpu", torch.bfloat16):
         assert paddings(fast, x) == [[4, 5]]
@@ -246,8 +241,8 @@ def test_a_weight_is_padded_once(both: Any) -> None:
         fast[0].weight.mul_(2)
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as found:
             fast(x)
-        padded = [event.input_shapes[0] for event in found.events() if event.name == "aten::constant_pad_nd"]
-        assert padded == [[3, 5], [4, 5]]
+        padded_now = [event.input_shapes[0] for event in found.events() if event.name == "aten::constant_pad_nd"]
+        assert padded_now == [[3, 5], [4, 5]]
     assert paddings(fast, x) == [[4, 5]]
 
 
@@ -257,31 +252,6 @@ def test_a_weight_is_padded_once(both: Any) -> None:
 class OwnLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * 2
-
-
-REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, str]] = {
-    "grouped": (
-        lambda: nn.Conv2d(6, 9, 3, groups=3),
-        (2, 6, 5, 5),
-        "0",
-        "its channels are in 3 groups, each of which would have to be padded: that costs more than it saves",
-    ),
-    "computed": (
-        lambda: Net(lambda m, x: F.linear(x, m.layer.weight * x.mean()), layer=nn.Linear(5, 3)),
-        (2, 5),
-        "0 (linear)",
-        "its weight is computed at every call, and not from parameters and buffers alone",
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_layer_that_can_not_be_padded_stays(name: str) -> None:
-    make, shape, where, reason = REFUSED[name]
-    model = nn.Sequential(make(), nn.ReLU()).eval()
-    done = check_pass(ANYWHERE, model, (torch.randn(shape),))
-    assert (changes(done), skips(done)) == ([], [(where, reason)])
 
 
 def test_a_weight_that_the_forward_writes_to_stays() -> None:
@@ -306,12 +276,6 @@ def test_layers_of_any_class_and_functions_are_padded() -> None:
         "own (linear)", "the root (linear)"
     ]  # fmt: skip
     assert weights_of(padded(model, x), x) == [(8, 8), (8, 8)]
-
-
-def test_what_is_in_multiples_needs_nothing() -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 24)).eval()
-    done = check_pass(ANYWHERE, model, (torch.randn(2, 8),))
-    assert (done.changes, done.skips) == ((), ())
 
 
 def test_tied_weights_and_shared_layers_are_padded() -> None:
@@ -362,38 +326,43 @@ def test_nothing_is_padded_for_a_cpu() -> None:
     assert (changes(done), skips(done)) == ([], [("", reason)])
 
 
+NO_TENSOR_CORES = "the model is on a device without tensor cores (cuda), where padding only costs"
+
+
 @pytest.mark.parametrize(
-    ("capability", "dtype", "reason"),
+    ("capability", "hip", "dtype", "reason"),
     [
-        ((6, 1), torch.float16, "the model is on a device without tensor cores (cuda), where padding only costs"),
+        ((6, 1), None, torch.float16, NO_TENSOR_CORES),
+        ((8, 0), "6.4", torch.bfloat16, NO_TENSOR_CORES),
         (
             (7, 0),
+            None,
             torch.bfloat16,
             "its layers compute in bfloat16, but the tensor cores of cuda need multiples only for float16",
         ),
         (
             (8, 0),
+            None,
             torch.float32,
             "its layers compute in float32, but the tensor cores of cuda need multiples only for float16 and bfloat16",
         ),
-        ((7, 0), torch.float16, None),
-        ((8, 0), torch.bfloat16, None),
-        ((9, 0), torch.float16, None),
+        ((7, 0), None, torch.float16, None),
+        ((8, 0), None, torch.bfloat16, None),
     ],
 )
 def test_tensor_cores_and_the_dtype_decide(
-    ampere: Any, capability: tuple[int, int], dtype: torch.dtype, reason: str | None
+    ampere: Any,
+    capability: tuple[int, int],
+    hip: str | None,
+    dtype: torch.dtype,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ampere(*capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
     done = on_a_gpu(nn.Sequential(nn.Linear(1001, 999, dtype=dtype)), halves(512, 1001, dtype))
     assert skips(done) == ([] if reason is None else [("", reason)])
     assert len(done.changes) == (reason is None)
-
-
-def test_other_gpus_have_no_tensor_cores(ampere: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    done = on_a_gpu(nn.Linear(1001, 999).bfloat16(), halves(512, 1001))
-    assert skips(done) == [("", "the model is on a device without tensor cores (cuda), where padding only costs")]
 
 
 LITTLE = (
@@ -479,14 +448,13 @@ def test_a_convolution_is_padded_where_cudnn_does_not_do_it(ampere: Any, layer: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
-def test_a_file_computes_the_same(file_format: str, tmp_path: Any) -> None:
+def test_files_compute_the_same(tmp_path: Any) -> None:
     layers = {"conv": nn.Conv2d(3, 6, 3, padding=1), "norm": nn.BatchNorm2d(6), "up": nn.ConvTranspose2d(6, 5, 2)}
     more = {"first": nn.Linear(5, 9), "second": nn.Linear(9, 5)}
     run = lambda m, x: m.second(F.gelu(m.first(m.up(m.norm(m.conv(x)).relu()).mean((2, 3)))))  # noqa: E731
     model, x = enliven(Net(run, **layers, **more)).eval(), torch.randn(2, 3, 8, 8)
     fast = optimize(model, ["fold-conv-bn", "channels-last", ANYWHERE], example_inputs=(x,))
-    bundle = export(fast, example_inputs=(x,), output=tmp_path / "bundle", formats=(file_format,))
+    bundle = export(fast, example_inputs=(x,), output=tmp_path / "bundle", formats=("onnx", "torchscript", "pt2"))
     assert bundle.parity.ok
 
 
@@ -528,15 +496,9 @@ def of_two(run: Callable[..., Any]) -> nn.Module:
     return Net(run, first=nn.Linear(5, 7), second=nn.Linear(7, 3)).eval()
 
 
-@pytest.fixture
-def row() -> tuple[nn.Module, nn.Module, Tensor]:
-    model = whole_numbers(of_two(lambda m, x: m.second(m.first(x).relu())))
-    x = torch.randint(-3, 4, (4, 5)).float()
-    return model, padded(model, x), x
-
-
-def test_nan_and_infinity_stay_in_their_rows_between_layers(row: Any) -> None:
-    model, fast, x = row
+def test_nan_and_infinity_stay_in_their_rows_between_layers() -> None:
+    model, x = whole_numbers(of_two(lambda m, x: m.second(m.first(x).relu()))), torch.randint(-3, 4, (4, 5)).float()
+    fast = padded(model, x)
     x[0, 0], x[1, 1], x[2] = float("nan"), float("inf"), -float("inf")
     for gradients in (False, True):
         with torch.set_grad_enabled(gradients):

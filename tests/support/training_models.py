@@ -350,18 +350,12 @@ def _texts(**more):
 # The class of each model, its configuration, and the keyword arguments of a call.
 TRANSFORMERS = {
     "resnet": ("ResNetForImageClassification", _RESNET, lambda: {"pixel_values": torch.randn(2, 3, 32, 32)}),
-    "vit": (
-        "ViTForImageClassification",
-        {**_SIZES, "image_size": 16, "patch_size": 4},
-        lambda: {"pixel_values": torch.randn(2, 3, 16, 16)},
-    ),
     "bert": (
         "BertForSequenceClassification",
         _TEXT,
         lambda: {"input_ids": _words(), "attention_mask": torch.ones(2, 20).tril(12)},
     ),
     "gpt2": ("GPT2LMHeadModel", _GPT2, lambda: _texts(use_cache=False)),
-    "llama": ("LlamaForCausalLM", _TEXT, lambda: _texts(use_cache=False)),
     "t5": ("T5ForConditionalGeneration", {**_T5, "decoder_start_token_id": 0}, _texts),
 }
 

@@ -8,8 +8,6 @@ from passes.checkpointing.fake import faked
 from passes.checkpointing.profile import measure, profile
 from passes.checkpointing.simulation import Simulation
 
-SMALL = ["resnet", "vit", "bert", "gpt2", "llama", "t5"]
-
 
 def random_possible(found, seed):
     wanted, regions = random_choice_of(found, seed)
@@ -37,7 +35,7 @@ def test_the_peak_of_any_choice_is_told_exactly(name):
     assert_told(*with_gradients(*STEPS[name]()), range(10), most=0.02 if "casts" in name else 0)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", ["resnet", "bert", "t5"])
 def test_the_peak_of_any_choice_is_told_for_models_of_transformers(name):
     assert_told(*with_gradients(*of_transformers(name)), range(5), most=0.005)
 
