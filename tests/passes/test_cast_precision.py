@@ -37,6 +37,12 @@ EVERY = [("bfloat16", "weights"), ("float16", "autocast")]
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Draw the same weights in whatever order the tests run."""
+    torch.manual_seed(0)
+
+
 def net(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return enliven(
@@ -150,16 +156,16 @@ class Holder(nn.Module):
         return self.head(self.inner(*args))
 
 
-class Convolutions(TorchDispatchMode):
-    """Records the dtype of each convolution."""
+class Watching(TorchDispatchMode):
+    """Records the first argument of each operation with this in its name."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self.dtypes: list[torch.dtype] = []
+        self.name, self.seen = name, list[Tensor]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "convolution" in str(func):
-            self.dtypes.append(args[0].dtype)
+        if self.name in str(func):
+            self.seen.append(args[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -194,10 +200,9 @@ def kept_in(texts: dict[str, str]) -> dict[str, str]:
         (Island, (rows(3, 6),)),
         (recurrent, (rows(2, 5, 6),)),
         (large, (rows(2, 6),)),
-        (cancelling, (image(),)),
         (mixing, (rows(4, 6),)),
     ],
-    ids=["net", "encoder", "island", "recurrent", "large", "cancelling", "mixing"],
+    ids=["net", "encoder", "island", "recurrent", "large", "mixing"],
 )
 def test_keeps_the_contract(make: Any, args: tuple[Tensor, ...], dtype: Any, how: Any) -> None:
     done = check_pass(CastPrecision(dtype=dtype, how=how), make().eval(), args)
@@ -207,20 +212,30 @@ def test_keeps_the_contract(make: Any, args: tuple[Tensor, ...], dtype: Any, how
 
 
 @pytest.mark.parametrize(("dtype", "how"), EVERY)
-def test_inside_it_is_the_dtype_and_outside_as_before(dtype: Any, how: Any) -> None:
+def test_inside_it_is_the_dtype_and_outside_as_before_and_so_in_copies_and_pickles(dtype: Any, how: Any) -> None:
     model, x = net(), image(2, 3, 8, 8)
     fast = optimize(model, [CastPrecision(dtype=dtype, how=how)], example_inputs=(x,))
-    seen: list[torch.dtype] = []
-    fast[3].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    assert fast(x).dtype == torch.float32
-    assert seen == [DTYPES[dtype]]
-    wanted = DTYPES[dtype] if how == "weights" else torch.float32
-    assert {fast[index].weight.dtype for index in (0, 3, 8)} == {wanted}
-    # torch's BatchNorm accepts float32 tensors next to an input in half precision.
-    assert {value.dtype for value in fast[1].state_dict().values()} == {torch.float32, torch.int64}
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert report_of(fast).verified
     assert not kept_in({place.where: place.text for place in report_of(fast).passes[0].changes})
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    wanted = fast(x)
+    assert wanted.dtype == torch.float32
+    twin = copy.deepcopy(fast)
+    assert standing_around(twin, RootCast).owner is twin  # type: ignore[union-attr]
+    for each in (fast, twin, pickle.loads(pickle.dumps(fast))):
+        seen: list[torch.dtype] = []
+        each[3].register_forward_hook(lambda module, args, output, seen=seen: seen.append(output.dtype))
+        assert torch.equal(each(x), wanted)
+        assert seen == [DTYPES[dtype]]
+        assert {each[index].weight.dtype for index in (0, 3, 8)} == {
+            DTYPES[dtype] if how == "weights" else torch.float32
+        }
+        # torch's BatchNorm accepts float32 tensors next to an input in half precision.
+        assert {value.dtype for value in each[1].state_dict().values()} == {torch.float32, torch.int64}
+    with torch.no_grad():
+        twin[0].weight.zero_()
+    assert torch.equal(fast(x), wanted)
+    assert not torch.equal(twin(x), wanted)
 
 
 def test_weights_take_half_the_memory() -> None:
@@ -277,8 +292,7 @@ def fresh_state() -> dict[str, Any]:
     return {"h": torch.zeros(4, 6), "seen": []}
 
 
-@pytest.mark.parametrize("keep", ["", "enter", "leave"])
-@pytest.mark.parametrize("how", ["autocast", "weights"])
+@pytest.mark.parametrize(("how", "keep"), [("autocast", "enter"), ("weights", ""), ("weights", "leave")])
 def test_what_a_forward_writes_into_the_callers_dicts_and_lists_comes_to_her(how: Any, keep: str) -> None:
     model, x = Step().eval(), rows(4, 6)
     fast = optimize(model, [CastPrecision(how=how, keep=keep)], example_inputs=(x, fresh_state()))
@@ -330,10 +344,10 @@ class Tapped(nn.Module):
 
 @pytest.mark.parametrize("how", ["autocast", "weights"])
 def test_a_module_in_float32_writes_into_the_lists_and_dicts_that_it_is_given(how: Any) -> None:
-    texts = changed(CastPrecision(how=how, keep="tap"), Tapped().eval(), (rows(4, 6),))
-    assert kept_in(texts) == {"tap": "kept in float32 by the option keep"}
     fast = optimize(Tapped().eval(), [CastPrecision(how=how, keep="tap")], example_inputs=(rows(4, 6),))
     assert report_of(fast).passes[0].status == "applied", str(report_of(fast))
+    texts = {place.where: place.text for place in report_of(fast).passes[0].changes}
+    assert kept_in(texts) == {"tap": "kept in float32 by the option keep"}
 
 
 @pytest.mark.parametrize("how", ["autocast", "weights"])
@@ -410,16 +424,9 @@ def masked() -> nn.Module:
     return enliven(Net(run, **{name: nn.Linear(6, 6) for name in ("query", "key", "value")})).eval()
 
 
-def encoder() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(6, 2, 12, batch_first=True)
-    layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    return enliven(Net(lambda m, x, mask: m.layers(x, mask), layers=layers)).eval()
-
-
 @pytest.mark.parametrize(("dtype", "how"), EVERY)
-@pytest.mark.parametrize("make", [masked, encoder])
-def test_a_mask_of_the_least_number_stays_finite(make: Any, dtype: Any, how: Any) -> None:
-    model, x = make(), rows(2, 4, 6)
+def test_a_mask_of_the_least_number_stays_finite(dtype: Any, how: Any) -> None:
+    model, x = masked(), rows(2, 4, 6)
     least = torch.finfo(torch.float32).min
     causal = torch.full((4, 4), least).triu(1)
     fast = optimize(model, [CastPrecision(dtype=dtype, how=how)], example_inputs=(x, causal))
@@ -428,8 +435,7 @@ def test_a_mask_of_the_least_number_stays_finite(make: Any, dtype: Any, how: Any
     assert not kept_in(texts)
     for mask in (causal, torch.zeros(4, 4), torch.full((4, 4), -torch.inf).triu(1)):
         torch.testing.assert_close(fast(x, mask), model(x, mask), rtol=0.05, atol=0.05)
-    # A fully masked row loses its scores in any dtype, because the mask absorbs them. Gradients are on, because without
-    # them a TransformerEncoder itself returns NaN for such a row.
+    # A fully masked row loses its scores in any dtype, because the mask absorbs them.
     every = torch.full((4, 4), least)
     assert model(x, every).isfinite().all()
     assert fast(x, every).isfinite().all()
@@ -455,12 +461,12 @@ def test_what_mixes_its_weights_with_float32_computes_under_autocast() -> None:
 
 
 @pytest.mark.parametrize("how", ["autocast", "weights"])
-def test_a_layer_that_overflows_stays_in_float32_and_what_it_gives_too(how: Any) -> None:
-    x = rows(2, 6)
-    texts = changed(CastPrecision(dtype="float16", how=how), large(), (x,))
-    assert kept_in(texts) == {"large": "kept in float32: in float16 it is no longer finite"}
-    fine = check_pass(CastPrecision(dtype="bfloat16", how=how), large(), (x,))
-    assert not kept_in(texts_of(fine))
+def test_a_layer_that_overflows_stays_in_float32(how: Any) -> None:
+    tree, context = captured(large(), (rows(2, 6),))
+    done = CastPrecision(dtype="float16", how=how).run(tree, context)
+    assert kept_in(texts_of(done)) == {"large": "kept in float32: in float16 it is no longer finite"}
+    assert done.precision == replace(done.precision, kept=("large",), bare=("large",), everywhere=how == "weights")
+    assert not kept_in(changed(CastPrecision(how=how), large(), (rows(2, 6),)))
 
 
 @pytest.mark.parametrize(("dtype", "how"), EVERY)
@@ -471,13 +477,10 @@ def test_a_difference_of_large_numbers_and_what_feeds_it_stay_in_float32(dtype: 
     assert kept.keys() >= {"conv", "norm"}
     assert re.fullmatch(rf"kept in float32: in {dtype} it is off by [\d.]+ % of its output", kept["norm"])
     assert fast.conv.weight.dtype == torch.float32
+    assert not kept_in(changed(CastPrecision(dtype=dtype, how=how), cancelling(0), (image(),)))
     # The remaining error is one rounding of the linear layer, not a hundred.
     x = image(5, 3, 8, 8)
     assert (fast(x) - model(x)).abs().max() < torch.finfo(DTYPES[dtype]).eps * model(x).abs().max()
-
-
-def test_a_layer_of_ordinary_numbers_is_cast() -> None:
-    assert not kept_in(changed(CastPrecision(), cancelling(0), (image(),)))
 
 
 @pytest.mark.parametrize("how", ["autocast", "weights"])
@@ -638,10 +641,7 @@ def test_options() -> None:
     assert parse_pass("cast-precision:dtype=float16:how=weights:keep=head|layers.*.norm") == CastPrecision(
         dtype="float16", how="weights", keep="head|layers.*.norm"
     )
-    for wrong in ("dtype=float8", "how=somehow"):
-        with pytest.raises(PassOptionError):
-            parse_pass(f"cast-precision:{wrong}")
-    for values in ({"dtype": "float32"}, {"how": "all"}, {"keep": None}):
+    for values in ({"dtype": "float8"}, {"how": "all"}, {"keep": None}):
         with pytest.raises(PassOptionError):
             CastPrecision.made_with(values)
 
@@ -657,21 +657,6 @@ def test_a_cpu_without_fast_kernels_is_told_of(monkeypatch: pytest.MonkeyPatch) 
 
 
 # Later use of a result ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("dtype", "how"), EVERY)
-def test_copies_and_pickles_answer_alike(dtype: Any, how: Any) -> None:
-    x = image(2, 3, 8, 8)
-    fast = optimize(net(), [CastPrecision(dtype=dtype, how=how)], example_inputs=(x,))
-    wanted = fast(x)
-    assert torch.equal(pickle.loads(pickle.dumps(fast))(x), wanted)
-    twin = copy.deepcopy(fast)
-    assert torch.equal(twin(x), wanted)
-    assert standing_around(twin, RootCast).owner is twin  # type: ignore[union-attr]
-    with torch.no_grad():
-        twin[0].weight.zero_()
-    assert torch.equal(fast(x), wanted)
-    assert not torch.equal(twin(x), wanted)
 
 
 @pytest.mark.parametrize("how", ["autocast", "weights"])
@@ -713,21 +698,11 @@ def test_a_weight_that_is_written_to_later_is_told_of(tmp_path: Path) -> None:
         export(fast, example_inputs=(x,), output=tmp_path / "net", formats=("torchscript",))
 
 
-def test_a_result_is_optimized_again() -> None:
-    x = image(2, 3, 8, 8)
-    for how in ("autocast", "weights"):
-        fast = optimize(net(), [CastPrecision(how=how)], example_inputs=(x,))  # type: ignore[arg-type]
-        again = optimize(fast, ["fold-conv-bn", "channels-last"], example_inputs=(x,))
-        assert report_of(again).verified
-        # Folds are also possible under the autocast of cast-precision.
-        assert report_of(again).passes[0].status == "applied"
-        assert standing_around(again, RootCast) is not None
-
-
 def test_a_result_goes_where_it_is_moved() -> None:
     fast = optimize(net(), [CastPrecision()], example_inputs=(image(2, 3, 8, 8),))
     cast = standing_around(fast, RootCast)
     assert isinstance(cast, AutocastForward)
+    assert not cast.repeats
     moved = copy.deepcopy(fast).to("meta")
     assert moved(torch.empty(2, 3, 8, 8, device="meta")).dtype == torch.float32
 
@@ -774,35 +749,21 @@ class Repeated(nn.Module):
         return self.head(h)
 
 
-class Casts(TorchDispatchMode):
-    """Records the shape of each weight that is cast from float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "_to_copy" in str(func) and args[0].dtype is torch.float32 and args[0].shape in ((6, 6), (7, 6)):
-            self.shapes.append(tuple(args[0].shape))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("examples", [True, False])
 @pytest.mark.parametrize("gradients", [True, False])
 def test_a_weight_that_is_used_again_is_cast_once_in_a_call(gradients: bool, examples: bool) -> None:
     model, x = Repeated().eval(), rows(4, 5, 6)
     fast = optimize(model, [CastPrecision()], example_inputs=(x,) if examples else None)
-    wanted = optimize(linear(6, 3), [CastPrecision()], example_inputs=(rows(2, 6),))
-    cast, other = standing_around(fast, RootCast), standing_around(wanted, RootCast)
+    cast = standing_around(fast, RootCast)
     assert isinstance(cast, AutocastForward)
-    assert isinstance(other, AutocastForward)
     # Without a recorded run, a loop can't be ruled out.
-    assert (cast.repeats, other.repeats) == (True, False)
+    assert cast.repeats
     with torch.set_grad_enabled(gradients):
         for _ in range(2):
-            with Casts() as seen:
+            with Watching("_to_copy") as casts:
                 fast(x)
-            assert sorted(seen.shapes) == [(6, 6), (7, 6)]
+            shapes = sorted(tuple(each.shape) for each in casts.seen if each.dtype is torch.float32)
+            assert [shape for shape in shapes if shape in ((6, 6), (7, 6))] == [(6, 6), (7, 6)]
         with torch.no_grad():
             fast.cell.weight.mul_(2)
             model.cell.weight.copy_(fast.cell.weight)
@@ -847,80 +808,56 @@ def test_a_trace_holds_the_casts_of_weights_that_are_used_again() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "how"), [("bfloat16", "autocast"), ("float16", "weights")])
-def test_a_torchscript_file_holds_the_casts(dtype: Any, how: Any, tmp_path: Path) -> None:
-    x = image(2, 3, 8, 8)
-    fast = optimize(net(), [CastPrecision(dtype=dtype, how=how)], example_inputs=(x,))
-    bundle = export(fast, example_inputs=(x,), output=tmp_path / "net", formats=("torchscript",), batch_sizes=(1, 5))
-    assert bundle.parity.ok
-    assert bundle.manifest["parity"]["precision"] == bundle.manifest["golden"]["precision"] == dtype
-    loaded = bundle.load("torchscript")
-    assert torch.equal(loaded(x)[0], fast(x))
-    with Convolutions() as seen:
-        loaded(x)
-    assert seen.dtypes == [DTYPES[dtype]] * 2
-    if how == "weights":
-        with torchscript_allowed():
-            state = torch.jit.load(bundle.path / "model.torchscript.pt").state_dict()
-        held = {value.dtype for value in state.values()}
-        assert DTYPES[dtype] in held
-    assert verify_bundle(bundle.path).ok
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["autocast", "weights"])
-def test_an_onnx_file_holds_float16(how: Any, tmp_path: Path) -> None:
+def test_files_hold_float16(how: Any, tmp_path: Path) -> None:
     x = rows(3, 6)
     model = enliven(nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4))).eval()
     fast = optimize(model, [CastPrecision(dtype="float16", how=how)], example_inputs=(x,))
-    bundle = export(fast, example_inputs=(x,), output=tmp_path / "net", formats=("onnx",), batch_sizes=(1, 5))
+    formats = "torchscript", "onnx"
+    bundle = export(fast, example_inputs=(x,), output=tmp_path / "net", formats=formats, batch_sizes=(1, 5))
     assert bundle.parity.ok
+    assert bundle.manifest["parity"]["precision"] == bundle.manifest["golden"]["precision"] == "float16"
     assert verify_bundle(bundle.path).ok
+    loaded = bundle.load("torchscript")
+    assert torch.equal(loaded(x)[0], fast(x))
+    with Watching("addmm") as products:
+        loaded(x)
+    assert [each.dtype for each in products.seen] == [torch.float16] * 2
+    if how == "weights":
+        with torchscript_allowed():
+            state = torch.jit.load(bundle.path / "model.torchscript.pt").state_dict()
+        assert torch.float16 in {value.dtype for value in state.values()}
     graph = onnx.shape_inference.infer_shapes(onnx.load(tmp_path / "net" / "model.onnx")).graph
     types = {value.name: value.type.tensor_type.elem_type for value in graph.value_info}
-    products = [node for node in graph.node if node.op_type in ("Gemm", "MatMul")]
-    assert len(products) == 2
-    assert {types[node.output[0]] for node in products} == {onnx.TensorProto.FLOAT16}
+    calls = [node for node in graph.node if node.op_type in ("Gemm", "MatMul")]
+    assert [types[node.output[0]] for node in calls] == [onnx.TensorProto.FLOAT16] * 2
     assert {value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)} == {onnx.TensorProto.FLOAT}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "others"), [("bfloat16", " in float16, or in float32."), ("float16", " in float32.")]
-)
-def test_what_a_format_cannot_hold_is_told_in_a_sentence(
-    dtype: Any, others: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuses(*args: Any) -> Any:
-        raise RouteRefused(f"there is no Conv in {dtype}")
+def test_what_a_format_cannot_hold_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*args: Any, **kwargs: Any) -> Any:
+        raise RouteRefused("there is no Conv")
 
     # For a convolution, the three real routes to ONNX raise this too, but each takes seconds.
     for route in ("by_dynamo", "by_torchscript"):
-        monkeypatch.setattr(exporters.onnx, route, lambda *args, **kwargs: refuses())
+        monkeypatch.setattr(exporters.onnx, route, refuses)
     x = rows(3, 6)
-    options: dict[str, Any] = {"example_inputs": (x,), "formats": ("onnx",), "batch_sizes": (1, 5)}
-    hint = (
-        f" It computes in {dtype}, which not every operator of a format and not every runtime supports: export "
-        f"it{others}"
-    )
-    with pytest.raises(
-        ExportError,
-        match=re.escape(f"(dynamo, dynamo-unoptimized and torchscript: there is no Conv in {dtype}).{hint}"),
-    ):
-        export(
-            optimize(linear(6, 3), [CastPrecision(dtype=dtype)], example_inputs=(x,)),
-            output=tmp_path / "cast",
-            **options,
-        )
+    options: dict[str, Any] = {"example_inputs": (x,), "formats": ("onnx",), "output": tmp_path / "net"}
+    why = "(dynamo, dynamo-unoptimized and torchscript: there is no Conv)."
+    hint = ", which not every operator of a format and not every runtime supports: export it"
+    for dtype, others in (("bfloat16", " in float16, or in float32."), ("float16", " in float32.")):
+        fast = optimize(linear(6, 3), [CastPrecision(dtype=dtype)], example_inputs=(x,))  # type: ignore[arg-type]
+        with pytest.raises(ExportError, match=re.escape(f"{why} It computes in {dtype}{hint}{others}")):
+            export(fast, **options)
     with pytest.raises(ExportError) as plain:
-        export(linear(6, 3), output=tmp_path / "plain", **options)
+        export(linear(6, 3), **options)
     assert hint not in str(plain.value)
 
 
 # Real models ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["autocast", "weights"])
-@pytest.mark.parametrize("name", ["bert", "llama"])
+@pytest.mark.parametrize(("name", "how"), [("bert", "weights"), ("llama", "autocast")])
 def test_a_model_of_transformers_is_cast(name: str, how: Any) -> None:
     model, args, kwargs = REAL_MODELS[name]()
     fast = optimize(model, [CastPrecision(how=how)], example_inputs=args, example_kwargs=kwargs)
@@ -930,9 +867,3 @@ def test_a_model_of_transformers_is_cast(name: str, how: Any) -> None:
     outputs = fast(*args, **kwargs)
     assert type(outputs) is type(model(*args, **kwargs))
     assert outputs[0].dtype == torch.float32
-
-
-def test_the_precision_is_what_was_done() -> None:
-    tree, context = captured(large(), (rows(2, 6),))
-    done = CastPrecision(dtype="float16", how="weights").run(tree, context)
-    assert done.precision == replace(done.precision, kept=("large",), bare=("large",), everywhere=True)

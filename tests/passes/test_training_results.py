@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from tiny_models import Net as Tiny
 from tiny_models import enliven
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrizations, parametrize
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.checkpoint import checkpoint
 from training_models import assert_equal, state_of, steps
 
@@ -90,20 +90,6 @@ def autocast(model):
             return model(image())
 
     return steps(model, call=call)
-
-
-def scaled(model):
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu", growth_interval=1)
-    seen = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            loss = loss_of(model(image()))
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        seen += [*state_of(model), *(parameter.detach().clone() for parameter in model.parameters())]
-    return seen
 
 
 def gathered(model):
@@ -202,11 +188,6 @@ def with_other_children(model):
     return seen + steps(model, image())
 
 
-def with_other_dropout(model):
-    model.drop.p = 0.6
-    return steps(model, image())
-
-
 def in_other_dtypes(model):
     seen = []
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
@@ -238,17 +219,6 @@ def copied_and_pickled(model):
     torch.save(pickle.loads(pickle.dumps(copy.deepcopy(model))), file)
     file.seek(0)
     return steps(torch.load(file, weights_only=False), image())
-
-
-def averaged(model):
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-    seen = []
-    for _ in range(2):
-        seen += steps(model, image(), count=1)
-        average.update_parameters(model)
-    seen += steps(average, image(), count=1)
-    update_bn([image(1), image(2)], average)
-    return [*seen, average.eval()(image()).detach()]
 
 
 def parametrized(model):
@@ -306,21 +276,12 @@ def broken_off_backward(model):
     return steps(model, image())
 
 
-def loaded(model):
-    others = {name: tensor + 0.1 for name, tensor in model.state_dict().items() if name != "head.bias"}
-    for assign in (False, True):
-        missing, unexpected = model.load_state_dict(copy.deepcopy(others), strict=False, assign=assign)
-        assert missing == ["head.bias"]
-        assert not unexpected
-    return steps(model, image())
-
-
 DONE = [
-    switched, autocast, scaled, gathered, gone_through_twice, with_a_penalty, in_parts, in_a_thread,
+    switched, autocast, gathered, gone_through_twice, with_a_penalty, in_parts, in_a_thread,
     with_other_parameters, by_torch_func, hooked, frozen_in_part, frozen, with_other_children,
-    with_other_dropout, in_other_dtypes, on_meta_and_back, swapped, copied_and_pickled, averaged, parametrized,
+    in_other_dtypes, on_meta_and_back, swapped, copied_and_pickled, parametrized,
     saved_on_the_cpu, inside_of_a_checkpoint, deterministic, of_other_sizes,
-    broken_off_forward, broken_off_backward, loaded,
+    broken_off_forward, broken_off_backward,
 ]  # fmt: skip
 
 
@@ -331,14 +292,6 @@ def test_a_plan_changes_nothing_but_what_is_kept(do, pair):
         torch.manual_seed(1)
         seen.append(do(copy.deepcopy(model)))
     assert_equal(*seen)
-
-
-def test_with_nothing_to_train_left_it_still_answers(pair):
-    plain, result = (copy.deepcopy(model).requires_grad_(False) for model in pair)
-    torch.manual_seed(1)
-    expected = plain(image())
-    torch.manual_seed(1)
-    assert torch.equal(result(image()), expected)
 
 
 def written_over(model, *, activation):
@@ -370,24 +323,13 @@ def test_an_activation_that_is_written_over_before_the_backward_pass_is_computed
 # ------------------------------------------------------------------------------------- kinds of forwards
 
 
-class Forward(nn.Module):
-    """Layers, and a function that uses them as the forward."""
-
-    def __init__(self, function, *layers):
-        super().__init__()
-        self.function, self.layers = function, nn.ModuleList(layers)
-
-    def forward(self, *args):
-        return self.function(self, *args)
+def with_layers(function, *layers):
+    """A function of a module and its layers as a forward."""
+    return Tiny(function, layers=nn.ModuleList(layers))
 
 
 def linear():
     return nn.Linear(8, 8)
-
-
-def recurrent(cls):
-    layer = cls(8, 6, num_layers=2, dropout=0.3, bidirectional=True)
-    return Forward(lambda self, x: torch.tanh(self.layers[0](x[:, None])[0]).exp(), layer)
 
 
 def packed():
@@ -396,22 +338,14 @@ def packed():
         padded, _ = nn.utils.rnn.pad_packed_sequence(self.layers[0](given)[0], batch_first=True)
         return padded.tanh()
 
-    return Forward(forward, nn.GRU(8, 6, batch_first=True))
-
-
-def attention():
-    return Forward(lambda self, x: self.layers[0](self.layers[1](x[None]).exp().tanh()), *encoder())
-
-
-def encoder():
-    return nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True), nn.LayerNorm(8)
+    return with_layers(forward, nn.GRU(8, 6, batch_first=True))
 
 
 def embedded(**options):
     def forward(self, x):
         return self.layers[1](self.layers[0](x.abs().mul(5).long().clamp(max=19)).tanh().exp())
 
-    return Forward(forward, nn.Embedding(20, 8, **options), linear())
+    return with_layers(forward, nn.Embedding(20, 8, **options), linear())
 
 
 def complex_numbers():
@@ -420,23 +354,24 @@ def complex_numbers():
         z = z.conj() * z.exp() + z.imag.sin()
         return torch.tanh(torch.view_as_real(z).sum(-1)) + z.real.cos()
 
-    return Forward(forward, linear())
+    return with_layers(forward, linear())
 
 
-def normed(norm):
+def normed():
+    norm = nn.utils.spectral_norm
     return nn.Sequential(norm(linear()), nn.GELU(), norm(linear()), nn.Tanh())
 
 
-def with_checkpoints(reentrant):
+def with_reentrant_checkpoints():
     def part(self, x):
         return F.dropout(self.layers[3](self.layers[1](x)).exp().tanh(), 0.2, self.training)
 
     def forward(self, x):
         for layer in (self.layers[0], self.layers[2]):
-            x = checkpoint(part, self, F.gelu(layer(x)), use_reentrant=reentrant)
+            x = checkpoint(part, self, F.gelu(layer(x)), use_reentrant=True)
         return x.exp()
 
-    return Forward(forward, linear(), linear(), linear(), nn.BatchNorm1d(8))
+    return with_layers(forward, linear(), linear(), linear(), nn.BatchNorm1d(8))
 
 
 def seeded():
@@ -448,7 +383,7 @@ def seeded():
             x = F.dropout(x, 0.3)
         return x
 
-    return Forward(forward, linear(), linear())
+    return with_layers(forward, linear(), linear())
 
 
 def without_gradients():
@@ -461,15 +396,7 @@ def without_gradients():
         # The outputs include the input, a view of a parameter, and a parameter.
         return self.layers[3](b).sigmoid() * b.cos() + c.clone(), x, self.layers[0].weight.t(), self.layers[1].bias
 
-    return Forward(forward, linear(), linear(), linear(), linear())
-
-
-def writing_to_its_input():
-    def forward(self, x):
-        x = x.clone().add_(1).mul_(0.5)
-        return self.layers[1](self.layers[0](x.sin()).exp()).tanh() + x.relu_()
-
-    return Forward(forward, linear(), linear())
+    return with_layers(forward, linear(), linear(), linear(), linear())
 
 
 def nested():
@@ -479,40 +406,20 @@ def nested():
             x = F.gelu(layer(x))
         return torch.cat(x.unbind())
 
-    return Forward(forward, linear(), linear())
+    return with_layers(forward, linear(), linear())
 
 
-class Named(torch.Tensor):
-    """A tensor subclass that computes as plain tensors do."""
-
-
-def of_another_class():
-    return Forward(lambda self, x: F.gelu(self.layers[0](x.as_subclass(Named))).exp().tanh(), linear())
-
-
-def counting():
-    return nn.Sequential(linear(), nn.BatchNorm1d(8, momentum=None), nn.GELU(), linear(), nn.Tanh())
-
-
+# More models: see `tests/support/training_models.py` and `random_steps.py`.
 MODELS = {
-    "lstm": lambda: recurrent(nn.LSTM),
     "packed": packed,
-    "attention": attention,
     "sparse": lambda: embedded(sparse=True),
     "renormed": lambda: embedded(max_norm=0.5),
     "complex": complex_numbers,
-    "spectral norm": lambda: normed(parametrizations.spectral_norm),
-    "older spectral norm": lambda: normed(nn.utils.spectral_norm),
-    "weight norm": lambda: normed(parametrizations.weight_norm),
-    "checkpoints": lambda: with_checkpoints(False),
-    "reentrant checkpoints": lambda: with_checkpoints(True),
+    "older spectral norm": normed,
+    "reentrant checkpoints": with_reentrant_checkpoints,
     "seeded": seeded,
     "without gradients": without_gradients,
-    "writing": writing_to_its_input,
     "nested": nested,
-    "another class": of_another_class,
-    "counting": counting,
-    "leaking": lambda: nn.Sequential(linear(), nn.RReLU(), linear(), nn.Tanh()),
     "one call": linear,
     "nothing to compute again": lambda: nn.Sequential(nn.Flatten(), linear()),
 }
