@@ -39,8 +39,8 @@ class Attention(nn.Module):
         scores = q @ k.transpose(-1, -2) * self.scale
         if mask is not None:
             scores = scores + mask
-        y = self.bn(self.out(scores.softmax(-1) @ v).transpose(1, 2)).transpose(1, 2)
-        y = self.drop(y) + (self.steps.to(x.dtype) / 12).sin().exp()
+        y = self.out(self.drop(scores.softmax(-1) @ v))
+        y = self.bn(y.transpose(1, 2)).transpose(1, 2) + (self.steps.to(x.dtype) / 12).sin().exp()
         y = y * FACTOR * (1 + torch.erf(y / 1.414))
         y = self.head(self.norm(y))
         return y * 2 if double else y

@@ -240,14 +240,6 @@ def inside_of_a_checkpoint(model):
     return seen + steps(model, call=lambda model: checkpoint(model, x, use_reentrant=True))
 
 
-def deterministic(model):
-    torch.use_deterministic_algorithms(True)
-    try:
-        return steps(model, image())
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def of_other_sizes(model):
     return steps(model, image(rows=2)) + steps(model, image(rows=7, size=10))
 
@@ -280,7 +272,7 @@ DONE = [
     switched, autocast, gathered, gone_through_twice, with_a_penalty, in_parts, in_a_thread,
     with_other_parameters, by_torch_func, hooked, frozen_in_part, frozen, with_other_children,
     in_other_dtypes, on_meta_and_back, swapped, copied_and_pickled, parametrized,
-    saved_on_the_cpu, inside_of_a_checkpoint, deterministic, of_other_sizes,
+    saved_on_the_cpu, inside_of_a_checkpoint, of_other_sizes,
     broken_off_forward, broken_off_backward,
 ]  # fmt: skip
 
