@@ -1,19 +1,24 @@
 """`optimize_export` is imported next to a user's own `optimizer.py`, `passes/` and `exporters.py`, and without onnxruntime."""
 
+import math
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tiny_models import Net
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
 
 import optimize_export
 import optimizer
 from optimize_export import export, load, optimize
 from optimize_export.errors import DeviceError
+from optimize_export.shadowing import refuse_shadowing_modules
 from optimizer.command.cli import main
 
 ROOT = Path(optimize_export.__file__).parents[1]
@@ -25,8 +30,9 @@ def test_it_has_the_names_of_the_optimizer_and_a_version() -> None:
     assert all(getattr(optimize_export, name) is getattr(optimizer, name) for name in optimizer.__all__)
     assert {*optimize_export.__all__, "__version__"} <= set(dir(optimize_export))
     assert re.fullmatch(r"\d+\.\d+\.\d+", optimize_export.__version__)
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = optimize_export.nothing
+    for package in (optimize_export, optimizer):
+        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+            _ = package.nothing
 
 
 @pytest.mark.parametrize("package", ["optimize_export", "optimizer"])
@@ -81,32 +87,47 @@ def test_the_whole_interface_names_the_users_file_that_hides_ours(theirs: Path, 
     )
 
 
-def test_a_folder_of_that_name_without_code_hides_nothing(theirs: Path) -> None:
-    for name in ("optimizer.py", "passes/__init__.py", "exporters.py"):
-        (theirs / name).unlink()
-    (theirs / "optimizer").mkdir()
-    assert run_next_to(theirs, "from optimize_export import optimize").returncode == 0
+def test_a_folder_of_that_name_without_code_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "optimizer").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "optimizer")
+    refuse_shadowing_modules("optimize")
 
 
 # Packages are hidden; then a bundle is loaded by threads and called between imports of the user's modules.
 BESIDE = """
-import sys
+import sys, warnings
 from concurrent.futures import ThreadPoolExecutor
 
 sys.modules |= dict.fromkeys(sys.argv[2].split(","))
+if "torch" in sys.argv[2]:
+    warnings.simplefilter("error")
 import numpy
 import exporters
 from optimize_export import load
 
 with ThreadPoolExecutor(4) as pool:
     run, *_ = pool.map(load, sys.argv[1:2] * 4)
-assert run(numpy.ones((5, 4), "float32")).shape == (5, 3)
+x = numpy.ones((5, 4), "float32")
+outputs = run({"features": [x]})
+assert (type(outputs["logits"]), outputs["logits"].shape, outputs["cap"]) == (numpy.ndarray, (5, 3), float("inf"))
+assert outputs["hidden"].last_hidden_state.shape == (5, 4)
 import optimizer, passes
 assert sys.modules["exporters"] is exporters
 assert (optimizer.WHOSE, passes.WHOSE, exporters.WHOSE) == ("optimizer.py", "passes/__init__.py", "exporters.py")
 print(run.route)
 """
 OTHERS = "onnx,onnxscript,onnx_ir,safetensors,click,rich,plotext,networkx,transformers"
+
+
+def nested() -> nn.Module:
+    """A model with containers, one of a class of transformers', and a constant."""
+
+    def run(self: nn.Module, batch: Any) -> dict[str, Any]:
+        (x,) = batch["features"]
+        return {"logits": self.head(x), "hidden": BaseModelOutput(last_hidden_state=x * 2), "cap": math.inf}
+
+    return Net(run, head=nn.Linear(4, 3)).eval()
 
 
 @pytest.mark.slow
@@ -119,7 +140,7 @@ OTHERS = "onnx,onnxscript,onnx_ir,safetensors,click,rich,plotext,networkx,transf
     ],
 )
 def test_load_works_next_to_them(theirs: Path, tmp_path: Path, format: str, absent: str, route: str) -> None:
-    export(nn.Linear(4, 3), example_inputs=(torch.randn(2, 4),), output=tmp_path / "net", formats=(format,))
+    export(nested(), ({"features": [torch.randn(2, 4)]},), output=tmp_path / "net", formats=(format,))
     done = run_next_to(theirs, BESIDE, tmp_path / "net", absent)
     assert (done.returncode, done.stdout) == (0, f"{route}\n"), done.stderr
 

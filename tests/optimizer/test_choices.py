@@ -18,7 +18,7 @@ from torch import nn
 from exporters.errors import ExportError
 from exporters.torchscript import TorchScriptExporter
 from optimize_export.errors import BundleError, DeviceError, ExportFailed, ParityError, UsageError
-from optimize_export.manifest import MANIFEST, file_digest
+from optimize_export.manifest import MANIFEST
 from optimizer import Bundle, export, load, open_bundle, rejudge_bundle, verify_bundle
 from optimizer.bundle import write_triton_model
 
@@ -79,17 +79,6 @@ def edited(bundle: Bundle, folder: Path, change: Callable[[Manifest], Any]) -> P
 
 
 # The bundle -------------------------------------------------------------------------------------------------------
-
-
-def test_the_manifest_has_the_accuracy_and_the_quantization_of_the_chosen_file(lossy):
-    assert [entry["path"] for entry in lossy.manifest["artifacts"]] == ["model.onnx", "model.int8.onnx"]
-    entry = lossy.manifest["artifacts"][1]
-    assert entry["quantization"] == {"kind": "int8-static", "kept": []}
-    assert entry["accuracy"]["budget"] == {"cosine": 0.999, "top1": None}
-    assert entry["sha256"] == file_digest(lossy.path / "model.int8.onnx")
-    recommended = {"format": "onnx-int8", "runtime": "onnxruntime", "settings": {}}
-    assert lossy.manifest["benchmark"]["recommended"] == recommended
-    assert "accuracy" not in lossy.manifest["artifacts"][0]
 
 
 def test_a_lossy_bundle_is_verified_by_its_budget(lossy):
@@ -183,12 +172,11 @@ def test_an_exact_choice_is_repeated_without_a_clock(exact, tmp_path, no_clock, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["", MANIFEST])
-def test_a_lossy_choice_is_made_again_with_the_same_nodes(lossy, tmp_path, no_clock, rounding, name):
+def test_a_lossy_choice_is_made_again_with_the_same_nodes(lossy, tmp_path, no_clock, rounding):
     def keep(manifest: Manifest) -> None:
         manifest["artifacts"][1]["quantization"]["kept"] = ["head"]
 
-    bundle = made(tmp_path, formats=("onnx",), choices=edited(lossy, tmp_path, keep) / name, accuracy="0.999")
+    bundle = made(tmp_path, formats=("onnx",), choices=edited(lossy, tmp_path, keep), accuracy="0.999")
     assert no_clock.timed == []
     entry = bundle.manifest["artifacts"][1]
     assert entry["quantization"] == {"kind": "int8-static", "kept": ["head"]}
@@ -209,8 +197,7 @@ def test_a_lossy_choice_outside_the_budget_is_refused(lossy, tmp_path, no_clock,
     assert not (tmp_path / "net").exists()
 
 
-@pytest.mark.parametrize("budget", ["0.999", "0.999999999999"])
-def test_a_choice_of_float16_is_made_again(tmp_path, no_clock, budget):
+def test_a_choice_of_float16_is_made_again_within_its_budget(tmp_path, no_clock):
     torch.manual_seed(0)
     convolutions = [nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU()]
     model = enliven(nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 200))).eval()
@@ -219,16 +206,14 @@ def test_a_choice_of_float16_is_made_again(tmp_path, no_clock, budget):
     artifact = {"format": "onnx-float16", "quantization": {"kind": "float16", "kept": []}}
     choices.write_text(json.dumps({"benchmark": {"recommended": route}, "artifacts": [artifact]}), encoding="utf-8")
 
-    def exported() -> Bundle:
+    def exported(budget: str) -> Bundle:
         x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
         options = {"formats": ("onnx",), "effort": "quick", "choices": choices, "accuracy": budget}
         return export(model, example_inputs=(x,), output=tmp_path / "net", **options)
 
-    if budget != "0.999":
-        with pytest.raises(ParityError, match=r"onnx-float16 .* outside the budget: the best has cosine 0\.99999"):
-            exported()
-        return
-    bundle = exported()
+    with pytest.raises(ParityError, match=r"onnx-float16 .* outside the budget: the best has cosine 0\.99999"):
+        exported("0.999999999999")
+    bundle = exported("0.999")
     exact, half = bundle.manifest["artifacts"]
     assert (half["path"], half["quantization"]) == ("model.float16.onnx", {"kind": "float16", "kept": []})
     assert 0.999 < half["accuracy"]["cosine"] < 1

@@ -325,7 +325,7 @@ def test_the_summary_and_the_logs_name_the_models_and_the_worst_exit_code_is_ret
     assert out.splitlines()[2].endswith("the\\x1bmodel")
     assert "fine: log of fine\n" in err
     assert "failed: log of failed\n" in err
-    assert "optimize-export: building fine\n" in err
+    assert "optimize-export: building fine" in err
 
 
 def test_one_document_has_those_of_all_models(fake, capfd):
@@ -339,17 +339,14 @@ def test_one_document_has_those_of_all_models(fake, capfd):
 
 
 @pytest.mark.parametrize(("jobs", "value"), [("1", "None"), ("2", "1")])
-def test_builds_side_by_side_do_not_time_their_files(fake, capfd, monkeypatch, jobs, value):
+def test_builds_side_by_side_do_not_time_their_files_and_quiet_prints_the_bundles(
+    fake, capfd, monkeypatch, jobs, value
+):
     monkeypatch.delenv("OPTIMIZE_EXPORT_NO_BENCH", raising=False)
-    assert fake("timed", more=("-j", jobs)) == 0
-    assert f"timed: {value}\n" in capfd.readouterr().err
-
-
-def test_quiet_prints_the_bundles(fake, capfd):
-    assert fake("fine", "other", more=("--quiet",)) == 0
-    assert capfd.readouterr().out == "dist/fine\ndist/other\n"
-    assert fake("killed", more=("--quiet",)) == 137
-    assert capfd.readouterr() == ("", "killed: log of killed\n")
+    assert fake("timed", "killed", more=("-j", jobs, "--quiet")) == 137
+    out, err = capfd.readouterr()
+    assert out == "dist/timed\n"
+    assert sorted(err.splitlines()) == ["killed: log of killed", f"timed: {value}", "timed: log of timed"]
 
 
 def test_a_shard_without_models_does_nothing(fake, capfd):
@@ -359,13 +356,9 @@ def test_a_shard_without_models_does_nothing(fake, capfd):
     assert not Path("fine.started").exists()
 
 
-def test_models_run_side_by_side(fake):
-    assert fake("both", "other", more=("-j", "2")) == 0
-
-
-def test_a_process_that_a_build_leaves_running_is_not_waited_for(fake):
+def test_models_run_side_by_side_and_a_process_that_a_build_leaves_running_is_not_waited_for(fake):
     started = time.monotonic()
-    assert fake("parent") == 0
+    assert fake("both", "other", "parent", more=("-j", "2")) == 0
     assert time.monotonic() - started < 15
 
 

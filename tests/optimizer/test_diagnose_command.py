@@ -1,4 +1,4 @@
-"""`--diagnose`: exit codes, the JSON document, the training step of the file, and what can't be diagnosed."""
+"""`diagnose`: exit codes, the JSON document, the training step of the file, and what can't be diagnosed."""
 
 import json
 

@@ -269,8 +269,7 @@ def test_outputs_without_signal_are_told_before_any_pass_runs(run, folder):
     assert (done.code, done.out) == (9, "")
     assert "error: The outputs carry no signal (output is the same for every input), so nothing could be" in done.err
     assert "optimize: " not in done.err
-    document = json.loads(run("model.py", "--json", "--atol", "1").out)
-    assert (document["exit_code"], document["error"]["kind"]) == (9, "VacuousError")
+    assert run("model.py", "--quiet", "--atol", "1").code == 9
     assert not (folder / "dist").exists()
 
 
@@ -346,11 +345,13 @@ def test_a_format_that_cant_be_had_leaves_the_others(run, folder):
     assert document["missing"]["torchscript"] in error["message"]
     assert not (folder / "dist/model/model.torchscript.pt").exists()
     assert "- the format torchscript is missing: The" in (folder / "dist/model/README.md").read_text()
+    before = (folder / "dist/model/manifest.json").read_bytes()
+    assert run("model.py", "--passes", "none", "--force", "--formats", "torchscript").code == 4
+    assert (folder / "dist/model/manifest.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("options", [["--strict"], ["--formats", "torchscript"]])
-def test_a_format_that_is_missing_withholds_all_with_strict_or_alone(refused, options):
-    assert "torchscript" in refused(4, write(UNTRACED), "--passes", "none", *options)
+def test_a_format_that_is_missing_withholds_all_with_strict(refused):
+    assert "torchscript" in refused(4, write(UNTRACED), "--passes", "none", "--strict")
 
 
 @pytest.mark.slow
@@ -393,11 +394,6 @@ def wrong_onnx(monkeypatch):
         return replace(made, loader=lambda path, device: Off(OnnxExporter.load(path, device)))
 
     monkeypatch.setattr(OnnxExporter, "export", wrong)
-
-
-def test_an_output_of_nan_isnt_called_good(refused):
-    write("class Nan(Net):\n    def forward(self, x): return super().forward(x) * float('nan')\nmodel = Nan()")
-    assert "NaN or infinite in every element" in refused(9, "model.py", "--formats", "torchscript")
 
 
 def test_a_deleted_current_folder_is_named(folder, refused, monkeypatch):

@@ -61,18 +61,12 @@ def test_many_writers_mix_nothing_and_leave_nothing(tmp_path: Path, kind: str) -
     program(tmp_path, kind)
 
 
-def test_a_folder_is_put_replaced_and_nothing_else_remains(tmp_path: Path, way: str) -> None:
-    (tmp_path / "target").mkdir()
-    put(tmp_path / "target", "first")
-    put(tmp_path / "target", "second")
-    assert (tmp_path / "target" / "file").read_text() == "second"
-    assert names(tmp_path) == ["target"]
-
-
 @pytest.mark.parametrize("refused_look", [1, 2])
-def test_a_folder_that_is_refused_before_or_after_the_exchange_stays(
+def test_a_folder_is_replaced_and_one_that_is_refused_before_or_after_the_exchange_stays(
     tmp_path: Path, way: str, refused_look: int
 ) -> None:
+    (tmp_path / "target").mkdir()
+    put(tmp_path / "target", "first")
     put(tmp_path / "target", "mine")
     looks = []
 

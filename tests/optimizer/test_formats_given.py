@@ -17,7 +17,7 @@ from exporters import (
     ExporterError,
     ExportRequest,
     LoadedArtifact,
-    Pt2Exporter,
+    TorchScriptExporter,
     UnknownFormat,
     exporter_named,
     exporter_names,
@@ -28,7 +28,7 @@ from optimizer import export, load, verify_bundle
 X = torch.randn(2, 3, 6, 6)
 
 
-class Mine(Pt2Exporter):
+class Mine(TorchScriptExporter):
     name = "mine"
     file_name = "model.mine"
 
@@ -42,7 +42,7 @@ class Nameless(Exporter):
 
 
 class ATensorFile:
-    """Returns the only output by itself, as `torch.export.load(path).module()` does."""
+    """Returns the only output by itself, as `torch.jit.load(path)` does."""
 
     def __init__(self, loaded: LoadedArtifact) -> None:
         self._loaded = loaded
@@ -61,16 +61,16 @@ class ATensor(Mine):
         return ATensorFile(super().load(path, device))
 
 
-class OverPt2(Mine):
-    file_name = Pt2Exporter.file_name
+class OverTorchScript(Mine):
+    file_name = TorchScriptExporter.file_name
 
 
-class DataOverPt2(Mine):
+class DataOverTorchScript(Mine):
     """Its second file has the name of another format's file."""
 
     def export(self, request: ExportRequest, directory: Path) -> Artifact:
         made = super().export(request, directory)
-        data = directory / Pt2Exporter.file_name
+        data = directory / TorchScriptExporter.file_name
         data.write_bytes(b"data")
         return replace(made, files=(*made.files, data))
 
@@ -96,11 +96,6 @@ def test_its_files_are_proven_loaded_and_verified_like_all_others(net: nn.Module
     assert exporter_names()[-1] == "mine"
 
 
-def test_it_may_be_the_only_one_and_stand_alone(net: nn.Module, tmp_path: Path) -> None:
-    bundle = export(net, X, output=tmp_path / "net", formats=(), exporters=Mine())
-    assert [entry["format"] for entry in bundle.manifest["artifacts"]] == ["mine"]
-
-
 def test_a_later_one_of_the_same_name_replaces_it() -> None:
     """A notebook defines the class again when its cell is run again."""
     first, second = Mine(), Mine()
@@ -117,7 +112,7 @@ def test_another_process_does_not_know_it() -> None:
     ("given", "sentence"),
     [
         (Mine, r"isn't an exporter: pass an instance of a subclass of exporters.Exporter, such as Mine\(\)"),
-        (Pt2Exporter(), "Pt2Exporter needs another name: there is a format 'pt2' already"),
+        (TorchScriptExporter(), "TorchScriptExporter needs another name: there is a format 'torchscript' already"),
         (Nameless(), "Nameless needs `name` and `file_name`"),
     ],
 )
@@ -128,19 +123,23 @@ def test_what_is_no_further_exporter_is_refused(net: nn.Module, tmp_path: Path, 
 
 
 def test_a_file_that_returns_a_tensor_alone_is_refused(net: nn.Module, tmp_path: Path) -> None:
+    """Its exporter is the only one, and isn't in a list."""
     sentence = "ATensorFile returns a Tensor: what `load` of an exporter returns must return a tuple of tensors"
     with pytest.raises(ExporterError, match=sentence):
-        export(net, X, output=tmp_path / "net", formats=(), exporters=[ATensor()])
+        export(net, X, output=tmp_path / "net", formats=(), exporters=ATensor())
     assert not (tmp_path / "net").exists()
 
 
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (OverPt2(), "The formats 'pt2' and 'mine' both write model.pt2: export them to two folders"),
         (
-            DataOverPt2(),
-            "The format 'mine' writes model.pt2 over the file of another format: export them to two folders",
+            OverTorchScript(),
+            "The formats 'torchscript' and 'mine' both write model.torchscript.pt: export them to two folders",
+        ),
+        (
+            DataOverTorchScript(),
+            "The format 'mine' writes model.torchscript.pt over the file of another format: export them to two folders",
         ),
     ],
 )
@@ -148,5 +147,5 @@ def test_a_file_over_that_of_another_format_is_refused(
     net: nn.Module, tmp_path: Path, given: Exporter, sentence: str
 ) -> None:
     with pytest.raises(UsageError, match=sentence):
-        export(net, X, output=tmp_path / "net", formats=["pt2"], exporters=[given])
+        export(net, X, output=tmp_path / "net", formats=["torchscript"], exporters=[given])
     assert not (tmp_path / "net").exists()

@@ -230,19 +230,12 @@ def test_a_further_call_stays_where_draws_of_its_size_raise() -> None:
     assert (report.verdict, "batch size 7" in report.reason) == ("failed", True)
 
 
-def test_a_bundle_holds_the_users_calls(tmp_path: Path) -> None:
-    x, y = ids(2), ids(6, seed=3)
-    options: dict[str, Any] = {"formats": ("torchscript",), "output": tmp_path / "net"}
-    bundle = export(Net().eval(), example_inputs=(x,), further_inputs=further(y), **options)
-    golden = {(call.batch_size, call.draw): call.inputs["ids"] for call in bundle.golden()}
-    assert torch.equal(golden[2, 0], x)
-    assert torch.equal(golden[6, 0], y)
-    with pytest.raises(
-        UsageError, match="static_batch fixes the batch size at 2, but there are further inputs of batch"
-    ):
-        export(Net().eval(), example_inputs=(x,), further_inputs=further(y), static_batch=True, force=True, **options)
+def test_further_calls_need_a_first_one_and_a_batch_that_is_open(tmp_path: Path) -> None:
+    model, more = Net().eval(), further(ids(6, seed=3))
+    with pytest.raises(UsageError, match="static_batch fixes the batch size at 2, but there are further inputs of bat"):
+        export(model, (ids(2),), further_inputs=more, static_batch=True, output=tmp_path / "net")
     with pytest.raises(UsageError, match="pass the first call as example_inputs"):
-        export(Net().eval(), further_inputs=further(y), force=True, **options)
+        export(model, further_inputs=more, output=tmp_path / "net")
 
 
 # ------------------------------------------------------------------------------------------------------- the command

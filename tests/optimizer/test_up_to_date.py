@@ -332,12 +332,9 @@ def test_a_file_that_changes_during_the_build_has_no_digest(here):
     assert inputs.record(dict(sys.modules), (), started=time.time() + 1)["files"]["net.py"] is not None
     edit_manifest(Path("out"), lambda manifest: manifest.update(build=record))
     assert "net.py changed during the build" in changes(options())
-
-
-def test_a_file_from_the_future_has_a_digest(here):
+    # The time of a file may lie in the future, where clocks differ.
     os.utime("src/net.py", (time.time(), time.time() + 7 * 86400))
-    inputs = inputs_of(options())
-    record = inputs.record(dict(sys.modules), (), started=time.time() + 1)
+    record = inputs_of(options()).record(dict(sys.modules), (), started=time.time() + 1)
     assert record["files"]["net.py"] == file_digest(Path("src/net.py"))
 
 
