@@ -53,15 +53,20 @@ class Holds(nn.Module):
         return self.inner(x)
 
 
-@pytest.mark.parametrize("place", ["buffer", "parameter", "plain", "dict"])
-@pytest.mark.parametrize("layout", [*SPARSE, *NESTED, "mkldnn"])
+@pytest.mark.parametrize(
+    ("layout", "place"),
+    [
+        *((layout, "buffer") for layout in (*SPARSE, *NESTED, "mkldnn")),
+        ("coo", "parameter"),
+        ("csr", "plain"),
+        ("bsr", "dict"),
+    ],
+)
 def test_a_model_that_holds_what_a_file_has_no_place_for_is_refused(layout, place):
     kind = "mkldnn" if layout == "mkldnn" else "nested" if layout in NESTED else "sparse"
     with pytest.raises(StructureError) as caught:
         Adapter(Holds(place, laid_out(layout, torch.eye(4))), (floats(2, 3),))
-    assert str(caught.value) == (
-        f"The model contains a {kind} tensor (inner.held), which exported files can't represent; use a dense one."
-    )
+    assert str(caught.value).startswith(f"The model contains a {kind} tensor (inner.held)")
 
 
 @pytest.mark.parametrize("layout", ["quantized", "quantized per channel", "empty"])

@@ -21,6 +21,20 @@ def export(format, folder, **options):
     return exporter_named(format).export(ExportRequest(Mlp().eval(), mlp_calls(2, 3), **options), folder)
 
 
+def by_its_runtime(format, path):
+    """The metadata of a file as a program reads them that doesn't know this one."""
+    if format == "onnx":
+        session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+        return session.get_modelmeta().custom_metadata_map
+    files = {EXTRA_FILE: ""}
+    if format == "pt2":
+        torch.export.load(path, extra_files=files)
+    else:
+        with torchscript_allowed():
+            torch.jit.load(path, _extra_files=files)
+    return json.loads(files[EXTRA_FILE])
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_was_given_is_in_the_file_with_names_and_versions(format, tmp_path):
     exporter = exporter_named(format)
@@ -39,18 +53,7 @@ def test_what_was_given_is_in_the_file_with_names_and_versions(format, tmp_path)
     }
     assert ours["optimize_export.program"].startswith("optimize-export ")
     assert artifact.load()(floats(5, 3))[0].shape == (5, 4)
-
-
-def test_plain_runtimes_give_them(tmp_path):
-    session = ort.InferenceSession(export("onnx", tmp_path, metadata=GIVEN).path, providers=["CPUExecutionProvider"])
-    assert GIVEN.items() <= session.get_modelmeta().custom_metadata_map.items()
-    files = {EXTRA_FILE: ""}
-    with torchscript_allowed():
-        torch.jit.load(export("torchscript", tmp_path, metadata=GIVEN).path, _extra_files=files)
-    assert GIVEN.items() <= json.loads(files[EXTRA_FILE]).items()
-    files = {EXTRA_FILE: ""}
-    torch.export.load(export("pt2", tmp_path, metadata=GIVEN).path, extra_files=files)
-    assert GIVEN.items() <= json.loads(files[EXTRA_FILE]).items()
+    assert GIVEN.items() <= by_its_runtime(format, artifact.path).items()
 
 
 def test_files_with_weights_beside_them_and_those_of_the_old_exporter_hold_them_too(tmp_path, monkeypatch):

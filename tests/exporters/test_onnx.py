@@ -137,13 +137,6 @@ def test_shape_inference_and_quantization_of_onnxruntime_read_the_file(tmp_path)
     assert 0 < abs(exact - rounded).max() < 0.05
 
 
-def test_nodes_have_names_and_no_metadata(tmp_path):
-    model, calls = exportable("encoder")
-    graph = onnx.load(export(model, calls, tmp_path).path).graph
-    assert len({node.name for node in graph.node}) == len(graph.node)
-    assert not any(node.doc_string or node.metadata_props or not node.name for node in graph.node)
-
-
 def test_a_loaded_file_checks_its_inputs_runs_views_and_empty_batches_and_counts_its_placement(mlp):
     loaded = mlp.load()
     with pytest.raises(ValueError, match=r"Input `x` of the file is float, but got torch\.float64"):
@@ -268,7 +261,6 @@ def test_a_file_on_which_onnxruntime_crashes_is_refused_and_the_crash_is_named(t
 def test_a_crash_at_another_batch_size_than_the_first_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(onnx_session, "PlainSession", SessionCrashesAtThreeRows)
     model = enliven(Mlp()).eval()
-    assert export(model, mlp_calls(4, 2), tmp_path).crashes == ()
     with pytest.raises(ExportError) as error:
         export(model, mlp_calls(4, 3), tmp_path)
     sizes = list(mlp_calls(3)[0][0][0].shape)

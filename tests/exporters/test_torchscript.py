@@ -40,14 +40,6 @@ def test_an_lstm_with_a_state_of_a_fixed_size_refuses_its_trace_and_does_not_end
     assert "the model reads a size in Python at `state = torch.zeros(1, int(x.shape[0]), 3)`" in reason
 
 
-class Loop(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = []
-        for index, row in enumerate(x):
-            rows.append(row * (index + 1))
-        return torch.stack(rows)
-
-
 def branch_calls():
     return tuple(((sign * floats(size, 3).abs(),), {}) for size, sign in ((2, 1), (3, -1)))
 
@@ -97,14 +89,6 @@ def test_a_scripted_model_keeps_its_branches(tmp_path):
     assert artifact.inputs[0].name == "x"
     for (x,), _ in branch_calls():
         assert torch.allclose(artifact.load()(x)[0], model(x)["hidden"])
-
-
-def test_a_loop_over_the_batch_is_scripted(tmp_path):
-    model = Loop().eval()
-    artifact = export(model, mlp_calls(2, 3), tmp_path)
-    assert artifact.route == "script"
-    x = floats(7, 3)
-    assert torch.allclose(artifact.load()(x)[0], model(x))
 
 
 def test_sizes_that_the_file_was_not_made_for_are_refused(tmp_path):

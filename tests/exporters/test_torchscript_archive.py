@@ -79,18 +79,14 @@ def test_names_may_have_any_letters(name, models, tmp_path):
     x = floats(7, 4)
     for expected, got in zip(model(x).values(), artifact.load()(x), strict=True):
         assert torch.allclose(got, expected, atol=1e-6)
-
-
-def test_a_traced_file_keeps_the_names_of_attributes(models, tmp_path):
-    model = models.Nétz()
-    artifact = export(model, "torchscript", tmp_path)
-    with torchscript_allowed():
-        state = torch.jit.load(artifact.path).state_dict()
-    assert {key.removeprefix("model.model."): value.tolist() for key, value in state.items()} == {
-        key: value.tolist() for key, value in model.state_dict().items()
-    }
-    with zipfile.ZipFile(artifact.path) as archive:
-        assert all(name.isascii() for name in archive.namelist())
+    if name == "torchscript":
+        with torchscript_allowed():
+            state = torch.jit.load(artifact.path).state_dict()
+        assert {key.removeprefix("model.model."): value.tolist() for key, value in state.items()} == {
+            key: value.tolist() for key, value in model.state_dict().items()
+        }
+        with zipfile.ZipFile(artifact.path) as archive:
+            assert all(name.isascii() for name in archive.namelist())
 
 
 def test_a_scripted_file_has_branches_functions_and_texts(models, tmp_path):

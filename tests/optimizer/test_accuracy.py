@@ -1,9 +1,11 @@
 """Statistics of errors: their definitions, the figures of a report, and the budgets of lossy candidates."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from tiny_models import Net
 from torch import nn
 
 from optimize_export.errors import UsageError
@@ -100,14 +102,13 @@ class Heads(nn.Module):
 def shifted(model: nn.Module, by: float) -> nn.Module:
     """Subtract `by` from the score of class 0, the most frequent winner, in every row except the first."""
 
-    class Shifted(nn.Module):
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            seen = model(x)
-            scores = seen["scores"].clone()
-            scores[1:, 0] -= by
-            return {"scores": scores, "map": seen["map"], "label": scores.argmax(1)}
+    def run(net: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        seen = model(x)
+        scores = seen["scores"].clone()
+        scores[1:, 0] -= by
+        return {"scores": scores, "map": seen["map"], "label": scores.argmax(1)}
 
-    return Shifted()
+    return Net(run)
 
 
 def test_every_call_has_its_figures_and_the_report_the_worst() -> None:
@@ -209,17 +210,8 @@ def test_the_worst_of_all_outputs_and_calls_counts(target: torch.Tensor) -> None
     )
     assert found.calls == 3
     assert "cosine" in (found.why_not(BUDGET) or "")
-
-
-def test_an_equal_output_has_no_error(target: torch.Tensor) -> None:
     found = accuracy(target.clone(), target)
     assert (found.cosine, found.top1, found.max_error, found.snr) == (pytest.approx(1), 1.0, 0.0, None)
-
-
-def test_an_output_that_was_zero_must_stay_zero() -> None:
-    zero = torch.zeros(4, 3)
-    assert accuracy(zero.clone(), zero).why_not(BUDGET) is None
-    assert accuracy(zero + 1e-9, zero).why_not(BUDGET) == "cosine 0.0000 is below 0.99"
 
 
 def test_integers_have_a_share_of_equal_elements() -> None:
@@ -232,21 +224,37 @@ def test_integers_have_a_share_of_equal_elements() -> None:
     assert accuracy(target[:0], target[:0]).equal is None
 
 
+ZERO, ONES, EMPTY = torch.zeros(4, 3), torch.ones(2, 4), torch.zeros(0, 4)
+SEQUENCE = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+TOP1, LOWEST = AccuracyBudget(top1=0.5), AccuracyBudget(cosine=1e-9)
+PLACES = "NaN or inf in different places than in the original (1 at batch size 2, draw 0)"
+
+
 @pytest.mark.parametrize(
-    ("value", "problem"),
+    ("value", "target", "name", "budget", "why"),
     [
-        (torch.zeros(2, 3), "the shape is (2, 3), but should be (2, 4) at batch size 2, draw 0"),
-        (torch.zeros(2, 4, dtype=torch.float16), "the dtype is float16, but should be float32 at batch size 2, draw 0"),
-        (
-            torch.tensor([[math.nan, 1, 1, 1], [1, 1, 1, 1]]),
-            "NaN or inf in different places than in the original (1 at batch size 2, draw 0)",
-        ),
+        # An output that was zero must stay zero.
+        (ZERO, ZERO, "y", BUDGET, None),
+        (ZERO + 1e-9, ZERO, "y", BUDGET, "cosine 0.0000 is below 0.99"),
+        # No budget allows another shape, dtype or NaN.
+        (ONES[:, :3], ONES, "y", LOWEST, "the shape is (2, 3), but should be (2, 4) at batch size 2, draw 0"),
+        (ONES.half(), ONES, "y", LOWEST, "the dtype is float16, but should be float32 at batch size 2, draw 0"),
+        (torch.tensor([[math.nan, 1, 1, 1], [1, 1, 1, 1]]), ONES, "y", LOWEST, PLACES),
+        # A budget that nothing can be compared with is not met.
+        (SEQUENCE, SEQUENCE, "y", TOP1, "no output has classes, so there is no top-1 agreement"),
+        (SEQUENCE, SEQUENCE, "logits", TOP1, None),
+        (EMPTY, EMPTY, "y", BUDGET, "no output could be compared"),
     ],
 )
-def test_no_budget_allows_another_shape_dtype_or_nan(value: torch.Tensor, problem: str) -> None:
-    found = accuracy(value, torch.ones(2, 4))
-    assert found.problem == problem
-    assert found.why_not(AccuracyBudget(cosine=1e-9)) == problem
+def test_why_a_budget_is_not_met(value: Any, target: Any, name: str, budget: AccuracyBudget, why: str | None) -> None:
+    assert accuracy(value, target, name).why_not(budget) == why
+
+
+def test_both_parts_of_a_budget_must_be_met() -> None:
+    found = Accuracy(cosine=0.995, top1=0.97)
+    assert found.why_not(AccuracyBudget(0.99, 0.96)) is None
+    assert found.why_not(AccuracyBudget(0.999, 0.96)) == "cosine 0.99500 is below 0.999"
+    assert found.why_not(AccuracyBudget(0.99, 0.98)) == "top-1 agreement 0.9700 is below 0.98"
 
 
 @pytest.mark.parametrize(
@@ -273,22 +281,6 @@ def test_complex_outputs_have_a_cosine() -> None:
     target = torch.randn(8, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
     assert accuracy(target * 1.001, target).cosine == pytest.approx(1)
     assert accuracy(target * 1j, target).cosine == pytest.approx(0, abs=1e-6)
-
-
-def test_a_budget_that_nothing_can_be_compared_with_is_not_met() -> None:
-    sequence = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
-    found = accuracy(sequence, sequence)
-    assert found.why_not(AccuracyBudget(top1=0.5)) == "no output has classes, so there is no top-1 agreement"
-    assert accuracy(sequence, sequence, "logits").why_not(AccuracyBudget(top1=0.5)) is None
-    empty = torch.zeros(0, 4)
-    assert accuracy(empty, empty).why_not(BUDGET) == "no output could be compared"
-
-
-def test_both_parts_of_a_budget_must_be_met(target: torch.Tensor) -> None:
-    found = Accuracy(cosine=0.995, top1=0.97)
-    assert found.why_not(AccuracyBudget(0.99, 0.96)) is None
-    assert found.why_not(AccuracyBudget(0.999, 0.96)) == "cosine 0.99500 is below 0.999"
-    assert found.why_not(AccuracyBudget(0.99, 0.98)) == "top-1 agreement 0.9700 is below 0.98"
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,6 @@ def of_lstm():
 COMPUTED = {
     "weight_norm by hooks": (lambda: weight_norm(nn.Linear(6, 6)), True),
     "weight_norm of an LSTM": (of_lstm, True),
-    "weight_norm by parametrization": (lambda: parametrizations.weight_norm(nn.Linear(6, 6)), True),
     "spectral_norm by hooks": (lambda: spectral_norm(nn.Linear(6, 6)), True),
     "spectral_norm by parametrization": (lambda: parametrizations.spectral_norm(nn.Linear(6, 6)), True),
     "two parametrizations": (with_two, True),

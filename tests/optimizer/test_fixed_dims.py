@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from optimizer import export
-from optimizer.command import cli
 from optimizer.option_texts import parse_dynamic
 
 FORMATS = ("torchscript",)
@@ -62,22 +59,6 @@ def test_the_option_in_the_note_opens_the_length(tmp_path, dtype):
     opened = export(Text(), example_inputs=inputs, output=tmp_path / "open", formats=FORMATS, dynamic=dynamic)
     assert [spec.shape for spec in opened.artifacts[0].inputs] == [("batch", "time")] * 2
     assert option_in(opened.manifest["notes"]) is None
-
-
-def test_the_command_takes_the_option_as_it_is_told(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model.py").write_text(
-        "import sys\nimport torch\n"
-        f"sys.path.append({str(Path(__file__).parent)!r})\n"
-        "from test_fixed_dims import Text, tokens\n"
-        "model = Text()\nexample_inputs = (tokens(), torch.ones(2, 12, dtype=torch.long))\n"
-    )
-    given = ["model.py", "--formats", "torchscript", "--json"]
-    assert cli.main(given) == 0
-    option = option_in(json.loads(capfd.readouterr().out)["notes"])
-    assert cli.main([*given, "--output", "open", *shlex.split(option)]) == 0
-    (artifact,) = json.loads(capfd.readouterr().out)["artifacts"]
-    assert [each["shape"] for each in artifact["inputs"]] == [["batch", "time"], ["batch", "time"]]
 
 
 def test_a_fixed_batch_is_left_fixed(tmp_path):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from tiny_models import Net as TinyNet
 from tiny_models import enliven
 from torch import nn
 
@@ -78,16 +79,11 @@ def test_a_fault_at_a_size_without_float64_is_seen(net):
 
 @pytest.mark.parametrize("passes", [None, ["simplify"], []])
 def test_where_nothing_changes_the_original_is_run_once_at_two_sizes(passes):
-    class Plain(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(8, 5)
+    def plain(net, x):
+        RAN[x.dtype, len(x)] += 1
+        return net.head(x).tanh()
 
-        def forward(self, x):
-            RAN[x.dtype, len(x)] += 1
-            return self.head(x).tanh()
-
-    model = enliven(Plain()).eval()
+    model = enliven(TinyNet(plain, head=nn.Linear(8, 5))).eval()
     RAN.clear()
     fast = optimize(model, passes, example_inputs=(torch.randn(4, 8),))
     if passes is None or not passes:
@@ -147,8 +143,14 @@ def exported(fast, folder, *inputs, **options):
     return export(fast, example_inputs=inputs, output=folder, formats=("pt2",), **options)
 
 
-def test_an_export_goes_on_with_the_runs_of_optimize(net, tmp_path):
-    fast = optimize(net, example_inputs=(image(),))
+@pytest.fixture(scope="module")
+def optimized():
+    torch.manual_seed(0)
+    return optimize(enliven(Net()).eval(), example_inputs=(image(),))
+
+
+def test_an_export_goes_on_with_the_runs_of_optimize(optimized, tmp_path):
+    fast = optimized
     assert exported(fast, tmp_path / "same", image()).parity.ok
     # The float64 outputs at the given size are kept from `optimize`; one run there checks that the original is
     # unchanged.
@@ -161,11 +163,10 @@ def test_an_export_goes_on_with_the_runs_of_optimize(net, tmp_path):
 
 
 @pytest.mark.parametrize("other", ["inputs", "seed", "sizes"])
-def test_other_calls_are_measured_anew(net, other, tmp_path):
-    fast = optimize(net, example_inputs=(image(),))
+def test_other_calls_are_measured_anew(optimized, other, tmp_path):
     options = {"seed": {"seed": 1}, "sizes": {"batch_sizes": (3, 5)}}.get(other, {})
     x = image() + 1 if other == "inputs" else image()
-    assert exported(fast, tmp_path / "net", x, **options).parity.ok
+    assert exported(optimized, tmp_path / "net", x, **options).parity.ok
     assert len(float64_sizes()) == 2
 
 
@@ -217,18 +218,10 @@ def test_a_class_that_copies_itself_is_compared_though_nothing_changed():
     assert not optimize(model, ["fold-conv-bn"], example_inputs=(torch.randn(4, 8),)).report.verified
 
 
-class Times(nn.Module):
-    def __init__(self, factor):
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x):
-        return x * self.factor
-
-
 @pytest.mark.parametrize(("factor", "verdict"), [(0.0, "vacuous"), (float("nan"), "vacuous"), (2.0, "ok")])
 def test_outputs_without_signal_are_vacuous_though_nothing_changed(factor, verdict):
-    fast = optimize(Times(factor).eval(), ["fold-conv-bn"], example_inputs=(torch.randn(4, 8),))
+    model = TinyNet(lambda net, x: x * factor).eval()
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(torch.randn(4, 8),))
     assert fast.report.parity.verdict == verdict
     assert fast.report.verified == (verdict == "ok")
 

@@ -192,18 +192,13 @@ def named(change):
 def test_the_result_goes_on_with_the_originals_modules(change):
     model, twin = made(change).eval(), made(change).eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    fast = optimize(model, example_inputs=(X,))
+    assert check_parity(model, twin, (X,)).ok
+    fast = optimize(model, ["fold-conv-bn"], example_inputs=(X,))
     assert torch.allclose(fast(X), twin(X), atol=1e-5)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     notes = [note for note in fast.report.notes if "a function that references modules of the original model" in note]
     assert bool(notes) == (change in AROUND)
     assert all(note.endswith("it keeps running those, which aren't optimized") for note in notes)
-
-
-@pytest.mark.parametrize("change", [*AROUND, *UNSEEN], ids=named)
-def test_measuring_runs_such_functions_as_they_are(change):
-    report = check_parity(made(change).eval(), made(change).eval(), (X,))
-    assert report.ok, report
 
 
 @pytest.mark.parametrize("change", [_lambda, _child], ids=named)
@@ -295,20 +290,8 @@ def _reads_around(m):
     m.act.forward = lambda x: x + conv.weight.sum() if x.max() > 1000 else x
 
 
-def _reads_by_another(m):
-    def total():
-        return m.conv.weight.sum()
-
-    m.act.forward = lambda x: x + total() if x.max() > 1000 else x
-
-
 def _reads_in_a_hook(m):
     m.act.register_forward_hook(lambda module, args, y: y + m.conv.weight.sum() if y.max() > 1000 else y)
-
-
-def _reads_by_a_partial(m):
-    m.act.total = functools.partial(lambda conv: conv.weight.sum(), m.conv)
-    m.act.forward = lambda x: x + m.act.total() if x.max() > 1000 else x
 
 
 def _reads_by_globals(m):
@@ -320,7 +303,7 @@ model.act.forward = lambda x: x + total(model.conv) if x.max() > 1000 else x
     script(source, model=m)
 
 
-READERS = [_reads_around, _reads_by_another, _reads_in_a_hook, _reads_by_a_partial, _reads_by_globals]
+READERS = [_reads_around, _reads_in_a_hook, _reads_by_globals]
 
 
 @pytest.mark.parametrize("change", READERS, ids=named)

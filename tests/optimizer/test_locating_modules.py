@@ -44,7 +44,6 @@ def found(original: nn.Module, candidate: nn.Module):
 
 
 LINES = {
-    "stem": "y = self.blocks(self.stem(x)).mean((2, 3))",
     "blocks.1.second": "return torch.relu(self.two(self.second(y)) + x)",
     "head": "return self.head(self.norm(self.shared(self.shared(y))))",
 }

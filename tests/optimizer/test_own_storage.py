@@ -37,7 +37,7 @@ def _built(seed: int) -> nn.Module:
 @pytest.fixture
 def pair() -> tuple[Any, Any]:
     model = _built(0)
-    return model, optimize(model, ["fold-conv-bias", "fold-conv-bn"], example_inputs=(X,))
+    return model, optimize(model, ["fold-conv-bn"], example_inputs=(X,))
 
 
 def _addresses(module: nn.Module) -> set[int]:

@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class Residual(nn.Module):
-    def __init__(self, depth: int = 4, width: int = 6) -> None:
+    def __init__(self, depth: int = 2, width: int = 6) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
         self.blocks = nn.Sequential(*[Block(width) for _ in range(depth)])
@@ -73,7 +73,7 @@ class ScaleOneWeight(ModulePass):
     """Scale the first row of one layer's weight by a percentage, as a wrong pass might."""
 
     name: ClassVar[str] = "scale-one-weight"
-    path: str = "blocks.2.second"
+    path: str = "blocks.1.second"
     percent: float = 1.0
     declared: bool = True
 
@@ -189,8 +189,8 @@ def statuses(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def test_one_percent_of_one_weight_in_a_deep_net_is_found_where_it_was_made() -> None:
-    model = Residual().eval()
-    fast = optimize(model, ["fold-conv-bn", ScaleOneWeight(), Harmless()], example_inputs=(X,))
+    model = Residual(4).eval()
+    fast = optimize(model, ["fold-conv-bn", ScaleOneWeight("blocks.2.second"), Harmless()], example_inputs=(X,))
     assert statuses(fast) == [("fold-conv-bn", "applied"), ("scale-one-weight", "rolled-back"), ("harmless", "applied")]
     reason = report_of(fast).passes[1].reason
     assert reason.startswith("blocks.2.second (scaled by 1.0 percent): ")
@@ -199,8 +199,10 @@ def test_one_percent_of_one_weight_in_a_deep_net_is_found_where_it_was_made() ->
     assert torch.allclose(fast(X), model(X), atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("item", ["fold-conv-bn", ScaleMoved()])
+@pytest.mark.parametrize(
+    ("item", "dtype"),
+    [("fold-conv-bn", torch.bfloat16), ("fold-conv-bn", torch.float16), (ScaleMoved(), torch.bfloat16)],
+)
 def test_a_place_where_half_precision_would_lose_too_much_is_left_alone(dtype: torch.dtype, item: Any) -> None:
     model = Cancelling().to(dtype).eval()
     fast = optimize(model, [item, "channels-last"], example_inputs=(X.to(dtype),), strict=True)
@@ -277,7 +279,7 @@ def test_a_wrong_pass_without_a_region_is_found_by_bisection() -> None:
         ("fold-conv-bn", "applied"),
         ("harmless", "applied"),
     ]
-    assert len(report_of(fast).passes[3].changes) == 9
+    assert len(report_of(fast).passes[3].changes) == 5
     assert report_of(fast).passes[2].reason
     assert report_of(fast).verified
     assert torch.allclose(fast(X), model(X), atol=1e-4)
@@ -286,7 +288,7 @@ def test_a_wrong_pass_without_a_region_is_found_by_bisection() -> None:
 def test_two_wrong_passes_are_both_found() -> None:
     # With other weights a channel may be dead, so that scaling its weight changes nothing.
     torch.manual_seed(0)
-    first, second = (ScaleOneWeight(f"blocks.{n}.first", 40.0, declared=False) for n in (0, 3))
+    first, second = (ScaleOneWeight(f"blocks.{n}.first", 40.0, declared=False) for n in (0, 1))
     fast = optimize(Residual(), [first, "fold-conv-bn", second], example_inputs=(X,))
     assert [status for _, status in statuses(fast)] == ["rolled-back", "applied", "rolled-back"]
     assert report_of(fast).verified
@@ -316,9 +318,8 @@ class ScalesWhatIsPromised(ScaleOneWeight):
     [
         (Raises(), True, "raises failed .ZeroDivisionError: a defect of the pass"),
         (RaisesWhatIsPromised(), False, "raises failed .ZeroDivisionError: a defect of the pass"),
-        (ScaleOneWeight(), True, "scale-one-weight was rolled back: blocks.2.second"),
-        (ScalesWhatIsPromised(), False, "scale-one-weight was rolled back: blocks.2.second"),
-        (ScaleOneWeight(percent=30.0, declared=False), True, "scale-one-weight was rolled back"),
+        (ScaleOneWeight(), True, "scale-one-weight was rolled back: blocks.1.second"),
+        (ScalesWhatIsPromised(), False, "scale-one-weight was rolled back: blocks.1.second"),
         (ScalesWhatIsPromised(percent=30.0, declared=False), False, "scale-one-weight was rolled back"),
     ],
 )
@@ -437,30 +438,6 @@ def test_passes_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report_of(fast).passes[0].options["path"] == "stem.0"
 
 
-class Sparse(nn.Module):
-    """Returns a sparse or a nested tensor."""
-
-    def __init__(self, layout: str) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 5)
-        self.layout = layout
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.relu(self.linear(x[:, 0, 0]))
-        if self.layout == "nested":
-            return torch.nested.as_nested_tensor([y, y[:1]])
-        return y.to_sparse_csr() if self.layout == "csr" else y.to_sparse()
-
-
-@pytest.mark.parametrize("layout", ["coo", "csr", "nested"])
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_sparse_and_nested_outputs_are_compared(layout: str) -> None:
-    report = report_of(optimize(enliven(Sparse(layout)), [], example_inputs=(X,)))
-    assert report.coverage.share == 1
-    assert report.verified
-
-
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 def test_sparse_outputs_are_the_same_only_to_the_bit(layout: torch.layout) -> None:
@@ -503,8 +480,14 @@ class Alone(Fed):
         return self.inner_bn(self.inner(self.table))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize(("cls", "places"), [(Fed, ["bn", "inner_bn"]), (Alone, ["inner_bn"])])
+@pytest.mark.parametrize(
+    ("cls", "places", "dtype"),
+    [
+        (Fed, ["bn", "inner_bn"], torch.float32),
+        (Alone, ["inner_bn"], torch.float64),
+        (Alone, ["inner_bn"], torch.bfloat16),
+    ],
+)
 def test_a_change_to_what_takes_no_argument_is_checked(cls: type[Fed], places: list[str], dtype: torch.dtype) -> None:
     inputs = (X.to(dtype),) if cls is Fed else ()
     model = cls().to(dtype).eval()
@@ -597,8 +580,9 @@ class Force(OneRowAlone):
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("mode", ["inference", "training"])
-@pytest.mark.parametrize("cls", [Parted, OneRowAlone, Force])
+@pytest.mark.parametrize(
+    ("cls", "mode"), [(Parted, "inference"), (Parted, "training"), (OneRowAlone, "training"), (Force, "inference")]
+)
 def test_pairs_that_some_calls_part_are_right_at_every_call(
     cls: type[Parted], mode: Literal["inference", "training"]
 ) -> None:
@@ -635,8 +619,7 @@ class Masked(nn.Module):
         return self.plain(x) + self.masked(x, None if mask.all() else mask)
 
 
-@pytest.mark.parametrize("full", [0, 3])
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize(("dtype", "full"), [(torch.bool, 0), (torch.float32, 3)])
 def test_what_a_block_is_given_no_mask_for_is_right(dtype: torch.dtype, full: int) -> None:
     model = enliven(Masked()).eval()
     x, mask = image(4, 3, 8, 8), torch.zeros(4, 1, 8, 8, dtype=dtype)

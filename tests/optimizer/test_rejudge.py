@@ -76,7 +76,6 @@ def test_without_options_it_is_the_judgement_of_the_export(bundle: Bundle) -> No
     ("options", "wrong"),
     [
         ({"atol": 0.1}, None),
-        ({"atol": {"scores": 0.1}}, None),
         ({"atol": {"logits": 0.1}, "factor": 4.0}, None),
         ({"rtol": {"scores": 1e6}}, None),
         ({"factor": 1e6}, None),

@@ -203,8 +203,7 @@ class ByScale(nn.Module):
         }[self.name]()
 
 
-@pytest.mark.parametrize("head", ["head", "none"])
-@pytest.mark.parametrize("bias", ["low", "spread"])
+@pytest.mark.parametrize(("bias", "head"), [("low", "head"), ("spread", "none")])
 @pytest.mark.parametrize(
     "activation",
     [nn.Sigmoid(), nn.SiLU(), nn.SiLU(inplace=True), nn.Softplus(), nn.ELU(), nn.GELU(), nn.Softmax(-1)],

@@ -24,18 +24,16 @@ def assert_filled(loaded, state):
     assert torch.equal(loaded.model.linear.bias, state["linear.bias"])
 
 
-@pytest.mark.parametrize("name", ["w.safetensors", "w.pt", "w.pth", "w.bin"])
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pt", "w.pth", "w.bin", "old.pt"])
 def test_weights_files(write, tmp_path, state, name):
     path = tmp_path / name
-    save_file(state, path) if path.suffix == ".safetensors" else torch.save(state, path)
+    if path.suffix == ".safetensors":
+        save_file(state, path)
+    else:
+        torch.save(state, path, _use_new_zipfile_serialization=name != "old.pt")
     loaded = load(str(write("")), weights=path)
     assert_filled(loaded, state)
     assert loaded.notes == ()
-
-
-def test_old_weights_files(write, tmp_path, state):
-    torch.save(state, tmp_path / "w.pt", _use_new_zipfile_serialization=False)
-    assert_filled(load(str(write("")), weights=tmp_path / "w.pt"), state)
 
 
 def test_compressed_weights_files(write, tmp_path, state):
@@ -128,6 +126,12 @@ def test_weights_of_trainers(write, tmp_path, state, made, key, note):
         ),
         (lambda state: {"g": state}, "x", "have no state dict under x; those in the file are under: g."),
         (lambda state: {"net": state | {"x": torch.ones(1)}, "epoch": 3}, "", "don't fit the model: unexpected x."),
+        # A prefix is only removed where all names fit then.
+        (
+            lambda state: prefixed("module.", state | {"more": torch.ones(1)}),
+            "",
+            "missing linear.weight, linear.bias; unexpected module.linear.weight, module.linear.bias, module.more",
+        ),
         (lambda state: OPTIMIZER, "", "contain no state dict; use a file written by torch.save("),
     ],
 )
@@ -150,34 +154,11 @@ def test_a_program_isnt_called_weights(write, tmp_path):
     assert "contain more than tensors (pathlib." in refused(str(write("")), weights=weights)
 
 
-def test_a_wrappers_prefix_goes_only_where_all_names_fit_then(write, tmp_path, state):
-    prefixed = {f"module.{name}": tensor for name, tensor in state.items()}
-    torch.save(prefixed, tmp_path / "w.pt")
-    loaded = load(str(write("")), weights=tmp_path / "w.pt")
-    assert_filled(loaded, state)
-    assert loaded.notes == ("The prefix 'module.' was removed from names in w.pt.",)
-    torch.save(prefixed | {"module.more": torch.ones(1)}, tmp_path / "w.pt")
-    message = refused(str(write("")), weights=tmp_path / "w.pt")
-    assert (
-        "missing linear.weight, linear.bias; unexpected module.linear.weight, module.linear.bias, module.more"
-        in message
-    )
-
-
-def test_casts_are_told(write, tmp_path, state):
-    save_file({name: tensor.half() for name, tensor in state.items()}, tmp_path / "w.safetensors")
-    loaded = load(str(write("")), weights=tmp_path / "w.safetensors")
-    assert loaded.model.linear.weight.dtype == torch.float32
-    assert loaded.notes == ("2 tensors of w.safetensors were cast to the dtypes of the model (linear.weight first).",)
-
-
-def test_weights_for_a_model_without_values_are_cast_too(write, tmp_path, state):
-    path = write("with torch.device('meta'):\n    model = Net()")
-    save_file(
-        {"linear.weight": torch.ones(3, 4, dtype=torch.int64), "linear.bias": state["linear.bias"].half()},
-        tmp_path / "w.safetensors",
-    )
-    loaded = load(str(path), weights=tmp_path / "w.safetensors")
+@pytest.mark.parametrize("source", ["", "with torch.device('meta'):\n    model = Net()"])
+def test_casts_are_told(write, tmp_path, source):
+    weights = {"linear.weight": torch.ones(3, 4, dtype=torch.int64), "linear.bias": torch.ones(3).half()}
+    save_file(weights, tmp_path / "w.safetensors")
+    loaded = load(str(write(source)), weights=tmp_path / "w.safetensors")
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.float32}
     assert loaded.notes == ("2 tensors of w.safetensors were cast to the dtypes of the model (linear.weight first).",)
 

@@ -7,34 +7,13 @@ from typing import ClassVar
 
 import pytest
 import torch
-from tiny_models import enliven
+from located_models import LateNet
 from torch import nn
 
 from optimize_export.errors import ParityError
 from optimizer import export, optimize
 from passes.base import Context, TensorRef
 from passes.graph.module_pass import ModulePass, ModuleRewriter
-
-
-class Late(nn.Module):
-    """Adds a multiple of `extra`, which is zero at first, to each row from the fifth on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = nn.Parameter(torch.zeros(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = torch.ones_like(x[:, :1]).cumsum(0)
-        return x + torch.relu(rows - 4) * self.extra
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.late, self.last = nn.Linear(4, 4), Late(), nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.late(self.first(x)))
 
 
 @dataclass(frozen=True)
@@ -67,11 +46,7 @@ X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture
 def net():
-    torch.manual_seed(0)
-    model = enliven(Net()).eval()
-    with torch.no_grad():
-        model.late.extra.zero_()
-    return model
+    return LateNet(dim=0, start=4).eval()
 
 
 @pytest.mark.slow
@@ -82,7 +57,7 @@ def test_a_pass_that_shows_at_a_larger_batch_alone_is_named_when_a_file_fails(ne
         ParityError, match=r"one of its passes \(harmless, set\) causes it, or it was modified"
     ) as caught:
         export(fast, example_inputs=X, output=tmp_path / "net", formats=["torchscript", "onnx"])
-    assert "It first differs at late (test_wrong_pass.py:" in str(caught.value)
+    assert "It first differs at late (located_models.py:" in str(caught.value)
 
 
 def test_a_call_of_the_users_own_that_alone_shows_it_is_enough_for_the_pass_to_be_taken_back(net):
@@ -91,7 +66,7 @@ def test_a_call_of_the_users_own_that_alone_shows_it_is_enough_for_the_pass_to_b
     fast = optimize(net, passes, example_inputs=X, further_inputs=[((many,), {})])
     assert [record.status for record in fast.report.passes] == ["applied", "rolled-back", "applied"]
     assert "at batch size 6" in fast.report.passes[1].reason
-    assert "It first differs at late (test_wrong_pass.py:" in fast.report.passes[1].reason
+    assert "It first differs at late (located_models.py:" in fast.report.passes[1].reason
 
 
 def test_a_result_that_was_written_to_is_no_passs_fault(net, tmp_path):

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from tiny_models import enliven
 from torch import nn
 
 
@@ -29,6 +30,27 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.blocks(self.stem(x)).mean((2, 3))
         return self.head(self.norm(self.shared(self.shared(y))))
+
+
+class Late(nn.Module):
+    """Adds multiples of `extra`, which is zero at first, to what lies beyond the first `start` indices of a dim."""
+
+    def __init__(self, dim: int, start: int) -> None:
+        super().__init__()
+        self.extra, self.dim, self.start = nn.Parameter(torch.zeros(4)), dim, start
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(torch.ones_like(x[..., :1]).cumsum(self.dim) - self.start) * self.extra
+
+
+class LateNet(nn.Module):
+    def __init__(self, dim: int, start: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.late, self.last = enliven(nn.Linear(4, 4)), Late(dim, start), enliven(nn.Linear(4, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.late(self.first(x)))
 
 
 X = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
