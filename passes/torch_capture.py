@@ -175,6 +175,7 @@ class _FrontEnd:
         if count > MOST_CAPTURES:
             only_known = FrameExecStrategy(FrameAction.RUN_ONLY, FrameAction.RUN_ONLY)
             return ConvertFrameReturn(only_known, apply_to_code=False)
+        _adapt_front_end()
         around, _capturing.module = _capturing.module, _module_of(frame.f_locals)
         code_around, _capturing.code = _capturing.code, frame.f_code
         is_entry = frame.f_code is self._entry()
@@ -183,7 +184,6 @@ class _FrontEnd:
             with (
                 compiler_silenced(),
                 _marked_open(open_dims),
-                _drawing_outside(),
                 config.patch(
                     specialize_float=True,
                     skip_nnmodule_hook_guards=False,
@@ -202,30 +202,32 @@ class _FrontEnd:
             _capturing.module, _capturing.code = around, code_around
 
 
-_drawing = threading.local()
+def _adapt_front_end() -> None:
+    """Change what the front end does in our captures; others of torch.compile stay as they are. Seen in 2.13.
 
-
-@contextmanager
-def _drawing_outside() -> Iterator[None]:
-    """Break the graph at draws from a `random.Random`: a captured graph repeats its first draw in every call.
-
-    Seen in 2.13. Other captures of torch.compile stay as they are.
+    A draw from a `random.Random` breaks the graph, because a captured graph repeats its first draw in every call. And
+    guards aren't timed: torch does that for its logs, and flushes the processor's caches before, which takes 30 ms per
+    graph.
     """
+    from torch._dynamo import guards
     from torch._dynamo.variables.misc import RandomVariable
 
     supported: Any = getattr(RandomVariable, "is_supported_random_obj", None)
+    timed: Any = getattr(guards, "profile_guard_manager", None)
     if supported is not None and not hasattr(supported, "asks_first"):
 
         def is_supported(value: Any) -> bool:
-            return not getattr(_drawing, "outside", False) and bool(supported(value))
+            return _capturing.code is None and bool(supported(value))
 
         is_supported.asks_first = True  # type: ignore[attr-defined]
         RandomVariable.is_supported_random_obj = staticmethod(is_supported)  # type: ignore[method-assign, assignment]
-    before, _drawing.outside = getattr(_drawing, "outside", False), True
-    try:
-        yield
-    finally:
-        _drawing.outside = before
+    if timed is not None and not hasattr(timed, "asks_first"):
+
+        def latency(*given: Any) -> float:
+            return timed(*given) if _capturing.code is None else 0.0
+
+        latency.asks_first = True  # type: ignore[attr-defined]
+        guards.profile_guard_manager = latency  # type: ignore[assignment, attr-defined]
 
 
 @contextmanager

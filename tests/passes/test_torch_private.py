@@ -137,6 +137,23 @@ def test_no_weak_reference_to_a_tensor_is_left_after_its_sources_are_forgotten()
     assert not weakref.getweakrefs(model.weight)
 
 
+def test_only_captures_of_others_time_their_guards(monkeypatch):
+    from torch._dynamo import guards
+
+    timed = []
+
+    def latency(*given):
+        timed.append(given)
+        return 1.0
+
+    monkeypatch.setattr(guards, "profile_guard_manager", latency)
+    model, x = Scaled(), torch.ones(2, 3)
+    captured(model)[0].run(model, (x,), {})
+    assert not timed
+    torch.compile(model, backend="eager")(x)
+    assert timed
+
+
 def test_what_vmap_wraps_has_the_memory_beneath():
     x, found = torch.ones(2, 3), []
     torch.vmap(torch.vmap(lambda y: found.append(y) or y * 2))(x)
