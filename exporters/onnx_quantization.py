@@ -1,11 +1,10 @@
-"""Quantize an ONNX file with onnxruntime: to 8-bit arithmetic, or to 4-bit weights; or convert it to float16.
+"""Quantize an ONNX file with onnxruntime: to 8-bit arithmetic, or to 4-bit weights.
 
     kind           weights                            activations            nodes
     int8-static    int8 (7 bits), one scale/channel   uint8, calibrated      Conv, MatMul, Gemm; Relu, Clip after a Conv
     int8-dynamic   int8 (7 bits), one scale/channel   uint8, at every call   MatMul, Gemm
     uint8-dynamic  uint8, one scale/channel           uint8, at every call   MatMul, Gemm
     int4-weights   int4, one scale per 32 inputs      float                  MatMul, Gemm
-    float16        float16                            float16                all but some, such as Max, Range and TopK
 
 The integer kinds quantize only nodes with a constant float32 weight. These stay in float, as measured on AVX2:
 - products of two activations (attention), and the outputs of MatMul and Gemm: quantized, they cost accuracy and gain no
@@ -21,8 +20,6 @@ AVX2. The range of an activation is the minimum and maximum over the calibration
 histograms, and percentiles and entropy weren't more accurate.
 
 4-bit weights save memory, not time: onnxruntime converts them back for each call.
-
-float16 is for GPUs. On x86 CPUs, onnxruntime has no kernels for it and converts to float32 around each node.
 """
 
 from __future__ import annotations
@@ -41,11 +38,11 @@ import onnx_ir as ir
 from onnx_ir.passes.common import NameFixPass
 
 from exporters.errors import NothingToQuantize, QuantizationError
-from exporters.isolation import refusing, silent
+from exporters.isolation import silent
 from exporters.onnx import save
-from optimize_export.onnx_runtime import float16_conversion, quantization
+from optimize_export.onnx_runtime import quantization
 
-Kind = Literal["int8-static", "int8-dynamic", "uint8-dynamic", "int4-weights", "float16"]
+Kind = Literal["int8-static", "int8-dynamic", "uint8-dynamic", "int4-weights"]
 """How a file is quantized."""
 
 Calibration = Sequence[Mapping[str, np.ndarray]]
@@ -70,29 +67,11 @@ _SHARE_IN_PRODUCTS = 1 / 3
 
 
 KINDS: Mapping[str, tuple[Kind, ...]] = {
-    "onnx-float16": ("float16",),
     "onnx-int8": ("int8-static",),
     "onnx-int8-dynamic": ("int8-dynamic", "uint8-dynamic"),
     "onnx-int4": ("int4-weights",),
 }
 """How the file of each quantized format may be made, the fastest way first."""
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a quantized file was made."""
-
-    kind: Kind
-    # The names of the nodes that stay in float.
-    kept: tuple[str, ...] = ()
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any], format: str) -> Recipe:
-        """The recipe that a manifest records for a file of this format; KeyError, TypeError or ValueError if none."""
-        return cls(KINDS[format][KINDS[format].index(data["kind"])], tuple(map(str, data["kept"])))
-
-    def to_json(self) -> dict[str, Any]:
-        return {"kind": self.kind, "kept": list(self.kept)}
 
 
 @dataclass(frozen=True)
@@ -133,14 +112,13 @@ def prepared(source: Path, folder: Path, kind: Kind, calibration: Calibration) -
     model = ir.load(source)
     NameFixPass()(model)
     names = {node.name or "" for node in model.graph}
-    if kind != "float16":
-        _transpose_weights(model)
+    _transpose_weights(model)
     chosen = _quantizable(model, kind)
     if kind == "int8-static":
         if not calibration:
             raise QuantizationError("Quantizing activations needs calibration calls: pass some typical inputs.")
         _separate_weights(model, chosen)
-    elif kind != "float16":
+    else:
         _split_gemms(model, chosen)
     with TemporaryDirectory(dir=folder, prefix=".quantization-") as work:
         yield Quantizer(model, kind, chosen, names, calibration, Path(work))
@@ -174,7 +152,6 @@ class Quantizer:
             "int8-dynamic": self._dynamic,
             "uint8-dynamic": self._dynamic,
             "int4-weights": self._int4,
-            "float16": self._float16,
         }
         with silent():
             model = ir.from_proto(writers[self.kind](chosen))
@@ -265,26 +242,6 @@ class Quantizer:
         quantizer.process()
         return quantizer.model.model
 
-    def _float16(self, chosen: tuple[str, ...]) -> onnx.ModelProto:
-        # The conversion needs the types of all values. By path, because a model in memory has at most 2 GiB.
-        path = self._work / "typed.onnx"
-        onnx.shape_inference.infer_shapes_path(self._float, path)
-        with refusing("onnxruntime can't convert the file to float16"):
-            model = float16_conversion()(
-                onnx.load(path),
-                keep_io_types=True,
-                disable_shape_infer=True,
-                node_block_list=sorted(set(self.quantizable) - set(chosen)),
-            )
-        # The conversion adds a cast for each node in float that reads a value, and gives all these casts one name.
-        seen: set[tuple[str, ...]] = set()
-        for index in reversed(range(len(model.graph.node))):
-            outputs = tuple(model.graph.node[index].output)
-            if outputs in seen:
-                del model.graph.node[index]
-            seen.add(outputs)
-        return model
-
 
 class _Calls:
     """The calibration calls as onnxruntime reads them."""
@@ -299,11 +256,6 @@ class _Calls:
 
 def _quantizable(model: ir.Model, kind: Kind) -> tuple[str, ...]:
     """The names of the nodes to quantize; NothingToQuantize if there are none, or they hold few of the weights."""
-    if kind == "float16":
-        tensors = (value.const_value for value in model.graph.initializers.values())
-        if not any(each is not None and each.dtype == ir.DataType.FLOAT and len(each.shape) > 1 for each in tensors):
-            raise NothingToQuantize("The file has no float32 weights.")
-        return tuple(node.name or "" for node in model.graph)
     nodes = [node for node in model.graph if node.op_type in _TYPES[kind] and _is_quantizable(node)]
     if not nodes:
         raise NothingToQuantize(f"The file has no {' or '.join(_TYPES[kind])} with a constant float32 weight.")

@@ -21,8 +21,10 @@ _OWN: dict[str, type[Exporter]] = {
 }
 # The exporters that `export` was given. They stay known, so that this process can load and verify their files.
 _GIVEN: dict[str, Exporter] = {}
-# Quantized files and those in float16, which the tuning makes of an ONNX file; there is no exporter for them.
-QUANTIZED = ("onnx-float16", "onnx-int8-dynamic", "onnx-int8", "onnx-int4")
+# Quantized files, which the tuning makes of an ONNX file; there is no exporter for them.
+QUANTIZED = ("onnx-int8-dynamic", "onnx-int8", "onnx-int4")
+# Every format is also exported from the module in half precision, such as "torchscript-float16".
+_HALF = ("float16", "bfloat16")
 
 
 def exporter_names() -> tuple[str, ...]:
@@ -50,7 +52,7 @@ def register(exporter: Exporter) -> str:
     if lacking := [f"`{name}`" for name in ("name", "file_name") if not hasattr(exporter, name)]:
         raise ExporterError(f"{type(exporter).__name__} needs {' and '.join(lacking)}.")
     name = exporter.name
-    if name in _OWN or name in QUANTIZED or name in _from_others():
+    if name in _OWN or exported_format(name) != name or name in _from_others():
         raise ExporterError(f"{type(exporter).__name__} needs another name: there is a format {name!r} already.")
     _GIVEN[name] = exporter
     return name
@@ -77,8 +79,15 @@ def exporter_named(name: str) -> Exporter:
 
 
 def exported_format(format: str) -> str:
-    """The format that an exporter writes, from which a quantized file is made; other formats as they are."""
-    return "onnx" if format in QUANTIZED else format
+    """The format without what tuning lowers: "onnx" for "onnx-int8" and "onnx-float16"; other formats as they are."""
+    half = half_of(format)
+    return OnnxExporter.name if format in QUANTIZED else format if half is None else format.removesuffix(f"-{half}")
+
+
+def half_of(format: str) -> str | None:
+    """The half precision of a format that tuning exports, "float16" for "onnx-float16"; None for other formats."""
+    base, _, dtype = format.rpartition("-")
+    return dtype if base and dtype in _HALF else None
 
 
 def load_artifact(format: str, path: Path, device: str = "cpu") -> LoadedArtifact:

@@ -90,16 +90,6 @@ def quantization() -> tuple[Any, Any]:
     return onnxruntime.quantization, matmul_nbits_quantizer
 
 
-def float16_conversion() -> Callable[..., Any]:
-    """onnxruntime's conversion of a model to float16."""
-    # First: it imports modules of the conversion's package that are found only while `sys.path` is extended.
-    quantization()
-    from onnxruntime.transformers.float16 import convert_float_to_float16
-
-    conversion: Callable[..., Any] = convert_float_to_float16
-    return conversion
-
-
 class OnnxruntimeRunner:
     """A session for one file. Calls may run in several threads at once."""
 

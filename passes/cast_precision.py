@@ -107,6 +107,8 @@ class CastPrecision(ModulePass):
         dtype: "bfloat16", or "float16", which has more digits, and numbers up to 65504.
         how: "autocast" or "weights".
         keep: the paths of modules that compute in float32, including their submodules, such as "head|layers.*.norm".
+        error: the largest error of the model's outputs instead of 16 units, as a share such as 0.01; layers with a larger
+            error stay in float32 too.
     """
 
     name: ClassVar[str] = "cast-precision"
@@ -115,6 +117,7 @@ class CastPrecision(ModulePass):
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
     how: Literal["autocast", "weights"] = "autocast"
     keep: str = ""
+    error: float | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in ("bfloat16", "float16"):
@@ -123,6 +126,8 @@ class CastPrecision(ModulePass):
             raise ValueError(f"how must be 'autocast' or 'weights', not {self.how!r}")
         if not isinstance(self.keep, str):
             raise ValueError(f"keep must be a string of module paths, such as 'head', not {self.keep!r}")
+        if self.error is not None and not (isinstance(self.error, float) and 0 < self.error < 1):
+            raise ValueError(f"error must be a share above 0 and below 1, such as 0.01, not {self.error!r}")
 
     def check(self, context: Context) -> None:
         """Check that the mode, the example inputs and the device fit the options.
@@ -161,12 +166,13 @@ class CastPrecision(ModulePass):
             named = " and ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in floats}))
             model.skip("", f"its parameters are already in {named}")
             return
-        casting = _Casting(model, context, dtype, weights=self.how == "weights")
+        most = _MOST_OF_ALL * torch.finfo(dtype).eps if self.error is None else self.error
+        casting = _Casting(model, context, dtype, most, weights=self.how == "weights")
         casting.keep_named(self._kept_by_name(tree))
         if context.run_inside is not None and not casting.settle():
             return
         casting.write()
-        if context.device.type == "cpu" and not _is_fast_here(dtype):
+        if context.device.type == "cpu" and self.dtype not in fast_dtypes(context.device):
             model.remark("", f"torch has no fast kernels for {self.dtype} on this CPU: the result is for other devices")
 
     def _refuse(self, tree: ModelTree) -> None:
@@ -210,12 +216,15 @@ class _Choice:
 class _Casting:
     """Finds the modules of one model that stay in float32, and casts the others."""
 
-    def __init__(self, model: ModuleRewriter, context: Context, dtype: torch.dtype, *, weights: bool) -> None:
+    def __init__(
+        self, model: ModuleRewriter, context: Context, dtype: torch.dtype, most: float, *, weights: bool
+    ) -> None:
         self.model = model
         self.tree = model.tree
         self.root = model.tree.root
         self.context = context
         self.dtype = dtype
+        self.most = most  # the largest error of the model's outputs
         self.weights = weights
         self.word = str(dtype).removeprefix("torch.")
         self.choice = _Choice()
@@ -241,7 +250,7 @@ class _Casting:
         """Find the modules that stay in float32. Returns whether the rest can be cast; if not, records a skip."""
         unit = torch.finfo(self.dtype).eps
         layers = [module for module in self.modules.values() if self._is_measured(module)]
-        most = _MOST_OF_A_LAYER * unit
+        most = min(_MOST_OF_A_LAYER * unit, self.most)
         watch = LossWatch(self.root, self.besides, layers, self.dtype, self._lowered)
         if (problem := self._run(watch)) is not None:
             self.model.skip("", f"no run shows the precision that its layers lose in {self.word} ({problem})")
@@ -259,13 +268,20 @@ class _Casting:
         count = 1
         while True:
             problem, lost = self._try(wanted)
-            if problem is None and lost <= _MOST_OF_ALL * unit:
+            if problem is None and lost <= self.most:
                 return True
             if problem is not None:
                 self.model.skip("", f"it doesn't run in {self.word} ({problem})")
                 return False
+            if math.isinf(lost) and (rounded := self.choice.kept.keys() - self.choice.bare):
+                # An output of theirs may be too large for the dtype.
+                self.choice.bare |= rounded
+                continue
             if not worst:
-                self.model.skip("", f"in {self.word} it {_off(lost)} even with every sensitive layer in float32")
+                bound = f"and may be by {100 * self.most:.2g} %"
+                self.model.skip(
+                    "", f"in {self.word} it {_off(lost)} even with every sensitive layer in float32, {bound}"
+                )
                 return False
             for key in worst[:count]:
                 shown = f"in {self.word} the model {_off(lost)}, and this layer {_off(losses[key].share)}"
@@ -508,10 +524,14 @@ def _is_castable(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float32
 
 
-def _is_fast_here(dtype: torch.dtype) -> bool:
+def fast_dtypes(device: torch.device) -> tuple[str, ...]:
+    """The half precisions that torch computes fast in on a device, the better one first: the more digits, or the faster."""
+    if device.type == "cuda":
+        has_bfloat16 = torch.cuda.get_device_capability(device) >= _FIRST_WITH_BFLOAT16
+        return ("float16", "bfloat16") if has_bfloat16 else ("float16",)
     ops = torch.ops.mkldnn
-    supported = ops._is_mkldnn_bf16_supported if dtype is torch.bfloat16 else ops._is_mkldnn_fp16_supported
-    return bool(supported())
+    kernels = (("bfloat16", ops._is_mkldnn_bf16_supported), ("float16", ops._is_mkldnn_fp16_supported))
+    return tuple(name for name, supported in kernels if supported())
 
 
 def _off(share: float) -> str:

@@ -262,14 +262,15 @@ def test_tuning_times_the_files_on_the_gpu(tuned: tuple[torch.nn.Module, tuple[t
     assert all(figure["accuracy"] is None for figure in benchmark["figures"])
 
 
-def test_a_file_in_float16_is_tried_within_a_budget_and_repeated(tmp_path: Path) -> None:
+def test_files_in_float16_are_tried_within_a_budget_and_repeated(tmp_path: Path) -> None:
     model, args, _ = REAL_MODELS["resnet"]()
-    options = {"example_inputs": args, "formats": ("onnx",), "device": "cuda", "accuracy": "0.999"}
+    options = {"example_inputs": args, "formats": ("torchscript", "onnx"), "device": "cuda", "accuracy": "0.999"}
     bundle = export(model, **options, output=tmp_path / "tuned", tune=True, tune_seconds=60)
     figures = {figure["name"]: figure for figure in bundle.manifest["benchmark"]["figures"]}
     figure = figures["model.float16.onnx in onnxruntime"]
     assert 0.999 < figure["accuracy"]["cosine"] < 1
     assert figure["bytes"] < 0.7 * figures["model.onnx in onnxruntime"]["bytes"]
+    assert 0.999 < figures["model.float16.torchscript.pt in torch"]["accuracy"]["cosine"] < 1
 
     choices = tmp_path / "choices.json"
     recommended = {"format": "onnx-float16", "runtime": "onnxruntime", "settings": {}}

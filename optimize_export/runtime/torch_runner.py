@@ -31,7 +31,7 @@ class TorchRunner:
         settings = route.settings
         if "threads" in settings:
             torch.set_num_threads(int(settings["threads"]))
-        frozen = route.format == "torchscript" and settings.get("freeze")
+        frozen = route.format.startswith("torchscript") and settings.get("freeze")
         with _one_at_a_time:
             load_artifact, load_frozen = _loaders()
             loaded = load_frozen(path, device) if frozen else load_artifact(route.format, path, device)

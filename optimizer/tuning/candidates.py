@@ -121,7 +121,7 @@ def _crashes_alone(route: Route, device: str, inputs: Sequence[torch.Tensor]) ->
 
 def frozen(route: Route | None) -> Route | None:
     """The route of a TorchScript file that is optimized for the machine after loading; None for other formats."""
-    if route is None or route.format != "torchscript":
+    if route is None or not route.format.startswith("torchscript"):
         return None
     return Route(route.format, route.runtime, {**route.settings, "freeze": True})
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from exporters.child_process import one_child
-from exporters.onnx_quantization import Recipe
-from exporters.registry import QUANTIZED, exported_format
+from exporters.registry import exported_format
 from optimize_export.errors import BundleError, ExportFailed, ParityError, UsageError
 from optimize_export.manifest import MANIFEST, damage_of, read_json, read_manifest, sums_problem
 from optimize_export.runtime import Route, is_installed
@@ -25,7 +24,8 @@ from optimizer.options import AccuracyBudget
 from optimizer.parity import Accuracy
 from optimizer.tuning.benchmark import Benchmark, Figure, Opened, Refused, budget_text, open_all, timed
 from optimizer.tuning.candidates import Bench, Files, frozen
-from optimizer.tuning.lossy import Calibration, Lossy, is_lossy
+from optimizer.tuning.half_files import HalfFiles
+from optimizer.tuning.lossy import Calibration, Lossy, Recipe, is_lossy
 from optimizer.tuning.tuner import Tuner
 
 # Seconds for all rounds of the timing that every export ends with.
@@ -40,7 +40,7 @@ class Choices:
     """The manifest."""
     route: Route
     recipe: Recipe | None = None
-    """How its file is made, if it is a quantized one."""
+    """How its file is made, if it is a quantized one or one in half precision."""
 
 
 def choose(
@@ -62,7 +62,7 @@ def choose(
     # Once, because a collection takes long after an export: it visits all objects of torch's exporters.
     gc.collect()
     bench = Bench(job, measured, written, folder)
-    lossy = None if calibration is None else Lossy(measured, job.budget, calibration)
+    lossy = None if calibration is None else Lossy(measured, job.budget, calibration, HalfFiles(job))
     try:
         # The timed model may draw random numbers.
         with random_state():
@@ -127,7 +127,7 @@ def _repeat_choice(bench: Bench, lossy: Lossy | None, written: WrittenFiles, cho
 
 
 def _proven_again(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choices: Choices) -> Accuracy | None:
-    """Prove a route. If its file is a quantized one, it is made before, and added to those written afterwards.
+    """Prove a route. If its file is a lossy one, it is made before, and added to those written afterwards.
 
     Returns:
         The accuracy of a lossy route; None for an exact one.
@@ -146,7 +146,7 @@ def _proven_again(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choi
         bench.prove(route)
         return None
     assert lossy is not None
-    made = [lossy.made(route.format, bench.files, choices.recipe)] if route.format in QUANTIZED else []
+    made = [] if needed == route.format else [lossy.made(route.format, bench.files, choices.recipe)]
     files = replace(bench.files, entries=[*bench.files.entries, *made])
     try:
         accuracy = lossy.proven(files.candidate(route), files).accuracy
@@ -187,13 +187,13 @@ def read_choices(path: str | Path, formats: Collection[str], budget: AccuracyBud
 
 
 def _recipe(manifest: Mapping[str, Any], format: str, file: Path) -> Recipe | None:
-    if format not in QUANTIZED:
+    if exported_format(format) == format:
         return None
     try:
         artifact = next(each for each in manifest["artifacts"] if each["format"] == format)
         return Recipe.from_json(artifact["quantization"], format)
     except (KeyError, TypeError, ValueError, StopIteration) as error:
-        raise UsageError(f"{file} doesn't say how its {format} file was quantized: pass a whole {MANIFEST}.") from error
+        raise UsageError(f"{file} doesn't say how its {format} file was made: pass a whole {MANIFEST}.") from error
 
 
 # ---------------------------------------------------------------------------------------------------- a finished bundle

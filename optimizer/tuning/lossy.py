@@ -12,11 +12,11 @@ import torch
 
 from exporters.base import Adapter, ExportRequest
 from exporters.errors import ExporterError, StructureError
-from exporters.onnx_quantization import KINDS, QuantizedFile, Recipe, quantized
+from exporters.onnx_quantization import KINDS, QuantizedFile, quantized
 from exporters.onnx_sensitivity import within_budget
-from exporters.registry import QUANTIZED
+from exporters.registry import exported_format, half_of
 from optimize_export.errors import DeviceError, UsageError
-from optimize_export.runtime import Route, Runner, open_route
+from optimize_export.runtime import Route, Runner, open_route, own_routes
 from optimize_export.wording import described
 from optimizer.exporting import MeasuredExport, remove
 from optimizer.model import Call, Samples, errors_of_model
@@ -24,6 +24,7 @@ from optimizer.options import AccuracyBudget
 from optimizer.parity import WITHIN_BUDGET, Accuracy, accuracy_between, accuracy_of
 from optimizer.tuning.benchmark import Candidate, Refused
 from optimizer.tuning.candidates import Files, open_in_child
+from optimizer.tuning.half_files import HalfFiles
 
 CalibrationCall = torch.Tensor | tuple[Any, ...] | Mapping[str, Any] | Call
 """One call: a tensor, a tuple of positional arguments, a dict of keyword arguments, or a `Call` of both.
@@ -41,13 +42,36 @@ _HELD_OUT = 4
 
 def is_lossy(route: Route) -> bool:
     """Whether a route loses more than rounding."""
-    return route.format in QUANTIZED or route.is_lowered
+    return exported_format(route.format) != route.format or route.is_lowered
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a lossy file was made."""
+
+    kind: str
+    """One of `exporters.onnx_quantization`, or the half precision."""
+    kept: tuple[str, ...] = ()
+    """What stays in float: the names of nodes, or for half precision the paths of modules."""
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], format: str) -> Recipe:
+        """The recipe that a manifest records for a file of this format; KeyError, TypeError or ValueError if none."""
+        kinds: tuple[str | None, ...] = KINDS.get(format, (half_of(format),))
+        if data["kind"] not in kinds:
+            raise ValueError(f"{format} isn't made as {data['kind']}")
+        return cls(data["kind"], tuple(map(str, data["kept"])))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "kept": list(self.kept)}
 
 
 class Lossy:
     """Makes lossy candidates, and judges them at the golden calls and at the calls held out of the calibration."""
 
-    def __init__(self, measured: MeasuredExport, budget: AccuracyBudget, calibration: Calibration) -> None:
+    def __init__(
+        self, measured: MeasuredExport, budget: AccuracyBudget, calibration: Calibration, half: HalfFiles
+    ) -> None:
         self.budget = budget
         self.calibration = calibration
         # Sentences for the user.
@@ -56,8 +80,8 @@ class Lossy:
         self.is_late: Callable[[], bool] = lambda: False
         # Times a call of a file outside the budget, given its format.
         self.seconds_of: Callable[[str, Runner], float | None] = lambda format, runner: None
-        self._measured = measured
-        # By route, the accuracies of quantized files in onnxruntime, which are judged when they are made.
+        self._measured, self._half = measured, half
+        # By route, the accuracies of files that were made here: they are judged then.
         self._accuracies: dict[str, Accuracy] = {}
 
     def proven(self, candidate: Candidate, files: Files) -> Candidate:
@@ -89,20 +113,20 @@ class Lossy:
         return accuracy_of(measurement, names).and_worse(held_out)
 
     def made(self, format: str, files: Files, recipe: Recipe | None = None) -> dict[str, Any]:
-        """Make a quantized file within the budget next to the ONNX file, and return its entry for the manifest.
+        """Make a quantized file, or one in half precision, within the budget; return its entry for the manifest.
 
         Args:
-            recipe: how to make it; None to find the fastest way.
+            recipe: how to quantize it; None to find the fastest way. In half precision, layers are measured again.
 
         Raises:
-            Refused: the file can't be made, or is outside the budget even with the most sensitive nodes in float.
-                No file is left then.
+            Refused: the file can't be made, or is outside the budget even with the most sensitive nodes or layers in
+                float. No file is left then.
         """
         if format == "onnx-int8" and self.calibration.random:
             self.notes = ("int8 was calibrated with random inputs: pass real ones as the calibration",)
         before = set(files.folder.iterdir())
         try:
-            return self._made(format, files, recipe)
+            return self._quantized(format, files, recipe) if half_of(format) is None else self._in_half(format, files)
         except (ExporterError, DeviceError, Refused) as error:
             remove(set(files.folder.iterdir()) - before)
             if isinstance(error, Refused):
@@ -110,7 +134,20 @@ class Lossy:
             # The reason is a clause, the error a sentence.
             raise Refused(f"it can't be made: {str(error).rstrip('.')}") from error
 
-    def _made(self, format: str, files: Files, recipe: Recipe | None) -> dict[str, Any]:
+    def _in_half(self, format: str, files: Files) -> dict[str, Any]:
+        dtype, exported = half_of(format), exported_format(format)
+        assert dtype is not None
+        entry = self._half.write(exported, dtype, files.folder)
+        route = next(iter(own_routes([format])))
+        path = files.folder / entry["path"]
+        accuracy = self.accuracy(open_in_child(path, route, files.device, files.inputs))
+        if accuracy.why_not(self.budget) is not None:
+            seconds = self.seconds_of(format, open_route(path, route, files.device))
+            raise Refused(f"outside the budget: it has {accuracy}", accuracy, seconds)
+        self._accuracies[str(route)] = accuracy
+        return {**entry, **self._judged(accuracy)}
+
+    def _quantized(self, format: str, files: Files, recipe: Recipe | None) -> dict[str, Any]:
         source = files.folder / files.entry("onnx")["path"]
         # Such as `model.int8.onnx`.
         target = source.with_suffix(format.removeprefix("onnx").replace("-", ".", 1) + source.suffix)
@@ -134,14 +171,12 @@ class Lossy:
                 raise Refused(f"the time was up, and the best so far has {best}", best, seconds)
 
         last = KINDS[format][-1]
-        # In float16, the errors of single nodes can't be measured, because the types of inputs differ.
-        can_keep_nodes = recipe is None and last != "float16"
         made = None
-        for each in map(Recipe, KINDS[format]) if recipe is None else [recipe]:
-            if can_keep_nodes and each.kind == last:
+        for kind in (kind for kind in KINDS[format] if recipe is None or kind == recipe.kind):
+            if recipe is None and kind == last:
                 made = within_budget(source, target, last, self._rows, accept, check=stop_if_late).accepted
             else:
-                file = quantized(source, target, each.kind, self._rows, keep=each.kept)
+                file = quantized(source, target, kind, self._rows, keep=() if recipe is None else recipe.kept)
                 made = file if accept(target) else None
             if made is not None:
                 break
@@ -151,12 +186,6 @@ class Lossy:
         return self._entry(format, files, made, found[-1])
 
     def _entry(self, format: str, files: Files, made: QuantizedFile, accuracy: Accuracy) -> dict[str, Any]:
-        told = {
-            "ok": True,
-            "verdict": WITHIN_BUDGET,
-            "reason": f"{accuracy} (budget: {self.budget})",
-            "outputs": [output.to_json() for output in accuracy.outputs],
-        }
         return {
             **files.entry("onnx"),
             "format": format,
@@ -167,11 +196,20 @@ class Lossy:
             "refused": [],
             "notes": [],
             "placement": None,
-            "parity": told,
-            "measurement": None,
-            "accuracy": {"budget": asdict(self.budget), **accuracy.to_json()},
+            **self._judged(accuracy),
             "quantization": Recipe(made.kind, made.kept).to_json(),
         }
+
+    def _judged(self, accuracy: Accuracy) -> dict[str, Any]:
+        """The fields of an entry on its accuracy."""
+        told = {
+            "ok": True,
+            "verdict": WITHIN_BUDGET,
+            "reason": f"{accuracy} (budget: {self.budget})",
+            "outputs": [output.to_json() for output in accuracy.outputs],
+        }
+        budget = {"budget": asdict(self.budget), **accuracy.to_json()}
+        return {"parity": told, "measurement": None, "accuracy": budget}
 
     @cached_property
     def _rows(self) -> list[dict[str, Any]]:

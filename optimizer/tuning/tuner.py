@@ -8,8 +8,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from exporters.registry import QUANTIZED
-from optimize_export.runtime import Route, Runner, Setting, is_installed, openvino_precisions, usable_cpus
+from exporters.registry import QUANTIZED, exported_format
+from optimize_export.runtime import (
+    Route,
+    Runner,
+    Setting,
+    is_installed,
+    openvino_precisions,
+    own_routes,
+    usable_cpus,
+)
 from optimizer.tuning.benchmark import (
     Benchmark,
     Candidate,
@@ -26,6 +34,7 @@ from optimizer.tuning.benchmark import (
 )
 from optimizer.tuning.candidates import Bench, frozen
 from optimizer.tuning.lossy import Lossy, is_lossy
+from passes.cast_precision import fast_dtypes
 
 # Seconds of the first timing of each candidate, next to the first file: eager would take several times as long.
 _FIRST_TIMING = 0.6
@@ -41,14 +50,13 @@ _FINALISTS = 6
 # The share of the time that is left for the last timing.
 _LAST_TIMING = 0.3
 _LEAST_LAST_TIMING = 0.15
-_FLOAT16 = "onnx-float16"
 
 
 class Tuner:
     """Collects candidates, those that need the least work first, until the time is up; lossy ones if `lossy` isn't None."""
 
     def __init__(self, bench: Bench, lossy: Lossy | None, seconds: float) -> None:
-        # The manifest's entries of the quantized files that were made, by format.
+        # The manifest's entries of the lossy files that were made, by format.
         self.entries: dict[str, dict[str, Any]] = {}
         self._bench, self._lossy, self._seconds = bench, lossy, seconds
         self._started = time.monotonic()
@@ -105,33 +113,47 @@ class Tuner:
         return f"not tried: it takes about {needed:.0f} s, and {left:.0f} s were left"
 
     def _candidates(self) -> Iterator[Candidate]:
-        files, slow = self._bench.files, [format for format in QUANTIZED if format != _FLOAT16]
+        files = self._bench.files
         yield from map(files.candidate, self._own)
         for route in self._own:
             if (fast := frozen(route)) is not None:
                 yield files.candidate(fast)
             yield from self._in_openvino(route.format)
+        yield from self._in_half_precision()
         if files.device == "cuda":
-            # float16 and settings take seconds each, other quantization can take minutes.
-            yield from self._lossy_files([_FLOAT16])
+            # Settings take seconds each, quantization can take minutes.
             yield from self._in_cuda_graphs()
             yield from self._settings_of_best()
-            yield from self._lossy_files(slow)
+            yield from self._quantized_files()
         else:
             # Settings last, because those that are best for a quantized file may differ.
-            yield from self._lossy_files(slow)
+            yield from self._quantized_files()
             yield from self._settings_of_best()
 
-    def _lossy_files(self, formats: Iterable[str]) -> Iterator[Candidate]:
+    def _in_half_precision(self) -> Iterator[Candidate]:
+        """Every file from the module in float16 or bfloat16: the first of the two that is within the budget."""
+        if self._lossy is None:
+            return
+        device = self._bench.job.target
+        for dtype in fast_dtypes(device):
+            # onnxruntime has no kernels for half precision on CPUs, and few for bfloat16 on GPUs.
+            in_onnx = device.type == "cuda" and dtype == "float16"
+            for route in self._own:
+                if route.format != "onnx" or in_onnx:
+                    yield from self._lossy_file(self._lossy, f"{route.format}-{dtype}")
+            if any(format.endswith(f"-{dtype}") for format in self.entries):
+                return
+
+    def _quantized_files(self) -> Iterator[Candidate]:
         device = self._bench.files.device
         if self._lossy is None or all(route.format != "onnx" for route in self._own):
             return
-        for format in formats:
+        for format in QUANTIZED:
             if device == "cuda" and format.startswith("onnx-int8"):
                 reason = "not tried: on a GPU, onnxruntime computes in int8 only with TensorRT"
                 self._dropped.append(Figure(format, None, dropped=reason))
             else:
-                yield from self._quantized(self._lossy, format)
+                yield from self._lossy_file(self._lossy, format)
 
     def _in_cuda_graphs(self) -> Iterator[Candidate]:
         """All files so far in CUDA graphs: without these, the time of the launches hides which file is the fastest."""
@@ -158,8 +180,8 @@ class Tuner:
             settings: dict[str, Setting] = {} if precision == "float32" else {"precision": precision}
             yield self._bench.files.candidate(Route(format, "openvino", settings))
 
-    def _quantized(self, lossy: Lossy, format: str) -> Iterator[Candidate]:
-        """Make a quantized file within the budget, and run it in every runtime."""
+    def _lossy_file(self, lossy: Lossy, format: str) -> Iterator[Candidate]:
+        """Make a file of a lossy format within the budget, and run it in every runtime."""
         files = self._bench.files
         try:
             if self._is_late(self._longest):
@@ -171,7 +193,10 @@ class Tuner:
             return
         self.entries[format] = entry
         files.entries = [*files.entries, entry]
-        yield files.candidate(Route(format, "onnxruntime"))
+        (own,) = own_routes([format])
+        yield files.candidate(own)
+        if (fast := frozen(own)) is not None:
+            yield files.candidate(fast)
         yield from self._in_openvino(format)
 
     def _try(self, candidate: Candidate) -> None:
@@ -317,8 +342,8 @@ def settings_of(route: Route, device: str, *, exact: bool) -> list[dict[str, Set
     if device == "cuda":
         names = ["cudnn_benchmark"] if runtime == "torch" else []
         # In float32, cuDNN's kernels for channels-last are no faster.
-        names += ["nhwc"] if route.format == _FLOAT16 else []
-        names += [] if exact or route.format in QUANTIZED else ["tf32"]
+        names += ["nhwc"] if route.format == "onnx-float16" else []
+        names += [] if exact or exported_format(route.format) != route.format else ["tf32"]
         alone: list[dict[str, Setting]] = [{name: True} for name in names]
         return [*alone, dict.fromkeys(names, True)] if len(names) > 1 else alone
     if runtime == "torch":

@@ -226,40 +226,9 @@ def test_the_source_may_have_external_data_and_nodes_without_names(tmp_path):
     assert [name for name, _ in sensitivities(path, record, rows(64))] == ["node"]
 
 
-def test_in_float16_all_weights_are_halved_and_the_interface_is_that_of_float32(mlp, network, tmp_path, capfd):
-    for path, row in ((mlp, rows(64)[0]), (network, rows(3, 8, 8)[0])):
-        record = quantized(path, tmp_path / "half.onnx", "float16")
-        old, new = onnx.load(path), onnx.load(record.files[0])
-        onnx.checker.check_model(new, full_check=True)
-        assert (list(new.graph.input), list(new.graph.output)) == (list(old.graph.input), list(old.graph.output))
-        assert list(new.metadata_props) == list(old.metadata_props)
-        assert {tensor.data_type for tensor in new.graph.initializer} == {TensorProto.FLOAT16}
-        assert 1e-5 < relative_error(path, record.files[0], row) < 3e-3
-    assert capfd.readouterr() == ("", "")
-
-
-def test_nodes_that_stay_in_float32_may_read_the_same_value(tmp_path):
-    nodes = [
-        node("MatMul", ["x", "a"], "h"),
-        node("MatMul", ["h", "b"], "first"),
-        node("MatMul", ["h", "b"], "second"),
-        node("Max", ["first", "h"], "larger"),
-        node("Min", ["second", "h"], "smaller"),
-        node("Add", ["larger", "smaller"], "y"),
-    ]
-    path = square(tmp_path / "m.onnx", nodes, a=weight(64, 64), b=weight(64, 64))
-    keep = ["MatMul_first", "MatMul_second"]
-    record = quantized(path, tmp_path / "half.onnx", "float16", keep=keep)
-    assert record.kept == tuple(keep)
-    types = {tensor.name: tensor.data_type for tensor in onnx.load(record.files[0]).graph.initializer}
-    assert types == {"a": TensorProto.FLOAT16, "b": TensorProto.FLOAT}
-    assert 1e-5 < relative_error(path, record.files[0], rows(64)[0]) < 3e-3
-
-
-def test_after_the_conversion_to_float16_quantization_works_and_the_path_of_modules_is_as_before():
+def test_quantization_leaves_the_path_of_modules_as_it_was():
     script = (
-        "import sys; before = list(sys.path); from optimize_export.onnx_runtime import float16_conversion, quantization;"
-        "float16_conversion(); quantization()"
+        "import sys; before = list(sys.path); from optimize_export.onnx_runtime import quantization; quantization()"
     )
     subprocess.run([sys.executable, "-c", f"{script}; assert sys.path == before"], check=True, cwd=ROOT)
 
@@ -305,9 +274,8 @@ def test_a_file_without_anything_to_quantize_is_refused(network, tmp_path):
             quantized(network, tmp_path / "small.onnx", kind)
     weights = {"a": weight(8, 8, dtype=np.float64)}
     path = written(tmp_path / "m.onnx", [node("MatMul", ["x", "a"], "y")], weights, {"x": [2, 8]}, {"y": [2, 8]})
-    for kind, sentence in (("int8-static", "no Conv or MatMul or Gemm"), ("float16", "has no float32 weights")):
-        with pytest.raises(NothingToQuantize, match=sentence):
-            quantized(path, tmp_path / "small.onnx", kind, rows(8))
+    with pytest.raises(NothingToQuantize, match="no Conv or MatMul or Gemm"):
+        quantized(path, tmp_path / "small.onnx", "int8-static", rows(8))
     weights = {"a": weight(40, 3, 3, 3), "b": weight(40, 4)}
     nodes = [
         node("Conv", ["x", "a"], "map"),

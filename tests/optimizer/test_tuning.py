@@ -21,7 +21,7 @@ from fake_tuning import (
 from tiny_models import enliven
 from torch import nn
 
-from exporters.onnx_quantization import KINDS, Recipe
+from exporters.onnx_quantization import KINDS
 from exporters.registry import QUANTIZED
 from optimize_export.errors import DeviceError, LoadError, UsageError
 from optimize_export.runtime import Route
@@ -32,9 +32,9 @@ from optimizer.model import Call, Samples
 from optimizer.parity import Accuracy, measure_reference
 from optimizer.pipeline import provenance_of
 from optimizer.tuning import choose
-from optimizer.tuning.benchmark import Candidate, Figure, PeakMemory, Ratio, recommendation
+from optimizer.tuning.benchmark import Candidate, Figure, PeakMemory, Ratio, Refused, recommendation
 from optimizer.tuning.candidates import Files, NonFinite, with_other_passes
-from optimizer.tuning.lossy import Lossy
+from optimizer.tuning.lossy import Lossy, Recipe
 from optimizer.tuning.tuner import Tuner, settings_of
 
 
@@ -599,15 +599,17 @@ def test_calibration_that_does_not_fit_is_refused(choosing, calls, sentence):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_settings_and_float16_come_before_slow_quantization_on_a_gpu(device, monkeypatch):
+def test_settings_and_half_precision_come_before_slow_quantization_on_a_gpu(device, monkeypatch):
     def entry(format: str) -> dict[str, Any]:
         return {"format": format, "path": f"model.{format}", "bytes": 1}
 
     files = Files(Path(), [entry("onnx")], device, [])
-    bench = SimpleNamespace(files=files, in_python=lambda: iter(()))
+    bench = SimpleNamespace(files=files, in_python=lambda: iter(()), job=SimpleNamespace(target=torch.device(device)))
     tuner = Tuner(bench, SimpleNamespace(made=lambda format, _: entry(format)), 1000.0)  # type: ignore[arg-type]
     monkeypatch.setattr("optimizer.tuning.tuner.is_installed", lambda runtime: False)
     monkeypatch.setattr("optimizer.tuning.tuner.usable_cpus", lambda: 1)
+    halves = ("float16", "bfloat16") if device == "cuda" else ()
+    monkeypatch.setattr("optimizer.tuning.tuner.fast_dtypes", lambda device: halves)
     tried = []
     for candidate in tuner._candidates():
         tried.append(str(candidate.route))
@@ -621,7 +623,37 @@ def test_settings_and_float16_come_before_slow_quantization_on_a_gpu(device, mon
     else:
         quantized = [f"onnx-{kind} in onnxruntime" for kind in ("int8-dynamic", "int8", "int4")]
         assert tried[:5] == [onnx, *quantized, f"{onnx}, 1 thread"]
-        assert tuner._dropped == [], "float16 isn't even named"
+        assert tuner._dropped == [], "half precision isn't even named"
+
+
+@pytest.mark.parametrize(
+    ("device", "refused", "made"),
+    [
+        ("cuda", [], ["onnx-float16", "torchscript-float16"]),
+        ("cuda", ["torchscript-float16"], ["onnx-float16"]),
+        ("cuda", ["onnx-float16", "torchscript-float16"], ["torchscript-bfloat16"]),
+        ("cpu", [], ["torchscript-float16"]),
+    ],
+)
+def test_bfloat16_is_tried_where_no_file_in_float16_is_within_the_budget(device, refused, made, monkeypatch):
+    def entry(format: str, _: object = None) -> dict[str, Any]:
+        if format in refused:
+            raise Refused("outside the budget: it has cosine 0.9")
+        return {"format": format, "path": f"model.{format}", "bytes": 1}
+
+    files = Files(Path(), [entry("onnx"), entry("torchscript")], device, [])
+    bench = SimpleNamespace(files=files, job=SimpleNamespace(target=torch.device(device)))
+    tuner = Tuner(bench, SimpleNamespace(made=entry), 1000.0)  # type: ignore[arg-type]
+    monkeypatch.setattr("optimizer.tuning.tuner.is_installed", lambda runtime: False)
+    monkeypatch.setattr("optimizer.tuning.tuner.fast_dtypes", lambda device: ("float16", "bfloat16"))
+    tried = [str(candidate.route) for candidate in tuner._in_half_precision()]
+    expected = []
+    for format in made:
+        expected += (
+            [f"{format} in onnxruntime"] if "onnx" in format else [f"{format} in torch", f"{format} in torch, freeze"]
+        )
+    assert tried == expected
+    assert [figure.name for figure in tuner._dropped] == refused
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,126 @@
+"""The module of an export in float16 or bfloat16, and its files.
+
+The precision is decided on the module: `cast-precision` runs its layers in the dtype, and keeps those in float32 that
+lose too much. Every format is exported from that module, by the exporters and with the proof of any result that computes
+in half precision. The inputs and outputs of the files stay in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from exporters.registry import exporter_named
+from optimize_export.errors import OptimizeExportError
+from optimizer.exporting import ExportJob, MeasuredExport, measure, optimize_again, write_files
+from optimizer.pipeline import provenance_of, report_of
+from optimizer.report import no_progress
+from optimizer.tuning.benchmark import Refused
+from passes.base import Pass, Precision
+from passes.cast_precision import CastPrecision
+from passes.channels_last import ChannelsLast
+
+
+class HalfFiles:
+    """Makes the module of one export in each half precision once, and its files."""
+
+    def __init__(self, job: ExportJob) -> None:
+        self._job = job
+        # By dtype: the module as an export of its own, or why there is none.
+        self._measured: dict[str, tuple[ExportJob, MeasuredExport] | Refused] = {}
+
+    def write(self, format: str, dtype: str, folder: Path) -> Mapping[str, Any]:
+        """Write the file of a format, such as `model.float16.onnx`, and return its entry for the manifest.
+
+        `quantization` of the entry has the paths of the layers that stay in float32.
+
+        Raises:
+            Refused: the module can't compute in the dtype, or no file of it is proven. No file is left then.
+        """
+        job, measured = self._made(dtype)
+        # Such as "model.float16.onnx".
+        exporter = copy(exporter_named(format))
+        stem, dot, ending = exporter.file_name.partition(".")
+        vars(exporter)["file_name"] = f"{stem}.{dtype}{dot}{ending}"
+        try:
+            written = write_files(replace(job, exporters=[exporter]), measured, folder)
+        except OptimizeExportError as error:
+            raise Refused(_clause(error)) from error
+        (entry,) = written.entries
+        assert job.provenance is not None
+        cast = next(each for each in reversed(job.provenance.precisions) if isinstance(each, Precision))
+        return {
+            **entry,
+            "format": f"{format}-{dtype}",
+            "bytes": sum((folder / path).stat().st_size for path in entry["files"]),
+            "notes": [*entry["notes"], *written.notes],
+            "quantization": {"kind": dtype, "kept": list(cast.kept)},
+        }
+
+    def _made(self, dtype: str) -> tuple[ExportJob, MeasuredExport]:
+        if dtype not in self._measured:
+            try:
+                self._measured[dtype] = self._measure(dtype)
+            except OptimizeExportError as error:
+                self._measured[dtype] = Refused(_clause(error))
+            except Refused as refused:
+                self._measured[dtype] = refused
+        made = self._measured[dtype]
+        if isinstance(made, Refused):
+            raise Refused(str(made))
+        return made
+
+    def _measure(self, dtype: str) -> tuple[ExportJob, MeasuredExport]:
+        module = optimize_again(self._job, self._passes(dtype), self._job.target)
+        record = next(each for each in report_of(module).passes if each.name == CastPrecision.name)
+        if record.status != "applied":
+            reasons = [record.reason, *(skip.text for skip in record.skips), "it finds nothing to change"]
+            raise Refused(f"cast-precision is {record.status}: {next(filter(None, reasons))}")
+        job = replace(
+            self._job,
+            model=module,
+            provenance=provenance_of(module),
+            accuracy="exact",
+            # The budget judges the files, and before that the error of the dtype: not tolerances for exact files.
+            atol=None,
+            rtol=None,
+            row_independence=False,
+            debug_dir=None,
+            strict=True,
+            tell=no_progress,
+        )
+        return job, measure(job)
+
+    def _passes(self, dtype: str) -> list[Pass]:
+        """The passes of the export and cast-precision, before those that leave no graph; on a GPU also channels-last.
+
+        Raises:
+            Refused: the original is gone, or the model is for training or computes in lower precision already.
+        """
+        provenance = self._job.provenance
+        if provenance is not None and provenance.original is None:
+            raise Refused("the original of the model isn't known: export what optimize returned")
+        if provenance is not None and provenance.report.mode != "inference":
+            raise Refused("the model was optimized for training")
+        used = [] if provenance is None else list(provenance.passes)
+        if lowered := next((item.name for item in used if item.lowers_precision), None):
+            raise Refused(f"the pass {lowered} has lowered the precision already")
+        head = [item for item in used if not item.is_barrier]
+        # Tensor cores compute convolutions in channels-last.
+        if self._job.target.type == "cuda" and all(item.name != ChannelsLast.name for item in head):
+            head.append(ChannelsLast())
+        return [*head, CastPrecision(dtype, "weights", error=self._error)]  # type: ignore[arg-type]
+
+    @property
+    def _error(self) -> float | None:
+        """The error of an output, as a share of it, at which its cosine is that of the budget; None for 16 units."""
+        least = self._job.budget.cosine
+        return None if least is None else math.sqrt(2 * (1 - least))
+
+
+def _clause(error: Exception) -> str:
+    return str(error).rstrip(".")

@@ -1,0 +1,124 @@
+"""Files in half precision: exported from the module that cast-precision has cast, and judged by the user's budget."""
+
+import pytest
+import torch
+from fake_tuning import Wrong, chooser, fake_clock, fake_quantization, images, opening, prepare
+from tiny_models import enliven
+from torch import nn
+
+from optimizer import export, load, optimize, verify_bundle
+from optimizer.bundle import open_bundle
+
+
+class Overflowing(nn.Module):
+    """In float16, the middle layer gives infinity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.large = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        x = self.large(nn.functional.gelu(self.conv(image)).mean((2, 3)))
+        return self.head(x * 1e-6)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("prepared"), ("torchscript", "pt2"))
+
+
+@pytest.fixture
+def speeds(monkeypatch):
+    monkeypatch.setattr("optimizer.tuning.tuner.fast_dtypes", lambda device: ("float16", "bfloat16"))
+    fake_quantization(monkeypatch)
+    speeds = fake_clock(monkeypatch)
+    speeds.seconds = {"eager": 1.0, "float16.torchscript.pt in torch": 0.1, "float16": 0.12, "": 0.5}
+    return speeds
+
+
+@pytest.fixture
+def choosing(prepared, speeds, tmp_path, monkeypatch):
+    return chooser(prepared, tmp_path, monkeypatch)
+
+
+def test_the_best_file_in_half_precision_is_added_and_the_others_are_removed(choosing):
+    found = choosing(tune=True, accuracy="0.999")
+    assert found.route == "torchscript-float16 in torch"
+    assert found.files == {"model.torchscript.pt", "model.pt2", "model.float16.torchscript.pt"}
+    entry = found.entries["torchscript-float16"]
+    assert (entry["path"], entry["parity"]["verdict"]) == ("model.float16.torchscript.pt", "within budget")
+    assert 0.999 < entry["accuracy"]["cosine"] < 1
+    assert entry["bytes"] == (found.folder / entry["path"]).stat().st_size
+    assert (entry["inputs"], entry["outputs"]) == (
+        found.entries["torchscript"]["inputs"],
+        found.entries["torchscript"]["outputs"],
+    )
+    assert entry["quantization"] == {"kind": "float16", "kept": []}
+    timed = {name for name in found.timed if "float16" in name}
+    assert timed == {f"model.float16.{name} in torch" for name in ("torchscript.pt", "pt2")} | {
+        "model.float16.torchscript.pt in torch, freeze"
+    }
+    assert not any("bfloat16" in name for name in found.dropped)
+
+
+def test_without_a_budget_none_is_made(choosing):
+    found = choosing(tune=True)
+    assert found.route == "torchscript in torch"
+    assert not any("float16" in figure.name for figure in found.benchmark.figures)
+
+
+def test_a_file_outside_the_budget_is_dropped_with_its_accuracy(choosing, monkeypatch):
+    opening(monkeypatch, lambda runner, route: Wrong(runner) if "float16" in route.format else runner)
+    found = choosing(tune=True, accuracy="0.9999999")
+    assert found.route == "torchscript in torch"
+    assert found.files == {"model.torchscript.pt", "model.pt2"}
+    figures = {figure.name: figure for figure in found.benchmark.figures}
+    assert found.dropped["torchscript-float16"].startswith("outside the budget: it has cosine 0.99")
+    assert figures["torchscript-float16"].accuracy.cosine < 0.9999999
+    told = "cast-precision is unchanged: in bfloat16 it is off by "
+    assert found.dropped["pt2-bfloat16"] == found.dropped["torchscript-bfloat16"]
+    assert found.dropped["pt2-bfloat16"].startswith(told)
+
+
+def test_a_layer_that_overflows_stays_in_float32_and_the_choice_is_made_again(speeds, tmp_path):
+    torch.manual_seed(0)
+    model = enliven(Overflowing()).eval()
+    with torch.no_grad():
+        model.large.weight.mul_(1e6)
+    options = {"example_inputs": (images(),), "formats": ("torchscript",), "effort": "quick", "accuracy": 0.999}
+    options |= {"atol": 1e-4}  # for exact files
+    fast = optimize(model, example_inputs=(images(),))
+    bundle = export(fast, output=tmp_path / "net", **options)
+    entry = next(each for each in bundle.manifest["artifacts"] if each["format"] == "torchscript-float16")
+    assert entry["quantization"] == {"kind": "float16", "kept": ["large"]}
+    assert verify_bundle(bundle).ok
+    run = load(bundle)
+    assert str(run.route) == "torchscript-float16 in torch"
+    x = images(rows=3, seed=7)
+    assert run(x).dtype == torch.float32
+    torch.testing.assert_close(run(x), model(x), rtol=1e-2, atol=1e-2)
+
+    again = export(fast, output=tmp_path / "again", choices=bundle.path, **options)
+    assert open_bundle(again.path).manifest["benchmark"]["recommended"]["format"] == "torchscript-float16"
+    assert torch.equal(load(again)(x), run(x))
+
+
+@pytest.mark.parametrize(
+    ("passes", "sentence"),
+    [
+        (["cast-precision:how=autocast"], "the pass cast-precision has lowered the precision already"),
+        (None, "the original of the model isn't known: export what optimize returned"),
+    ],
+)
+def test_a_model_that_has_no_float32_original_is_told_of(passes, sentence, speeds, tmp_path):
+    import pickle
+
+    model = optimize(enliven(nn.Linear(4, 3)).eval(), passes, example_inputs=(torch.randn(2, 4),))
+    if passes is None:
+        model = pickle.loads(pickle.dumps(model))
+    options = {"formats": ("torchscript",), "effort": "quick", "accuracy": 0.9}
+    bundle = export(model, (torch.randn(2, 4),), output=tmp_path / "net", **options)
+    dropped = {figure["name"]: figure["dropped"] for figure in bundle.manifest["benchmark"]["figures"]}
+    assert dropped["torchscript-float16"] == sentence
