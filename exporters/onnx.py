@@ -7,6 +7,7 @@ reproduces the model's values at every call.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -406,7 +407,8 @@ def _attention(
     """Attention that returns zeros for a query that can attend to no key, such as a padded position.
 
     For such a query, torch's translation returns the mean of all values if the mask is bool, and NaN if it is -inf, but
-    `torch.nn.functional.scaled_dot_product_attention` returns zeros.
+    `torch.nn.functional.scaled_dot_product_attention` returns zeros. Torch's also swaps the last dims of the keys by their
+    sizes at each call, in five nodes that a GPU leaves to the CPU.
 
     The shapes are (batch, heads, queries, width) of the query and (batch, heads, keys, width) of key and value. The mask
     is bool or float, broadcastable to (batch, heads, queries, keys).
@@ -415,9 +417,24 @@ def _attention(
     from onnxscript import opset18 as op
     from onnxscript.function_libs.torch_lib.ops.nn import aten_scaled_dot_product_attention
 
-    output = aten_scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    width = None if query.shape is None else query.shape[-1]
+    if dropout_p or is_causal or enable_gqa or key.shape is None or not isinstance(width, int):
+        output = aten_scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    else:
+        # As torch does: both factors are scaled, which overflows later than scaling their product.
+        root = math.sqrt(1 / math.sqrt(width) if scale is None else scale)
+        last = len(key.shape) - 1
+        turned = op.Mul(op.Transpose(key, perm=[*range(last - 1), last, last - 1]), root)
+        scores = op.MatMul(op.Mul(query, root), turned)
+        if attn_mask is not None:
+            added = attn_mask
+            if attn_mask.dtype == ir.DataType.BOOL:
+                lowest = op.Constant(value_float=float("-inf"))
+                added = op.CastLike(op.Where(attn_mask, op.Constant(value_float=0.0), lowest), query)
+            scores = op.Add(scores, added)
+        output = op.MatMul(op.Softmax(scores, axis=-1), value)
     if attn_mask is None:
         return output
     allowed = attn_mask

@@ -79,6 +79,22 @@ def test_a_row_of_padding_alone(tmp_path: Path) -> None:
     assert (found - model(x, mask)).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("mask", [None, "bool", "float"])
+def test_attention_asks_for_no_size_at_a_call(mask: str | None, tmp_path: Path) -> None:
+    attending = Of(lambda x, allowed: F.scaled_dot_product_attention(x, x, x, allowed))
+    x, allowed = drawn(2, HEADS, KEYS, 8), drawn(2, 1, KEYS, KEYS)
+    if mask is None:
+        attending, given = Of(lambda x: F.scaled_dot_product_attention(x, x, x)), (x,)
+    else:
+        given = (x, allowed > -1 if mask == "bool" else allowed)
+    artifact = exported(attending.eval(), given, tmp_path)
+    operators = [node.op_type for node in onnx.load(artifact.path).graph.node]
+    assert not {"Shape", "Reshape", "Slice"} & set(operators)
+    assert operators.count("Transpose") == 1
+    (found,) = artifact.load()(*given)
+    assert (found - attending(*given)).abs().max() < 1e-5
+
+
 def test_attention_without_a_mask_is_translated_as_torch_has_it(tmp_path: Path) -> None:
     causal = Of(lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True))
     artifact = exported(causal.eval(), (drawn(2, HEADS, KEYS, 8),), tmp_path)
