@@ -84,13 +84,11 @@ class HalfFiles:
             self._job,
             model=module,
             provenance=provenance_of(module),
-            accuracy="exact",
             # The budget judges the files, and before that the error of the dtype: not tolerances for exact files.
             atol=None,
             rtol=None,
             row_independence=False,
             debug_dir=None,
-            strict=True,
             tell=no_progress,
         )
         return job, measure(job)

@@ -134,7 +134,7 @@ def test_a_result_goes_into_a_bundle(written):
     assert [step for step in seen if step.stage == "bundle"][-1].done == 1
     report = json.loads((bundle.path / "report.json").read_text())["optimize"]
     assert report["seconds"] > 0
-    assert report["coverage"]["share"] == 1.0
+    assert bundle.manifest["coverage"]["share"] == 1.0
     assert report["passes"][1]["changes"] == [{"where": "norm", "text": "folded into conv"}]
     assert None not in {each["seconds"] for each in bundle.manifest["passes"]}
 
