@@ -135,8 +135,17 @@ def test_a_result_goes_into_a_bundle(written):
     report = json.loads((bundle.path / "report.json").read_text())["optimize"]
     assert report["seconds"] > 0
     assert bundle.manifest["coverage"]["share"] == 1.0
-    assert report["passes"][1]["changes"] == [{"where": "norm", "text": "folded into conv"}]
+    assert bundle.manifest["passes"][1]["changes"] == [{"where": "norm", "text": "folded into conv"}]
     assert None not in {each["seconds"] for each in bundle.manifest["passes"]}
+
+
+def test_the_report_is_plain_data_and_readable(model, image):
+    fast = optimize(model, example_inputs=(image,))
+    document = json.loads(json.dumps(fast.report.to_json()))
+    assert document["coverage"]["share"] == 1.0
+    text = str(fast.report)
+    assert "fold-conv-bn" in text
+    assert "the largest error is" in text
 
 
 def test_the_files_have_an_open_batch_names_and_the_opset(model, written):
