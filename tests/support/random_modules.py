@@ -128,8 +128,8 @@ class Description:
     @property
     def breaks_graphs(self) -> bool:
         """Whether a branch on data breaks the graph in the loop over the blocks, which then runs as written."""
-        islands = any(pair.style == "island" for pair in self.pairs())
-        return islands or any(block.kind in ("guarded", "either by data") for block in self._combined())
+        branches = any(pair.style in ("island", "raw by data") for pair in self.pairs())
+        return branches or any(block.kind in ("guarded", "either by data") for block in self._combined())
 
     def _combined(self) -> Iterator[Combined]:
         """Every combination of blocks, at any depth."""
