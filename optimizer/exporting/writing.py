@@ -15,6 +15,7 @@ from exporters.child_process import start_early
 from exporters.errors import ExporterError, ExportError, MetadataError, StructureError
 from optimize_export.errors import ParityError, UsageError
 from optimize_export.manifest import plain
+from optimize_export.onnx_runtime import CPU
 from optimize_export.wording import listed
 from optimizer.bundle import (
     artifact_entry,
@@ -114,6 +115,7 @@ def _write(
     if parity.ok:
         written.notes.extend(_note_on_metadata(artifact, job.metadata or {}))
         written.notes.extend(_note_on_limits(artifact))
+        written.notes.extend(note_on_placement(artifact.path.name, placement))
         written.reports[exporter.name] = parity
         written.entries.append(entry)
         return
@@ -136,6 +138,19 @@ def _note_on_metadata(artifact: Artifact, own: Mapping[str, str]) -> Sequence[st
     if not lacking:
         return ()
     return [f"the {artifact.format} file lacks the metadata {', '.join(lacking)}: its exporter doesn't write metadata"]
+
+
+def note_on_placement(file: str, placement: Mapping[str, int] | None) -> Sequence[str]:
+    """A note if a GPU leaves nodes of a file to the CPU, where calls may wait for them.
+
+    Args:
+        placement: the number of nodes by provider; None for formats without providers.
+    """
+    nodes = placement or {}
+    on_cpu, others = nodes.get(CPU, 0), sum(nodes.values()) - nodes.get(CPU, 0)
+    if not (on_cpu and others):
+        return ()
+    return [f"{file}: {on_cpu} of {on_cpu + others} nodes run on the CPU, for shapes and constants"]
 
 
 def _note_on_limits(artifact: Artifact) -> Sequence[str]:

@@ -8,6 +8,7 @@ from torch import nn
 
 from optimizer import export, load, optimize, verify_bundle
 from optimizer.bundle import open_bundle
+from optimizer.exporting.writing import note_on_placement
 
 
 class Overflowing(nn.Module):
@@ -122,3 +123,19 @@ def test_a_model_that_has_no_float32_original_is_told_of(passes, sentence, speed
     bundle = export(model, (torch.randn(2, 4),), output=tmp_path / "net", **options)
     dropped = {figure["name"]: figure["dropped"] for figure in bundle.manifest["benchmark"]["figures"]}
     assert dropped["torchscript-float16"] == sentence
+
+
+@pytest.mark.parametrize(
+    ("placement", "told"),
+    [
+        (
+            {"CUDAExecutionProvider": 356, "CPUExecutionProvider": 3},
+            ["m.onnx: 3 of 359 nodes run on the CPU, for shapes and constants"],
+        ),
+        ({"CUDAExecutionProvider": 356}, []),
+        ({"CPUExecutionProvider": 3}, []),
+        (None, []),
+    ],
+)
+def test_nodes_that_a_gpu_leaves_to_the_cpu_are_told(placement, told):
+    assert list(note_on_placement("m.onnx", placement)) == told
