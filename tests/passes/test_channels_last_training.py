@@ -1,6 +1,7 @@
 """channels-last in training: each call converts the weights; the parameters and gradients keep their memory format."""
 
 import copy
+import dataclasses
 import functools
 from typing import Any
 
@@ -8,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graph_values import values_in
-from pass_contract import check_pass
+from pass_contract import captured, check_pass
 from tiny_models import Net, enliven
 from torch import Tensor, nn
 
-from optimizer import optimize, report_of
+from optimizer import optimize
 from passes import ChannelsLast
 from passes.graph.captured import name_of
 from passes.graph.layouts import CONTIGUOUS, LAST, layout_of
@@ -75,11 +76,6 @@ def _pair() -> tuple[nn.Module, nn.Module]:
 def pair() -> tuple[nn.Module, nn.Module]:
     """A model and its result, which share their tensors."""
     return copy.deepcopy(_pair())
-
-
-def changes_of(result: nn.Module, name: str = "channels-last") -> list[tuple[str, str]]:
-    (record,) = [record for record in report_of(result).passes if record.name == name]
-    return [(change.where, change.text) for change in record.changes]
 
 
 def loss_of(outputs: Any) -> Tensor:
@@ -227,3 +223,9 @@ def test_a_batchnorm_behind_is_worth_it() -> None:
     bare, normed = net(conv, *rest), net(conv, nn.BatchNorm2d(8), *rest)
     assert check_pass(ChannelsLast(), bare, (x,), mode="training").changes == ()
     assert [c.where for c in check_pass(ChannelsLast(), normed, (x,), mode="training").changes] == ["0"]
+
+
+def test_another_device_has_no_such_rule() -> None:
+    tree, context = captured(made(), (images(),), mode="training")
+    done = ChannelsLast().run(tree, dataclasses.replace(context, device=torch.device("cuda")))
+    assert [change.what for change in done.changes] == [CONVERTED] * 7

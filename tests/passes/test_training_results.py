@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrizations, parametrize
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.checkpoint import checkpoint
 from training_models import assert_equal, state_of, steps
 
@@ -90,6 +91,20 @@ def autocast(model):
             return model(image())
 
     return steps(model, call=call)
+
+
+def scaled(model):
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu", growth_interval=1)
+    seen = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = loss_of(model(image()))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        seen += [*state_of(model), *(parameter.detach().clone() for parameter in model.parameters())]
+    return seen
 
 
 def gathered(model):
@@ -177,7 +192,7 @@ def frozen_in_part(model):
 def frozen(model):
     model.requires_grad_(False)
     x = image().requires_grad_()
-    return [*steps(model, x), x.grad]
+    return [model(image()), *steps(model, x), x.grad]
 
 
 def with_other_children(model):
@@ -221,6 +236,17 @@ def copied_and_pickled(model):
     return steps(torch.load(file, weights_only=False), image())
 
 
+def averaged(model):
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    seen = []
+    for _ in range(2):
+        seen += steps(model, image(), count=1)
+        average.update_parameters(model)
+    seen += steps(average, image(), count=1)
+    update_bn([image(1), image(2)], average)
+    return [*seen, average.eval()(image()).detach()]
+
+
 def parametrized(model):
     parametrizations.weight_norm(model.head)
     parametrizations.spectral_norm(model.convs[0])
@@ -238,6 +264,14 @@ def inside_of_a_checkpoint(model):
     x = image().requires_grad_()
     seen = steps(model, call=lambda model: checkpoint(model, x, use_reentrant=False))
     return seen + steps(model, call=lambda model: checkpoint(model, x, use_reentrant=True))
+
+
+def deterministic(model):
+    torch.use_deterministic_algorithms(True)
+    try:
+        return steps(model, image())
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def of_other_sizes(model):
@@ -269,10 +303,10 @@ def broken_off_backward(model):
 
 
 DONE = [
-    switched, autocast, gathered, gone_through_twice, with_a_penalty, in_parts, in_a_thread,
+    switched, autocast, scaled, gathered, gone_through_twice, with_a_penalty, in_parts, in_a_thread,
     with_other_parameters, by_torch_func, hooked, frozen_in_part, frozen, with_other_children,
-    in_other_dtypes, on_meta_and_back, swapped, copied_and_pickled, parametrized,
-    saved_on_the_cpu, inside_of_a_checkpoint, of_other_sizes,
+    in_other_dtypes, on_meta_and_back, swapped, copied_and_pickled, averaged, parametrized,
+    saved_on_the_cpu, inside_of_a_checkpoint, deterministic, of_other_sizes,
     broken_off_forward, broken_off_backward,
 ]  # fmt: skip
 
