@@ -162,6 +162,13 @@ def test_what_is_fused(ran: list[str]) -> None:
     assert ran == names * 3
 
 
+def test_a_value_that_is_used_outside_ends_a_unit(ran: list[str]) -> None:
+    model = model_of(lambda self, x: (y := (x + 1).exp()).sum(-1, keepdim=True) + y.tanh() * 2)
+    fast, record = fused_model(model)
+    assert sorted(units_of(record)) == ["add_exp", "tanh_mul_add"]
+    assert same(fast, model)
+
+
 NOT_FUSED = {
     "one operation": lambda self, x: x.relu(),
     "a cast and one operation": lambda self, x: x.double().relu(),

@@ -230,6 +230,19 @@ def test_sizes_that_are_asked_for_twice_or_for_nobody_are_no_reason_to_change_a_
 
 
 @pytest.mark.slow
+def test_two_values_that_are_given_out_stay_two() -> None:
+    fast = optimize(
+        around(lambda self, x: (self.linear(x).sin(), self.linear(x).sin())),
+        ["simplify"],
+        example_inputs=(torch.randn(4, 6),),
+    )
+    first, second = fast(torch.randn(3, 6))
+    first.add_(1)
+    assert not torch.equal(first, second)
+    assert [change.where for change in report_of(fast).passes[0].changes] == ["worth", "linear, call 2"]
+
+
+@pytest.mark.slow
 def test_a_module_of_the_user_that_does_more_is_called_twice() -> None:
     calls: list[int] = []
 

@@ -435,12 +435,20 @@ class Outside(Tower):
         return super().forward(x) * _elsewhere
 
 
+class Listing(Tower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = [_elsewhere]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scales[0]
+
+
 def test_what_cant_be_watched_isnt_compiled_in(caplog: pytest.LogCaptureFixture) -> None:
+    no_attribute = "a tensor of shape (3,) that it reads is not an attribute of it or of a module in it"
     for model, said in (
-        (
-            enliven(Outside()).eval(),
-            "a tensor of shape (3,) that it reads is not an attribute of it or of a module in it",
-        ),
+        (enliven(Outside()).eval(), no_attribute),
+        (enliven(Listing()).eval(), no_attribute),
         (_of_inference_tensors(), "is an inference tensor: torch doesn't track writes to it"),
     ):
         call = frozen(model)
