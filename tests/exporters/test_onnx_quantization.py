@@ -204,7 +204,7 @@ def test_the_weight_of_an_embedding_is_quantized_where_it_is_a_transposed_factor
     assert 1e-4 < relative_error(path, target, inputs[0]) < loss(kind)
 
 
-@pytest.mark.parametrize("kind", ["int8-static", "int4-weights"])
+@pytest.mark.parametrize("kind", ["int8-static", "int8-dynamic", "int4-weights"])
 def test_large_weights_go_into_a_file_of_their_own(kind, mlp, tmp_path, monkeypatch):
     target = tmp_path / "small.onnx"
     small = quantized(mlp, target, kind, rows(64)).files
@@ -318,7 +318,7 @@ def test_a_convolution_is_measured_with_its_relu_and_its_rounding(network, tmp_p
     assert {name for name, _ in sensitivities(network, both, row)} == {"Conv_first", "Conv_y"}
 
 
-@pytest.mark.parametrize("kind", ["int8-static", "int4-weights"])
+@pytest.mark.parametrize("kind", ["int8-static", "int8-dynamic", "int4-weights"])
 def test_the_worst_nodes_stay_in_float_until_the_file_is_accepted(kind, mlp, tmp_path):
     target, row = tmp_path / "small.onnx", rows(64)[0]
     errors = []

@@ -55,6 +55,7 @@ def test_a_batch_computed_by_a_division_is_taken_by_the_strict_route(tmp_path):
     calls = tuple(((floats(size, 16, 3),), {}) for size in (2, 3, 5))
     artifact = export(Windows(), calls, tmp_path)
     assert artifact.route == "export-strict"
+    assert [route for route, _ in artifact.refused] == ["export"]
     for size in (1, 8, 70):
         x = floats(size, 16, 3)
         assert torch.equal(artifact.load()(x)[0], Windows()(x))

@@ -13,7 +13,7 @@ import torch
 from allocations import LargestResult
 from folding_models import Island, Pair, image, let_cancel
 from pass_contract import conv_bn_chains, tree_of
-from tiny_models import enliven
+from tiny_models import Net, enliven
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -436,6 +436,18 @@ def test_passes_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = optimize(Residual(), ["harmless:path=stem.0", FoldConvBn(), Harmless("head")], example_inputs=(X,))
     assert statuses(fast) == [("harmless", "applied"), ("fold-conv-bn", "applied"), ("harmless", "applied")]
     assert report_of(fast).passes[0].options["path"] == "stem.0"
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_sparse_and_nested_outputs_are_compared() -> None:
+    def run(m: Any, x: Tensor) -> list[Tensor]:
+        y = torch.relu(m.linear(x[:, 0, 0]))
+        return [y.to_sparse(), y.to_sparse_csr(), torch.nested.as_nested_tensor([y, y[:1]])]
+
+    report = report_of(optimize(enliven(Net(run, linear=nn.Linear(8, 5))), [], example_inputs=(X,)))
+    assert report.coverage.share == 1
+    assert report.verified
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
