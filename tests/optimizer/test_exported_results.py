@@ -34,6 +34,8 @@ def check(name, passes, format, tmp_path):
     assert "applied" in {record.status for record in fast.report.passes}
     bundle = export(fast, **given, output=tmp_path / "bundle", formats=(format,))
     assert bundle.parity.ok
+    # A compiled result stays compiled.
+    assert (fast._compiled_call_impl is not None) or "torch-compile:backend=eager" not in passes
     (artifact,) = bundle.artifacts
     assert {tensor.dtype for tensor in artifact.outputs} == {"float32"}
     assert {tensor.shape[0] for tensor in (*artifact.inputs, *artifact.outputs)} == {"batch"}

@@ -96,6 +96,11 @@ def test_its_files_are_proven_loaded_and_verified_like_all_others(net: nn.Module
     assert exporter_names()[-1] == "mine"
 
 
+def test_it_may_be_the_only_one_and_stand_alone(net: nn.Module, tmp_path: Path) -> None:
+    bundle = export(net, X, output=tmp_path / "net", formats=(), exporters=Mine())
+    assert [entry["format"] for entry in bundle.manifest["artifacts"]] == ["mine"]
+
+
 def test_a_later_one_of_the_same_name_replaces_it() -> None:
     """A notebook defines the class again when its cell is run again."""
     first, second = Mine(), Mine()
