@@ -234,7 +234,8 @@ def say(sentence: str) -> None:
 
 def to_stderr(line: str) -> None:
     with contextlib.suppress(OSError, ValueError):
-        print(printable(line), file=sys.stderr)
+        # In one write: builds that run side by side must not share a line.
+        sys.stderr.write(f"{printable(line)}\n")
 
 
 def print_json(document: Mapping[str, Any]) -> bool:

@@ -325,7 +325,7 @@ def test_the_summary_and_the_logs_name_the_models_and_the_worst_exit_code_is_ret
     assert out.splitlines()[2].endswith("the\\x1bmodel")
     assert "fine: log of fine\n" in err
     assert "failed: log of failed\n" in err
-    assert "optimize-export: building fine" in err
+    assert "optimize-export: building fine\n" in err
 
 
 def test_one_document_has_those_of_all_models(fake, capfd):
