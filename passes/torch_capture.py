@@ -215,19 +215,19 @@ def _adapt_front_end() -> None:
     supported: Any = getattr(RandomVariable, "is_supported_random_obj", None)
     timed: Any = getattr(guards, "profile_guard_manager", None)
     if supported is not None and not hasattr(supported, "asks_first"):
-
-        def is_supported(value: Any) -> bool:
-            return _capturing.code is None and bool(supported(value))
-
-        is_supported.asks_first = True  # type: ignore[attr-defined]
-        RandomVariable.is_supported_random_obj = staticmethod(is_supported)  # type: ignore[method-assign, assignment]
+        RandomVariable.is_supported_random_obj = staticmethod(_in_others(supported, False))  # type: ignore[method-assign]
     if timed is not None and not hasattr(timed, "asks_first"):
+        guards.profile_guard_manager = _in_others(timed, 0.0)  # type: ignore[attr-defined]
 
-        def latency(*given: Any) -> float:
-            return timed(*given) if _capturing.code is None else 0.0
 
-        latency.asks_first = True  # type: ignore[attr-defined]
-        guards.profile_guard_manager = latency  # type: ignore[assignment, attr-defined]
+def _in_others(function: Callable[..., Any], ours: Any) -> Any:
+    """A function that returns `ours` in our captures, and calls the given one in those of others."""
+
+    def asked(*given: Any) -> Any:
+        return function(*given) if _capturing.code is None else ours
+
+    asked.asks_first = True  # type: ignore[attr-defined]
+    return asked
 
 
 @contextmanager

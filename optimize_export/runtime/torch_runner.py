@@ -31,9 +31,9 @@ class TorchRunner:
         settings = route.settings
         if "threads" in settings:
             torch.set_num_threads(int(settings["threads"]))
-        frozen = route.format.startswith("torchscript") and settings.get("freeze")
         with _one_at_a_time:
-            load_artifact, load_frozen = _loaders()
+            load_artifact, load_frozen, exported_format = _loaders()
+            frozen = exported_format(route.format) == "torchscript" and settings.get("freeze")
             loaded = load_frozen(path, device) if frozen else load_artifact(route.format, path, device)
         self.device = device
         self.placement = loaded.placement
@@ -75,15 +75,15 @@ _one_at_a_time = Lock()
 
 
 @cache
-def _loaders() -> tuple[Callable[[str, Path, str], Any], Callable[[Path, str], Any]]:
-    """The functions that load a file of any format, and a TorchScript file frozen.
+def _loaders() -> tuple[Callable[[str, Path, str], Any], Callable[[Path, str], Any], Callable[[str], str]]:
+    """The functions that load a file of any format, load a TorchScript file frozen, and tell the format of a lowered file.
 
     Only files that torch runs need the formats, which import torch.onnx.
     """
     with our_package("exporters"):
-        from exporters.registry import load_artifact
+        from exporters.registry import exported_format, load_artifact
         from exporters.torchscript import TorchScriptExporter
-    return load_artifact, TorchScriptExporter.frozen
+    return load_artifact, TorchScriptExporter.frozen, exported_format
 
 
 def _of_numpy(array: numpy.ndarray) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from exporters.child_process import InChild, can_start
+from exporters.registry import exported_format
 from optimize_export.gpu_settings import GpuSettings
 from optimize_export.runtime import Route, Runner, open_route, own_routes, require_runtime
 from optimize_export.wording import listed
@@ -121,7 +122,7 @@ def _crashes_alone(route: Route, device: str, inputs: Sequence[torch.Tensor]) ->
 
 def frozen(route: Route | None) -> Route | None:
     """The route of a TorchScript file that is optimized for the machine after loading; None for other formats."""
-    if route is None or not route.format.startswith("torchscript"):
+    if route is None or exported_format(route.format) != "torchscript":
         return None
     return Route(route.format, route.runtime, {**route.settings, "freeze": True})
 
@@ -221,10 +222,8 @@ class Bench:
             Refused: the pass `changed` doesn't change the model.
         """
         module = optimize_again(self.job, passes, self.job.target)
-        record = next((each for each in report_of(module).passes if each.name == changed), None)
-        if record is not None and record.status != "applied":
-            reasons = [record.reason, *(skip.text for skip in record.skips), "it finds nothing to change"]
-            raise Refused(f"the pass is {record.status}: {next(filter(None, reasons))}")
+        if (why := why_not_applied(module, changed)) is not None:
+            raise Refused(f"the pass is {why}")
         return self._calling(module)
 
     def compiled(self) -> Candidate | None:
@@ -365,6 +364,15 @@ def _put(value: float, tensor: torch.Tensor, order: int, count: int) -> None:
     step = min(len(rows), count)
     middle: tuple[Any, ...] = tuple(size // 2 for size in rows.shape[1:])
     rows[slice(order % step, None, step), *middle] = value
+
+
+def why_not_applied(module: nn.Module, name: str) -> str | None:
+    """The status of a pass that didn't change a result of `optimize`, with the reason; None if it did, or wasn't run."""
+    record = next((each for each in report_of(module).passes if each.name == name), None)
+    if record is None or record.status == "applied":
+        return None
+    reasons = [record.reason, *(skip.text for skip in record.skips), "it finds nothing to change"]
+    return f"{record.status}: {next(filter(None, reasons))}"
 
 
 def with_other_passes(job: ExportJob) -> Iterator[tuple[str, str, tuple[Pass, ...]]]:

@@ -17,9 +17,10 @@ from typing import Any
 from exporters.registry import exporter_named
 from optimize_export.errors import OptimizeExportError
 from optimizer.exporting import ExportJob, MeasuredExport, measure, optimize_again, write_files
-from optimizer.pipeline import provenance_of, report_of
+from optimizer.pipeline import provenance_of
 from optimizer.report import no_progress
 from optimizer.tuning.benchmark import Refused
+from optimizer.tuning.candidates import why_not_applied
 from passes.base import Pass, Precision
 from passes.cast_precision import CastPrecision
 from passes.channels_last import ChannelsLast
@@ -65,10 +66,8 @@ class HalfFiles:
         if dtype not in self._measured:
             try:
                 self._measured[dtype] = self._measure(dtype)
-            except OptimizeExportError as error:
+            except (OptimizeExportError, Refused) as error:
                 self._measured[dtype] = Refused(_clause(error))
-            except Refused as refused:
-                self._measured[dtype] = refused
         made = self._measured[dtype]
         if isinstance(made, Refused):
             raise Refused(str(made))
@@ -76,10 +75,8 @@ class HalfFiles:
 
     def _measure(self, dtype: str) -> tuple[ExportJob, MeasuredExport]:
         module = optimize_again(self._job, self._passes(dtype), self._job.target)
-        record = next(each for each in report_of(module).passes if each.name == CastPrecision.name)
-        if record.status != "applied":
-            reasons = [record.reason, *(skip.text for skip in record.skips), "it finds nothing to change"]
-            raise Refused(f"cast-precision is {record.status}: {next(filter(None, reasons))}")
+        if (why := why_not_applied(module, CastPrecision.name)) is not None:
+            raise Refused(f"{CastPrecision.name} is {why}")
         job = replace(
             self._job,
             model=module,

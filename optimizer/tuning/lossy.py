@@ -138,7 +138,7 @@ class Lossy:
         dtype, exported = half_of(format), exported_format(format)
         assert dtype is not None
         entry = self._half.write(exported, dtype, files.folder)
-        route = next(iter(own_routes([format])))
+        (route,) = own_routes([format])
         path = files.folder / entry["path"]
         accuracy = self.accuracy(open_in_child(path, route, files.device, files.inputs))
         if accuracy.why_not(self.budget) is not None:

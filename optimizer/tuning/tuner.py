@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from exporters.registry import QUANTIZED, exported_format
+from exporters.registry import QUANTIZED, exported_format, half_of
 from optimize_export.runtime import (
     Route,
     Runner,
@@ -141,7 +141,7 @@ class Tuner:
             for route in self._own:
                 if route.format != "onnx" or in_onnx:
                     yield from self._lossy_file(self._lossy, f"{route.format}-{dtype}")
-            if any(format.endswith(f"-{dtype}") for format in self.entries):
+            if any(half_of(format) == dtype for format in self.entries):
                 return
 
     def _quantized_files(self) -> Iterator[Candidate]:

@@ -19,6 +19,7 @@ import onnxruntime
 import pytest
 import torch
 from changed_bundles import seal
+from fake_tuning import Wrong
 from tiny_models import Net as OfFunction
 from tiny_models import enliven
 from torch import nn
@@ -576,17 +577,11 @@ def test_a_program_of_a_stranger_is_loaded_without_expect_only(written, moved, t
 def test_a_tolerance_for_the_result_is_none_for_what_an_exporter_does(tmp_path, monkeypatch):
     own = TorchScriptExporter.load
 
-    class Off:
+    class Off(Wrong):
         """A loaded file with an error of 2 %."""
 
-        def __init__(self, loaded: Any) -> None:
-            self.loaded = loaded
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.loaded, name)
-
         def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return tuple(1.02 * output for output in self.loaded(*tensors))
+            return tuple(1.02 * output for output in self._runner(*tensors))
 
     monkeypatch.setattr(TorchScriptExporter, "load", staticmethod(lambda path, device: Off(own(path, device))))
     with pytest.raises(ExporterError, match="output `output` is wrong on inputs of"):

@@ -1,14 +1,18 @@
 """Files in half precision: exported from the module that cast-precision has cast, and judged by the user's budget."""
 
+import pickle
+
 import pytest
 import torch
 from fake_tuning import Wrong, chooser, fake_clock, fake_quantization, images, opening, prepare
 from tiny_models import enliven
 from torch import nn
 
+from optimize_export.runtime import Route
 from optimizer import export, load, optimize, verify_bundle
 from optimizer.bundle import open_bundle
 from optimizer.exporting.writing import note_on_placement
+from optimizer.tuning.candidates import frozen
 
 
 class Overflowing(nn.Module):
@@ -64,6 +68,11 @@ def test_the_best_file_in_half_precision_is_added_and_the_others_are_removed(cho
     assert not any("bfloat16" in name for name in found.dropped)
 
 
+def test_only_torchscript_is_frozen_in_half_precision_too():
+    assert frozen(Route("torchscript-bfloat16", "torch")) == Route("torchscript-bfloat16", "torch", {"freeze": True})
+    assert frozen(Route("torchscript-mine", "torch")) is None
+
+
 def test_without_a_budget_none_is_made(choosing):
     found = choosing(tune=True)
     assert found.route == "torchscript in torch"
@@ -114,8 +123,6 @@ def test_a_layer_that_overflows_stays_in_float32_and_the_choice_is_made_again(sp
     ],
 )
 def test_a_model_that_has_no_float32_original_is_told_of(passes, sentence, speeds, tmp_path):
-    import pickle
-
     model = optimize(enliven(nn.Linear(4, 3)).eval(), passes, example_inputs=(torch.randn(2, 4),))
     if passes is None:
         model = pickle.loads(pickle.dumps(model))
