@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,6 +51,8 @@ class WrittenFiles:
     """The entries of files that were written but not proven."""
     notes: list[str] = field(default_factory=list)
     """Sentences for the manifest."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """How long each format took, by its name."""
 
     def raise_missing(self, hint: str = "") -> None:
         """Raise the error of the missing formats; a wrong file takes precedence over one that couldn't be made.
@@ -75,7 +78,9 @@ def write_files(job: ExportJob, measured: MeasuredExport, folder: Path) -> Writt
     for number, exporter in enumerate(job.exporters):
         release_memory()
         job.progress("export", number, len(job.exporters), exporter.name, exporter.name)
+        started = time.monotonic()
         _write(job, measured, exporter, folder, written, number)
+        written.seconds[exporter.name] = time.monotonic() - started
     job.progress("export", len(job.exporters), len(job.exporters), "")
     written.notes.extend(measured.graph.notes(written.missing))
     if written.missing and (job.strict or not written.entries):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from exporters.aoti import missing_compiler as missing_cpp_compiler
 from exporters.child_process import InChild, can_start
 from exporters.registry import exported_format
 from optimize_export.gpu_settings import GpuSettings
@@ -21,7 +22,6 @@ from optimize_export.wording import listed
 from optimizer.exporting import ExportJob, MeasuredExport, WrittenFiles, copy_for_export, optimize_again
 from optimizer.model import Call, keeps_values
 from optimizer.parity import Accuracy, outputs_on
-from optimizer.pipeline import report_of
 from optimizer.tuning.benchmark import (
     EAGER,
     Benchmark,
@@ -35,6 +35,7 @@ from optimizer.tuning.benchmark import (
     recommendation,
     timed,
 )
+from optimizer.tuning.further_files import FurtherFiles, why_not_applied
 from passes.base import Pass
 from passes.compiling.compiler import import_inductor, missing_compiler
 from passes.registry import parse_pass
@@ -127,6 +128,11 @@ def frozen(route: Route | None) -> Route | None:
     return Route(route.format, route.runtime, {**route.settings, "freeze": True})
 
 
+def in_graph(candidate: Candidate) -> bool:
+    """Whether the candidate runs in CUDA graphs."""
+    return candidate.route is not None and candidate.route.settings.get("cuda_graph", False) is True
+
+
 def calling(
     call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], settings: GpuSettings | None = None
 ) -> Run:
@@ -165,6 +171,9 @@ class Bench:
         # The proven files, with the example call.
         self.files = Files(folder, entries, job.target.type, inputs)
         self.files.proven = self.files.own_routes
+        self.further = FurtherFiles(job, measured)
+        # By format, how long its file took to export and prove, in seconds.
+        self.seconds = dict(written.seconds)
         self.nonfinite = NonFinite(measured, inputs)
         # By route, how it differs from the original for NaN or infinity, where that is allowed.
         self.lost: dict[str, str] = {}
@@ -238,7 +247,12 @@ class Bench:
                 run()
             return run
 
-        return Candidate("torch.compile", opened) if missing_compiler(self.job.target) is None else None
+        return Candidate("torch.compile", opened) if self.can_compile else None
+
+    @property
+    def can_compile(self) -> bool:
+        """Whether this machine has what inductor and AOTInductor need."""
+        return missing_compiler(self.job.target) is None and missing_cpp_compiler() is None
 
     def _calling(self, model: nn.Module, compiler: Callable[[Any], Any] = lambda module: module) -> Run:
         """The example call of a copy of a module."""
@@ -268,8 +282,8 @@ class Bench:
             Refused: one of them fails.
         """
         candidates = [each.candidate for each in ready if each.candidate.route is not None]
-        # Exact files before lossy ones; the sort is stable.
-        files = [each.name for each in sorted(candidates, key=lambda each: each.accuracy is not None)]
+        # Exact files before lossy ones, and without CUDA graphs before with; the sort is stable.
+        files = [each.name for each in sorted(candidates, key=lambda each: (each.accuracy is not None, in_graph(each)))]
         found = timed(ready, files, seconds, self.finished)
         figures, notes = (*found.figures, *dropped), (*found.notes, *self._notes(ready))
         reason, threads = recommendation(figures, found.chosen), torch.get_num_threads()
@@ -364,15 +378,6 @@ def _put(value: float, tensor: torch.Tensor, order: int, count: int) -> None:
     step = min(len(rows), count)
     middle: tuple[Any, ...] = tuple(size // 2 for size in rows.shape[1:])
     rows[slice(order % step, None, step), *middle] = value
-
-
-def why_not_applied(module: nn.Module, name: str) -> str | None:
-    """The status of a pass that didn't change a result of `optimize`, with the reason; None if it did, or wasn't run."""
-    record = next((each for each in report_of(module).passes if each.name == name), None)
-    if record is None or record.status == "applied":
-        return None
-    reasons = [record.reason, *(skip.text for skip in record.skips), "it finds nothing to change"]
-    return f"{record.status}: {next(filter(None, reasons))}"
 
 
 def with_other_passes(job: ExportJob) -> Iterator[tuple[str, str, tuple[Pass, ...]]]:

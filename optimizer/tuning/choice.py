@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from exporters.aoti import AotiExporter
 from exporters.child_process import one_child
 from exporters.registry import exported_format
 from optimize_export.errors import BundleError, ExportFailed, ParityError, UsageError
@@ -24,7 +25,6 @@ from optimizer.options import AccuracyBudget
 from optimizer.parity import Accuracy
 from optimizer.tuning.benchmark import Benchmark, Figure, Opened, Refused, budget_text, open_all, timed
 from optimizer.tuning.candidates import Bench, Files, frozen
-from optimizer.tuning.half_files import HalfFiles
 from optimizer.tuning.lossy import Calibration, Lossy, Recipe, is_lossy
 from optimizer.tuning.tuner import Tuner
 
@@ -51,7 +51,7 @@ def choose(
     folder: Path,
     choices: Choices | None = None,
 ) -> Benchmark | None:
-    """Recommend one of the files; None if nobody asks for it. A chosen quantized file is added to those written.
+    """Recommend one of the files; None if nobody asks for it. One that tuning made is added to those written.
 
     Args:
         calibration: None if nothing lossy is allowed.
@@ -62,7 +62,7 @@ def choose(
     # Once, because a collection takes long after an export: it visits all objects of torch's exporters.
     gc.collect()
     bench = Bench(job, measured, written, folder)
-    lossy = None if calibration is None else Lossy(measured, job.budget, calibration, HalfFiles(job))
+    lossy = None if calibration is None else Lossy(measured, job.budget, calibration, bench.further)
     try:
         # The timed model may draw random numbers.
         with random_state():
@@ -97,7 +97,7 @@ def _timed(bench: Bench) -> Benchmark:
 
 
 def _tune(bench: Bench, lossy: Lossy | None, written: WrittenFiles) -> Benchmark:
-    """Recommend one of the files. A recommended quantized file is added to those written, and the others are removed."""
+    """Recommend one of the files. If tuning made it, it is added to those written; the others it made are removed."""
     tuner = Tuner(bench, lossy, bench.job.tune_seconds)
     try:
         found = tuner.run()
@@ -105,10 +105,16 @@ def _tune(bench: Bench, lossy: Lossy | None, written: WrittenFiles) -> Benchmark
         found = bench.unmeasured(f"not measured: {reason}")
     chosen = tuner.entries.pop("" if found.recommended is None else found.recommended.format, None)
     if chosen is not None:
-        written.entries.append(chosen)
+        _add(chosen, bench, written)
     for entry in tuner.entries.values():
         remove(bench.files.folder / name for name in entry["files"])
     return replace(found, notes=(*found.notes, *(() if lossy is None else lossy.notes)))
+
+
+def _add(entry: dict[str, Any], bench: Bench, written: WrittenFiles) -> None:
+    """Add a file that was made here to those of the export."""
+    written.entries.append(entry)
+    written.reports |= {name: report for name, report in bench.further.reports.items() if name == entry["format"]}
 
 
 def _repeat_choice(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choices: Choices) -> Benchmark:
@@ -127,7 +133,7 @@ def _repeat_choice(bench: Bench, lossy: Lossy | None, written: WrittenFiles, cho
 
 
 def _proven_again(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choices: Choices) -> Accuracy | None:
-    """Prove a route. If its file is a lossy one, it is made before, and added to those written afterwards.
+    """Prove a route. If the export doesn't write its file, it is made before, and added to those written afterwards.
 
     Returns:
         The accuracy of a lossy route; None for an exact one.
@@ -143,6 +149,10 @@ def _proven_again(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choi
             f"{choices.path} chooses {route}, and its file couldn't be exported: {written.missing[needed]}"
         )
     if not is_lossy(route):
+        if all(entry["format"] != route.format for entry in written.entries):
+            entry = bench.further.write(route.format, bench.files.folder)
+            bench.files.entries = [*bench.files.entries, entry]
+            _add(entry, bench, written)
         bench.prove(route)
         return None
     assert lossy is not None
@@ -179,7 +189,7 @@ def read_choices(path: str | Path, formats: Collection[str], budget: AccuracyBud
     except BundleError as error:
         raise UsageError(f"{file} recommends a route that can't be used: {error}") from error
     needed = exported_format(route.format)
-    if needed not in formats:
+    if needed not in formats and needed != AotiExporter.name:
         raise UsageError(f"{file} chooses {route}, which needs the format {needed}: add it to the formats.")
     if is_lossy(route) and budget.is_exact:
         raise UsageError(f"{file} chooses {route}, which is lossy: add a budget, such as `accuracy=0.999`.")

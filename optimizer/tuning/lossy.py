@@ -24,7 +24,7 @@ from optimizer.options import AccuracyBudget
 from optimizer.parity import WITHIN_BUDGET, Accuracy, accuracy_between, accuracy_of
 from optimizer.tuning.benchmark import Candidate, Refused
 from optimizer.tuning.candidates import Files, open_in_child
-from optimizer.tuning.half_files import HalfFiles
+from optimizer.tuning.further_files import FurtherFiles
 
 CalibrationCall = torch.Tensor | tuple[Any, ...] | Mapping[str, Any] | Call
 """One call: a tensor, a tuple of positional arguments, a dict of keyword arguments, or a `Call` of both.
@@ -70,17 +70,17 @@ class Lossy:
     """Makes lossy candidates, and judges them at the golden calls and at the calls held out of the calibration."""
 
     def __init__(
-        self, measured: MeasuredExport, budget: AccuracyBudget, calibration: Calibration, half: HalfFiles
+        self, measured: MeasuredExport, budget: AccuracyBudget, calibration: Calibration, further: FurtherFiles
     ) -> None:
         self.budget = budget
         self.calibration = calibration
         # Sentences for the user.
         self.notes: tuple[str, ...] = ()
-        # Whether the time is up, so that no further file is made.
-        self.is_late: Callable[[], bool] = lambda: False
+        # The seconds that are left for making files; None for no limit.
+        self.left: Callable[[], float | None] = lambda: None
         # Times a call of a file outside the budget, given its format.
         self.seconds_of: Callable[[str, Runner], float | None] = lambda format, runner: None
-        self._measured, self._half = measured, half
+        self._measured, self._further = measured, further
         # By route, the accuracies of files that were made here: they are judged then.
         self._accuracies: dict[str, Accuracy] = {}
 
@@ -135,9 +135,7 @@ class Lossy:
             raise Refused(f"it can't be made: {str(error).rstrip('.')}") from error
 
     def _in_half(self, format: str, files: Files) -> dict[str, Any]:
-        dtype, exported = half_of(format), exported_format(format)
-        assert dtype is not None
-        entry = self._half.write(exported, dtype, files.folder)
+        entry = self._further.write(format, files.folder, self.left())
         (route,) = own_routes([format])
         path = files.folder / entry["path"]
         accuracy = self.accuracy(open_in_child(path, route, files.device, files.inputs))
@@ -167,7 +165,7 @@ class Lossy:
             return False
 
         def stop_if_late() -> None:
-            if self.is_late():
+            if (left := self.left()) is not None and left < 0:
                 raise Refused(f"the time was up, and the best so far has {best}", best, seconds)
 
         last = KINDS[format][-1]

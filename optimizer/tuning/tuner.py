@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from exporters.aoti import AotiExporter
 from exporters.registry import QUANTIZED, exported_format, half_of
 from optimize_export.runtime import (
     Route,
@@ -28,11 +29,12 @@ from optimizer.tuning.benchmark import (
     Refused,
     dropped_by,
     dropped_figure,
+    full_timing,
     interleaved,
     open_all,
     ratio,
 )
-from optimizer.tuning.candidates import Bench, frozen
+from optimizer.tuning.candidates import Bench, frozen, in_graph
 from optimizer.tuning.lossy import Lossy, is_lossy
 from passes.cast_precision import fast_dtypes
 
@@ -42,12 +44,12 @@ _FIRST_TIMING = 0.6
 _LONGEST_FIRST_TIMING = 0.02
 # A candidate that is this much slower than the best in its first timing isn't timed again.
 _FAR_BEHIND = 1.5
-# The time that torch.compile needs at least, in seconds.
+# The time that compiling needs at least, in seconds.
 _COMPILING = 20.0
 # The number of routes whose settings are tried, and of files that stay open for the last timing.
 _WITH_SETTINGS = 2
 _FINALISTS = 6
-# The share of the time that is left for the last timing.
+# The largest share of the time that is left for the last timing.
 _LAST_TIMING = 0.3
 _LEAST_LAST_TIMING = 0.15
 
@@ -56,17 +58,21 @@ class Tuner:
     """Collects candidates, those that need the least work first, until the time is up; lossy ones if `lossy` isn't None."""
 
     def __init__(self, bench: Bench, lossy: Lossy | None, seconds: float) -> None:
-        # The manifest's entries of the lossy files that were made, by format.
+        # The manifest's entries of the files that were made, by format.
         self.entries: dict[str, dict[str, Any]] = {}
         self._bench, self._lossy, self._seconds = bench, lossy, seconds
         self._started = time.monotonic()
         # The longest time that a candidate took so far: one that needs as much isn't begun too late.
         self._longest = 0.0
         self._own = bench.files.own_routes
+        # By format, how long its file takes to make.
+        self._making = {AotiExporter.name: _COMPILING, **bench.seconds}
         self._dropped: list[Figure] = []
         # The proven files in the order of their trials, each with its speed relative to the first one, from its first
         # timing.
         self._ready: list[tuple[Opened, float]] = []
+        # The names of those that run and, unless they are far behind, are proven.
+        self._fit: set[str] = set()
         self._first: Opened | None = None
         self._in_python: list[Opened] = []
         self._notes: list[str] = []
@@ -74,7 +80,7 @@ class Tuner:
         # By candidate, from its first timing.
         self._latencies: dict[str, Latency] = {}
         if lossy is not None:
-            lossy.is_late = self._is_late
+            lossy.left = self._left
             lossy.seconds_of = self._seconds_of
 
     def run(self) -> Benchmark:
@@ -98,8 +104,10 @@ class Tuner:
         return replace(found, notes=(*found.notes, *self._notes))
 
     def _left(self) -> float:
-        """The seconds until the last timing."""
-        return (1 - _LAST_TIMING) * self._seconds - (time.monotonic() - self._started)
+        """The seconds until the last timing, which takes less where calls are short."""
+        names = [opened.candidate.name for opened, _ in self._ready]
+        needed = full_timing(self._latencies[name].median for name in names if name in self._latencies)
+        return self._seconds - min(_LAST_TIMING * self._seconds, needed) - (time.monotonic() - self._started)
 
     def _is_late(self, needed: float = 0.0) -> bool:
         """Whether the time is up, or would be after this many seconds."""
@@ -114,35 +122,70 @@ class Tuner:
 
     def _candidates(self) -> Iterator[Candidate]:
         files = self._bench.files
-        yield from map(files.candidate, self._own)
-        for route in self._own:
-            if (fast := frozen(route)) is not None:
-                yield files.candidate(fast)
-            yield from self._in_openvino(route.format)
+        for ways in (self._run, self._otherwise):
+            for route in self._own:
+                yield from ways(route)
         yield from self._in_half_precision()
         if files.device == "cuda":
             # Settings take seconds each, quantization can take minutes.
-            yield from self._in_cuda_graphs()
             yield from self._settings_of_best()
+            yield from self._compiled_files()
             yield from self._quantized_files()
         else:
-            # Settings last, because those that are best for a quantized file may differ.
+            # Settings after quantization, because those that are best for a quantized file may differ.
             yield from self._quantized_files()
             yield from self._settings_of_best()
+            yield from self._compiled_files()
+
+    def _run(self, route: Route) -> Iterator[Candidate]:
+        """A file in its own runtime; on a GPU in a CUDA graph, and as it is only if it can't run in one.
+
+        Without a graph, the time of the launches hides how fast a file is.
+        """
+        files = self._bench.files
+        if files.device == "cuda":
+            candidate = files.candidate(replace(route, settings={**route.settings, "cuda_graph": True}))
+            yield candidate
+            if candidate.name in self._fit:
+                return
+        yield files.candidate(route)
+
+    def _otherwise(self, own: Route) -> Iterator[Candidate]:
+        """A file frozen, and in other runtimes."""
+        if (fast := frozen(own)) is not None:
+            yield from self._run(fast)
+        yield from self._in_openvino(own.format)
 
     def _in_half_precision(self) -> Iterator[Candidate]:
-        """Every file from the module in float16 or bfloat16: the first of the two that is within the budget."""
+        """Every file from the module in float16 or bfloat16: the first of the two that is within the budget.
+
+        The formats that take the least time come first.
+        """
         if self._lossy is None:
             return
         device = self._bench.job.target
         for dtype in fast_dtypes(device):
             # onnxruntime has no kernels for half precision on CPUs, and few for bfloat16 on GPUs.
             in_onnx = device.type == "cuda" and dtype == "float16"
-            for route in self._own:
+            for route in sorted(self._own, key=lambda route: self._making.get(route.format, 0.0)):
                 if route.format != "onnx" or in_onnx:
                     yield from self._lossy_file(self._lossy, f"{route.format}-{dtype}")
             if any(half_of(format) == dtype for format in self.entries):
                 return
+
+    def _compiled_files(self) -> Iterator[Candidate]:
+        """The module compiled for this machine, in half precision first, without anybody asking for the format."""
+        name = AotiExporter.name
+        if not self._bench.can_compile or any(route.format == name for route in self._own):
+            return
+        if self._lossy is not None:
+            made = {half_of(format) for format in self.entries}
+            tried = made | {half_of(figure.name) for figure in self._dropped}
+            dtypes = fast_dtypes(self._bench.job.target)
+            # The one that is within the budget, or that no other format could try.
+            for dtype in [dtype for dtype in dtypes if dtype in made or dtype not in tried][:1]:
+                yield from self._lossy_file(self._lossy, f"{name}-{dtype}")
+        yield from self._made(name, lambda: self._bench.further.write(name, self._bench.files.folder, self._left()))
 
     def _quantized_files(self) -> Iterator[Candidate]:
         device = self._bench.files.device
@@ -155,22 +198,20 @@ class Tuner:
             else:
                 yield from self._lossy_file(self._lossy, format)
 
-    def _in_cuda_graphs(self) -> Iterator[Candidate]:
-        """All files so far in CUDA graphs: without these, the time of the launches hides which file is the fastest."""
-        for opened, _ in list(self._ready):
-            yield self._with(opened, {"cuda_graph": True})
-
     def _settings_of_best(self) -> Iterator[Candidate]:
-        """The best files with one setting added, for each setting that may pay on the device; on a GPU also with all."""
-        for opened, _ in _by_speed(self._ready)[:_WITH_SETTINGS]:
-            assert opened.candidate.route is not None
-            for setting in settings_of(opened.candidate.route, self._bench.files.device, exact=self._lossy is None):
-                yield self._with(opened, setting)
+        """The best files with one setting added, for each that may pay on the device; on a GPU also with all and without.
 
-    def _with(self, opened: Opened, setting: Mapping[str, Setting]) -> Candidate:
-        route = opened.candidate.route
-        assert route is not None
-        return self._bench.files.candidate(replace(route, settings={**route.settings, **setting}))
+        Without its CUDA graph, a file needs less memory, and is as fast where the kernels take long.
+        """
+        files = self._bench.files
+        for opened, _ in _by_speed(self._ready)[:_WITH_SETTINGS]:
+            route = opened.candidate.route
+            assert route is not None
+            for setting in settings_of(route, files.device, exact=self._lossy is None):
+                yield files.candidate(replace(route, settings={**route.settings, **setting}))
+            if in_graph(opened.candidate):
+                rest = {name: value for name, value in route.settings.items() if name != "cuda_graph"}
+                yield files.candidate(replace(route, settings=rest))
 
     def _in_openvino(self, format: str) -> Iterator[Candidate]:
         if not format.startswith("onnx") or self._bench.files.device != "cpu" or not is_installed("openvino"):
@@ -182,34 +223,39 @@ class Tuner:
 
     def _lossy_file(self, lossy: Lossy, format: str) -> Iterator[Candidate]:
         """Make a file of a lossy format within the budget, and run it in every runtime."""
-        files = self._bench.files
+        return self._made(format, lambda: lossy.made(format, self._bench.files))
+
+    def _made(self, format: str, make: Callable[[], dict[str, Any]]) -> Iterator[Candidate]:
+        """Make a file if the time allows it, and run it in every runtime."""
+        files, started = self._bench.files, time.monotonic()
+        # A quantized file is made of an ONNX file, the others are exports as the first one of their format.
+        exported = format if format in QUANTIZED else exported_format(format)
+        needed = max(self._longest, self._making.get(exported, 0.0))
         try:
-            if self._is_late(self._longest):
-                raise Refused(self._cut(self._longest))
-            entry = lossy.made(format, files)
+            if self._is_late(needed):
+                raise Refused(self._cut(needed))
+            entry = make()
         except Refused as refused:
             figure = Figure(format, None, accuracy=refused.accuracy, seconds=refused.seconds, dropped=str(refused))
             self._dropped.append(figure)
             return
+        self._making[exported] = time.monotonic() - started
         self.entries[format] = entry
         files.entries = [*files.entries, entry]
         (own,) = own_routes([format])
-        yield files.candidate(own)
-        if (fast := frozen(own)) is not None:
-            yield files.candidate(fast)
-        yield from self._in_openvino(format)
+        yield from self._run(own)
+        yield from self._otherwise(own)
 
     def _try(self, candidate: Candidate) -> None:
-        """Time a file next to the first one, and prove it unless it is far slower than the best.
-
-        On a GPU, none is too slow: the time of the launches hides how fast a file is in a CUDA graph.
-        """
+        """Time a file next to the first one, and prove it unless it is far slower than the best."""
         for opened in self._opened(candidate):
             try:
                 gain = self._gain(opened)
-                if self._bench.files.device == "cpu" and self._is_far_behind(gain):
+                if self._is_far_behind(gain):
+                    self._fit.add(candidate.name)
                     raise Refused(self._behind(gain))
                 self._ready.append((self._proven(opened), gain))
+                self._fit.add(candidate.name)
             except Exception as error:  # noqa: BLE001 - as in `open_all`
                 dropped = dropped_by(error, candidate)
                 # Those outside the budget are drawn with the time that they would take.
@@ -238,8 +284,10 @@ class Tuner:
             # It optimizes the model again.
             for opened in self._opened(candidate, needed=0.0 if report is None else report.seconds):
                 self._keep_if_it_pays(opened, base)
-        # Last, because compiling takes long.
-        self._in_python += self._opened(self._bench.compiled(), needed=_COMPILING)
+        # Last, because compiling takes long and can't be stopped here; and only where there is no compiled file.
+        name = AotiExporter.name
+        if all(exported_format(entry["format"]) != name for entry in self._bench.files.entries):
+            self._in_python += self._opened(self._bench.compiled(), needed=self._making[name])
 
     def _keep_if_it_pays(self, opened: Opened, base: Opened) -> None:
         try:
@@ -284,7 +332,7 @@ class Tuner:
     def _compared(self, opened: Opened, base: Opened, longest: float = math.inf) -> Ratio:
         first, other = base.candidate.name, opened.candidate.name
         found = interleaved({first: base.run, other: opened.run}, _FIRST_TIMING, self._bench.finished, longest)
-        self._latencies[other] = found[other]
+        self._latencies |= found
         return ratio(found[first], found[other])
 
     def _seconds_of(self, name: str, runner: Runner) -> float | None:

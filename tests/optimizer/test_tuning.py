@@ -1,6 +1,7 @@
 """Choose what to ship: which candidates are tried, dropped and recommended. The clock and quantization are fakes."""
 
 import itertools
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -598,32 +599,84 @@ def test_calibration_that_does_not_fit_is_refused(choosing, calls, sentence):
 # On a GPU ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_settings_and_half_precision_come_before_slow_quantization_on_a_gpu(device, monkeypatch):
-    def entry(format: str) -> dict[str, Any]:
+def planned(device: str, monkeypatch: pytest.MonkeyPatch, **more: Any) -> Tuner:
+    """A tuner with an ONNX file, whose files are made at once; `more` are attributes of its bench."""
+
+    def entry(format: str, *_: object) -> dict[str, Any]:
         return {"format": format, "path": f"model.{format}", "bytes": 1}
 
-    files = Files(Path(), [entry("onnx")], device, [])
-    bench = SimpleNamespace(files=files, in_python=lambda: iter(()), job=SimpleNamespace(target=torch.device(device)))
-    tuner = Tuner(bench, SimpleNamespace(made=lambda format, _: entry(format)), 1000.0)  # type: ignore[arg-type]
+    bench = SimpleNamespace(
+        files=Files(Path(), [entry("onnx")], device, []),
+        job=SimpleNamespace(target=torch.device(device)),
+        further=SimpleNamespace(write=entry),
+        seconds={},
+        can_compile=True,
+    )
+    vars(bench).update(more)
     monkeypatch.setattr("optimizer.tuning.tuner.is_installed", lambda runtime: False)
     monkeypatch.setattr("optimizer.tuning.tuner.usable_cpus", lambda: 1)
     halves = ("float16", "bfloat16") if device == "cuda" else ()
     monkeypatch.setattr("optimizer.tuning.tuner.fast_dtypes", lambda device: halves)
-    tried = []
+    return Tuner(bench, SimpleNamespace(made=entry), 1000.0)  # type: ignore[arg-type]
+
+
+def tried(tuner: Tuner, unfit: Collection[str] = ()) -> list[str]:
+    """The routes that the tuner tries, if all but those unfit run equally fast."""
+    found = []
     for candidate in tuner._candidates():
-        tried.append(str(candidate.route))
-        tuner._ready.append((SimpleNamespace(candidate=candidate), 1.0))  # type: ignore[arg-type]
-    onnx = "onnx in onnxruntime"
-    if device == "cuda":
-        half = "onnx-float16 in onnxruntime"
-        settings = [f"{onnx}, cuda graph", f"{half}, cuda graph", f"{onnx}, tf32", f"{half}, nhwc"]
-        assert tried == [onnx, half, *settings, "onnx-int4 in onnxruntime"]
-        assert [figure.name for figure in tuner._dropped] == ["onnx-int8-dynamic", "onnx-int8"]
-    else:
-        quantized = [f"onnx-{kind} in onnxruntime" for kind in ("int8-dynamic", "int8", "int4")]
-        assert tried[:5] == [onnx, *quantized, f"{onnx}, 1 thread"]
-        assert tuner._dropped == [], "half precision isn't even named"
+        found.append(str(candidate.route))
+        if found[-1] not in unfit:
+            tuner._ready.append((SimpleNamespace(candidate=candidate), 1.0))  # type: ignore[arg-type]
+            tuner._fit.add(candidate.name)
+    return found
+
+
+def test_on_a_gpu_what_takes_seconds_comes_first_and_everything_runs_in_a_graph(monkeypatch):
+    tuner = planned("cuda", monkeypatch)
+    onnx, half = (f"{format} in onnxruntime" for format in ("onnx", "onnx-float16"))
+    in_graphs = [f"{onnx}, cuda graph", f"{half}, cuda graph"]
+    settings = [f"{in_graphs[0]}, tf32", onnx, f"{in_graphs[1]}, nhwc", half]
+    compiled = ["aoti-float16 in torch, cuda graph", "aoti in torch, cuda graph"]
+    assert tried(tuner) == [*in_graphs, *settings, *compiled, "onnx-int4 in onnxruntime, cuda graph"]
+    assert [figure.name for figure in tuner._dropped] == ["onnx-int8-dynamic", "onnx-int8"]
+
+
+def test_a_file_that_cannot_run_in_a_graph_runs_without(monkeypatch):
+    found = tried(planned("cuda", monkeypatch), ["onnx in onnxruntime, cuda graph", "aoti in torch, cuda graph"])
+    assert found[:3] == [
+        "onnx in onnxruntime, cuda graph",
+        "onnx in onnxruntime",
+        "onnx-float16 in onnxruntime, cuda graph",
+    ]
+    assert found[-3:-1] == ["aoti in torch, cuda graph", "aoti in torch"]
+
+
+def test_on_a_cpu_a_compiled_file_comes_last(monkeypatch):
+    tuner = planned("cpu", monkeypatch)
+    quantized = [f"onnx-{kind} in onnxruntime" for kind in ("int8-dynamic", "int8", "int4")]
+    found = tried(tuner)
+    assert found[:5] == ["onnx in onnxruntime", *quantized, "onnx in onnxruntime, 1 thread"]
+    assert found[-1] == "aoti in torch"
+    assert tuner._dropped == [], "half precision isn't even named"
+
+
+def test_compiling_begins_only_where_it_can_end(monkeypatch):
+    """By the time that it took in this export, or at least 20 seconds."""
+    now = [0.0]
+    monkeypatch.setattr("optimizer.tuning.tuner.time.monotonic", lambda: now[0])
+    seconds: dict[str, float] = {}
+
+    def write(format: str, folder: Path, left: float) -> dict[str, Any]:
+        seconds[format] = left
+        now[0] += 60.0
+        return {"format": format, "path": f"model.{format}", "bytes": 1}
+
+    tuner = planned("cuda", monkeypatch, further=SimpleNamespace(write=write))
+    tuner._lossy.made = lambda format, files: write(format, Path(), tuner._left())  # type: ignore[union-attr]
+    tuner._seconds = 175.0
+    assert "aoti in torch, cuda graph" not in tried(tuner)
+    assert seconds == {"onnx-float16": 175.0, "aoti-float16": 115.0, "onnx-int4": 55.0}
+    assert tuner._dropped[0] == Figure("aoti", None, dropped="not tried: it takes about 60 s, and 55 s were left")
 
 
 @pytest.mark.parametrize(
@@ -642,17 +695,11 @@ def test_bfloat16_is_tried_where_no_file_in_float16_is_within_the_budget(device,
         return {"format": format, "path": f"model.{format}", "bytes": 1}
 
     files = Files(Path(), [entry("onnx"), entry("torchscript")], device, [])
-    bench = SimpleNamespace(files=files, job=SimpleNamespace(target=torch.device(device)))
-    tuner = Tuner(bench, SimpleNamespace(made=entry), 1000.0)  # type: ignore[arg-type]
-    monkeypatch.setattr("optimizer.tuning.tuner.is_installed", lambda runtime: False)
+    tuner = planned(device, monkeypatch, files=files)
+    tuner._lossy.made = entry  # type: ignore[union-attr]
     monkeypatch.setattr("optimizer.tuning.tuner.fast_dtypes", lambda device: ("float16", "bfloat16"))
-    tried = [str(candidate.route) for candidate in tuner._in_half_precision()]
-    expected = []
-    for format in made:
-        expected += (
-            [f"{format} in onnxruntime"] if "onnx" in format else [f"{format} in torch", f"{format} in torch, freeze"]
-        )
-    assert tried == expected
+    found = [candidate.route for candidate in tuner._in_half_precision() if candidate.route is not None]
+    assert list(dict.fromkeys(route.format for route in found)) == made
     assert [figure.name for figure in tuner._dropped] == refused
 
 

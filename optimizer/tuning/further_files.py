@@ -1,4 +1,4 @@
-"""The module of an export in float16 or bfloat16, and its files.
+"""The files that tuning adds to those of an export: in half precision, and compiled for this machine.
 
 The precision is decided on the module: `cast-precision` runs its layers in the dtype, and keeps those in float32 that
 lose too much. Every format is exported from that module, by the exporters and with the proof of any result that computes
@@ -8,59 +8,73 @@ in half precision. The inputs and outputs of the files stay in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from exporters.registry import exporter_named
+from torch import nn
+
+from exporters.aoti import AotiExporter
+from exporters.registry import exported_format, exporter_named, half_of
 from optimize_export.errors import OptimizeExportError
 from optimizer.exporting import ExportJob, MeasuredExport, measure, optimize_again, write_files
-from optimizer.pipeline import provenance_of
+from optimizer.parity import ParityReport
+from optimizer.pipeline import provenance_of, report_of
 from optimizer.report import no_progress
 from optimizer.tuning.benchmark import Refused
-from optimizer.tuning.candidates import why_not_applied
 from passes.base import Pass, Precision
 from passes.cast_precision import CastPrecision
 from passes.channels_last import ChannelsLast
 
 
-class HalfFiles:
-    """Makes the module of one export in each half precision once, and its files."""
+class FurtherFiles:
+    """Makes the module of one export in each half precision once, and further files."""
 
-    def __init__(self, job: ExportJob) -> None:
+    def __init__(self, job: ExportJob, measured: MeasuredExport) -> None:
         self._job = job
+        quiet = self._quiet(job)
+        # A refused file must not change what is told of those of the export.
+        graph, failures = replace(measured.graph, refused={}), replace(measured.failures, job=quiet)
+        self._exact = quiet, replace(measured, graph=graph, failures=failures)
         # By dtype: the module as an export of its own, or why there is none.
         self._measured: dict[str, tuple[ExportJob, MeasuredExport] | Refused] = {}
+        self.reports: dict[str, ParityReport] = {}
+        """By format, the judgement of each exact file that was written."""
 
-    def write(self, format: str, dtype: str, folder: Path) -> Mapping[str, Any]:
-        """Write the file of a format, such as `model.float16.onnx`, and return its entry for the manifest.
+    def write(self, format: str, folder: Path, seconds: float | None = None) -> dict[str, Any]:
+        """Write the file of a format, such as `model.float16.onnx` of "onnx-float16"; return its entry for the manifest.
 
-        `quantization` of the entry has the paths of the layers that stay in float32.
+        In half precision, `quantization` of the entry has the paths of the layers that stay in float32.
+
+        Args:
+            seconds: how long compiling may take; None for no limit.
 
         Raises:
             Refused: the module can't compute in the dtype, or no file of it is proven. No file is left then.
         """
-        job, measured = self._made(dtype)
-        # Such as "model.float16.onnx".
-        exporter = copy(exporter_named(format))
-        stem, dot, ending = exporter.file_name.partition(".")
-        vars(exporter)["file_name"] = f"{stem}.{dtype}{dot}{ending}"
+        dtype = half_of(format)
+        job, measured = self._exact if dtype is None else self._made(dtype)
+        exporter = copy(exporter_named(exported_format(format)))
+        if isinstance(exporter, AotiExporter):
+            exporter.seconds = seconds
+        if dtype is not None:
+            # Such as "model.float16.onnx".
+            stem, dot, ending = exporter.file_name.partition(".")
+            vars(exporter)["file_name"] = f"{stem}.{dtype}{dot}{ending}"
         try:
             written = write_files(replace(job, exporters=[exporter]), measured, folder)
         except OptimizeExportError as error:
             raise Refused(_clause(error)) from error
         (entry,) = written.entries
+        size = sum((folder / path).stat().st_size for path in entry["files"])
+        entry |= {"bytes": size, "notes": [*entry["notes"], *written.notes]}
+        if dtype is None:
+            self.reports |= written.reports
+            return entry
         assert job.provenance is not None
         cast = next(each for each in reversed(job.provenance.precisions) if isinstance(each, Precision))
-        return {
-            **entry,
-            "format": f"{format}-{dtype}",
-            "bytes": sum((folder / path).stat().st_size for path in entry["files"]),
-            "notes": [*entry["notes"], *written.notes],
-            "quantization": {"kind": dtype, "kept": list(cast.kept)},
-        }
+        return entry | {"format": format, "quantization": {"kind": dtype, "kept": list(cast.kept)}}
 
     def _made(self, dtype: str) -> tuple[ExportJob, MeasuredExport]:
         if dtype not in self._measured:
@@ -78,17 +92,20 @@ class HalfFiles:
         if (why := why_not_applied(module, CastPrecision.name)) is not None:
             raise Refused(f"{CastPrecision.name} is {why}")
         job = replace(
-            self._job,
+            self._quiet(self._job),
             model=module,
             provenance=provenance_of(module),
             # The budget judges the files, and before that the error of the dtype: not tolerances for exact files.
             atol=None,
             rtol=None,
             row_independence=False,
-            debug_dir=None,
-            tell=no_progress,
         )
         return job, measure(job)
+
+    @staticmethod
+    def _quiet(job: ExportJob) -> ExportJob:
+        """The job without what is for the files that the user asked for."""
+        return replace(job, debug_dir=None, tell=no_progress)
 
     def _passes(self, dtype: str) -> list[Pass]:
         """The passes of the export and cast-precision, before those that leave no graph; on a GPU also channels-last.
@@ -115,6 +132,15 @@ class HalfFiles:
         """The error of an output, as a share of it, at which its cosine is that of the budget; None for 16 units."""
         least = self._job.budget.cosine
         return None if least is None else math.sqrt(2 * (1 - least))
+
+
+def why_not_applied(module: nn.Module, name: str) -> str | None:
+    """The status of a pass that didn't change a result of `optimize`, with the reason; None if it did, or wasn't run."""
+    record = next((each for each in report_of(module).passes if each.name == name), None)
+    if record is None or record.status == "applied":
+        return None
+    reasons = [record.reason, *(skip.text for skip in record.skips), "it finds nothing to change"]
+    return f"{record.status}: {next(filter(None, reasons))}"
 
 
 def _clause(error: Exception) -> str:

@@ -1,13 +1,14 @@
-"""Files in half precision: exported from the module that cast-precision has cast, and judged by the user's budget."""
+"""Files that tuning adds: in half precision, from the module that cast-precision has cast, and compiled for the machine."""
 
 import pickle
 
 import pytest
 import torch
-from fake_tuning import Wrong, chooser, fake_clock, fake_quantization, images, opening, prepare
+from fake_tuning import ConvNet, Wrong, chooser, fake_clock, fake_quantization, images, opening, prepare
 from tiny_models import enliven
 from torch import nn
 
+from exporters.aoti import missing_compiler
 from optimize_export.runtime import Route
 from optimizer import export, load, optimize, verify_bundle
 from optimizer.bundle import open_bundle
@@ -130,6 +131,28 @@ def test_a_model_that_has_no_float32_original_is_told_of(passes, sentence, speed
     bundle = export(model, (torch.randn(2, 4),), output=tmp_path / "net", **options)
     dropped = {figure["name"]: figure["dropped"] for figure in bundle.manifest["benchmark"]["figures"]}
     assert dropped["torchscript-float16"] == sentence
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_compiler() is not None, reason="needs a C++ compiler")
+def test_a_compiled_file_that_is_the_fastest_is_added_without_naming_the_format(monkeypatch, tmp_path):
+    speeds = fake_clock(monkeypatch)
+    speeds.seconds = {"eager": 1.0, "aoti": 0.1, "": 0.5}
+    torch.manual_seed(0)
+    model = enliven(ConvNet()).eval()
+    options = {"example_inputs": (images(),), "formats": ("torchscript",), "effort": "quick"}
+    bundle = export(model, output=tmp_path / "net", tune=True, tune_seconds=600, **options)
+    assert [each["format"] for each in bundle.manifest["artifacts"]] == ["torchscript", "aoti"]
+    assert bundle.manifest["parity"]["ok"]
+    assert "torch.compile" not in {figure["name"] for figure in bundle.manifest["benchmark"]["figures"]}
+    assert verify_bundle(bundle).ok
+    run, x = load(bundle), images(rows=3, seed=7)
+    assert str(run.route) == "aoti in torch"
+    torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)
+
+    again = export(model, output=tmp_path / "again", choices=bundle.path, **options)
+    assert [each["format"] for each in again.manifest["artifacts"]] == ["torchscript", "aoti"]
+    assert str(load(again).route) == "aoti in torch"
 
 
 @pytest.mark.parametrize(
