@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from exporters.child_process import one_child
-from exporters.errors import UnknownFormat
+from exporters.errors import OtherMachine, UnknownFormat
 from exporters.registry import load_for_proof
 from optimize_export.arguments import parse_digest
 from optimize_export.errors import BundleError, UsageError, printable
@@ -104,7 +104,7 @@ class VerifyReport:
     damage: tuple[str, ...]
     artifacts: tuple[ArtifactFigures, ...]
     notes: tuple[str, ...] = ()
-    # If no artifact was to be loaded, the reason why the golden data can't prove anything.
+    # If no artifact was loaded, the reasons why nothing is proven.
     unproven: tuple[str, ...] = ()
     said: str = "verified"
 
@@ -174,7 +174,9 @@ def verify_bundle(
     builder, and pass the hash from the builder as `expect`. The report names each missing, changed or unknown file, and
     each output whose error is too large. If any file is missing, changed or unknown, no artifact is loaded.
 
-    On the CPU, ONNX files run in a child process, so that a crash of onnxruntime is a problem in the report.
+    On the CPU, ONNX files run in a child process, so that a crash of onnxruntime is a problem in the report. A note names
+    a file that was compiled for another machine, where `load` doesn't use it either; if there is no other file, it is a
+    problem.
 
     Args:
         device: "cpu", "cuda" or "auto" (cuda if there is one).
@@ -213,11 +215,18 @@ def verify_bundle(
     factor = factor_between(golden["device"], here)
     if factor > 1:
         notes.append(f"errors on {here['name']} ({here['type']}) may be {factor:g} times as large as there")
-    figures = []
+    figures, elsewhere = [], []
     for artifact in manifest["artifacts"]:
-        ran = _run_artifact(folder, artifact, golden, calls, FACTOR * factor, where)
+        try:
+            ran = _run_artifact(folder, artifact, golden, calls, FACTOR * factor, where)
+        except OtherMachine as error:
+            elsewhere.append(f"{artifact['path']} wasn't run: {error}")
+            continue
         # The manifest's metadata were read from this file, which is unchanged.
         figures.append(replace(ran, metadata=artifact.get("metadata", {})))
+    if not figures:
+        return VerifyReport(folder, where, (), (), tuple(notes), tuple(elsewhere))
+    notes += elsewhere
     unjudged = [noise.name for noise in stored_noises(golden).values() if not noise.deterministic]
     if unjudged:
         notes.append(f"not judged, because the original is not deterministic there: {listed(unjudged)}")
@@ -246,6 +255,11 @@ def _run_artifact(
     factor: float,
     device: str,
 ) -> ArtifactFigures:
+    """Run an artifact on the golden inputs, and judge its outputs.
+
+    Raises:
+        OtherMachine: it was compiled for another machine.
+    """
     placement: Mapping[str, int] | None = None
     answers: list[Sequence[torch.Tensor]] = []
     try:
@@ -257,6 +271,8 @@ def _run_artifact(
                 tensors = [tensor.to(device, copy=True) for tensor in call.inputs.values()]
                 with random_state(call.seed):
                     answers.append(loaded(*tensors))
+    except OtherMachine:
+        raise
     except UnknownFormat:
         problem = (
             f"it wasn't checked, because no package here has the format {artifact['format']!r}: install the package that "

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from exporters.base import Artifact, TensorSpec
-from exporters.errors import ExporterError
+from exporters.errors import ExporterError, OtherMachine
 from optimize_export.errors import BundleError, DeviceError, UsageError
 from optimize_export.manifest import (
     check_manifest,
@@ -693,6 +693,29 @@ def test_a_missing_an_added_and_a_cut_file_are_named(bundle: Bundle) -> None:
     ]
     assert Affine.loaded == []
     assert "NOT verified" in str(report)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_file_for_another_machine_is_named_and_fails_only_alone(
+    alone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def more(folder: Path, body: dict[str, Any]) -> None:
+        (folder / "model.compiled").write_bytes(b"code")
+        compiled = {**body["artifacts"][0], "format": "compiled", "path": "model.compiled", "files": ["model.compiled"]}
+        body["artifacts"] = [compiled] if alone else [*body["artifacts"], compiled]
+
+    def load(format: str, path: Path, device: str) -> Affine:
+        if format == "compiled":
+            raise OtherMachine(f"{path.name} was compiled for riscv64.")
+        return Affine(path)
+
+    monkeypatch.setattr(verify, "load_for_proof", load)
+    report = verify_bundle(write_bundle(tmp_path / "net", filling(more)).path)
+    told = "model.compiled wasn't run: model.compiled was compiled for riscv64."
+    assert report.ok is not alone
+    assert [figures.path for figures in report.artifacts] == ([] if alone else ["model.affine"])
+    assert report.problems == ((told,) if alone else ())
+    assert (told in report.notes) is not alone
 
 
 def published(tmp_path: Path, run: Callable[[torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch) -> VerifyReport:
