@@ -90,6 +90,8 @@ class Tuner:
             Refused: the original can't run, or one of the best fails in the last timing.
         """
         eager = self._bench.open_eager()
+        # Before what may take the time.
+        self._in_python += self._opened(self._bench.in_python())
         for candidate in self._candidates():
             started = time.monotonic()
             self._try(candidate)
@@ -105,9 +107,13 @@ class Tuner:
 
     def _left(self) -> float:
         """The seconds until the last timing, which takes less where calls are short."""
-        names = [opened.candidate.name for opened, _ in self._ready]
-        needed = full_timing(self._latencies[name].median for name in names if name in self._latencies)
-        return self._seconds - min(_LAST_TIMING * self._seconds, needed) - (time.monotonic() - self._started)
+        known = [
+            self._latencies[name].median
+            for opened, _ in self._ready
+            if (name := opened.candidate.name) in self._latencies
+        ]
+        last = min(_LAST_TIMING * self._seconds, full_timing(known) if known else math.inf)
+        return self._seconds - last - (time.monotonic() - self._started)
 
     def _is_late(self, needed: float = 0.0) -> bool:
         """Whether the time is up, or would be after this many seconds."""
@@ -275,10 +281,8 @@ class Tuner:
         return max((gain for _, gain in self._ready), default=0.0)
 
     def _try_in_python(self, eager: Opened) -> None:
-        """Time what isn't a file, to show what other passes and torch.compile would gain."""
-        module = self._opened(self._bench.in_python())
-        self._in_python += module
-        base = module[0] if module else eager
+        """Time further modules, to show what other passes and torch.compile would gain."""
+        base = self._in_python[0] if self._in_python else eager
         report = None if self._bench.job.provenance is None else self._bench.job.provenance.report
         for candidate in self._bench.with_other_passes():
             # It optimizes the model again.
