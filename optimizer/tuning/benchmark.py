@@ -467,8 +467,8 @@ def recommendation(figures: Sequence[Figure], name: str | None) -> str:
             f"; tie: {fastest.name}, {fastest.speed_up.median:.2f} times as fast as eager here, isn't surely faster, "
             f"and the {kept}"
         )
-    rest = [each for each in figures if each.route is None and each.name != EAGER and each.seconds is not None]
-    if faster := [each for each in rest if (each.seconds or 0) * 1.05 < (figure.seconds or 0)]:
+    rest = [each for each in figures if each.route is None and each.name != EAGER and not each.dropped]
+    if faster := [each for each in rest if each.seconds and each.seconds * 1.05 < (figure.seconds or 0)]:
         told += f"; in Python, {faster[0].name} is faster"
         told += "" if faster[0].speed_up is None else f": {faster[0].speed_up.median:.2f} times as fast as eager"
     return told

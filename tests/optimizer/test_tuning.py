@@ -106,6 +106,13 @@ def test_the_recommendation_is_true_of_its_bounds(ratios, told):
     assert recommendation([figure], "a").startswith(f"ship a{told}")
 
 
+def test_a_file_outside_the_budget_is_not_told_as_faster_in_python():
+    ratio = Ratio(2.0, 1.9, 2.1, 21)
+    shipped = Figure("model.onnx", Route("onnx", "onnxruntime"), seconds=1.0, speed_up=ratio)
+    refused = Figure("onnx-int8", None, seconds=0.1, dropped="outside the budget")
+    assert recommendation([shipped, refused], "model.onnx") == "ship model.onnx: 2.00 times as fast as eager"
+
+
 def test_a_tie_is_told_with_both_figures():
     def figure(name: str, gain: float, format: str = "onnx", **more: Any) -> Figure:
         return Figure(name, Route(format, "onnxruntime"), seconds=1 / gain, speed_up=Ratio(gain, 2.0, 4.0, 9), **more)
