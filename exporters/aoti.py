@@ -65,6 +65,8 @@ class AotiExporter(Exporter):
 
     name: ClassVar[str] = "aoti"
     file_name: ClassVar[str] = "model.aoti.pt2"
+    # How long compiling may take; None for no limit.
+    seconds: float | None = None
 
     def export(self, request: ExportRequest, directory: Path) -> Artifact:
         if (lacking := missing_compiler()) is not None:

@@ -71,6 +71,8 @@ class Tuner:
         # The proven files in the order of their trials, each with its speed relative to the first one, from its first
         # timing.
         self._ready: list[tuple[Opened, float]] = []
+        # The formats in their runtimes whose settings were tried.
+        self._with_settings: set[tuple[str, str]] = set()
         # The names of those that run and, unless they are far behind, are proven.
         self._fit: set[str] = set()
         self._first: Opened | None = None
@@ -132,16 +134,13 @@ class Tuner:
             for route in self._own:
                 yield from ways(route)
         yield from self._in_half_precision()
-        if files.device == "cuda":
-            # Settings take seconds each, quantization can take minutes.
-            yield from self._settings_of_best()
-            yield from self._compiled_files()
-            yield from self._quantized_files()
-        else:
-            # Settings after quantization, because those that are best for a quantized file may differ.
-            yield from self._quantized_files()
-            yield from self._settings_of_best()
-            yield from self._compiled_files()
+        # Settings take seconds each; quantizing and compiling can take minutes.
+        yield from self._settings_of_best()
+        slow = [self._quantized_files, self._compiled_files]
+        for files_made in reversed(slow) if files.device == "cuda" else slow:
+            yield from files_made()
+        # Those that are best for a file made since then may differ.
+        yield from self._settings_of_best()
 
     def _run(self, route: Route) -> Iterator[Candidate]:
         """A file in its own runtime; on a GPU in a CUDA graph, and as it is only if it can't run in one.
@@ -213,6 +212,9 @@ class Tuner:
         for opened, _ in _by_speed(self._ready)[:_WITH_SETTINGS]:
             route = opened.candidate.route
             assert route is not None
+            if (route.format, route.runtime) in self._with_settings:
+                continue
+            self._with_settings.add((route.format, route.runtime))
             for setting in settings_of(route, files.device, exact=self._lossy is None):
                 yield files.candidate(replace(route, settings={**route.settings, **setting}))
             if in_graph(opened.candidate):
