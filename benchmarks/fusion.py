@@ -25,8 +25,12 @@ from optimizer import optimize, report_of
 EAGER, OURS, COMPILE, COPY = "eager", "jit-fusion", "torch.compile", "copy of the same bytes"
 # The duration of one measurement in one round; shorter calls are repeated.
 _SECONDS_OF_A_FIGURE = 0.05
-# Goals on a GPU: at least this many times as fast as eager, and at least this share of the bandwidth of a copy.
+# The largest number of elements that the pass gets; the comparison needs many times their memory.
+_MOST_GIVEN = 10**7
+# Goals on a GPU: on tensors that don't fit in its caches at least this many times as fast as eager, and at least this
+# share of the bandwidth of a copy; of any size hardly slower than eager.
 GOALS = {"speed_up": 4.0, "of_copy": 0.85}
+LEAST_SPEED_UP = 0.98
 
 
 class ByHand(nn.Module):
@@ -39,9 +43,11 @@ class ByHand(nn.Module):
 def measure(elements: int, rounds: int, device: str, dtype: torch.dtype) -> dict[str, Any]:
     """Measure all contenders on one tensor, interleaved."""
     x = torch.randn(elements, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    # Verify on few elements and at two batch sizes, as in a model.
-    fast = optimize(ByHand().eval().to(device), ["jit-fusion"], example_inputs=(x[: 1 << 16].reshape(2, -1),))
+    # As in a model, at two batch sizes. The pass times its kernel on these elements.
+    given = x[: min(elements, _MOST_GIVEN)].reshape(2, -1)
+    fast = optimize(ByHand().eval().to(device), ["jit-fusion"], example_inputs=(given,))
     (record,) = report_of(fast).passes
+    detail: Any = record.detail
     eager = ByHand().eval()
     torch._dynamo.mark_dynamic(x, 0)
     compiled, target = torch.compile(eager), torch.empty_like(x)
@@ -59,7 +65,9 @@ def measure(elements: int, rounds: int, device: str, dtype: torch.dtype) -> dict
         error = (fast(x).double() - ByHand()(x.double())).abs().max().item()
     return {
         "elements": elements,
-        "kernels": [record.detail.kernels_before, len(record.detail.units)],  # type: ignore[union-attr]
+        # None if the pass left the operations as they were, which `notes` explains, or notes of the report
+        "kernels": None if detail is None else [detail.kernels_before, len(detail.units)],
+        "notes": [*(skip.text for skip in record.skips), *report_of(fast).notes],
         "error": error,
         "ways": {name: {**Spread.of(values).to_json(), "values": values} for name, values in figures.items()},
         "speed_up": {name: ratios(figures[EAGER], values).to_json() for name, values in figures.items()},
@@ -88,19 +96,19 @@ def table_of(results: Sequence[dict[str, Any]]) -> Table:
 
 
 def misses(results: Sequence[dict[str, Any]], device: str) -> list[str]:
-    """A sentence for each goal that is missed. The goals are for a GPU, on tensors that don't fit in its caches."""
+    """A sentence for each goal that is missed. The goals are for a GPU."""
     found = []
     for result in results if device == "cuda" else ():
-        for figure, goal in GOALS.items():
+        for figure, goal in GOALS.items() if result["elements"] >= 10**7 else [("speed_up", LEAST_SPEED_UP)]:
             got = result[figure][OURS]["median"]
-            if result["elements"] >= 10**7 and got < goal:
+            if got < goal:
                 found.append(f"{result['elements']:,} elements: {figure} is {got:.2f}; the goal is {goal:g}")
     return found
 
 
 def main() -> int:
     parser = command(__doc__, rounds=11, device=True, threads=usable_cpus(), check=True)
-    parser.add_argument("--elements", type=numbers, default=[10**5, 10**6, 10**7, 10**8], help="default: 10^5 to 10^8")
+    parser.add_argument("--elements", type=numbers, default=[10**n for n in range(3, 9)], help="default: 10^3 to 10^8")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
     arguments = parser.parse_args()
     where = prepared(parser, arguments)

@@ -173,6 +173,8 @@ class Context:
     judge: Judge | None = None
     # Whether to record also why candidates don't match a pass' pattern, with their file and line
     explain: bool = False
+    # Whether a pass may time its changes and leave out those that don't pay
+    may_time: bool = False
 
     @property
     def smallest_call(self) -> int:

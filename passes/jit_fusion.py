@@ -34,9 +34,10 @@ class JitFusion(GraphPass):
 
     If a forward is traced, exported, or compiled as a whole, its fused groups run as the operations that they were made of. So
     a fused model exports as before, and the pass can be anywhere in the order before torch-compile and
-    insert-checkpoints. On a CPU, calls whose inputs all have fewer than 2^18 elements run the operations too. No tensor
+    insert-checkpoints. On a CPU, calls whose inputs all have fewer than 2^17 elements run the operations too. No tensor
     of the module is changed. Each kernel is compared once with its operations, at any size, and in training with its
-    gradients. A kernel with wrong results isn't used.
+    gradients. A kernel with wrong results isn't used. Nor is one that is no faster than its operations on the example
+    inputs, so give inputs of the sizes of your calls. Nothing is timed where OPTIMIZE_EXPORT_NO_BENCH is set.
 
     Does not handle: code that torch.compile can't capture; reductions and matrix products; in-place operations; a
     backward pass after a write to an input of a unit, if the single operations save only their outputs for it.
@@ -84,12 +85,12 @@ class JitFusion(GraphPass):
         result = super().run(tree, context)
         if not result.changes or context.run_compiled is None:
             return result
-        trial = KernelTrial(training=context.mode == "training")
+        trial = KernelTrial(training=context.mode == "training", timed=context.may_time)
         context.run_compiled(trial)
-        if trial.wrong:
-            # Leaving out the wrong kernels doesn't change the others.
+        if trial.refused:
+            # Leaving out some kernels doesn't change the others.
             result.rewriter.roll_back()
-            return self.run(tree, replace(context, left_alone={**context.left_alone, **trial.wrong}))
+            return self.run(tree, replace(context, left_alone={**context.left_alone, **trial.refused}))
         backend = self._backend(context.device)
         if backend == "torchscript":
             for _ in range(_WARMING_RUNS):

@@ -75,6 +75,7 @@ def captured_call(
     - Numbers among attributes are constants of the graph, and a hook that is set on a module later is noticed. The
       settings for this hold only while a graph is captured (`torch._dynamo.config`, which is per thread).
     - Recurrent layers, such as LSTM, don't break the graph.
+    - Calls don't mark for the profiler what torch.compile itself does in them, which takes microseconds.
     - If there are too many kinds of calls, or the front end raises, the call runs eagerly without a warning.
     - `capture` also gets the module whose forward is being captured.
 
@@ -189,6 +190,7 @@ class _FrontEnd:
                     skip_nnmodule_hook_guards=False,
                     recompile_limit=8 * MOST_CAPTURES,
                     allow_rnn=True,
+                    record_runtime_overhead=False,
                 ),
             ):
                 return self._torchdynamo_orig_backend(frame, cache_entry, frame_state)

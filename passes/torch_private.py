@@ -183,6 +183,14 @@ def inductor_settings(**settings: Any) -> Any:
     return importlib.import_module("torch._inductor.config").patch(**settings)
 
 
+def settings_of_now() -> Any:
+    """torch's settings that torch.compile guards in every call; `check()` tells whether they are the same now.
+
+    Gradients, autocast, default dtype, threads, deterministic algorithms and torch function. Seen in 2.13.
+    """
+    return importlib.import_module("torch._C._dynamo.guards").GlobalStateGuard()
+
+
 def compiler_of_now() -> Any:
     """The backend that will receive the graph that is being captured."""
     translator = importlib.import_module("torch._dynamo.symbolic_convert").InstructionTranslator

@@ -6,6 +6,7 @@ Then the whole result is verified: the first pass after which it is wrong is fou
 from __future__ import annotations
 
 import math
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,6 +37,7 @@ from optimizer.model import (
     reachable_modules,
     seed_torch,
 )
+from optimizer.options import NO_BENCH
 from optimizer.parity import (
     OriginalOutputs,
     ParityReport,
@@ -246,7 +248,7 @@ class Transactions:
     def _run_numbered(self, number: int) -> None:
         item = self.passes[number]
         self.progress(Progress("optimize", number, len(self.passes) + 1, item.name, item.name))
-        context = replace(self.context(), explain=self._explain)
+        context = replace(self.context(), explain=self._explain, may_time=not os.environ.get(NO_BENCH))
         if context.example_calls:
             context = replace(context, judge=partial(judge_change, self.copy.root, item.declared_error))
         for tries_left in reversed(range(_MOST_TRIES)):

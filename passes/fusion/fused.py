@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import math
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -17,10 +19,10 @@ from passes.fusion.kernels import KERNELS, Backend, Kernels, tell, why_none
 from passes.fusion.pointwise import PointwiseGroup, is_linear, name_of_pointwise
 from passes.torch_private import has_autocast, is_in_forward_mode, is_transformed, is_watched
 
-# The smallest number of elements for a kernel on a CPU. Below it, the kernel look-up takes longer than the operations,
-# whose values stay in the cache: with half as many elements on two threads, 4 and 5 operations took 0.6 to 0.8 of the
-# kernel's time.
-_FEWEST_ELEMENTS = 1 << 18
+# The smallest number of elements for a kernel on a CPU. Below it, the call of a kernel may take longer than the
+# operations, whose values stay in the cache: of 10^5 elements on one thread, 2 operations took 0.98 of the kernel's time,
+# 3 and 5 took 1.5 times as long; of 10^4 elements, 2 took 0.5 of it.
+_FEWEST_ELEMENTS = 1 << 17
 
 
 class FusedUnit:
@@ -50,7 +52,7 @@ class FusedUnit:
         self.place = place
         self.kept = tuple(_kept_for_gradients(graph))
         self._plain: Callable[..., Any] = compile_graph(graph, name)
-        self._kernels: dict[str, Kernels | None] = {}
+        self._kernels: dict[tuple[torch.device, ...], Kernels | None] = {}
         self._with_gradient: dict[Any, bool] = {}
 
     @classmethod
@@ -91,24 +93,26 @@ class FusedUnit:
         kernels = self.kernels(sources)
         if kernels is None:
             return self.plain(*sources)
+        # Detached, so that the same kernel serves sources with and without gradients.
+        given = [source.detach() if source.requires_grad else source for source in sources]
+        if not torch.is_grad_enabled():
+            value = kernels.value(given)
+            return self.plain(*sources) if value is None else value
         with torch.no_grad():
-            # Detached, so that the same kernel serves sources with and without gradients.
-            value = kernels.value([source.detach() if source.requires_grad else source for source in sources])
+            value = kernels.value(given)
         if value is None:
             return self.plain(*sources)
-        if not torch.is_grad_enabled() or not self._has_gradient(sources):
-            return value
-        return differentiated(self, value, sources)
+        return differentiated(self, value, sources) if self._has_gradient(sources) else value
 
     def kernels(self, sources: Sequence[torch.Tensor]) -> Kernels | None:
-        """The kernels for the device of the sources; None if none can be made."""
-        device = next((source.device for source in sources if source.is_cuda), sources[0].device)
-        if device.type not in self._kernels:
-            reason = why_none(self.backend, device)
+        """The kernels for the devices of the sources; None if none can be made."""
+        devices = tuple([source.device for source in sources])
+        if devices not in self._kernels:
+            reason = why_none(self.backend, next((each for each in devices if each.type == "cuda"), devices[0]))
             if reason is not None:
                 tell(reason)
-            self._kernels[device.type] = KERNELS[self.backend](self._plain, self.graph) if reason is None else None
-        return self._kernels[device.type]
+            self._kernels[devices] = KERNELS[self.backend](self._plain, self.graph) if reason is None else None
+        return self._kernels[devices]
 
     def _has_gradient(self, sources: Sequence[torch.Tensor]) -> bool:
         """Whether the value is differentiable; that of a comparison isn't."""
@@ -276,12 +280,15 @@ class KernelTrial:
 
     Args:
         training: whether to run with gradients and check the gradient kernels too.
+        timed: whether to time the kernels as well, and refuse those that aren't faster than their operations.
     """
 
-    def __init__(self, *, training: bool = False) -> None:
+    def __init__(self, *, training: bool = False, timed: bool = False) -> None:
         self.training = training
+        self.timed = timed
         self.units: dict[Any, FusedUnit] = {}  # the units that were called, by place
-        self.wrong: dict[Any, str] = {}  # the wrong kernels, by place of the unit, each with the reason as a clause
+        # The kernels that must not be used, by place of the unit, each with the reason as a clause
+        self.refused: dict[Any, str] = {}
         self._tried: set[Any] = set()
         self._entered = ExitStack()
 
@@ -302,14 +309,20 @@ class KernelTrial:
         value = unit.plain(*sources)
         if unit.place not in self._tried and unit.can_run_kernel(sources):
             self._tried.add(unit.place)
+            if self.timed and not _is_large(sources):
+                fewest = f"{_FEWEST_ELEMENTS:,} elements aren't used, and the example inputs have fewer"
+                self.refused[unit.place] = f"it wouldn't pay: on a CPU, kernels of fewer than {fewest}"
+                return value
             try:
                 reason = self._why_wrong(unit, sources, value.detach())
                 if reason is None and value.requires_grad:
                     reason = _why_gradients_wrong(unit, sources, value.detach())
+                if reason is None and self.timed:
+                    reason = _why_slow(unit, sources)
             except Exception:  # noqa: BLE001 - a kernel that raises here would raise in a call too
                 reason = "its kernel raises on the example values"
             if reason is not None:
-                self.wrong[unit.place] = reason
+                self.refused[unit.place] = reason
         return value
 
     def _why_wrong(self, unit: FusedUnit, sources: Sequence[torch.Tensor], value: torch.Tensor) -> str | None:
@@ -361,6 +374,58 @@ def _why_gradients_wrong(unit: FusedUnit, sources: Sequence[torch.Tensor], value
         if reason is not None:
             return f"the kernel of its gradients {reason}"
     return None
+
+
+# The fuser of TorchScript generates a kernel in the third call at the latest.
+_WARMING_CALLS = 3
+_MOST_ROUNDS, _SECONDS_OF_ROUNDS = 5, 0.1
+
+
+def _why_slow(unit: FusedUnit, sources: Sequence[torch.Tensor]) -> str | None:
+    """The reason why a call of the unit, with its gradients if they are on, is no faster than its operations."""
+    wanted = [number for number, source in enumerate(sources) if source.requires_grad]
+    leaves = [source.detach().requires_grad_(source.requires_grad) for source in sources]
+
+    def step(run: Callable[..., torch.Tensor]) -> None:
+        value = run(*leaves)
+        if value.requires_grad:
+            given = [leaves[number] for number in wanted]
+            torch.autograd.grad(value, given, torch.ones_like(value), allow_unused=True)
+
+    kernel, operations = _shortest([lambda: step(lambda *given: unit.by_kernel(given)), lambda: step(unit.plain)])
+    if kernel < operations:
+        return None
+    took = f"its kernel takes {1e6 * kernel:.0f} µs, and its operations {1e6 * operations:.0f} µs"
+    return f"it wouldn't pay: on the example inputs, {took}"
+
+
+def _shortest(runs: Sequence[Callable[[], None]]) -> list[float]:
+    """The seconds of one call of each, the shortest of some rounds."""
+
+    def seconds_of(run: Callable[[], None], times: int) -> float:
+        started = _now()
+        for _ in range(times):
+            run()
+        return (_now() - started) / times
+
+    for run in runs:
+        for _ in range(_WARMING_CALLS):
+            run()
+    # Several calls at once, so that the GPU may run one while the next is prepared, as in a model.
+    times = max(1, min(10, int(2e-3 / max(*(seconds_of(run, 1) for run in runs), 1e-6))))
+    found, until = [math.inf] * len(runs), _now() + _SECONDS_OF_ROUNDS
+    for _ in range(_MOST_ROUNDS):
+        found = [min(known, seconds_of(run, times)) for known, run in zip(found, runs, strict=True)]
+        if _now() > until:
+            break
+    return found
+
+
+def _now() -> float:
+    """The seconds of a clock, once the GPU has finished its work."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _why_apart(

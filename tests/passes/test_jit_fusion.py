@@ -728,3 +728,121 @@ def test_inductor_makes_one_kernel_and_differentiates_it(monkeypatch: pytest.Mon
     fast.requires_grad_()(rows(3)).square().sum().backward()
     twin(rows(3)).square().sum().backward()
     assert torch.allclose(fast[0].weight.grad, twin[0].weight.grad, atol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------ calls of kernels, and worth
+
+
+@pytest.mark.slow
+def test_later_calls_of_a_kind_run_the_code_without_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With equal sizes, strides, dtypes and settings; every other call is torch.compile's."""
+    calls: list[Any] = []
+    compiled = kernels._compiled
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        run = compiled(function)
+        return lambda *given: calls.append(given[-1].shape) or run(*given)
+
+    monkeypatch.setattr(kernels, "_compiled", counted)
+    monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 1)
+    unit = unit_of(model_of(lambda self, x: (x * self.scale).sigmoid() + x / 3))
+
+    def guarded(*sources: torch.Tensor) -> int:
+        calls.clear()
+        torch.testing.assert_close(unit(*sources), unit.plain(*sources))
+        return len(calls)
+
+    scale = torch.randn(6)
+    x = torch.randn(6, 6)
+    assert [guarded(each, scale) for each in (x, x + 1, x[:5], x[:5] * 2, x.t(), x.double(), x, x.t())] == [
+        *(1, 0),  # the first call of a kind, and a later one with other values
+        *(1, 0),
+        *(1, 1),  # other strides, another dtype
+        *(0, 0),
+    ]
+    # One tensor twice: the code may have one argument for both, so it isn't kept.
+    row = x[0]
+    assert [guarded(row, row), guarded(row, row), guarded(row, scale), guarded(x[1], scale)] == [1, 1, 1, 0]
+    integers = torch.arange(36).view(6, 6)
+    assert guarded(integers, torch.arange(6)) == 1
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert guarded(integers, torch.arange(6)) == 1
+        assert guarded(integers, torch.arange(6)) == 0
+        assert unit(integers, torch.arange(6)).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert unit(integers, torch.arange(6)).dtype == torch.float32
+    # Gradients have code of their own.
+    for expected in (1, 0):
+        leaf = x.clone().requires_grad_()
+        value = unit(leaf, scale)
+        calls.clear()
+        (got,) = torch.autograd.grad(value.sum(), leaf)
+        assert len(calls) == expected
+        torch.testing.assert_close(got, torch.autograd.grad(unit.plain(leaf, scale).sum(), leaf)[0])
+    kernels_of = unit.kernels((x, scale))
+    monkeypatch.setattr(kernels, "_MOST_KINDS", 2)
+    assert [guarded(x[:count], scale) for count in (4, 3, 4)] == [1, 1, 0]
+    assert len(kernels_of._direct) <= 2
+
+
+@pytest.fixture
+def timed(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[float, float]]:
+    """By the name of a unit, the seconds that the timing finds for its kernel and its operations."""
+    monkeypatch.delenv("OPTIMIZE_EXPORT_NO_BENCH")
+    # Not the result as a whole.
+    monkeypatch.setattr("optimizer.pipeline.optimizing._run_as_written_if_faster", lambda *given: "")
+    seconds: dict[str, tuple[float, float]] = {}
+
+    def shortest(runs: Sequence[Callable[[], None]]) -> list[float]:
+        ran.clear()
+        OneByOne.differentiated.clear()
+        for run in runs:
+            run()
+        (name,) = ran
+        assert OneByOne.differentiated in ([], [name])
+        return list(seconds[name])
+
+    monkeypatch.setattr(fused, "_shortest", shortest)
+    return seconds
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_a_kernel_that_is_no_faster_than_its_operations_is_left_out(mode: str, timed: dict[str, Any]) -> None:
+    timed.update({"exp_add": (71e-6, 70e-6), "add_sin_mul": (69e-6, 70e-6)})
+    model = model_of(lambda self, x: ((x.exp() + 1).sum(-1, keepdim=True) + x).sin() * self.scale)
+    _, record = fused_model(model.train(mode == "training"), mode=mode)
+    assert units_of(record) == ["add_sin_mul"]
+    (skip,) = record.skips
+    assert skip.text == "it wouldn't pay: on the example inputs, its kernel takes 71 µs, and its operations 70 µs"
+
+
+def test_if_no_kernel_pays_nothing_is_changed(timed: dict[str, Any]) -> None:
+    timed["mul_div_erf_add_mul"] = (2.0, 1.0)
+    fast, record = fused_model(model_of(by_hand_gelu))
+    assert (record.status, record.detail) == ("unchanged", None)
+    assert "_compiled_call_impl" not in fast.__dict__ or fast.__dict__["_compiled_call_impl"] is None
+
+
+def test_kernels_that_calls_of_the_examples_would_not_use_are_left_out(
+    timed: dict[str, Any], ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "_FEWEST_ELEMENTS", 1000)
+    _, record = fused_model(model_of(by_hand_gelu))
+    assert record.status == "unchanged"
+    (skip,) = record.skips
+    assert skip.text == (
+        "it wouldn't pay: on a CPU, kernels of fewer than 1,000 elements aren't used, and the example inputs have fewer"
+    )
+    # No kernel was compiled for that.
+    assert not ran
+
+
+def test_the_shortest_of_some_rounds_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10**6))
+    monkeypatch.setattr(fused, "_now", lambda: next(clock))
+    calls: list[str] = []
+    assert fused._shortest([lambda: calls.append("a"), lambda: calls.append("b")]) == [1, 1]
+    # Three warm ones of each, one that tells how many make a round, and the only round that the time allows.
+    assert calls == [*"aaabbb", *"ab", *"ab"]

@@ -15,7 +15,7 @@ from passes.torch_capture import (
     mark_open,
     shape_environment,
 )
-from passes.torch_private import beneath_transforms, forget_sources, is_watched
+from passes.torch_private import beneath_transforms, forget_sources, is_watched, settings_of_now
 
 
 def _call(module, args, kwargs):
@@ -159,3 +159,24 @@ def test_what_vmap_wraps_has_the_memory_beneath():
     torch.vmap(torch.vmap(lambda y: found.append(y) or y * 2))(x)
     assert beneath_transforms(found[0]).untyped_storage().data_ptr() == x.data_ptr()
     assert beneath_transforms(x) is x
+
+
+SETTINGS = {
+    "gradients": torch.enable_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_are_compared_with_those_of_now(name):
+    with torch.no_grad():
+        settings = settings_of_now()
+        assert settings.check()
+        with SETTINGS[name]():
+            assert not settings.check()
+        assert settings.check()
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert not settings.check()
+        finally:
+            torch.set_default_dtype(torch.float32)
