@@ -73,8 +73,7 @@ LABELS = {
 
 # On a GPU, these round the factors of float32 products to 11 significant bits; the others don't, except as this project
 # chose.
-_IN_TF32 = (EAGER_TF32, COMPILE_TF32, ONNX_TF32)
-_IEEE = GpuSettings(matmul=False, cudnn=False, benchmark=False)
+_IN_TF32 = "-tf32"
 
 # The batch sizes at which this project verifies its results. The benchmark itself shows the error at the batch size
 # that it measures.
@@ -177,21 +176,29 @@ class Workshop:
         started, self._used_again = time.perf_counter(), 0.0
         try:
             self._check_memory()
-            if name in _IN_TF32 and self._device != "cuda":
-                raise RuntimeError("TF32 needs a GPU")
+            settings = self._settings(name)
+            # Compilers read them, too.
             if self._device == "cuda":
-                _IEEE.put_in_force()
+                settings.put_in_force()
+                _in_force.clear()
             with warnings.catch_warnings(), torchscript_allowed():
                 warnings.simplefilter("ignore")
                 made = self.makers[name](inputs)
                 made = made if isinstance(made, Made) else Made(made, self._bytes)
-                # Files that this project tuned set their own, and leave them so.
-                if self._device == "cuda" and made.tuning is None:
-                    made = replace(made, run=_under(name in _IN_TF32, made.run))
+                if self._device == "cuda":
+                    # Files that this project tuned set their own, and leave them so.
+                    made = replace(made, run=_under(settings if made.tuning is None else None, made.run))
                 made.run()
         except Exception as error:  # noqa: BLE001 - any error means that this way is unavailable; the row says so
             return Contender(name, None, sentence_of(error), self._spent_since(started))
         return Contender(name, made.run, "", self._spent_since(started), made.bytes, made.choice, made.tuning)
+
+    def _settings(self, name: str) -> GpuSettings:
+        """The settings that a contender is made and runs under, on a GPU. RuntimeError if it needs one and there is none."""
+        tf32 = name.endswith(_IN_TF32)
+        if tf32 and self._device != "cuda":
+            raise RuntimeError("TF32 needs a GPU")
+        return GpuSettings(matmul=tf32, cudnn=tf32, benchmark=False)
 
     def _spent_since(self, started: float) -> float:
         return time.perf_counter() - started + self._used_again
@@ -271,13 +278,15 @@ class Workshop:
         path = self._plain_file(inputs)
         return Made(OnnxRun(path, inputs, self._device, self._threads, tf32=tf32), size_of(path))
 
-    def _plain_file(self, inputs: tuple[torch.Tensor, ...]) -> Path:
-        """The ONNX file of `torch.onnx.export` for one batch size."""
-        path = self._folder / f"plain_{len(inputs[0])}.onnx"
+    def _plain_file(
+        self, inputs: tuple[torch.Tensor, ...], name: str = "plain", model: nn.Module | None = None
+    ) -> Path:
+        """The ONNX file of `torch.onnx.export` for one batch size: of the original, or of another module."""
+        path = self._folder / f"{name}_{len(inputs[0])}.onnx"
 
         def write() -> Path:
             with silent():
-                torch.onnx.export(self._plain, inputs, str(path), dynamo=True, verbose=False)
+                torch.onnx.export(model or self._plain, inputs, str(path), dynamo=True, verbose=False)
             return path
 
         return self._once(path.name, write)
@@ -294,12 +303,20 @@ def calling(call: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> Run:
     return run
 
 
-def _under(tf32: bool, run: Run) -> Run:
-    """The run under torch's settings with or without TF32."""
-    settings = GpuSettings(matmul=True, cudnn=True, benchmark=False) if tf32 else _IEEE
+# What `_under` put in force for the last run, if nothing can have changed it since. Reading torch's settings takes
+# microseconds, which counts in short calls.
+_in_force: list[GpuSettings] = []
+
+
+def _under(settings: GpuSettings | None, run: Run) -> Run:
+    """The run under torch's settings; None if it sets its own."""
 
     def call() -> tuple[torch.Tensor, ...]:
-        settings.put_in_force()
+        if settings is None:
+            _in_force.clear()
+        elif not _in_force or _in_force[0] is not settings:
+            settings.put_in_force()
+            _in_force[:] = [settings]
         return run()
 
     return call
@@ -327,7 +344,7 @@ def cosine_to(outputs: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) ->
     if [output.shape for output in outputs] != [true.shape for true in truth]:
         return None
     pairs = [
-        (output.double().cpu().flatten(), true.double().cpu().flatten())
+        (output.to(true.device, torch.float64).flatten(), true.double().flatten())
         for output, true in zip(outputs, truth, strict=True)
         if true.is_floating_point()
     ]
@@ -339,5 +356,7 @@ def cosine_to(outputs: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) ->
 def _difference(output: torch.Tensor, truth: torch.Tensor) -> float:
     if output.shape != truth.shape:
         return float("inf")
-    difference = (output.double().cpu() - truth.cpu()).abs().max().item() / max(truth.abs().max().item(), 1e-300)
+    # Where the truth is: large outputs take long to copy.
+    distance = (output.to(truth.device, torch.float64) - truth).abs().max().item()
+    difference = distance / max(truth.abs().max().item(), 1e-300)
     return difference if difference == difference else float("inf")

@@ -64,7 +64,9 @@ class Deployments(Workshop):
 
         return self._once(path.name, write)
 
-    def _tuned(self, inputs: tuple[torch.Tensor, ...], name: str, accuracy: str | float) -> Made:
+    def _tuned(
+        self, inputs: tuple[torch.Tensor, ...], name: str, accuracy: str | float, tune_seconds: float | None = None
+    ) -> Made:
         """Export, tune and load as a user does."""
         batch = len(inputs[0])
         fast = self._once(f"optimized_{batch}", lambda: optimize(self._model, example_inputs=inputs))
@@ -76,7 +78,7 @@ class Deployments(Workshop):
                 output=self._folder / f"{name}_{batch}",
                 formats=("onnx", "torchscript"),
                 tune=True,
-                tune_seconds=self._tune_seconds,
+                tune_seconds=self._tune_seconds if tune_seconds is None else tune_seconds,
                 accuracy=accuracy,
                 # The same as for onnxruntime's own quantization.
                 calibration=None if drawn else _calibration(inputs),

@@ -66,16 +66,25 @@ from optimize_export.runtime import usable_cpus
 DEFAULT = (
     EAGER, COMPILE, AUTOTUNE, FREEZING, JIT, ONNX, OPENVINO, OPENVINO_BF16, QUANTIZED, QUANTIZED_OPENVINO, EXACT, BUDGET,
 )  # fmt: skip
-# The duration of one measurement in one round; shorter calls are repeated.
 _SECONDS_OF_A_FIGURE = 0.1
 # The options that results in one table share.
 _SETTINGS = ("rounds", "scale", "device", "tune_seconds")
 
 
 def measure_batch(
-    workshop: Workshop, batch: int, names: Sequence[str], rounds: int, device: str, base: str = EAGER
+    workshop: Workshop,
+    batch: int,
+    names: Sequence[str],
+    rounds: int,
+    device: str,
+    base: str = EAGER,
+    seconds: float = _SECONDS_OF_A_FIGURE,
 ) -> list[dict[str, Any]]:
-    """Measure all contenders at one batch size, interleaved, and compare them with the one named `base`."""
+    """Measure all contenders at one batch size, interleaved, and compare them with the one named `base`.
+
+    Args:
+        seconds: the duration of one measurement in one round; shorter calls are repeated.
+    """
     truth = workshop.truth(batch)
     made = workshop.contenders(batch, names)
     runs = {contender.name: contender.run for contender in made if contender.run is not None}
@@ -84,7 +93,7 @@ def measure_batch(
         outputs = run()
         errors[name], cosines[name] = error_against(outputs, truth), cosine_to(outputs, truth)
     processor: dict[str, list[float]] = {}
-    figures, repeats = latencies_of(runs, rounds, _SECONDS_OF_A_FIGURE, device, processor)
+    figures, repeats = latencies_of(runs, rounds, seconds, device, processor)
     return [_result(contender, figures, processor, errors, cosines, repeats, base) for contender in made]
 
 
