@@ -115,6 +115,14 @@ class AotiExporter(Exporter):
         return LoadedPackage(path, torch.device(device))
 
     @staticmethod
+    def for_graphs(path: Path, device: str) -> LoadedArtifact:
+        """Load the file for runs in CUDA graphs, by one thread at a time.
+
+        By default, a run asks the GPU whether the last one has finished, which isn't allowed while a graph is captured.
+        """
+        return LoadedPackage(path, torch.device(device), single_threaded=True)
+
+    @staticmethod
     def read_metadata(path: Path) -> Mapping[str, str]:
         return read_extra_file(path)
 
@@ -274,7 +282,7 @@ class LoadedPackage:
 
     placement: dict[str, int] | None = None
 
-    def __init__(self, path: Path, device: torch.device) -> None:
+    def __init__(self, path: Path, device: torch.device, *, single_threaded: bool = False) -> None:
         self.device = device.type
         # The precision was fixed at compile time.
         self.settings: dict[str, str] = {}
@@ -286,7 +294,7 @@ class LoadedPackage:
         self._parameters: list[str] = ours["parameters"]
         self._guards: list[str] = ours["guards"]
         index = -1 if device.index is None else device.index
-        self._loader = package_loader()(str(path), MODEL, False, 1, index)
+        self._loader = package_loader()(str(path), MODEL, single_threaded, 1, index)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # Compiled code checks nothing: it would read past the end of a tensor that is too small.

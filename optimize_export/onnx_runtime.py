@@ -143,6 +143,11 @@ class OnnxruntimeRunner:
             return tuple(output.numpy(force=True) for output in outputs)
         return tuple(output.to(given[0].device) for output in outputs)
 
+    @property
+    def graphs(self) -> Any:
+        """The `Graphed` of a session that runs in CUDA graphs; None otherwise."""
+        return self._bound if self._in_graphs else None
+
     def _run(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(self._session.run(self._outputs, dict(zip(self._inputs, arrays, strict=True)), self._run_options))
 

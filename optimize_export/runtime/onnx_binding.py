@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from optimize_export.onnx_runtime import ort, without_graph
+from optimize_export.runtime.cuda_graphs import CaptureFailed
+from optimize_export.wording import first_line
 
 
 class BoundSession:
@@ -44,7 +46,11 @@ class BoundSession:
     def recorded(
         self, tensors: Sequence[torch.Tensor]
     ) -> tuple[Callable[[], None], list[torch.Tensor], tuple[torch.Tensor, ...]]:
-        """Record a CUDA graph for inputs of these shapes: a function that replays it, and its inputs and outputs."""
+        """Record a CUDA graph for inputs of these shapes: a function that replays it, and its inputs and outputs.
+
+        Raises:
+            CaptureFailed: the file runs on these inputs, but can't be recorded.
+        """
         inputs = [tensor.clone() for tensor in self._on_target(tensors)]
         # The sizes of the outputs are known after a run.
         outputs = self(*inputs)
@@ -55,13 +61,17 @@ class BoundSession:
         options = ort.RunOptions()
         options.add_run_config_entry("gpu_graph_id", str(next(self._numbers)))
         # onnxruntime records in the first run of each thread, and replays in its later ones.
-        self._run(binding, options)
+        try:
+            self._run(binding, options)
+        # The file has just run on these inputs. onnxruntime's errors have no class in common.
+        except Exception as error:
+            raise CaptureFailed(first_line(error)) from error
         return lambda: self._run(binding, options), inputs, outputs
 
     def _on_target(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if len(tensors) != len(self._inputs):
             raise ValueError(f"The file takes {len(self._inputs)} tensors, not {len(tensors)}.")
-        return [tensor.detach().to(self._target).contiguous() for tensor in tensors]
+        return [_moved(tensor.detach(), self._target).contiguous() for tensor in tensors]
 
     def _with_inputs(self, held: Sequence[torch.Tensor]) -> Any:
         # Bind by address: this supports every dtype (numpy has no bfloat16) and copies nothing.
@@ -78,6 +88,13 @@ class BoundSession:
             # onnxruntime uses its own stream, so the inputs must be complete before it starts.
             torch.cuda.current_stream(self._target).synchronize()
         self._session.run_with_iobinding(binding, options)
+
+
+def _moved(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
+    """The tensor on the target. From pinned memory, a copy to the GPU doesn't wait for it."""
+    if tensor.is_cuda or target.type != "cuda":
+        return tensor.to(target)
+    return tensor.pin_memory().to(target, non_blocking=True)
 
 
 # The names of dtypes in onnxruntime, and their numbers in ONNX files (`onnx.TensorProto.DataType`). A machine that only

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -31,10 +30,9 @@ class TorchRunner:
         settings = route.settings
         if "threads" in settings:
             torch.set_num_threads(int(settings["threads"]))
+        in_graphs = bool(settings.get("cuda_graph")) and device == "cuda"
         with _one_at_a_time:
-            load_artifact, load_frozen, exported_format = _loaders()
-            frozen = exported_format(route.format) == "torchscript" and settings.get("freeze")
-            loaded = load_frozen(path, device) if frozen else load_artifact(route.format, path, device)
+            loaded = _load(path, route, device, in_graphs=in_graphs)
         self.device = device
         self.placement = loaded.placement
         self.settings = dict(loaded.settings)
@@ -42,7 +40,8 @@ class TorchRunner:
         self._gpu_settings = GpuSettings(tf32, tf32, bool(settings.get("cudnn_benchmark")))
         if device == "cuda":
             self.settings["torch_tf32"] = "on" if tf32 else "off"
-        self._run: Any = Graphed(loaded) if settings.get("cuda_graph") and device == "cuda" else loaded
+        self.graphs = Graphed(loaded) if in_graphs else None
+        self._run: Any = loaded if self.graphs is None else self.graphs
 
     def __call__(self, *tensors: Any) -> tuple[Any, ...]:
         arrays = [each for each in tensors if isinstance(each, numpy.ndarray)]
@@ -74,16 +73,27 @@ class TorchRunner:
 _one_at_a_time = Lock()
 
 
+def _load(path: Path, route: Route, device: str, *, in_graphs: bool) -> Any:
+    load_artifact, exported_format, AotiExporter, TorchScriptExporter = _formats()
+    format = exported_format(route.format)
+    if format == TorchScriptExporter.name and route.settings.get("freeze"):
+        return TorchScriptExporter.frozen(path, device)
+    if format == AotiExporter.name and in_graphs:
+        return AotiExporter.for_graphs(path, device)
+    return load_artifact(route.format, path, device)
+
+
 @cache
-def _loaders() -> tuple[Callable[[str, Path, str], Any], Callable[[Path, str], Any], Callable[[str], str]]:
-    """The functions that load a file of any format, load a TorchScript file frozen, and tell the format of a lowered file.
+def _formats() -> tuple[Any, ...]:
+    """The functions that load a file of any format and tell the format of a lowered file, and two formats.
 
     Only files that torch runs need the formats, which import torch.onnx.
     """
     with our_package("exporters"):
+        from exporters.aoti import AotiExporter
         from exporters.registry import exported_format, load_artifact
         from exporters.torchscript import TorchScriptExporter
-    return load_artifact, TorchScriptExporter.frozen, exported_format
+    return load_artifact, exported_format, AotiExporter, TorchScriptExporter
 
 
 def _of_numpy(array: numpy.ndarray) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch import nn
 from exporters.aoti import missing_compiler as missing_cpp_compiler
 from exporters.child_process import InChild, can_start
 from exporters.registry import exported_format
+from optimize_export.errors import DeviceError
 from optimize_export.gpu_settings import GpuSettings
 from optimize_export.runtime import Route, Runner, open_route, own_routes, require_runtime
 from optimize_export.wording import listed
@@ -96,8 +97,18 @@ class Files:
         inputs = tuple(self.inputs)
         if route not in self.proven and _crashes_alone(route, self.device, inputs):
             self.open_for_proof(route)(*inputs)
-        runner = self.opened(route)
-        return lambda: runner(*inputs)
+        # The runner of a route with CUDA graphs has them as an attribute.
+        runner: Any = self.opened(route)
+        if self.device != "cuda" or not route.settings.get("cuda_graph"):
+            return lambda: runner(*inputs)
+
+        def replayed() -> object:
+            outputs = runner(*inputs)
+            if reason := runner.graphs.why_none:
+                raise DeviceError(f"no CUDA graph of it can be recorded: {reason}")
+            return outputs
+
+        return replayed
 
 
 def open_in_child(path: Path, route: Route, device: str, inputs: Sequence[torch.Tensor]) -> Runner:

@@ -112,6 +112,12 @@ def test_outputs_outlive_the_package_and_inputs_may_lie_anyhow(artifact, inputs)
     assert all(torch.equal(*pair) for pair in zip(expected, spread, strict=True))
 
 
+def test_loaded_for_graphs_it_computes_the_same(artifact, inputs):
+    loaded = AotiExporter.for_graphs(artifact.path, "cpu")
+    for size in (4, 2, 4):
+        assert all(map(torch.equal, loaded(*inputs(size)), artifact.load()(*inputs(size))))
+
+
 def test_other_inputs_are_refused_before_they_are_read(artifact, inputs):
     loaded = artifact.load()
     ids, keep, half = inputs(4)
