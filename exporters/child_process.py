@@ -154,7 +154,7 @@ class _Child:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(_DYING)
                 self.end()
-                self._how = self._how or _how(self._process.returncode)
+                self._how = self._how or how_it_ended(self._process.returncode)
                 raise _Ended(self._how) from None
             except BaseException:
                 # An interrupt: the answer may still come, and would be taken for that of the next request.
@@ -212,7 +212,8 @@ def _end() -> None:
         _child = None
 
 
-def _how(code: int) -> str:
+def how_it_ended(code: int) -> str:
+    """How a process ended that should have gone on, by its exit code, as in "crashes (SIGSEGV)"."""
     if code >= 0:
         return f"ends its process (exit code {code})"
     try:

@@ -180,21 +180,53 @@ def named_dims(spec: TensorSpec) -> dict[int, str]:
     return {dim: size for dim, size in enumerate(spec.shape) if isinstance(size, str)}
 
 
-def conditions_of_program(program: torch.export.ExportedProgram, evidence: Evidence) -> tuple[Condition, ...]:
+@dataclass(frozen=True)
+class Assumptions:
+    """What a program assumes about the open dims, as data that another process can read."""
+
+    # Each relation of symbols, with the dim that each symbol stands for.
+    relations: tuple[tuple[Any, Mapping[Any, Place]], ...] = ()
+    # The least and largest size of a dim; None for no limit.
+    ranges: tuple[tuple[int | None, int | None, Place], ...] = ()
+
+    def joined(self, other: Assumptions) -> Assumptions:
+        """These assumptions and those of another one."""
+        return Assumptions(self.relations + other.relations, self.ranges + other.ranges)
+
+
+def assumptions_of(program: torch.export.ExportedProgram, open_dims: Iterable[Place]) -> Assumptions:
     """The assumptions of torch.export about the open dims: the ranges and relations implied by its branches.
 
     torch.export doesn't raise for these: `Dim.DYNAMIC` only forbids that a dim becomes a constant.
     """
-    if not evidence.open_dims:
-        return ()
-    environment, symbols = _open_sizes(program, evidence)
+    if not (places := tuple(open_dims)):
+        return Assumptions()
+    environment, symbols = _open_sizes(program, places)
     # Relations on data-dependent sizes were checked in the run and aren't branches.
     relations = [each for each in environment.get_axioms() if each.free_symbols and each.free_symbols <= symbols.keys()]
     ranges = [(symbol, bounds) for symbol, bounds in environment.var_to_range.items() if symbol in symbols]
-    return (
-        *(_relation(relation, symbols, evidence) for relation in relations),
-        *(_range(bounds, symbols[symbol], evidence) for symbol, bounds in ranges),
+    return Assumptions(
+        tuple((each, {symbol: symbols[symbol] for symbol in each.free_symbols}) for each in relations),
+        tuple((_number(bounds.lower), _number(bounds.upper), symbols[symbol]) for symbol, bounds in ranges),
     )
+
+
+def _number(bound: Any) -> int | None:
+    return int(bound) if bound.is_Integer else None
+
+
+def conditions_of(assumptions: Assumptions, evidence: Evidence) -> tuple[Condition, ...]:
+    """Assumptions as conditions, each once."""
+    found = (
+        *(_relation(relation, symbols, evidence) for relation, symbols in assumptions.relations),
+        *(_range(lower, upper, place, evidence) for lower, upper, place in assumptions.ranges),
+    )
+    return tuple({condition.key: condition for condition in found}.values())
+
+
+def conditions_of_program(program: torch.export.ExportedProgram, evidence: Evidence) -> tuple[Condition, ...]:
+    """The assumptions of a program about the open dims as conditions."""
+    return conditions_of(assumptions_of(program, evidence.open_dims), evidence)
 
 
 def conditions_of_numbers(program: torch.export.ExportedProgram, evidence: Evidence) -> tuple[Condition, ...]:
@@ -205,7 +237,7 @@ def conditions_of_numbers(program: torch.export.ExportedProgram, evidence: Evide
     """
     if not evidence.open_dims:
         return ()
-    _, symbols = _open_sizes(program, evidence)
+    _, symbols = _open_sizes(program, evidence.open_dims)
     results = [node.meta.get("val") for node in _nodes_of(program.graph_module) if node.op == "call_function"]
     numbers = [each.node.expr for each in results if isinstance(each, torch.SymInt | torch.SymFloat)]
     calls = dict.fromkeys(call for number in numbers for call in number.atoms(sympy.core.function.Application))
@@ -228,14 +260,14 @@ def _turns(call: Any, symbols: Mapping[Any, Place], evidence: Evidence) -> Itera
         yield from (sympy.Le(left, right), sympy.Ge(left, right))
 
 
-def _open_sizes(program: torch.export.ExportedProgram, evidence: Evidence) -> tuple[Any, dict[Any, Place]]:
+def _open_sizes(program: torch.export.ExportedProgram, open_dims: Sequence[Place]) -> tuple[Any, dict[Any, Place]]:
     """The ShapeEnv of a program, and the (input, dim) of the symbol of each open dim."""
     examples = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
     values = [examples[name] for name in program.graph_signature.user_inputs]
-    environment = values[evidence.open_dims[0][0]].fake_mode.shape_env
+    environment = values[open_dims[0][0]].fake_mode.shape_env
     symbols = {
         size.node.expr: (index, dim)
-        for index, dim in evidence.open_dims
+        for index, dim in open_dims
         if isinstance(size := values[index].shape[dim], torch.SymInt) and size.node.expr.is_Symbol
     }
     return environment, symbols
@@ -259,8 +291,7 @@ def _relation(relation: Any, symbols: Mapping[Any, Place], evidence: Evidence) -
     return Condition(f"`{text}`", holds, frozenset(places.values()), numbers, relation_text)
 
 
-def _range(bounds: Any, place: Place, evidence: Evidence) -> Condition:
-    lower, upper = (int(bound) if bound.is_Integer else None for bound in (bounds.lower, bounds.upper))
+def _range(lower: int | None, upper: int | None, place: Place, evidence: Evidence) -> Condition:
     index, dim = place
 
     def holds(shapes: Shapes) -> bool:

@@ -123,6 +123,15 @@ def aot_compile(module: torch.fx.GraphModule, args: Any, kwargs: Any, options: M
     return written
 
 
+def gemm_templates_share_their_work() -> bool:
+    """Whether inductor's matrix products for the CPU are right with any number of threads.
+
+    In 2.11, each thread computes its own part, and if fewer threads run than the file was compiled for, as OpenMP may
+    decide, parts are missing. In 2.13, the threads that run share all parts.
+    """
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
 def package_writer() -> Callable[..., Any]:
     """`package_pt2`, which writes the files of AOTInductor into one package. Seen in 2.13."""
     from torch.export.pt2_archive._package import package_pt2

@@ -16,7 +16,15 @@ from tiny_models import enliven
 from torch import nn
 
 import exporters.aoti
-from exporters import Adapter, AotiExporter, ExportError, ExportRequest, OtherMachine, exporter_named
+from exporters import (
+    Adapter,
+    AotiExporter,
+    ExportError,
+    ExportRequest,
+    OtherMachine,
+    aoti_compile,
+    exporter_named,
+)
 
 
 def export(model, calls, folder, **options):
@@ -197,6 +205,15 @@ def test_another_machine_is_refused(artifact, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able)
     with pytest.raises(OtherMachine, match=refused.format("processor", f"has no {needs[0]}")):
         artifact.load()
+    with monkeypatch.context() as patch:
+        major, minor = map(int, torch.__version__.split(".")[:2])
+        newer = f"{major}.{minor + 1}.0"
+        patch.setattr(torch, "__version__", newer)
+        with pytest.raises(OtherMachine, match=refused.format("target", f"is torch {newer}")):
+            artifact.load()
+        # Another patch release has the same binary interface.
+        patch.setattr(torch, "__version__", f"{major}.{minor}.99")
+        artifact.load()
     monkeypatch.setattr(exporters.aoti.platform, "machine", lambda: "riscv64")
     with pytest.raises(OtherMachine, match=refused.format("target", "is riscv64")):
         artifact.load()
@@ -239,8 +256,46 @@ def test_what_long_sums_round_is_no_other_way(time, tmp_path):
     assert torch.allclose(loaded(many)[0], model(many), rtol=1e-3, atol=1e-4)
 
 
+class Views(nn.Module):
+    """Returns its input, a view of it, a constant, and one value twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.arange(6.0))
+
+    def forward(self, x):
+        y = x * 2
+        return x, x.view(-1), self.table, y, y.view(-1), x * 2
+
+
+@pytest.mark.slow
+def test_each_output_has_memory_of_its_own(tmp_path):
+    loaded = export(Views(), tuple(((floats(size, 3),), {}) for size in (4, 6, 2)), tmp_path).load()
+    x = floats(4, 3).requires_grad_()
+    before = x.detach().clone()
+    for _ in range(2):
+        outputs = loaded(x)
+        expected = Views()(x)
+        assert not any(output.requires_grad for output in outputs)
+        for output, wanted in zip(outputs, expected, strict=True):
+            assert torch.equal(output, wanted)
+            output.fill_(7.0)
+        assert torch.equal(x, before)
+
+
+def test_memory_is_copied_only_where_something_else_has_it():
+    loaded = object.__new__(exporters.aoti.LoadedPackage)
+    given, made = floats(2, 3), floats(2, 3)
+    constant = torch.frombuffer(bytearray(24), dtype=torch.float32)
+    taken = {given.untyped_storage().data_ptr()}
+    outputs = [loaded._own(each, taken) for each in (made, given.view(-1), constant, made.view(-1))]
+    assert [output.data_ptr() == made.data_ptr() for output in outputs] == [True, False, False, False]
+    assert outputs[1].data_ptr() != given.data_ptr()
+    assert outputs[2].data_ptr() != constant.data_ptr()
+
+
 def test_a_branch_on_data_is_refused_before_anything_is_compiled(tmp_path, monkeypatch):
-    monkeypatch.setattr(exporters.aoti, "_compile", None)
+    monkeypatch.setattr(exporters.aoti, "compile_here", None)
     calls = tuple(((sign * floats(size, 3).abs(),), {}) for size, sign in ((2, 1), (3, -1)))
     with pytest.raises(
         ExportError, match=r"\(aotinductor and aotinductor-strict: the model branches on the values of its"
@@ -275,7 +330,7 @@ def test_a_package_for_a_gpu_runs_there_and_nowhere_else(tmp_path):
 
 def test_the_compiler_is_not_asked_for_the_instructions_of_this_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "echo")
-    script = exporters.aoti._compiler(tmp_path)
+    script = aoti_compile._compiler(tmp_path)
     called = subprocess.run([script, "a b", "-march=native", "-O2"], capture_output=True, text=True, check=True)
     assert called.stdout.startswith("a b -O2 -fsigned-zeros")
     assert "native" not in called.stdout

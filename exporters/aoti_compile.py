@@ -1,0 +1,275 @@
+"""Compile a captured program by AOTInductor: in this process, or in a child process that is ended when the time is up.
+
+Inductor, the C++ compiler and Triton can't be interrupted from within. So with a time limit, the program goes to a child
+process as a file. The child has a session of its own, and ending it ends the compilers and workers that it started.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exporters.child_process import can_start, how_it_ended
+from exporters.errors import RouteRefused
+from exporters.evidence import Place
+from exporters.exported_program import Assumptions, assumptions_of
+from exporters.isolation import refusing, silent
+from exporters.metadata import write_archive
+from exporters.torch_private import (
+    aot_compile,
+    gemm_templates_share_their_work,
+    inductor_cache,
+    vector_flags,
+    without_line_info,
+)
+from optimize_export.gpu_settings import GpuSettings
+from optimize_export.runtime import usable_cpus
+
+# The name of the model in the package.
+MODEL = "model"
+
+# Names of files in the folder of a child process.
+_PROGRAM, _RESULT = "program.pt2", "result.pickle"
+_NAME_IT = "to compile it in this process, without a time limit, name aoti among the formats"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled program."""
+
+    # The library, its metadata, and the kernels for a GPU.
+    files: tuple[Path, ...]
+    # The CPU features that the vector code needs, by their names in `torch.cpu` without underscores.
+    needs: tuple[str, ...]
+    # Those of the capture, and those that compiling added.
+    assumptions: Assumptions
+
+
+def missing_compiler() -> str | None:
+    """A clause that says what AOTInductor needs in order to compile, and how to get it; None if nothing is missing.
+
+    The passes have a similar check for torch.compile, since neither package imports the other.
+    """
+    # Inductor only looks for this compiler.
+    usual = {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++")
+    compiler = os.environ.get("CXX", usual)
+    if shutil.which(compiler) is None:
+        return f"AOTInductor needs a C++ compiler, and there is no {compiler!r}: install one or set CXX"
+    return None
+
+
+def compile_here(
+    program: torch.export.ExportedProgram, open_dims: Iterable[Place], folder: Path, *, workers: int = 1
+) -> Compiled:
+    """Compile the program in this process, and write the files into the folder.
+
+    Args:
+        open_dims: the dims of inputs whose assumptions are returned.
+        workers: the number of processes that compile. Only a process that compiles nothing else may have several: they
+            keep the cache with which they were started.
+
+    Raises:
+        RouteRefused: it can't be compiled.
+    """
+    # The user's cache is neither read nor written, and kernels hold no line information.
+    with refusing("it can't be compiled"), silent(), inductor_cache(folder), without_line_info():
+        files = _files(program, folder, workers)
+        return Compiled(tuple(files), _needs(), assumptions_of(program, open_dims))
+
+
+def compile_until(
+    end: float, program: torch.export.ExportedProgram, open_dims: Iterable[Place], folder: Path
+) -> Compiled:
+    """Compile the program in a child process as `compile_here`; `end` is the time of `time.monotonic` to give up at.
+
+    Raises:
+        RouteRefused: it can't be compiled, it can't be handed to another process, or the time is up.
+    """
+    # What this process assumed; the file doesn't have all of it.
+    assumed = assumptions_of(program, open_dims)
+    started = time.monotonic()
+    if not can_start():
+        raise RouteRefused(f"no child process can be started here: {_NAME_IT}")
+    with refusing(f"it can't be handed to another process ({_NAME_IT})"), silent():
+        weights = sum(tensor.nbytes for tensor in program.state_dict.values())
+        write_archive(folder / _PROGRAM, weights, partial(torch.export.save, program))
+    request = folder, tuple(open_dims), GpuSettings.now(), torch.get_num_threads()
+    # -P: the folder of a script isn't searched. Ours comes first, as a user's may hold packages of our names.
+    paths = [str(Path(__file__).parent.parent), *sys.path]
+    code = f"import sys; sys.path[:] = {paths!r}; from exporters.aoti_compile import child; child()"
+    # Also the compilers' temporary files are removed with the folder.
+    environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))}
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):
+            process.stdin.write(pickle.dumps(request))
+            process.stdin.flush()
+        code_of_exit = process.wait(max(0.0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        left = max(0.0, end - started)
+        raise RouteRefused(f"compiling takes longer than the {left:.0f} s that were left for it") from None
+    finally:
+        _end(process)
+    try:
+        result = pickle.loads((folder / _RESULT).read_bytes())
+    except FileNotFoundError:
+        raise RouteRefused(f"the process that compiles it {how_it_ended(code_of_exit)}") from None
+    if isinstance(result, str):
+        raise RouteRefused(result)
+    return Compiled(result.files, result.needs, assumed.joined(result.assumptions))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and everything that it started."""
+    if hasattr(os, "killpg"):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+    process.wait()
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):
+        process.stdin.close()
+
+
+def child() -> None:
+    """The child process of `compile_until`: write the `Compiled`, or a sentence that says why there is none."""
+    folder, open_dims, settings, threads = pickle.load(os.fdopen(os.dup(0), "rb"))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    settings.put_in_force()
+    torch.set_num_threads(threads)
+    result: Compiled | str
+    try:
+        with refusing(f"it can't be handed to another process ({_NAME_IT})"), silent():
+            program = torch.export.load(folder / _PROGRAM)
+        with torch.no_grad():
+            result = compile_here(program, open_dims, folder, workers=usable_cpus())
+    except RouteRefused as refusal:
+        result = str(refusal)
+    unfinished = folder / f"{_RESULT}.tmp"
+    unfinished.write_bytes(pickle.dumps(result))
+    unfinished.replace(folder / _RESULT)
+    # Without waiting for the workers, which the parent ends.
+    os._exit(0)
+
+
+def _end_with_parent() -> None:
+    # The parent writes nothing more: its pipe ends when it does.
+    os.read(0, 1)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _files(program: torch.export.ExportedProgram, folder: Path, workers: int) -> list[Path]:
+    """Compile the program; return the library, its metadata, and the kernels for a GPU."""
+    module = program.module(check_guards=False)
+    options: dict[str, Any] = {
+        "aot_inductor.package": True,
+        "aot_inductor.model_name_for_generated_files": MODEL,
+        "aot_inductor.output_path": str(folder / "library"),
+        "aot_inductor.precompile_headers": False,
+        "aot_inductor.enable_line_tables": False,
+        # Inductor's own input check, which AOTI_RUNTIME_CHECK_INPUTS enables, would refuse a batch of 1.
+        "aot_inductor.check_lowerbound": False,
+        # Draw the same random numbers as torch.
+        "fallback_random": True,
+        "cpp.dynamic_threads": True,
+        # Compile for the chosen vector instructions, not for everything that this processor supports: of a ResNet-18 and
+        # a ViT, -march=native changed the time of a call by 2 % at most, less than the measurement's spread.
+        "cpp.march": "",
+        "cpp.enable_unsafe_math_opt_flag": False,
+        "cpp.enable_floating_point_contract_flag": "off",
+        "cpp.cxx": (_compiler(folder),),
+        "compile_threads": workers,
+        # The weights are constants, in the layout in which their kernels are fastest.
+        "freezing": True,
+        **_for_speed(program),
+    }
+    args, kwargs = program.example_inputs
+    written = aot_compile(module, args, kwargs, options)
+    # Leave the sources out: nothing reads them, and they contain details of this machine. The loader of torch 2.11 finds
+    # the metadata by the name of this source, so keep it, emptied.
+    files = [Path(file) for file in written if isinstance(file, str)]
+    named = [path for path in files if path.name == f"{MODEL}.wrapper.cpp"]
+    for path in named:
+        path.write_text("")
+    # The code holds the path of each GPU kernel, of which the loader of a package reads only the file name.
+    here = str(folder).encode()
+    for path in files:
+        if path.suffix == ".so" and here in (code := path.read_bytes()):
+            path.write_bytes(code.replace(here, b"/" * len(here)))
+    return named + [
+        path for path in files if path.suffix not in (".cpp", ".h", ".S", ".o") and "kernel_metadata" not in path.name
+    ]
+
+
+def _for_speed(program: torch.export.ExportedProgram) -> dict[str, Any]:
+    """The options that make the code for the program's device fast. None of them makes a choice by timing."""
+    weights = [tensor for tensor in program.state_dict.values() if tensor.is_floating_point()]
+    if any(tensor.is_cuda for tensor in weights):
+        # cuDNN computes half precision in channels_last, and converts each convolution's input and output from another
+        # layout. Inductor only changes the layout by itself where the batch is fixed.
+        half = any(tensor.dim() == 4 and tensor.dtype in (torch.float16, torch.bfloat16) for tensor in weights)
+        return {"force_layout_optimization": half}
+    if not gemm_templates_share_their_work():
+        return {}
+    # Inductor's own matrix products, without MKL's as another choice: 0.70 times the time of a call of a ViT (0.80 with
+    # a dynamic batch, 0.76 of a BERT), for a sixth more time to compile. Timing both (max_autotune) gave the same speed,
+    # took three times as long to compile, and two builds would differ. The products split their work into as many parts
+    # as there are CPUs, and the threads of the process take the parts.
+    return {"max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP", "cpp.threads": usable_cpus()}
+
+
+def _compiler(folder: Path) -> str:
+    """Write a script that calls the compiler without -march=native and with our flags, which override earlier ones.
+
+    torch 2.11 and 2.12 have no option that leaves -march=native out. Inductor asks for code that doesn't distinguish
+    -0.0 from 0.0. Our code distinguishes them, as eager does. Macros and assertions record source paths, and a package
+    must contain no path of this machine.
+    """
+    compiler = shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
+    if compiler is None or sys.platform == "win32":
+        return compiler or "cl"
+    # If several prefixes match, the last one wins.
+    roots = {
+        sys.base_prefix: "python",
+        sys.prefix: "python",
+        os.path.dirname(torch.__file__): "torch",
+        str(folder): ".",
+    }
+    flags = ["-fsigned-zeros", "-g0", *(f"-ffile-prefix-map={old}={new}" for old, new in roots.items())]
+    script = folder / os.path.basename(compiler)
+    without_native = 'for flag do shift; [ "$flag" = -march=native ] || set -- "$@" "$flag"; done'
+    script.write_text(f'#!/bin/sh\n{without_native}\nexec {shlex.quote(compiler)} "$@" {shlex.join(flags)}\n')
+    script.chmod(0o700)
+    return str(script)
+
+
+def _needs() -> tuple[str, ...]:
+    """The CPU features that the vector code needs, by their names in `torch.cpu` without underscores."""
+    found = re.findall(r"-m(?!arch|cpu)([\w-]+)|\+(\w+)", vector_flags())
+    names = {(option or extension).replace("-", "") for option, extension in found}
+    return tuple(sorted({"fma": "fma3"}.get(name, name) for name in names))
