@@ -28,10 +28,11 @@ import torch
 from exporters.child_process import can_start, how_it_ended
 from exporters.errors import RouteRefused
 from exporters.evidence import Place
-from exporters.exported_program import Assumptions, assumptions_of
+from exporters.exported_program import Assumptions, assumptions_of, nodes_of
 from exporters.isolation import refusing, silent
 from exporters.metadata import write_archive
 from exporters.torch_private import (
+    OpOverload,
     aot_compile,
     gemm_templates_share_their_work,
     inductor_cache,
@@ -39,10 +40,14 @@ from exporters.torch_private import (
     without_line_info,
 )
 from optimize_export.gpu_settings import GpuSettings
+from optimize_export.manifest import is_reproducible_build
 from optimize_export.runtime import usable_cpus
 
 # The name of the model in the package.
 MODEL = "model"
+
+# As inductor's own default: each worker imports torch and Triton.
+_MOST_WORKERS = 32
 
 # Names of files in the folder of a child process.
 _PROGRAM, _RESULT = "program.pt2", "result.pickle"
@@ -109,10 +114,12 @@ def compile_until(
     with refusing(f"it can't be handed to another process ({_NAME_IT})"), silent():
         weights = sum(tensor.nbytes for tensor in program.state_dict.values())
         write_archive(folder / _PROGRAM, weights, partial(torch.export.save, program))
-    request = folder, tuple(open_dims), GpuSettings.now(), torch.get_num_threads()
-    # -P: the folder of a script isn't searched. Ours comes first, as a user's may hold packages of our names.
+    targets = {node.target for node in nodes_of(program.graph_module)}
+    operators = sorted(str(target) for target in targets if isinstance(target, OpOverload))
+    request = folder, operators, tuple(open_dims), GpuSettings.now(), torch.get_num_threads()
+    # -P: the current folder isn't searched. Ours comes before those of the user, which may hold packages of our names.
     paths = [str(Path(__file__).parent.parent), *sys.path]
-    code = f"import sys; sys.path[:] = {paths!r}; from exporters.aoti_compile import child; child()"
+    code = f"import sys; sys.path += {paths!r}; from exporters.aoti_compile import child; child()"
     # Also the compilers' temporary files are removed with the folder.
     environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))}
     process = subprocess.Popen(
@@ -137,7 +144,7 @@ def compile_until(
     try:
         result = pickle.loads((folder / _RESULT).read_bytes())
     except FileNotFoundError:
-        raise RouteRefused(f"the process that compiles it {how_it_ended(code_of_exit)}") from None
+        raise RouteRefused(f"AOTInductor {how_it_ended(code_of_exit)}") from None
     if isinstance(result, str):
         raise RouteRefused(result)
     return Compiled(result.files, result.needs, assumed.joined(result.assumptions))
@@ -158,16 +165,20 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def child() -> None:
     """The child process of `compile_until`: write the `Compiled`, or a sentence that says why there is none."""
-    folder, open_dims, settings, threads = pickle.load(os.fdopen(os.dup(0), "rb"))
+    folder, operators, open_dims, settings, threads = pickle.load(os.fdopen(os.dup(0), "rb"))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     settings.put_in_force()
     torch.set_num_threads(threads)
     result: Compiled | str
     try:
+        for operator in operators:
+            namespace, name, _ = operator.split(".")
+            if not hasattr(getattr(torch.ops, namespace), name):
+                raise RouteRefused(f"another process doesn't know its operator {namespace}::{name}: {_NAME_IT}")
         with refusing(f"it can't be handed to another process ({_NAME_IT})"), silent():
             program = torch.export.load(folder / _PROGRAM)
         with torch.no_grad():
-            result = compile_here(program, open_dims, folder, workers=usable_cpus())
+            result = compile_here(program, open_dims, folder, workers=min(_MOST_WORKERS, usable_cpus()))
     except RouteRefused as refusal:
         result = str(refusal)
     unfinished = folder / f"{_RESULT}.tmp"
@@ -227,20 +238,20 @@ def _files(program: torch.export.ExportedProgram, folder: Path, workers: int) ->
 
 
 def _for_speed(program: torch.export.ExportedProgram) -> dict[str, Any]:
-    """The options that make the code for the program's device fast. None of them makes a choice by timing."""
+    """The options that make the code for the program's device fast."""
     weights = [tensor for tensor in program.state_dict.values() if tensor.is_floating_point()]
     if any(tensor.is_cuda for tensor in weights):
         # cuDNN computes half precision in channels_last, and converts each convolution's input and output from another
-        # layout. Inductor only changes the layout by itself where the batch is fixed.
+        # layout. Inductor only changes the layout by itself where the batch is fixed. Nothing is tuned (max_autotune,
+        # coordinate descent): a product has some 20 configurations in Triton, each of which is compiled and run, where
+        # cuBLAS and cuDNN choose by rules. Fusing epilogues is on by default.
         half = any(tensor.dim() == 4 and tensor.dtype in (torch.float16, torch.bfloat16) for tensor in weights)
         return {"force_layout_optimization": half}
-    if not gemm_templates_share_their_work():
-        return {}
-    # Inductor's own matrix products, without MKL's as another choice: 0.70 times the time of a call of a ViT (0.80 with
-    # a dynamic batch, 0.76 of a BERT), for a sixth more time to compile. Timing both (max_autotune) gave the same speed,
-    # took three times as long to compile, and two builds would differ. The products split their work into as many parts
-    # as there are CPUs, and the threads of the process take the parts.
-    return {"max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP", "cpp.threads": usable_cpus()}
+    # Time inductor's own code for each matrix product next to MKL's: on an AMD EPYC, a call of a ViT took 0.70 times as
+    # long, and 0.80 times with code for two threads on one. The processor decides which is faster, so two builds may
+    # differ. The code splits its work into as many parts as torch has threads now.
+    is_timed = gemm_templates_share_their_work() and not is_reproducible_build()
+    return {"max_autotune_gemm": is_timed}
 
 
 def _compiler(folder: Path) -> str:

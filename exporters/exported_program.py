@@ -85,7 +85,7 @@ def captured(evidence: Evidence, *, strict: bool) -> tuple[torch.export.Exported
     tensors = pytree.tree_leaves((shared.state_dict, shared.constants, shared.example_inputs))
     with silent():
         program = copy.deepcopy(shared, {id(tensor): tensor for tensor in tensors})
-    for node, original in zip(_nodes_of(program.graph_module), _nodes_of(shared.graph_module), strict=True):
+    for node, original in zip(nodes_of(program.graph_module), nodes_of(shared.graph_module), strict=True):
         # A copied graph renames nodes that have the name of a Python function, such as `input`.
         node.name, node.target = original.name, original.target
     placed = Program.of(program, evidence.captures.adapter.model)
@@ -238,7 +238,7 @@ def conditions_of_numbers(program: torch.export.ExportedProgram, evidence: Evide
     if not evidence.open_dims:
         return ()
     _, symbols = _open_sizes(program, evidence.open_dims)
-    results = [node.meta.get("val") for node in _nodes_of(program.graph_module) if node.op == "call_function"]
+    results = [node.meta.get("val") for node in nodes_of(program.graph_module) if node.op == "call_function"]
     numbers = [each.node.expr for each in results if isinstance(each, torch.SymInt | torch.SymFloat)]
     calls = dict.fromkeys(call for number in numbers for call in number.atoms(sympy.core.function.Application))
     return tuple(
@@ -374,7 +374,7 @@ def guard_holds(guard: str, sizes: Mapping[str, Sequence[int]]) -> bool:
 
 
 def _drop_traces(program: torch.export.ExportedProgram) -> None:
-    for node in _nodes_of(program.graph_module):
+    for node in nodes_of(program.graph_module):
         for name in _TRACES:
             node.meta.pop(name, None)
         if stack := node.meta.get("nn_module_stack"):
@@ -384,7 +384,7 @@ def _drop_traces(program: torch.export.ExportedProgram) -> None:
             }
 
 
-def _nodes_of(module: nn.Module) -> Iterator[Any]:
+def nodes_of(module: nn.Module) -> Iterator[Any]:
     """The nodes of a graph and of the graphs inside it."""
     for inner in module.modules():
         yield from getattr(getattr(inner, "graph", None), "nodes", ())

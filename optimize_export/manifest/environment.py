@@ -27,6 +27,11 @@ _LIBRARIES = (
 )
 
 
+def is_reproducible_build() -> bool:
+    """Whether SOURCE_DATE_EPOCH asks for byte-for-byte reproducible bundles, as it does for builds."""
+    return "SOURCE_DATE_EPOCH" in os.environ
+
+
 def local_roots(*more: Path) -> tuple[str, ...]:
     """The folders of this machine whose paths must not appear in a bundle, the longest first."""
     names = [os.getcwd(), os.path.expanduser("~"), sys.prefix, sys.base_prefix, tempfile.gettempdir()]

@@ -1,11 +1,11 @@
 """The bundle that an export writes (manifest, artifacts, golden data), and its verification."""
 
+from optimize_export.manifest import is_reproducible_build
 from optimizer.bundle.bundle import Bundle, artifact_entry, check_target, open_bundle, write_bundle
 from optimizer.bundle.golden import read_golden, write_golden
 from optimizer.bundle.manifest import (
     describe_device,
     factor_between,
-    is_reproducible_build,
     usage_text,
     weights_hash,
 )

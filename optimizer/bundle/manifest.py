@@ -30,11 +30,6 @@ _SAME_KIND, _OTHER_KIND = 2.0, 4.0
 # ---------------------------------------------------------------------------------------------------------- the content
 
 
-def is_reproducible_build() -> bool:
-    """Whether SOURCE_DATE_EPOCH asks for byte-for-byte reproducible bundles, as it does for builds."""
-    return "SOURCE_DATE_EPOCH" in os.environ
-
-
 def creation_time() -> str:
     """The current time in UTC, or the time of SOURCE_DATE_EPOCH for a reproducible bundle, in ISO 8601."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
