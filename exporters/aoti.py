@@ -7,7 +7,9 @@ compiler.
 from __future__ import annotations
 
 import json
+import os
 import platform
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from exporters.aoti_compile import MODEL, Compiled, compile_here, compile_until, missing_compiler
+from exporters.aoti_compile import MODEL, Compiled, compile_here, compile_until
 from exporters.base import (
     Artifact,
     Exporter,
@@ -119,6 +121,19 @@ class AotiExporter(Exporter):
             write_package(done, evidence, guards, path)
         with refusing("the package can't be loaded"):
             return self.load(path, str(evidence.device))
+
+
+def missing_compiler() -> str | None:
+    """A clause that says what AOTInductor needs in order to compile, and how to get it; None if nothing is missing.
+
+    The passes have a similar check for torch.compile, since neither package imports the other.
+    """
+    # Inductor only looks for this compiler.
+    usual = {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++")
+    compiler = os.environ.get("CXX", usual)
+    if shutil.which(compiler) is None:
+        return f"AOTInductor needs a C++ compiler, and there is no {compiler!r}: install one or set CXX"
+    return None
 
 
 def write_package(done: Compiled, evidence: Evidence, guards: Sequence[str], path: Path) -> None:

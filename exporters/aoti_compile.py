@@ -66,19 +66,6 @@ class Compiled:
     assumptions: Assumptions
 
 
-def missing_compiler() -> str | None:
-    """A clause that says what AOTInductor needs in order to compile, and how to get it; None if nothing is missing.
-
-    The passes have a similar check for torch.compile, since neither package imports the other.
-    """
-    # Inductor only looks for this compiler.
-    usual = {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++")
-    compiler = os.environ.get("CXX", usual)
-    if shutil.which(compiler) is None:
-        return f"AOTInductor needs a C++ compiler, and there is no {compiler!r}: install one or set CXX"
-    return None
-
-
 def compile_here(
     program: torch.export.ExportedProgram, open_dims: Iterable[Place], folder: Path, *, workers: int = 1
 ) -> Compiled:

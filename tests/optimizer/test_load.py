@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import optimize_export.runtime.loading as loading
 import optimize_export.runtime.route as route
-from exporters.aoti_compile import missing_compiler
+from exporters.aoti import missing_compiler
 from optimize_export.errors import BundleError, DeviceError, UsageError
 from optimize_export.manifest import MANIFEST, SUMS
 from optimize_export.runtime import Route, open_route, processor
