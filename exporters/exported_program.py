@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -237,6 +236,8 @@ def conditions_of_numbers(program: torch.export.ExportedProgram, evidence: Evide
     """
     if not evidence.open_dims:
         return ()
+    import sympy  # Its import takes half a second, and files that are only loaded don't need it.
+
     _, symbols = _open_sizes(program, evidence.open_dims)
     results = [node.meta.get("val") for node in nodes_of(program.graph_module) if node.op == "call_function"]
     numbers = [each.node.expr for each in results if isinstance(each, torch.SymInt | torch.SymFloat)]
@@ -256,6 +257,8 @@ def _turns(call: Any, symbols: Mapping[Any, Place], evidence: Evidence) -> Itera
     pairs = [(call, call.subs(first))]
     if type(call).__name__ in ("Min", "Max"):
         pairs = list(itertools.combinations(call.args, 2))
+    import sympy
+
     for left, right in pairs:
         yield from (sympy.Le(left, right), sympy.Ge(left, right))
 

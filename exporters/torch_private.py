@@ -17,15 +17,17 @@ from unittest.mock import patch
 import torch
 from torch._C import _is_tracing  # Whether torch.jit.trace is running. Seen in 2.13.
 from torch._ops import OpOverload as _OpOverload  # The class of the operators in a capture. Seen in 2.11 and 2.13.
-from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.value_ranges import ValueRanges
 
 is_tracing = _is_tracing
 OpOverload = _OpOverload
 
 
-def at_least(lowest: int) -> ValueRanges[Any]:
+def at_least(lowest: int) -> Any:
     """The range of a size that has no upper bound, for `ExportedProgram.range_constraints`. Seen in 2.13."""
+    # They import sympy, which files that are only loaded don't need.
+    from torch.utils._sympy.numbers import int_oo
+    from torch.utils._sympy.value_ranges import ValueRanges
+
     return ValueRanges(lowest, int_oo)
 
 

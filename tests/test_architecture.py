@@ -24,7 +24,6 @@ FILES = [path for folder in PACKAGES.values() for path in sorted(folder.rglob("*
 # Functions that may import our packages, so that the package and the command load without torch and rich.
 LATE = {
     "optimize_export/__init__.py": set(),
-    "optimize_export/runtime/torch_runner.py": {"_formats"},
     "optimizer/__init__.py": {"__getattr__"},
     "optimizer/command/cli.py": {"_torch_side"},
     "optimizer/command/output.py": {"print_tables"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -74,26 +75,31 @@ _one_at_a_time = Lock()
 
 
 def _load(path: Path, route: Route, device: str, *, in_graphs: bool) -> Any:
-    load_artifact, exported_format, AotiExporter, TorchScriptExporter = _formats()
-    format = exported_format(route.format)
-    if format == TorchScriptExporter.name and route.settings.get("freeze"):
-        return TorchScriptExporter.frozen(path, device)
-    if format == AotiExporter.name and in_graphs:
-        return AotiExporter.for_graphs(path, device)
-    return load_artifact(route.format, path, device)
+    name = route.format.removesuffix("-float16").removesuffix("-bfloat16")
+    if name not in _EXPORTERS:
+        return _registry().load_artifact(route.format, path, device)
+    exporter = _exporter(name)
+    if name == "torchscript" and route.settings.get("freeze"):
+        return exporter.frozen(path, device)
+    if name == "aoti" and in_graphs:
+        return exporter.for_graphs(path, device)
+    return exporter.load(path, device)
+
+
+# Each in the module of its name. The others import torch.onnx and more, which files of these formats don't need.
+_EXPORTERS = {"torchscript": "TorchScriptExporter", "pt2": "Pt2Exporter", "aoti": "AotiExporter"}
 
 
 @cache
-def _formats() -> tuple[Any, ...]:
-    """The functions that load a file of any format and tell the format of a lowered file, and two formats.
-
-    Only files that torch runs need the formats, which import torch.onnx.
-    """
+def _exporter(name: str) -> Any:
     with our_package("exporters"):
-        from exporters.aoti import AotiExporter
-        from exporters.registry import exported_format, load_artifact
-        from exporters.torchscript import TorchScriptExporter
-    return load_artifact, exported_format, AotiExporter, TorchScriptExporter
+        return getattr(import_module(f"exporters.{name}"), _EXPORTERS[name])
+
+
+@cache
+def _registry() -> Any:
+    with our_package("exporters"):
+        return import_module("exporters.registry")
 
 
 def _of_numpy(array: numpy.ndarray) -> torch.Tensor:

@@ -7,6 +7,7 @@ import logging
 import math
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -654,6 +655,19 @@ def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "optimize_export.runtime.torch_runner", raising=False)
-    monkeypatch.setitem(sys.modules, "exporters.registry", None)
+    monkeypatch.setitem(sys.modules, "exporters.torchscript", None)
     with pytest.raises(DeviceError, match=r"^torch can't load model without exporters: pip install exporters$"):
         open_route(tmp_path / "model", Route("torchscript", "torch"))
+
+
+def test_a_torchscript_file_imports_no_other_format(every: Bundle) -> None:
+    """Each start of a service would wait a second for them."""
+    names = ("torch.onnx", "onnx", "sympy", "torch._dynamo", "torch._inductor", "exporters.onnx", "exporters.registry")
+    code = f"""
+import sys
+from optimize_export import load
+load({str(every.path)!r}, format="torchscript")
+print(sorted(sys.modules.keys() & {set(names)!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
