@@ -113,7 +113,7 @@ def load_for_proof(format: str, path: Path, device: str = "cpu") -> LoadedArtifa
 def _from_others() -> dict[str, EntryPoint]:
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=_GROUP):
-        if point.name in _OWN:
+        if point.name in _OWN or exported_format(point.name) != point.name:
             raise ExporterError(f"The format {point.name!r} is provided by optimize-export and by {_owner(point)}.")
         if point.name in found and point.value != found[point.name].value:
             owners = f"{_owner(found[point.name])} and by {_owner(point)}"

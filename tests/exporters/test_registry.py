@@ -66,6 +66,7 @@ def test_another_package_brings_a_format(bring):
     ("points", "sentence"),
     [
         ([("onnx", "Weights")], "'onnx' is provided by optimize-export and by .*"),
+        ([("weights-float16", "Weights")], "'weights-float16' is provided by optimize-export and by .*"),
         ([("weights", "Weights"), ("weights", "Path")], r"'weights' is provided by .* and by .*\("),
         ([("weights", "Path")], "isn't a subclass of exporters.Exporter"),
         ([("other", "Weights")], "calls itself 'weights'"),
