@@ -11,7 +11,6 @@ import os
 import platform
 import shutil
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -20,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from exporters.aoti_compile import MODEL, Compiled, compile_here, compile_until
+from exporters.aoti_compile import MODEL, Compilation, Compiled, compile_here
 from exporters.base import (
     Artifact,
     Exporter,
@@ -44,6 +43,8 @@ from exporters.torch_private import compute_capability, package_loader, package_
 # Maximum number of terms that the compiled loops add sequentially; torch sums pairwise.
 _IN_A_ROW = 4096
 
+# The key of a compilation in the captures.
+_BEGUN = "compilation"
 # The key of our entry in the package's metadata.
 _OURS = "optimize_export"
 # Alignment in bytes that vector loads of GPU kernels need.
@@ -55,15 +56,14 @@ class AotiExporter(Exporter):
 
     name: ClassVar[str] = "aoti"
     file_name: ClassVar[str] = "model.aoti.pt2"
-    # How long an export may take until the program is compiled, in seconds; None for no limit. With a limit, the program is
-    # compiled in a child process.
-    seconds: float | None = None
+    # The time of `time.monotonic` at which compiling is given up; None for no limit. With a limit, the program is compiled in
+    # a child process.
+    until: float | None = None
 
     def export(self, request: ExportRequest, directory: Path) -> Artifact:
         if (lacking := missing_compiler()) is not None:
             raise ExportError(f"The model can't be exported to aoti: {lacking}.")
-        end = None if self.seconds is None else time.monotonic() + self.seconds
-        evidence = replace(gather(request), in_a_row=_IN_A_ROW)
+        evidence = _gathered(request)
         programs: list[Program] = []
         limits: list[Limit] = []
 
@@ -76,10 +76,11 @@ class AotiExporter(Exporter):
             guards = take_guards(program)
             path = folder / self.file_name
             with evidence.undisturbed():
-                if end is None:
+                if self.until is None:
                     done = compile_here(program, evidence.open_dims, folder)
                 else:
-                    done = compile_until(end, program, evidence.open_dims, folder)
+                    begun = evidence.captures.known(_BEGUN) or Compilation(program, evidence.open_dims, folder)
+                    done = begun.wait(self.until)
             loaded = self._package(done, evidence, (), path)
             agreed = prove_beyond(evidence, loaded, conditions_of(done.assumptions, evidence), guards, limits)
             if kept := guards_in_force(guards, evidence, agreed):
@@ -98,6 +99,25 @@ class AotiExporter(Exporter):
             return replace(artifact, notes=notes, limits=tuple(limits))
 
         return first_right(self, request, evidence, routes, directory, known)
+
+    @staticmethod
+    def begin(request: ExportRequest, folder: Path) -> Compilation:
+        """Start to compile in a child process what an export with a limit and the same captures will then wait for.
+
+        Args:
+            folder: an empty one, which must stay until then.
+
+        Raises:
+            RouteRefused: the model can't be captured, or can't be handed to another process.
+        """
+        evidence = _gathered(request)
+
+        def started() -> Compilation:
+            program, _ = captured(evidence, strict=False)
+            take_guards(program)
+            return Compilation(program, evidence.open_dims, folder)
+
+        return evidence.captures.once(_BEGUN, started)
 
     @staticmethod
     def load(path: Path, device: str) -> LoadedArtifact:
@@ -121,6 +141,10 @@ class AotiExporter(Exporter):
             write_package(done, evidence, guards, path)
         with refusing("the package can't be loaded"):
             return self.load(path, str(evidence.device))
+
+
+def _gathered(request: ExportRequest) -> Evidence:
+    return replace(gather(request), in_a_row=_IN_A_ROW)
 
 
 def missing_compiler() -> str | None:

@@ -1,7 +1,8 @@
 """Compile a captured program by AOTInductor: in this process, or in a child process that is ended when the time is up.
 
 Inductor, the C++ compiler and Triton can't be interrupted from within. So with a time limit, the program goes to a child
-process as a file. The child has a session of its own, and ending it ends the compilers and workers that it started.
+process as a file. The child has a session of its own, and ending it ends the compilers and workers that it started. It may
+start before the program is needed.
 """
 
 from __future__ import annotations
@@ -85,56 +86,72 @@ def compile_here(
         return Compiled(tuple(files), _needs(), assumptions_of(program, open_dims))
 
 
-def compile_until(
-    end: float, program: torch.export.ExportedProgram, open_dims: Iterable[Place], folder: Path
-) -> Compiled:
-    """Compile the program in a child process as `compile_here`; `end` is the time of `time.monotonic` to give up at.
+class Compilation:
+    """A program that a child process compiles as `compile_here` does, while this process goes on.
+
+    Args:
+        open_dims: as for `compile_here`.
+        folder: holds the files of the child, and afterwards the compiled ones.
 
     Raises:
-        RouteRefused: it can't be compiled, it can't be handed to another process, or the time is up.
+        RouteRefused: the program can't be handed to another process.
     """
-    # What this process assumed; the file doesn't have all of it.
-    assumed = assumptions_of(program, open_dims)
-    started = time.monotonic()
-    if not can_start():
-        raise RouteRefused(f"no child process can be started here: {_NAME_IT}")
-    with refusing(f"it can't be handed to another process ({_NAME_IT})"), silent():
-        weights = sum(tensor.nbytes for tensor in program.state_dict.values())
-        write_archive(folder / _PROGRAM, weights, partial(torch.export.save, program))
-    targets = {node.target for node in nodes_of(program.graph_module)}
-    operators = sorted(str(target) for target in targets if isinstance(target, OpOverload))
-    request = folder, operators, tuple(open_dims), GpuSettings.now(), torch.get_num_threads()
-    # -P: the current folder isn't searched. Ours comes before those of the user, which may hold packages of our names.
-    paths = [str(Path(__file__).parent.parent), *sys.path]
-    code = f"import sys; sys.path += {paths!r}; from exporters.aoti_compile import child; child()"
-    # Also the compilers' temporary files are removed with the folder.
-    environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))}
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-        start_new_session=True,
-    )
-    try:
-        assert process.stdin is not None
+
+    def __init__(self, program: torch.export.ExportedProgram, open_dims: Iterable[Place], folder: Path) -> None:
+        # What this process assumed; the file doesn't have all of it.
+        self._assumed = assumptions_of(program, open_dims)
+        self._folder = folder
+        self._started = time.monotonic()
+        if not can_start():
+            raise RouteRefused(f"no child process can be started here: {_NAME_IT}")
+        with refusing(f"it can't be handed to another process ({_NAME_IT})"), silent():
+            weights = sum(tensor.nbytes for tensor in program.state_dict.values())
+            write_archive(folder / _PROGRAM, weights, partial(torch.export.save, program))
+        targets = {node.target for node in nodes_of(program.graph_module)}
+        operators = sorted(str(target) for target in targets if isinstance(target, OpOverload))
+        request = folder, operators, tuple(open_dims), GpuSettings.now(), torch.get_num_threads()
+        # -P: the current folder isn't searched. Ours comes before those of the user, which may hold packages of our names.
+        paths = [str(Path(__file__).parent.parent), *sys.path]
+        code = f"import sys; sys.path += {paths!r}; from exporters.aoti_compile import child; child()"
+        # Also the compilers' temporary files are removed with the folder.
+        environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
         with suppress(BrokenPipeError):
-            process.stdin.write(pickle.dumps(request))
-            process.stdin.flush()
-        code_of_exit = process.wait(max(0.0, end - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        left = max(0.0, end - started)
-        raise RouteRefused(f"compiling takes longer than the {left:.0f} s that were left for it") from None
-    finally:
-        _end(process)
-    try:
-        result = pickle.loads((folder / _RESULT).read_bytes())
-    except FileNotFoundError:
-        raise RouteRefused(f"AOTInductor {how_it_ended(code_of_exit)}") from None
-    if isinstance(result, str):
-        raise RouteRefused(result)
-    return Compiled(result.files, result.needs, assumed.joined(result.assumptions))
+            self._process.stdin.write(pickle.dumps(request))
+            self._process.stdin.flush()
+
+    def wait(self, end: float) -> Compiled:
+        """The compiled program; `end` is the time of `time.monotonic` to give up at.
+
+        Raises:
+            RouteRefused: it can't be compiled, or the time is up.
+        """
+        try:
+            code_of_exit = self._process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            left = max(0.0, end - self._started)
+            raise RouteRefused(f"compiling takes longer than the {left:.0f} s that were left for it") from None
+        finally:
+            self.close()
+        try:
+            result = pickle.loads((self._folder / _RESULT).read_bytes())
+        except FileNotFoundError:
+            raise RouteRefused(f"AOTInductor {how_it_ended(code_of_exit)}") from None
+        if isinstance(result, str):
+            raise RouteRefused(result)
+        return Compiled(result.files, result.needs, self._assumed.joined(result.assumptions))
+
+    def close(self) -> None:
+        """End the child and everything that it started."""
+        _end(self._process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -151,7 +168,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def child() -> None:
-    """The child process of `compile_until`: write the `Compiled`, or a sentence that says why there is none."""
+    """The child process of a `Compilation`: write the `Compiled`, or a sentence that says why there is none."""
     folder, operators, open_dims, settings, threads = pickle.load(os.fdopen(os.dup(0), "rb"))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     settings.put_in_force()

@@ -86,10 +86,9 @@ class GraphFiles:
 
         An unproven file is removed, and the reason is stored in `refused`.
         """
-        if self.module is None:
+        if (rewritten := self.request(request)) is None:
             return None
-        before = set(folder.iterdir())
-        request = replace(request, model=self.module, captures=self.captures, place_of=None)
+        request, before = rewritten, set(folder.iterdir())
         try:
             artifact = exporter.export(request, folder)
             measurement, placement = proof.measure(artifact, exporter)
@@ -104,6 +103,12 @@ class GraphFiles:
         self.refused[exporter.name] = f"the file made from the rewritten graph was rejected ({why})"
         remove(set(folder.iterdir()) - before)
         return None
+
+    def request(self, plain: ExportRequest) -> ExportRequest | None:
+        """The request for files of the rewritten graph, given that for the plain forward; None if there is no graph."""
+        if self.module is None:
+            return None
+        return replace(plain, model=self.module, captures=self.captures, place_of=None)
 
     def operations(self, plain: Captures | None) -> Sequence[tuple[str, str]]:
         """The path of the module and the name of each operation in the graph of the files; empty without a capture."""

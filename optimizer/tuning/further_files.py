@@ -8,14 +8,18 @@ in half precision. The inputs and outputs of the files stay in float32.
 from __future__ import annotations
 
 import math
+import time
+from contextlib import ExitStack, closing
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import nn
 
 from exporters.aoti import AotiExporter
+from exporters.errors import ExporterError
 from exporters.registry import exported_format, exporter_named, half_of
 from optimize_export.errors import OptimizeExportError
 from optimizer.exporting import ExportJob, MeasuredExport, measure, optimize_again, write_files
@@ -39,6 +43,8 @@ class FurtherFiles:
         self._exact = quiet, replace(measured, graph=graph, failures=failures)
         # By dtype: the module as an export of its own, or why there is none.
         self._measured: dict[str, tuple[ExportJob, MeasuredExport] | Refused] = {}
+        # Those that compile in the background.
+        self._begun = ExitStack()
         self.reports: dict[str, ParityReport] = {}
         """By format, the judgement of each exact file that was written."""
 
@@ -57,7 +63,7 @@ class FurtherFiles:
         job, measured = self._exact if dtype is None else self._made(dtype)
         exporter = copy(exporter_named(exported_format(format)))
         if isinstance(exporter, AotiExporter):
-            exporter.seconds = seconds
+            exporter.until = None if seconds is None else time.monotonic() + seconds
         if dtype is not None:
             # Such as "model.float16.onnx".
             stem, dot, ending = exporter.file_name.partition(".")
@@ -75,6 +81,26 @@ class FurtherFiles:
         assert job.provenance is not None
         cast = next(each for each in reversed(job.provenance.precisions) if isinstance(each, Precision))
         return entry | {"format": format, "quantization": {"kind": dtype, "kept": list(cast.kept)}}
+
+    def begin(self, format: str) -> None:
+        """Start to compile the file of a format, "aoti" or "aoti-float16", while this process goes on.
+
+        Raises:
+            Refused: as `write`.
+        """
+        dtype = half_of(format)
+        _, measured = self._exact if dtype is None else self._made(dtype)
+        plain = measured.request
+        request = measured.graph.request(plain) or replace(plain, model=measured.fresh())
+        folder = Path(self._begun.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)))
+        try:
+            self._begun.enter_context(closing(AotiExporter.begin(request, folder)))
+        except ExporterError as error:
+            raise Refused(_clause(error)) from error
+
+    def close(self) -> None:
+        """End what compiles in the background."""
+        self._begun.close()
 
     def _made(self, dtype: str) -> tuple[ExportJob, MeasuredExport]:
         if dtype not in self._measured:

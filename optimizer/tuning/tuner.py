@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -71,6 +72,8 @@ class Tuner:
         # The proven files in the order of their trials, each with its speed relative to the first one, from its first
         # timing.
         self._ready: list[tuple[Opened, float]] = []
+        # The formats that compile in the background.
+        self._begun: set[str] = set()
         # The formats in their runtimes whose settings were tried.
         self._with_settings: set[tuple[str, str]] = set()
         # The names of those that run and, unless they are far behind, are proven.
@@ -133,6 +136,8 @@ class Tuner:
         for ways in (self._run, self._otherwise):
             for route in self._own:
                 yield from ways(route)
+        if self._lossy is None:
+            self._begin(AotiExporter.name)
         yield from self._in_half_precision()
         # Settings take seconds each; quantizing and compiling can take minutes.
         yield from self._settings_of_best()
@@ -170,6 +175,7 @@ class Tuner:
             return
         device = self._bench.job.target
         for dtype in fast_dtypes(device):
+            self._begin(f"{AotiExporter.name}-{dtype}")
             # onnxruntime has no kernels for half precision on CPUs, and few for bfloat16 on GPUs.
             in_onnx = device.type == "cuda" and dtype == "float16"
             for route in sorted(self._own, key=lambda route: self._making.get(route.format, 0.0)):
@@ -181,7 +187,7 @@ class Tuner:
     def _compiled_files(self) -> Iterator[Candidate]:
         """The module compiled for this machine, in half precision first, without anybody asking for the format."""
         name = AotiExporter.name
-        if not self._bench.can_compile or any(route.format == name for route in self._own):
+        if not self._compiles:
             return
         if self._lossy is not None:
             made = {half_of(format) for format in self.entries}
@@ -191,6 +197,23 @@ class Tuner:
             for dtype in [dtype for dtype in dtypes if dtype in made or dtype not in tried][:1]:
                 yield from self._lossy_file(self._lossy, f"{name}-{dtype}")
         yield from self._made(name, lambda: self._bench.further.write(name, self._bench.files.folder, self._left()))
+
+    @property
+    def _compiles(self) -> bool:
+        """Whether compiled files are made here: not if the export has one."""
+        return self._bench.can_compile and all(route.format != AotiExporter.name for route in self._own)
+
+    def _begin(self, format: str) -> None:
+        """On a GPU, start to compile a file in the background: it takes minutes and other processors.
+
+        On a CPU it would disturb the timing.
+        """
+        if self._bench.files.device != "cuda" or not self._compiles or self._is_late(_COMPILING):
+            return
+        # Making the file is refused for the same reason, which is told then.
+        with suppress(Refused):
+            self._bench.further.begin(format)
+            self._begun.add(format)
 
     def _quantized_files(self) -> Iterator[Candidate]:
         device = self._bench.files.device
@@ -238,7 +261,7 @@ class Tuner:
         files, started = self._bench.files, time.monotonic()
         # A quantized file is made of an ONNX file, the others are exports as the first one of their format.
         exported = format if format in QUANTIZED else exported_format(format)
-        needed = max(self._longest, self._making.get(exported, 0.0))
+        needed = max(self._longest, 0.0 if format in self._begun else self._making.get(exported, 0.0))
         try:
             if self._is_late(needed):
                 raise Refused(self._cut(needed))
@@ -247,7 +270,8 @@ class Tuner:
             figure = Figure(format, None, accuracy=refused.accuracy, seconds=refused.seconds, dropped=str(refused))
             self._dropped.append(figure)
             return
-        self._making[exported] = time.monotonic() - started
+        if format not in self._begun:
+            self._making[exported] = time.monotonic() - started
         self.entries[format] = entry
         files.entries = [*files.entries, entry]
         (own,) = own_routes([format])

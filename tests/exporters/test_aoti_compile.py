@@ -1,5 +1,6 @@
 """Compiling with a time limit in a child process, and the options of AOTInductor."""
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -12,8 +13,9 @@ from exportable_models import Mlp, floats, mlp_calls
 from tiny_models import enliven
 from torch import nn
 
-from exporters import AotiExporter, ExportError, ExportRequest, aoti_compile
-from exporters.aoti_compile import compile_until
+from exporters import Adapter, AotiExporter, ExportError, ExportRequest, aoti_compile
+from exporters.aoti_compile import Compilation
+from exporters.base import Captures
 from exporters.errors import RouteRefused
 
 # A process that starts another one, as a compiler does, and writes the ids of both.
@@ -71,7 +73,7 @@ def has_ended(process):
 def test_when_the_time_is_up_the_child_and_what_it_started_are_ended(child, program, tmp_path):
     child("time.sleep(600)")
     with pytest.raises(RouteRefused, match=r"^compiling takes longer than the 3 s that were left for it$"):
-        compile_until(time.monotonic() + 3, program, (), tmp_path)
+        Compilation(program, (), tmp_path).wait(time.monotonic() + 3)
     assert all(map(has_ended, ids(tmp_path)))
 
 
@@ -88,7 +90,7 @@ def test_an_interrupt_ends_the_child_too(child, program, tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
     child("time.sleep(600)")
     with pytest.raises(KeyboardInterrupt):
-        compile_until(time.monotonic() + 600, program, (), tmp_path)
+        Compilation(program, (), tmp_path).wait(time.monotonic() + 600)
     assert all(map(has_ended, ids(tmp_path)))
 
 
@@ -104,7 +106,7 @@ def test_an_interrupt_ends_the_child_too(child, program, tmp_path, monkeypatch):
 def test_a_child_that_dies_is_a_refusal(child, program, tmp_path, end, sentence):
     child(end)
     with pytest.raises(RouteRefused, match=f"^AOTInductor {sentence}$"):
-        compile_until(time.monotonic() + 60, program, (), tmp_path)
+        Compilation(program, (), tmp_path).wait(time.monotonic() + 60)
     assert all(map(has_ended, ids(tmp_path)))
 
 
@@ -137,7 +139,7 @@ def test_operators_of_this_process_cannot_be_compiled_in_another(tmp_path):
             return doubled(x) + 1
 
     exporter = AotiExporter()
-    exporter.seconds = 600.0
+    exporter.until = time.monotonic() + 600.0
     with pytest.raises(
         ExportError,
         match=r"aotinductor: another process doesn't know its operator aoti_test::doubled: to compile it in this process, without a time limit, name aoti among the formats; "
@@ -149,7 +151,7 @@ def test_operators_of_this_process_cannot_be_compiled_in_another(tmp_path):
 
 def test_without_time_nothing_is_compiled_and_nothing_is_left(tmp_path):
     exporter = AotiExporter()
-    exporter.seconds = 0.0
+    exporter.until = time.monotonic() + 0.0
     with pytest.raises(ExportError, match=r"aotinductor: compiling takes longer than the 0 s that were left for it; "):
         exporter.export(ExportRequest(enliven(Mlp()), mlp_calls(2, 3, 5)), tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -172,7 +174,7 @@ def test_a_child_compiles_the_same_file(tmp_path, monkeypatch):
     model = enliven(Pairs()).eval()
     calls = tuple(((floats(size, 3),), {}) for size in (4, 6, 2))
     exporter = AotiExporter()
-    exporter.seconds = 600.0
+    exporter.until = time.monotonic() + 600.0
     made = exporter.export(ExportRequest(model, calls), tmp_path)
     assert list(tmp_path.iterdir()) == [made.path]
     x = floats(8, 3)
@@ -182,12 +184,35 @@ def test_a_child_compiles_the_same_file(tmp_path, monkeypatch):
         made.load()(floats(5, 3))
 
 
+@pytest.mark.slow
+def test_an_export_waits_for_what_compiles_already(tmp_path, monkeypatch):
+    start, started = subprocess.Popen, []
+
+    def counted(*given, **options):
+        started.append(given)
+        return start(*given, **options)
+
+    model = enliven(Mlp()).eval()
+    adapter = Adapter(model, mlp_calls(2)[0][0])
+    request = ExportRequest(model, mlp_calls(2, 3, 5), captures=Captures(adapter))
+    for folder in (tmp_path / "begun", tmp_path / "bundle"):
+        folder.mkdir()
+    monkeypatch.setattr(aoti_compile.subprocess, "Popen", counted)
+    exporter = AotiExporter()
+    exporter.until = time.monotonic() + 600.0
+    with contextlib.closing(exporter.begin(request, tmp_path / "begun")):
+        made = exporter.export(request, tmp_path / "bundle")
+    assert len(started) == 1
+    x = floats(4, *mlp_calls(2)[0][0][0].shape[1:])
+    assert torch.allclose(made.load()(x)[0], model(x), atol=1e-5)
+
+
 @pytest.mark.gpu
 def test_a_child_compiles_for_the_gpu(tmp_path):
     model = enliven(nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 4))).eval().cuda().half()
     calls = tuple(((floats(size, 8, 4, 4).cuda().half(),), {}) for size in (4, 6, 2))
     exporter = AotiExporter()
-    exporter.seconds = 600.0
+    exporter.until = time.monotonic() + 600.0
     made = exporter.export(ExportRequest(model, calls), tmp_path)
     assert f"CUDA {torch.version.cuda}" in made.notes[-1]
     x = floats(5, 8, 4, 4).cuda().half()

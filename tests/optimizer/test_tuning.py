@@ -612,10 +612,12 @@ def planned(device: str, monkeypatch: pytest.MonkeyPatch, **more: Any) -> Tuner:
     def entry(format: str, *_: object) -> dict[str, Any]:
         return {"format": format, "path": f"model.{format}", "bytes": 1}
 
+    begun: list[str] = []
     bench = SimpleNamespace(
         files=Files(Path(), [entry("onnx")], device, []),
         job=SimpleNamespace(target=torch.device(device)),
-        further=SimpleNamespace(write=entry),
+        further=SimpleNamespace(write=entry, begin=begun.append),
+        begun=begun,
         seconds={},
         can_compile=True,
     )
@@ -646,6 +648,30 @@ def test_on_a_gpu_what_takes_seconds_comes_first_and_everything_runs_in_a_graph(
     compiled = ["aoti-float16 in torch, cuda graph", "aoti in torch, cuda graph"]
     assert tried(tuner) == [*in_graphs, *settings, *compiled, "onnx-int4 in onnxruntime, cuda graph"]
     assert [figure.name for figure in tuner._dropped] == ["onnx-int8-dynamic", "onnx-int8"]
+
+
+@pytest.mark.parametrize(("device", "lossy"), [("cuda", True), ("cuda", False), ("cpu", True)])
+def test_on_a_gpu_the_file_that_is_nearly_always_best_compiles_meanwhile(device, lossy, monkeypatch):
+    tuner = planned(device, monkeypatch)
+    if not lossy:
+        tuner._lossy = None
+    tried(tuner)
+    expected = [] if device == "cpu" else ["aoti-float16" if lossy else "aoti"]
+    assert tuner._bench.begun == expected  # type: ignore[attr-defined]
+
+
+def test_a_file_that_compiles_already_is_waited_for_while_there_is_time(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("optimizer.tuning.tuner.time.monotonic", lambda: now[0])
+    tuner = planned("cuda", monkeypatch)
+    found = []
+    for candidate in tuner._candidates():
+        found.append(str(candidate.route))
+        tuner._fit.add(candidate.name)
+        if "onnx-float16" in found[-1]:
+            now[0] = 695.0
+    assert "aoti-float16 in torch, cuda graph" in found
+    assert tuner._dropped[0] == Figure("aoti", None, dropped="not tried: it takes about 20 s, and 5 s were left")
 
 
 def test_a_file_that_cannot_run_in_a_graph_runs_without(monkeypatch):
@@ -688,7 +714,10 @@ def test_compiling_begins_only_where_it_can_end(monkeypatch):
         now[0] += 60.0
         return {"format": format, "path": f"model.{format}", "bytes": 1}
 
-    tuner = planned("cuda", monkeypatch, further=SimpleNamespace(write=write))
+    def refused(format: str) -> None:
+        raise Refused("it can't be captured")
+
+    tuner = planned("cuda", monkeypatch, further=SimpleNamespace(write=write, begin=refused))
     tuner._lossy.made = lambda format, files: write(format, Path(), tuner._left())  # type: ignore[union-attr]
     tuner._seconds = 250.0
     assert "aoti in torch, cuda graph" not in tried(tuner)
