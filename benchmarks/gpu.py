@@ -249,8 +249,8 @@ class GpuWorkshop(Deployments):
         return GpuSettings(matmul=False, cudnn=False, benchmark=True) if name == _CUDNN else super()._settings(name)
 
     def _in_mode(self, mode: str | None, half: bool, inputs: tuple[torch.Tensor, ...]) -> Run:
-        model = _Cast(self._model, *_CASTS["eager-half"]) if half else self._model
-        run = calling(Plain(torch.compile(model, mode=mode)), inputs)  # type: ignore[arg-type]
+        model = _Cast(self._model, *_CASTS["eager-half"]) if half else self._plain
+        run = calling(torch.compile(model, mode=mode), inputs)
         # The first call compiles, and the second records.
         run()
         run()
