@@ -64,21 +64,27 @@ def test_a_model_on_the_gpu_goes_the_whole_way(name, tmp_path):
 
     report = verify_bundle(bundle.path, device="cuda", require_gpu=True)
     assert report.ok, report.problems
-    elsewhere = {artifact.format: artifact for artifact in verify_bundle(bundle.path, device="cpu").artifacts}
-    assert set(elsewhere) == set(formats)
-    assert "was compiled for cuda" in elsewhere.pop("aoti").problem
-    assert all(artifact.ok for artifact in elsewhere.values())
+    elsewhere = verify_bundle(bundle.path, device="cpu")
+    assert elsewhere.ok, elsewhere.problems
+    assert {artifact.format for artifact in elsewhere.artifacts} == {*formats} - {"aoti"}
+    assert any("was compiled for cuda" in note for note in elsewhere.notes)
 
 
 def test_files_in_float16_are_tried_within_a_budget_and_repeated(tmp_path: Path) -> None:
     model, args, _ = REAL_MODELS["resnet"]()
     options = {"example_inputs": args, "formats": ("torchscript", "onnx"), "device": "cuda", "accuracy": "0.999"}
-    bundle = export(model, **options, output=tmp_path / "tuned", tune=True, tune_seconds=60)
+    bundle = export(model, **options, output=tmp_path / "tuned", tune=True, tune_seconds=240)
     figures = {figure["name"]: figure for figure in bundle.manifest["benchmark"]["figures"]}
-    figure = figures["model.float16.onnx in onnxruntime"]
-    assert 0.999 < figure["accuracy"]["cosine"] < 1
-    assert figure["bytes"] < 0.7 * figures["model.onnx in onnxruntime"]["bytes"]
-    assert 0.999 < figures["model.float16.torchscript.pt in torch"]["accuracy"]["cosine"] < 1
+    half = ("float16.onnx in onnxruntime", "float16.torchscript.pt in torch", "float16.aoti.pt2 in torch")
+    for figure in (figures[f"model.{name}, cuda graph"] for name in half):
+        # Others may be so much faster that it isn't judged.
+        assert figure["accuracy"] or " times as fast as it" in figure["dropped"], figure
+        assert figure["accuracy"] is None or 0.999 < figure["accuracy"]["cosine"] < 1
+    sizes = {name: figure["bytes"] for name, figure in figures.items()}
+    assert sizes["model.float16.onnx in onnxruntime, cuda graph"] < 0.7 * sizes["model.onnx in onnxruntime, cuda graph"]
+    recommended = bundle.manifest["benchmark"]["recommended"]
+    assert "float16" in recommended["format"]
+    assert load(bundle).route == Route.from_json(recommended)
 
     choices = tmp_path / "choices.json"
     recommended = {"format": "onnx-float16", "runtime": "onnxruntime", "settings": {}}
