@@ -340,3 +340,13 @@ def test_the_compiler_is_not_asked_for_the_instructions_of_this_machine(monkeypa
     called = subprocess.run([script, "a b", "-march=native", "-O2"], capture_output=True, text=True, check=True)
     assert called.stdout.startswith("a b -O2 -fsigned-zeros")
     assert "native" not in called.stdout
+
+
+def test_sources_are_compiled_without_addresses(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "cat")
+    source = tmp_path / "model.wrapper.cpp"
+    source.write_text("<function f at 0x7fad477f56c0>, <method g at 0x55d0>\n")
+    script = Path(aoti_compile._compiler(tmp_path))
+    # Without the flags of a compiler, which cat has not.
+    script.write_text(script.read_text().rpartition(" -fsigned-zeros")[0] + "\n")
+    assert subprocess.check_output([script, source], text=True) == "<function f>, <method g>\n"
