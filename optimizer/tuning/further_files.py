@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from exporters.aoti import AotiExporter
-from exporters.errors import ExporterError
+from exporters.errors import ExporterError, ExportError
 from exporters.registry import exported_format, exporter_named, half_of
 from optimize_export.errors import OptimizeExportError
 from optimizer.exporting import ExportJob, MeasuredExport, measure, optimize_again, write_files
@@ -70,6 +70,9 @@ class FurtherFiles:
             vars(exporter)["file_name"] = f"{stem}.{dtype}{dot}{ending}"
         try:
             written = write_files(replace(job, exporters=[exporter]), measured, folder)
+        except ExportError as error:
+            # Without the advice for who asks for the format.
+            raise Refused(error.reasons or _clause(error)) from error
         except OptimizeExportError as error:
             raise Refused(_clause(error)) from error
         (entry,) = written.entries

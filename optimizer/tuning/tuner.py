@@ -46,7 +46,7 @@ _LONGEST_FIRST_TIMING = 0.02
 # A candidate that is this much slower than the best in its first timing isn't timed again.
 _FAR_BEHIND = 1.5
 # The time that compiling needs at least, in seconds.
-_COMPILING = 20.0
+_COMPILING = 25.0
 # The number of routes whose settings are tried, and of files that stay open for the last timing.
 _WITH_SETTINGS = 2
 _FINALISTS = 6

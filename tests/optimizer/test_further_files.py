@@ -38,6 +38,8 @@ def prepared(tmp_path_factory):
 @pytest.fixture
 def speeds(monkeypatch):
     monkeypatch.setattr("optimizer.tuning.tuner.fast_dtypes", lambda device: ("float16", "bfloat16"))
+    # Compiling takes half a minute.
+    monkeypatch.setattr("optimizer.tuning.candidates.missing_compiler", lambda device: "none here")
     fake_quantization(monkeypatch)
     speeds = fake_clock(monkeypatch)
     speeds.seconds = {"eager": 1.0, "float16.torchscript.pt in torch": 0.1, "float16": 0.12, "": 0.5}
