@@ -73,7 +73,7 @@ class FurtherFiles:
         except ExportError as error:
             # Without the advice for who asks for the format.
             raise Refused(error.reasons or _clause(error)) from error
-        except OptimizeExportError as error:
+        except (OptimizeExportError, ExporterError) as error:
             raise Refused(_clause(error)) from error
         (entry,) = written.entries
         size = sum((folder / path).stat().st_size for path in entry["files"])
@@ -109,7 +109,7 @@ class FurtherFiles:
         if dtype not in self._measured:
             try:
                 self._measured[dtype] = self._measure(dtype)
-            except (OptimizeExportError, Refused) as error:
+            except (OptimizeExportError, ExporterError, Refused) as error:
                 self._measured[dtype] = Refused(_clause(error))
         made = self._measured[dtype]
         if isinstance(made, Refused):

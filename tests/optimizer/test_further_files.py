@@ -95,6 +95,14 @@ def test_a_file_outside_the_budget_is_dropped_with_its_accuracy(choosing, monkey
     assert found.dropped["pt2-bfloat16"].startswith(told)
 
 
+def test_a_file_that_cannot_be_compiled_is_dropped_with_the_reason(choosing, monkeypatch):
+    monkeypatch.setattr("optimizer.tuning.tuner.Tuner._compiles", True)
+    monkeypatch.setattr("exporters.aoti.missing_compiler", lambda: "there is no compiler")
+    found = choosing(tune=True)
+    assert found.dropped["aoti"] == "The model can't be exported to aoti: there is no compiler"
+    assert found.files == {"model.torchscript.pt", "model.pt2"}
+
+
 def test_a_layer_that_overflows_stays_in_float32_and_the_choice_is_made_again(speeds, tmp_path):
     torch.manual_seed(0)
     model = enliven(Overflowing()).eval()
