@@ -265,6 +265,7 @@ class Tuner:
         try:
             if self._is_late(needed):
                 raise Refused(self._cut(needed))
+            self._bench.job.progress("tune", self._tried, self._tried + 1, f"making the {format} file")
             entry = make()
         except Refused as refused:
             figure = Figure(format, None, accuracy=refused.accuracy, seconds=refused.seconds, dropped=str(refused))

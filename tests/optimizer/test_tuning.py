@@ -615,7 +615,7 @@ def planned(device: str, monkeypatch: pytest.MonkeyPatch, **more: Any) -> Tuner:
     begun: list[str] = []
     bench = SimpleNamespace(
         files=Files(Path(), [entry("onnx")], device, []),
-        job=SimpleNamespace(target=torch.device(device)),
+        job=SimpleNamespace(target=torch.device(device), progress=lambda *step: None),
         further=SimpleNamespace(write=entry, begin=begun.append),
         begun=begun,
         seconds={},
