@@ -263,6 +263,12 @@ class LoadedPackage:
     def _check(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raise ValueError if the file isn't made for such inputs. Compiled code would read past the end of a tensor."""
         refuse_unfit(self._inputs, tensors)
+        for spec, tensor in zip(self._inputs, tensors, strict=True):
+            # Inductor's own matrix products divide by the number of rows, which ends the process.
+            if any(size == 0 and isinstance(named, str) for named, size in zip(spec.shape, tensor.shape, strict=True)):
+                raise ValueError(
+                    f"Input `{spec.name}` has the shape {list(tensor.shape)}: compiled code needs elements."
+                )
         sizes = dict(zip(self._parameters, (tensor.shape for tensor in tensors), strict=True))
         for guard in self._guards:
             if not guard_holds(guard, sizes):
@@ -274,7 +280,8 @@ class LoadedPackage:
             tensor = tensor.detach()
         if tensor.device != self._target:
             tensor = tensor.to(self._target)
-        tensor = tensor.contiguous()
+        # The code reads the memory, which doesn't hold the values of a lazily negated or conjugated tensor.
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
         return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
 
     def _own(self, output: torch.Tensor, taken: set[int]) -> torch.Tensor:

@@ -71,7 +71,8 @@ class BoundSession:
     def _on_target(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if len(tensors) != len(self._inputs):
             raise ValueError(f"The file takes {len(self._inputs)} tensors, not {len(tensors)}.")
-        return [_moved(tensor.detach(), self._target).contiguous() for tensor in tensors]
+        # onnxruntime reads the memory, which doesn't hold the values of a lazily negated tensor.
+        return [_moved(tensor.detach().resolve_neg(), self._target).contiguous() for tensor in tensors]
 
     def _with_inputs(self, held: Sequence[torch.Tensor]) -> Any:
         # Bind by address: this supports every dtype (numpy has no bfloat16) and copies nothing.

@@ -118,6 +118,9 @@ def test_outputs_outlive_the_package_and_inputs_may_lie_anyhow(artifact, inputs)
     expected = artifact.load()(ids[::2], keep[::2], half[::2])
     spread = artifact.load()(ids.t().contiguous().t()[::2], keep.expand(2, 8, 5)[1, ::2], half[::2].t().clone().t())
     assert all(torch.equal(*pair) for pair in zip(expected, spread, strict=True))
+    # Its memory holds the values with the other sign.
+    negated = artifact.load()(ids[::2], keep[::2], torch._neg_view(-half)[::2])
+    assert all(torch.equal(*pair) for pair in zip(expected, negated, strict=True))
 
 
 def test_loaded_for_graphs_it_computes_the_same(artifact, inputs):
@@ -135,6 +138,7 @@ def test_other_inputs_are_refused_before_they_are_read(artifact, inputs):
         ((ids, keep[:2], half), r"Input `extra_keep` of the file is bool\[4, 5\], but got bool\[2, 5\]"),
         ((ids, keep[0], half), r"but got bool\[5\]"),
         ((ids, keep), "takes 3 tensors, not 2"),
+        ((ids[:0], keep[:0], half[:0]), r"Input `ids` has the shape \[0, 5\]: compiled code needs elements"),
         # The model takes rows in pairs.
         (inputs(5), r"wasn't compiled for inputs of these sizes: .*L\['ids'\]\.size\(\)\[0\].* doesn't"),
     ):

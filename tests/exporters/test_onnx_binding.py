@@ -42,6 +42,13 @@ def test_inputs_that_differ_from_those_of_the_file_are_refused(tmp_path: Path) -
         run(x, x.double())
 
 
+def test_values_that_the_memory_does_not_hold_are_computed_first(tmp_path: Path) -> None:
+    run = bound(written(tmp_path / "m.onnx", "Add", onnx.TensorProto.FLOAT))
+    x = torch.randn(3, 4)
+    (y,) = run(x, torch._neg_view(x))
+    assert torch.equal(y, torch.zeros(3, 4))
+
+
 def test_a_recorded_run_reads_and_writes_the_same_tensors(tmp_path: Path) -> None:
     run = bound(written(tmp_path / "m.onnx", "Add", onnx.TensorProto.FLOAT))
     x = torch.randn(3, 4)
