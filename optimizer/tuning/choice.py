@@ -13,6 +13,7 @@ import torch
 
 from exporters.aoti import AotiExporter
 from exporters.child_process import one_child
+from exporters.errors import ExportError
 from exporters.registry import exported_format
 from optimize_export.errors import BundleError, ExportFailed, ParityError, UsageError
 from optimize_export.manifest import MANIFEST, damage_of, read_json, read_manifest, sums_problem
@@ -151,7 +152,14 @@ def _proven_again(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choi
         )
     if not is_lossy(route):
         if all(entry["format"] != route.format for entry in written.entries):
-            entry = bench.further.write(route.format, bench.files.folder)
+            try:
+                entry = bench.further.write(route.format, bench.files.folder)
+            except Refused as refused:
+                if not isinstance(refused.__cause__, ExportError):
+                    raise
+                raise ExportFailed(
+                    f"{choices.path} chooses {route}, and its file couldn't be exported: {refused}."
+                ) from refused
             bench.files.entries = [*bench.files.entries, entry]
             _add(entry, bench, written)
         bench.prove(route)

@@ -9,6 +9,7 @@ from tiny_models import enliven
 from torch import nn
 
 from exporters.aoti import missing_compiler
+from optimize_export.errors import ExportFailed
 from optimize_export.runtime import Route
 from optimizer import export, load, optimize, verify_bundle
 from optimizer.bundle import open_bundle
@@ -101,6 +102,15 @@ def test_a_file_that_cannot_be_compiled_is_dropped_with_the_reason(choosing, mon
     found = choosing(tune=True)
     assert found.dropped["aoti"] == "The model can't be exported to aoti: there is no compiler"
     assert found.files == {"model.torchscript.pt", "model.pt2"}
+
+
+def test_a_chosen_file_that_cannot_be_compiled_is_no_wrong_file(monkeypatch, tmp_path):
+    monkeypatch.setattr("exporters.aoti.missing_compiler", lambda: "there is no compiler")
+    choices = tmp_path / "manifest.json"
+    choices.write_text('{"benchmark": {"recommended": {"format": "aoti", "runtime": "torch", "settings": {}}}}')
+    options = {"formats": ("torchscript",), "effort": "quick", "choices": choices}
+    with pytest.raises(ExportFailed, match=r"couldn't be exported: .* to aoti: there is no compiler\.$"):
+        export(nn.Linear(4, 3).eval(), (torch.randn(2, 4),), output=tmp_path / "net", **options)
 
 
 def test_a_layer_that_overflows_stays_in_float32_and_the_choice_is_made_again(speeds, tmp_path):
