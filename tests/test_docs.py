@@ -242,6 +242,10 @@ def test_the_blocks_of_the_how_to_pages_run(page, block, with_bundle, monkeypatc
         torch.testing.assert_close(names["y"], model(x), atol=1e-4, rtol=1e-4)
     elif page == "dynamic-shapes.md":
         assert (folder / "dist/bert/manifest.json").is_file()
+    elif "InHalf" in names:
+        y = names["InHalf"](model)(x.half())
+        assert y.dtype == torch.float16
+        torch.testing.assert_close(y.float(), model(x), atol=1e-2, rtol=1e-2)
     elif page == "gpu.md":
         statuses = {record.name: record.status for record in names["fast"].report.passes}
         assert statuses["cast-precision"] == "applied"
