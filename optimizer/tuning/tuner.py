@@ -97,11 +97,15 @@ class Tuner:
         eager = self._bench.open_eager()
         # Before what may take the time.
         self._in_python += self._opened(self._bench.in_python())
-        for candidate in self._candidates():
-            started = time.monotonic()
-            self._try(candidate)
-            self._longest = max(self._longest, time.monotonic() - started)
-        self._try_in_python(eager)
+        self._try_all(self._candidates())
+        self._try_other_passes(eager)
+        if self._bench.files.device == "cpu":
+            # Here it takes longest, and other files are mostly faster.
+            self._try_all(self._compiled_files())
+        # Last, because compiling can't be stopped here; and only where there is no compiled file.
+        name = AotiExporter.name
+        if all(exported_format(entry["format"]) != name for entry in self._bench.files.entries):
+            self._in_python += self._opened(self._bench.compiled(), needed=self._making[name])
         # The line of a stage has its last text.
         self._bench.job.progress("tune", self._tried, self._tried, f"{self._tried} ways to run the model")
         ready = [eager, *self._finalists(), *self._in_python]
@@ -141,9 +145,9 @@ class Tuner:
         yield from self._in_half_precision()
         # Settings take seconds each; quantizing and compiling can take minutes.
         yield from self._settings_of_best()
-        slow = [self._quantized_files, self._compiled_files]
-        for files_made in reversed(slow) if files.device == "cuda" else slow:
-            yield from files_made()
+        if files.device == "cuda":
+            yield from self._compiled_files()
+        yield from self._quantized_files()
         # Those that are best for a file made since then may differ.
         yield from self._settings_of_best()
 
@@ -279,6 +283,12 @@ class Tuner:
         yield from self._run(own)
         yield from self._otherwise(own)
 
+    def _try_all(self, candidates: Iterable[Candidate]) -> None:
+        for candidate in candidates:
+            started = time.monotonic()
+            self._try(candidate)
+            self._longest = max(self._longest, time.monotonic() - started)
+
     def _try(self, candidate: Candidate) -> None:
         """Time a file next to the first one, and prove it unless it is far slower than the best."""
         for opened in self._opened(candidate):
@@ -307,18 +317,14 @@ class Tuner:
     def _best_gain(self) -> float:
         return max((gain for _, gain in self._ready), default=0.0)
 
-    def _try_in_python(self, eager: Opened) -> None:
-        """Time further modules, to show what other passes and torch.compile would gain."""
+    def _try_other_passes(self, eager: Opened) -> None:
+        """Time further modules, to show what other passes would gain."""
         base = self._in_python[0] if self._in_python else eager
         report = None if self._bench.job.provenance is None else self._bench.job.provenance.report
         for candidate in self._bench.with_other_passes():
             # It optimizes the model again.
             for opened in self._opened(candidate, needed=0.0 if report is None else report.seconds):
                 self._keep_if_it_pays(opened, base)
-        # Last, because compiling takes long and can't be stopped here; and only where there is no compiled file.
-        name = AotiExporter.name
-        if all(exported_format(entry["format"]) != name for entry in self._bench.files.entries):
-            self._in_python += self._opened(self._bench.compiled(), needed=self._making[name])
 
     def _keep_if_it_pays(self, opened: Opened, base: Opened) -> None:
         try:
