@@ -34,7 +34,8 @@ from optimizer.parity import Accuracy, measure_reference
 from optimizer.pipeline import provenance_of
 from optimizer.tuning import choose
 from optimizer.tuning.benchmark import Candidate, Figure, PeakMemory, Ratio, Refused, recommendation
-from optimizer.tuning.candidates import Files, NonFinite, with_other_passes
+from optimizer.tuning.candidates import Bench, Files, NonFinite, with_other_passes
+from optimizer.tuning.further_files import FurtherFiles
 from optimizer.tuning.lossy import Lossy, Recipe
 from optimizer.tuning.tuner import Tuner, settings_of
 
@@ -672,6 +673,24 @@ def test_a_file_that_compiles_already_is_waited_for_while_there_is_time(monkeypa
             now[0] = 695.0
     assert "aoti-float16 in torch, cuda graph" in found
     assert tuner._dropped[0] == Figure("aoti", None, dropped="not tried: it takes about 25 s, and 5 s were left")
+
+
+def test_nothing_compiles_beside_the_last_timing(choosing, speeds, monkeypatch):
+    order: list[str] = []
+    close, conclude = FurtherFiles.close, Bench.conclude
+
+    def closed(self: FurtherFiles) -> None:
+        order.append("closed")
+        close(self)
+
+    def timed(self: Bench, *given: Any) -> Any:
+        order.append("timed")
+        return conclude(self, *given)
+
+    monkeypatch.setattr(FurtherFiles, "close", closed)
+    monkeypatch.setattr(Bench, "conclude", timed)
+    choosing(tune=True)
+    assert order[:2] == ["closed", "timed"]
 
 
 def test_a_file_that_cannot_run_in_a_graph_runs_without(monkeypatch):
