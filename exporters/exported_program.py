@@ -183,7 +183,7 @@ def named_dims(spec: TensorSpec) -> dict[int, str]:
 class Assumptions:
     """What a program assumes about the open dims, as data that another process can read."""
 
-    # Each relation of symbols, with the dim that each symbol stands for.
+    # Relations between sizes, each with the dim of every symbol in it.
     relations: tuple[tuple[Any, Mapping[Any, Place]], ...] = ()
     # The least and largest size of a dim; None for no limit.
     ranges: tuple[tuple[int | None, int | None, Place], ...] = ()

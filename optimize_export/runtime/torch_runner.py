@@ -75,6 +75,7 @@ _one_at_a_time = Lock()
 
 
 def _load(path: Path, route: Route, device: str, *, in_graphs: bool) -> Any:
+    # As `exported_format` of the registry, whose import takes long.
     name = route.format.removesuffix("-float16").removesuffix("-bfloat16")
     if name not in _EXPORTERS:
         return _registry().load_artifact(route.format, path, device)

@@ -1,6 +1,5 @@
 """The bundle that an export writes (manifest, artifacts, golden data), and its verification."""
 
-from optimize_export.manifest import is_reproducible_build
 from optimizer.bundle.bundle import Bundle, artifact_entry, check_target, open_bundle, write_bundle
 from optimizer.bundle.golden import read_golden, write_golden
 from optimizer.bundle.manifest import (
@@ -21,7 +20,6 @@ __all__ = [
     "describe_device",
     "factor_between",
     "graph_of",
-    "is_reproducible_build",
     "open_bundle",
     "read_golden",
     "rejudge_bundle",

@@ -15,14 +15,13 @@ from exporters.base import Artifact, Exporter
 from exporters.child_process import start_early
 from exporters.errors import ExporterError, ExportError, MetadataError, StructureError
 from optimize_export.errors import ParityError, UsageError
-from optimize_export.manifest import plain
+from optimize_export.manifest import is_reproducible_build, plain
 from optimize_export.onnx_runtime import CPU
 from optimize_export.wording import listed
 from optimizer.bundle import (
     artifact_entry,
     describe_device,
     graph_of,
-    is_reproducible_build,
     weights_hash,
     write_golden,
     write_report,

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from optimize_export.errors import BundleError
-from optimize_export.manifest import check_benchmark, plain
+from optimize_export.manifest import check_benchmark, is_reproducible_build, plain
 from optimize_export.runtime import Route
 from optimize_export.wording import quote
-from optimizer.bundle import is_reproducible_build
 from optimizer.model import release_memory
 from optimizer.parity import WITHIN_BUDGET, Accuracy
 
