@@ -129,6 +129,7 @@ FLOORS = (
     "pipeline",
     "exporting",
     "tuning",
+    "training",
     "command",
 )
 INSIDE = {file: tree for file, tree in TREES.items() if file.startswith("optimizer/")}

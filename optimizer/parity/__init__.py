@@ -26,7 +26,15 @@ from optimizer.parity.regions import (
     region_at,
     rerun,
 )
-from optimizer.parity.results import CallErrors, Measurement, OutputNoise, OutputParity, ParityReport
+from optimizer.parity.results import (
+    CallErrors,
+    Measurement,
+    OutputNoise,
+    OutputParity,
+    ParityReport,
+    from_json,
+    to_json,
+)
 from optimizer.parity.rows import Rows
 from optimizer.parity.verdict import FACTOR, Tolerance, allowed_share, by_output, judge, why_vacuous
 
@@ -58,6 +66,7 @@ __all__ = [
     "compare_golden",
     "compare_region",
     "describe_carried_state",
+    "from_json",
     "golden_entries",
     "golden_entry",
     "independent_rows",
@@ -70,5 +79,6 @@ __all__ = [
     "reference_at",
     "region_at",
     "rerun",
+    "to_json",
     "why_vacuous",
 ]

@@ -1,7 +1,19 @@
 """Measure the ways to run a model, prove their accuracy, and recommend one."""
 
-from optimizer.tuning.benchmark import Benchmark
+from optimizer.tuning.benchmark import Benchmark, Latency, PeakMemory, Ratio, interleaved, ratio
 from optimizer.tuning.choice import bench_bundle, choose, read_choices
 from optimizer.tuning.lossy import CalibrationCall, calibration_of
 
-__all__ = ["Benchmark", "CalibrationCall", "bench_bundle", "calibration_of", "choose", "read_choices"]
+__all__ = [
+    "Benchmark",
+    "CalibrationCall",
+    "Latency",
+    "PeakMemory",
+    "Ratio",
+    "bench_bundle",
+    "calibration_of",
+    "choose",
+    "interleaved",
+    "ratio",
+    "read_choices",
+]

@@ -1,0 +1,88 @@
+"""The data of a tuned training step: what was measured and proven, and what is recommended. JSON both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from optimizer.parity import from_json, to_json
+from optimizer.training.setup import Setup
+from optimizer.tuning import Latency, Ratio
+
+ORIGINAL = "original"
+BIT_IDENTICAL = "bit-identical"
+WITHIN_ROUNDING = "within rounding"
+DECLARED = "declared difference"
+REFUSED = "refused"
+NOT_PROVEN = "not proven"
+STANDINGS = (ORIGINAL, BIT_IDENTICAL, WITHIN_ROUNDING, DECLARED, REFUSED, NOT_PROVEN)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run the step: a row of the table."""
+
+    name: str
+    """The name in the table, such as "bf16 autocast"."""
+    setup: Setup = Setup()
+    latency: Latency | None = None
+    """Seconds of one optimizer step; None if it wasn't timed."""
+    speedup: Ratio | None = None
+    """How many times as fast a step is as the step as it is, paired by rounds; at other batch sizes, the rows a second
+    are compared. None if it wasn't timed."""
+    samples: float | None = None
+    """Rows a second; None if it wasn't timed, or the batch has no rows."""
+    peak: int | None = None
+    """Bytes at the peak of a step beyond parameters, buffers, their gradients and the optimizer's state. On a GPU the
+    allocator's, for compiled steps on a CPU those of the process; None if not measured."""
+    standing: str = NOT_PROVEN
+    """Either "original", "bit-identical", "within rounding", "declared difference", "refused", or "not proven" for a candidate
+    that wasn't compared because it isn't faster or wasn't tried; the note says which."""
+    differences: Mapping[str, float] = field(default_factory=dict)
+    """Only the figures that were measured: "loss_error" and "gradient_error" are the largest errors against float64, in
+    units of the largest magnitude; "loss_noise" and "gradient_noise" the same of the original's rounding; "loss_times"
+    and "gradient_times" the errors as multiples of the noise (4 are allowed); "gradient_cosine" between the gradients
+    and those in float64. With `steps`, "loss_change" is the relative difference of the loss after that many steps,
+    the mean over seeds, and "loss_spread" its spread over the original's seeds."""
+    taken: bool = False
+    """Whether it is part of the recommended combination."""
+    note: str = ""
+    """One sentence: why it is refused, not measured, or not taken."""
+
+
+@dataclass(frozen=True)
+class TrainingTuning:
+    """All measured ways to run a training step, and the recommended one.
+
+    The first candidate is the step as it is, the last one the recommended combination; they are the same if nothing
+    pays.
+    """
+
+    model: str
+    """The class of the model."""
+    device: str
+    """"cpu", or the name of the GPU."""
+    batch: int
+    """The rows of the batch that was given; 0 if it has none."""
+    threads: int
+    """The number of torch's threads."""
+    rounds: int
+    """The rounds of the last timing, in each of which the candidates ran in turn."""
+    seconds: float
+    """The time of the whole call."""
+    candidates: tuple[Candidate, ...]
+    recommended: Setup
+    notes: tuple[str, ...] = ()
+    """Sentences about the measurement."""
+    optimizer: str = "AdamW"
+    """The class of the optimizer."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to plain data."""
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """The tuning that `to_json` wrote, before or after a round trip through a JSON file."""
+        return from_json(cls, data)
