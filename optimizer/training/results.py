@@ -25,7 +25,7 @@ class Candidate:
 
     name: str
     """The name in the table, such as "bf16 autocast"."""
-    setup: Setup = Setup()
+    setup: Setup = field(default_factory=Setup)
     latency: Latency | None = None
     """Seconds of one optimizer step; None if it wasn't timed."""
     speedup: Ratio | None = None
