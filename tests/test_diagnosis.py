@@ -458,6 +458,41 @@ def test_a_training_step_shows_its_loader_and_its_gradients(monkeypatch):
     assert findings["gradients-zeroed"].line > findings["loader-without-workers"].line
 
 
+def test_a_step_that_takes_a_batch_trains_a_copy(monkeypatch):
+    monkeypatch.setattr(settings, "_LEAST_WAIT", 1e-6)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Dropout())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    before, losses = {name: one.clone() for name, one in model.state_dict().items()}, []
+
+    def step(given, batch):
+        losses.append(given(batch[0]).square().sum())
+        return losses[-1], batch
+
+    loader = DataLoader(TensorDataset(torch.randn(32, 8)), 32, generator=torch.Generator())
+    arguments = {"training_step": step, "loader": loader, "optimizer": optimizer}
+    x, random = torch.randn(2, 8), torch.get_rng_state()
+    findings = {each.rule: each for each in diagnose(model.train(), (x,), **arguments).findings}
+    assert set(findings) == {"loader-without-workers"}
+    # The second step has other weights, and one batch is enough for two.
+    assert losses[0] != losses[1]
+    assert all(torch.equal(before[name], one) for name, one in model.state_dict().items())
+    assert not optimizer.state
+    assert model[0].weight.grad is None
+    assert torch.equal(random, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("given", [{"batch": torch.randn(13, 256)}, {}])
+def test_the_batch_of_a_step_is_that_which_is_given_or_the_example_inputs(given):
+    model, seen = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 8)), []
+    x = torch.randn(16, 256)
+    step = lambda model, batch: seen.append(batch.shape[0]) or model(batch).sum()  # noqa: E731
+    findings = diagnose(model, (x,), training_step=step, **given).findings
+    assert [each.rule for each in findings] == ["rows-not-multiple-of-8"] * len(given)
+    assert seen == [13 if given else 16] * 2
+    with pytest.raises(UsageError, match="go with a training step that takes the model and a batch"):
+        diagnose(model, (x,), training_step=lambda: None, batch=x)
+
+
 @pytest.mark.parametrize(("rows", "told"), [(13, True), (16, False)])
 def test_a_training_step_with_an_odd_batch_is_told(rows, told):
     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 8))

@@ -35,7 +35,7 @@ from optimizer.api import export, optimize_to_export, report_of
 from optimizer.bundle import Bundle, VerifyReport, check_target, rejudge_bundle, verify_bundle, write_triton_model
 from optimizer.command.errors import errors_of_user_code, own_errors
 from optimizer.command.inputs import misfit, parse_input
-from optimizer.command.loading import Loaded, load, required_arguments
+from optimizer.command.loading import Loaded, load
 from optimizer.command.up_to_date import inputs_of, opened_files
 from optimizer.command.user_code import names_restored
 from optimizer.diagnosis import Diagnosis, diagnose
@@ -174,10 +174,10 @@ def _exported(output: Path, bundle: Bundle, report: Document, loaded: Loaded, se
 # The first run of the model ------------------------------------------------------------------------------------------
 
 
-def load_and_run(options: ExportOptions, progress: ProgressFunction) -> Loaded:
+def load_and_run(options: ExportOptions, progress: ProgressFunction, *, trains: bool = False) -> Loaded:
     """Load the model with its weights and inputs, run it once, and record what the bundle is built from.
 
-    The paths in the options are absolute.
+    With `trains`, its training step is read too. The paths in the options are absolute.
     """
     progress(Progress(LOAD_STAGE, 0, 2, options.model))
     inputs, before, started = inputs_of(options), dict(sys.modules), time.time()
@@ -190,6 +190,7 @@ def load_and_run(options: ExportOptions, progress: ProgressFunction) -> Loaded:
             weights=options.weights,
             calibration=options.calibration,
             calibrates=not options.budget.is_exact,
+            trains=trains,
             seed=options.seed,
         )
         progress(Progress(LOAD_STAGE, 1, 2, f"{loaded.source} runs on its inputs"))
@@ -263,19 +264,20 @@ def diagnose_model(options: DiagnoseOptions, progress: ProgressFunction) -> Docu
     with own_errors(), names_restored():
         load = options.load
         device = _chosen_device(load.device, require_gpu=load.require_gpu)
-        loaded = load_and_run(_with_absolute_paths(load), progress)
-        step, notes = loaded.training_step, list(loaded.notes)
-        if step is not None and (needed := required_arguments(step)):
-            notes.append(
-                f"The training step was left out: training_step needs {listed(needed)}; it is called without arguments."
-            )
-            step = None
+        loaded = load_and_run(_with_absolute_paths(load), progress, trains=True)
+        training, notes = loaded.training, list(loaded.notes)
+        if training is not None and training.misfit:
+            notes.append(f"The training step was left out: {training.misfit}.")
+            training = None
         progress(Progress("diagnose", 0, 1, loaded.source))
         found = diagnose(
             loaded.model,
             loaded.example_inputs,
             example_kwargs=loaded.example_kwargs,
-            training_step=step,
+            training_step=None if training is None else training.step,
+            batch=None if training is None else training.batch,
+            loader=None if training is None else training.loader,
+            optimizer=None if training is None else training.optimizer,
             device=device,
         )
         progress(Progress("diagnose", 1, 1, loaded.source))

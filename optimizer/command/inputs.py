@@ -26,7 +26,7 @@ from optimize_export.errors import LoadError, UsageError
 from optimize_export.wording import dtype_name, listed, quote
 from optimizer.command.early_checks import SUFFIXES
 from optimizer.command.errors import errors_of_user_code
-from optimizer.model import Call, leaves_of, rebuild
+from optimizer.model import Call, leaves_of, rebuild, signature_of
 
 # Drawn inputs ---------------------------------------------------------------------------------------------------------
 
@@ -239,13 +239,6 @@ def _call(
     if why := misfit(model, call):
         raise LoadError(f"The inputs {file} don't fit forward of {type(model).__name__}: {why}.")
     return call
-
-
-def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
-    try:
-        return inspect.signature(function)
-    except (TypeError, ValueError):
-        return None
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:

@@ -19,6 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,7 +39,7 @@ from optimizer.command.early_checks import (
     split_library,
 )
 from optimizer.command.errors import errors_of_user_code
-from optimizer.command.inputs import Preprocessing, draw_inputs, parse_input, read_calls, signature_of
+from optimizer.command.inputs import Preprocessing, draw_inputs, parse_input, read_calls
 from optimizer.command.library_models import LibraryModel, library_model, open_lengths
 from optimizer.command.user_code import put_first
 from optimizer.model import (
@@ -50,11 +51,32 @@ from optimizer.model import (
     refuse_circular_modules,
     refuse_empty_tensors,
     refuse_unmade_module,
+    required_arguments,
 )
 
 FACTORY_NAMES = ("get_model", "build_model", "create_model")
 ExampleInputs = tuple[Any, ...] | Callable[[int, torch.Generator], Call]
 _ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the user's file says about training."""
+
+    step: Callable[..., object]
+    """`training_step`: without arguments, or of the model and a batch, and then it returns the loss."""
+    batch: Any = None
+    """`training_batch`; None for the loader's, or the example inputs."""
+    loader: Iterable[Any] | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    """Over the parameters of the model."""
+
+    @property
+    def misfit(self) -> str:
+        """Why the step can't be called, as a clause; "" if it can."""
+        needed = required_arguments(self.step)
+        told = f"training_step needs {listed(needed)}; it takes the model and a batch, or no arguments"
+        return "" if len(needed) in (0, 2) else told
 
 
 @dataclass
@@ -75,8 +97,8 @@ class Loaded:
     """More calls, from `--inputs`."""
     calibration: Sequence[Any] | None = None
     """Calls for static quantization, from `--calibration` or the file's get_calibration_inputs()."""
-    training_step: Callable[[], object] | None = None
-    """The file's training_step, which runs one step, for diagnose; None if it has none."""
+    training: Training | None = None
+    """What the file says about training, if it was asked for; None if it has no `training_step`."""
     dynamic: dict[str, dict[int, str | None]] | None = None
     """The dims that are dynamic unless the user chooses others; None for the batch alone."""
     build: dict[str, Any] = field(default_factory=dict)
@@ -106,11 +128,13 @@ def load(
     weights: Path | None = None,
     calibration: Path | None = None,
     calibrates: bool = False,
+    trains: bool = False,
     seed: int = 0,
 ) -> Loaded:
     """Load the model that `spec` names, its weights and its example inputs.
 
     Calibration calls are those of the path `calibration`; or with `calibrates`, those of the user's file.
+    With `trains`, its training step is read too.
 
     Runs the user's code after `put_first`, with all random generators seeded with `seed`. The user's modules stay
     importable afterwards; `user_code.names_restored` removes them again.
@@ -168,8 +192,8 @@ def load(
         loaded.calibration = read_calls(files, model, loaded.first_call(seed), finder.preprocessing)
     elif calibrates:
         loaded.calibration = finder.calibration()
-    if isinstance(finder, _Finder):
-        loaded.training_step = finder.training_step()
+    if trains and isinstance(finder, _Finder):
+        loaded.training = finder.training(model)
     return loaded
 
 
@@ -256,10 +280,31 @@ class _Finder:
             )
         return list(calls)
 
-    def training_step(self) -> Callable[[], object] | None:
-        """The file's `training_step`, if it is a function."""
-        value = self._held("training_step")
-        return value if callable(value) else None
+    def training(self, model: nn.Module) -> Training | None:
+        """The file's `training_step`, and with what it runs; None if it has none."""
+        step, label = self._held("training_step"), self.target.label
+        if not callable(step):
+            return None
+        if len(required_arguments(step)) != 2:
+            return Training(step)
+        loader = self._made("make_loader", "loader", "train_loader")
+        if loader is not None and not isinstance(loader, Iterable):
+            raise LoadError(f"The loader of {label} is {a_type(loader)}; it must be a DataLoader, or yield batches.")
+        optimizer = self._made("make_optimizer", "optimizer", given=(model.parameters(),))
+        # `import optimizer` in the user's file is a module of theirs.
+        if isinstance(optimizer, ModuleType):
+            optimizer = None
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise LoadError(f"The optimizer of {label} is {a_type(optimizer)}, not a torch.optim.Optimizer.")
+        batch = self._held("training_batch")
+        return Training(step, None if batch is _ABSENT else batch, loader, optimizer)
+
+    def _made(self, factory: str, *names: str, given: tuple[Any, ...] = ()) -> Any:
+        """What the file's factory returns, else the first of its attributes with these names; None without any."""
+        if callable(make := self._held(factory)):
+            return self._call(partial(make, *given), factory)
+        name = self._first(*names)
+        return None if name is None else self._held(name)
 
     def _chosen_name(self) -> str:
         if self._held("model") is not _ABSENT:
@@ -374,14 +419,6 @@ class _Finder:
             return self._as_call(value, called)
 
         return draw
-
-
-def required_arguments(function: Callable[..., Any]) -> list[str]:
-    """The names of the arguments without a default; empty if the function doesn't tell them."""
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    found = signature_of(function)
-    parameters = () if found is None else found.parameters.values()
-    return [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]
 
 
 def _alike(path: Path, first: Call, call: Call, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from torch.profiler import ProfilerActivity
 from torch.utils import _pytree as pytree
 
 from exporters.places import line_of_error
-from optimize_export.errors import LoadError, UsageError
+from optimize_export.errors import LoadError, OptimizeExportError, UsageError
 from optimize_export.wording import error_summary
 from optimizer.diagnosis import chains, kernels, layers, settings, values
 from optimizer.diagnosis.evidence import Evidence, LineRecorder, PlainTensors, Step, plain_tensors
@@ -24,18 +25,25 @@ from optimizer.model import (
     Call,
     ExampleInputs,
     Runs,
+    batch_of,
     called,
     check_model,
     eager_only,
+    endless,
     errors_of_model,
     in_turn,
     is_script,
+    loss_of,
+    moved,
     on_device,
     one_call,
+    optimizer_over,
     outside_inference_mode,
     random_state,
+    required_arguments,
     unregistered_modules,
     unsynchronised,
+    working_copy,
 )
 from optimizer.torch_private import is_profiling
 from passes.base import ModelTree
@@ -56,19 +64,27 @@ def diagnose(
     example_inputs: ExampleInputs | None = None,
     *,
     example_kwargs: dict[str, Any] | None = None,
-    training_step: Callable[[], object] | None = None,
+    training_step: Callable[..., object] | None = None,
+    loader: Iterable[Any] | None = None,
+    batch: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
     device: torch.device | str | None = None,
 ) -> Diagnosis:
     """Find what good practice would change in the model's own code.
 
     A copy of the model runs in eval mode, three times and for a few measurements. Each torch call is recorded
-    with its line, and each rule reads the recording. The caller's module isn't changed, except by `training_step`.
+    with its line, and each rule reads the recording. The caller's module isn't changed, except by a `training_step` without
+    arguments.
 
     Args:
         model: any module.
         example_inputs, example_kwargs: as for `optimize`.
-        training_step: a function without arguments that runs one training step as usual: batch, forward, backward,
-            optimizer. It is called twice, once to warm up, and trains the model.
+        training_step: a function of the model and a batch that returns the loss. It runs twice on a copy of the model,
+            once to warm up, each time with a backward pass, a step of the optimizer, and `zero_grad()`. Or a function
+            without arguments that does all of this; it trains the model.
+        loader: a DataLoader or another iterable of batches, for a step that takes one.
+        batch: the batch, if there is no loader; by default the example inputs.
+        optimizer: over the parameters of the model; a copy of it makes the steps. None for no steps.
         device: where to run; by default the module's device. For another device, the weights are copied.
 
     Raises:
@@ -84,7 +100,16 @@ def diagnose(
             "The model is TorchScript, whose operations have no lines: diagnose the module it was made from."
         )
     call, target = one_call("diagnose", model, example_inputs, example_kwargs, device)
-    step = None if training_step is None else record_step(model, training_step)
+    step = None
+    if training_step is not None and required_arguments(training_step):
+        if batch is None and loader is None:
+            batch = batch_of(call)
+        with random_state(0):
+            step = record_step(*copied_step(model, training_step, batch, loader, optimizer, target), loader)
+    elif batch is not None or loader is not None or optimizer is not None:
+        raise UsageError("batch, loader and optimizer go with a training step that takes the model and a batch.")
+    elif training_step is not None:
+        step = record_step(model, training_step)
     with outside_inference_mode(), random_state(0), unsynchronised(), torch.no_grad(), eager_only():
         runs = Runs(on_device(model, target), in_eval=True)
         with errors_of_model(call):
@@ -164,8 +189,30 @@ def _paths(attributes: PlainTensors) -> frozenset[str]:
     return frozenset(path for path, _ in attributes.values())
 
 
-def record_step(model: nn.Module, step: Callable[[], object]) -> Step:
-    """Run a training step twice: the first run is recorded, the second is timed."""
+def copied_step(
+    model: nn.Module,
+    step: Callable[..., object],
+    batch: Any,
+    loader: Iterable[Any] | None,
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device,
+) -> tuple[nn.Module, Callable[[], object]]:
+    """A copy of the model with weights of its own, and a whole training step on it. Arguments as for `diagnose`."""
+    copied = working_copy(model, private=[name for name, _ in model.named_parameters()]).root.to(device)
+    stepped = None if optimizer is None else optimizer_over(optimizer, model, copied)
+    batches = itertools.repeat(moved(batch, device)) if loader is None else endless(loader)
+
+    def whole() -> None:
+        loss_of(step(copied, moved(next(batches), device))).backward()
+        if stepped is not None:
+            stepped.step()
+        copied.zero_grad()
+
+    return copied, whole
+
+
+def record_step(model: nn.Module, step: Callable[[], object], loader: Iterable[Any] | None = None) -> Step:
+    """Run a training step twice: the first run is recorded, the second is timed. `loader`: what it draws from, if known."""
     if is_profiling():
         raise UsageError("Another profiler is running in this thread: diagnose() needs it to end first.")
     tree = ModelTree(model, unregistered_modules(model))
@@ -178,8 +225,10 @@ def record_step(model: nn.Module, step: Callable[[], object]) -> Step:
                 started = time.perf_counter()
                 step()
                 seconds = time.perf_counter() - started
+    except OptimizeExportError:
+        raise
     except Exception as error:  # the step is foreign code
         at = f" at {line}" if (line := line_of_error(error)) else ""
         raise LoadError(f"The training step raises{at}: {error_summary(error)}.") from error
     waited = sum(event.cpu_time_total for event in profiler.key_averages() if event.key.startswith(_LOADER))
-    return Step(recorder.recording, waited / 1e6 / seconds)
+    return Step(recorder.recording, waited / 1e6 / seconds, loader)

@@ -230,6 +230,8 @@ class Step:
     recording: Recording
     waiting: float
     """The share of its time that it waited for a DataLoader, from 0 to 1."""
+    loader: object = None
+    """The loader that the batches of the step were drawn from; None if the step draws them itself."""
 
     @cached_property
     def calls(self) -> list[Node]:

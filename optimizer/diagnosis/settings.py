@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
+from torch.utils.data import DataLoader
 
 from optimizer.diagnosis.evidence import Evidence, Line, Seen
 from optimizer.diagnosis.findings import rule
@@ -112,7 +113,11 @@ def loader_without_workers(evidence: Evidence) -> Iterator[Seen]:
     """The training step waits at least 5 % of its time for a DataLoader without workers."""
     if evidence.step is None or evidence.step.waiting < _LEAST_WAIT:
         return
-    for line, _ in _by_line(_steps(evidence), "loader"):
+    lines = [line for line, _ in _by_line(_steps(evidence), "loader")]
+    if isinstance(loader := evidence.step.loader, DataLoader):
+        # Our own line drew from it.
+        lines = [Line()] * (loader.num_workers == 0)
+    for line in lines:
         yield Seen(
             (),
             line,

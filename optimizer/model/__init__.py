@@ -23,8 +23,10 @@ from optimizer.model.preparation import (
     refuse_empty_tensors,
     refuse_unmade_module,
     refuse_unrunnable,
+    required_arguments,
     resolved_device,
     samples_of,
+    signature_of,
 )
 from optimizer.model.reentrant import gradients_by_backward, is_reentrant
 from optimizer.model.runs import AsItIs, Runs, RunsOfCopy, Source, called, errors_of_model, named_tensors, refuse_arrays
@@ -40,6 +42,7 @@ from optimizer.model.settings import (
     seed_torch,
     unsynchronised,
 )
+from optimizer.model.training_step import batch_of, endless, loss_of, moved, optimizer_over
 from optimizer.model.weights import load_weights
 from optimizer.model.working_copy import (
     REGISTRIES,
@@ -73,11 +76,13 @@ __all__ = [
     "Source",
     "Taken",
     "WorkingCopy",
+    "batch_of",
     "called",
     "check_model",
     "check_numbers",
     "clone",
     "eager_only",
+    "endless",
     "errors_of_model",
     "first_difference",
     "gradients_by_backward",
@@ -90,12 +95,15 @@ __all__ = [
     "ladder",
     "leaves_of",
     "load_weights",
+    "loss_of",
     "modules_of",
+    "moved",
     "named_tensors",
     "on_device",
     "one_at_a_time",
     "one_call",
     "open_dims",
+    "optimizer_over",
     "outside_inference_mode",
     "own_storage",
     "pinned_settings",
@@ -110,9 +118,11 @@ __all__ = [
     "refuse_unmade_module",
     "refuse_unrunnable",
     "release_memory",
+    "required_arguments",
     "resolved_device",
     "samples_of",
     "seed_torch",
+    "signature_of",
     "two_batch_sizes",
     "unregistered_modules",
     "unsynchronised",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -169,3 +170,19 @@ def refuse_empty_tensors(model: nn.Module) -> None:
             f"{listed(empty)} of the model {'has' if len(empty) == 1 else 'have'} no values (device meta): load weights "
             "into it first, or build the model on the CPU."
         )
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature of a function; None if it doesn't tell one."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def required_arguments(function: Callable[..., Any]) -> list[str]:
+    """The names of the arguments without a default; empty if the function doesn't tell them."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    found = signature_of(function)
+    parameters = () if found is None else found.parameters.values()
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]

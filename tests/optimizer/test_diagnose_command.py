@@ -72,10 +72,50 @@ def test_the_training_step_of_the_file_runs(run):
     assert out.startswith("warning  gradients-zeroed  net.py:20")
 
 
-def test_a_training_step_with_arguments_is_left_out_with_a_note(run):
+BATCHED = """
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loader = torch.utils.data.DataLoader(torch.randn(64, 13, 8), batch_size=None)
+
+def training_step(model, batch):
+    assert batch.shape == (13, 8) and model.layers[0].weight.grad is None
+    return {"loss": torch.utils.checkpoint.checkpoint(model, batch.requires_grad_(), use_reentrant=True).sum()}
+"""
+
+
+def test_a_training_step_that_takes_a_batch_runs_with_that_of_the_loader(run):
+    code, out, err = run(GOOD.replace("import torch\n", "import torch, torch.utils.checkpoint\n") + BATCHED)
+    assert (code, "reentrant-checkpoint  net.py:21" in out) == (0, True), out + err
+
+
+@pytest.mark.parametrize(
+    ("source", "part"),
+    [
+        (BATCHED.replace("DataLoader(torch.randn(64, 13, 8), batch_size=None)", "Dataset"), "loader of net.py is"),
+        (
+            BATCHED.replace("torch.optim.SGD(model.parameters(), 0.1)", "0.1"),
+            "is a float, not a torch.optim.Optimizer",
+        ),
+        (
+            BATCHED.replace("model.parameters()", "nn.Linear(8, 8).parameters()"),
+            "2 of the 2 parameters of the optimizer",
+        ),
+        (BATCHED.replace("DataLoader(torch.randn(64, 13, 8), batch_size=None)", "ConcatDataset"), "loader of net.py"),
+        (BATCHED.replace("torch.randn(64, 13, 8)", "[]"), "The loader has no batches"),
+        ("def training_step(model, batch):\n    return model(batch)", "of shape [2, 8] instead of a loss"),
+    ],
+)
+def test_what_a_training_step_can_not_run_with_is_one_sentence(run, source, part):
+    code, out, err = run(GOOD + source)
+    assert code in (2, 3)
+    assert out == ""
+    assert part in err
+
+
+def test_a_training_step_with_other_arguments_is_left_out_with_a_note(run):
     code, out, _ = run(GOOD + STEP.replace("training_step()", "training_step(batch, rate=1)"), "--fail-on", "note")
     assert code == 0
-    assert "note: The training step was left out: training_step needs batch; it is called without arguments." in out
+    told = "training_step needs batch; it takes the model and a batch, or no arguments."
+    assert f"note: The training step was left out: {told}" in out
 
 
 @pytest.mark.parametrize(
