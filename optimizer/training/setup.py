@@ -24,7 +24,7 @@ class Setup:
     channels_last: bool = False
     """Whether the model's convolutions and the batch's images (4 dims) are in `torch.channels_last`."""
     passes: tuple[str, ...] = ()
-    """Passes in the form of `optimize(…, mode="training")`, such as "insert-checkpoints(memory_budget=0.5)"."""
+    """Passes in the form of `optimize(…, mode="training")`, such as "insert-checkpoints:memory_budget=0.5"."""
     compile: str = ""
     """Either "whole" for `model.compile()`, "blocks" for `.compile()` of each repeated block, "" for neither."""
     optimizer: str = AS_IT_IS
