@@ -43,6 +43,7 @@ from optimizer.options import Effort, ExportSettings, is_to_be_timed
 from optimizer.parity import Tolerance
 from optimizer.pipeline import optimize_model, provenance_of, report_of
 from optimizer.report import ProgressFunction, no_progress
+from optimizer.training import left_to_the_loop, read_setup
 from optimizer.tuning import Benchmark, CalibrationCall, calibration_of, choose, read_choices
 from passes.base import Pass
 
@@ -59,6 +60,7 @@ def optimize(
     example_kwargs: dict[str, Any] | None = None,
     further_inputs: FurtherInputs = (),
     mode: Mode = "inference",
+    choices: str | Path | None = None,
     device: torch.device | str | None = None,
     strict: bool = False,
     explain: bool = False,
@@ -87,6 +89,8 @@ def optimize(
         further_inputs: more calls, each a pair (args, kwargs) that differs from the first call only in its rows. They
             are compared unchanged, in addition to the calls with drawn inputs.
         mode: "inference" or "training".
+        choices: a training.toml that `TrainingTuning.save` or the command tune-training wrote: its passes run, with mode
+            "training". Notes of the report say what it leaves to the training loop, such as autocast.
         device: the device of the result; by default the model's. For another device, the weights are copied.
         strict: raise if a pass fails or is rolled back.
         explain: record among the skips of a graph pass also why its pattern doesn't match at a candidate, and give the
@@ -107,7 +111,15 @@ def optimize(
             (insert-checkpoints); always if a pass wrote to the caller's weights.
         ParityError: a copy of the model computes something different, even without any pass.
     """
-    return optimize_model(
+    notes: list[str] = []
+    if choices is not None:
+        if mode != "training":
+            raise UsageError('choices are those of a training loop: pass mode="training".')
+        if passes is not None:
+            raise UsageError("passes and choices contradict each other: the choices have the passes.")
+        setup = read_setup(choices)
+        passes, notes = setup.passes, left_to_the_loop(setup, choices)
+    made = optimize_model(
         model,
         passes,
         example_inputs=example_inputs,
@@ -121,6 +133,8 @@ def optimize(
         seed=seed,
         progress=progress or no_progress,
     )
+    report_of(made).notes += notes
+    return made
 
 
 @in_turn

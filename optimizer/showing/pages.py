@@ -256,12 +256,13 @@ Figures = Sequence[Mapping[str, Any]]
 """Those of the manifest that have times."""
 
 
-def memory_plot(timed: Figures, refused: Figures = ()) -> Plot | None:
+def memory_plot(timed: Figures, refused: Figures = (), *, of: str = "a call") -> Plot | None:
     """Latency and memory of the candidates; None if fewer than two have both.
 
     Args:
         timed: the rows of a table that is numbered from 1.
         refused: those outside the budget.
+        of: what has the latency.
     """
     if not any(each["memory"] for each in timed):
         return None
@@ -271,7 +272,7 @@ def memory_plot(timed: Figures, refused: Figures = ()) -> Plot | None:
     unit = next(size for size in (2**30, 2**20, 2**10, 1) if max(held.values()) >= size)
     costs = {row: size / unit for row, size in held.items()}
     axis = linear("peak memory", costs.values(), lambda size: size_text(int(size * unit)))
-    return _trade_off("memory", every, len(timed), axis, costs)
+    return _trade_off("memory", every, len(timed), axis, costs, of)
 
 
 def accuracy_plot(timed: Figures, refused: Figures = ()) -> Plot | None:
@@ -288,12 +289,14 @@ def accuracy_plot(timed: Figures, refused: Figures = ()) -> Plot | None:
     return _trade_off("loss of accuracy", every, len(timed), axis, costs)
 
 
-def _trade_off(what: str, every: Figures, usable: int, y: Axis, costs: Mapping[int, float]) -> Plot | None:
+def _trade_off(
+    what: str, every: Figures, usable: int, y: Axis, costs: Mapping[int, float], of: str = "a call"
+) -> Plot | None:
     """The plot of all figures; those from the number `usable` on are refused."""
     if len(costs) < 2:
         return None
     seconds = {row: every[row]["seconds"] for row in costs}
-    x = linear("latency of a call", seconds.values(), seconds_text)
+    x = linear(f"latency of {of}", seconds.values(), seconds_text)
     choices = [row for row in costs if row < usable]
     best = [
         row for row in choices if not any(_beats((seconds[o], costs[o]), (seconds[row], costs[row])) for o in choices)

@@ -2,5 +2,6 @@
 
 from optimizer.training.results import Candidate, TrainingTuning
 from optimizer.training.setup import Setup
+from optimizer.training.showing import left_to_the_loop, read_setup
 
-__all__ = ["Candidate", "Setup", "TrainingTuning"]
+__all__ = ["Candidate", "Setup", "TrainingTuning", "left_to_the_loop", "read_setup"]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
+from optimize_export.errors import printable_lines
 from optimizer.parity import from_json, to_json
+from optimizer.training import showing
 from optimizer.training.setup import Setup
 from optimizer.tuning import Latency, Ratio
 
@@ -77,6 +80,33 @@ class TrainingTuning:
     """Sentences about the measurement."""
     optimizer: str = "AdamW"
     """The class of the optimizer."""
+
+    @property
+    def code(self) -> str:
+        """The recommended training loop as Python to paste."""
+        device = "cpu" if self.device == "cpu" else "cuda"
+        return showing.code_of(self.recommended, device=device, optimizer=self.optimizer, batch=self.batch)
+
+    def __str__(self) -> str:
+        return printable_lines("\n".join(showing.lines(self)))
+
+    def _repr_html_(self) -> str:
+        return showing.to_html(self)
+
+    def to_toml(self) -> str:
+        """The recommended choices, for `optimize(model, choices=…, mode="training")`."""
+        return showing.to_toml(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write report.html, training.toml and training.json into a new folder, in one step.
+
+        A path that ends with .html, .toml or .json is one new file.
+
+        Raises:
+            UsageError: there is something at the path already.
+            BundleError: the folder can't be written.
+        """
+        showing.save(self, path)
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain data."""

@@ -1,0 +1,370 @@
+"""A tuned training step for people: the rows of its table, the code to paste, its TOML and its page.
+
+training.toml    the recommended choices, which `optimize(model, choices="training.toml", mode="training")` reads
+training.json    everything that was measured
+report.html      the same for people
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from optimize_export.errors import UsageError
+from optimize_export.manifest import describe_program, to_json_text
+from optimize_export.wording import listed
+from optimizer.bundle import new_folder
+from optimizer.options import check_new_folder
+from optimizer.showing import fragment, memory_plot, number_text, page, seconds_text, size_text
+from optimizer.training.setup import AS_IT_IS, COMPILES, OPTIMIZERS, PRECISIONS, Setup
+
+if TYPE_CHECKING:
+    from optimizer.training.results import Candidate, TrainingTuning
+
+TOML, JSON, PAGE = "training.toml", "training.json", "report.html"
+_DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+
+# The table -----------------------------------------------------------------------------------------------------------
+
+_COLOURS = {
+    "original": "soft",
+    "bit-identical": "good",
+    "within rounding": "good",
+    "declared difference": "warn",
+    "refused": "bad",
+    "not proven": "soft",
+}
+COLUMNS = ("training step", "a step", "rows/s", "times as fast", "peak", "numbers", "note")
+
+
+def rows(tuning: TrainingTuning) -> list[tuple[str, ...]]:
+    """The texts of the table, one row for each candidate."""
+    return [_row(each) for each in tuning.candidates]
+
+
+def _row(each: Candidate) -> tuple[str, ...]:
+    gain = each.speedup
+    return (
+        f"{each.name}{' *' * each.taken}",
+        "" if each.latency is None else seconds_text(each.latency.median),
+        "" if each.samples is None else f"{each.samples:.4g}",
+        "" if gain is None else f"{gain.median:.2f} ({gain.low:.2f} to {gain.high:.2f})",
+        "" if each.peak is None else size_text(each.peak),
+        standing_text(each),
+        each.note,
+    )
+
+
+def standing_text(each: Candidate) -> str:
+    """How a candidate's losses and gradients stand to the original's, with the figures that were measured."""
+    found = each.differences
+    times = [found[name] for name in ("loss_times", "gradient_times") if name in found]
+    told = [f"{number_text(max(times))} times the noise"] if times else []
+    if each.standing == "declared difference":
+        told = [f"loss {number_text(found['loss_error'])}"] if "loss_error" in found else []
+        told += [f"cosine {found['gradient_cosine']:.6f}"] if "gradient_cosine" in found else []
+    if "loss_change" in found:
+        told.append(f"loss after the steps {100 * found['loss_change']:+.2g} %")
+        told.append(f"between seeds {100 * found.get('loss_spread', 0.0):.2g} %")
+    return f"{each.standing} ({', '.join(told)})" if told else each.standing
+
+
+def recommendation(tuning: TrainingTuning) -> str:
+    """A sentence about the recommended combination."""
+    if tuning.recommended == Setup():
+        return "recommended: the step as it is; nothing that was tried pays here"
+    first, best = tuning.candidates[0], tuning.candidates[-1]
+    told = [] if best.speedup is None else [f"{best.speedup} as the step as it is"]
+    if best.peak is not None and first.peak is not None:
+        told.append(f"peak {size_text(best.peak)} instead of {size_text(first.peak)}")
+    return f"recommended: {best.name}: {', '.join([*told, standing_text(best)])}"
+
+
+def lines(tuning: TrainingTuning) -> Iterator[str]:
+    """The table, the recommendation, the notes and the code, for a terminal of any width."""
+    table = [COLUMNS, *rows(tuning)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+    yield from ("", recommendation(tuning), *(f"note: {note}" for note in tuning.notes), "", tuning.code.rstrip())
+
+
+# The choices in words and as code ------------------------------------------------------------------------------------
+
+
+def sentences(setup: Setup) -> list[str]:
+    """What a training loop does for a setup, besides the passes; one clause for each choice."""
+    parts = f" in {setup.accumulate} parts whose gradients are added" if setup.accumulate > 1 else ""
+    told = {
+        "set `torch.set_float32_matmul_precision('high')` for products in TF32": setup.precision == "tf32",
+        f"run the step under `torch.autocast` with {_DTYPES.get(setup.precision)}": setup.precision in _DTYPES,
+        "scale the loss with `torch.amp.GradScaler`": setup.precision == "fp16",
+        "convert the model and its images to `torch.channels_last`": setup.channels_last,
+        "compile the model with `model.compile()`": setup.compile == "whole",
+        "compile each repeated block with its `.compile()`": setup.compile == "blocks",
+        f"pass `{setup.optimizer}=True` to the optimizer": setup.optimizer != AS_IT_IS,
+        "call `zero_grad(set_to_none=False)`": not setup.set_to_none,
+        "set `torch.backends.cudnn.benchmark = True`": setup.cudnn_benchmark,
+        f"pass `num_workers={setup.workers}` to the DataLoader": setup.workers is not None,
+        "pass `pin_memory=True` to the DataLoader, and copy with `non_blocking=True`": setup.pin_memory,
+        f"train with {setup.batch_size} rows a step{parts}": setup.batch_size is not None,
+        f"run each batch{parts}": setup.batch_size is None and setup.accumulate > 1,
+    }
+    return [clause for clause, is_chosen in told.items() if is_chosen]
+
+
+def left_to_the_loop(setup: Setup, path: str | Path) -> list[str]:
+    """The sentence on the choices of a file that `optimize` doesn't make; empty if it makes all."""
+    told = "; ".join(sentences(setup))
+    return [f"The choices of {Path(path).name} that your training loop makes: {told}."] if told else []
+
+
+def code_of(setup: Setup, *, device: str, optimizer: str, batch: int) -> str:
+    """A training loop to paste. It reads `model`, `training_step` and `loader`, and with passes `example_inputs`.
+
+    Args:
+        device: "cpu" or "cuda".
+        optimizer: the class; one outside of `torch.optim` is read from `optimizer`.
+        batch: the rows of the batch that was given; 0 if it has none.
+    """
+    is_torchs = hasattr(torch.optim, optimizer)
+    loads = setup.batch_size is not None or setup.accumulate > 1 or setup.workers is not None or setup.pin_memory
+    parts = [
+        _header(setup, loads=loads, is_torchs=is_torchs, device=device),
+        _settings(setup, device),
+        _model(setup, device),
+        _optimizer(setup, device, optimizer if is_torchs else ""),
+        _loader(setup, (setup.batch_size or batch) // setup.accumulate) if loads else "",
+        _placed(setup, device),
+        _loop(setup, device),
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _header(setup: Setup, *, loads: bool, is_torchs: bool, device: str) -> str:
+    yours = ["model", "training_step", "dataset" if loads else "loader"]
+    yours += ["optimizer"] * (not is_torchs)
+    yours += ["example_inputs (the arguments of one call of the model)"] * bool(setup.passes)
+    imports = ["import torch"]
+    imports += ["from torch.utils._pytree import tree_map"] * (setup.channels_last or device != "cpu")
+    imports += ["from torch.utils.data import DataLoader"] * loads
+    imports += ["", "from optimize_export import optimize"] * bool(setup.passes)
+    return "\n".join([*imports, "", f"# Yours: {', '.join(yours)}.", ""])
+
+
+def _settings(setup: Setup, device: str) -> str:
+    tf32 = ['torch.set_float32_matmul_precision("high")  # TF32', "torch.backends.cudnn.allow_tf32 = True"]
+    told = tf32 if setup.precision == "tf32" else []
+    told += ["torch.backends.cudnn.benchmark = True"] * setup.cudnn_benchmark
+    if setup.precision in _DTYPES:
+        told.append(f'autocast = torch.autocast("{device}", {_DTYPES[setup.precision]})')
+    told += [f'scaler = torch.amp.GradScaler("{device}")'] * (setup.precision == "fp16")
+    return _block(told)
+
+
+def _model(setup: Setup, device: str) -> str:
+    told = [] if device == "cpu" else [f'model.to("{device}")']
+    told += ["model.to(memory_format=torch.channels_last)"] * setup.channels_last
+    if setup.passes:
+        call = f'optimize(model, {json.dumps(list(setup.passes))}, mode="training", example_inputs=example_inputs)'
+        told.append(f"model = {call}")
+    told += ["model.compile()"] * (setup.compile == "whole")
+    if setup.compile == "blocks":
+        told += [
+            "for parent in model.modules():",
+            "    if isinstance(parent, (torch.nn.ModuleList, torch.nn.Sequential)):",
+            "        kinds = [type(block) for block in parent]",
+            "        for block in parent:",
+            "            if kinds.count(type(block)) > 2 and any(True for _ in block.parameters()):",
+            "                block.compile()",
+        ]
+    return _block(told)
+
+
+def _optimizer(setup: Setup, device: str, name: str) -> str:
+    how = f", {setup.optimizer}=True" if setup.optimizer != AS_IT_IS else ""
+    if name:
+        return _block([f"optimizer = torch.optim.{name}(model.parameters(){how})  # with your own arguments"])
+    return _block([f"# Make your optimizer with {setup.optimizer}=True."] * bool(how))
+
+
+def _loader(setup: Setup, size: int) -> str:
+    given = [f"batch_size={size}"] * bool(size)
+    if setup.workers is not None:
+        given += [f"num_workers={setup.workers}", *["persistent_workers=True"] * (setup.workers > 0)]
+    given += ["pin_memory=True"] * setup.pin_memory
+    return _block([f"loader = DataLoader(dataset, {', '.join(given)})  # with your own arguments"])
+
+
+def _placed(setup: Setup, device: str) -> str:
+    if device == "cpu" and not setup.channels_last:
+        return ""
+    is_image = "value.ndim == 4 and value.is_floating_point()"
+    images = f"value.to(memory_format=torch.channels_last) if {is_image} else value"
+    copied = f'value = value.to("{device}"{", non_blocking=True" * setup.pin_memory})'
+    told = ["def placed(value):", "    if not isinstance(value, torch.Tensor):", "        return value"]
+    told += [f"    {copied}"] * (device != "cpu")
+    told += [f"    return {images if setup.channels_last else 'value'}"]
+    return _block(told)
+
+
+def _loop(setup: Setup, device: str) -> str:
+    several = setup.accumulate > 1
+    told = ["for number, batch in enumerate(loader, 1):" if several else "for batch in loader:"]
+    told += ["    batch = tree_map(placed, batch)"] * (device != "cpu" or setup.channels_last)
+    under, indent = setup.precision in _DTYPES, "    " * (setup.precision in _DTYPES)
+    told += ["    with autocast:"] * under
+    told.append(f"{indent}    loss = training_step(model, batch){f' / {setup.accumulate}' * several}")
+    scales = setup.precision == "fp16"
+    told.append(f"    {'scaler.scale(loss)' if scales else 'loss'}.backward()")
+    update = ["scaler.step(optimizer)", "scaler.update()"] if scales else ["optimizer.step()"]
+    update.append(f"optimizer.zero_grad({'' if setup.set_to_none else 'set_to_none=False'})")
+    told += [f"    if number % {setup.accumulate} == 0:"] * several
+    told += [f"    {'    ' * several}{line}" for line in update]
+    return "\n".join(told) + "\n"
+
+
+def _block(told: Sequence[str]) -> str:
+    return "\n".join([*told, ""]) if told else ""
+
+
+# TOML ----------------------------------------------------------------------------------------------------------------
+
+
+def to_toml(tuning: TrainingTuning) -> str:
+    """The recommended setup; `read_setup` reads it."""
+    made = {"model": tuning.model, "device": tuning.device, "torch": torch.__version__, "by": _version()}
+    written = {name: value for name, value in tuning.recommended.to_json().items() if value is not None}
+    told = [f"# {line}" for line in (recommendation(tuning), *sentences(tuning.recommended))]
+    for title, table in (("made", made), ("setup", written)):
+        # JSON's texts, numbers, booleans and lists are TOML's too.
+        told += [
+            "",
+            f"[{title}]",
+            *(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in table.items()),
+        ]
+    return "\n".join(told).replace("\x7f", "\\u007f") + "\n"
+
+
+def read_setup(path: str | Path) -> Setup:
+    """The setup of a training.toml, or of the folder that has one.
+
+    Raises:
+        UsageError: there is no such file, it isn't such a TOML, or another version made it with settings unknown here.
+    """
+    path = Path(os.path.expanduser(path))
+    path = path / TOML if path.is_dir() else path
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        why = "doesn't exist" if isinstance(error, FileNotFoundError) else f"can't be read: {error.strerror}"
+        raise UsageError(f"{path} {why}; `choices` is the {TOML} that tune-training wrote.") from error
+    except ValueError as error:
+        raise UsageError(f"{path} isn't a {TOML}: it isn't valid TOML ({error}).") from error
+    given = found.get("setup")
+    if not isinstance(given, dict):
+        raise UsageError(f"{path} isn't a {TOML}: it has no table [setup]; name the file that tune-training wrote.")
+    made = found.get("made")
+    by = made.get("by", "another version") if isinstance(made, dict) else "another version"
+    known = {each.name: each.default for each in fields(Setup)}
+    if unknown := [name for name in given if name not in known]:
+        raise UsageError(
+            f"{path} was made by {by}, and {_version()} has no setting {listed(unknown)}: run tune-training again."
+        )
+    if wrong := [name for name, value in given.items() if not _fits(name, value, known[name])]:
+        value = json.dumps(given[wrong[0]], default=str)
+        raise UsageError(f"{path}: {wrong[0]} can't be {value}; it was made by {by}: run tune-training again.")
+    return Setup.from_json(given)
+
+
+def _fits(name: str, value: object, default: object) -> bool:
+    choices = {"precision": PRECISIONS, "optimizer": OPTIMIZERS, "compile": COMPILES}
+    if name in choices:
+        return value in choices[name]
+    if name == "passes":
+        return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    if isinstance(default, bool):
+        return isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and value >= (0 if name == "workers" else 1)
+
+
+def _version() -> str:
+    program = describe_program()
+    return f"{program['name']} {program['version']}"
+
+
+# Files and pages -----------------------------------------------------------------------------------------------------
+
+
+def save(tuning: TrainingTuning, path: str | Path) -> None:
+    """Write report.html, training.toml and training.json into a new folder; or the one with the suffix of the path.
+
+    Raises:
+        UsageError: there is something at the path already.
+        BundleError: the folder can't be written.
+    """
+    target = Path(os.path.expanduser(path))
+    texts = {PAGE: _page(tuning), TOML: to_toml(tuning), JSON: to_json_text(tuning.to_json())}
+    check_new_folder(target, "the result")
+    if (text := {Path(name).suffix: text for name, text in texts.items()}.get(target.suffix)) is not None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staged = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+        try:
+            staged.write_text(text, encoding="utf-8")
+            staged.replace(target)
+        finally:
+            staged.unlink(missing_ok=True)
+        return
+    with new_folder(target.absolute()) as folder:
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+
+
+def to_html(tuning: TrainingTuning) -> str:
+    """The result for a notebook."""
+    return fragment("training", **_facts(tuning))
+
+
+def _page(tuning: TrainingTuning) -> str:
+    return page("page", part="training.html.jinja", title=f"{tuning.model}: its training step", **_facts(tuning))
+
+
+def _facts(tuning: TrainingTuning) -> Mapping[str, Any]:
+    # Points of the plot have the numbers of these rows: at the batch that was given, and not refused.
+    drawn = [each for each in tuning.candidates if each.latency is not None and each.setup.batch_size is None]
+    timed = [each for each in drawn if each.standing != "refused"]
+    shown = [
+        {
+            "number": next((number for number, one in enumerate(timed, 1) if one is each), ""),
+            "cells": row,
+            "standing": each.standing,
+            "seconds": each.latency.median if each.latency else None,
+            "best": each is tuning.candidates[-1],
+        }
+        for row, each in zip(rows(tuning), tuning.candidates, strict=True)
+    ]
+    refused = [each for each in drawn if each.standing == "refused"]
+    plot = memory_plot(list(map(_figure, timed)), list(map(_figure, refused)), of="a step")
+    longest = max((row["seconds"] for row in shown if row["seconds"]), default=None)
+    told = recommendation(tuning)
+    facts = {"tuning": tuning, "shown": shown, "columns": COLUMNS, "told": told, "drawn": plot, "longest": longest}
+    return {
+        **facts,
+        "code": tuning.code,
+        "best": tuning.candidates[-1],
+        "standing": standing_text(tuning.candidates[-1]),
+        "colour": _COLOURS,
+    }
+
+
+def _figure(each: Candidate) -> dict[str, Any]:
+    seconds = each.latency.median if each.latency else 0.0
+    return {"name": each.name, "seconds": seconds, "memory": each.peak, "dropped": each.note}
