@@ -14,7 +14,7 @@ rule.
 from optimizer.parity.accuracy import WITHIN_BUDGET, Accuracy, accuracy_between, accuracy_of, accuracy_text
 from optimizer.parity.carried_state import describe_carried_state, measure_in_sequence
 from optimizer.parity.golden import GoldenEntry, compare_golden, golden_entries, golden_entry
-from optimizer.parity.observe import Flatten, RecordedRuns, input_names
+from optimizer.parity.observe import Flatten, Observation, RecordedRuns, input_names, observe
 from optimizer.parity.outputs import BATCH_SIZES, OriginalOutputs, check_parity, measure_reference
 from optimizer.parity.reference import Reference, independent_rows, outputs_on
 from optimizer.parity.regions import (
@@ -47,6 +47,7 @@ __all__ = [
     "Flatten",
     "GoldenEntry",
     "Measurement",
+    "Observation",
     "OriginalOutputs",
     "OutputNoise",
     "OutputParity",
@@ -75,6 +76,7 @@ __all__ = [
     "judged_values",
     "measure_in_sequence",
     "measure_reference",
+    "observe",
     "outputs_on",
     "reference_at",
     "region_at",

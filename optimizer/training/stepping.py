@@ -87,6 +87,16 @@ class TrainingJob:
     def rows(self) -> int:
         return rows_of(self.batch)
 
+    @cached_property
+    def model_call(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments with which the step calls the model first; None if it only calls methods or parts of it."""
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        model = self.copied_model()
+        model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(clone((args, kwargs))), with_kwargs=True)
+        with random_state(0):
+            loss_of(self.step, model, self.batch)
+        return calls[0] if calls else None
+
     def finish(self) -> None:
         """Wait until the device has finished its work."""
         if self.device.type == "cuda":
@@ -110,16 +120,23 @@ class TrainingJob:
         Raises:
             Unavailable: the optimizer has no such implementation.
         """
-        made = optimizer_over(model, self.optimizer, self.model)
-        # Loading puts the state where the parameters are, and where a fused implementation needs it.
-        state = made.state_dict()
-        if setup.optimizer != AS_IT_IS:
-            if setup.optimizer not in made.defaults:
-                raise Unavailable(f"{type(made).__name__} has no {setup.optimizer} implementation.")
-            for group in state["param_groups"]:
-                group |= {name: name == setup.optimizer for name in ("foreach", "fused") if name in group}
-        made.load_state_dict(state)
-        return made
+        return with_implementation(optimizer_over(model, self.optimizer, self.model), setup)
+
+
+def with_implementation(optimizer: torch.optim.Optimizer, setup: Setup) -> torch.optim.Optimizer:
+    """The optimizer with the implementation of the setup, and its state where that needs it.
+
+    Raises:
+        Unavailable: the optimizer has no such implementation.
+    """
+    state = optimizer.state_dict()
+    if setup.optimizer != AS_IT_IS:
+        if setup.optimizer not in optimizer.defaults:
+            raise Unavailable(f"{type(optimizer).__name__} has no {setup.optimizer} implementation.")
+        for group in state["param_groups"]:
+            group |= {name: name == setup.optimizer for name in ("foreach", "fused") if name in group}
+    optimizer.load_state_dict(state)
+    return optimizer
 
 
 def optimizer_over(model: nn.Module, optimizer: torch.optim.Optimizer, other: nn.Module) -> torch.optim.Optimizer:
@@ -286,12 +303,14 @@ class StepModule(nn.Module):
         self.model = model
         self.setup = setup
         self.device = job.device
+        # Of the losses that `forward` returns, as a GradScaler scales them; a power of two.
+        self.scale = 1.0
         self._shared = _Shared(job.step)
         # Not `train()`, which would reach the model's own modules, some of which may be in another mode.
         self.training = model.training
 
     def forward(self, *batches: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.stack(list(self.losses(batch))).sum() for batch in batches)
+        return tuple(torch.stack(list(self.losses(batch))).sum() * self.scale for batch in batches)
 
     def losses(self, batch: Any) -> Iterator[torch.Tensor]:
         """The share in the loss of each part of a batch, in turn."""
@@ -314,8 +333,11 @@ def _as_images(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous(memory_format=torch.channels_last) if is_image else tensor
 
 
-def made_model(job: TrainingJob, setup: Setup) -> nn.Module:
+def made_model(job: TrainingJob, setup: Setup, *, own_draws: bool = False) -> nn.Module:
     """A copy of the model as a setup runs it.
+
+    Args:
+        own_draws: whether compiled code draws the random numbers that the model itself draws, which is slower.
 
     Raises:
         Unavailable: a pass of it does nothing here, or isn't possible.
@@ -325,28 +347,22 @@ def made_model(job: TrainingJob, setup: Setup) -> nn.Module:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if setup.passes:
         model = _with_passes(job, model, setup.passes)
+    options = {"fallback_random": True} if own_draws else None
     if setup.compile == "whole":
-        model.compile()
+        model.compile(options=options)
     elif setup.compile:
         blocks = [block for group in repeated_blocks(model) for _, block in group]
         if not blocks:
             raise Unavailable("The model has no repeated blocks.")
         for block in blocks:
-            block.compile()
+            block.compile(options=options)
     return model
 
 
 def _with_passes(job: TrainingJob, model: nn.Module, passes: tuple[str, ...]) -> nn.Module:
-    calls: list[tuple[Any, Any]] = []
-    hook = model.register_forward_pre_hook(lambda module, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
-    with random_state(0), eager_only():
-        loss_of(job.step, model, job.batch)
-    hook.remove()
-    if not calls:
-        raise Unavailable(
-            "The step doesn't call the model itself, but methods or parts of it, which passes don't reach."
-        )
-    args, kwargs = calls[0]
+    if job.model_call is None:
+        raise Unavailable("The step calls methods or parts of the model, and not itself, which passes don't reach.")
+    args, kwargs = job.model_call
     try:
         result = optimize_model(
             model,

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
+from tuned_steps import images, job_of, small_net, step
 
 from optimize_export.errors import LoadError, OptimizeExportError, UsageError
 from optimizer.training.setup import Setup
 from optimizer.training.stepping import (
     RunnableStep,
     StepModule,
-    TrainingJob,
     Unavailable,
     check_optimizer,
     check_step,
@@ -25,29 +24,6 @@ from optimizer.training.stepping import (
     rows_of,
     with_rows,
 )
-
-CPU = torch.device("cpu")
-
-
-def small_net() -> nn.Module:
-    torch.manual_seed(0)
-    layers = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
-    return nn.Sequential(*layers, nn.Linear(8, 4))
-
-
-def step(model: nn.Module, batch: Any) -> torch.Tensor:
-    x, y = batch
-    return F.cross_entropy(model(x), y)
-
-
-def images(rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(rows, 3, 8, 8, generator=generator), torch.arange(rows) % 4
-
-
-def job_of(model: nn.Module, own: Any = step, batch: Any = None, optimizer: Any = None) -> TrainingJob:
-    batch = images() if batch is None else batch
-    return TrainingJob(model, own, check_optimizer(model, optimizer), batch, CPU)
 
 
 def test_a_step_trains_a_copy_as_a_loop_would() -> None:
@@ -228,7 +204,7 @@ def test_what_torch_refuses_is_unavailable() -> None:
     made_step(job, Setup())
     with pytest.raises(Unavailable, match="sparse"):
         made_step(job, Setup(optimizer="fused"))
-    with pytest.raises(Unavailable, match="doesn't call the model itself"):
+    with pytest.raises(Unavailable, match="methods or parts of the model"):
         made_step(
             job_of(model, lambda model, x: model.forward(x).sum(), torch.tensor([1, 2]), job.optimizer),
             Setup(passes=("fold-conv-bias",)),
