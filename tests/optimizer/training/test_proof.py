@@ -16,7 +16,6 @@ from optimizer.training.proof import Proof
 from optimizer.training.results import BIT_IDENTICAL, DECLARED, REFUSED, WITHIN_ROUNDING
 from optimizer.training.setup import Setup
 
-
 SOURCE = random.SystemRandom()
 
 
