@@ -33,7 +33,7 @@ from optimizer.model import (
     errors_of_model,
     in_turn,
     is_script,
-    loss_of,
+    loss_from,
     moved,
     on_device,
     one_call,
@@ -203,7 +203,7 @@ def copied_step(
     batches = itertools.repeat(moved(batch, device)) if loader is None else endless(loader)
 
     def whole() -> None:
-        loss_of(step(copied, moved(next(batches), device))).backward()
+        loss_from(step(copied, moved(next(batches), device))).backward()
         if stepped is not None:
             stepped.step()
         copied.zero_grad()

@@ -42,7 +42,7 @@ from optimizer.model.settings import (
     seed_torch,
     unsynchronised,
 )
-from optimizer.model.training_step import batch_of, endless, loss_of, moved, optimizer_over
+from optimizer.model.training_step import batch_of, endless, loss_from, moved, optimizer_over, refuse_other_parameters
 from optimizer.model.weights import load_weights
 from optimizer.model.working_copy import (
     REGISTRIES,
@@ -95,7 +95,7 @@ __all__ = [
     "ladder",
     "leaves_of",
     "load_weights",
-    "loss_of",
+    "loss_from",
     "modules_of",
     "moved",
     "named_tensors",
@@ -115,6 +115,7 @@ __all__ = [
     "refuse_arrays",
     "refuse_circular_modules",
     "refuse_empty_tensors",
+    "refuse_other_parameters",
     "refuse_unmade_module",
     "refuse_unrunnable",
     "release_memory",

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from optimize_export.errors import LoadError, UsageError
+from optimize_export.structure import rebuild
 from optimize_export.wording import a_type
 from optimizer.model.inputs import Call
 
@@ -27,22 +27,27 @@ def batch_of(call: Call) -> Any:
     return call.args[0] if len(call.args) == 1 else call.args
 
 
-def loss_of(returned: Any) -> torch.Tensor:
-    """The loss that a step returned: itself, the first of a tuple or list, or "loss" of a mapping or output object."""
-    if isinstance(returned, Mapping):
-        loss = returned.get("loss")
-    elif isinstance(returned, tuple | list) and not hasattr(returned, "loss"):
-        loss = returned[0] if returned else None
-    else:
-        loss = getattr(returned, "loss", returned)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        what = a_type(returned) if loss is None or not isinstance(loss, torch.Tensor) else "a tensor"
-        why = ""
-        if isinstance(loss, torch.Tensor):
-            why = f" of shape {list(loss.shape)}" if loss.numel() != 1 else " that needs no gradient"
-        raise LoadError(
-            f"The training step returned {what}{why} instead of a loss: return the loss, a scalar tensor that needs a "
-            'gradient, or a dict with "loss", or a tuple whose first is the loss.'
+def loss_from(result: Any) -> torch.Tensor:
+    """The loss in the result of a step: a scalar tensor, `loss` of a mapping or object, or the first of a tuple.
+
+    Raises:
+        UsageError: it isn't a scalar that needs a gradient.
+    """
+    loss = result
+    if isinstance(result, Mapping) and "loss" in result:
+        loss = result["loss"]
+    elif not isinstance(result, torch.Tensor) and getattr(result, "loss", None) is not None:
+        loss = result.loss
+    elif isinstance(result, tuple | list) and result:
+        loss = result[0]
+    if not isinstance(loss, torch.Tensor):
+        raise UsageError(f"The training step returns {a_type(result)}: return the loss, a scalar tensor.")
+    if loss.numel() != 1:
+        raise UsageError(f"The training step returns a loss of shape {tuple(loss.shape)}: return a scalar.")
+    if not loss.requires_grad:
+        raise UsageError(
+            "The loss of the training step needs no gradient: return it as it was computed, without item() or detach(), "
+            "and with gradients enabled."
         )
     return loss.reshape(())
 
@@ -61,12 +66,19 @@ def endless(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def moved(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
-    """The batch on a device: its tensors, and other values in its containers that have a method `to`."""
+    """The batch with its tensors on a device."""
+    return rebuild(batch, lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-    def move(leaf: Any) -> Any:
-        return leaf.to(device, non_blocking=non_blocking) if callable(getattr(leaf, "to", None)) else leaf
 
-    return pytree.tree_map(move, batch)
+def refuse_other_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raise `UsageError` if a parameter of the optimizer isn't the model's."""
+    own = {id(parameter) for parameter in model.parameters()}
+    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if others := [key for key in held if key not in own]:
+        raise UsageError(
+            f"{len(others)} of the {len(held)} parameters of the optimizer aren't the model's: make it over the "
+            "parameters of this model, in a model's file by `make_optimizer(parameters)`."
+        )
 
 
 def optimizer_over(optimizer: torch.optim.Optimizer, model: nn.Module, copied: nn.Module) -> torch.optim.Optimizer:
@@ -75,14 +87,9 @@ def optimizer_over(optimizer: torch.optim.Optimizer, model: nn.Module, copied: n
     Raises:
         UsageError: a parameter of the optimizer isn't the model's.
     """
+    refuse_other_parameters(optimizer, model)
     # Deep copies take what the memo has: the parameters are the keys of the state too.
     memo: dict[int, Any] = dict(zip(map(id, model.parameters()), copied.parameters(), strict=True))
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if others := [parameter for parameter in held if id(parameter) not in memo]:
-        raise UsageError(
-            f"{len(others)} of the {len(held)} parameters of the optimizer aren't the model's: make it over the "
-            "parameters of this model, in a model's file by `make_optimizer(parameters)`."
-        )
     made: torch.optim.Optimizer = copy.deepcopy(optimizer, memo)
     # Moves the state to the devices of the parameters.
     made.load_state_dict(made.state_dict())

@@ -5,9 +5,8 @@ The caller's model and optimizer are never run: each step has a copy of the weig
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +18,18 @@ from torch import nn
 from exporters.places import line_of_error
 from optimize_export.errors import LoadError, OptimizeExportError, UsageError
 from optimize_export.wording import a_type, error_summary, listed
-from optimizer.model import clone, eager_only, leaves_of, named_tensors, random_state, rebuild, working_copy
+from optimizer.model import (
+    clone,
+    eager_only,
+    leaves_of,
+    loss_from,
+    named_tensors,
+    optimizer_over,
+    random_state,
+    rebuild,
+    refuse_other_parameters,
+    working_copy,
+)
 from optimizer.pipeline import optimize_model, report_of
 from optimizer.report import no_progress
 from optimizer.training.setup import AS_IT_IS, Setup
@@ -62,10 +72,6 @@ def with_rows(batch: Any, start: int, stop: int) -> Any:
         return tensor[torch.arange(start, stop, device=tensor.device) % rows]
 
     return rebuild(batch, taken)
-
-
-def moved(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
-    return rebuild(batch, lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
 
 # ---------------------------------------------------------------------------------------------- the user's step, checked
@@ -120,7 +126,7 @@ class TrainingJob:
         Raises:
             Unavailable: the optimizer has no such implementation.
         """
-        return with_implementation(optimizer_over(model, self.optimizer, self.model), setup)
+        return with_implementation(optimizer_over(self.optimizer, self.model, model), setup)
 
 
 def with_implementation(optimizer: torch.optim.Optimizer, setup: Setup) -> torch.optim.Optimizer:
@@ -137,12 +143,6 @@ def with_implementation(optimizer: torch.optim.Optimizer, setup: Setup) -> torch
             group |= {name: name == setup.optimizer for name in ("foreach", "fused") if name in group}
     optimizer.load_state_dict(state)
     return optimizer
-
-
-def optimizer_over(model: nn.Module, optimizer: torch.optim.Optimizer, other: nn.Module) -> torch.optim.Optimizer:
-    """A copy over the parameters of a copy of `other`, whose parameters the optimizer updates."""
-    own = dict(model.named_parameters())
-    return copy.deepcopy(optimizer, {id(one): own[name] for name, one in other.named_parameters()})
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | MakeOptimizer | None) -> torch.optim.Optimizer:
@@ -167,35 +167,8 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | MakeOpt
             f"{type(optimizer).__name__} calls the step itself, as often as it likes, through a closure: tuning measures "
             "single steps, so use another optimizer for it."
         )
-    own = {id(one) for one in model.parameters()}
-    if any(id(one) not in own for group in optimizer.param_groups for one in group["params"]):
-        raise UsageError("The optimizer updates parameters that aren't the model's: make it over model.parameters().")
+    refuse_other_parameters(optimizer, model)
     return optimizer
-
-
-def loss_from(result: Any) -> torch.Tensor:
-    """The loss in the result of a step: a scalar tensor, `loss` of a mapping or object, or the first of a tuple.
-
-    Raises:
-        UsageError: it isn't a scalar that needs a gradient.
-    """
-    loss = result
-    if isinstance(result, Mapping) and "loss" in result:
-        loss = result["loss"]
-    elif not isinstance(result, torch.Tensor) and getattr(result, "loss", None) is not None:
-        loss = result.loss
-    elif isinstance(result, tuple | list) and result:
-        loss = result[0]
-    if not isinstance(loss, torch.Tensor):
-        raise UsageError(f"The training step returns {a_type(result)}: return the loss, a scalar tensor.")
-    if loss.numel() != 1:
-        raise UsageError(f"The training step returns a loss of shape {tuple(loss.shape)}: return a scalar.")
-    if not loss.requires_grad:
-        raise UsageError(
-            "The loss of the training step needs no gradient: return it as it was computed, without item() or detach(), "
-            "and with gradients enabled."
-        )
-    return loss.reshape(())
 
 
 def check_step(job: TrainingJob, caller: nn.Module) -> list[str]:

@@ -101,7 +101,10 @@ def test_a_training_step_that_takes_a_batch_runs_with_that_of_the_loader(run):
         ),
         (BATCHED.replace("DataLoader(torch.randn(64, 13, 8), batch_size=None)", "ConcatDataset"), "loader of net.py"),
         (BATCHED.replace("torch.randn(64, 13, 8)", "[]"), "The loader has no batches"),
-        ("def training_step(model, batch):\n    return model(batch)", "of shape [2, 8] instead of a loss"),
+        (
+            "def training_step(model, batch):\n    return model(batch)",
+            "returns a loss of shape (2, 8): return a scalar",
+        ),
     ],
 )
 def test_what_a_training_step_can_not_run_with_is_one_sentence(run, source, part):
