@@ -42,7 +42,15 @@ from optimizer.model.settings import (
     seed_torch,
     unsynchronised,
 )
-from optimizer.model.training_step import batch_of, endless, loss_from, moved, optimizer_over, refuse_other_parameters
+from optimizer.model.training_step import (
+    batch_of,
+    endless,
+    loss_from,
+    moved,
+    optimizer_over,
+    place_of_loss,
+    refuse_other_parameters,
+)
 from optimizer.model.weights import load_weights
 from optimizer.model.working_copy import (
     REGISTRIES,
@@ -107,6 +115,7 @@ __all__ = [
     "outside_inference_mode",
     "own_storage",
     "pinned_settings",
+    "place_of_loss",
     "private_state",
     "random_state",
     "rare_collection",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -27,19 +28,30 @@ def batch_of(call: Call) -> Any:
     return call.args[0] if len(call.args) == 1 else call.args
 
 
+_PLACES: dict[str, Callable[[Any], Any]] = {
+    "": lambda result: result,
+    '["loss"]': itemgetter("loss"),
+    ".loss": attrgetter("loss"),
+    "[0]": itemgetter(0),
+}
+
+
+def place_of_loss(result: Any) -> str:
+    """Where the loss is in the result of a step, as Python after the call: "", '["loss"]', ".loss" or "[0]"."""
+    if isinstance(result, Mapping) and "loss" in result:
+        return '["loss"]'
+    if not isinstance(result, torch.Tensor) and getattr(result, "loss", None) is not None:
+        return ".loss"
+    return "[0]" if isinstance(result, tuple | list) and result else ""
+
+
 def loss_from(result: Any) -> torch.Tensor:
     """The loss in the result of a step: a scalar tensor, `loss` of a mapping or object, or the first of a tuple.
 
     Raises:
         UsageError: it isn't a scalar that needs a gradient.
     """
-    loss = result
-    if isinstance(result, Mapping) and "loss" in result:
-        loss = result["loss"]
-    elif not isinstance(result, torch.Tensor) and getattr(result, "loss", None) is not None:
-        loss = result.loss
-    elif isinstance(result, tuple | list) and result:
-        loss = result[0]
+    loss = _PLACES[place_of_loss(result)](result)
     if not isinstance(loss, torch.Tensor):
         raise UsageError(f"The training step returns {a_type(result)}: return the loss, a scalar tensor.")
     if loss.numel() != 1:

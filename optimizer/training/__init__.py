@@ -2,6 +2,15 @@
 
 from optimizer.training.results import Candidate, TrainingTuning
 from optimizer.training.setup import Setup
-from optimizer.training.showing import left_to_the_loop, read_setup
+from optimizer.training.showing import TABLE_COLUMNS, left_to_the_loop, read_setup, recommendation, table_rows
 
-__all__ = ["Candidate", "Setup", "TrainingTuning", "left_to_the_loop", "read_setup"]
+__all__ = [
+    "TABLE_COLUMNS",
+    "Candidate",
+    "Setup",
+    "TrainingTuning",
+    "left_to_the_loop",
+    "read_setup",
+    "recommendation",
+    "table_rows",
+]

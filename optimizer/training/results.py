@@ -80,12 +80,15 @@ class TrainingTuning:
     """Sentences about the measurement."""
     optimizer: str = "AdamW"
     """The class of the optimizer."""
+    loss: str = ""
+    """Where the loss is in what the step returns, as Python after the call, such as '["loss"]'; "" for the loss itself."""
+    example: tuple[str, ...] = ("example_inputs",)
+    """The arguments of `optimize` that have a call of the model: "example_inputs", "example_kwargs" or both."""
 
     @property
     def code(self) -> str:
         """The recommended training loop as Python to paste."""
-        device = "cpu" if self.device == "cpu" else "cuda"
-        return showing.code_of(self.recommended, device=device, optimizer=self.optimizer, batch=self.batch)
+        return showing.code_of(self, "cpu" if self.device == "cpu" else "cuda")
 
     def __str__(self) -> str:
         return printable_lines("\n".join(showing.lines(self)))

@@ -42,10 +42,10 @@ _COLOURS = {
     "refused": "bad",
     "not proven": "soft",
 }
-COLUMNS = ("training step", "a step", "rows/s", "times as fast", "peak", "numbers", "note")
+TABLE_COLUMNS = ("training step", "a step", "rows/s", "times as fast", "peak", "numbers", "note")
 
 
-def rows(tuning: TrainingTuning) -> list[tuple[str, ...]]:
+def table_rows(tuning: TrainingTuning) -> list[tuple[str, ...]]:
     """The texts of the table, one row for each candidate."""
     return [_row(each) for each in tuning.candidates]
 
@@ -82,15 +82,16 @@ def recommendation(tuning: TrainingTuning) -> str:
     if tuning.recommended == Setup():
         return "recommended: the step as it is; nothing that was tried pays here"
     first, best = tuning.candidates[0], tuning.candidates[-1]
+    taken = [each.name for each in tuning.candidates[:-1] if each.taken] or [best.name]
     told = [] if best.speedup is None else [f"{best.speedup} as the step as it is"]
     if best.peak is not None and first.peak is not None:
         told.append(f"peak {size_text(best.peak)} instead of {size_text(first.peak)}")
-    return f"recommended: {best.name}: {', '.join([*told, standing_text(best)])}"
+    return f"recommended: {' + '.join(taken)}: {', '.join([*told, standing_text(best)])}"
 
 
 def lines(tuning: TrainingTuning) -> Iterator[str]:
     """The table, the recommendation, the notes and the code, for a terminal of any width."""
-    table = [COLUMNS, *rows(tuning)]
+    table = [TABLE_COLUMNS, *table_rows(tuning)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:
         yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
@@ -127,37 +128,33 @@ def left_to_the_loop(setup: Setup, path: str | Path) -> list[str]:
     return [f"The choices of {Path(path).name} that your training loop makes: {told}."] if told else []
 
 
-def code_of(setup: Setup, *, device: str, optimizer: str, batch: int) -> str:
-    """A training loop to paste. It reads `model`, `training_step` and `loader`, and with passes `example_inputs`.
-
-    Args:
-        device: "cpu" or "cuda".
-        optimizer: the class; one outside of `torch.optim` is read from `optimizer`.
-        batch: the rows of the batch that was given; 0 if it has none.
-    """
-    is_torchs = hasattr(torch.optim, optimizer)
+def code_of(tuning: TrainingTuning, device: str) -> str:
+    """The recommended training loop, to paste, for "cpu" or "cuda"; a comment in it has the names that it reads."""
+    setup, is_torchs = tuning.recommended, hasattr(torch.optim, tuning.optimizer)
     loads = setup.batch_size is not None or setup.accumulate > 1 or setup.workers is not None or setup.pin_memory
+    yours = ["model", "training_step", "dataset" if loads else "loader", *["optimizer"] * (not is_torchs)]
+    if setup.passes:
+        yours.append(f"{' and '.join(tuning.example)} (the arguments of one call of the model)")
+    places = setup.channels_last or device != "cpu"
     parts = [
-        _header(setup, loads=loads, is_torchs=is_torchs, device=device),
+        _block(
+            [
+                "import torch",
+                *["from torch.utils._pytree import tree_map"] * places,
+                *["from torch.utils.data import DataLoader"] * loads,
+                *["", "from optimize_export import optimize"] * bool(setup.passes),
+                "",
+                f"# Yours: {', '.join(yours)}.",
+            ]
+        ),
         _settings(setup, device),
-        _model(setup, device),
-        _optimizer(setup, device, optimizer if is_torchs else ""),
-        _loader(setup, (setup.batch_size or batch) // setup.accumulate) if loads else "",
-        _placed(setup, device),
-        _loop(setup, device),
+        _model(setup, device, tuning.example),
+        _optimizer(setup, tuning.optimizer if is_torchs else ""),
+        _loader(setup, (setup.batch_size or tuning.batch) // setup.accumulate) if loads else "",
+        _placed(setup, device) if places else "",
+        _loop(setup, tuning.loss, places=places),
     ]
     return "\n".join(part for part in parts if part)
-
-
-def _header(setup: Setup, *, loads: bool, is_torchs: bool, device: str) -> str:
-    yours = ["model", "training_step", "dataset" if loads else "loader"]
-    yours += ["optimizer"] * (not is_torchs)
-    yours += ["example_inputs (the arguments of one call of the model)"] * bool(setup.passes)
-    imports = ["import torch"]
-    imports += ["from torch.utils._pytree import tree_map"] * (setup.channels_last or device != "cpu")
-    imports += ["from torch.utils.data import DataLoader"] * loads
-    imports += ["", "from optimize_export import optimize"] * bool(setup.passes)
-    return "\n".join([*imports, "", f"# Yours: {', '.join(yours)}.", ""])
 
 
 def _settings(setup: Setup, device: str) -> str:
@@ -170,12 +167,12 @@ def _settings(setup: Setup, device: str) -> str:
     return _block(told)
 
 
-def _model(setup: Setup, device: str) -> str:
+def _model(setup: Setup, device: str, example: Sequence[str]) -> str:
     told = [] if device == "cpu" else [f'model.to("{device}")']
     told += ["model.to(memory_format=torch.channels_last)"] * setup.channels_last
     if setup.passes:
-        call = f'optimize(model, {json.dumps(list(setup.passes))}, mode="training", example_inputs=example_inputs)'
-        told.append(f"model = {call}")
+        given = ", ".join(f"{name}={name}" for name in example)
+        told.append(f'model = optimize(model, {json.dumps(list(setup.passes))}, mode="training", {given})')
     told += ["model.compile()"] * (setup.compile == "whole")
     if setup.compile == "blocks":
         told += [
@@ -189,7 +186,7 @@ def _model(setup: Setup, device: str) -> str:
     return _block(told)
 
 
-def _optimizer(setup: Setup, device: str, name: str) -> str:
+def _optimizer(setup: Setup, name: str) -> str:
     how = f", {setup.optimizer}=True" if setup.optimizer != AS_IT_IS else ""
     if name:
         return _block([f"optimizer = torch.optim.{name}(model.parameters(){how})  # with your own arguments"])
@@ -205,8 +202,6 @@ def _loader(setup: Setup, size: int) -> str:
 
 
 def _placed(setup: Setup, device: str) -> str:
-    if device == "cpu" and not setup.channels_last:
-        return ""
     is_image = "value.ndim == 4 and value.is_floating_point()"
     images = f"value.to(memory_format=torch.channels_last) if {is_image} else value"
     copied = f'value = value.to("{device}"{", non_blocking=True" * setup.pin_memory})'
@@ -216,13 +211,13 @@ def _placed(setup: Setup, device: str) -> str:
     return _block(told)
 
 
-def _loop(setup: Setup, device: str) -> str:
+def _loop(setup: Setup, loss: str, *, places: bool) -> str:
     several = setup.accumulate > 1
     told = ["for number, batch in enumerate(loader, 1):" if several else "for batch in loader:"]
-    told += ["    batch = tree_map(placed, batch)"] * (device != "cpu" or setup.channels_last)
+    told += ["    batch = tree_map(placed, batch)"] * places
     under, indent = setup.precision in _DTYPES, "    " * (setup.precision in _DTYPES)
     told += ["    with autocast:"] * under
-    told.append(f"{indent}    loss = training_step(model, batch){f' / {setup.accumulate}' * several}")
+    told.append(f"{indent}    loss = training_step(model, batch){loss}{f' / {setup.accumulate}' * several}")
     scales = setup.precision == "fp16"
     told.append(f"    {'scaler.scale(loss)' if scales else 'loss'}.backward()")
     update = ["scaler.step(optimizer)", "scaler.update()"] if scales else ["optimizer.step()"]
@@ -349,13 +344,20 @@ def _facts(tuning: TrainingTuning) -> Mapping[str, Any]:
             "seconds": each.latency.median if each.latency else None,
             "best": each is tuning.candidates[-1],
         }
-        for row, each in zip(rows(tuning), tuning.candidates, strict=True)
+        for row, each in zip(table_rows(tuning), tuning.candidates, strict=True)
     ]
     refused = [each for each in drawn if each.standing == "refused"]
     plot = memory_plot(list(map(_figure, timed)), list(map(_figure, refused)), of="a step")
     longest = max((row["seconds"] for row in shown if row["seconds"]), default=None)
     told = recommendation(tuning)
-    facts = {"tuning": tuning, "shown": shown, "columns": COLUMNS, "told": told, "drawn": plot, "longest": longest}
+    facts = {
+        "tuning": tuning,
+        "shown": shown,
+        "columns": TABLE_COLUMNS,
+        "told": told,
+        "drawn": plot,
+        "longest": longest,
+    }
     return {
         **facts,
         "code": tuning.code,

@@ -10,8 +10,9 @@ from torch.utils.data import TensorDataset
 
 from optimize_export.errors import UsageError
 from optimizer import optimize, report_of
+from optimizer.model import place_of_loss
 from optimizer.training import Candidate, Setup, TrainingTuning
-from optimizer.training.showing import JSON, PAGE, TOML, lines, read_setup, rows
+from optimizer.training.showing import JSON, PAGE, TOML, lines, read_setup, table_rows
 from optimizer.tuning import Latency, Ratio
 
 X = torch.randn(16, 3, 8, 8)
@@ -59,7 +60,7 @@ def tuning(setup=None, **given):
 
 
 def test_the_table_has_every_candidate_with_its_figures():
-    told = rows(tuning())
+    told = table_rows(tuning())
     assert told[2] == (
         "fold-conv-bias *",
         "8 ms",
@@ -74,7 +75,7 @@ def test_the_table_has_every_candidate_with_its_figures():
         "declared difference (loss 0.0012, cosine 0.999870, loss after the steps +1 %, between seeds 2 %)"
     )
     text = str(tuning())
-    assert "recommended: bf16 autocast + fold-conv-bias: 2.00 (1.98 to 2.02) times as fast as the step as it is" in text
+    assert "recommended: fold-conv-bias: 2.00 (1.98 to 2.02) times as fast as the step as it is" in text
     assert "peak 2.0 MiB instead of 3.0 MiB" in text
     assert "note: <a note>" in text
     assert text.rstrip().endswith("optimizer.zero_grad()")
@@ -134,6 +135,15 @@ def test_the_code_with_an_unknown_optimizer_and_compiled_blocks(monkeypatch):
     names = {"model": model, "training_step": lambda model, batch: model(batch).sum(), "loader": [X]}
     exec(code, {**names, "optimizer": torch.optim.SGD(model.parameters(), 0.1)} | {"__name__": "pasted"})
     assert compiled == [*model.blocks]
+
+
+def test_the_code_takes_the_loss_from_what_the_step_returns_and_keyword_arguments():
+    made = tuning(Setup(passes=("fold-conv-bias",)), loss='["loss"]', example=("example_kwargs",), optimizer="SGD")
+    names = {"model": Net(), "training_step": lambda model, x: {"loss": model(x).sum()}, "loader": [X]}
+    exec(made.code, {**names, "example_kwargs": {"x": X}})
+    assert place_of_loss({"loss": X.sum()}) == '["loss"]'
+    assert place_of_loss((X.sum(), X)) == "[0]"
+    assert place_of_loss(X.sum()) == ""
 
 
 def test_the_code_for_a_gpu_moves_the_model_and_the_batches():
