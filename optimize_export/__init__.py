@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         ParityReport,
         Profile,
         Report,
+        TrainingTuning,
         check_parity,
         diagnose,
         export,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         profile,
         rejudge_bundle,
         report_of,
+        tune_training,
         verify_bundle,
     )
 
@@ -39,6 +41,7 @@ __all__ = [
     "ParityReport",
     "Profile",
     "Report",
+    "TrainingTuning",
     "check_parity",
     "diagnose",
     "export",
@@ -48,6 +51,7 @@ __all__ = [
     "profile",
     "rejudge_bundle",
     "report_of",
+    "tune_training",
     "verify_bundle",
 ]
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from optimizer.pipeline import report_of
     from optimizer.profiling import Profile, profile
     from optimizer.report import Report
+    from optimizer.training import TrainingTuning, tune_training
 
 __all__ = [
     "Bundle",
@@ -29,6 +30,7 @@ __all__ = [
     "ParityReport",
     "Profile",
     "Report",
+    "TrainingTuning",
     "check_parity",
     "diagnose",
     "export",
@@ -38,6 +40,7 @@ __all__ = [
     "profile",
     "rejudge_bundle",
     "report_of",
+    "tune_training",
     "verify_bundle",
 ]
 
@@ -49,6 +52,7 @@ _NAMES = {
     "optimizer.pipeline": ("report_of",),
     "optimizer.profiling": ("Profile", "profile"),
     "optimizer.report": ("Report",),
+    "optimizer.training": ("TrainingTuning", "tune_training"),
     "optimize_export.runtime": ("LoadedModel", "load"),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}

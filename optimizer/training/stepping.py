@@ -6,6 +6,7 @@ The caller's model and optimizer are never run: each step has a copy of the weig
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -287,14 +288,16 @@ class StepModule(nn.Module):
 
     def losses(self, batch: Any) -> Iterator[torch.Tensor]:
         """The share in the loss of each part of a batch, in turn."""
-        count, rows = self.setup.accumulate, rows_of(batch)
-        for number in range(count):
-            part = batch if count == 1 else with_rows(batch, number * rows // count, (number + 1) * rows // count)
+        rows = rows_of(batch)
+        ends = [number * rows // self.setup.accumulate for number in range(self.setup.accumulate + 1)]
+        for start, end in itertools.pairwise(ends):
+            whole = self.setup.accumulate == 1
+            part = batch if whole else with_rows(batch, start, end)
             if self.setup.channels_last:
                 part = rebuild(part, _as_images)
             with self._autocast():
                 loss = loss_from(self._shared.step(self.model, part))
-            yield loss if count == 1 else loss / count
+            yield loss if whole else loss * ((end - start) / rows)
 
     def _autocast(self) -> Any:
         dtype = _DTYPES.get(self.setup.precision)

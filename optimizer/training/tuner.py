@@ -1,0 +1,481 @@
+"""`tune_training`: measure each choice next to the step as it is, prove those that pay, and combine them.
+
+alone ─▶ each candidate is timed in turn with the step as it is; those that pay are proven
+combined ─▶ in the order of their gains, each stays if it still pays on top of the others
+the whole ─▶ the combination is timed and proven again
+batches ─▶ the largest batch that fits, the wished one, and the loader (`batches.py`)
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import math
+import operator
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from optimize_export.errors import UsageError
+from optimize_export.wording import a_type
+from optimizer.model import (
+    check_model,
+    clone,
+    in_turn,
+    moved,
+    on_device,
+    optimizer_over,
+    outside_inference_mode,
+    random_state,
+    rare_collection,
+    resolved_device,
+    unsynchronised,
+)
+from optimizer.report import Progress, ProgressFunction, no_progress
+from optimizer.training.batches import BatchTuning, LoaderTuning, bytes_to_use, timed
+from optimizer.training.proof import Proof
+from optimizer.training.results import DECLARED, NOT_PROVEN, ORIGINAL, REFUSED, Candidate, TrainingTuning
+from optimizer.training.setup import Setup
+from optimizer.training.stepping import (
+    MakeOptimizer,
+    RunnableStep,
+    Step,
+    TrainingJob,
+    Unavailable,
+    check_optimizer,
+    check_step,
+    made_model,
+    made_step,
+    rows_of,
+    with_rows,
+)
+from optimizer.tuning import Latency, ratio
+from passes.base import device_of
+from passes.compiling.blocks import repeated_blocks
+from passes.compiling.compiler import missing_compiler
+from passes.torch_private import AnyBatchNorm
+
+# A step that takes longer is compared at a smaller batch.
+_SLOW_SECONDS = 1.0
+# The shares of the time: of each run of the proof, and of the combination with what comes after it.
+_PROOF_SHARE = 1 / 300
+_SHARE_OF_COMBINATION = 0.35
+_LONGEST_TIMING = 8.0
+# The number of batches of the proof, and the least rows of each: a BatchNorm needs two.
+_BATCHES = 3
+_LEAST_ROWS = 2
+# What compiling takes, in seconds: before the first kernel, and for each layer. Seen with torch 2.13 on two cores.
+_COMPILER_START, _LAYER_ON_CPU, _LAYER_ON_GPU = 8.0, 1.0, 0.4
+_SEEDS = 3
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
+
+
+@in_turn
+def tune_training(
+    model: nn.Module,
+    step: Step,
+    batch: Any = None,
+    *,
+    loader: Iterable[Any] | None = None,
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None = None,
+    memory: int | str | None = None,
+    batch_size: int | None = None,
+    tune_seconds: float = 180.0,
+    steps: int = 0,
+    device: torch.device | str | None = None,
+    progress: ProgressFunction | None = None,
+) -> TrainingTuning:
+    """Measure which settings make a training step faster here, prove that its numbers stay right, and combine them.
+
+    The caller's model, optimizer, gradients, random state and settings of torch stay as they are: all runs use copies.
+
+    Args:
+        model: the module to train, in the mode in which it is trained.
+        step: `step(model, batch) -> loss`: the forward and the loss, a scalar that needs a gradient; or a mapping or
+            object with `loss`, or a tuple whose first item is the loss. Backward, optimizer and zero_grad are run
+            around it.
+        batch: one batch, as the step takes it; by default the first of the loader.
+        loader: a DataLoader, or another iterable of batches.
+        optimizer: over the model's parameters, or a function of them that makes it; by default AdamW.
+        memory: the bytes that training may use, or a size such as "16GiB". The largest batch that fits is found,
+            without and with checkpoints.
+        batch_size: the rows of one optimizer step that you wish for. The fastest way to them within `memory` is
+            recommended: one batch, gradient accumulation, or checkpoints.
+        tune_seconds: about how long tuning may take, in seconds.
+        steps: for lossy choices, the loss after this many steps from one state is compared too, over three seeds.
+        device: where to run; by default the model's device. For another device, the weights are copied.
+        progress: as for `optimize`.
+
+    Raises:
+        UsageError: an argument is invalid; the step returns no loss, or trains by itself; or the optimizer needs a
+            closure, or isn't over the model's parameters.
+        LoadError: the model can't be copied, or the step raises.
+        DeviceError: the device is a GPU, and torch finds none.
+    """
+    check_model(model, runs=True)
+    if not callable(step):
+        raise UsageError(f"step must be a function of the model and a batch, not {a_type(step)}.")
+    if batch is None and loader is None:
+        raise UsageError("tune_training() needs a batch or a loader.")
+    for name, number in (("batch_size", batch_size), ("steps", steps)):
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
+            raise UsageError(f"{name} must be a whole number, not {number!r}.")
+    if not isinstance(tune_seconds, int | float) or not tune_seconds > 0:
+        raise UsageError(f"tune_seconds must be a number above 0, not {tune_seconds!r}.")
+    limit = None if memory is None else bytes_to_use(memory)
+    target = device_of(model) if device is None else resolved_device(str(device), require_gpu=False)
+    with (
+        outside_inference_mode(),
+        torch.enable_grad(),
+        random_state(),
+        _generator_kept(loader),
+        unsynchronised(),
+        rare_collection(),
+    ):
+        own = check_optimizer(model, optimizer)
+        batches, notes = _first_batches(batch, loader, target)
+        if optimizer is None:
+            notes.append("No optimizer was given, so AdamW with its defaults is used.")
+        placed = on_device(model, target)
+        if placed is not model:
+            own = optimizer_over(own, model, placed)
+        job = TrainingJob(placed, step, own, batches[0], target)
+        notes += check_step(job, model)
+        tuner = _Tuner(job, batches, notes, tune_seconds, progress or no_progress)
+        return tuner.tuned(loader, limit, batch_size or None, steps)
+
+
+def _first_batches(batch: Any, loader: Iterable[Any] | None, device: torch.device) -> tuple[list[Any], list[str]]:
+    """The batch, and some of the loader after it, on the device."""
+    found: list[Any] = [] if batch is None else [batch]
+    notes: list[str] = []
+    if loader is not None:
+        try:
+            source = iter(loader)
+        except TypeError as error:
+            raise UsageError(f"loader must be a DataLoader or an iterable of batches, not {a_type(loader)}.") from error
+        if source is loader:
+            notes.append(f"The loader can be read only once: its first batches were taken, at most {_BATCHES}.")
+        found += itertools.islice(source, _BATCHES)
+    if not found:
+        raise UsageError("The loader has no batch.")
+    return [moved(clone(each), device) for each in found], notes
+
+
+@contextmanager
+def _generator_kept(loader: Any) -> Iterator[None]:
+    """Restore the state of a DataLoader's own generators, which the order of its samples comes from."""
+    found = (getattr(each, "generator", None) for each in (loader, getattr(loader, "sampler", None)))
+    states = [(each, each.get_state()) for each in found if isinstance(each, torch.Generator)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+# --------------------------------------------------------------------------------------------------- what may be tried
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Something to try: its name in the table, its setup, and about how long it takes to make it run, in seconds."""
+
+    name: str
+    setup: Setup
+    seconds: float = 0.0
+
+
+def choices_for(job: TrainingJob) -> Iterator[Choice]:
+    """What may pay for this model on this device, cheapest to make first."""
+    on_gpu = job.device.type == "cuda"
+    modules = list(job.model.modules())
+    convolves = any(isinstance(each, _CONVOLUTIONS) for each in modules)
+    group = job.optimizer.param_groups[0]
+    if not group.get("fused"):
+        yield Choice("fused optimizer", Setup(optimizer="fused"))
+    # On a GPU, that is torch's default.
+    if "foreach" in group and not group["foreach"] and not (on_gpu and group["foreach"] is None):
+        yield Choice("foreach optimizer", Setup(optimizer="foreach"))
+    if any(isinstance(each, nn.Conv2d | nn.ConvTranspose2d) for each in modules):
+        yield Choice("channels_last", Setup(channels_last=True))
+    if on_gpu and convolves and not torch.backends.cudnn.benchmark:
+        yield Choice("cudnn.benchmark", Setup(cudnn_benchmark=True))
+    if any(one.dtype is torch.float32 for one in job.model.parameters()):
+        if on_gpu and torch.cuda.get_device_capability(job.device) >= (8, 0) and not _uses_tf32():
+            yield Choice("TF32", Setup(precision="tf32"))
+        yield Choice("bf16 autocast", Setup(precision="bf16"))
+        if on_gpu:
+            yield Choice("fp16 autocast", Setup(precision="fp16"))
+    layers = sum(not any(each.children()) for each in modules)
+    if convolves and any(isinstance(each, AnyBatchNorm) for each in modules):
+        yield Choice("fold-conv-bias", Setup(passes=("fold-conv-bias",)), 3.0)
+    yield Choice("insert-checkpoints", Setup(passes=("insert-checkpoints:memory_budget=0.5",)), 3.0 + 0.2 * layers)
+    layer = _LAYER_ON_GPU if on_gpu else _LAYER_ON_CPU
+    groups = repeated_blocks(job.model)
+    if groups:
+        each = sum(not any(one.children()) for group in groups for one in group[0][1].modules())
+        yield Choice("torch.compile of blocks", Setup(compile="blocks"), _COMPILER_START + layer * each)
+    yield Choice("torch.compile", Setup(compile="whole"), _COMPILER_START + layer * layers)
+    yield Choice("jit-fusion", Setup(passes=("jit-fusion",)), _COMPILER_START + layer * layers)
+
+
+def _uses_tf32() -> bool:
+    try:
+        return bool(torch.backends.cuda.matmul.allow_tf32)
+    except RuntimeError:
+        # torch refuses to read it after the user has set `fp32_precision`.
+        return True
+
+
+def conflict(one: Setup, other: Setup) -> bool:
+    """Whether two setups can't be combined: they choose the same thing in two ways, or passes and a compiler."""
+    default = Setup()
+    for name in ("precision", "compile", "optimizer"):
+        values = getattr(one, name), getattr(other, name)
+        if getattr(default, name) not in values and values[0] != values[1]:
+            return True
+    return any(each.compile and another.passes for each, another in ((one, other), (other, one)))
+
+
+# ----------------------------------------------------------------------------------------------------------- the tuner
+
+
+class _Tuner:
+    def __init__(
+        self, job: TrainingJob, batches: Sequence[Any], notes: list[str], seconds: float, progress: ProgressFunction
+    ) -> None:
+        self.job, self.batches, self.notes, self.seconds, self.progress = job, batches, notes, seconds, progress
+        self.started = time.perf_counter()
+        self.given_rows = job.rows
+        self.rounds = 0
+        self.original = made_step(job, Setup())
+        self.step_seconds = min(self._once(), self._once())
+        if self.step_seconds > _SLOW_SECONDS and job.rows > _LEAST_ROWS:
+            self._take_fewer_rows()
+        # Of the step as it is, from its last timing.
+        self.latency = Latency(self.step_seconds, self.step_seconds, (self.step_seconds,))
+        self.proof = Proof(self.job, self._batches_of_proof())
+        self.notes += self.proof.notes
+        self.choices = list(choices_for(self.job))
+        # By the name of its choice.
+        self.rows: dict[str, Candidate] = {}
+
+    def left(self) -> float:
+        """The seconds that are left for everything."""
+        return self.started + self.seconds - time.perf_counter()
+
+    def tuned(self, loader: Iterable[Any] | None, limit: int | None, wished: int | None, steps: int) -> TrainingTuning:
+        self._try_alone(steps)
+        taken, whole = self._combined()
+        first = Candidate("as it is", latency=self.latency, standing=ORIGINAL, peak=self.original.peak())
+        first = replace(first, samples=self._samples(self.latency))
+        last = first if whole is None else whole
+        recommended = last.setup
+        after: list[Candidate] = []
+        if limit is not None or wished is not None:
+            batches = BatchTuning(self.job, self.proof, last, self.original, limit, self.left)
+            last = batches.tuned(wished) or last
+            after += batches.rows
+            self.notes += batches.notes
+            recommended = last.setup
+        if loader is not None:
+            loading = LoaderTuning(self.job, loader, recommended, self.left)
+            recommended |= loading.tuned()
+            after += loading.rows
+            self.notes += loading.notes
+        table = [first, *(replace(each, taken=each.name in taken) for each in self.rows.values()), *after]
+        if recommended != Setup():
+            # Where it is one of the rows, that row is the last.
+            own = next((each for each in table if each.setup == recommended), None)
+            if own is not None:
+                table.remove(own)
+            table.append(replace(last if own is None else own, setup=recommended, taken=True))
+            if own is None:
+                table[-1] = replace(table[-1], name="recommended", note="")
+        return TrainingTuning(
+            model=type(self.job.model).__name__,
+            device=torch.cuda.get_device_name(self.job.device) if self.job.device.type == "cuda" else "cpu",
+            batch=self.given_rows,
+            threads=torch.get_num_threads(),
+            rounds=self.rounds,
+            seconds=time.perf_counter() - self.started,
+            candidates=tuple(table),
+            recommended=recommended,
+            notes=tuple(self.notes),
+            optimizer=type(self.job.optimizer).__name__,
+        )
+
+    # ---------------------------------------------------------------------------------------------------- preparation
+
+    def _once(self) -> float:
+        started = time.perf_counter()
+        self.original()
+        self.job.finish()
+        return time.perf_counter() - started
+
+    def _take_fewer_rows(self) -> None:
+        rows = max(_LEAST_ROWS, int(self.job.rows * _SLOW_SECONDS / self.step_seconds))
+        self.notes.append(
+            f"A step of {self.job.rows} rows takes {self.step_seconds:.1f} s, so all are compared at {rows} rows."
+        )
+        self.job = replace(self.job, batch=with_rows(self.job.batch, 0, rows))
+        self.original = made_step(self.job, Setup())
+        self.step_seconds = min(self._once(), self._once())
+
+    def _batches_of_proof(self) -> list[Any]:
+        """Batches of the loader, or parts of the one batch; with fewer rows where the proof would take too long."""
+        # The number of batches that one run of the proof may take, as a share for a part of one.
+        affordable = _PROOF_SHARE * self.seconds / self.step_seconds
+        batches = list(self.batches)
+        if not all(map(rows_of, batches)):
+            return batches[: max(1, min(_BATCHES, int(affordable)))]
+        if len(batches) == 1:
+            rows = rows_of(batches[0])
+            count = max(1, min(_BATCHES, rows // _LEAST_ROWS))
+            batches = [with_rows(batches[0], n * rows // count, (n + 1) * rows // count) for n in range(count)]
+        batches = batches[:_BATCHES]
+        most = max(_LEAST_ROWS, int(affordable * self.job.rows / len(batches)))
+        return [with_rows(each, 0, min(most, rows_of(each))) for each in batches]
+
+    # -------------------------------------------------------------------------------------------------- each one alone
+
+    def _try_alone(self, steps: int) -> None:
+        for number, choice in enumerate(self.choices):
+            self.progress(Progress("tune", number, len(self.choices), choice.name, choice.name))
+            allowed = self.left() - _SHARE_OF_COMBINATION * self.seconds
+            row = self._tried(choice, allowed, len(self.choices) - number)
+            if steps and row.standing == DECLARED:
+                row = self._after_steps(row, steps)
+            self.rows[choice.name] = row
+            gc.collect()
+
+    def _tried(self, choice: Choice, allowed: float, waiting: int) -> Candidate:
+        row = Candidate(choice.name, choice.setup)
+        if choice.setup.compile and (lack := missing_compiler(self.job.device)):
+            return replace(row, standing=REFUSED, note=f"torch.compile isn't available here: {lack}.")
+        needed = _seconds_for(choice.seconds, self.step_seconds)
+        if needed > allowed:
+            left = f"{max(0.0, allowed):.0f} s are left for it"
+            return replace(row, note=f"Not tried: it takes about {needed:.0f} s, and {left}; allow more seconds.")
+        try:
+            step = made_step(self.job, choice.setup)
+            row = self._timed(row, step, max(0.0, allowed - choice.seconds) / (2 * waiting))
+            return self._proven(row, "it isn't surely faster")
+        except Unavailable as error:
+            return replace(row, standing=REFUSED, note=str(error))
+
+    def _timed(self, row: Candidate, step: RunnableStep, seconds: float) -> Candidate:
+        """The row with the times of a step next to the step as it is, and its peak."""
+        found = timed({"original": self.original, "other": step}, min(seconds, _LONGEST_TIMING), self.job)
+        self.latency, latency = found["original"], found["other"]
+        self.rounds, gain = len(latency.rounds), ratio(self.latency, latency)
+        return replace(row, latency=latency, speedup=gain, samples=self._samples(latency), peak=step.peak())
+
+    def _proven(self, row: Candidate, otherwise: str) -> Candidate:
+        """The row with the judgement of its setup, if it pays."""
+        if row.speedup is None or not row.speedup.pays:
+            return replace(row, note=f"Not taken: {otherwise}.")
+        found = self.proof.judge(row.setup)
+        return replace(row, standing=found.standing, differences=found.differences, note=found.note)
+
+    def _samples(self, latency: Latency) -> float | None:
+        return self.job.rows / latency.median if self.job.rows else None
+
+    # ----------------------------------------------------------------------------------------------------- combination
+
+    def _combined(self) -> tuple[set[str], Candidate | None]:
+        """The names of the choices that pay together, and the row of their combination; None if nothing pays."""
+        paying = [each for each in self.rows.values() if each.standing not in (REFUSED, NOT_PROVEN)]
+        paying.sort(key=lambda each: -each.speedup.median if each.speedup else 0.0)
+        taken: list[Candidate] = paying[:1]
+        for each in paying[1:]:
+            if reason := self._why_not_with(taken, each):
+                self._drop(each, reason)
+            else:
+                taken.append(each)
+        while len(taken) > 1:
+            self.progress(Progress("tune", len(self.choices), len(self.choices), "the combination", "the combination"))
+            try:
+                row = Candidate("combined", _setup_of(taken), taken=True)
+                row = self._timed(row, made_step(self.job, row.setup), self._for_timing())
+                row = self._proven(row, "it isn't surely faster than the step as it is")
+            except Unavailable as error:
+                row = replace(row, standing=REFUSED, note=str(error))
+            if row.standing not in (REFUSED, NOT_PROVEN):
+                return {each.name for each in taken}, row
+            dropped = taken.pop()
+            self._drop(dropped, f"Not taken: of its combination with {_names(taken)}: {row.note}")
+        return {each.name for each in taken}, taken[0] if taken else None
+
+    def _why_not_with(self, taken: Sequence[Candidate], each: Candidate) -> str:
+        """Why a choice isn't taken in addition to others, as a sentence; "" if it pays on top of them."""
+        if rival := next((one for one in taken if conflict(one.setup, each.setup)), None):
+            return f"Not taken: {rival.name}, which excludes it, gains more."
+        seconds = {choice.name: choice.seconds for choice in self.choices}
+        needed = 2 * sum(seconds[one.name] for one in taken) + seconds[each.name]
+        if _seconds_for(needed, self.step_seconds) > self.left():
+            return f"Not taken: no time was left to try it with {_names(taken)}; allow more seconds."
+        try:
+            steps = {
+                "best": made_step(self.job, _setup_of(taken)),
+                "more": made_step(self.job, _setup_of([*taken, each])),
+            }
+            found = timed(steps, self._for_timing(), self.job)
+        except Unavailable as error:
+            return f"Not taken: with {_names(taken)}: {error}"
+        is_faster = ratio(found["best"], found["more"]).pays
+        return "" if is_faster else f"Not taken: it isn't surely faster on top of {_names(taken)}."
+
+    def _drop(self, row: Candidate, note: str) -> None:
+        self.rows[row.name] = replace(row, note=note)
+
+    def _for_timing(self) -> float:
+        return min(_LONGEST_TIMING, max(0.0, self.left()) / 8)
+
+    # -------------------------------------------------------------------------------------------- the loss after steps
+
+    def _after_steps(self, row: Candidate, steps: int) -> Candidate:
+        """The row with the difference of its loss from the original's after some steps, over seeds."""
+        needed = 2 * _SEEDS * steps * self.step_seconds
+        if needed > self.left() / 2:
+            return replace(row, note=f"The loss after {steps} steps wasn't compared, which takes about {needed:.0f} s.")
+        own, others = ([self._loss_after(each, steps, n) for n in range(_SEEDS)] for each in (Setup(), row.setup))
+        if not all(map(math.isfinite, others)):
+            return replace(row, standing=REFUSED, note=f"Its loss isn't finite after {steps} steps.")
+        scale = max(abs(sum(own)) / _SEEDS, 1e-30)
+        change, spread = (sum(others) - sum(own)) / _SEEDS / scale, (max(own) - min(own)) / scale
+        return replace(row, differences={**row.differences, "loss_change": change, "loss_spread": spread})
+
+    def _loss_after(self, setup: Setup, steps: int, seed: int) -> float:
+        """The mean loss of the last steps, as many as there are batches; the seed orders the batches."""
+        batches = [each for each in self.batches if rows_of(each) == rows_of(self.batches[0])]
+        step = RunnableStep(self.job, setup, made_model(self.job, setup), batches[0], learns=True)
+        losses: list[float] = []
+        order = random.Random(seed)
+        with random_state(seed):
+            while len(losses) < steps:
+                order.shuffle(batches)
+                losses += [float(step(clone(each))) for each in batches]
+        last = losses[:steps][-len(batches) :]
+        return sum(last) / len(last)
+
+
+def _setup_of(taken: Sequence[Candidate]) -> Setup:
+    return functools.reduce(operator.or_, (each.setup for each in taken), Setup())
+
+
+def _names(taken: Sequence[Candidate]) -> str:
+    return " and ".join(each.name for each in taken)
+
+
+def _seconds_for(making: float, step_seconds: float) -> float:
+    """What a candidate takes: making it, timing it next to another, and making it again for the proof."""
+    return 1.5 * making + 12 * step_seconds

@@ -1,0 +1,283 @@
+"""`tune_training` measures, proves and combines, and leaves everything of the caller as it was."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from tuned_steps import images, small_net, step
+
+from optimize_export import TrainingTuning, tune_training
+from optimize_export.errors import UsageError
+from optimizer.training import batches, tuner
+from optimizer.training.proof import Judgement, Proof
+from optimizer.training.results import BIT_IDENTICAL, DECLARED, NOT_PROVEN, ORIGINAL, REFUSED, WITHIN_ROUNDING
+from optimizer.training.setup import Setup
+from optimizer.training.stepping import RunnableStep
+from optimizer.training.tuner import conflict
+from optimizer.tuning import Latency
+
+
+def of_rows(tuning: TrainingTuning) -> dict[str, Any]:
+    return {each.name: each for each in tuning.candidates}
+
+
+def as_timed(monkeypatch: pytest.MonkeyPatch, seconds: Any) -> None:
+    """Steps take the seconds that a function says of their setups."""
+
+    def times(steps: Mapping[str, RunnableStep], allowed: float, job: Any) -> dict[str, Latency]:
+        found = {}
+        for name, each in steps.items():
+            each()
+            taken = seconds(each.setup)
+            found[name] = Latency(taken, taken, (taken,) * 9)
+        return found
+
+    monkeypatch.setattr(tuner, "timed", times)
+    monkeypatch.setattr(batches, "timed", times)
+
+
+def without_slow_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what needs neither a compiler nor a capture."""
+    every = tuner.choices_for
+    monkeypatch.setattr(tuner, "choices_for", lambda job: [one for one in every(job) if not one.seconds])
+
+
+def test_nothing_of_the_caller_changes() -> None:
+    model = small_net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    step(model, images()).backward()
+    optimizer.step()
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    gradients = [one.grad.clone() for one in model.parameters() if one.grad is not None]
+    batch = images()
+    settings = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark, torch.is_grad_enabled()
+    drawn, of_python = torch.get_rng_state(), random.getstate()
+    tuning = tune_training(model, step, batch, optimizer=optimizer, tune_seconds=4)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())
+    assert all(torch.equal(a.grad, b) for a, b in zip(model.parameters(), gradients, strict=True) if a.grad is not None)
+    assert str(optimizer.state_dict()) == str(state)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert random.getstate() == of_python
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark, torch.is_grad_enabled()) == settings
+    assert all(torch.equal(a, b) for a, b in zip(batch, images(), strict=True))
+    assert tuning.candidates[0].standing == ORIGINAL
+    assert tuning.candidates[-1].setup == tuning.recommended
+    assert tuning.optimizer == "SGD"
+    assert (tuning.model, tuning.device, tuning.batch) == ("Sequential", "cpu", 8)
+    assert TrainingTuning.from_json(json.loads(json.dumps(tuning.to_json()))) == tuning
+    untried = of_rows(tuning)["torch.compile"]
+    assert untried.standing == NOT_PROVEN
+    assert untried.note.startswith("Not tried: it takes about")
+
+
+def test_what_pays_is_combined(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_slow_choices(monkeypatch)
+    gains = {"fused": 0.9, "foreach": 0.95, "bf16": 0.5}
+    as_timed(
+        monkeypatch,
+        lambda setup: (
+            gains.get(setup.optimizer, 1.0)
+            * gains.get(setup.precision, 1.0)
+            * (0.8 if setup.channels_last and setup.precision != "bf16" else 1.0)
+        ),
+    )
+    tuning = tune_training(small_net(), step, images(), tune_seconds=60)
+    rows = of_rows(tuning)
+    assert tuning.recommended == Setup(precision="bf16", optimizer="fused")
+    assert rows["bf16 autocast"].standing == DECLARED
+    assert rows["bf16 autocast"].taken
+    assert not rows["channels_last"].taken
+    assert rows["channels_last"].note == "Not taken: it isn't surely faster on top of bf16 autocast."
+    assert rows["foreach optimizer"].note == "Not taken: fused optimizer, which excludes it, gains more."
+    last = tuning.candidates[-1]
+    assert (last.name, last.standing, last.taken) == ("recommended", DECLARED, True)
+    assert last.speedup is not None
+    assert last.speedup.median == pytest.approx(1 / 0.45)
+
+
+def test_a_combination_that_isnt_proven_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_slow_choices(monkeypatch)
+    as_timed(monkeypatch, lambda setup: 0.8**setup.channels_last * (0.9 if setup.optimizer == "fused" else 1.0))
+    judge = Proof.judge
+
+    def refusing(self: Proof, setup: Setup) -> Judgement:
+        if setup.channels_last and setup.optimizer == "fused":
+            return Judgement(REFUSED, note="Together they are wrong.")
+        return judge(self, setup)
+
+    monkeypatch.setattr(Proof, "judge", refusing)
+    tuning = tune_training(small_net(), step, images(), tune_seconds=60)
+    assert tuning.recommended == Setup(channels_last=True)
+    assert tuning.candidates[-1].name == "channels_last"
+    assert "Together they are wrong" in of_rows(tuning)["fused optimizer"].note
+
+
+def test_nothing_is_recommended_where_nothing_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_slow_choices(monkeypatch)
+    as_timed(monkeypatch, lambda setup: 1.0)
+    tuning = tune_training(small_net(), step, images(), tune_seconds=60)
+    assert tuning.recommended == Setup()
+    assert not any(each.taken for each in tuning.candidates)
+    assert {each.standing for each in tuning.candidates[1:]} == {NOT_PROVEN}
+
+
+def test_a_slow_step_is_compared_at_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_slow_choices(monkeypatch)
+    as_timed(monkeypatch, lambda setup: 1.0)
+    monkeypatch.setattr(tuner, "_SLOW_SECONDS", 1e-9)
+    tuning = tune_training(small_net(), step, images(), tune_seconds=60)
+    assert tuning.batch == 8
+    assert any("so all are compared at 2 rows" in note for note in tuning.notes)
+
+
+def test_setups_that_exclude_each_other() -> None:
+    assert conflict(Setup(precision="bf16"), Setup(precision="tf32"))
+    assert conflict(Setup(compile="whole"), Setup(compile="blocks"))
+    assert conflict(Setup(compile="whole"), Setup(passes=("fold-conv-bias",)))
+    assert not conflict(Setup(precision="bf16"), Setup(optimizer="fused", channels_last=True))
+
+
+def test_the_loss_after_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_slow_choices(monkeypatch)
+    as_timed(monkeypatch, lambda setup: 0.5 if setup.precision == "bf16" else 1.0)
+    found = of_rows(tune_training(small_net(), step, images(), tune_seconds=60, steps=3))["bf16 autocast"].differences
+    assert 0 < abs(found["loss_change"]) < 0.01
+    assert found["loss_spread"] == 0
+
+
+# ------------------------------------------------------------------------------------------------------------ batches
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 16)) for _ in range(4)))
+
+
+def of_mlp(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().mean()
+    return loss
+
+
+def test_the_largest_batch_and_the_ways_to_a_wished_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_slow_choices(monkeypatch)
+    as_timed(monkeypatch, lambda setup: (setup.batch_size or 32) / 32)
+    tuning = tune_training(mlp(), of_mlp, torch.randn(32, 16), memory="2MiB", batch_size=480, tune_seconds=120)
+    rows = of_rows(tuning)
+    plain, least = (rows[f"largest batch{more}"].setup.batch_size for more in ("", " with checkpoints"))
+    assert plain is not None
+    assert least is not None
+    assert 32 < plain < least
+    assert rows["largest batch with checkpoints"].standing == BIT_IDENTICAL
+    parts = -(-480 // plain)
+    row = rows[f"accumulation of {parts} parts"] if f"accumulation of {parts} parts" in rows else tuning.candidates[-1]
+    assert row.standing == WITHIN_ROUNDING
+    assert tuning.recommended.batch_size == 480
+    assert tuning.recommended.accumulate == parts
+
+
+def test_accumulation_needs_rows_that_dont_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_slow_choices(monkeypatch)
+    as_timed(monkeypatch, lambda setup: 1.0 + (setup.accumulate > 1))
+    tuning = tune_training(small_net(), step, images(), batch_size=16, tune_seconds=60)
+    assert tuning.recommended == Setup(batch_size=16)
+    refused = of_rows(tuning)["accumulation of 2 parts"]
+    assert refused.standing == REFUSED
+    assert "BatchNorm" in refused.note
+    summing = tune_training(mlp(), lambda model, x: model(x).square().sum(), torch.randn(8, 16), batch_size=16)
+    refused = of_rows(summing)["accumulation of 2 parts"]
+    assert refused.standing == REFUSED
+    assert "mean over rows" in refused.note
+
+
+def test_accumulation_with_dropout_is_proven_in_eval_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_slow_choices(monkeypatch)
+    as_timed(monkeypatch, lambda setup: 1.0)
+    model = nn.Sequential(mlp(), nn.Dropout(0.1))
+    tuning = tune_training(model, of_mlp, torch.randn(8, 16), batch_size=16, tune_seconds=60)
+    assert of_rows(tuning)["accumulation of 2 parts"].standing == WITHIN_ROUNDING
+    assert any("proven in eval mode" in note for note in tuning.notes)
+
+
+def test_a_batch_without_rows_has_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_slow_choices(monkeypatch)
+    as_timed(monkeypatch, lambda setup: 1.0)
+    batch = torch.randn(4, 16), torch.randn(3, 16)
+    tuning = tune_training(
+        mlp(), lambda model, pair: of_mlp(model, torch.cat(pair)), batch, memory="1GiB", batch_size=8, tune_seconds=60
+    )
+    assert tuning.batch == 0
+    assert tuning.recommended == Setup()
+    assert any("no common dim 0" in note for note in tuning.notes)
+
+
+# ------------------------------------------------------------------------------------------------------------- loaders
+
+
+class Slow(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.002)
+        return torch.full((16,), float(index))
+
+
+def test_a_slow_loader_gets_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_slow_choices(monkeypatch)
+    as_timed(monkeypatch, lambda setup: 1.0)
+    loader = DataLoader(Slow(), batch_size=8)
+    tuning = tune_training(mlp(), of_mlp, loader=loader, tune_seconds=30)
+    assert tuning.recommended.workers is not None
+    last = tuning.candidates[-1]
+    assert last.taken
+    assert last.speedup is not None
+    assert last.speedup.median > 1.1
+    assert any("of its time for the loader" in note for note in tuning.notes)
+
+
+def test_loaders_that_have_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_slow_choices(monkeypatch)
+    as_timed(monkeypatch, lambda setup: 1.0)
+    tuning = tune_training(mlp(), of_mlp, loader=[torch.randn(4, 16)], tune_seconds=30)
+    assert tuning.recommended == Setup()
+
+    def once() -> Iterator[torch.Tensor]:
+        yield torch.randn(4, 16)
+
+    tuning = tune_training(mlp(), of_mlp, loader=once(), tune_seconds=30)
+    assert any("read only once" in note for note in tuning.notes)
+
+
+def test_the_order_of_a_loader_stays() -> None:
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(Slow(), batch_size=8, shuffle=True, generator=generator)
+    before = generator.get_state()
+    tune_training(mlp(), of_mlp, loader=loader, tune_seconds=2)
+    assert torch.equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, "needs a batch or a loader"),
+        ({"loader": []}, "has no batch"),
+        ({"loader": 3}, "iterable of batches"),
+        ({"batch": torch.ones(2, 16), "memory": "much"}, "memory must be a size"),
+        ({"batch": torch.ones(2, 16), "memory": 0.5}, "memory must be a number of bytes"),
+        ({"batch": torch.ones(2, 16), "batch_size": 1.5}, "batch_size must be a whole number"),
+        ({"batch": torch.ones(2, 16), "tune_seconds": 0}, "tune_seconds must be"),
+        ({"batch": torch.ones(2, 16), "optimizer": 3}, "optimizer must be"),
+    ],
+)
+def test_wrong_arguments(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        tune_training(mlp(), of_mlp, **given)
