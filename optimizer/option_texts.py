@@ -55,6 +55,20 @@ def above_zero(option: str, text: str) -> float:
     return value
 
 
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
+
+
+def parse_size(option: str, text: str) -> int:
+    """Parse a size such as `16GiB`, `800 MB` or a number of bytes; raise `UsageError` for anything else, and for 0."""
+    found = _SIZE.fullmatch(text.strip())
+    prefix = "" if found is None else (found[2] or "").lower()
+    base = 1024 if prefix.endswith("i") else 1000
+    size = 0 if found is None else int(float(found[1]) * base ** (" kmgt".index(prefix[0]) if prefix else 0))
+    if not size:
+        raise UsageError(f"{option}: {text!r} is not a size; use for example 16GiB, 800MB or a number of bytes.")
+    return size
+
+
 def number_in(text: str) -> float:
     try:
         return float(text)

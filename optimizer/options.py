@@ -24,6 +24,7 @@ from optimizer.option_texts import (
     parse_names,
     parse_passes,
     parse_shard,
+    parse_size,
     parse_tolerance,
     path_of,
     whole_number,
@@ -384,6 +385,34 @@ DIAGNOSED = ("name", "inputs", "input_files", "weights", "device", "require_gpu"
 
 
 @dataclass(frozen=True)
+class TuneTrainingOptions:
+    """Tune a training step."""
+
+    load: ExportOptions
+    """What model to load, and where to run it."""
+    output: Path | None = field(default=None, metadata=option(
+        "New folder for the report, the choices and all figures.", "output", metavar="PATH", common=True,
+        parse=path_of("folder"), more="A path that ends with .html, .toml or .json is that file alone.",
+    ))
+    memory: int | None = field(default=None, metadata=option(
+        "Find the largest batch within this memory: 16GiB.", "speed", metavar="SIZE", common=True, parse=parse_size,
+        more="Of a whole step, without and with checkpoints; also the limit for --batch-size.",
+    ))
+    batch_size: int | None = field(default=None, metadata=option(
+        "Rows of an optimizer step that you wish to train with.", "speed", metavar="N", common=True,
+        parse=whole_number(1, 1 << 31, "256"), default_text="those of the batch",
+    ))
+    tune_seconds: float = field(default=180.0, metadata=option(
+        "About how long tuning may take.", "speed", metavar="N", common=True, parse=above_zero, default_text="180",
+    ))
+    steps: int = field(default=0, metadata=option(
+        "Also compare the losses after this many steps.", "proof", metavar="N", common=True,
+        parse=whole_number(0, 1 << 20, "50"), default_text="0",
+        more="For choices that change precision, over 3 seeds.",
+    ))
+
+
+@dataclass(frozen=True)
 class VerifyOptions:
     """Verify a bundle again."""
 
@@ -487,6 +516,7 @@ Options = (
     ExportOptions
     | BuildOptions
     | DiagnoseOptions
+    | TuneTrainingOptions
     | VerifyOptions
     | BenchOptions
     | RejudgeOptions

@@ -15,7 +15,16 @@ from torch import distributed, nn
 import exporters.errors
 import optimize_export.errors
 import passes.errors
-from optimizer import check_parity, diagnose, export, optimize, profile, rejudge_bundle, verify_bundle
+from optimizer import (
+    check_parity,
+    diagnose,
+    export,
+    optimize,
+    profile,
+    rejudge_bundle,
+    tune_training,
+    verify_bundle,
+)
 from optimizer.command.commands import COMMANDS
 from optimizer.diagnosis import RULES
 from passes.registry import pass_names
@@ -67,7 +76,7 @@ def test_the_options_page_has_every_option_and_argument():
     options = {option.long for command in COMMANDS.values() for option in command.options}
     assert {"--weights", "--row-independence", "--expect"} <= options
     assert [option for option in sorted(options) if not re.search(rf"{option}\b", page)] == []
-    functions = (optimize, export, check_parity, diagnose, profile, verify_bundle, rejudge_bundle)
+    functions = (optimize, export, check_parity, diagnose, profile, tune_training, verify_bundle, rejudge_bundle)
     arguments = {name for function in functions for name in inspect.signature(function).parameters}
     assert [name for name in sorted(arguments) if not re.search(rf"\b{name}\b", page)] == []
 
@@ -229,6 +238,10 @@ def test_the_blocks_of_the_how_to_pages_run(page, block, with_bundle, monkeypatc
     if page == "gpu.md" and not torch.cuda.is_available():
         # Compiling on a CPU takes long, and has tests of its own.
         block = block.replace(".cuda()", "").replace('"cuda"', '"cpu"').replace('    "torch-compile",\n', "")
+    if page == "training-speed.md":
+        block = block.replace("tune_seconds=60", "tune_seconds=1")
+        labels = torch.zeros(2, 4, 6, 6).softmax(1)
+        names |= {"loader": [(x, labels)], "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
     if page == "fsdp2.md":
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
         mesh = distributed.init_device_mesh("cpu", (1,))
@@ -242,6 +255,8 @@ def test_the_blocks_of_the_how_to_pages_run(page, block, with_bundle, monkeypatc
         torch.testing.assert_close(names["y"], model(x), atol=1e-4, rtol=1e-4)
     elif page == "dynamic-shapes.md":
         assert (folder / "dist/bert/manifest.json").is_file()
+    elif page == "training-speed.md":
+        assert (folder / "tuned/training.toml").is_file()
     elif "InHalf" in names:
         y = names["InHalf"](model)(x.half())
         assert y.dtype == torch.float16

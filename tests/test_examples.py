@@ -36,6 +36,7 @@ def test_every_example_is_run_by_a_test():
         "resnet.py",
         "train.py",
         "train_fsdp2.py",
+        "tune_training.py",
     }
 
 
@@ -47,6 +48,16 @@ def test_python_api(tmp_path):
     assert "model.onnx by dynamo: {'image': ('batch', 3, 32, 32)" in done.stdout
     assert "verified on cpu" in done.stdout
     assert (tmp_path / "net" / "manifest.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_tuned_training_step(tmp_path):
+    done = run(str(EXAMPLES / "tune_training.py"), str(tmp_path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "recommended: " in done.stdout
+    assert "optimizer.zero_grad()" in done.stdout
+    assert re.search(r"loss after one epoch: \d\.\d{4}$", done.stdout.rstrip())
+    assert {each.name for each in (tmp_path / "tuned").iterdir()} == {"report.html", "training.json", "training.toml"}
 
 
 @pytest.mark.parametrize("name", ["fold_layer_norm.py", "gelu_by_tanh.py"])

@@ -53,7 +53,9 @@ from optimizer.options import (
     RejudgeOptions,
     ShowOptions,
     TritonOptions,
+    TuneTrainingOptions,
     VerifyOptions,
+    check_new_folder,
 )
 
 EXIT_DEFECT, EXIT_USAGE = 1, 2
@@ -171,14 +173,18 @@ def _work(options: Options, voice: Voice) -> dict[str, Any]:
             if changed and not voice.quiet:
                 say(f"building {options.output}: {', '.join(changed)}")
             stages.start("importing torch")
-        elif isinstance(options, DiagnoseOptions):
+        elif isinstance(options, DiagnoseOptions | TuneTrainingOptions):
             check_early(options.load)
+            if isinstance(options, TuneTrainingOptions):
+                check_new_folder(options.output, "the result")
             stages.start("importing torch")
         engine = _torch_side()
         if isinstance(options, BenchOptions):
             stages.start("timing the files")
         if isinstance(options, DiagnoseOptions):
             return dict(engine.diagnose_model(options, stages))
+        if isinstance(options, TuneTrainingOptions):
+            return dict(engine.tune_training_step(options, stages))
         if not isinstance(options, ExportOptions):
             return dict(getattr(engine, _BUNDLE_WORK[type(options)])(options))
         document = dict(engine.export_model(options, stages))

@@ -28,6 +28,7 @@ from optimizer.options import (
     RejudgeOptions,
     ShowOptions,
     TritonOptions,
+    TuneTrainingOptions,
     VerifyOptions,
     options_of,
 )
@@ -40,7 +41,8 @@ Make a PyTorch model faster and put it into deployable files, with proof that it
 MODEL is a file (model.py, model.py:NAME), package.module:factory, or a library model (timm:NAME, torchvision:NAME,
 transformers:FOLDER). --help-all shows all options, examples and exit codes.
 
-Commands, each with its --help: build [NAMES]; verify, bench, rejudge or triton BUNDLE; diagnose or profile MODEL; passes.
+Commands, each with its --help: build [NAMES]; verify, bench, rejudge or triton BUNDLE; diagnose,
+profile or tune-training MODEL; passes.
 """
 _EPILOG = """
 Without a NAME, the model is the `model` of the file, else its get_model, build_model or create_model, else its only
@@ -56,6 +58,7 @@ Examples:
   optimize-export model.py --weights net.safetensors --passes fold-conv-bn,channels-last
   optimize-export build --all --if-changed -j 2
   optimize-export diagnose model.py --fail-on error
+  optimize-export tune-training model.py --memory 16GiB
   optimize-export verify dist/net
   optimize-export rejudge dist/net --atol logits=1e-3
   optimize-export triton dist/net --output models
@@ -422,6 +425,13 @@ def _given_again(call: _Call, model: str) -> Iterator[str]:
             yield from (f"{option.long}={Path(text, model) if option.parameter in FOLDERS else text}" for text in texts)
 
 
+def _tune_training(call: _Call) -> TuneTrainingOptions:
+    # Those of the same names that an export has mean something else.
+    own = {option.parameter for option in field_options(TuneTrainingOptions)}
+    load = replace(call, given={name: text for name, text in call.given.items() if name not in own})
+    return TuneTrainingOptions(_export_options(load, call.model()), **call.values(TuneTrainingOptions))
+
+
 _EXPORT_OPTIONS = [*field_options(ExportOptions)]
 
 
@@ -434,6 +444,12 @@ _PROFILE_HELP = """
 Export a model, and profile it before and after.
 
 All options of an export go with it. The traces go to --profile-dir, by default profile/ and the name of the bundle.
+"""
+_TUNE_TRAINING_HELP = """
+Measure and prove what makes a model's training step faster, and print the best combination as code.
+
+MODEL has `training_step(model, batch)`, which returns the loss; optionally `optimizer` or `make_optimizer(parameters)`, and
+`loader`, `train_loader` or `make_loader()`. The weights stay as they are.
 """
 COMMANDS = {
     command.name or "": command
@@ -483,6 +499,13 @@ COMMANDS = {
             "MODEL",
             [*field_options(DiagnoseOptions), *field_options(ExportOptions, DIAGNOSED)],
             lambda call: DiagnoseOptions(_export_options(call, call.model()), **call.values(DiagnoseOptions)),
+        ),
+        _Command(
+            "tune-training",
+            _TUNE_TRAINING_HELP,
+            "MODEL",
+            [*field_options(TuneTrainingOptions), *field_options(ExportOptions, DIAGNOSED)],
+            _tune_training,
         ),
         _Command("profile", _PROFILE_HELP, "MODEL", _EXPORT_OPTIONS, _profile, has_details=True),
         _Command("passes", "List the passes with their options.", "", [], lambda call: ListOptions()),

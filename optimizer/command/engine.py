@@ -35,12 +35,12 @@ from optimizer.api import export, optimize_to_export, report_of
 from optimizer.bundle import Bundle, VerifyReport, check_target, rejudge_bundle, verify_bundle, write_triton_model
 from optimizer.command.errors import errors_of_user_code, own_errors
 from optimizer.command.inputs import misfit, parse_input
-from optimizer.command.loading import Loaded, load
+from optimizer.command.loading import Loaded, Training, load
 from optimizer.command.up_to_date import inputs_of, opened_files
 from optimizer.command.user_code import names_restored
 from optimizer.diagnosis import Diagnosis, diagnose
 from optimizer.exporting import opened
-from optimizer.model import Call, Runs, called, eager_only, in_turn, leaves_of, random_state
+from optimizer.model import Call, Runs, batch_of, called, eager_only, in_turn, leaves_of, random_state
 from optimizer.options import (
     LOAD_STAGE,
     BenchOptions,
@@ -49,9 +49,11 @@ from optimizer.options import (
     ListOptions,
     RejudgeOptions,
     TritonOptions,
+    TuneTrainingOptions,
     VerifyOptions,
 )
 from optimizer.report import Progress, ProgressFunction
+from optimizer.training import tune_training
 from optimizer.tuning import bench_bundle, read_choices
 from passes.base import Pass
 from passes.registry import describe_passes, make_passes, parse_passes
@@ -292,6 +294,59 @@ def _failing(found: Diagnosis, fail_on: Any) -> Document:
     level = f"level {fail_on}" if fail_on == "error" else f"level {fail_on} or higher"
     message = f"The diagnosis has {count} finding{'s' if count > 1 else ''} of {level}: fix them, or change --fail-on."
     return failure_document(FindingsFound.exit_code, FindingsFound.__name__, message)
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+@in_turn
+def tune_training_step(options: TuneTrainingOptions, progress: ProgressFunction) -> Document:
+    """Tune the training step of the user's file, and write the result if there is an output."""
+    output = None if options.output is None else options.output.absolute()
+    with own_errors(), names_restored():
+        load = options.load
+        device = _chosen_device(load.device, require_gpu=load.require_gpu)
+        loaded = load_and_run(_with_absolute_paths(load), progress, trains=True)
+        training = _comparable(loaded)
+        batch = training.batch
+        if batch is None and training.loader is None:
+            batch = batch_of(loaded.first_call(load.seed))
+        found = tune_training(
+            loaded.model,
+            training.step,
+            batch,
+            loader=training.loader,
+            optimizer=training.optimizer,
+            memory=options.memory,
+            batch_size=options.batch_size,
+            tune_seconds=options.tune_seconds,
+            steps=options.steps,
+            device=device,
+            progress=progress,
+        )
+        if output is not None:
+            found.save(output)
+    document: Document = {"ok": True, "exit_code": 0, "model": loaded.source, "training": found.to_json()}
+    document |= {"code": found.code, "notes": list(loaded.notes)}
+    return dict(plain(document if output is None else {**document, "output": str(options.output)}))
+
+
+def _comparable(loaded: Loaded) -> Training:
+    """What the file says about training, if its step can be run in several ways."""
+    training, where = loaded.training, loaded.source.partition(":")[0]
+    how = (
+        "`def training_step(model, batch)`, which returns the loss and leaves backward and the optimizer to its caller"
+    )
+    if training is None:
+        raise LoadError(f"{where} has no training_step: add {how}.")
+    if training.misfit:
+        raise LoadError(f"{where}: {training.misfit}; write {how}.")
+    if not training.takes_batch:
+        raise LoadError(
+            f"{where}: training_step takes no arguments, so it draws its own batch and changes the weights itself, and "
+            f"nothing could be compared; write {how}."
+        )
+    return training
 
 
 # Finished bundles, and the list of passes ----------------------------------------------------------------------------

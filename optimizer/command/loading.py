@@ -72,6 +72,10 @@ class Training:
     """Over the parameters of the model."""
 
     @property
+    def takes_batch(self) -> bool:
+        return len(required_arguments(self.step)) == 2
+
+    @property
     def misfit(self) -> str:
         """Why the step can't be called, as a clause; "" if it can."""
         needed = required_arguments(self.step)
@@ -285,7 +289,7 @@ class _Finder:
         step, label = self._held("training_step"), self.target.label
         if not callable(step):
             return None
-        if len(required_arguments(step)) != 2:
+        if not Training(step).takes_batch:
             return Training(step)
         loader = self._made("make_loader", "loader", "train_loader")
         if loader is not None and not isinstance(loader, Iterable):

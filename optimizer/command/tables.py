@@ -19,6 +19,7 @@ from optimizer.parity import WITHIN_BUDGET, accuracy_text, allowed_share
 from optimizer.profiling import profile_lines
 from optimizer.report import reason_shown, remark_lines
 from optimizer.showing import number_text, percent_text, seconds_text, size_text
+from optimizer.training import TABLE_COLUMNS, TrainingTuning, recommendation, table_rows
 
 # Without a terminal, lines are almost never wrapped, so that `grep` finds them whole.
 _WIDE = 4096
@@ -64,6 +65,10 @@ def _lines(document: Document, *, details: bool) -> Iterable[Table | Text | str]
         return
     if "diagnosis" in document:
         yield from diagnosis_lines(document["diagnosis"])
+    tuned = TrainingTuning.from_json(document["training"]) if "training" in document else None
+    if tuned is not None:
+        yield table(TABLE_COLUMNS, table_rows(tuned), wraps=True)
+        yield from ("", recommendation(tuned), *(f"note: {note}" for note in tuned.notes))
     report = document.get("report", {})
     if document.get("passes"):
         yield _passes(document["passes"], details=details)
@@ -120,6 +125,11 @@ def _lines(document: Document, *, details: bool) -> Iterable[Table | Text | str]
         yield f"SHA-256 for verify --expect: {document['sha256sums']}"
     if "report_page" in document:
         yield Text(f"report: {document['report_page']}")
+    if "output" in document:
+        yield Text(f"written: {document['output']}")
+    if tuned is not None:
+        # The document's code has its line breaks escaped. A text isn't wrapped.
+        yield from map(Text, ("", *tuned.code.splitlines()))
     if "bundle" in document:
         yield Text(f"bundle: {document['bundle']}")
     if "triton_model" in document:
@@ -357,6 +367,8 @@ _STYLES = {
     "rolled-back": "yellow",
     "vacuous": "yellow",
     "within budget": "yellow",
+    "bit-identical": "green",
+    "refused": "red",
     "failed": "red",
     "missing": "red",
 }

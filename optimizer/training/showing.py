@@ -84,8 +84,9 @@ def recommendation(tuning: TrainingTuning) -> str:
     first, best = tuning.candidates[0], tuning.candidates[-1]
     taken = [each.name for each in tuning.candidates[:-1] if each.taken] or [best.name]
     told = [] if best.speedup is None else [f"{best.speedup} as the step as it is"]
-    if best.peak is not None and first.peak is not None:
-        told.append(f"peak {size_text(best.peak)} instead of {size_text(first.peak)}")
+    peaks = ["" if each.peak is None else size_text(each.peak) for each in (best, first)]
+    if all(peaks) and peaks[0] != peaks[1]:
+        told.append(f"peak {peaks[0]} instead of {peaks[1]}")
     return f"recommended: {' + '.join(taken)}: {', '.join([*told, standing_text(best)])}"
 
 

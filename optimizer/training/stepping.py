@@ -26,6 +26,7 @@ from optimizer.model import (
     loss_from,
     named_tensors,
     optimizer_over,
+    place_of_loss,
     random_state,
     rebuild,
     refuse_other_parameters,
@@ -103,6 +104,18 @@ class TrainingJob:
         with random_state(0):
             loss_of(self.step, model, self.batch)
         return calls[0] if calls else None
+
+    @property
+    def example(self) -> tuple[str, ...]:
+        """The arguments of `optimize` that have this call: "example_inputs", "example_kwargs" or both."""
+        args, kwargs = self.model_call or ((), {})
+        return ("example_inputs",) * bool(args) + ("example_kwargs",) * bool(kwargs)
+
+    @cached_property
+    def loss_place(self) -> str:
+        """Where the loss is in the result of the step; see `place_of_loss`."""
+        with random_state(0):
+            return place_of_loss(result_of(self.step, self.copied_model(), self.batch))
 
     def finish(self) -> None:
         """Wait until the device has finished its work."""
@@ -211,15 +224,18 @@ def check_step(job: TrainingJob, caller: nn.Module) -> list[str]:
 
 def loss_of(step: Step, model: nn.Module, batch: Any) -> torch.Tensor:
     """The loss of a step, on a copy of the batch, because a step may write to it."""
+    return loss_from(result_of(step, model, batch))
+
+
+def result_of(step: Step, model: nn.Module, batch: Any) -> Any:
     try:
         with torch.enable_grad():
-            result = step(model, clone(batch))
+            return step(model, clone(batch))
     except OptimizeExportError:
         raise
     except Exception as error:  # the step is foreign code
         at = f" at {line}" if (line := line_of_error(error)) else ""
         raise LoadError(f"The training step raises{at}: {error_summary(error)}.") from error
-    return loss_from(result)
 
 
 class _Snapshot:

@@ -311,6 +311,8 @@ class _Tuner:
             recommended=recommended,
             notes=tuple(self.notes),
             optimizer=type(self.job.optimizer).__name__,
+            loss=self.job.loss_place,
+            example=self.job.example if recommended.passes else ("example_inputs",),
         )
 
     # ---------------------------------------------------------------------------------------------------- preparation
