@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 TOML, JSON, PAGE = "training.toml", "training.json", "report.html"
 _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
+# The name of the last row, if it combines others.
+RECOMMENDED = "recommended"
+
 # The table -----------------------------------------------------------------------------------------------------------
 
 _COLOURS = {
@@ -82,7 +85,7 @@ def recommendation(tuning: TrainingTuning) -> str:
     if tuning.recommended == Setup():
         return "recommended: the step as it is; nothing that was tried pays here"
     first, best = tuning.candidates[0], tuning.candidates[-1]
-    taken = [each.name for each in tuning.candidates[:-1] if each.taken] or [best.name]
+    taken = [each.name for each in tuning.candidates if each.taken and each.name != RECOMMENDED] or [best.name]
     told = [] if best.speedup is None else [f"{best.speedup} as the step as it is"]
     peaks = ["" if each.peak is None else size_text(each.peak) for each in (best, first)]
     if all(peaks) and peaks[0] != peaks[1]:

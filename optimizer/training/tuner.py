@@ -43,6 +43,7 @@ from optimizer.training.batches import BatchTuning, LoaderTuning, bytes_to_use, 
 from optimizer.training.proof import Proof
 from optimizer.training.results import DECLARED, NOT_PROVEN, ORIGINAL, REFUSED, Candidate, TrainingTuning
 from optimizer.training.setup import Setup
+from optimizer.training.showing import RECOMMENDED
 from optimizer.training.stepping import (
     MakeOptimizer,
     RunnableStep,
@@ -299,7 +300,7 @@ class _Tuner:
                 table.remove(own)
             table.append(replace(last if own is None else own, setup=recommended, taken=True))
             if own is None:
-                table[-1] = replace(table[-1], name="recommended", note="")
+                table[-1] = replace(table[-1], name=RECOMMENDED, note="")
         return TrainingTuning(
             model=type(self.job.model).__name__,
             device=torch.cuda.get_device_name(self.job.device) if self.job.device.type == "cuda" else "cpu",
