@@ -33,6 +33,7 @@ from optimize_export.runtime import require_runtime
 from optimize_export.wording import described, listed, type_name
 from optimizer.api import export, optimize_to_export, report_of
 from optimizer.bundle import Bundle, VerifyReport, check_target, rejudge_bundle, verify_bundle, write_triton_model
+from optimizer.command.early_checks import library_of
 from optimizer.command.errors import errors_of_user_code, own_errors
 from optimizer.command.inputs import misfit, parse_input
 from optimizer.command.loading import Loaded, Training, load
@@ -307,7 +308,7 @@ def tune_training_step(options: TuneTrainingOptions, progress: ProgressFunction)
         load = options.load
         device = _chosen_device(load.device, require_gpu=load.require_gpu)
         loaded = load_and_run(_with_absolute_paths(load), progress, trains=True)
-        training = _comparable(loaded)
+        training = _comparable(loaded, load.model)
         batch = training.batch
         if batch is None and training.loader is None:
             batch = batch_of(loaded.first_call(load.seed))
@@ -331,12 +332,14 @@ def tune_training_step(options: TuneTrainingOptions, progress: ProgressFunction)
     return dict(plain(document if output is None else {**document, "output": str(options.output)}))
 
 
-def _comparable(loaded: Loaded) -> Training:
+def _comparable(loaded: Loaded, model: str) -> Training:
     """What the file says about training, if its step can be run in several ways."""
     training, where = loaded.training, loaded.source.partition(":")[0]
     how = (
         "`def training_step(model, batch)`, which returns the loss and leaves backward and the optimizer to its caller"
     )
+    if training is None and library_of(model) is not None:
+        raise LoadError(f"{model} has no training_step: write a Python file with it as `model`, and add {how}.")
     if training is None:
         raise LoadError(f"{where} has no training_step: add {how}.")
     if training.misfit:
