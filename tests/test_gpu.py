@@ -3,6 +3,7 @@
 A machine with a GPU may be there for minutes only: the tests that show the most come first, and the slowest last.
 """
 
+import dataclasses
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +20,19 @@ from exporters.isolation import torchscript_allowed
 from optimize_export.gpu_settings import GpuSettings
 from optimize_export.runtime import Route, open_route
 from optimize_export.runtime.cuda_graphs import Graphed
-from optimizer import check_parity, export, load, open_bundle, optimize, profile, rejudge_bundle, verify_bundle
+from optimizer import (
+    check_parity,
+    export,
+    load,
+    open_bundle,
+    optimize,
+    profile,
+    rejudge_bundle,
+    tune_training,
+    verify_bundle,
+)
 from optimizer.model import pinned_settings
+from optimizer.training import Setup
 from optimizer.tuning import bench_bundle
 
 pytestmark = pytest.mark.gpu
@@ -504,3 +516,31 @@ def test_an_onnx_file_takes_inputs_from_the_cpu_in_a_graph(tmp_path: Path) -> No
             with torch.no_grad():
                 torch.testing.assert_close(out, model(x), rtol=1e-3, atol=1e-3)
         assert run.graphs is None or run.graphs.why_none == ""
+
+
+def test_a_training_step_is_tuned_and_its_code_trains_on_the_gpu() -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 64, 3),
+        torch.nn.BatchNorm2d(64),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(2304, 8),
+    )
+
+    def step(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    dataset = torch.utils.data.TensorDataset(torch.randn(64, 3, 8, 8), torch.arange(64) % 8)
+    loader = torch.utils.data.DataLoader(dataset, 32)
+    before = [one.clone() for one in model.parameters()]
+    tuned = tune_training(model, step, loader=loader, tune_seconds=30, device="cuda")
+    assert tuned.device == torch.cuda.get_device_name()
+    assert {"cudnn.benchmark", "fp16 autocast"} <= {each.name for each in tuned.candidates}
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+    every = Setup(
+        precision="fp16", channels_last=True, passes=("fold-conv-bias",), optimizer="fused", pin_memory=True, workers=0
+    )
+    for setup in (tuned.recommended, every):
+        names = {"model": model.cuda(), "training_step": step, "example_inputs": (dataset.tensors[0][:4],)}
+        exec(dataclasses.replace(tuned, recommended=setup).code, {**names, "dataset": dataset, "loader": loader})
+        assert all(one.isfinite().all() for one in model.parameters())
