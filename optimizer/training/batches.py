@@ -93,8 +93,13 @@ class BatchTuning:
 
     def tuned(self, wished: int | None) -> Candidate | None:
         """The row of the fastest way to the wished rows; None if there is none, or nothing was wished."""
-        if not self.job.rows:
-            self.notes.append("The tensors of the batch have no common dim 0, so no other batch size can be made.")
+        if not self.job.can_be_cut:
+            why = (
+                "the step raises on fewer rows"
+                if self.job.rows > 1
+                else "its tensors have no common dim 0 of two or more"
+            )
+            self.notes.append(f"No other batch size can be made of the batch: {why}.")
             return None
         checkpoints = replace(self.best.setup, compile="") | Setup(passes=(_LEAST,))
         most = self._largest("largest batch", self.best.setup)
@@ -158,7 +163,7 @@ class BatchTuning:
             return None
         needed = 6 * self.seconds * wished / self.job.rows * len(ways)
         if needed > self.left():
-            note = f"Not timed: it takes about {needed:.0f} s."
+            note = f"Not timed: it takes about {needed:.0f} s, and {max(0.0, self.left()):.0f} s are left."
             self.rows += [replace(each, note=each.note or note) for each in ways]
             return ways[0]
         try:

@@ -96,6 +96,18 @@ class TrainingJob:
         return rows_of(self.batch)
 
     @cached_property
+    def can_be_cut(self) -> bool:
+        """Whether the step runs on fewer rows, too."""
+        if self.rows < 2:
+            return False
+        try:
+            with random_state(0):
+                loss_of(self.step, self.copied_model(), with_rows(self.batch, 0, -(-self.rows // 2)))
+        except OptimizeExportError:
+            return False
+        return True
+
+    @cached_property
     def model_call(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments with which the step calls the model first; None if it only calls methods or parts of it."""
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []

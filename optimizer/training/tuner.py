@@ -72,9 +72,12 @@ _LONGEST_TIMING = 8.0
 # The number of batches of the proof, and the least rows of each: a BatchNorm needs two.
 _BATCHES = 3
 _LEAST_ROWS = 2
-# What compiling takes, in seconds: before the first kernel, and for each layer. Seen with torch 2.13 on two cores.
-_COMPILER_START, _LAYER_ON_CPU, _LAYER_ON_GPU = 8.0, 1.0, 0.4
+# What compiling takes, in seconds: before the first kernel, and for each layer. On two busy cores, torch 2.13 took 26 s
+# for a block of 4 layers, 47 s for one of 12, and 114 s for 45 layers.
+_COMPILER_START, _LAYER_ON_CPU, _LAYER_ON_GPU = 12.0, 2.0, 0.4
 _SEEDS = 3
+# A note tells of a peak that is at most this share of the original's.
+_LOWER_PEAK = 0.9
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
 
 
@@ -259,13 +262,14 @@ class _Tuner:
         self.rounds = 0
         self.original = made_step(job, Setup())
         self.step_seconds = min(self._once(), self._once())
-        if self.step_seconds > _SLOW_SECONDS and job.rows > _LEAST_ROWS:
+        if self.step_seconds > _SLOW_SECONDS and job.rows > _LEAST_ROWS and job.can_be_cut:
             self._take_fewer_rows()
         # Of the step as it is, from its last timing.
         self.latency = Latency(self.step_seconds, self.step_seconds, (self.step_seconds,))
         self.proof = Proof(self.job, self._batches_of_proof())
         self.notes += self.proof.notes
         self.choices = list(choices_for(self.job))
+        self.peak = self.original.peak()
         # By the name of its choice.
         self.rows: dict[str, Candidate] = {}
 
@@ -276,7 +280,7 @@ class _Tuner:
     def tuned(self, loader: Iterable[Any] | None, limit: int | None, wished: int | None, steps: int) -> TrainingTuning:
         self._try_alone(steps)
         taken, whole = self._combined()
-        first = Candidate("as it is", latency=self.latency, standing=ORIGINAL, peak=self.original.peak())
+        first = Candidate("as it is", latency=self.latency, standing=ORIGINAL, peak=self.peak)
         first = replace(first, samples=self._samples(self.latency))
         last = first if whole is None else whole
         recommended = last.setup
@@ -338,7 +342,7 @@ class _Tuner:
         # The number of batches that one run of the proof may take, as a share for a part of one.
         affordable = _PROOF_SHARE * self.seconds / self.step_seconds
         batches = list(self.batches)
-        if not all(map(rows_of, batches)):
+        if not self.job.can_be_cut or not all(map(rows_of, batches)):
             return batches[: max(1, min(_BATCHES, int(affordable)))]
         if len(batches) == 1:
             rows = rows_of(batches[0])
@@ -385,7 +389,8 @@ class _Tuner:
     def _proven(self, row: Candidate, otherwise: str) -> Candidate:
         """The row with the judgement of its setup, if it pays."""
         if row.speedup is None or not row.speedup.pays:
-            return replace(row, note=f"Not taken: {otherwise}.")
+            lower = _lower(row.peak, self.peak)
+            return replace(row, note=f"Not taken: {otherwise}{lower}.")
         found = self.proof.judge(row.setup)
         return replace(row, standing=found.standing, differences=found.differences, note=found.note)
 
@@ -469,6 +474,12 @@ class _Tuner:
                 losses += [float(step(clone(each))) for each in batches]
         last = losses[:steps][-len(batches) :]
         return sum(last) / len(last)
+
+
+def _lower(peak: int | None, before: int | None) -> str:
+    if peak is None or before is None or peak > _LOWER_PEAK * before:
+        return ""
+    return f", but its peak is {1 - peak / before:.0%} lower"
 
 
 def _setup_of(taken: Sequence[Candidate]) -> Setup:

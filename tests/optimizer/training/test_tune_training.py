@@ -219,6 +219,17 @@ def test_a_batch_without_rows_has_one_size(monkeypatch: pytest.MonkeyPatch) -> N
     assert any("no common dim 0" in note for note in tuning.notes)
 
 
+def test_a_model_of_one_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_slow_choices(monkeypatch)
+    as_timed(monkeypatch, lambda setup: 0.5 if setup.optimizer == "fused" else 1.0)
+    monkeypatch.setattr(tuner, "_SLOW_SECONDS", 1e-9)
+    tuning = tune_training(
+        mlp(), lambda model, x: of_mlp(model, x.view(8, 16)), torch.randn(8, 16), batch_size=16, tune_seconds=60
+    )
+    assert tuning.recommended == Setup(optimizer="fused")
+    assert any("the step raises on fewer rows" in note for note in tuning.notes)
+
+
 # ------------------------------------------------------------------------------------------------------------- loaders
 
 
