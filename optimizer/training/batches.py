@@ -133,7 +133,12 @@ class BatchTuning:
                     count = max(1, min(count - 1, math.floor(count * self.limit / used)))
                     used = self._use(setup, count)[1]
                 how = f"measured: {shown(used)}"
-            standing = self.best.standing if setup == self.best.setup else self.proof.judge(setup).standing
+            standing = self.best.standing
+            if setup != self.best.setup:
+                found = self.proof.judge(setup)
+                standing = found.standing
+                if standing == REFUSED:
+                    raise Unavailable(found.note)
         except Unavailable as error:
             self.rows.append(replace(row, standing=REFUSED, note=str(error)))
             return None
@@ -163,7 +168,7 @@ class BatchTuning:
             return None
         needed = 6 * self.seconds * wished / self.job.rows * len(ways)
         if needed > self.left():
-            note = f"Not timed: it takes about {needed:.0f} s, and {max(0.0, self.left()):.0f} s are left."
+            note = "Not timed, because no time was left for it."
             self.rows += [replace(each, note=each.note or note) for each in ways]
             return ways[0]
         try:

@@ -58,8 +58,7 @@ class Candidate:
 class TrainingTuning:
     """All measured ways to run a training step, and the recommended one.
 
-    The first candidate is the step as it is, the last one the recommended combination; they are the same if nothing
-    pays.
+    The first candidate is the step as it is. If anything is recommended, the last one is the recommended combination.
     """
 
     model: str

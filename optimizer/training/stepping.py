@@ -135,14 +135,8 @@ class TrainingJob:
             torch.cuda.synchronize(self.device)
 
     def copied_model(self) -> nn.Module:
-        """A copy of the model with its own weights.
-
-        Raises:
-            LoadError: a function holds modules of the model, so that a copy would run and train those.
-        """
-        made = working_copy(self.model)
-        if made.notes:
-            raise LoadError(f"{made.notes[0]}: make it a method that uses self, so that a copy can be trained.")
+        """A copy of the model with its own weights."""
+        made = working_copy(self.model, check_functions=False)
         made.own_parameters([name for name, _ in made.root.named_parameters(remove_duplicate=False)])
         return made.root
 
@@ -204,9 +198,12 @@ def check_step(job: TrainingJob, caller: nn.Module) -> list[str]:
         caller: the caller's own model, which a step must not change either.
 
     Raises:
-        LoadError: the step raises.
-        UsageError: it returns no loss, trains by itself, or doesn't use the model that it is given.
+        LoadError: the step raises, or a function holds modules of the model, so that a copy would train those.
+        UsageError: it returns no loss, trains by itself, or doesn't use the model that it is given; or the loss or its
+            gradients carry no signal.
     """
+    # Only for its check of functions.
+    working_copy(caller, "training")
     model = job.copied_model()
     kept = [_Snapshot(caller), _Snapshot(model)]
     try:
@@ -224,6 +221,11 @@ def check_step(job: TrainingJob, caller: nn.Module) -> list[str]:
             "The loss depends on no parameter of the model that the training step is given: use its argument `model`, not a "
             "global."
         )
+    if not loss.isfinite():
+        raise UsageError(f"The loss of the training step is {loss.item()}, so nothing could be compared.")
+    gradients = (one.grad for one in trained.values() if one.grad is not None)
+    if not any(bool(each.abs().sum()) for each in gradients):
+        raise UsageError("All gradients of the training step are zero, so nothing could be compared.")
     notes = []
     if unused:
         notes.append(f"The loss doesn't depend on {listed(unused)}.")
@@ -416,7 +418,8 @@ class RunnableStep:
             learns: whether the weights change. They don't in a step that is timed, so that every round has the same
                 numbers: the learning rate is 0.
         """
-        self.job, self.setup, self.batch = job, setup, batch
+        self.job, self.setup, self._given = job, setup, batch
+        self.batch = clone(batch)
         self.module = StepModule(job, model, setup)
         self.optimizer = job.copied_optimizer(model, setup)
         self.scaler = torch.amp.GradScaler(job.device.type) if setup.precision == "fp16" else None
@@ -425,6 +428,9 @@ class RunnableStep:
                 group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group.get("lr"), torch.Tensor) else 0.0
 
     def __call__(self, batch: Any = None) -> torch.Tensor:
+        if any(tensor._version for _, tensor in leaves_of(self.batch).tensors()):
+            # The step wrote to it.
+            self.batch = clone(self._given)
         self.optimizer.zero_grad(set_to_none=self.setup.set_to_none)
         total = torch.zeros((), device=self.job.device)
         with settings_of(self.setup):

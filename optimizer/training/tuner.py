@@ -18,12 +18,13 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-from optimize_export.errors import UsageError
+from optimize_export.errors import LoadError, UsageError
 from optimize_export.wording import a_type
 from optimizer.model import (
     check_model,
@@ -61,7 +62,7 @@ from optimizer.tuning import Latency, ratio
 from passes.base import device_of
 from passes.compiling.blocks import repeated_blocks
 from passes.compiling.compiler import missing_compiler
-from passes.torch_private import AnyBatchNorm
+from passes.torch_private import COMPILED_CALL, AnyBatchNorm
 
 # A step that takes longer is compared at a smaller batch.
 _SLOW_SECONDS = 1.0
@@ -124,6 +125,8 @@ def tune_training(
         DeviceError: the device is a GPU, and torch finds none.
     """
     check_model(model, runs=True)
+    if any(isinstance(vars(each).get(COMPILED_CALL), FunctionType) for each in model.modules()):
+        raise UsageError("The model is compiled: pass it as it was before compile(), which is one of the choices here.")
     if not callable(step):
         raise UsageError(f"step must be a function of the model and a batch, not {a_type(step)}.")
     if batch is None and loader is None:
@@ -260,7 +263,10 @@ class _Tuner:
         self.started = time.perf_counter()
         self.given_rows = job.rows
         self.rounds = 0
-        self.original = made_step(job, Setup())
+        try:
+            self.original = made_step(job, Setup())
+        except Unavailable as error:
+            raise LoadError(f"A step of {type(job.optimizer).__name__} can't be made: {error}") from error
         self.step_seconds = min(self._once(), self._once())
         if self.step_seconds > _SLOW_SECONDS and job.rows > _LEAST_ROWS and job.can_be_cut:
             self._take_fewer_rows()

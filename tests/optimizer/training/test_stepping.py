@@ -53,6 +53,20 @@ def test_a_timed_step_keeps_its_weights() -> None:
     assert all(torch.equal(a, b) for a, b in zip(run.module.parameters(), job.model.parameters(), strict=True))
 
 
+def test_a_step_that_writes_to_its_batch_gets_a_new_one() -> None:
+    seen: list[float] = []
+
+    def own(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        seen.append(float(x[0, 0]))
+        x.mul_(0.5)
+        return model(x).square().mean()
+
+    batch = torch.ones(2, 3)
+    made_step(job_of(nn.Linear(3, 2), own, batch), Setup())()
+    assert set(seen) == {1.0}
+    assert torch.equal(batch, torch.ones(2, 3))
+
+
 def test_the_state_of_the_optimizer_is_taken_along() -> None:
     model = small_net()
     optimizer = torch.optim.AdamW(model.parameters())
