@@ -202,6 +202,21 @@ def top_saved_tensors_hooks() -> Any:
     return _top_hooks(False)
 
 
+# What `torch.autograd.graph.saved_tensors_hooks` calls. Its context manager takes longer than many calls. Seen in 2.11
+# to 2.13.
+push_saved_tensors_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+pop_saved_tensors_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+def has_composed_modules() -> bool:
+    """Whether a function such as `fully_shard` or `replicate` was applied to any module that still exists.
+
+    torch keeps a list of them. Without that list, it is assumed. Seen in 2.11 to 2.13.
+    """
+    state = sys.modules.get("torch.distributed._composable_state")
+    return state is not None and bool(getattr(state, "_module_state_mapping", True))
+
+
 def active_function_modes() -> list[Any]:
     """The active function modes, the innermost last; torch has no public name for them. Seen in 2.13."""
     return torch.overrides._get_current_function_mode_stack()

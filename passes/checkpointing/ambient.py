@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -35,8 +35,11 @@ class Ambient:
     __slots__ = ("device", "gradients", "random", "settings")
 
     def __init__(self, func: Callable[..., Any], tensors: Sequence[Tensor], options: dict[str, Any], *, random: bool):
-        devices = {tensor.device for tensor in tensors}
-        self.settings = _settings(_kinds(devices))
+        is_cpu = True
+        for tensor in tensors:
+            is_cpu &= tensor.is_cpu
+        devices = {_CPU} if is_cpu else {tensor.device for tensor in tensors}
+        self.settings = settings_of(_ONLY_CPU if is_cpu else tuple(sorted({"cpu", *(each.type for each in devices)})))
         self.gradients = torch.is_grad_enabled()
         # Only a function that creates a tensor depends on the default device.
         self.device = torch.get_default_device() if func in device_constructors() else None
@@ -46,19 +49,18 @@ class Ambient:
                 devices.add(_with_index(torch.device(options.get("device") or self.device)))
             self.random = _random_states(devices)
 
-    def is_here(self) -> bool:
-        """Whether a repeated call needs nothing restored except the gradient mode."""
-        return (
-            not self.random
-            and self.device is None
-            and self.settings == _settings(self.settings[0])
-            and not _is_autocast(self.settings)
-        )
+    def is_here(self, now: Settings) -> bool:
+        """Whether a repeated call needs nothing restored except the gradient mode.
+
+        Args:
+            now: the current settings of the devices of `settings`.
+        """
+        settings = self.settings
+        return not self.random and self.device is None and settings == now and not _is_autocast(settings)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Restore the state for the block."""
-        now = _settings(self.settings[0])
+    def again(self, now: Settings) -> Iterator[None]:
+        """Restore the state for the block, except the gradient mode; `now` as for `is_here`."""
         with ExitStack() as stack:
             if self.random:
                 stack.enter_context(DRAWING)
@@ -68,43 +70,39 @@ class Ambient:
                 stack.enter_context(self.device)
             if now != self.settings or _is_autocast(now):
                 stack.enter_context(_changed(self.settings, now))
-            with torch.set_grad_enabled(self.gradients):
-                yield
+            yield
 
 
 _CPU = torch.device("cpu")
-
-
-def _kinds(devices: set[torch.device]) -> tuple[str, ...]:
-    return ("cpu",) if devices <= {_CPU} else tuple(sorted({"cpu", *(device.type for device in devices)}))
-
+_ONLY_CPU = ("cpu",)
+_SWITCHES = tuple(get for get, _ in KERNEL_SWITCHES)
 
 # Device types, autocast of each, default dtype, kernel switches.
-_Settings = tuple[tuple[str, ...], tuple[tuple[bool, torch.dtype] | None, ...], torch.dtype, tuple[bool, ...]]
+Settings = tuple[tuple[str, ...], tuple[tuple[bool, torch.dtype] | None, ...], torch.dtype, tuple[bool, ...]]
 
 
-def _settings(kinds: tuple[str, ...]) -> _Settings:
+def settings_of(kinds: tuple[str, ...]) -> Settings:
+    """The current settings of these types of devices."""
     return (
         kinds,
         tuple([_autocast(kind) for kind in kinds]),
         torch.get_default_dtype(),
-        tuple([get() for get, _ in KERNEL_SWITCHES]),
+        tuple([get() for get in _SWITCHES]),
     )
 
 
 def _autocast(kind: str) -> tuple[bool, torch.dtype] | None:
     if kind != "cpu" and not torch.amp.is_autocast_available(kind):
         return None
-    enabled = torch.is_autocast_enabled(kind)
-    return enabled, torch.get_autocast_dtype(kind)
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
-def _is_autocast(settings: _Settings) -> bool:
+def _is_autocast(settings: Settings) -> bool:
     return any(autocast is not None and autocast[0] for autocast in settings[1])
 
 
 @contextmanager
-def _changed(wanted: _Settings, now: _Settings) -> Iterator[None]:
+def _changed(wanted: Settings, now: Settings) -> Iterator[None]:
     with ExitStack() as stack:
         for kind, autocast, current in zip(wanted[0], wanted[1], now[1], strict=True):
             if autocast is not None and current is not None and (autocast[0] or current[0]):
@@ -145,8 +143,3 @@ def _set_random_states(states: Sequence[tuple[torch.device, Tensor]]) -> None:
             torch.set_rng_state(state)
         else:
             torch.get_device_module(device).set_rng_state(state, device)
-
-
-def drawing(random: bool) -> Any:
-    """Return a context in which one thread draws at a time, if the call draws random numbers."""
-    return DRAWING if random else nullcontext()

@@ -40,16 +40,18 @@ class Choice:
             if recomputed:
                 steps.append(Step(region, True, internals, call.random))
             else:
-                # A kept call needs a step if it draws random numbers, or if it takes or saves a dropped value. Any
-                # other kept call runs as without a plan.
+                # A kept call needs a step if it draws random numbers, or if it saves or overwrites a dropped value.
+                # Any other kept call runs as without a plan.
                 steps.append(Step(random=call.random) if call.random or index in meets else None)
         return steps
 
     def _meets_dropped(self, profile: Profile) -> set[int]:
-        """The calls that take or save a dropped value."""
-        dropped = {number for number, value in enumerate(profile.values) if self.recomputed[value.call]}
-        savers = {saver for number in dropped for saver in profile.values[number].savers}
-        return savers | {index for index, call in enumerate(profile.calls) if dropped.intersection(call.args)}
+        """The calls that save or overwrite a dropped value."""
+        values = profile.values
+        dropped = {number for number, value in enumerate(values) if self.recomputed[value.call]}
+        overwritten = {number for number in dropped if not values[number].keepable}
+        savers = {saver for number in dropped for saver in values[number].savers}
+        return savers | {index for index, call in enumerate(profile.calls) if overwritten.intersection(call.args)}
 
 
 def possible(profile: Profile, wanted: Sequence[bool]) -> tuple[bool, ...]:

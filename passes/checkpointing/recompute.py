@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from passes.checkpointing.ambient import Ambient
+from passes.checkpointing.ambient import Ambient, Settings, settings_of
 from passes.checkpointing.calls import UNWATCHED
 from passes.checkpointing.sharding import Gathered
 from passes.checkpointing.tensors import CONTAINERS, View, mapped, tensors_in, view_of
+from passes.torch_private import pop_saved_tensors_hooks, push_saved_tensors_hooks
 
 
 class Slot:
@@ -64,6 +66,8 @@ class Scratch:
 
 
 _RECORDS = (Dropped, Kept, Scratch)
+_CONVERTED = (*_RECORDS, *CONTAINERS)
+_AS_IT_IS = nullcontext()
 
 
 class Node:
@@ -133,8 +137,12 @@ class Node:
 
     def empty_slots(self) -> dict[int, Slot]:
         """The slots that something holds and that have no value yet."""
-        found = {number: reference() for number, reference in self.slots.items()}
-        return {number: slot for number, slot in found.items() if slot is not None and slot.value is None}
+        found = {}
+        for number, reference in self.slots.items():
+            slot = reference()
+            if slot is not None and slot.value is None:
+                found[number] = slot
+        return found
 
 
 def fill(wanted: Slot) -> Tensor:
@@ -145,30 +153,38 @@ def fill(wanted: Slot) -> Tensor:
     """
     if wanted.value is not None:
         return wanted.value
-    with UNWATCHED.entered():
-        order, uses = _needed(wanted.node)
-        values = _Temporary(uses)
-        region = wanted.node.region
-        try:
-            for node in order:
-                slots = node.empty_slots() if node.region == region[: len(node.region)] else {}
-                found = _run(node, slots.keys(), values)
+    node = wanted.node
+    order, uses = _needed(node)
+    values = _Temporary(uses)
+    region = node.region
+    before, UNWATCHED.on = UNWATCHED.on, True
+    gradients = torch.is_grad_enabled()
+    try:
+        for node in order:
+            slots = node.empty_slots() if node.region == region[: len(node.region)] else {}
+            found = _run(node, slots, values)
+            if values.gathered is not None:
                 values.gathered.called()
-                for number, tensor in found.items():
-                    if (slot := slots.get(number)) is not None:
-                        slot.value = tensor
-                    elif values.is_needed(node, number):
-                        values.tensors[id(node), number] = tensor
-        finally:
+            for number, tensor in found.items():
+                if (slot := slots.get(number)) is not None:
+                    slot.value = tensor
+                elif (id(node), number) in uses:
+                    values.tensors[id(node), number] = tensor
+    finally:
+        torch.set_grad_enabled(gradients)
+        if values.gathered is not None:
             values.gathered.over()
+        UNWATCHED.on = before
     assert wanted.value is not None
     return wanted.value
 
 
 def _needed(wanted: Node) -> tuple[list[Node], dict[tuple[int, int], int]]:
     """The nodes to run, in the order of the forward; and how often each missing result is an argument."""
-    found = {id(wanted): wanted}
     uses: dict[tuple[int, int], int] = {}
+    if not wanted.sources:
+        return [wanted], uses
+    found = {id(wanted): wanted}
     stack = [wanted]
     while stack:
         for source in stack.pop().sources:
@@ -184,15 +200,27 @@ def _needed(wanted: Node) -> tuple[list[Node], dict[tuple[int, int], int]]:
 
 
 class _Temporary:
-    """Results that no slot holds; each stays until the last node that needs it has taken it."""
+    """The state of one `fill`: the results that no slot holds; each stays until the last node that needs it has taken it."""
 
     def __init__(self, uses: dict[tuple[int, int], int]) -> None:
         self._uses = uses
         self.tensors: dict[tuple[int, int], Tensor] = {}
-        self.gathered = Gathered()
+        self.gathered: Gathered | None = None
+        # The settings of now by types of devices; the nodes leave them as they are.
+        self._settings: dict[tuple[str, ...], Settings] = {}
+
+    def settings(self, kinds: tuple[str, ...]) -> Settings:
+        if kinds not in self._settings:
+            self._settings[kinds] = settings_of(kinds)
+        return self._settings[kinds]
+
+    def gather(self, tensor: Tensor, unit: nn.Module) -> None:
+        if self.gathered is None:
+            self.gathered = Gathered()
+        self.gathered.gather(tensor, unit)
 
     def is_needed(self, node: Node, number: int) -> bool:
-        return self._uses.get((id(node), number), 0) > 0
+        return (id(node), number) in self._uses
 
     def take(self, source: Dropped) -> Tensor:
         slot = source.node.known(source.number)
@@ -200,30 +228,43 @@ class _Temporary:
             return slot.value
         key = id(source.node), source.number
         self._uses[key] -= 1
-        return self.tensors[key] if self._uses[key] else self.tensors.pop(key)
+        if self._uses[key]:
+            return self.tensors[key]
+        del self._uses[key]
+        return self.tensors.pop(key)
 
 
-def _run(node: Node, numbers: Any, values: _Temporary) -> dict[int, Tensor]:
-    """Run a node; returns the requested results and internal tensors by number."""
-    inner = {number for number in numbers if number < 0}
-    outer = {number for number in node.views if number >= 0 and (number in numbers or values.is_needed(node, number))}
-    arguments = _Arguments(node, values)
-    args = tuple([arguments.of(item) for item in node.arguments])
-    kwargs = {key: arguments.of(item) for key, item in node.options.items()}
-    del arguments
-    internals = _Internals(inner, may_stop=not outer)
-    # The gradient mode is the recorded one, because the kernel may depend on it. The hooks make autograd save nothing.
-    with saved_tensors_hooks(internals.pack, _never):
-        try:
-            ambient = node.ambient
-            with torch.set_grad_enabled(ambient.gradients) if ambient.is_here() else ambient.again():
-                if node.writes:
-                    args = (args[0].clone(), *args[1:])
-                result = node.function(*args, **kwargs)
+def _run(node: Node, slots: dict[int, Slot], values: _Temporary) -> dict[int, Tensor]:
+    """Run a node; returns the internal tensors and results that the slots or later nodes need, by number."""
+    outer = [number for number in node.views if number >= 0 and (number in slots or values.is_needed(node, number))]
+    inner = {number for number in slots if number < 0}
+    tensors: dict[int, Tensor] = {}
+    args = [_argument(tensors, node, values, item) if isinstance(item, _CONVERTED) else item for item in node.arguments]
+    options = node.options
+    kwargs = {key: _argument(tensors, node, values, item) for key, item in options.items()} if options else {}
+    del tensors
+    # Autograd saves nothing.
+    internals = _Internals(inner, may_stop=not outer) if inner else None
+    ambient = node.ambient
+    now = values.settings(ambient.settings[0])
+    # The gradient mode is the recorded one, because the kernel may depend on it. `fill` restores it.
+    torch.set_grad_enabled(ambient.gradients)
+    push_saved_tensors_hooks(_nothing if internals is None else internals.pack, _never)
+    try:
+        with _AS_IT_IS if ambient.is_here(now) else ambient.again(now):
+            if node.writes:
+                args[0] = args[0].clone()
+            result = node.function(*args, **kwargs)
+            if isinstance(result, Tensor):
+                got = {0: result.detach()} if outer else {}
+            else:
                 got = {number: tensor.detach() for number, tensor in enumerate(tensors_in(result)) if number in outer}
-        except _AllSaved:
-            got = {}
-    got |= internals.found
+    except _AllSaved:
+        got = {}
+    finally:
+        pop_saved_tensors_hooks()
+    if internals is not None:
+        got |= internals.found
     for number, tensor in got.items():
         if (view := view_of(tensor)) != node.views[number]:
             raise RuntimeError(
@@ -233,20 +274,14 @@ def _run(node: Node, numbers: Any, values: _Temporary) -> dict[int, Tensor]:
     return got
 
 
-class _Arguments:
-    """Converts the argument records of a node to tensors. An argument that was given twice is one tensor again."""
-
-    def __init__(self, node: Node, values: _Temporary) -> None:
-        self._node = node
-        self._values = values
-        self._tensors: dict[int, Tensor] = {}
-
-    def of(self, item: Any) -> Any:
-        if not isinstance(item, _RECORDS):
-            return mapped(item, self.of) if isinstance(item, CONTAINERS) else item
-        if id(item) not in self._tensors:
-            self._tensors[id(item)] = _tensor(item, self._node, self._values)
-        return self._tensors[id(item)]
+def _argument(tensors: dict[int, Tensor], node: Node, values: _Temporary, item: Any) -> Any:
+    """Convert an argument record of a node to a tensor. An argument that was given twice is one tensor again."""
+    if not isinstance(item, _RECORDS):
+        is_container = isinstance(item, CONTAINERS)
+        return mapped(item, partial(_argument, tensors, node, values)) if is_container else item
+    if id(item) not in tensors:
+        tensors[id(item)] = _tensor(item, node, values)
+    return tensors[id(item)]
 
 
 def _tensor(item: Dropped | Kept | Scratch, node: Node, values: _Temporary) -> Tensor:
@@ -254,17 +289,20 @@ def _tensor(item: Dropped | Kept | Scratch, node: Node, values: _Temporary) -> T
         tensor = values.take(item)
         if item.view is not None:
             tensor = tensor.as_strided(*item.view)
-        return tensor.detach().requires_grad_(item.requires_grad)
+        return tensor.detach().requires_grad_() if item.requires_grad else tensor
     if isinstance(item, Scratch):
         return torch.zeros(item.shape, dtype=item.dtype, device=item.device)
+    tensor = item.tensor
     if item.unit is not None:
-        values.gathered.gather(item.tensor, item.unit)
-    if item.tensor._version != item.version:
+        values.gather(tensor, item.unit)
+    if tensor._version != item.version:
         raise RuntimeError(
-            f"a tensor of shape {list(item.tensor.shape)} from which {node.name} is recomputed in the backward pass "
+            f"a tensor of shape {list(tensor.shape)} from which {node.name} is recomputed in the backward pass "
             "has been modified by an inplace operation since the forward"
         )
-    return item.tensor.detach().requires_grad_(item.requires_grad)
+    if tensor.requires_grad is item.requires_grad:
+        return tensor
+    return tensor.detach().requires_grad_(item.requires_grad)
 
 
 class _AllSaved(Exception):
@@ -286,6 +324,10 @@ class _Internals:
             self.found[-self._saved] = tensor.detach()
             if self._may_stop and len(self.found) == len(self._wanted):
                 raise _AllSaved
+
+
+def _nothing(tensor: Tensor) -> None:
+    pass
 
 
 def _never(held: Any) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from passes.checkpointing.calls import UNWATCHED
 from passes.checkpointing.plan import Plan
 from passes.errors import PlansDiffer
+from passes.torch_private import has_composed_modules
 
 
 class Units:
@@ -98,8 +99,8 @@ class Gathered:
 
 
 def _units_in(root: nn.Module) -> list[nn.Module]:
-    # torch loads this module only if something is sharded.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
+    # Every step asks, and walking the modules takes longer than many of their calls.
+    fsdp = sys.modules.get("torch.distributed.fsdp") if has_composed_modules() else None
     return [] if fsdp is None else [module for module in root.modules() if isinstance(module, fsdp.FSDPModule)]
 
 

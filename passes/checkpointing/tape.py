@@ -27,11 +27,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from passes.checkpointing.ambient import Ambient, drawing
+from passes.checkpointing.ambient import DRAWING, Ambient
 from passes.checkpointing.calls import (
     UNCOUNTED,
     UNWATCHED,
@@ -54,7 +53,12 @@ from passes.checkpointing.tensors import (
     tensors_of_call,
     view_of,
 )
-from passes.torch_private import active_transforms, top_saved_tensors_hooks
+from passes.torch_private import (
+    active_transforms,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    top_saved_tensors_hooks,
+)
 
 _RECORDED = (Tensor, *CONTAINERS)
 
@@ -70,15 +74,15 @@ class _Result(NamedTuple):
 
 
 # What autograd holds instead of a saved tensor: a kept tensor and its version; or the slot of a dropped result, with
-# the view if it is another one than that of the result. A list until this is decided. (Every saved tensor of a step
-# passes here. An object with named fields takes ten times as long.)
+# the view if it is another one than that of the result. While the call of a dropped result runs, this is open: then it
+# is a list of the tensor, its version and the identity of its storage. (Every saved tensor of a step passes here. An
+# object with named fields takes ten times as long.)
 _Packed = tuple[Tensor, int] | tuple[Slot, View | None] | list[Any]
 
 
 def _unpack(held: _Packed) -> Tensor:
-    first: Any
-    second: Any
-    first, second = held
+    first: Any = held[0]
+    second: Any = held[1]
     if isinstance(first, Slot):
         value = fill(first)
         view: View | None = second
@@ -104,9 +108,9 @@ class Tape(TorchFunctionMode):
         # Keyed by the identity of their storage.
         self._results: dict[int, _Result] = {}
         self._outer: Any = None
-        # The tensors that the current call has saved; None if its results are kept.
-        self._saved: list[_Packed] | None = None
-        self._hooks = saved_tensors_hooks(self._pack, _unpack)
+        # What the current call has saved, in order: None for a result that is dropped already. None as a whole if the
+        # call's results are kept.
+        self._saved: list[list[Any] | None] | None = None
 
     def __enter__(self) -> Tape:
         self._outer = top_saved_tensors_hooks()
@@ -137,11 +141,11 @@ class Tape(TorchFunctionMode):
         inputs = tensors_of_call(args, kwargs)
         if has_no_versions(inputs):
             return func(*args, **kwargs)
-        random = step.random or may_draw(name)
-        with drawing(random):
-            if (step.recomputed or step.internals) and is_repeatable(name, args, kwargs):
-                return self._dropped(step, name, func, args, kwargs, inputs, random)
-            return self._kept(func, args, kwargs, inputs)
+        if step.random or may_draw(name):
+            # One thread draws at a time.
+            with DRAWING:
+                return self._call(step, name, func, args, kwargs, inputs, random=True)
+        return self._call(step, name, func, args, kwargs, inputs, random=False)
 
     # ----------------------------------------------------------------------------------- the plan
 
@@ -167,13 +171,28 @@ class Tape(TorchFunctionMode):
 
     # ---------------------------------------------------------------------------------- the calls
 
-    def _kept(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Tensor]
+    # Every call of a step comes through here. A context manager in Python takes a microsecond or two, so there is none.
+
+    def _call(
+        self,
+        step: Step,
+        name: str,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: Sequence[Tensor],
+        *,
+        random: bool,
     ) -> Any:
-        """Make a call whose results are kept; the arguments that it saves may be dropped."""
+        if (step.recomputed or step.internals) and is_repeatable(name, args, kwargs):
+            return self._dropped(step, name, func, args, kwargs, inputs, random)
+        # Its results are kept; the arguments that it saves may be dropped.
         versions = [tensor._version for tensor in inputs]
-        with self._hooks:
+        push_saved_tensors_hooks(self._pack, _unpack)
+        try:
             result = func(*args, **kwargs)
+        finally:
+            pop_saved_tensors_hooks()
         self._forget_written(inputs, versions)
         return result
 
@@ -193,31 +212,30 @@ class Tape(TorchFunctionMode):
         arguments, options, sources = self._recorded(name, func, args, kwargs)
         ambient = Ambient(func, inputs, kwargs, random=random)
         node = Node(self._next - 1, name, func, step.region, arguments, options, sources, ambient)
-        self._saved = []
+        saved: list[list[Any] | None] = []
+        self._saved = saved
+        push_saved_tensors_hooks(self._pack, _unpack)
         try:
-            with self._hooks:
-                result = func(*args, **kwargs)
+            result = func(*args, **kwargs)
         finally:
-            saved, self._saved = self._saved, None
-        written = self._forget_written(inputs, versions)
-        memories = {one.untyped_storage()._cdata for one in inputs if one.layout is torch.strided}
-        if written:
+            pop_saved_tensors_hooks()
+            self._saved = None
+        if written := self._forget_written(inputs, versions):
             # An in-place call can run again from the value that it overwrote, if that value is recomputed first.
             is_first = bool(args) and result is args[0] and len(written) == 1 and written[0] is result
             node.writes = is_first and isinstance(arguments[0], Dropped)
-        if not written or node.writes:
-            if step.recomputed:
-                self._register(node, args, memories, result)
-            self._drop(node, step, memories, saved)
-        else:
-            self._drop(None, step, memories, saved)
+            if not node.writes:
+                return result
+        memories = {one.untyped_storage()._cdata for one in inputs if one.layout is torch.strided}
+        if step.recomputed:
+            self._register(node, args, memories, result)
+        self._drop(node, step, memories, saved)
         return result
 
     def _forget_written(self, inputs: Sequence[Tensor], versions: Sequence[int]) -> list[Tensor]:
-        """Forget the results that a call overwrote; returns the overwritten arguments.
-
-        Nothing reads the old values through these arguments any more.
-        """
+        """Forget the results that a call overwrote, so that nothing keeps their nodes; returns the overwritten arguments."""
+        if [tensor._version for tensor in inputs] == versions:
+            return []
         written = [tensor for tensor, before in zip(inputs, versions, strict=True) if tensor._version != before]
         for tensor in written:
             if tensor.layout is torch.strided:
@@ -228,21 +246,22 @@ class Tape(TorchFunctionMode):
         self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Dropped, ...]]:
         """The arguments of a call, with records in place of tensors, and the records of the dropped ones."""
+        # A norm that updates its running statistics computes with those of its batch. The update doesn't change a
+        # version.
         moved = {id(tensor) for tensor in moved_statistics(name, func, args, kwargs)}
         # A tensor that is given twice is one argument, because attention checks whether its query is its key.
         records: dict[int, Any] = {}
-        record = partial(self._record, records, moved)
-        arguments = tuple([record(value) if isinstance(value, _RECORDED) else value for value in args])
-        options = {key: record(value) for key, value in kwargs.items()} if kwargs else {}
-        return arguments, options, tuple([one for one in records.values() if isinstance(one, Dropped)])
+        arguments = tuple(
+            [self._record(records, moved, value) if isinstance(value, _RECORDED) else value for value in args]
+        )
+        options = {key: self._record(records, moved, value) for key, value in kwargs.items()} if kwargs else {}
+        return arguments, options, tuple([one for one in records.values() if type(one) is Dropped])
 
     def _record(self, records: dict[int, Any], moved: set[int], value: Any) -> Any:
         if not isinstance(value, Tensor):
-            return mapped(value, partial(self._record, records, moved))
+            return mapped(value, partial(self._record, records, moved)) if isinstance(value, CONTAINERS) else value
         key = id(value)
         if key not in records:
-            # A norm that updates its running statistics computes with those of its batch. The update doesn't change a
-            # version.
             records[key] = Scratch(value) if key in moved else self._record_of_tensor(value)
         return records[key]
 
@@ -250,8 +269,7 @@ class Tape(TorchFunctionMode):
         if (found := self._result(tensor)) is not None:
             view = found.node.place_of(tensor, found.number)
             return Dropped(found.node, found.number, view, tensor.requires_grad)
-        unit: nn.Module | None = self._units.home(tensor) if self._units is not None else None
-        return Kept(tensor, unit)
+        return Kept(tensor, self._units.home(tensor) if self._units is not None else None)
 
     # -------------------------------------------------------------------------------- the tensors
 
@@ -267,12 +285,14 @@ class Tape(TorchFunctionMode):
     def _register(self, node: Node, args: tuple[Any, ...], memories: set[int], result: Any) -> None:
         results = self._results
         for number, tensor in enumerate((result,) if isinstance(result, Tensor) else tensors_in(result)):
-            # A view of an argument is identified by the argument.
-            is_new = _is_new(tensor, memories) or (node.writes and tensor is args[0])
-            if not is_new or not fills_its_memory(tensor):
+            if not is_plain(tensor):
                 continue
             storage = tensor.untyped_storage()
             key = storage._cdata
+            # A view of an argument is identified by the argument.
+            is_new = key not in memories or (node.writes and tensor is args[0])
+            if not is_new or not fills_its_memory(tensor):
+                continue
             node.views[number] = view_of(tensor)
             # Remove the entry when the storage is freed: another storage may get its address, and the node needn't be
             # kept alive.
@@ -280,29 +300,30 @@ class Tape(TorchFunctionMode):
             results[key] = _Result(node, number, tensor._version, tensor.dtype, reference)
 
     def _pack(self, tensor: Tensor) -> _Packed:
-        packed: _Packed
-        if (found := self._result(tensor)) is not None:
-            packed = _dropped(found, tensor)
+        is_strided = tensor.layout is torch.strided
+        key = tensor.untyped_storage()._cdata if is_strided else 0
+        found = self._results.get(key)
+        if found is not None and found.version == tensor._version and found.dtype is tensor.dtype and is_plain(tensor):
             if self._saved is not None:
-                self._saved.append(packed)
-            return packed
+                self._saved.append(None)
+            return _dropped(found, tensor)
         # Detach results: a result holds the tensors that autograd saved for it, so this would be a reference cycle.
         kept = tensor if tensor.grad_fn is None else tensor.detach()
         if self._saved is None:
             return kept, tensor._version
-        packed = [kept, tensor._version]
+        packed = [kept, tensor._version, key]
         self._saved.append(packed)
         return packed
 
-    def _drop(self, node: Node | None, step: Step, memories: set[int], saved: Sequence[_Packed]) -> None:
+    def _drop(self, node: Node, step: Step, memories: set[int], saved: Sequence[list[Any] | None]) -> None:
         """Replace the saved tensors that weren't known before the call: its results and its internal tensors."""
         for place, packed in enumerate(saved):
-            if not isinstance(packed, list):
+            if packed is None or (packed[2] in memories and not node.writes):
                 continue
             tensor = packed[0]
             if (found := self._result(tensor)) is not None:
                 packed[:] = _dropped(found, tensor)
-            elif node is not None and place in step.internals and _is_new(tensor, memories):
+            elif place in step.internals and packed[2] not in memories and is_plain(tensor):
                 number = -1 - place
                 node.views[number] = view_of(tensor)
                 packed[:] = node.slot(number), None
@@ -315,8 +336,3 @@ def _dropped(result: _Result, tensor: Tensor) -> tuple[Slot, View | None]:
 
 def _forget(results: dict[int, _Result], key: int, _: Any) -> None:
     results.pop(key, None)
-
-
-def _is_new(tensor: Tensor, memories: set[int]) -> bool:
-    """Whether a call made this tensor: it lies in none of the storages of the call's arguments."""
-    return is_plain(tensor) and tensor.untyped_storage()._cdata not in memories
