@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import statistics
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -50,15 +51,43 @@ TABLE_COLUMNS = ("training step", "a step", "rows/s", "times as fast", "peak", "
 
 def table_rows(tuning: TrainingTuning) -> list[tuple[str, ...]]:
     """The texts of the table, one row for each candidate."""
-    return [_row(each) for each in tuning.candidates]
+    return [_row(each, seconds) for each, seconds in zip(tuning.candidates, step_seconds(tuning), strict=True)]
 
 
-def _row(each: Candidate) -> tuple[str, ...]:
-    gain = each.speedup
+def step_seconds(tuning: TrainingTuning) -> list[float | None]:
+    """The seconds of a step of each candidate, as if all had been timed together; None for those without a time.
+
+    Each was timed in turn with the step as it is, at another moment, and the machine may have been busier at one of them.
+    So the time of the step as it is is the median over all these moments, and the others' follow from their speed-ups.
+    """
+    first, *others = tuning.candidates
+    pairs = [_pair(each) for each in others]
+    base = None
+    if first.latency is not None:
+        base = statistics.median([first.latency.median, *(own * gain for own, gain in filter(None, pairs))])
+    found = [base]
+    for each, pair in zip(others, pairs, strict=True):
+        raw = each.latency.median if each.latency else None
+        found.append(raw if pair is None or base is None else base / pair[1])
+    return found
+
+
+def _pair(each: Candidate) -> tuple[float, float] | None:
+    """The seconds and the speed-up of a candidate that was timed in turn with the step as it is, on the same batch."""
+    loads = (each.setup.workers is not None or each.setup.pin_memory) and each.name != RECOMMENDED
+    if each.latency is None or each.speedup is None or each.setup.batch_size is not None or loads:
+        return None
+    return each.latency.median, each.speedup.median
+
+
+def _row(each: Candidate, seconds: float | None) -> tuple[str, ...]:
+    gain, samples = each.speedup, each.samples
+    if samples is not None and each.latency is not None and seconds is not None:
+        samples *= each.latency.median / seconds
     return (
         f"{each.name}{' *' * each.taken}",
-        "" if each.latency is None else seconds_text(each.latency.median),
-        "" if each.samples is None else f"{each.samples:.4g}",
+        "" if seconds is None else seconds_text(seconds),
+        "" if samples is None else f"{samples:,.0f}" if samples >= 100 else f"{samples:.3g}",
         "" if gain is None else f"{gain.median:.2f} ({gain.low:.2f} to {gain.high:.2f})",
         "" if each.peak is None else size_text(each.peak),
         standing_text(each),
@@ -337,40 +366,33 @@ def _page(tuning: TrainingTuning) -> str:
 
 
 def _facts(tuning: TrainingTuning) -> Mapping[str, Any]:
+    seconds = step_seconds(tuning)
+    every = list(zip(tuning.candidates, seconds, strict=True))
     # Points of the plot have the numbers of these rows: at the batch that was given, and not refused.
-    drawn = [each for each in tuning.candidates if each.latency is not None and each.setup.batch_size is None]
-    timed = [each for each in drawn if each.standing != "refused"]
-    shown = [
-        {
-            "number": next((number for number, one in enumerate(timed, 1) if one is each), ""),
-            "cells": row,
-            "standing": each.standing,
-            "seconds": each.latency.median if each.latency else None,
-            "best": each is tuning.candidates[-1],
-        }
-        for row, each in zip(table_rows(tuning), tuning.candidates, strict=True)
+    drawn = [each for each in every if each[1] is not None and each[0].setup.batch_size is None]
+    figures = [
+        [
+            {"name": each.name, "seconds": time, "memory": each.peak, "dropped": each.note}
+            for each, time in drawn
+            if (each.standing == "refused") is is_refused
+        ]
+        for is_refused in (False, True)
     ]
-    refused = [each for each in drawn if each.standing == "refused"]
-    plot = memory_plot(list(map(_figure, timed)), list(map(_figure, refused)), of="a step")
-    longest = max((row["seconds"] for row in shown if row["seconds"]), default=None)
-    told = recommendation(tuning)
-    facts = {
-        "tuning": tuning,
-        "shown": shown,
-        "columns": TABLE_COLUMNS,
-        "told": told,
-        "drawn": plot,
-        "longest": longest,
-    }
+    numbers = {each["name"]: number for number, each in enumerate(figures[0], 1)}
+    best = tuning.candidates[0 if tuning.recommended == Setup() else -1]
+    cells = table_rows(tuning)
     return {
-        **facts,
+        "tuning": tuning,
+        "best": best,
+        "standing": standing_text(best),
+        "told": recommendation(tuning),
         "code": tuning.code,
-        "best": tuning.candidates[-1],
-        "standing": standing_text(tuning.candidates[-1]),
+        "columns": TABLE_COLUMNS,
+        "shown": [
+            {"number": numbers.get(each.name, ""), "cells": row, "each": each, "seconds": time}
+            for row, (each, time) in zip(cells, every, strict=True)
+        ],
+        "longest": max((time for time in seconds if time), default=None),
+        "drawn": memory_plot(*figures, of="a step"),
         "colour": _COLOURS,
     }
-
-
-def _figure(each: Candidate) -> dict[str, Any]:
-    seconds = each.latency.median if each.latency else 0.0
-    return {"name": each.name, "seconds": seconds, "memory": each.peak, "dropped": each.note}

@@ -65,7 +65,7 @@ def test_the_table_has_every_candidate_with_its_figures():
     assert told[2] == (
         "fold-conv-bias *",
         "8 ms",
-        "2000",
+        "2,000",
         "1.25 (1.24 to 1.26)",
         "",
         "within rounding (0.7 times the noise)",
@@ -82,8 +82,21 @@ def test_the_table_has_every_candidate_with_its_figures():
     assert text.rstrip().endswith("optimizer.zero_grad()")
 
 
+def test_the_times_are_those_of_one_moment():
+    """Each was timed next to the step as it is, which took longer in busy moments."""
+    made = tuning()
+    busy = replace(made.candidates[1], latency=Latency(0.09, 0.09, (0.09,) * 7), samples=16 / 0.09)
+    told = table_rows(replace(made, candidates=(made.candidates[0], busy, *made.candidates[2:])))
+    assert told == table_rows(made)
+    larger = replace(busy, setup=Setup(batch_size=64))
+    assert table_rows(replace(made, candidates=(made.candidates[0], larger)))[1][1:3] == ("90 ms", "178")
+
+
 def test_nothing_that_pays_is_said_so():
-    assert "recommended: the step as it is; nothing that was tried pays here" in [*lines(tuning(Setup()))]
+    made = tuning(Setup())
+    made = replace(made, candidates=made.candidates[:3])
+    assert "recommended: the step as it is; nothing that was tried pays here" in [*lines(made)]
+    assert '<tr class="ship"><td class="n">1</td><td>as it is' in made._repr_html_()
 
 
 # The code ------------------------------------------------------------------------------------------------------------
