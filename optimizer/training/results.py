@@ -40,14 +40,15 @@ class Candidate:
     """Bytes at the peak of a step beyond parameters, buffers, their gradients and the optimizer's state. On a GPU the
     allocator's, for compiled steps on a CPU those of the process; None if not measured."""
     standing: str = NOT_PROVEN
-    """Either "original", "bit-identical", "within rounding", "declared difference", "refused", or "not proven" for a candidate
-    that wasn't compared because it isn't faster or wasn't tried; the note says which."""
+    """Either "original", "bit-identical", "within rounding", "declared difference", "refused", or "not proven" for a
+    candidate that wasn't compared because it isn't faster or wasn't tried; the note says which."""
     differences: Mapping[str, float] = field(default_factory=dict)
     """Only the figures that were measured: "loss_error" and "gradient_error" are the largest errors against float64, in
     units of the largest magnitude; "loss_noise" and "gradient_noise" the same of the original's rounding; "loss_times"
     and "gradient_times" the errors as multiples of the noise (4 are allowed); "gradient_cosine" between the gradients
-    and those in float64. With `steps`, "loss_change" is the relative difference of the loss after that many steps,
-    the mean over seeds, and "loss_spread" its spread over the original's seeds."""
+    and those in float64; "update_error", "update_noise" and "update_times" are of the optimizer's update. With `steps`,
+    "loss_change" is the relative difference of the loss after that many steps, the mean over seeds, and "loss_spread"
+    its spread over the original's seeds."""
     taken: bool = False
     """Whether it is part of the recommended combination."""
     note: str = ""

@@ -66,9 +66,10 @@ from passes.torch_private import COMPILED_CALL, AnyBatchNorm
 
 # A step that takes longer is compared at a smaller batch.
 _SLOW_SECONDS = 1.0
-# The shares of the time: of each run of the proof, and of the combination with what comes after it.
+# The shares of the time: of each run of the proof, of the combination, and of batch sizes and the loader if there are any.
 _PROOF_SHARE = 1 / 300
 _SHARE_OF_COMBINATION = 0.35
+_SHARE_OF_BATCHES = 0.15
 _LONGEST_TIMING = 8.0
 # The number of batches of the proof, and the least rows of each: a BatchNorm needs two.
 _BATCHES = 3
@@ -284,7 +285,8 @@ class _Tuner:
         return self.started + self.seconds - time.perf_counter()
 
     def tuned(self, loader: Iterable[Any] | None, limit: int | None, wished: int | None, steps: int) -> TrainingTuning:
-        self._try_alone(steps)
+        is_more = limit is not None or wished is not None or loader is not None
+        self._try_alone(steps, (_SHARE_OF_COMBINATION + is_more * _SHARE_OF_BATCHES) * self.seconds)
         taken, whole = self._combined()
         first = Candidate("as it is", latency=self.latency, standing=ORIGINAL, peak=self.peak)
         first = replace(first, samples=self._samples(self.latency))
@@ -360,10 +362,10 @@ class _Tuner:
 
     # -------------------------------------------------------------------------------------------------- each one alone
 
-    def _try_alone(self, steps: int) -> None:
+    def _try_alone(self, steps: int, reserved: float) -> None:
         for number, choice in enumerate(self.choices):
             self.progress(Progress("tune", number, len(self.choices), choice.name, choice.name))
-            allowed = self.left() - _SHARE_OF_COMBINATION * self.seconds
+            allowed = self.left() - reserved
             row = self._tried(choice, allowed, len(self.choices) - number)
             if steps and row.standing == DECLARED:
                 row = self._after_steps(row, steps)
