@@ -271,8 +271,8 @@ class _Tuner:
         self.step_seconds = min(self._once(), self._once())
         if self.step_seconds > _SLOW_SECONDS and job.rows > _LEAST_ROWS and job.can_be_cut:
             self._take_fewer_rows()
-        # Of the step as it is, from its last timing.
-        self.latency = Latency(self.step_seconds, self.step_seconds, (self.step_seconds,))
+        # Of the step as it is, by the row that it was timed with.
+        self.latencies = {"": Latency(self.step_seconds, self.step_seconds, (self.step_seconds,))}
         self.proof = Proof(self.job, self._batches_of_proof())
         self.notes += self.proof.notes
         self.choices = list(choices_for(self.job))
@@ -288,8 +288,9 @@ class _Tuner:
         is_more = limit is not None or wished is not None or loader is not None
         self._try_alone(steps, (_SHARE_OF_COMBINATION + is_more * _SHARE_OF_BATCHES) * self.seconds)
         taken, whole = self._combined()
-        first = Candidate("as it is", latency=self.latency, standing=ORIGINAL, peak=self.peak)
-        first = replace(first, samples=self._samples(self.latency))
+        # Times of different moments can't be compared, so it has those of the timing with the recommended row.
+        latency = self.latencies[whole.name] if whole is not None else list(self.latencies.values())[-1]
+        first = Candidate("as it is", Setup(), latency, None, self._samples(latency), self.peak, ORIGINAL)
         last = first if whole is None else whole
         recommended = last.setup
         after: list[Candidate] = []
@@ -390,8 +391,9 @@ class _Tuner:
     def _timed(self, row: Candidate, step: RunnableStep, seconds: float) -> Candidate:
         """The row with the times of a step next to the step as it is, and its peak."""
         found = timed({"original": self.original, "other": step}, min(seconds, _LONGEST_TIMING), self.job)
-        self.latency, latency = found["original"], found["other"]
-        self.rounds, gain = len(latency.rounds), ratio(self.latency, latency)
+        base, latency = found["original"], found["other"]
+        self.latencies[row.name] = base
+        self.rounds, gain = len(latency.rounds), ratio(base, latency)
         return replace(row, latency=latency, speedup=gain, samples=self._samples(latency), peak=step.peak())
 
     def _proven(self, row: Candidate, otherwise: str) -> Candidate:
