@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from torch import nn
 
 from passes.base import Context, Pass, PassResult
-from passes.checkpointing.budget import bytes_of, shown
+from passes.checkpointing.budget import NotFree, bytes_of, fit, is_fit, shown
 from passes.checkpointing.choice import Choice
 from passes.checkpointing.compiled import CompiledCheckpoint, modules_for
 from passes.checkpointing.forward import CheckpointedForward
@@ -56,8 +56,8 @@ class InsertCheckpoints(Pass):
     keep without the pass.
 
     Attributes:
-        memory_budget: a share of the eager peak such as 0.5, a size such as "12GiB" or in bytes, or "min" for the
-            lowest possible.
+        memory_budget: a share of the eager peak such as 0.5, a size such as "12GiB" or in bytes, "min" for the lowest
+            possible, or "fit" for what the device has free, less a tenth and three times the trained parameters.
         strategy: "optimal" for the least recomputation. "uniform" divides the calls into the cheapest number of runs of
             equal work, and recomputes all of a run or nothing.
         selective: whether results inside a run may be kept; otherwise a run is recomputed as a whole.
@@ -82,7 +82,8 @@ class InsertCheckpoints(Pass):
     batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        bytes_of(self.memory_budget, 1)
+        if not is_fit(self.memory_budget):
+            bytes_of(self.memory_budget, 1)
         if self.strategy not in ("optimal", "uniform"):
             raise ValueError(f"strategy must be 'optimal' or 'uniform', not {self.strategy!r}")
         if not isinstance(self.selective, bool):
@@ -99,6 +100,17 @@ class InsertCheckpoints(Pass):
         Raises:
             RequirementNotMet: the budget is out of reach, or no step can be planned.
         """
+        if not is_fit(self.memory_budget):
+            return self._planned_for(tree, context)
+        try:
+            size, how = fit(context.device, tree.root.parameters())
+        except NotFree as why:
+            raise RequirementNotMet(
+                f'{self.name} can\'t find a budget for memory_budget="fit": {why}. Pass a size, such as "12GiB".'
+            ) from None
+        return replace(self, memory_budget=size)._planned_for(tree, context, f"; {how}")
+
+    def _planned_for(self, tree: ModelTree, context: Context, told: str = "") -> PassResult:
         root, rewriter = tree.root, ModuleRewriter(tree)
         try:
             with in_place(_without_plan(root)):
@@ -132,7 +144,7 @@ class InsertCheckpoints(Pass):
             rewriter.skip(
                 "", f"steps under the plan run the forward as it was written, without the changes of {rewritten}"
             )
-        with rewriter.change("", found.text):
+        with rewriter.change("", found.text + told):
             rewriter.set_attribute(root, "forward", CheckpointedForward(root, found.plan, before))
         return PassResult(tuple(rewriter.changes), tuple(rewriter.skips), rewriter, detail=report)
 

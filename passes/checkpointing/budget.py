@@ -1,9 +1,14 @@
-"""Parse a memory budget."""
+"""Parse a memory budget, or take it from the memory that the device has free."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
 
 # Powers of 1024 and of 1000.
 _UNITS = {
@@ -15,6 +20,11 @@ _UNITS["B"] = 1
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
 
 MIN = "min"
+FIT = "fit"
+# The share of the free memory that "fit" leaves for kernels, fragmentation, batches and other processes.
+_MARGIN = 0.1
+# What training keeps for each parameter besides its activations: the gradient, and two moments as AdamW has them.
+_COPIES = 3
 
 
 def bytes_of(budget: float | str, peak: int) -> int | None:
@@ -22,7 +32,7 @@ def bytes_of(budget: float | str, peak: int) -> int | None:
 
     Args:
         budget: a share of the peak, above 0 and up to 1; a whole number of bytes above 1; a size with a unit, such as
-            "12GiB" or "800 MB"; or "min".
+            "12GiB" or "800 MB"; or "min". ("fit" is replaced by a number of bytes before: see `fit`.)
         peak: the peak of the eager step, in bytes.
 
     Raises:
@@ -37,6 +47,57 @@ def bytes_of(budget: float | str, peak: int) -> int | None:
     if budget > 1 and math.isfinite(budget) and budget == int(budget):
         return int(budget)
     raise ValueError(_wrong(budget))
+
+
+class NotFree(Exception):
+    """The free memory isn't known, or is too little; the message is a clause."""
+
+
+def is_fit(budget: float | str) -> bool:
+    """Whether the budget is what the device has free."""
+    return isinstance(budget, str) and budget.strip().lower() == FIT
+
+
+def fit(device: torch.device, parameters: Iterable[nn.Parameter]) -> tuple[int, str]:
+    """The bytes that a step's activations may take on a device, and a sentence that says how they were found.
+
+    That is the free memory less a tenth, less the gradients and two moments of the trained parameters. They are always
+    subtracted, because it can't be seen whether an optimizer has its state already.
+
+    Raises:
+        NotFree: nothing is left, or the system doesn't tell how much is free.
+    """
+    free = _free_bytes(device)
+    if free is None:
+        raise NotFree(f"this system doesn't tell how much memory {device} has free")
+    kept = _COPIES * sum(one.nbytes for one in set(parameters) if one.requires_grad)
+    found = int((1 - _MARGIN) * free) - kept
+    how = (
+        f"{shown(free)} of {device} are free, of which a tenth stays free, and {shown(kept)} are for the gradients and "
+        "the optimizer's two moments"
+    )
+    if found <= 1:
+        raise NotFree(how)
+    return found, f"the budget is {shown(found)}: {how}"
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """The bytes that this process may still use on a device; None if the system doesn't tell."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # torch holds freed memory back for its next tensors.
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    machine = Path("/proc/meminfo")
+    if device.type != "cpu" or not machine.exists():
+        return None
+    available = re.search(r"MemAvailable:\s+(\d+) kB", machine.read_text())
+    if available is None:
+        return None
+    # A container may have less than the machine.
+    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    text = limit.read_text().strip() if limit.exists() else "max"
+    free = int(available[1]) * 1024
+    return free if text == "max" else max(0, min(free, int(text) - int(used.read_text())))
 
 
 def is_share(budget: float | str) -> bool:
@@ -57,7 +118,8 @@ def _of_text(text: str, peak: int) -> int | None:
 
 def _wrong(budget: object) -> str:
     return (
-        f"memory_budget must be a share of the eager peak such as 0.5, a size such as '12GiB', or 'min', not {budget!r}"
+        "memory_budget must be a share of the eager peak such as 0.5, a size such as '12GiB', 'min' or 'fit', "
+        f"not {budget!r}"
     )
 
 

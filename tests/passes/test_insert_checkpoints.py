@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import logging
+import math
 import re
 
 import pytest
@@ -18,6 +19,7 @@ from training_models import Scaled, assert_equal, peak_of, steps
 
 from optimizer import optimize, report_of
 from passes import InsertCheckpoints
+from passes.checkpointing import budget as budgets
 from passes.checkpointing import profile
 from passes.checkpointing.budget import bytes_of
 from passes.checkpointing.choice import Choice
@@ -512,3 +514,45 @@ def test_the_lowest_budget_that_is_named_is_one_of_real_tensors() -> None:
     lowest = re.search(r"memory_budget=([\d.]+) or", str(refused.value))
     assert lowest is not None
     assert optimized(float(lowest[1])).report.passes[0].status == "applied"
+
+
+# ------------------------------------------------------------------------------------- what the device has free
+
+
+def fitting(monkeypatch, free, name="images"):
+    """Optimize with the budget "fit" on a device with so many free bytes; returns the result and its model."""
+    model, inputs, kwargs = made(name)
+    monkeypatch.setattr(budgets, "_free_bytes", lambda device: free)
+    return planned(name, model, memory_budget="fit"), model, inputs, kwargs
+
+
+def trained_bytes(model):
+    return sum(one.nbytes for one in model.parameters() if one.requires_grad)
+
+
+def test_fit_takes_what_the_device_has_free_and_says_how_much(monkeypatch):
+    model, inputs, kwargs = made("images")
+    share = int(0.7 * peak_of(model, inputs, kwargs))
+    result, model, inputs, kwargs = fitting(monkeypatch, math.ceil((share + 3 * trained_bytes(model)) / 0.9))
+    assert peak_of(result, inputs, kwargs) <= share + 1
+    text = report_of(result).passes[-1].changes[-1].text
+    assert re.search(r"the budget is [\d.]+ KiB: [\d.]+ KiB of cpu are free, of which a tenth stays free", text)
+    assert share_again(result) > 0
+
+
+def test_fit_recomputes_nothing_where_everything_fits(monkeypatch):
+    result, *_ = fitting(monkeypatch, 2**40)
+    assert share_again(result) == 0
+
+
+@pytest.mark.parametrize(
+    ("free", "why"), [(1000, r"1\.0 KiB of cpu are free"), (None, "doesn't tell how much memory cpu")]
+)
+def test_fit_refuses_where_nothing_is_left_or_known(monkeypatch, free, why):
+    with pytest.raises(RequirementNotMet, match=rf'can\'t find a budget for memory_budget="fit": .*{why}.*"12GiB"'):
+        fitting(monkeypatch, free)
+
+
+def test_the_free_memory_of_this_machine_is_known():
+    assert 2**20 < budgets._free_bytes(torch.device("cpu")) < 2**50
+    assert budgets._free_bytes(torch.device("meta")) is None
