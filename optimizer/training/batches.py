@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from optimize_export.errors import UsageError
 from optimize_export.wording import error_summary
 from optimizer.model import leaves_of, moved, random_state
-from optimizer.training.proof import Proof
+from optimizer.training.proof import Judgement, Proof
 from optimizer.training.results import BIT_IDENTICAL, NOT_PROVEN, REFUSED, Candidate
 from optimizer.training.setup import Setup
 from optimizer.training.stepping import (
@@ -32,6 +32,8 @@ from passes.checkpointing.budget import bytes_of, shown
 from passes.torch_private import AnyBatchNorm
 
 _LEAST = "insert-checkpoints:memory_budget=min"
+# Checkpoints are planned for two sizes, and for the proof.
+_PLANS = 3
 # The share of the time that is left which measuring one batch size, or one way to load, may take.
 _SHARE = 0.25
 # The share of a step that waits for its batch, from which on the loader is tuned.
@@ -77,6 +79,7 @@ class BatchTuning:
         best: Candidate,
         original: RunnableStep,
         limit: int | None,
+        planning: float,
         left: Callable[[], float],
     ) -> None:
         """Take what was found before.
@@ -84,8 +87,11 @@ class BatchTuning:
         Args:
             best: the recommended setup so far.
             limit: bytes, for everything: parameters, gradients, the optimizer's state, the batch, and the peak.
+            planning: about how many seconds it takes to plan checkpoints.
             left: tells the seconds that are left.
         """
+        self.planning = planning
+        self.judgements: dict[Setup, Judgement] = {}
         self.job, self.proof, self.best, self.original, self.limit, self.left = job, proof, best, original, limit, left
         self.rows: list[Candidate] = []
         self.notes: list[str] = []
@@ -113,6 +119,11 @@ class BatchTuning:
         if self.limit is None:
             return None
         row = Candidate(name, setup)
+        planning = self.planning if _LEAST in setup.passes else 0.0
+        if _PLANS * planning > self.left():
+            note = f"Not tried: planning checkpoints {_PLANS} times takes about {_PLANS * planning:.0f} s; allow more seconds."
+            self.rows.append(replace(row, note=note))
+            return None
         try:
             high = max(2, self.job.rows)
             low = max(1, high // 2)
@@ -127,7 +138,7 @@ class BatchTuning:
                     f"{shown(int(of_row))} for each row."
                 )
             how = f"computed from {low} and {high} rows"
-            if self.seconds * count / self.job.rows * 4 < _SHARE * self.left():
+            if planning + self.seconds * count / self.job.rows * 4 < _SHARE * self.left():
                 used = self._use(setup, count)[1]
                 while used > self.limit and count > 1:
                     count = max(1, min(count - 1, math.floor(count * self.limit / used)))
@@ -135,7 +146,7 @@ class BatchTuning:
                 how = f"measured: {shown(used)}"
             standing = self.best.standing
             if setup != self.best.setup:
-                found = self.proof.judge(setup)
+                found = self._judged(setup)
                 standing = found.standing
                 if standing == REFUSED:
                     raise Unavailable(found.note)
@@ -145,6 +156,11 @@ class BatchTuning:
         note = f"{count} rows fit into {shown(self.limit)}, {how}."
         self.rows.append(replace(row, setup=setup | Setup(batch_size=count), standing=standing, note=note))
         return count
+
+    def _judged(self, setup: Setup) -> Judgement:
+        if setup not in self.judgements:
+            self.judgements[setup] = self.proof.judge(setup)
+        return self.judgements[setup]
 
     def _use(self, setup: Setup, rows: int) -> tuple[int, int]:
         """The bytes that stay from step to step, and all bytes at the peak of a step of so many rows."""
@@ -167,6 +183,7 @@ class BatchTuning:
             self.notes.append(f"No way to a batch of {wished} rows was found.")
             return None
         needed = 6 * self.seconds * wished / self.job.rows * len(ways)
+        needed += self.planning * sum(_LEAST in each.setup.passes for each in ways)
         if needed > self.left():
             note = "Not timed, because no time was left for it."
             self.rows += [replace(each, note=each.note or note) for each in ways]
@@ -204,15 +221,14 @@ class BatchTuning:
         if row.standing != NOT_PROVEN:
             return row
         setup = replace(row.setup, batch_size=None)
-        proof = self.proof
         try:
             if setup.accumulate > 1:
                 if any(isinstance(each, AnyBatchNorm) and each.training for each in self.job.model.modules()):
                     note = "Its BatchNorm takes the statistics of each part, and not of the whole batch."
                     return replace(row, standing=REFUSED, note=note)
-                proof = self._proof_of_parts()
-                setup = replace(setup, accumulate=2)
-            found = proof.judge(setup)
+                found = self._proof_of_parts().judge(replace(setup, accumulate=2))
+            else:
+                found = self._judged(setup)
         except Unavailable as error:
             return replace(row, standing=REFUSED, note=str(error))
         note = found.note

@@ -78,6 +78,7 @@ _LEAST_ROWS = 2
 # for a block of 4 layers, 47 s for one of 12, and 114 s for 45 layers.
 _COMPILER_START, _LAYER_ON_CPU, _LAYER_ON_GPU = 12.0, 2.0, 0.4
 _SEEDS = 3
+CHECKPOINTS = "insert-checkpoints"
 # A note tells of a peak that is at most this share of the original's.
 _LOWER_PEAK = 0.9
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
@@ -225,7 +226,7 @@ def choices_for(job: TrainingJob) -> Iterator[Choice]:
     layers = sum(not any(each.children()) for each in modules)
     if convolves and any(isinstance(each, AnyBatchNorm) for each in modules):
         yield Choice("fold-conv-bias", Setup(passes=("fold-conv-bias",)), 3.0)
-    yield Choice("insert-checkpoints", Setup(passes=("insert-checkpoints:memory_budget=0.5",)), 3.0 + 0.2 * layers)
+    yield Choice(CHECKPOINTS, Setup(passes=("insert-checkpoints:memory_budget=0.5",)), 3.0 + 0.2 * layers)
     layer = _LAYER_ON_GPU if on_gpu else _LAYER_ON_CPU
     groups = repeated_blocks(job.model)
     if groups:
@@ -277,7 +278,8 @@ class _Tuner:
         self.notes += self.proof.notes
         self.choices = list(choices_for(self.job))
         self.peak = self.original.peak()
-        # By the name of its choice.
+        # The measured seconds of making each, and its row, by the name of the choice.
+        self.making: dict[str, float] = {}
         self.rows: dict[str, Candidate] = {}
 
     def left(self) -> float:
@@ -295,7 +297,7 @@ class _Tuner:
         recommended = last.setup
         after: list[Candidate] = []
         if limit is not None or wished is not None:
-            batches = BatchTuning(self.job, self.proof, last, self.original, limit, self.left)
+            batches = BatchTuning(self.job, self.proof, last, self.original, limit, self._planning(), self.left)
             last = batches.tuned(wished) or last
             after += batches.rows
             self.notes += batches.notes
@@ -381,8 +383,10 @@ class _Tuner:
         if needed > allowed:
             left = f"{max(0.0, allowed):.0f} s are left for it"
             return replace(row, note=f"Not tried: it takes about {needed:.0f} s, and {left}; allow more seconds.")
+        started = time.perf_counter()
         try:
             step = made_step(self.job, choice.setup)
+            self.making[choice.name] = time.perf_counter() - started
             row = self._timed(row, step, max(0.0, allowed - choice.seconds) / (2 * waiting))
             return self._proven(row, "it isn't surely faster")
         except Unavailable as error:
@@ -403,6 +407,11 @@ class _Tuner:
             return replace(row, note=f"Not taken: {otherwise}{lower}.")
         found = self.proof.judge(row.setup)
         return replace(row, standing=found.standing, differences=found.differences, note=found.note)
+
+    def _planning(self) -> float:
+        """About how long it takes to plan the fewest values to keep: seen at twice the time of half the peak."""
+        estimate = sum(choice.seconds for choice in self.choices if choice.name == CHECKPOINTS)
+        return 2 * self.making.get(CHECKPOINTS, estimate)
 
     def _samples(self, latency: Latency) -> float | None:
         return self.job.rows / latency.median if self.job.rows else None
