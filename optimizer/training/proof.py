@@ -7,6 +7,7 @@ batch starts from the same weights, because differences of rounding grow from st
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -142,13 +143,14 @@ class Proof:
     @cached_property
     def _spread(self) -> _Spread:
         module = StepModule(self.job, self.job.model, Setup())
-        first, *others = [self._observed(module, Setup()) for _ in range(_RUNS)]
-        distances = [_distances(each, first) for each in others]
-        return _Spread(first, max(each[0] for each in distances), max(each[1] for each in distances))
+        runs = [self._observed(module, Setup()) for _ in range(_RUNS)]
+        distances = [_distances(one, other) for one, other in itertools.combinations(runs, 2)]
+        return _Spread(runs, max(each[0] for each in distances), max(each[1] for each in distances))
 
     def _judge_by_spread(self, setup: Setup) -> Judgement:
-        spread = self._spread
-        loss, gradient, cosine = _distances(self._observed(self._module(setup), setup), spread.first)
+        spread, seen = self._spread, self._observed(self._module(setup), setup)
+        # Next to the run that is nearest to it.
+        loss, gradient, cosine = min((_distances(seen, each) for each in spread.runs), key=lambda each: each[1])
         found = {
             "loss_error": loss,
             "loss_noise": spread.loss,
@@ -223,9 +225,9 @@ class Proof:
 
 @dataclass(frozen=True)
 class _Spread:
-    """The first run of a step that isn't deterministic, and the largest distances of others from it."""
+    """Runs of a step that isn't deterministic, and the largest distances between them."""
 
-    first: Observation
+    runs: list[Observation]
     loss: float
     gradient: float
 
