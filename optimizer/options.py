@@ -410,6 +410,10 @@ class TuneTrainingOptions:
         parse=whole_number(0, 1 << 20, "50"), default_text="0",
         more="For choices that change precision, over 3 seeds.",
     ))
+    curve: bool = field(default=False, metadata=option(
+        "Also measure the time of the step in less and less memory.", "speed", common=True,
+        more="With our checkpoints, uniform ones, and torch.compile's own budget.",
+    ))
 
 
 @dataclass(frozen=True)

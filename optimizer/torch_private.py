@@ -7,6 +7,7 @@ If a name is missing, importing this file or calling the function that uses it r
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -42,3 +43,11 @@ def copied_script(module: Any, own: Callable[[torch.Tensor], torch.Tensor]) -> A
 def is_profiling() -> bool:
     """Whether a profiler of torch records this thread. Another one would end it. Seen in torch 2.13."""
     return bool(torch._C._autograd._profiler_enabled())
+
+
+def compile_budget(share: float) -> Any:
+    """A context manager in which torch.compile keeps this share of the values that a step saves, and recomputes the rest.
+
+    torch documents the setting in the file of its name alone. Seen in 2.11 to 2.13.
+    """
+    return importlib.import_module("torch._functorch.config").patch(activation_memory_budget=share)

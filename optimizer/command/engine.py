@@ -322,6 +322,7 @@ def tune_training_step(options: TuneTrainingOptions, progress: ProgressFunction)
             batch_size=options.batch_size,
             tune_seconds=options.tune_seconds,
             steps=options.steps,
+            curve=options.curve,
             device=device,
             progress=progress,
         )

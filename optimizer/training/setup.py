@@ -27,6 +27,8 @@ class Setup:
     """Passes in the form of `optimize(…, mode="training")`, such as "insert-checkpoints:memory_budget=0.5"."""
     compile: str = ""
     """Either "whole" for `model.compile()`, "blocks" for `.compile()` of each repeated block, "" for neither."""
+    compile_budget: float = 1.0
+    """The share of what a compiled step saves for its backward pass that torch's compiler keeps; it recomputes the rest."""
     optimizer: str = AS_IT_IS
     """Either "foreach" or "fused", the argument of the optimizer that is True."""
     set_to_none: bool = True

@@ -144,6 +144,7 @@ def sentences(setup: Setup) -> list[str]:
         "convert the model and its images to `torch.channels_last`": setup.channels_last,
         "compile the model with `model.compile()`": setup.compile == "whole",
         "compile each repeated block with its `.compile()`": setup.compile == "blocks",
+        f"set `torch._functorch.config.activation_memory_budget = {setup.compile_budget}`": setup.compile_budget != 1,
         f"pass `{setup.optimizer}=True` to the optimizer": setup.optimizer != AS_IT_IS,
         "call `zero_grad(set_to_none=False)`": not setup.set_to_none,
         "set `torch.backends.cudnn.benchmark = True`": setup.cudnn_benchmark,
@@ -206,6 +207,8 @@ def _model(setup: Setup, device: str, example: Sequence[str]) -> str:
     if setup.passes:
         given = ", ".join(f"{name}={name}" for name in example)
         told.append(f'model = optimize(model, {json.dumps(list(setup.passes))}, mode="training", {given})')
+    budget = f"torch._functorch.config.activation_memory_budget = {setup.compile_budget}"
+    told += ["import torch._functorch.config", "", budget] * (setup.compile_budget != 1)
     told += ["model.compile()"] * (setup.compile == "whole")
     if setup.compile == "blocks":
         told += [
@@ -321,6 +324,8 @@ def _fits(name: str, value: object, default: object) -> bool:
         return isinstance(value, list) and all(isinstance(each, str) for each in value)
     if isinstance(default, bool):
         return isinstance(value, bool)
+    if isinstance(default, float):
+        return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
     return isinstance(value, int) and not isinstance(value, bool) and value >= (0 if name == "workers" else 1)
 
 

@@ -34,6 +34,7 @@ from optimizer.model import (
 )
 from optimizer.pipeline import optimize_model, report_of
 from optimizer.report import no_progress
+from optimizer.torch_private import compile_budget
 from optimizer.training.setup import AS_IT_IS, Setup
 from optimizer.tuning import PeakMemory
 from passes.checkpointing.live_bytes import LiveBytes
@@ -404,6 +405,9 @@ def settings_of(setup: Setup) -> Iterator[None]:
         if setup.cudnn_benchmark:
             stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
             torch.backends.cudnn.benchmark = True
+        if setup.compile_budget != 1:
+            # Compiling happens in the first calls.
+            stack.enter_context(compile_budget(setup.compile_budget))
         yield
 
 

@@ -3,6 +3,7 @@
 alone ─▶ each candidate is timed in turn with the step as it is; those that pay are proven
 combined ─▶ in the order of their gains, each stays if it still pays on top of the others
 the whole ─▶ the combination is timed and proven again
+curve ─▶ time against peak memory, where it is asked for
 batches ─▶ the largest batch that fits, the wished one, and the loader (`batches.py`)
 """
 
@@ -17,7 +18,7 @@ import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -41,6 +42,7 @@ from optimizer.model import (
 )
 from optimizer.report import Progress, ProgressFunction, no_progress
 from optimizer.training.batches import BatchTuning, LoaderTuning, bytes_to_use, timed
+from optimizer.training.choices import CHECKPOINTS, Choice, choices_for, conflict, curve_points
 from optimizer.training.proof import Proof
 from optimizer.training.results import DECLARED, NOT_PROVEN, ORIGINAL, REFUSED, Candidate, TrainingTuning
 from optimizer.training.setup import Setup
@@ -60,9 +62,8 @@ from optimizer.training.stepping import (
 )
 from optimizer.tuning import Latency, ratio
 from passes.base import device_of
-from passes.compiling.blocks import repeated_blocks
 from passes.compiling.compiler import missing_compiler
-from passes.torch_private import COMPILED_CALL, AnyBatchNorm
+from passes.torch_private import COMPILED_CALL
 
 # A step that takes longer is compared at a smaller batch.
 _SLOW_SECONDS = 1.0
@@ -70,18 +71,14 @@ _SLOW_SECONDS = 1.0
 _PROOF_SHARE = 1 / 300
 _SHARE_OF_COMBINATION = 0.35
 _SHARE_OF_BATCHES = 0.15
+_SHARE_OF_CURVE = 0.3
 _LONGEST_TIMING = 8.0
 # The number of batches of the proof, and the least rows of each: a BatchNorm needs two.
 _BATCHES = 3
 _LEAST_ROWS = 2
-# What compiling takes, in seconds: before the first kernel, and for each layer. On two busy cores, torch 2.13 took 26 s
-# for a block of 4 layers, 47 s for one of 12, and 114 s for 45 layers.
-_COMPILER_START, _LAYER_ON_CPU, _LAYER_ON_GPU = 12.0, 2.0, 0.4
 _SEEDS = 3
-CHECKPOINTS = "insert-checkpoints"
 # A note tells of a peak that is at most this share of the original's.
 _LOWER_PEAK = 0.9
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
 
 
 @in_turn
@@ -96,6 +93,7 @@ def tune_training(
     batch_size: int | None = None,
     tune_seconds: float = 180.0,
     steps: int = 0,
+    curve: bool = False,
     device: torch.device | str | None = None,
     progress: ProgressFunction | None = None,
 ) -> TrainingTuning:
@@ -117,6 +115,8 @@ def tune_training(
             recommended: one batch, gradient accumulation, or checkpoints.
         tune_seconds: about how long tuning may take, in seconds.
         steps: for lossy choices, the loss after this many steps from one state is compared too, over three seeds.
+        curve: measure time and peak of the step in less and less memory, too: with our checkpoints, uniform ones, and
+            torch.compile's own budget.
         device: where to run; by default the model's device. For another device, the weights are copied.
         progress: as for `optimize`.
 
@@ -158,7 +158,7 @@ def tune_training(
         job = TrainingJob(placed, step, own, batches[0], target)
         notes += check_step(job, model)
         tuner = _Tuner(job, batches, notes, tune_seconds, progress or no_progress)
-        return tuner.tuned(loader, limit, batch_size or None, steps)
+        return tuner.tuned(loader, limit, batch_size or None, steps, curve=curve)
 
 
 def _first_batches(batch: Any, loader: Iterable[Any] | None, device: torch.device) -> tuple[list[Any], list[str]]:
@@ -188,70 +188,6 @@ def _generator_kept(loader: Any) -> Iterator[None]:
     finally:
         for generator, state in states:
             generator.set_state(state)
-
-
-# --------------------------------------------------------------------------------------------------- what may be tried
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Something to try: its name in the table, its setup, and about how long it takes to make it run, in seconds."""
-
-    name: str
-    setup: Setup
-    seconds: float = 0.0
-
-
-def choices_for(job: TrainingJob) -> Iterator[Choice]:
-    """What may pay for this model on this device, cheapest to make first."""
-    on_gpu = job.device.type == "cuda"
-    modules = list(job.model.modules())
-    convolves = any(isinstance(each, _CONVOLUTIONS) for each in modules)
-    group = job.optimizer.param_groups[0]
-    if not group.get("fused"):
-        yield Choice("fused optimizer", Setup(optimizer="fused"))
-    # On a GPU, that is torch's default.
-    if "foreach" in group and not group["foreach"] and not (on_gpu and group["foreach"] is None):
-        yield Choice("foreach optimizer", Setup(optimizer="foreach"))
-    if any(isinstance(each, nn.Conv2d | nn.ConvTranspose2d) for each in modules):
-        yield Choice("channels_last", Setup(channels_last=True))
-    if on_gpu and convolves and not torch.backends.cudnn.benchmark:
-        yield Choice("cudnn.benchmark", Setup(cudnn_benchmark=True))
-    if any(one.dtype is torch.float32 for one in job.model.parameters()):
-        if on_gpu and torch.cuda.get_device_capability(job.device) >= (8, 0) and not _uses_tf32():
-            yield Choice("TF32", Setup(precision="tf32"))
-        yield Choice("bf16 autocast", Setup(precision="bf16"))
-        if on_gpu:
-            yield Choice("fp16 autocast", Setup(precision="fp16"))
-    layers = sum(not any(each.children()) for each in modules)
-    if convolves and any(isinstance(each, AnyBatchNorm) for each in modules):
-        yield Choice("fold-conv-bias", Setup(passes=("fold-conv-bias",)), 3.0)
-    yield Choice(CHECKPOINTS, Setup(passes=("insert-checkpoints:memory_budget=0.5",)), 3.0 + 0.2 * layers)
-    layer = _LAYER_ON_GPU if on_gpu else _LAYER_ON_CPU
-    groups = repeated_blocks(job.model)
-    if groups:
-        each = sum(not any(one.children()) for group in groups for one in group[0][1].modules())
-        yield Choice("torch.compile of blocks", Setup(compile="blocks"), _COMPILER_START + layer * each)
-    yield Choice("torch.compile", Setup(compile="whole"), _COMPILER_START + layer * layers)
-    yield Choice("jit-fusion", Setup(passes=("jit-fusion",)), _COMPILER_START + layer * layers)
-
-
-def _uses_tf32() -> bool:
-    try:
-        return bool(torch.backends.cuda.matmul.allow_tf32)
-    except RuntimeError:
-        # torch refuses to read it after the user has set `fp32_precision`.
-        return True
-
-
-def conflict(one: Setup, other: Setup) -> bool:
-    """Whether two setups can't be combined: they choose the same thing in two ways, or passes and a compiler."""
-    default = Setup()
-    for name in ("precision", "compile", "optimizer"):
-        values = getattr(one, name), getattr(other, name)
-        if getattr(default, name) not in values and values[0] != values[1]:
-            return True
-    return any(each.compile and another.passes for each, another in ((one, other), (other, one)))
 
 
 # ----------------------------------------------------------------------------------------------------------- the tuner
@@ -286,16 +222,19 @@ class _Tuner:
         """The seconds that are left for everything."""
         return self.started + self.seconds - time.perf_counter()
 
-    def tuned(self, loader: Iterable[Any] | None, limit: int | None, wished: int | None, steps: int) -> TrainingTuning:
-        is_more = limit is not None or wished is not None or loader is not None
-        self._try_alone(steps, (_SHARE_OF_COMBINATION + is_more * _SHARE_OF_BATCHES) * self.seconds)
+    def tuned(
+        self, loader: Iterable[Any] | None, limit: int | None, wished: int | None, steps: int, *, curve: bool
+    ) -> TrainingTuning:
+        for_batches = _SHARE_OF_BATCHES * (limit is not None or wished is not None or loader is not None)
+        for_rest = for_batches + _SHARE_OF_CURVE * curve
+        self._try_alone(steps, (_SHARE_OF_COMBINATION + for_rest) * self.seconds)
         taken, whole = self._combined()
         # Times of different moments can't be compared, so it has those of the timing with the recommended row.
         latency = self.latencies[whole.name] if whole is not None else list(self.latencies.values())[-1]
         first = Candidate("as it is", Setup(), latency, None, self._samples(latency), self.peak, ORIGINAL)
         last = first if whole is None else whole
         recommended = last.setup
-        after: list[Candidate] = []
+        after = self._curve(for_batches * self.seconds) if curve else []
         if limit is not None or wished is not None:
             batches = BatchTuning(self.job, self.proof, last, self.original, limit, self._planning(), self.left)
             last = batches.tuned(wished) or last
@@ -415,6 +354,20 @@ class _Tuner:
 
     def _samples(self, latency: Latency) -> float | None:
         return self.job.rows / latency.median if self.job.rows else None
+
+    def _curve(self, reserved: float) -> list[Candidate]:
+        """The rows of the step in less and less memory, each proven, whether it is faster or not."""
+        points = list(curve_points(self.job, self.making.get(CHECKPOINTS)))
+        rows: list[Candidate] = []
+        for number, point in enumerate(points):
+            self.progress(Progress("tune", number, len(points), point.name, point.name))
+            row = self._tried(point, self.left() - reserved, len(points) - number)
+            if row.latency is not None and row.standing == NOT_PROVEN:
+                found = self.proof.judge(row.setup)
+                row = replace(row, standing=found.standing, differences=found.differences, note=found.note)
+            rows.append(row)
+            gc.collect()
+        return rows
 
     # ----------------------------------------------------------------------------------------------------- combination
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from tuned_steps import images, small_net, step
+from tuned_steps import images, job_of, small_net, step
 
 from optimize_export import TrainingTuning, tune_training
 from optimize_export.errors import LoadError, UsageError
@@ -137,6 +137,53 @@ def test_a_slow_step_is_compared_at_fewer_rows(monkeypatch: pytest.MonkeyPatch) 
     tuning = tune_training(small_net(), step, images(), tune_seconds=60)
     assert tuning.batch == 8
     assert any("so all are compared at 2 rows" in note for note in tuning.notes)
+
+
+def deep_net() -> nn.Module:
+    """A chain of layers whose activations are worth checkpoints."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16))]
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), *layers, nn.Linear(16, 4))
+
+
+def test_the_curve_has_checkpoints_in_less_and_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_slow_choices(monkeypatch)
+    as_timed(monkeypatch, lambda setup: 1.1 if setup.passes else 1.0)
+    points = tuner.curve_points
+    monkeypatch.setattr(tuner, "curve_points", lambda *given: [one for one in points(*given) if not one.setup.compile])
+    tuning = tune_training(deep_net(), step, images(64), tune_seconds=300, curve=True)
+    rows = of_rows(tuning)
+    first = tuning.candidates[0]
+    peaks = {
+        share: rows[f"checkpoints, {share}"].peak for share in ("85% of the peak", "70% of the peak", "lowest peak")
+    }
+    assert first.peak > peaks["85% of the peak"] > peaks["70% of the peak"] > peaks["lowest peak"]
+    assert peaks["70% of the peak"] <= 0.7 * first.peak
+    ours = rows["checkpoints, 70% of the peak"]
+    assert (ours.standing, ours.note, ours.speedup.median) == (BIT_IDENTICAL, "", pytest.approx(1 / 1.1))
+    assert rows["uniform checkpoints, lowest peak"].standing == BIT_IDENTICAL
+    # No point of the curve is recommended: none is faster.
+    assert tuning.recommended == Setup()
+    assert "checkpoints" not in str(tune_training(deep_net(), step, images(64), tune_seconds=300).candidates)
+
+
+def test_torchs_own_budget_is_a_setting_of_the_first_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    config = torch._functorch.config
+
+    def own(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen.append(config.activation_memory_budget)
+        return step(model, batch)
+
+    job = job_of(small_net(), own)
+    setup = Setup(compile_budget=0.5)
+    RunnableStep(job, setup, job.copied_model(), job.batch)()
+    assert seen == [0.5]
+    assert config.activation_memory_budget == 1.0
+    choices = {
+        each.setup.compile_budget: each.setup.compile for each in tuner.curve_points(job, None) if each.setup.compile
+    }
+    assert choices == {0.5: "whole", 0.25: "whole", 0.75: "whole"}
 
 
 def test_setups_that_exclude_each_other() -> None:
