@@ -32,9 +32,10 @@ from optimizer.training.stepping import (
 from passes.graph.memory import same_values
 
 _LOSSY = ("tf32", "bf16", "fp16")
-# A lossy setup's gradients must point where the exact ones do, and its losses must be the same but for this share. The
-# gradients of another batch have a cosine far below.
+# A lossy setup's gradients must point where the exact ones do and be as long, and its losses must be the same, but for
+# these shares. The gradients of another batch have a cosine far below. Those of one length differ by 0.45 at this cosine.
 _LEAST_COSINE = 0.9
+_LARGEST_GRADIENT_ERROR = 0.5
 _LARGEST_LOSS_ERROR = 0.05
 # The scales that a GradScaler starts with, and comes down to after some steps with infinite gradients.
 _SCALES = (2.0**16, 2.0**8)
@@ -121,13 +122,14 @@ class Proof:
         truth = self.reference.original.calls[0].truth
         loss, gradient, cosine = _distances(seen, truth, scale)
         found = {"loss_error": loss, "gradient_error": gradient, "gradient_cosine": cosine}
-        if loss <= _LARGEST_LOSS_ERROR and cosine >= _LEAST_COSINE:
+        if loss <= _LARGEST_LOSS_ERROR and gradient <= _LARGEST_GRADIENT_ERROR and cosine >= _LEAST_COSINE:
             return Judgement(DECLARED, found)
         return Judgement(
             REFUSED,
             found,
-            f"Its loss is off by {loss:.1%}, and the cosine of its gradients with the exact ones is {cosine:.4f}, where at "
-            f"most {_LARGEST_LOSS_ERROR:.0%} and at least {_LEAST_COSINE} are allowed.",
+            f"Its loss is off by {loss:.1%} and its gradients by {gradient:.1%}, and their cosine with the exact ones is "
+            f"{cosine:.4f}, where at most {_LARGEST_LOSS_ERROR:.0%}, at most {_LARGEST_GRADIENT_ERROR:.0%} and at least "
+            f"{_LEAST_COSINE} are allowed.",
         )
 
     def _observed(self, module: StepModule, setup: Setup) -> Observation:

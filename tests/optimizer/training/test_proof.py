@@ -71,6 +71,36 @@ def test_a_wrong_model_is_refused(of_net: Proof, monkeypatch: pytest.MonkeyPatch
     assert "times its rounding noise" in found.note
 
 
+class Scaled(torch.autograd.Function):
+    """The same values with other gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0] * ctx.factor, None
+
+
+@pytest.mark.parametrize(("setup", "factor"), [(Setup(channels_last=True), 1 + 1e-5), (Setup(precision="bf16"), 2.0)])
+def test_wrong_gradients_are_refused(
+    of_net: Proof, monkeypatch: pytest.MonkeyPatch, setup: Setup, factor: float
+) -> None:
+    right = proof.made_model
+
+    def wrong(*arguments: Any, **options: Any) -> nn.Module:
+        model = right(*arguments, **options)
+        model.register_forward_hook(lambda _, args, output: Scaled.apply(output, factor))  # type: ignore[no-untyped-call]
+        return model
+
+    monkeypatch.setattr(proof, "made_model", wrong)
+    found = of_net.judge(setup)
+    assert found.standing == REFUSED
+    assert "gradient" in found.note
+
+
 def test_batch_norm_over_parts_is_refused(of_net: Proof) -> None:
     assert of_net.judge(Setup(accumulate=2)).standing == REFUSED
 
