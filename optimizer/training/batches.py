@@ -24,6 +24,7 @@ from optimizer.training.stepping import (
     Unavailable,
     made_model,
     made_step,
+    raises,
     rows_of,
     with_rows,
 )
@@ -120,7 +121,7 @@ class BatchTuning:
             return None
         row = Candidate(name, setup)
         planning = self.planning if _LEAST in setup.passes else 0.0
-        if _PLANS * planning > self.left():
+        if planning and _PLANS * planning > self.left():
             note = f"Not tried: planning checkpoints {_PLANS} times takes about {_PLANS * planning:.0f} s; allow more seconds."
             self.rows.append(replace(row, note=note))
             return None
@@ -210,6 +211,8 @@ class BatchTuning:
         if self.limit is None or (most is not None and wished <= most):
             yield Candidate(f"batch of {wished} rows", best | Setup(batch_size=wished), standing=self.best.standing)
         parts = math.ceil(wished / (self.job.rows if self.limit is None else most or 0.5))
+        # Parts of the same size, as a loader makes them, where it doesn't take many more.
+        parts = next((number for number in range(parts, 2 * parts + 1) if not wished % number), parts)
         if 1 < parts <= wished:
             setup = best | Setup(batch_size=wished, accumulate=parts)
             yield Candidate(f"accumulation of {parts} parts", setup)
@@ -273,6 +276,14 @@ class LoaderTuning:
         if isinstance(self.loader, Iterator):
             # Its first batches are gone.
             return Setup()
+        try:
+            return self._tuned()
+        except Exception as error:  # noqa: BLE001 - the data set and the step are foreign code, on later batches
+            self.rows = []
+            self.notes.append(f"The loader stays as it is: reading it with a step for each batch {raises(error)}.")
+            return Setup()
+
+    def _tuned(self) -> Setup:
         step = RunnableStep(self.job, self.setup, made_model(self.job, self.setup), self.job.batch)
         seconds, waiting = self._iterated(self.loader, step, pin=False)
         share = waiting / seconds if seconds else 0.0

@@ -249,8 +249,13 @@ def result_of(step: Step, model: nn.Module, batch: Any) -> Any:
     except OptimizeExportError:
         raise
     except Exception as error:  # the step is foreign code
-        at = f" at {line}" if (line := line_of_error(error)) else ""
-        raise LoadError(f"The training step raises{at}: {error_summary(error)}.") from error
+        raise LoadError(f"The training step {raises(error)}.") from error
+
+
+def raises(error: Exception) -> str:
+    """The end of a sentence about foreign code that raised: "raises at net.py:5: ValueError: …"."""
+    at = f" at {line}" if (line := line_of_error(error)) else ""
+    return f"raises{at}: {error_summary(error)}"
 
 
 class _Snapshot:

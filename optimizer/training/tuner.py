@@ -57,6 +57,7 @@ from optimizer.training.stepping import (
     check_step,
     made_model,
     made_step,
+    raises,
     rows_of,
     with_rows,
 )
@@ -172,7 +173,10 @@ def _first_batches(batch: Any, loader: Iterable[Any] | None, device: torch.devic
             raise UsageError(f"loader must be a DataLoader or an iterable of batches, not {a_type(loader)}.") from error
         if source is loader:
             notes.append(f"The loader can be read only once: its first batches were taken, at most {_BATCHES}.")
-        found += itertools.islice(source, _BATCHES)
+        try:
+            found += itertools.islice(source, _BATCHES)
+        except Exception as error:  # the data set is foreign code
+            raise LoadError(f"The loader {raises(error)}.") from error
     if not found:
         raise UsageError("The loader has no batch.")
     return [moved(clone(each), device) for each in found], notes
@@ -320,8 +324,9 @@ class _Tuner:
             return replace(row, standing=REFUSED, note=f"torch.compile isn't available here: {lack}.")
         needed = _seconds_for(choice.seconds, self.step_seconds)
         if needed > allowed:
-            left = f"{max(0.0, allowed):.0f} s are left for it"
-            return replace(row, note=f"Not tried: it takes about {needed:.0f} s, and {left}; allow more seconds.")
+            takes, left = math.ceil(needed), max(0, math.floor(allowed))
+            note = f"Not tried: it takes about {takes} s, and {left} s are left for it; allow more seconds."
+            return replace(row, note=note)
         started = time.perf_counter()
         try:
             step = made_step(self.job, choice.setup)

@@ -224,11 +224,19 @@ def test_the_largest_batch_and_the_ways_to_a_wished_one(monkeypatch: pytest.Monk
     assert least is not None
     assert 32 < plain < least
     assert rows["largest batch with checkpoints"].standing == BIT_IDENTICAL
-    parts = -(-480 // plain)
+    # Of one size each, as a loader makes them.
+    parts = next(number for number in range(-(-480 // plain), 480) if not 480 % number)
     row = rows[f"accumulation of {parts} parts"] if f"accumulation of {parts} parts" in rows else tuning.candidates[-1]
     assert row.standing == WITHIN_ROUNDING
     assert tuning.recommended.batch_size == 480
     assert tuning.recommended.accumulate == parts
+
+
+def test_the_largest_batch_is_found_without_time_left() -> None:
+    tuning = tune_training(mlp(), of_mlp, torch.randn(32, 16), memory="2MiB", tune_seconds=0.1)
+    rows = of_rows(tuning)
+    assert (rows["largest batch"].setup.batch_size or 0) > 32
+    assert rows["largest batch with checkpoints"].note.startswith("Not tried: planning")
 
 
 def test_accumulation_needs_rows_that_dont_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,6 +321,28 @@ def test_loaders_that_have_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
     tuning = tune_training(mlp(), of_mlp, loader=once(), tune_seconds=30)
     assert any("read only once" in note for note in tuning.notes)
+
+
+class Broken(Slow):
+    """Its items from `first` on can't be read."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index >= self.first:
+            raise ValueError("corrupt file")
+        return super().__getitem__(index)
+
+
+def test_a_loader_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_slow_choices(monkeypatch)
+    as_timed(monkeypatch, lambda setup: 0.5 if setup.optimizer == "fused" else 1.0)
+    with pytest.raises(LoadError, match=r"The loader raises at .*test_tune_training.py:\d+: ValueError: corrupt file"):
+        tune_training(mlp(), of_mlp, loader=DataLoader(Broken(3), batch_size=8))
+    tuning = tune_training(mlp(), of_mlp, loader=DataLoader(Broken(40), batch_size=8), tune_seconds=20)
+    assert tuning.recommended == Setup(optimizer="fused")
+    assert any(note.startswith("The loader stays as it is") and "corrupt file" in note for note in tuning.notes)
 
 
 def test_the_order_of_a_loader_stays() -> None:
