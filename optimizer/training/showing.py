@@ -174,6 +174,7 @@ def code_of(tuning: TrainingTuning, device: str) -> str:
         _block(
             [
                 "import torch",
+                *["import torch._functorch.config"] * (setup.compile_budget != 1),
                 *["from torch.utils._pytree import tree_map"] * places,
                 *["from torch.utils.data import DataLoader"] * loads,
                 *["", "from optimize_export import optimize"] * bool(setup.passes),
@@ -195,6 +196,8 @@ def _settings(setup: Setup, device: str) -> str:
     tf32 = ['torch.set_float32_matmul_precision("high")  # TF32', "torch.backends.cudnn.allow_tf32 = True"]
     told = tf32 if setup.precision == "tf32" else []
     told += ["torch.backends.cudnn.benchmark = True"] * setup.cudnn_benchmark
+    budget = f"torch._functorch.config.activation_memory_budget = {setup.compile_budget}"
+    told += [budget] * (setup.compile_budget != 1)
     if setup.precision in _DTYPES:
         told.append(f'autocast = torch.autocast("{device}", {_DTYPES[setup.precision]})')
     told += [f'scaler = torch.amp.GradScaler("{device}")'] * (setup.precision == "fp16")
@@ -207,8 +210,6 @@ def _model(setup: Setup, device: str, example: Sequence[str]) -> str:
     if setup.passes:
         given = ", ".join(f"{name}={name}" for name in example)
         told.append(f'model = optimize(model, {json.dumps(list(setup.passes))}, mode="training", {given})')
-    budget = f"torch._functorch.config.activation_memory_budget = {setup.compile_budget}"
-    told += ["import torch._functorch.config", "", budget] * (setup.compile_budget != 1)
     told += ["model.compile()"] * (setup.compile == "whole")
     if setup.compile == "blocks":
         told += [

@@ -78,6 +78,8 @@ _LONGEST_TIMING = 8.0
 _BATCHES = 3
 _LEAST_ROWS = 2
 _SEEDS = 3
+# A choice whose step takes this many times as long, and this many seconds, isn't timed further.
+_FAR_SLOWER, _LONG_SECONDS = 3, 0.3
 # A note tells of a peak that is at most this share of the original's.
 _LOWER_PEAK = 0.9
 
@@ -209,7 +211,7 @@ class _Tuner:
             self.original = made_step(job, Setup())
         except Unavailable as error:
             raise LoadError(f"A step of {type(job.optimizer).__name__} can't be made: {error}") from error
-        self.step_seconds = min(self._once(), self._once())
+        self.step_seconds = min(self._once(self.original), self._once(self.original))
         if self.step_seconds > _SLOW_SECONDS and job.rows > _LEAST_ROWS and job.can_be_cut:
             self._take_fewer_rows()
         # Of the step as it is, by the row that it was timed with.
@@ -276,9 +278,9 @@ class _Tuner:
 
     # ---------------------------------------------------------------------------------------------------- preparation
 
-    def _once(self) -> float:
+    def _once(self, step: RunnableStep) -> float:
         started = time.perf_counter()
-        self.original()
+        step()
         self.job.finish()
         return time.perf_counter() - started
 
@@ -289,7 +291,7 @@ class _Tuner:
         )
         self.job = replace(self.job, batch=with_rows(self.job.batch, 0, rows))
         self.original = made_step(self.job, Setup())
-        self.step_seconds = min(self._once(), self._once())
+        self.step_seconds = min(self._once(self.original), self._once(self.original))
 
     def _batches_of_proof(self) -> list[Any]:
         """Batches of the loader, or parts of the one batch; with fewer rows where the proof would take too long."""
@@ -331,6 +333,14 @@ class _Tuner:
         try:
             step = made_step(self.job, choice.setup)
             self.making[choice.name] = time.perf_counter() - started
+            alone = self._once(step)
+            if alone > max(_FAR_SLOWER * self.step_seconds, _LONG_SECONDS):
+                # Such as bfloat16 on a processor without instructions for it. Rounds of it would take most of the time.
+                times = alone / self.step_seconds
+                row = replace(row, latency=Latency(alone, alone, (alone,)), samples=self._samples_in(alone))
+                return replace(
+                    row, note=f"Not taken: one step takes {times:.1f} times as long, so it wasn't timed further."
+                )
             row = self._timed(row, step, max(0.0, allowed - choice.seconds) / (2 * waiting))
             return self._proven(row, "it isn't surely faster")
         except Unavailable as error:
@@ -358,7 +368,10 @@ class _Tuner:
         return 2 * self.making.get(CHECKPOINTS, estimate)
 
     def _samples(self, latency: Latency) -> float | None:
-        return self.job.rows / latency.median if self.job.rows else None
+        return self._samples_in(latency.median)
+
+    def _samples_in(self, seconds: float) -> float | None:
+        return self.job.rows / seconds if self.job.rows else None
 
     def _curve(self, reserved: float) -> list[Candidate]:
         """The rows of the step in less and less memory, each proven, whether it is faster or not."""

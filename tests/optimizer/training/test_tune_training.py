@@ -186,6 +186,19 @@ def test_torchs_own_budget_is_a_setting_of_the_first_calls(monkeypatch: pytest.M
     assert choices == {0.5: "whole", 0.25: "whole", 0.75: "whole"}
 
 
+def test_a_far_slower_choice_takes_no_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_slow_choices(monkeypatch)
+    as_timed(monkeypatch, lambda setup: 1.0)
+    once = tuner._Tuner._once
+    monkeypatch.setattr(
+        tuner._Tuner, "_once", lambda self, made: once(self, made) * (1e4 if made.setup.channels_last else 1)
+    )
+    row = of_rows(tune_training(small_net(), step, images(), tune_seconds=60))["channels_last"]
+    assert row.standing == NOT_PROVEN
+    assert row.speedup is None
+    assert "times as long, so it wasn't timed further." in row.note
+
+
 def test_setups_that_exclude_each_other() -> None:
     assert conflict(Setup(precision="bf16"), Setup(precision="tf32"))
     assert conflict(Setup(compile="whole"), Setup(compile="blocks"))
@@ -293,7 +306,7 @@ class Slow(Dataset[torch.Tensor]):
         return 64
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.002)
+        time.sleep(0.01)
         return torch.full((16,), float(index))
 
 
@@ -301,7 +314,8 @@ def test_a_slow_loader_gets_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     without_slow_choices(monkeypatch)
     as_timed(monkeypatch, lambda setup: 1.0)
     loader = DataLoader(Slow(), batch_size=8)
-    tuning = tune_training(mlp(), of_mlp, loader=loader, tune_seconds=30)
+    # Much time, because other work on the machine may delay the workers.
+    tuning = tune_training(mlp(), of_mlp, loader=loader, tune_seconds=600)
     assert tuning.recommended.workers is not None
     last = tuning.candidates[-1]
     assert last.taken
