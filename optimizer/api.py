@@ -43,7 +43,7 @@ from optimizer.options import Effort, ExportSettings, is_to_be_timed
 from optimizer.parity import Tolerance
 from optimizer.pipeline import optimize_model, provenance_of, report_of
 from optimizer.report import ProgressFunction, no_progress
-from optimizer.training import left_to_the_loop, read_setup
+from optimizer.training import TrainingTuning, left_to_the_loop, read_setup
 from optimizer.tuning import Benchmark, CalibrationCall, calibration_of, choose, read_choices
 from passes.base import Pass
 
@@ -60,7 +60,7 @@ def optimize(
     example_kwargs: dict[str, Any] | None = None,
     further_inputs: FurtherInputs = (),
     mode: Mode = "inference",
-    choices: str | Path | None = None,
+    choices: str | Path | TrainingTuning | None = None,
     device: torch.device | str | None = None,
     strict: bool = False,
     explain: bool = False,
@@ -89,8 +89,9 @@ def optimize(
         further_inputs: more calls, each a pair (args, kwargs) that differs from the first call only in its rows. They
             are compared unchanged, in addition to the calls with drawn inputs.
         mode: "inference" or "training".
-        choices: a training.toml that `TrainingTuning.save` or the command tune-training wrote: its passes run, with mode
-            "training". Notes of the report say what it leaves to the training loop, such as autocast.
+        choices: what `tune_training` returned, or a training.toml that `TrainingTuning.save` or the command
+            tune-training wrote: its passes run, with mode "training". Notes of the report say what it leaves to the
+            training loop, such as autocast.
         device: the device of the result; by default the model's. For another device, the weights are copied.
         strict: raise if a pass fails or is rolled back.
         explain: record among the skips of a graph pass also why its pattern doesn't match at a candidate, and give the
@@ -117,8 +118,11 @@ def optimize(
             raise UsageError('choices are those of a training loop: pass mode="training".')
         if passes is not None:
             raise UsageError("passes and choices contradict each other: the choices have the passes.")
-        setup = read_setup(choices)
-        passes, notes = setup.passes, left_to_the_loop(setup, choices)
+        if isinstance(choices, TrainingTuning):
+            setup, source = choices.recommended, "tune_training"
+        else:
+            setup, source = read_setup(choices), Path(choices).name
+        passes, notes = setup.passes, left_to_the_loop(setup, source)
     made = optimize_model(
         model,
         passes,

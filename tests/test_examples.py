@@ -13,14 +13,16 @@ import pytest
 import torch
 
 import passes
-from optimizer import optimize
+from optimizer import TrainingTuning, optimize
+from optimizer.training import Candidate, Setup
+from optimizer.tuning import Latency
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 
 
-def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "COLUMNS": "200"}
+def run(*command: str, cwd: Path, warnings: str = "ignore") -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": warnings, "COLUMNS": "200"}
     # The number of threads decides which kernels the CPU uses, and so which conversions pay.
     environment["OMP_NUM_THREADS"] = "1"
     return subprocess.run(
@@ -36,6 +38,7 @@ def test_every_example_is_run_by_a_test():
         "resnet.py",
         "train.py",
         "train_fsdp2.py",
+        "train_tuned.py",
         "tune_training.py",
     }
 
@@ -176,6 +179,57 @@ def test_sharded_training_in_half_of_the_memory(tmp_path):
     assert before == after
     assert len(set(before)) == 2
     assert torch.load(tmp_path / "gpt2.pt")["transformer.h.3.mlp.c_fc.weight"].shape == (128, 512)
+
+
+def trained_as_tuned(cwd, *options, ranks):
+    """The losses of all rows, which are equal on all ranks, and the norms of the trained weights and the peaks."""
+    launched = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}") if ranks > 1 else ()
+    done = run(*launched, str(EXAMPLES / "train_tuned.py"), "--steps=3", *options, cwd=cwd, warnings="default")
+    assert done.returncode == 0, done.stderr
+    assert "Grad strides do not match" not in done.stderr
+    found = re.findall(r"^rank \d: losses (.*)  norm of the weights (.*)\n .*  peak ([\d.]+) MiB", done.stdout, re.M)
+    assert len(found) == ranks, done.stdout
+    assert len(set(found)) == 1, "the ranks trained differently"
+    assert done.stdout.count("strides of gradients: those of the parameters") == ranks
+    assert "\nall ranks: " in done.stdout
+    losses, norm, peak = found[0]
+    return [float(loss) for loss in losses.split()], float(norm), float(peak)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(2))])
+def test_two_ranks_train_as_one_does_with_what_rank_0_tuned(device, tmp_path, monkeypatch):
+    """The run of one process reads what rank 0 wrote, and has the rows of both ranks."""
+    if device == "cpu":
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    losses, norm, _ = trained_as_tuned(tmp_path, "--tune-seconds=3", ranks=2)
+    assert {each.name for each in (tmp_path / "tuned").iterdir()} == {"report.html", "training.json", "training.toml"}
+    tuned = TrainingTuning.from_json(json.loads((tmp_path / "tuned" / "training.json").read_text()))
+    assert tuned.batch == 16
+    whole, whole_norm, _ = trained_as_tuned(tmp_path, ranks=1)
+    # On a GPU, convolutions are in TF32 by default.
+    error = 1e-6 if tuned.recommended.precision == "as-is" and device == "cpu" else 1e-3
+    assert losses == pytest.approx(whole, rel=error)
+    assert norm == pytest.approx(whole_norm, rel=error)
+    assert abs(whole[0] - whole[-1]) > 1e-2, "other numbers of ranks would train alike by chance"
+
+
+@pytest.mark.zoo
+def test_choices_of_a_tuned_step_under_ddp_and_fsdp2(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    latency = Latency(0.1, 0.1, (0.1,))
+    setup = Setup(channels_last=True, passes=("insert-checkpoints:memory_budget=0.5",), optimizer="fused")
+    rows = (
+        Candidate("as it is", latency=latency, standing="original"),
+        Candidate("recommended", setup, latency, standing="within rounding", taken=True),
+    )
+    TrainingTuning("Net", "cpu", 16, 1, 1, 1.0, rows, setup).save(tmp_path / "tuned")
+    losses, norm, peak = trained_as_tuned(tmp_path, ranks=2)
+    sharded, sharded_norm, sharded_peak = trained_as_tuned(tmp_path, "--fsdp2", ranks=2)
+    assert losses == pytest.approx(sharded, rel=1e-6)
+    assert norm == pytest.approx(sharded_norm, rel=1e-6)
+    # Both plans halve the 15.0 MiB of the step as it is.
+    assert max(peak, sharded_peak) <= 7.5
 
 
 @pytest.mark.slow

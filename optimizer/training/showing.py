@@ -156,10 +156,10 @@ def sentences(setup: Setup) -> list[str]:
     return [clause for clause, is_chosen in told.items() if is_chosen]
 
 
-def left_to_the_loop(setup: Setup, path: str | Path) -> list[str]:
-    """The sentence on the choices of a file that `optimize` doesn't make; empty if it makes all."""
+def left_to_the_loop(setup: Setup, source: str) -> list[str]:
+    """The sentence on the choices of a file or a call that `optimize` doesn't make; empty if it makes all."""
     told = "; ".join(sentences(setup))
-    return [f"The choices of {Path(path).name} that your training loop makes: {told}."] if told else []
+    return [f"The choices of {source} that your training loop makes: {told}."] if told else []
 
 
 def code_of(tuning: TrainingTuning, device: str) -> str:

@@ -206,7 +206,7 @@ def test_what_is_no_training_toml_is_told(tmp_path, text, told):
         optimize(Net(), choices=path, mode="training")
 
 
-def test_optimize_takes_the_passes_of_the_choices_and_tells_the_rest(tmp_path):
+def test_optimize_takes_the_passes_of_a_file_or_a_tuning_and_tells_the_rest(tmp_path):
     setup = Setup(precision="bf16", passes=("fold-conv-bias",), optimizer="fused", workers=2)
     tuning(setup).save(tmp_path / "my.toml")
     fast = optimize(Net(), choices=tmp_path / "my.toml", mode="training", example_inputs=(X,))
@@ -217,6 +217,9 @@ def test_optimize_takes_the_passes_of_the_choices_and_tells_the_rest(tmp_path):
         "The choices of my.toml that your training loop makes: run the step under `torch.autocast` with torch.bfloat16; "
         "pass `fused=True` to the optimizer; pass `num_workers=2` to the DataLoader."
     ]
+    same = optimize(Net(), choices=tuning(setup), mode="training", example_inputs=(X,))
+    assert [record.status for record in report_of(same).passes] == ["applied"]
+    assert notes[0].replace("my.toml", "tune_training") in report_of(same).notes
     with pytest.raises(UsageError, match="passes and choices"):
         optimize(Net(), ["fold-conv-bias"], choices=tmp_path / "my.toml", mode="training")
     with pytest.raises(UsageError, match='mode="training"'):
