@@ -6,15 +6,16 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from optimize_export.errors import UsageError
 from optimize_export.wording import error_summary
-from optimizer.model import leaves_of, moved, random_state
+from optimizer.model import clone, leaves_of, moved, random_state
 from optimizer.training.proof import Judgement, Proof
 from optimizer.training.results import BIT_IDENTICAL, NOT_PROVEN, REFUSED, Candidate
 from optimizer.training.setup import Setup
@@ -30,6 +31,7 @@ from optimizer.training.stepping import (
 )
 from optimizer.tuning import Latency, Ratio, interleaved, ratio
 from passes.checkpointing.budget import bytes_of, shown
+from passes.graph.memory import same_values
 from passes.torch_private import AnyBatchNorm
 
 _LEAST = "insert-checkpoints:memory_budget=min"
@@ -270,6 +272,9 @@ class LoaderTuning:
         self.setup = replace(best, batch_size=None, accumulate=1)
         self.rows: list[Candidate] = []
         self.notes: list[str] = []
+        # The first batch that was read last, and the names of the rows whose first batch isn't that of the loader as it is.
+        self.first: Any = None
+        self.differing = set[str]()
 
     def tuned(self) -> Setup:
         """The settings of the DataLoader that load faster; the defaults if it stays as it is."""
@@ -297,10 +302,13 @@ class LoaderTuning:
         rounds: dict[str, list[float]] = {"": []}
         for _ in range(_LOADER_ROUNDS):
             rounds[""].append(self._iterated(self.loader, step, pin=False)[0])
+            first = self.first
             for name, setup in ways:
                 try:
                     made = _with_settings(self.loader, setup)
                     rounds.setdefault(name, []).append(self._iterated(made, step, pin=setup.pin_memory)[0])
+                    if not _are_same(first, self.first):
+                        self.differing.add(name)
                 except Exception as error:  # noqa: BLE001 - the data set is foreign code, which may not run in a worker
                     rounds[name] = []
                     self.rows.append(
@@ -324,7 +332,10 @@ class LoaderTuning:
         gain = ratio(base, latency)
         samples = self.job.rows / latency.median if self.job.rows else None
         note = "" if gain.pays else "Not taken: it isn't surely faster."
-        self.rows.append(Candidate(name, setup, latency, gain, samples, None, BIT_IDENTICAL, note=note))
+        standing = BIT_IDENTICAL
+        if gain.pays and name in self.differing:
+            standing, note = NOT_PROVEN, "Its batches differ: each worker draws its own random numbers."
+        self.rows.append(Candidate(name, setup, latency, gain, samples, None, standing, note=note))
         return gain
 
     def _ways(self, loader: DataLoader[Any]) -> Iterator[tuple[str, Setup]]:
@@ -332,6 +343,11 @@ class LoaderTuning:
         pins = self.job.device.type == "cuda"
         if pins and not loader.pin_memory:
             yield "pin_memory", Setup(pin_memory=True)
+        if isinstance(loader.dataset, IterableDataset) and not loader.num_workers:
+            self.notes.append(
+                "Workers weren't tried: each of them would read all of the IterableDataset, unless it gives each its part."
+            )
+            return
         for workers in sorted({2, 4, cores}):
             if workers <= cores and workers != loader.num_workers:
                 yield f"{workers} workers{' and pin_memory' if pins else ''}", Setup(workers=workers, pin_memory=pins)
@@ -344,7 +360,7 @@ class LoaderTuning:
         until = time.perf_counter() + max(1.0, _SHARE * self.left() / (2 * _LOADER_ROUNDS))
         waited = total = 0.0
         count = 0
-        with random_state(0):
+        with random_state(0), generator_kept(self.loader):
             source = iter(loader)
             for number in range(_MOST_BATCHES + 1):
                 started = time.perf_counter()
@@ -352,6 +368,9 @@ class LoaderTuning:
                 if batch is None:
                     break
                 waiting = time.perf_counter() - started
+                if not number:
+                    # A step may write to it.
+                    self.first = clone(batch)
                 step(moved(batch, self.job.device, non_blocking=pin))
                 self.job.finish()
                 if number:
@@ -363,12 +382,17 @@ class LoaderTuning:
         return (total / count, waited / count) if count else (0.0, 0.0)
 
 
+def _are_same(batch: Any, other: Any) -> bool:
+    tensors, others = ([tensor for _, tensor in leaves_of(each).tensors()] for each in (batch, other))
+    return len(tensors) == len(others) and all(map(same_values, tensors, others))
+
+
 def _with_settings(loader: DataLoader[Any], setup: Setup) -> DataLoader[Any]:
     """The same loader with other settings."""
     batching: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
     if loader.batch_sampler is None:
         batching = {"batch_size": None, "sampler": loader.sampler}
-    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
+    if isinstance(loader.dataset, IterableDataset):
         batching = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     return DataLoader(
         loader.dataset,
@@ -380,3 +404,15 @@ def _with_settings(loader: DataLoader[Any], setup: Setup) -> DataLoader[Any]:
         generator=loader.generator,
         **batching,
     )
+
+
+@contextmanager
+def generator_kept(loader: Any) -> Iterator[None]:
+    """Restore the state of a DataLoader's own generators, which the order of its samples comes from."""
+    found = (getattr(each, "generator", None) for each in (loader, getattr(loader, "sampler", None)))
+    states = [(each, each.get_state()) for each in found if isinstance(each, torch.Generator)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)

@@ -16,8 +16,7 @@ import math
 import operator
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -41,7 +40,7 @@ from optimizer.model import (
     unsynchronised,
 )
 from optimizer.report import Progress, ProgressFunction, no_progress
-from optimizer.training.batches import BatchTuning, LoaderTuning, bytes_to_use, timed
+from optimizer.training.batches import BatchTuning, LoaderTuning, bytes_to_use, generator_kept, timed
 from optimizer.training.choices import CHECKPOINTS, Choice, choices_for, conflict, curve_points
 from optimizer.training.proof import Proof
 from optimizer.training.results import DECLARED, NOT_PROVEN, ORIGINAL, REFUSED, Candidate, TrainingTuning
@@ -147,7 +146,7 @@ def tune_training(
         outside_inference_mode(),
         torch.enable_grad(),
         random_state(),
-        _generator_kept(loader),
+        generator_kept(loader),
         unsynchronised(),
         rare_collection(),
     ):
@@ -182,18 +181,6 @@ def _first_batches(batch: Any, loader: Iterable[Any] | None, device: torch.devic
     if not found:
         raise UsageError("The loader has no batch.")
     return [moved(clone(each), device) for each in found], notes
-
-
-@contextmanager
-def _generator_kept(loader: Any) -> Iterator[None]:
-    """Restore the state of a DataLoader's own generators, which the order of its samples comes from."""
-    found = (getattr(each, "generator", None) for each in (loader, getattr(loader, "sampler", None)))
-    states = [(each, each.get_state()) for each in found if isinstance(each, torch.Generator)]
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
 
 
 # ----------------------------------------------------------------------------------------------------------- the tuner

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tuned_steps import images, job_of, small_net, step
 
 from optimize_export import TrainingTuning, tune_training
@@ -322,6 +322,35 @@ def test_a_slow_loader_gets_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert last.speedup is not None
     assert last.speedup.median > 1.1
     assert any("of its time for the loader" in note for note in tuning.notes)
+
+
+class Noisy(Slow):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) + torch.randn(16)
+
+
+def test_workers_that_draw_other_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_slow_choices(monkeypatch)
+    as_timed(monkeypatch, lambda setup: 1.0)
+    for data, standing in ((Slow(), BIT_IDENTICAL), (Noisy(), NOT_PROVEN)):
+        loader = DataLoader(data, batch_size=8, shuffle=True, generator=torch.Generator())
+        last = tune_training(mlp(), of_mlp, loader=loader, tune_seconds=30).candidates[-1]
+        assert last.taken
+        assert last.standing == standing
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for index in range(64):
+            yield Slow()[index]
+
+
+def test_workers_would_repeat_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_slow_choices(monkeypatch)
+    as_timed(monkeypatch, lambda setup: 1.0)
+    tuning = tune_training(mlp(), of_mlp, loader=DataLoader(Stream(), batch_size=8), tune_seconds=30)
+    assert tuning.recommended.workers is None
+    assert any("would read all of the IterableDataset" in note for note in tuning.notes)
 
 
 def test_loaders_that_have_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
