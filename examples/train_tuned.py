@@ -107,8 +107,9 @@ def distributed(model: nn.Module, device: torch.device) -> nn.Module:
 
     DDP sums gradients in buckets, which are flat tensors. With `gradient_as_bucket_view`, the gradients are views of
     them instead of copies, with the strides that the parameters have when DDP makes the buckets. So convert to
-    channels_last before. With contiguous weights, convolutions of images in channels_last may return gradients in other strides, and so may
-    compiled code. DDP copies these more slowly, and warns once: "Grad strides do not match bucket view strides".
+    channels_last before. With contiguous weights, convolutions of images in channels_last may return gradients in
+    other strides, and so may compiled code. DDP copies these more slowly, and warns once: "Grad strides do not match
+    bucket view strides".
 
     `static_graph` promises that each step uses the same parameters, so that DDP doesn't look for unused ones.
     """
