@@ -306,6 +306,8 @@ def tune_training_step(options: TuneTrainingOptions, progress: ProgressFunction)
     output = None if options.output is None else options.output.absolute()
     with own_errors(), names_restored():
         load = options.load
+        if output is not None:
+            check_target(output)
         device = _chosen_device(load.device, require_gpu=load.require_gpu)
         loaded = load_and_run(_with_absolute_paths(load), progress, trains=True)
         training = _comparable(loaded, load.model)

@@ -291,7 +291,10 @@ class LoaderTuning:
     def _tuned(self) -> Setup:
         step = RunnableStep(self.job, self.setup, made_model(self.job, self.setup), self.job.batch)
         seconds, waiting = self._iterated(self.loader, step, pin=False)
-        share = waiting / seconds if seconds else 0.0
+        if not seconds:
+            self.notes.append("The loader has one batch, so how long a step waits for it can't be told.")
+            return Setup()
+        share = waiting / seconds
         self.notes.append(f"The step waits {share:.0%} of its time for the loader.")
         if share < _LEAST_WAIT:
             return Setup()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from optimize_export.errors import LoadError
 from optimizer.model import Samples, leaves_of, one_at_a_time, pinned_settings, random_state
 from optimizer.parity import FACTOR, Measurement, Observation, OutputNoise, Reference, judge, measure_reference, observe
 from optimizer.training.results import BIT_IDENTICAL, DECLARED, REFUSED, WITHIN_ROUNDING
@@ -69,7 +70,14 @@ class Proof:
             LoadError: the step raises on them.
         """
         self.job, self.batches = job, tuple(batches)
-        self.reference = _reference_of(StepModule(job, job.model, Setup()), self.batches, "training")
+        try:
+            self.reference = _reference_of(StepModule(job, job.model, Setup()), self.batches, "training")
+        except LoadError:
+            # If the step raises on one of the batches, it tells the line; the reference knows of one call for all.
+            for each in self.batches:
+                with random_state(0):
+                    loss_of(job.step, job.copied_model(), each)
+            raise
         judged = [noise for noise in self.reference.noises.values() if noise.kind != "buffer"]
         self.is_deterministic = all(noise.deterministic for noise in judged)
         self.notes: list[str] = []

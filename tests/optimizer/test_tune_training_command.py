@@ -126,6 +126,12 @@ def test_the_result_is_written_and_the_document_has_all(run, asked, tmp_path):
     assert "tuned already exists: choose a new folder for the result, or delete it." in err
 
 
+def test_an_output_that_cant_be_written_is_refused_before_the_tuning(run, asked):
+    code, _, err = run(MODEL, "--output", "net.py/tuned")
+    assert (code != 0, asked) == (True, [])
+    assert "is not a folder: choose another path" in err
+
+
 @pytest.mark.parametrize(
     ("source", "arguments", "code", "part"),
     [

@@ -356,8 +356,10 @@ def test_workers_would_repeat_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_loaders_that_have_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     without_slow_choices(monkeypatch)
     as_timed(monkeypatch, lambda setup: 1.0)
-    tuning = tune_training(mlp(), of_mlp, loader=[torch.randn(4, 16)], tune_seconds=30)
+    tuning = tune_training(mlp(), of_mlp, loader=[torch.randn(4, 16)] * 3, tune_seconds=30)
     assert tuning.recommended == Setup()
+    tuning = tune_training(mlp(), of_mlp, loader=[torch.randn(4, 16)], tune_seconds=30)
+    assert any("has one batch" in note for note in tuning.notes)
 
     def once() -> Iterator[torch.Tensor]:
         yield torch.randn(4, 16)
@@ -429,6 +431,13 @@ def test_a_loss_without_signal(own: Any, says: str) -> None:
 def test_an_optimizer_that_fails_as_it_is() -> None:
     with pytest.raises(LoadError, match=r"A step of AdamW can't be made: .*sparse gradients"):
         tune_training(nn.Embedding(9, 4, sparse=True), lambda model, x: model(x).square().sum(), torch.tensor([1, 2]))
+
+
+def test_a_step_that_raises_on_a_later_batch() -> None:
+    model = nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4))
+    loader = [torch.randn(8, 16), torch.randn(1, 16)]
+    with pytest.raises(LoadError, match=r"The training step raises at .*more than 1 value per channel"):
+        tune_training(model, of_mlp, loader=loader, tune_seconds=5)
 
 
 def test_a_compiled_model() -> None:
