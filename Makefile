@@ -17,6 +17,7 @@
 # make bench     test and run the benchmarks except `make rule`, on an idle machine (seven hours); docs/benchmarks.md
 #                links to the tables
 # make gpu       measure on a GPU for S=570 seconds, and go on where the last run ended
+# make gpu-training  the same of training steps
 # make docs      write the generated parts of the documentation, and build the site into site/; a broken link fails
 
 PYTHON ?= python3
@@ -38,7 +39,7 @@ RUNS ?= 2000
 S ?= 570
 SEED := $(or $(SEED),$(shell date +%s))
 
-.PHONY: demo test test-all test-bench coverage matrix fuzz zoo rule mutants crash check format lint bench gpu docs dist clean
+.PHONY: demo test test-all test-bench coverage matrix fuzz zoo rule mutants crash check format lint bench gpu gpu-training docs dist clean
 
 demo: $(VENV)/examples
 	$(BIN)/optimize-export examples/resnet.py --output dist/resnet --force
@@ -116,9 +117,13 @@ bench: $(VENV)/bench $(TIMM) test-bench
 	$(BIN)/python benchmarks/first_call.py --json benchmarks/results/first_call.json --markdown benchmarks/results/first_call.md
 	$(BIN)/python benchmarks/cold_start.py --json benchmarks/results/cold_start.json --markdown benchmarks/results/cold_start.md
 	$(BIN)/python benchmarks/checkpoints.py --compile unet,bert --llama70b --json benchmarks/results/checkpoints.json --markdown benchmarks/results/checkpoints.md
+	$(BIN)/python benchmarks/training.py --small --threads 1 --rounds 7 --tune-seconds 60 --limit 60 --json benchmarks/results/training_small_cpu.jsonl --markdown benchmarks/results/training_small_cpu.md
 
 gpu: $(VENV)/examples
 	$(BIN)/python benchmarks/gpu.py --seconds-left $(S) --markdown benchmarks/results/gpu_by_hand.md
+
+gpu-training: $(VENV)/examples $(TIMM)
+	$(BIN)/python benchmarks/training.py --device cuda --seconds-left $(S) --markdown benchmarks/results/training.md
 
 docs: $(VENV)/docs
 	$(BIN)/python docs/generate.py

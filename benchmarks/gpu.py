@@ -300,7 +300,7 @@ class Rows:
                 last = entry["where"]
             elif last == where and "started" in entry:
                 self.starts[tuple(entry["started"])] += 1
-            elif last == where:
+            elif last == where and "case" in entry:
                 self.found[entry["case"], entry["contender"]] = entry
         if last != where:
             self.append({"where": where})
