@@ -84,6 +84,8 @@ class TrainingTuning:
     """Where the loss is in what the step returns, as Python after the call, such as '["loss"]'; "" for the loss itself."""
     example: tuple[str, ...] = ("example_inputs",)
     """The arguments of `optimize` that have a call of the model: "example_inputs", "example_kwargs" or both."""
+    blocks: tuple[str, ...] = ()
+    """The paths of the blocks that the recommended setup compiles."""
 
     @property
     def code(self) -> str:

@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import statistics
+import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -183,7 +184,7 @@ def code_of(tuning: TrainingTuning, device: str) -> str:
             ]
         ),
         _settings(setup, device),
-        _model(setup, device, tuning.example),
+        _model(setup, device, tuning.example, tuning.blocks),
         _optimizer(setup, tuning.optimizer if is_torchs else ""),
         _loader(setup, (setup.batch_size or tuning.batch) // setup.accumulate) if loads else "",
         _placed(setup, device) if places else "",
@@ -204,7 +205,7 @@ def _settings(setup: Setup, device: str) -> str:
     return _block(told)
 
 
-def _model(setup: Setup, device: str, example: Sequence[str]) -> str:
+def _model(setup: Setup, device: str, example: Sequence[str], blocks: Sequence[str]) -> str:
     told = [] if device == "cpu" else [f'model.to("{device}")']
     told += ["model.to(memory_format=torch.channels_last)"] * setup.channels_last
     if setup.passes:
@@ -212,13 +213,13 @@ def _model(setup: Setup, device: str, example: Sequence[str]) -> str:
         told.append(f'model = optimize(model, {json.dumps(list(setup.passes))}, mode="training", {given})')
     told += ["model.compile()"] * (setup.compile == "whole")
     if setup.compile == "blocks":
+        paths = ", ".join(map(json.dumps, blocks))
         told += [
-            "for parent in model.modules():",
-            "    if isinstance(parent, (torch.nn.ModuleList, torch.nn.Sequential)):",
-            "        kinds = [type(block) for block in parent]",
-            "        for block in parent:",
-            "            if kinds.count(type(block)) > 2 and any(True for _ in block.parameters()):",
-            "                block.compile()",
+            "blocks = [",
+            *textwrap.wrap(paths, 100, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False),
+            "]",
+            "for path in blocks:",
+            "    model.get_submodule(path).compile()",
         ]
     return _block(told)
 

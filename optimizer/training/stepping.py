@@ -363,12 +363,17 @@ def made_model(job: TrainingJob, setup: Setup, *, own_draws: bool = False) -> nn
     if setup.compile == "whole":
         model.compile(options=options)
     elif setup.compile:
-        blocks = [block for group in repeated_blocks(model) for _, block in group]
+        blocks = blocks_of(model)
         if not blocks:
             raise Unavailable("The model has no repeated blocks.")
-        for block in blocks:
+        for block in blocks.values():
             block.compile(options=options)
     return model
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The repeated blocks of a model, by their paths."""
+    return dict(itertools.chain.from_iterable(repeated_blocks(model)))
 
 
 def _with_passes(job: TrainingJob, model: nn.Module, passes: tuple[str, ...]) -> nn.Module:

@@ -52,6 +52,7 @@ from optimizer.training.stepping import (
     Step,
     TrainingJob,
     Unavailable,
+    blocks_of,
     check_optimizer,
     check_step,
     made_model,
@@ -261,6 +262,7 @@ class _Tuner:
             optimizer=type(self.job.optimizer).__name__,
             loss=self.job.loss_place,
             example=self.job.example if recommended.passes else ("example_inputs",),
+            blocks=tuple(blocks_of(self.job.model)) if recommended.compile == "blocks" else (),
         )
 
     # ---------------------------------------------------------------------------------------------------- preparation

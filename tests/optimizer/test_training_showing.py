@@ -142,7 +142,8 @@ def test_the_code_to_paste_trains_as_it_is(setup):
 def test_the_code_with_an_unknown_optimizer_and_compiled_blocks(monkeypatch):
     compiled = []
     monkeypatch.setattr(nn.Module, "compile", lambda module: compiled.append(module))
-    code = tuning(Setup(compile="blocks", optimizer="fused"), optimizer="Lion").code
+    paths = tuple(f"blocks.{number}" for number in range(3))
+    code = tuning(Setup(compile="blocks", optimizer="fused"), optimizer="Lion", blocks=paths).code
     assert "# Yours: model, training_step, loader, optimizer." in code
     assert "# Make your optimizer with fused=True." in code
     model = Net()

@@ -453,3 +453,14 @@ def test_a_function_that_holds_a_module() -> None:
     model.again = lambda x: layer(x)  # type: ignore[assignment]
     with pytest.raises(LoadError, match="training would change them"):
         tune_training(model, of_mlp, torch.randn(2, 16))
+
+
+def test_the_code_compiles_the_blocks_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = tuner.choices_for
+    monkeypatch.setattr(tuner, "choices_for", lambda job: [one for one in choose(job) if one.setup.compile == "blocks"])
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: None)
+    monkeypatch.setattr(tuner, "missing_compiler", lambda device: "")
+    as_timed(monkeypatch, lambda setup: 0.5 if setup.compile else 1.0)
+    tuning = tune_training(mlp(), of_mlp, torch.randn(32, 16), tune_seconds=600)
+    assert tuning.blocks == ("0", "1", "2", "3")
+    assert '    "0", "1", "2", "3"\n' in tuning.code
