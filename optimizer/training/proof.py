@@ -114,7 +114,8 @@ class Proof:
 
     def _judge_exact(self, setup: Setup) -> Judgement:
         with settings_of(setup):
-            return _judged(self.reference.compare(self._module(setup)))
+            losses = [f"The loss of batch {number}" for number in range(1, len(self.batches) + 1)]
+            return _judged(self.reference.compare(self._module(setup)), losses)
 
     # ------------------------------------------------------------------------------------------------- lossy setups
 
@@ -228,7 +229,9 @@ class Proof:
 
     def _judge_update(self, setup: Setup) -> Judgement:
         parameters, reference = self._update
-        found = _judged(reference.compare(self._updating(parameters, setup)))
+        paths = {id(one): path for path, one in self.job.model.named_parameters()}
+        updates = [f"The optimizer's update of {paths[id(one)]}" for one in parameters]
+        found = _judged(reference.compare(self._updating(parameters, setup)), updates)
         names = {"loss_error": "update_error", "loss_noise": "update_noise", "loss_times": "update_times"}
         return Judgement(found.standing, {names[k]: v for k, v in found.differences.items() if k in names}, found.note)
 
@@ -254,7 +257,8 @@ def _changes_the_loss(setup: Setup) -> bool:
     return any(changes)
 
 
-def _judged(measurement: Measurement) -> Judgement:
+def _judged(measurement: Measurement, outputs: Sequence[str]) -> Judgement:
+    """The standing of what was measured; the outputs in words, for the reason."""
     report = judge(measurement)
     noises = {output.noise.name: output.noise for output in measurement.outputs}
     found: dict[str, float] = {}
@@ -266,16 +270,17 @@ def _judged(measurement: Measurement) -> Judgement:
             found[f"{name}_noise"] = max(each.noise for each in judged) / scale
             found[f"{name}_times"] = max(each.ratio for each in judged)
     if not report.ok:
-        return Judgement(REFUSED, found, _in_words(report.reason, noises))
+        return Judgement(REFUSED, found, _in_words(report.reason, noises, outputs))
     is_same = all(not output.max_difference for output in report.outputs)
     return Judgement(BIT_IDENTICAL if is_same else WITHIN_ROUNDING, found)
 
 
-def _in_words(reason: str, noises: Mapping[str, OutputNoise]) -> str:
-    """A sentence of the verdict, in which the outputs are the losses of the batches."""
-    for number, name in enumerate(each for each, noise in noises.items() if noise.kind == "output"):
-        if reason.startswith(f"{name} "):
-            return f"The loss of batch {number + 1}{reason.removeprefix(name)}"
+def _in_words(reason: str, noises: Mapping[str, OutputNoise], outputs: Sequence[str]) -> str:
+    """A sentence of the verdict, in which the outputs are in words."""
+    names = (each for each, noise in noises.items() if noise.kind == "output")
+    for name, words in zip(names, outputs, strict=False):
+        if reason.startswith((f"{name} ", f"{name}:")):
+            return words + reason.removeprefix(name)
     return reason.replace(" of model.", " of ")
 
 

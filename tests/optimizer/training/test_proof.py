@@ -133,6 +133,7 @@ def test_a_wrong_implementation_of_an_optimizer_is_refused() -> None:
     found = Proof(job, batches_of()).judge(Setup(optimizer="fused"))
     assert found.standing == REFUSED
     assert found.differences["update_times"] > 4
+    assert found.note.startswith("The optimizer's update of ")
 
 
 def test_random_numbers_of_torch_and_python_are_seeded() -> None:
