@@ -401,8 +401,7 @@ def main() -> int:
         synchronize(arguments.device)
     found = list(rows.found.values())
     goals = goals_of(found)
-    if places:
-        rows.append({"goals": goals})
+    rows.append({"goals": goals})
     tables = tables_of(found)
     tables[-1].caption.append(caption(where))
     for table in tables:
