@@ -68,8 +68,14 @@ def step_seconds(tuning: TrainingTuning) -> list[float | None]:
         base = statistics.median([first.latency.median, *(own * gain for own, gain in filter(None, pairs))])
     found = [base]
     for each, pair in zip(others, pairs, strict=True):
-        raw = each.latency.median if each.latency else None
-        found.append(raw if pair is None or base is None else base / pair[1])
+        seconds = each.latency.median if each.latency else None
+        if base is not None and pair is not None:
+            seconds = base / pair[1]
+        elif base and seconds and each.speedup and each.setup.batch_size and first.samples and first.latency:
+            # At another size, the rows a second are compared.
+            rows = first.samples * first.latency.median
+            seconds = base / each.speedup.median * each.setup.batch_size / rows
+        found.append(seconds)
     return found
 
 

@@ -88,8 +88,8 @@ def test_the_times_are_those_of_one_moment():
     busy = replace(made.candidates[1], latency=Latency(0.09, 0.09, (0.09,) * 7), samples=16 / 0.09)
     told = table_rows(replace(made, candidates=(made.candidates[0], busy, *made.candidates[2:])))
     assert told == table_rows(made)
-    larger = replace(busy, setup=Setup(batch_size=64))
-    assert table_rows(replace(made, candidates=(made.candidates[0], larger)))[1][1:3] == ("90 ms", "178")
+    larger = replace(busy, setup=Setup(batch_size=64), samples=64 / 0.09)
+    assert table_rows(replace(made, candidates=(made.candidates[0], larger)))[1][1:3] == ("36 ms", "1,778")
 
 
 def test_nothing_that_pays_is_said_so():
