@@ -10,6 +10,7 @@ from optimizer.parity import from_json, to_json
 
 AS_IT_IS = "as-is"
 PRECISIONS = (AS_IT_IS, "tf32", "bf16", "fp16")
+HALF = ("bf16", "fp16")
 OPTIMIZERS = (AS_IT_IS, "foreach", "fused")
 COMPILES = ("", "whole", "blocks")
 

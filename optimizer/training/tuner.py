@@ -3,6 +3,7 @@
 alone ─▶ each candidate is timed in turn with the step as it is; those that pay are proven
 combined ─▶ in the order of their gains, each stays if it still pays on top of the others
 the whole ─▶ the combination is timed and proven again
+compiled ─▶ compilers, each on top of the best so far, because compiling takes too long to do it twice
 curve ─▶ time against peak memory, where it is asked for
 batches ─▶ the largest batch that fits, the wished one, and the loader (`batches.py`)
 """
@@ -44,7 +45,7 @@ from optimizer.training.batches import BatchTuning, LoaderTuning, bytes_to_use, 
 from optimizer.training.choices import CHECKPOINTS, Choice, choices_for, conflict, curve_points
 from optimizer.training.proof import Proof
 from optimizer.training.results import DECLARED, NOT_PROVEN, ORIGINAL, REFUSED, Candidate, TrainingTuning
-from optimizer.training.setup import Setup
+from optimizer.training.setup import HALF, Setup
 from optimizer.training.showing import RECOMMENDED
 from optimizer.training.stepping import (
     MakeOptimizer,
@@ -206,7 +207,8 @@ class _Tuner:
         self.latencies = {"": Latency(self.step_seconds, self.step_seconds, (self.step_seconds,))}
         self.proof = Proof(self.job, self._batches_of_proof())
         self.notes += self.proof.notes
-        self.choices = list(choices_for(self.job))
+        self.every = list(choices_for(self.job))
+        self.choices = [each for each in self.every if not each.compiles and each.name != CHECKPOINTS]
         self.peak = self.original.peak()
         # The measured seconds of making each, and its row, by the name of the choice.
         self.making: dict[str, float] = {}
@@ -223,6 +225,9 @@ class _Tuner:
         for_rest = for_batches + _SHARE_OF_CURVE * curve
         self._try_alone(steps, (_SHARE_OF_COMBINATION + for_rest) * self.seconds)
         taken, whole = self._combined()
+        taken, whole = self._compiled(taken, whole, for_rest * self.seconds)
+        for each in (each for each in self.every if each.name == CHECKPOINTS):
+            self.rows[each.name] = self._tried(each, self.left() - for_rest * self.seconds, 1)
         # Times of different moments can't be compared, so it has those of the timing with the recommended row.
         latency = self.latencies[whole.name] if whole is not None else list(self.latencies.values())[-1]
         first = Candidate("as it is", Setup(), latency, None, self._samples(latency), self.peak, ORIGINAL)
@@ -240,7 +245,8 @@ class _Tuner:
             recommended |= loading.tuned()
             after += loading.rows
             self.notes += loading.notes
-        table = [first, *(replace(each, taken=each.name in taken) for each in self.rows.values()), *after]
+        tried = [replace(self.rows[each.name], taken=each.name in taken) for each in self.every]
+        table = [first, *tried, *after]
         if recommended != Setup():
             # Where it is one of the rows, that row is the last.
             own = next((each for each in table if each.setup == recommended), None)
@@ -309,15 +315,21 @@ class _Tuner:
             self.rows[choice.name] = row
             gc.collect()
 
-    def _tried(self, choice: Choice, allowed: float, waiting: int) -> Candidate:
-        row = Candidate(choice.name, choice.setup)
+    def _why_not(self, choice: Choice, row: Candidate, allowed: float) -> Candidate | None:
+        """The row of a choice that can't be tried here, or not in the time; None if it can."""
         if choice.setup.compile and (lack := missing_compiler(self.job.device)):
             return replace(row, standing=REFUSED, note=f"torch.compile isn't available here: {lack}.")
         needed = _seconds_for(choice.seconds, self.step_seconds)
-        if needed > allowed:
-            takes, left = math.ceil(needed), max(0, math.floor(allowed))
-            note = f"Not tried: it takes about {takes} s, and {left} s are left for it; allow more seconds."
-            return replace(row, note=note)
+        if needed <= allowed:
+            return None
+        takes, left = math.ceil(needed), max(0, math.floor(allowed))
+        note = f"Not tried: it takes about {takes} s, and {left} s are left for it; allow more seconds."
+        return replace(row, note=note)
+
+    def _tried(self, choice: Choice, allowed: float, waiting: int) -> Candidate:
+        row = Candidate(choice.name, choice.setup)
+        if (untried := self._why_not(choice, row, allowed)) is not None:
+            return untried
         started = time.perf_counter()
         try:
             step = made_step(self.job, choice.setup)
@@ -353,7 +365,7 @@ class _Tuner:
 
     def _planning(self) -> float:
         """About how long it takes to plan the fewest values to keep: seen at twice the time of half the peak."""
-        estimate = sum(choice.seconds for choice in self.choices if choice.name == CHECKPOINTS)
+        estimate = sum(choice.seconds for choice in self.every if choice.name == CHECKPOINTS)
         return 2 * self.making.get(CHECKPOINTS, estimate)
 
     def _samples(self, latency: Latency) -> float | None:
@@ -385,9 +397,16 @@ class _Tuner:
         taken: list[Candidate] = paying[:1]
         for each in paying[1:]:
             if reason := self._why_not_with(taken, each):
-                self._drop(each, reason)
+                self._note(each, reason)
             else:
                 taken.append(each)
+        if any(one.setup.precision in HALF for one in taken):
+            # In half precision, kernels are others, and so are the formats that suit them.
+            again = [each for each in self.rows.values() if each.setup.channels_last or each.setup.cudnn_benchmark]
+            for each in again:
+                if each not in taken and each.speedup is not None and not self._why_not_with(taken, each):
+                    self._note(each, f"It pays on top of {_names(taken)}.")
+                    taken.append(self.rows[each.name])
         while len(taken) > 1:
             self.progress(Progress("tune", len(self.choices), len(self.choices), "the combination", "the combination"))
             try:
@@ -399,14 +418,58 @@ class _Tuner:
             if row.standing not in (REFUSED, NOT_PROVEN):
                 return {each.name for each in taken}, row
             dropped = taken.pop()
-            self._drop(dropped, f"Not taken: of its combination with {_names(taken)}: {row.note}")
+            self._note(dropped, f"Not taken: of its combination with {_names(taken)}: {row.note}")
         return {each.name for each in taken}, taken[0] if taken else None
+
+    def _compiled(self, taken: set[str], whole: Candidate | None, reserved: float) -> tuple[set[str], Candidate | None]:
+        """Try each compiler on top of the best so far; returns the names of what pays, and its row, as `_combined`."""
+        for choice in (each for each in self.every if each.compiles):
+            self.progress(Progress("tune", len(self.choices), len(self.choices), choice.name, choice.name))
+            # A compiled model has no passes.
+            kept = {
+                name: row
+                for name, row in self.rows.items()
+                if name in taken and not (choice.setup.compile and row.setup.passes)
+            }
+            others = [each.setup for each in self.every if each.name in kept]
+            on_top = f" with {' and '.join(kept)}" if kept else ""
+            row = Candidate(f"{choice.name}{on_top}", functools.reduce(operator.or_, others, Setup()) | choice.setup)
+            if rival := next(
+                (each.name for each in self.every if each.name in kept and conflict(each.setup, choice.setup)), None
+            ):
+                row = Candidate(choice.name, choice.setup, note=f"Not taken: {rival}, which excludes it, gains more.")
+            elif (untried := self._why_not(choice, row, self.left() - reserved)) is not None:
+                row = untried
+            else:
+                row = self._on_top(row, Setup() if whole is None else whole.setup)
+            self.rows[choice.name] = row
+            if row.standing not in (REFUSED, NOT_PROVEN):
+                taken, whole = {*kept, choice.name}, row
+            gc.collect()
+        return taken, whole
+
+    def _on_top(self, row: Candidate, best: Setup) -> Candidate:
+        """The row with its times, and its judgement if it pays compared with the best so far."""
+        try:
+            steps = {"original": self.original, "other": made_step(self.job, row.setup)}
+            if best != Setup():
+                steps["best"] = made_step(self.job, best)
+            found = timed(steps, self._for_timing(), self.job)
+            base, latency = found["original"], found["other"]
+            self.latencies[row.name], self.rounds = base, len(latency.rounds)
+            peak, gain = steps["other"].peak(), ratio(base, latency)
+            row = replace(row, latency=latency, speedup=gain, samples=self._samples(latency), peak=peak)
+            if not ratio(found.get("best", base), latency).pays:
+                return replace(row, note=f"Not taken: it isn't surely faster{_lower(peak, self.peak)}.")
+            return self._proven(row, "it isn't surely faster than the step as it is")
+        except Unavailable as error:
+            return replace(row, standing=REFUSED, note=str(error))
 
     def _why_not_with(self, taken: Sequence[Candidate], each: Candidate) -> str:
         """Why a choice isn't taken in addition to others, as a sentence; "" if it pays on top of them."""
         if rival := next((one for one in taken if conflict(one.setup, each.setup)), None):
             return f"Not taken: {rival.name}, which excludes it, gains more."
-        seconds = {choice.name: choice.seconds for choice in self.choices}
+        seconds = {choice.name: choice.seconds for choice in self.every}
         needed = 2 * sum(seconds[one.name] for one in taken) + seconds[each.name]
         if _seconds_for(needed, self.step_seconds) > self.left():
             return f"Not taken: no time was left to try it with {_names(taken)}; allow more seconds."
@@ -421,7 +484,7 @@ class _Tuner:
         is_faster = ratio(found["best"], found["more"]).pays
         return "" if is_faster else f"Not taken: it isn't surely faster on top of {_names(taken)}."
 
-    def _drop(self, row: Candidate, note: str) -> None:
+    def _note(self, row: Candidate, note: str) -> None:
         self.rows[row.name] = replace(row, note=note)
 
     def _for_timing(self) -> float:
