@@ -53,7 +53,7 @@ def test_python_api(tmp_path):
     assert (tmp_path / "net" / "manifest.json").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 def test_a_tuned_training_step(tmp_path):
     done = run(str(EXAMPLES / "tune_training.py"), str(tmp_path), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -196,7 +196,7 @@ def trained_as_tuned(cwd, *options, ranks):
     return [float(loss) for loss in losses.split()], float(norm), float(peak)
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(2))])
 def test_two_ranks_train_as_one_does_with_what_rank_0_tuned(device, tmp_path, monkeypatch):
     """The run of one process reads what rank 0 wrote, and has the rows of both ranks."""
