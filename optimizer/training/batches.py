@@ -380,7 +380,7 @@ class LoaderTuning:
                     waited += waiting
                     total += time.perf_counter() - started
                     count += 1
-                if time.perf_counter() > until:
+                if count and time.perf_counter() > until:
                     break
         return (total / count, waited / count) if count else (0.0, 0.0)
 

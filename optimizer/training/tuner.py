@@ -334,10 +334,9 @@ class _Tuner:
         try:
             step = made_step(self.job, choice.setup)
             self.making[choice.name] = time.perf_counter() - started
-            alone = self._once(step)
-            if alone > max(_FAR_SLOWER * self.step_seconds, _LONG_SECONDS):
+            if (far := self._far_slower(step)) is not None:
                 # Such as bfloat16 on a processor without instructions for it. Rounds of it would take most of the time.
-                times = alone / self.step_seconds
+                alone, times = far
                 row = replace(row, latency=Latency(alone, alone, (alone,)), samples=self._samples_in(alone))
                 return replace(
                     row, note=f"Not taken: one step takes {times:.1f} times as long, so it wasn't timed further."
@@ -346,6 +345,14 @@ class _Tuner:
             return self._proven(row, "it isn't surely faster")
         except Unavailable as error:
             return replace(row, standing=REFUSED, note=str(error))
+
+    def _far_slower(self, step: RunnableStep) -> tuple[float, float] | None:
+        """The seconds of a step that is far slower than the step as it is, and how many times; None for another."""
+        alone, base = self._once(step), self.step_seconds
+        if alone > max(_FAR_SLOWER * base, _LONG_SECONDS):
+            # Other work on the machine may have delayed it.
+            alone, base = min(alone, self._once(step)), self._once(self.original)
+        return (alone, alone / base) if alone > max(_FAR_SLOWER * base, _LONG_SECONDS) else None
 
     def _timed(self, row: Candidate, step: RunnableStep, seconds: float) -> Candidate:
         """The row with the times of a step next to the step as it is, and its peak."""
