@@ -432,26 +432,21 @@ class _Tuner:
         """Try each compiler on top of the best so far; returns the names of what pays, and its row, as `_combined`."""
         for choice in (each for each in self.every if each.compiles):
             self.progress(Progress("tune", len(self.choices), len(self.choices), choice.name, choice.name))
-            # A compiled model has no passes.
-            kept = {
-                name: row
-                for name, row in self.rows.items()
-                if name in taken and not (choice.setup.compile and row.setup.passes)
-            }
-            others = [each.setup for each in self.every if each.name in kept]
-            on_top = f" with {' and '.join(kept)}" if kept else ""
-            row = Candidate(f"{choice.name}{on_top}", functools.reduce(operator.or_, others, Setup()) | choice.setup)
-            if rival := next(
-                (each.name for each in self.every if each.name in kept and conflict(each.setup, choice.setup)), None
-            ):
-                row = Candidate(choice.name, choice.setup, note=f"Not taken: {rival}, which excludes it, gains more.")
+            before = [each for each in self.every if each.name in taken]
+            rivals = [each.name for each in before if conflict(each.setup, choice.setup)]
+            # A model is compiled in one way, and then has no passes.
+            kept = [each for each in before if not choice.setup.compile or each.name not in rivals]
+            on_top = f" with {_names(kept)}" if kept else ""
+            row = Candidate(f"{choice.name}{on_top}", _setup_of(kept) | choice.setup)
+            if rivals and not choice.setup.compile:
+                row = Candidate(choice.name, choice.setup, note=f"Not tried: {rivals[0]}, which is taken, excludes it.")
             elif (untried := self._why_not(choice, row, self.left() - reserved)) is not None:
                 row = untried
             else:
                 row = self._on_top(row, Setup() if whole is None else whole.setup)
             self.rows[choice.name] = row
             if row.standing not in (REFUSED, NOT_PROVEN):
-                taken, whole = {*kept, choice.name}, row
+                taken, whole = {choice.name, *(each.name for each in kept)}, row
             gc.collect()
         return taken, whole
 
@@ -531,11 +526,11 @@ def _lower(peak: int | None, before: int | None) -> str:
     return f", but its peak is {1 - peak / before:.0%} lower"
 
 
-def _setup_of(taken: Sequence[Candidate]) -> Setup:
+def _setup_of(taken: Sequence[Candidate | Choice]) -> Setup:
     return functools.reduce(operator.or_, (each.setup for each in taken), Setup())
 
 
-def _names(taken: Sequence[Candidate]) -> str:
+def _names(taken: Sequence[Candidate | Choice]) -> str:
     return " and ".join(each.name for each in taken)
 
 

@@ -132,6 +132,28 @@ def test_a_compiler_is_tried_on_top_of_what_pays(monkeypatch: pytest.MonkeyPatch
     assert of_rows(tuning)["jit-fusion with fused optimizer"].note == "Not taken: it isn't surely faster."
 
 
+def test_the_faster_of_two_compilers_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one is measured too, next to the first."""
+    choices = [Choice("blocks", Setup(compile="blocks")), Choice("whole", Setup(compile="whole"))]
+    choices.append(Choice(FUSION, Setup(passes=("fold-conv-bias",))))
+    made = tuner.made_step
+
+    def uncompiled(job: Any, setup: Setup, batch: Any = None) -> RunnableStep:
+        found = made(job, Setup(), batch)
+        found.setup = setup
+        return found
+
+    monkeypatch.setattr(tuner, "choices_for", lambda job: choices)
+    monkeypatch.setattr(tuner, "made_step", uncompiled)
+    monkeypatch.setattr(RunnableStep, "peak", lambda self: None)
+    monkeypatch.setattr(Proof, "judge", lambda self, setup: Judgement(WITHIN_ROUNDING))
+    as_timed(monkeypatch, lambda setup: {"": 1.0, "blocks": 0.8, "whole": 0.5}[setup.compile])
+    tuning = tune_training(small_net(), step, images(), tune_seconds=60)
+    assert tuning.recommended == Setup(compile="whole")
+    assert [each.name for each in tuning.candidates if each.taken] == ["whole"]
+    assert of_rows(tuning)[FUSION].note == "Not tried: whole, which is taken, excludes it."
+
+
 def test_half_precision_changes_which_formats_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     without_slow_choices(monkeypatch)
     as_timed(
