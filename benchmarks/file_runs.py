@@ -80,14 +80,14 @@ class OpenvinoRun:
     """
 
     def __init__(self, path: Path, inputs: tuple[torch.Tensor, ...], threads: int, precision: str = "f32") -> None:
-        import openvino
+        from optimize_export.runtime.openvino_runner import openvino_core
 
         config = {
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_PRECISION_HINT": precision,
             "INFERENCE_NUM_THREADS": threads,
         }
-        self._compiled = openvino.Core().compile_model(str(path), "CPU", config)
+        self._compiled = openvino_core().compile_model(str(path), "CPU", config)
         self._inputs = [tensor.contiguous().numpy() for tensor in inputs]
 
     def __call__(self) -> tuple[torch.Tensor, ...]:

@@ -77,10 +77,10 @@ def raw_call(way: str, path: Path, threads: int) -> Callable[..., Any]:
         names = [node.name for node in session.get_inputs()]
         return lambda arrays: session.run(None, dict(zip(names, arrays, strict=True)))
     if way == "openvino":
-        import openvino
+        from optimize_export.runtime.openvino_runner import openvino_core
 
         config = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}
-        compiled = openvino.Core().compile_model(str(path), "CPU", config)
+        compiled = openvino_core().compile_model(str(path), "CPU", config)
         return lambda arrays: list(compiled(arrays).values())
     with torchscript_allowed():
         module: Any = torch.jit.load(str(path)) if way == "torchscript" else torch.export.load(str(path)).module()

@@ -5,6 +5,7 @@ The file is converted from the torch.export capture that all formats of an expor
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Mapping
@@ -69,7 +70,7 @@ class OpenVinoExporter(Exporter):
     @staticmethod
     def read_metadata(path: Path) -> Mapping[str, str]:
         try:
-            model = openvino.Core().read_model(path)
+            model = _core().read_model(path)
         except RuntimeError as error:
             raise MetadataError(f"The metadata of {path.name} can't be read: it is no OpenVINO model.") from error
         return json.loads(model.get_rt_info(_METADATA).value) if model.has_rt_info(_METADATA) else {}
@@ -104,13 +105,19 @@ def _converted(program: torch.export.ExportedProgram, evidence: Evidence) -> ope
     return model
 
 
+@functools.cache
+def _core() -> openvino.Core:
+    """OpenVINO's Core, never freed: if two are, a signal that Python handles, such as Ctrl-C, may crash the process."""
+    return openvino.Core()
+
+
 class _LoadedModel:
     device = "cpu"
     placement: dict[str, int] | None = None
 
     def __init__(self, path: Path) -> None:
         # Otherwise OpenVINO computes in bfloat16 on processors that support it.
-        self._model = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+        self._model = _core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
         self.settings = {"openvino_precision": self._model.get_property("INFERENCE_PRECISION_HINT").get_type_name()}
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import threading
@@ -31,7 +32,7 @@ class OpenvinoRunner:
         }
         if "threads" in route.settings:
             config["INFERENCE_NUM_THREADS"] = int(route.settings["threads"])
-        self._compiled = package.Core().compile_model(str(path), "CPU", config)
+        self._compiled = openvino_core().compile_model(str(path), "CPU", config)
         self._local = threading.local()
         self._openvino = package
         self.device = "cpu"
@@ -56,8 +57,19 @@ class OpenvinoRunner:
 
 def openvino_precisions() -> list[str]:
     """The precisions below float32 in which this machine's processor computes faster, as OpenVINO says."""
-    capabilities = openvino().Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    capabilities = openvino_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     return [name for name, short in (("bfloat16", "BF16"), ("float16", "FP16")) if short in capabilities]
+
+
+@functools.cache
+def openvino_core() -> Any:
+    """OpenVINO's Core, one for the process and never freed.
+
+    Each Core sets up a stack for signal handlers in its thread, and restores the one before when it is freed. If two are
+    freed in the order in which they were made, or in another thread, the next signal that Python handles, such as
+    Ctrl-C, runs on freed memory and ends the process. Seen in 2026.4.1.
+    """
+    return openvino().Core()
 
 
 _TELEMETRY = "openvino_telemetry"

@@ -404,6 +404,24 @@ def test_a_recommended_runtime_that_is_missing_leaves_a_note(
 
 
 @pytest.mark.slow
+def test_signals_are_handled_after_models_in_openvino_are_freed(every: Bundle) -> None:
+    """OpenVINO sets up the stack of signal handlers, and frees it with its Core."""
+    code = f"""if True:
+        import gc, os, signal
+        from optimize_export import load
+        signal.signal(signal.SIGUSR1, lambda number, frame: print("handled"))
+        first, second = (load({str(every.path)!r}, runtime="openvino") for _ in range(2))
+        del first
+        gc.collect()
+        del second
+        gc.collect()
+        os.kill(os.getpid(), signal.SIGUSR1)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr
+
+
+@pytest.mark.slow
 def test_a_recommended_file_for_another_machine_leaves_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if missing_compiler():
         pytest.skip("needs a C++ compiler")
