@@ -122,6 +122,7 @@ FLOORS = (
     "showing",
     "model",
     "parity",
+    "accuracy",
     "bundle",
     "faults",
     "profiling",
