@@ -203,7 +203,9 @@ _Opened = tuple[tuple[Key, ...], list[Any], Callable[[list[Any]], Any]]
 
 def _open(value: Any) -> _Opened | None:
     """Keys, children and rebuild function of a container; None for other values."""
-    children, spec = pytree.tree_flatten(value, is_leaf=lambda node: node is not value)
+    # Not the value itself: torch's function leaves a cycle, which would keep the tensors until the next collection.
+    own = id(value)
+    children, spec = pytree.tree_flatten(value, is_leaf=lambda node: id(node) != own)
     if not (len(children) == 1 and children[0] is value):
         return _keys(value, len(children)), children, lambda parts: pytree.tree_unflatten(parts, spec)
     if not dataclasses.is_dataclass(value) or isinstance(value, type):

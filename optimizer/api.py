@@ -14,6 +14,7 @@ from torch import nn
 from exporters.base import Exporter
 from exporters.child_process import one_child
 from optimize_export.errors import UsageError
+from optimizer.accuracy import Aggregate, Evaluate, check_evaluate
 from optimizer.bundle import Bundle, write_bundle
 from optimizer.exporting import (
     ExportJob,
@@ -36,6 +37,7 @@ from optimizer.model import (
     check_model,
     check_numbers,
     in_turn,
+    random_state,
     resolved_device,
     samples_of,
 )
@@ -44,7 +46,7 @@ from optimizer.parity import Tolerance
 from optimizer.pipeline import optimize_model, provenance_of, report_of
 from optimizer.report import ProgressFunction, no_progress
 from optimizer.training import TrainingTuning, left_to_the_loop, read_setup
-from optimizer.tuning import Benchmark, CalibrationCall, calibration_of, choose, read_choices
+from optimizer.tuning import Benchmark, CalibrationCall, calibration_of, choose, evaluation_of, read_choices
 from passes.base import Pass
 
 __all__ = ["export", "optimize", "report_of"]
@@ -172,8 +174,11 @@ def export(
     tune: bool | None = None,
     tune_seconds: float = 120.0,
     accuracy: str | float = "exact",
+    confidence: str | float = "95%",
     finite_inputs: bool = False,
     calibration: Iterable[CalibrationCall] | None = None,
+    evaluate: Evaluate | None = None,
+    aggregate: Aggregate | None = None,
     choices: str | Path | None = None,
     seed: int = 0,
     source: str | None = None,
@@ -234,11 +239,21 @@ def export(
             None means yes if `accuracy` allows a loss and there are no `choices`.
         tune_seconds: about how long tuning may take, in seconds.
         accuracy: "exact" allows only rounding. A number such as 0.999 is the least cosine of any output at any call;
-            "top1=0.99" is the least share of rows with the same largest score. Nothing lossy is made without it.
+            "top1=0.99" is the least share of rows with the same largest score. "drop<=0.5%" is the largest drop of the
+            metric that `evaluate` computes, in points of its mean score (0.5% is 0.005). "0.99,drop<=0.5%" combines parts.
+            Nothing lossy is made without it.
+        confidence: how sure the bound of the drop must be, such as "95%" or 0.95: the chance that a file which drops more
+            is shipped is at most the rest.
         finite_inputs: inputs never have NaN or infinity, so a route that turns them into finite numbers, or finite numbers
             into them, may be recommended; a note says which. Without it, none is, except of files in integers.
         calibration: calls for static quantization: tensors, tuples or dicts of keyword arguments. Every fourth is kept
-            apart to judge the result. None draws random ones, and a note says so.
+            apart to judge the result. None takes inputs of `evaluate`, or draws random ones, and a note says so.
+        evaluate: a function of `run`, which it calls as the model. It yields a score for each example, the higher the
+            better: a number, a bool or a tensor without dims; a tensor, array or list of one dim has the scores of several
+            examples; a pair is (score, weight). Each time it is called, it must give the same inputs in the same order,
+            an order that says nothing about the examples, since a decision may come before the end.
+        aggregate: a function that makes the metric of a list of what `evaluate` yields, such as an F1 score: one
+            statistic of any type for each example. None for the mean of scores.
         choices: a bundle that was tuned, or its manifest: its recommended route is proven again, and nothing is timed.
         seed: the seed of the drawn example inputs.
         source: the origin of the model, for the manifest.
@@ -251,7 +266,7 @@ def export(
             `text` and `name` (of the pass or format; may be ""), and the numbers `done` and `total` of the stage's steps.
 
     Raises:
-        UsageError, LoadError: as for `optimize`.
+        UsageError, LoadError: as for `optimize`; LoadError also for what is wrong with `evaluate`.
         ExporterError: a format or opset is unknown, no file can hold the metadata, or no format could be exported (with
             `strict`: one couldn't). The message has the reasons.
         ExportFailed: the original was changed after `optimize`, its answer to a call depends on earlier calls, or it
@@ -267,6 +282,8 @@ def export(
     check_model(model, runs=True)
     check_numbers(seed, batch_sizes)
     settings.check(calibration)
+    if (evaluate, aggregate, settings.budget.drop) != (None, None, None):
+        check_evaluate(evaluate, aggregate, settings.budget)
     # Before any of the user's code runs, because it may change the current folder.
     settings = with_checked_folders(settings)
     used = exporters_of(formats, exporters, opset, {} if metadata is None else metadata)
@@ -296,16 +313,20 @@ def export(
         tell=progress or no_progress,
     )
     measured = measure(job)
-    calls = None
-    if not job.budget.is_exact:
-        calls = calibration_of(calibration, samples, measured.adapter, measured.request)
+    calls, evaluation = None, None
+    # What evaluate draws is no business of the caller's.
+    with random_state():
+        if evaluate is not None:
+            evaluation = evaluation_of(job, measured, evaluate, aggregate)
+        if not job.budget.is_exact:
+            calls = calibration_of(calibration, samples, measured.adapter, measured.request, evaluation)
     written: list[WrittenFiles] = []
     benchmarks: list[Benchmark | None] = []
     profiles: dict[str, Any] = {}
 
     def fill(folder: Path) -> Mapping[str, Any]:
         written.append(write_files(job, measured, folder))
-        benchmark = choose(job, measured, calls, written[0], folder, chosen)
+        benchmark = choose(job, measured, calls, written[0], folder, chosen, evaluation)
         benchmarks.append(benchmark)
         lossy = {} if benchmark is None else benchmark.lossy_choice()
         body = write_data(job, measured, written[0], folder, lossy)

@@ -95,23 +95,41 @@ def options_of(cls: type) -> dict[str, tuple[Field[Any], Option]]:
 
 @dataclass(frozen=True)
 class AccuracyBudget:
-    """How much accuracy a lossy route may cost: the least cosine and the least top-1 agreement, over outputs and calls.
-
-    With neither, only rounding is allowed.
-    """
+    """How much accuracy a lossy route may cost; with nothing set, only rounding is allowed."""
 
     cosine: float | None = None
+    """The least cosine of any output at any call."""
     top1: float | None = None
+    """The least top-1 agreement of any output at any call."""
+    drop: float | None = None
+    """The largest drop of the user's metric."""
+    confidence: float | None = None
+    """How sure the bound of the drop must be; None without a drop."""
+    percent: bool = False
+    """Whether the user gave the drop in percent, so that it is told in points."""
 
     @property
     def is_exact(self) -> bool:
-        return self.cosine is None and self.top1 is None
+        return self.cosine is None and self.top1 is None and self.drop is None
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields for the manifest; those of a drop only where there is one."""
+        kept = ("cosine", "top1") if self.drop is None else tuple(each.name for each in fields(self))
+        return {name: getattr(self, name) for name in kept}
 
     def __str__(self) -> str:
         parts = [
             f"{name} {value}" for name, value in (("cosine", self.cosine), ("top1", self.top1)) if value is not None
         ]
+        if self.drop is not None:
+            sure = f" at {100 * self.confidence:g} %" if self.confidence else ""
+            parts.append(f"drop {points(self.drop, percent=self.percent)}{sure}")
         return " and ".join(parts) or "exact"
+
+
+def points(amount: float, *, percent: bool) -> str:
+    """An amount of a metric as text: "0.41 points" are 0.0041, or the number itself."""
+    return f"{100 * amount:.3g} points" if percent else f"{amount:.3g}"
 
 
 # fmt: off
@@ -217,8 +235,15 @@ class ExportSettings:
         "About how long --tune may take.", "speed", metavar="N", parse=above_zero, default_text="120",
     ))
     accuracy: str | float = field(default="exact", metadata=option(
-        "Budget of lossy files: exact, 0.999, top1=0.99.", "speed", metavar="BUDGET", common=True,
-        more="A number is the least cosine of any output. Implies --tune, unless there are --choices.",
+        'Budget of lossy files: exact, 0.999, "drop<=0.5%".', "speed", metavar="BUDGET", common=True,
+        more="A number is the least cosine of any output, top1=0.99 the least share of rows with the same largest score. "
+        "drop<=0.5% is the largest drop of your own metric, which the file's evaluate(run) computes. Implies --tune, unless "
+        "there are --choices.",
+    ))
+    confidence: str | float = field(default="95%", metadata=option(
+        "How sure the bound of the drop must be.", "speed", metavar="LEVEL",
+        more="The chance that a file which drops more is shipped is at most the rest, such as 5 %. With --accuracy "
+        '"drop<=0.5%".',
     ))
     finite_inputs: bool = field(default=False, metadata=option(
         "Inputs never have NaN or infinity, so a file that computes something else for them may be recommended.",
@@ -243,7 +268,7 @@ class ExportSettings:
     # fmt: on
     @property
     def budget(self) -> AccuracyBudget:
-        return parse_accuracy(self.accuracy)
+        return parse_accuracy(self.accuracy, self.confidence)
 
     def check(self, calibration: object = None) -> None:
         """Raise `UsageError` if a value is invalid, two contradict each other, or one has no effect without another."""
@@ -255,10 +280,12 @@ class ExportSettings:
         seconds: object = self.tune_seconds
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
             raise UsageError(f"The time for tuning must be a number of seconds above 0, not {seconds!r}.")
-        is_exact = self.budget.is_exact
+        budget, default = self.budget, next(each for each in fields(ExportSettings) if each.name == "confidence").default
+        if budget.drop is None and self.confidence != default:
+            raise UsageError('The confidence has an effect only with a budget such as `accuracy="drop<=0.5%"`: add one.')
         if self.tune and self.choices is not None:
             raise UsageError("Tuning and choices contradict each other: choices are taken without timing.")
-        if calibration is not None and is_exact:
+        if calibration is not None and budget.is_exact:
             raise UsageError(
                 "Calibration data have an effect only with an accuracy budget: add one, such as `accuracy=0.999`."
             )
@@ -274,22 +301,39 @@ class ExportSettings:
         return bool(self.tune) or (not self.budget.is_exact and self.choices is None)
 
 
-def parse_accuracy(given: object) -> AccuracyBudget:
-    """Parse "exact", a cosine such as 0.999 or "0.999", "top1=0.99", or several parts separated by commas."""
+def parse_accuracy(given: object, confidence: object = "95%") -> AccuracyBudget:
+    """Parse "exact", a cosine such as 0.999 or "0.999", "top1=0.99", "drop<=0.5%", or several parts separated by commas.
+
+    Args:
+        confidence: of the bound of a drop, such as "95%" or 0.95.
+    """
+    sure = _share(confidence)
+    if not 0.5 <= sure < 1:
+        raise UsageError(f"The confidence must be from 50% to below 100%, such as 95%, not {confidence!r}.")
     if given == "exact":
         return AccuracyBudget()
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {}
     for part in str(given).split(","):
-        name, _, number = part.strip().rpartition("=")
-        value = number_in(number)
-        if name not in ("", "cosine", "top1") or not 0 < value < 1:
+        spelled, _, number = part.strip().rpartition("=")
+        name = {"": "cosine", "cosine": "cosine", "top1": "top1", "drop<": "drop"}.get(spelled)
+        value = _share(number) if name == "drop" else number_in(number)
+        if name is None or not 0 < value < (math.inf if name == "drop" else 1):
             raise UsageError(
-                f"accuracy {given!r} isn't a budget: use exact, a cosine above 0 and below 1 such as 0.999, or top1=0.99."
+                f"accuracy {given!r} isn't a budget: use exact, a cosine above 0 and below 1 such as 0.999, top1=0.99 or "
+                "drop<=0.5%."
             )
-        if (name or "cosine") in found:
-            raise UsageError(f"accuracy {given!r} has two values for {name or 'cosine'}.")
-        found[name or "cosine"] = value
+        if name in found:
+            raise UsageError(f"accuracy {given!r} has two values for {name}.")
+        found[name] = value
+        if name == "drop":
+            found |= {"confidence": sure, "percent": number.strip().endswith("%")}
     return AccuracyBudget(**found)
+
+
+def _share(given: object) -> float:
+    """A number, or a text with a number or a percentage; NaN for anything else."""
+    text = str(given).strip()
+    return number_in(text.removesuffix("%")) / 100 if text.endswith("%") else number_in(text)
 
 
 def is_to_be_timed(bench: object) -> bool:

@@ -34,6 +34,7 @@ def test_every_example_is_run_by_a_test():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
         "fold_layer_norm.py",
         "gelu_by_tanh.py",
+        "own_metric.py",
         "python_api.py",
         "resnet.py",
         "train.py",
@@ -95,6 +96,29 @@ def test_a_pass_with_new_parameters(tmp_path):
     differences = [float(text) for text in re.findall(r"differ by ([\d.e+-]+)", done.stdout)]
     assert len(differences) == 2
     assert max(differences) < 1e-5
+
+
+@pytest.mark.slow
+def test_an_export_within_a_drop_of_ones_own_metric(tmp_path):
+    example = str(EXAMPLES / "own_metric.py")
+    command = [
+        "-m",
+        "optimizer",
+        example,
+        "--formats",
+        "onnx",
+        "--accuracy",
+        "drop<=1%",
+        "--tune-seconds",
+        "30",
+        "--json",
+    ]
+    done = run(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)["benchmark"]["figures"]
+    metrics = [each["accuracy"]["metric"] for each in figures if each["accuracy"]]
+    assert "within" in {metric["verdict"] for metric in metrics}
+    assert all(0.9 < metric["score"] < 1 for metric in metrics)
 
 
 def _example(name):

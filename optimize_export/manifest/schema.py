@@ -159,13 +159,20 @@ _MEASUREMENT = {
     "settings": {str: _TEXT},
     "rows?": (_ROWS, None),
 }
-_BUDGET = _all((_FINITE, None), "cosine", "top1")
+_BUDGET = {**_all((_FINITE, None), "cosine", "top1", "drop?", "confidence?"), "percent?": _FLAG}
+_METRIC = {
+    **_all(_FINITE, "score", "drop", "upper", "confidence", "budget"),
+    "percent": _FLAG,
+    "examples": _COUNT,
+    **_all((_COUNT, None), "of", "needed"),
+    **_all(_TEXT, "verdict", "part"),
+}
 _ACCURACY = {
-    **_BUDGET,
-    **_all((_FINITE, None), "equal", "snr"),
+    **_all((_FINITE, None), "cosine", "top1", "equal", "snr"),
     "max_error": (_SIZE, None),
     "calls": _COUNT,
     "problem": (_TEXT, None),
+    "metric?": (_METRIC, None),
 }
 _ARTIFACT = {
     **_all(_TEXT, "format", "route"),

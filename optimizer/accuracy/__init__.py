@@ -1,5 +1,24 @@
 """How far a user's own metric drops from the original to a candidate, with a bound that holds at a stated confidence."""
 
 from optimizer.accuracy.drops import PairedTest, Search
+from optimizer.accuracy.evaluation import (
+    Aggregate,
+    Evaluate,
+    EvaluateError,
+    Evaluation,
+    NotScored,
+    check_evaluate,
+    misfit,
+)
 
-__all__ = ["PairedTest", "Search"]
+__all__ = [
+    "Aggregate",
+    "Evaluate",
+    "EvaluateError",
+    "Evaluation",
+    "NotScored",
+    "PairedTest",
+    "Search",
+    "check_evaluate",
+    "misfit",
+]

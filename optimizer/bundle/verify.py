@@ -6,7 +6,7 @@ measurements that the manifest has, and runs nothing.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ class ArtifactFigures:
             **{name: getattr(self, name) for name in ("format", "path", "device", "ok", "verdict", "calls")},
             "parity": None if self.parity is None else self.parity.to_json(),
             "placement": None if self.placement is None else dict(self.placement),
-            "accuracy": None if self.accuracy is None else {**self.accuracy.to_json(), "budget": asdict(self.budget)},
+            "accuracy": None if self.accuracy is None else {**self.accuracy.to_json(), "budget": self.budget.to_json()},
             "outputs": list(self.outputs),
             "metadata": dict(self.metadata),
             "problem": self.problem,
@@ -289,6 +289,8 @@ def _run_artifact(
         names = [output["name"] for output in golden["outputs"]]
         places = [CallErrors(call.batch_size, call.draw, sizes=call.sizes) for call in calls]
         accuracy = accuracy_between(names, zip(answers, originals, strict=True), places)
+        # The user's metric isn't here, but the file is the one that it judged.
+        accuracy = replace(accuracy, metric=Accuracy.from_json(allowed).metric)
         outputs = [output.to_json() for output in accuracy.outputs]
         return replace(figures, accuracy=accuracy, budget=AccuracyBudget(**allowed["budget"]), outputs=outputs)
     return replace(figures, parity=_judged(golden, calls, answers, factor, device, settings))

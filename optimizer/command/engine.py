@@ -102,6 +102,8 @@ def _make(options: ExportOptions, progress: ProgressFunction) -> Document:
         **inputs,
         **options.settings(),
         calibration=loaded.calibration,
+        evaluate=loaded.evaluate,
+        aggregate=loaded.aggregate,
         source=loaded.source,
         build=loaded.build,
     )
@@ -193,6 +195,7 @@ def load_and_run(options: ExportOptions, progress: ProgressFunction, *, trains: 
             weights=options.weights,
             calibration=options.calibration,
             calibrates=not options.budget.is_exact,
+            evaluates=options.budget.drop is not None,
             trains=trains,
             seed=options.seed,
         )

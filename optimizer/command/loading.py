@@ -30,6 +30,7 @@ from torch import nn
 
 from optimize_export.errors import LoadError, UsageError
 from optimize_export.wording import a_type, listed
+from optimizer.accuracy import Aggregate, Evaluate, misfit
 from optimizer.command.early_checks import (
     A_LIBRARYS,
     SUFFIXES,
@@ -101,6 +102,10 @@ class Loaded:
     """More calls, from `--inputs`."""
     calibration: Sequence[Any] | None = None
     """Calls for static quantization, from `--calibration` or the file's get_calibration_inputs()."""
+    evaluate: Evaluate | None = None
+    """The file's `evaluate(run)`, if it was asked for."""
+    aggregate: Aggregate | None = None
+    """The file's `aggregate(statistics)`, likewise; None if it has none."""
     training: Training | None = None
     """What the file says about training, if it was asked for; None if it has no `training_step`."""
     dynamic: dict[str, dict[int, str | None]] | None = None
@@ -132,13 +137,14 @@ def load(
     weights: Path | None = None,
     calibration: Path | None = None,
     calibrates: bool = False,
+    evaluates: bool = False,
     trains: bool = False,
     seed: int = 0,
 ) -> Loaded:
     """Load the model that `spec` names, its weights and its example inputs.
 
     Calibration calls are those of the path `calibration`; or with `calibrates`, those of the user's file.
-    With `trains`, its training step is read too.
+    With `evaluates`, its `evaluate` is read too, and with `trains` its training step.
 
     Runs the user's code after `put_first`, with all random generators seeded with `seed`. The user's modules stay
     importable afterwards; `user_code.names_restored` removes them again.
@@ -196,9 +202,21 @@ def load(
         loaded.calibration = read_calls(files, model, loaded.first_call(seed), finder.preprocessing)
     elif calibrates:
         loaded.calibration = finder.calibration()
+    if evaluates:
+        loaded.evaluate, loaded.aggregate = _evaluation(finder, label)
     if trains and isinstance(finder, _Finder):
         loaded.training = finder.training(model)
     return loaded
+
+
+def _evaluation(finder: "_Finder | LibraryModel", label: str) -> tuple[Evaluate, Aggregate | None]:
+    how = "`def evaluate(run)`, which calls run as the model and yields a score for each example"
+    if not isinstance(finder, _Finder):
+        raise LoadError(f"{label} has no evaluate: write a Python file with the model as `model`, and add {how}.")
+    found = finder.evaluation()
+    if found is None:
+        raise LoadError(f"{label} has no evaluate, which a budget for the drop of a metric needs: add {how}.")
+    return found
 
 
 # MODEL ----------------------------------------------------------------------------------------------------------------
@@ -283,6 +301,16 @@ class _Finder:
                 "arguments or dicts of keyword arguments."
             )
         return list(calls)
+
+    def evaluation(self) -> tuple[Evaluate, Aggregate | None] | None:
+        """The file's `evaluate` and `aggregate`; None if it has no `evaluate`."""
+        held = {name: self._held(name) for name in ("evaluate", "aggregate")}
+        if held["evaluate"] is _ABSENT:
+            return None
+        for name, value in held.items():
+            if value is not _ABSENT and (wrong := misfit(name, value)):
+                raise LoadError(f"{self.target.label}: {wrong}.")
+        return held["evaluate"], None if held["aggregate"] is _ABSENT else held["aggregate"]
 
     def training(self, model: nn.Module) -> Training | None:
         """The file's `training_step`, and with what it runs; None if it has none."""

@@ -11,7 +11,7 @@ rule.
     report = judge(measurement)                               # runs nothing
 """
 
-from optimizer.parity.accuracy import WITHIN_BUDGET, Accuracy, accuracy_between, accuracy_of, accuracy_text
+from optimizer.parity.accuracy import WITHIN_BUDGET, Accuracy, Metric, accuracy_between, accuracy_of, accuracy_text
 from optimizer.parity.carried_state import describe_carried_state, measure_in_sequence
 from optimizer.parity.golden import GoldenEntry, compare_golden, golden_entries, golden_entry
 from optimizer.parity.observe import Flatten, Observation, RecordedRuns, input_names, observe
@@ -47,6 +47,7 @@ __all__ = [
     "Flatten",
     "GoldenEntry",
     "Measurement",
+    "Metric",
     "Observation",
     "OriginalOutputs",
     "OutputNoise",

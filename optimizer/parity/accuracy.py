@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
 from optimize_export.elementwise import is_exact
 from optimizer.model import Call
-from optimizer.options import AccuracyBudget
+from optimizer.options import AccuracyBudget, points
 from optimizer.parity.differences import Pool
 from optimizer.parity.golden import GoldenEntry, compare_stored
 from optimizer.parity.results import NOTHING_MEASURED, CallErrors, Measurement, OutputNoise, from_json, to_json
@@ -50,6 +50,49 @@ class OutputAccuracy:
 
 
 @dataclass(frozen=True)
+class Metric:
+    """The user's metric of a lossy candidate, compared with the original's on the same examples."""
+
+    score: float
+    """The original's metric."""
+    drop: float
+    """The original's metric minus the candidate's."""
+    upper: float
+    """The largest drop that the examples allow, at the confidence."""
+    confidence: float
+    budget: float
+    percent: bool
+    """Whether the budget was given in percent."""
+    examples: int
+    of: int | None
+    """The number of all examples of the part; None if evaluate wasn't read to its end."""
+    needed: int | None
+    """About how many examples evaluate must yield for a decision; None if it is made, or no number would do."""
+    verdict: str
+    """One of "within", "outside" and "undecided"."""
+    part: str
+    """The examples: "search" for those that choose candidates, "final" for those that decide what is shipped."""
+
+    @property
+    def why_not(self) -> str | None:
+        """The reason why the candidate can't be shipped; None if its drop is within the budget."""
+        if self.verdict == "within":
+            return None
+        allowed = points(self.budget, percent=self.percent)
+        if self.verdict == "outside":
+            return f"the metric may drop {allowed}, and it has {self}"
+        more = "no number would do" if self.needed is None else f"about {self.needed:,} would do"
+        return f"too few examples to decide whether the metric drops at most {allowed}: {self}; {more}"
+
+    def __str__(self) -> str:
+        score = f"{100 * self.score:.4g} %" if self.percent else f"{self.score:.4g}"
+        of = "" if self.of in (None, self.examples) else f" of {self.of:,}"
+        known = f"{100 * self.confidence:g} %, {self.examples:,}{of} examples"
+        upper = points(self.upper, percent=self.percent).removesuffix(" points")
+        return f"drop {points(self.drop, percent=self.percent)}, at most {upper} ({known}) from {score}"
+
+
+@dataclass(frozen=True)
 class Accuracy:
     """The worst figures over all outputs and calls; None where no output has the figure."""
 
@@ -65,6 +108,8 @@ class Accuracy:
     calls: int = 0
     problem: str | None = None
     """A difference that no budget allows, such as another shape; None where there is none."""
+    metric: Metric | None = None
+    """The user's metric; None if nobody asked for it. It isn't measured again where a bundle is verified."""
     outputs: tuple[OutputAccuracy, ...] = field(default=(), repr=False, compare=False)
     """The figures of each output at each call; not part of the JSON."""
 
@@ -78,6 +123,7 @@ class Accuracy:
             worst_of(min, (self.snr, other.snr)),
             self.calls + other.calls,
             self.problem or other.problem,
+            self.metric or other.metric,
             _joined(self.outputs, other.outputs),
         )
 
@@ -89,7 +135,9 @@ class Accuracy:
             return "no output has classes, so there is no top-1 agreement"
         if budget.cosine is not None and self.cosine is None and self.equal is None:
             return "no output could be compared"
-        return next(self._below(budget), None)
+        if (below := next(self._below(budget), None)) is not None:
+            return below
+        return None if self.metric is None else self.metric.why_not
 
     def is_below(self, budget: AccuracyBudget) -> bool:
         """Whether a figure is outside a budget, so that no further call can bring it within."""
@@ -105,7 +153,10 @@ class Accuracy:
                 yield f"{name} {_digits(figure)} is below {least}"
 
     def to_json(self) -> dict[str, Any]:
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "outputs"}
+        figures = {
+            each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("metric", "outputs")
+        }
+        return figures if self.metric is None else {**figures, "metric": asdict(self.metric)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Accuracy:
@@ -113,7 +164,8 @@ class Accuracy:
         return from_json(cls, {name: value for name, value in data.items() if name != "outputs"})
 
     def __str__(self) -> str:
-        shown = [] if self.cosine is None else [f"cosine {_digits(self.cosine)}"]
+        shown = [] if self.metric is None else [str(self.metric)]
+        shown += [] if self.cosine is None else [f"cosine {_digits(self.cosine)}"]
         shown += [] if self.top1 is None else [f"top-1 {100 * self.top1:.4g} %"]
         shown += [] if self.equal is None else [f"{100 * self.equal:.4g} % equal"]
         shown += [] if self.snr is None else [f"{self.snr:.0f} dB"]

@@ -2,7 +2,7 @@
 
 from optimizer.tuning.benchmark import Benchmark, Latency, PeakMemory, Ratio, interleaved, ratio
 from optimizer.tuning.choice import bench_bundle, choose, read_choices
-from optimizer.tuning.lossy import CalibrationCall, calibration_of
+from optimizer.tuning.lossy import CalibrationCall, calibration_of, evaluation_of
 
 __all__ = [
     "Benchmark",
@@ -13,6 +13,7 @@ __all__ = [
     "bench_bundle",
     "calibration_of",
     "choose",
+    "evaluation_of",
     "interleaved",
     "ratio",
     "read_choices",

@@ -19,6 +19,7 @@ from optimize_export.errors import BundleError, ExportFailed, ParityError, Usage
 from optimize_export.manifest import MANIFEST, damage_of, read_json, read_manifest, sums_problem
 from optimize_export.runtime import Route, is_installed
 from optimize_export.wording import quote
+from optimizer.accuracy import Evaluation
 from optimizer.bundle import open_bundle
 from optimizer.exporting import ExportJob, MeasuredExport, WrittenFiles, remove
 from optimizer.model import random_state, release_memory
@@ -51,19 +52,21 @@ def choose(
     written: WrittenFiles,
     folder: Path,
     choices: Choices | None = None,
+    evaluation: Evaluation | None = None,
 ) -> Benchmark | None:
     """Recommend one of the files; None if nobody asks for it. One that tuning made is added to those written.
 
     Args:
         calibration: None if nothing lossy is allowed.
         choices: a route that was chosen earlier, which is proven instead of timing.
+        evaluation: the user's metric, whose drop the budget limits; None without one.
     """
     if not (job.bench or job.tune or choices):
         return None
     # Once, because a collection takes long after an export: it visits all objects of torch's exporters.
     gc.collect()
     bench = Bench(job, measured, written, folder)
-    lossy = None if calibration is None else Lossy(measured, job.budget, calibration, bench.further)
+    lossy = None if calibration is None else Lossy(measured, job.budget, calibration, bench.further, evaluation)
     try:
         # The timed model may draw random numbers.
         with random_state():
@@ -74,6 +77,8 @@ def choose(
             return _tune(bench, lossy, written) if job.tune else _timed(bench)
     finally:
         bench.further.close()
+        if evaluation is not None:
+            evaluation.close()
         if bench.settings is not None:
             bench.settings.put_in_force()
         release_memory()
@@ -168,7 +173,9 @@ def _proven_again(bench: Bench, lossy: Lossy | None, written: WrittenFiles, choi
     made = [] if needed == route.format else [lossy.made(route.format, bench.files, choices.recipe)]
     files = replace(bench.files, entries=[*bench.files.entries, *made])
     try:
-        accuracy = lossy.proven(files.candidate(route), files).accuracy
+        accuracy = lossy.shipped(lossy.proven(files.candidate(route), files), files).accuracy
+        assert accuracy is not None
+        made = [entry | lossy.judged(accuracy) for entry in made]
         bench.keep_nonfinite(route, files.open_for_proof(route))
     except BaseException:
         remove(files.folder / name for entry in made for name in entry["files"])

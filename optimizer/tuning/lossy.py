@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,7 +20,8 @@ from exporters.registry import exported_format, half_of
 from optimize_export.errors import DeviceError, UsageError
 from optimize_export.runtime import Route, Runner, open_route, own_routes
 from optimize_export.wording import described
-from optimizer.exporting import MeasuredExport, remove
+from optimizer.accuracy import Aggregate, Evaluate, EvaluateError, Evaluation, NotScored, PairedTest, Search
+from optimizer.exporting import ExportJob, MeasuredExport, copy_for_export, remove
 from optimizer.model import Call, Samples, errors_of_model
 from optimizer.options import AccuracyBudget
 from optimizer.parity import WITHIN_BUDGET, Accuracy, accuracy_between, accuracy_of
@@ -38,6 +41,8 @@ _RANDOM = 8
 _FIRST_DRAW = 1000
 # One of this many calls is held out.
 _HELD_OUT = 4
+# The longest time of a quick test of the metric, as a share of what is left.
+_QUICK_TEST = 0.1
 
 
 def is_lossy(route: Route) -> bool:
@@ -67,10 +72,19 @@ class Recipe:
 
 
 class Lossy:
-    """Makes lossy candidates, and judges them at the golden calls and at the calls held out of the calibration."""
+    """Makes lossy candidates, and judges them at the golden calls and at the calls held out of the calibration.
+
+    Where the budget limits the drop of the user's metric, a quick test of it on examples for the search decides which of
+    them are candidates, and a final one on other examples whether the chosen one is shipped.
+    """
 
     def __init__(
-        self, measured: MeasuredExport, budget: AccuracyBudget, calibration: Calibration, further: FurtherFiles
+        self,
+        measured: MeasuredExport,
+        budget: AccuracyBudget,
+        calibration: Calibration,
+        further: FurtherFiles,
+        evaluation: Evaluation | None = None,
     ) -> None:
         self.budget = budget
         self.calibration = calibration
@@ -80,7 +94,14 @@ class Lossy:
         self.left: Callable[[], float | None] = lambda: None
         # Times a call of a file outside the budget, given its format.
         self.seconds_of: Callable[[str, Runner], float | None] = lambda format, runner: None
-        self._measured, self._further = measured, further
+        # Whether candidates are searched for, and not just one of an earlier search proven again.
+        self.searches = False
+        self._measured, self._further, self._evaluation = measured, further, evaluation
+        self._search = None
+        if evaluation is not None and budget.drop is not None and budget.confidence is not None:
+            self._search = Search(budget.drop, 1 - budget.confidence, evaluation.aggregate)
+        # By route without the settings that change no precision: quick tests.
+        self._tested: dict[str, Accuracy] = {}
         # By route, the accuracies of files that were made here: they are judged then.
         self._accuracies: dict[str, Accuracy] = {}
 
@@ -92,9 +113,30 @@ class Lossy:
         """
         assert candidate.route is not None
         known = self._accuracies.get(str(candidate.route))
-        accuracy = self.accuracy(files.open_for_proof(candidate.route)) if known is None else known
+        accuracy = self._judged_by(files.open_for_proof(candidate.route), candidate.route) if known is None else known
         if (reason := accuracy.why_not(self.budget)) is not None:
-            raise Refused(f"outside the budget: {reason}", accuracy)
+            raise Refused(_refusal(accuracy, reason), accuracy)
+        return replace(candidate, accuracy=accuracy)
+
+    @property
+    def tests_last(self) -> bool:
+        """Whether `shipped` may refuse a candidate."""
+        return self._search is not None
+
+    def shipped(self, candidate: Candidate, files: Files) -> Candidate:
+        """The candidate with the final test of the metric, if the budget limits its drop.
+
+        Raises:
+            Refused: it is outside the budget, or the examples are too few to decide.
+        """
+        assert candidate.route is not None
+        assert candidate.accuracy is not None
+        if self._search is None:
+            return candidate
+        runner = files.open_for_proof(candidate.route)
+        accuracy = self._with_metric(candidate.accuracy, runner, candidate.route, self._search.final(), "final")
+        if (reason := accuracy.why_not(self.budget)) is not None:
+            raise Refused(_refusal(accuracy, f"{reason} in the final test"), accuracy)
         return replace(candidate, accuracy=accuracy)
 
     def is_judged(self, candidate: Candidate) -> bool:
@@ -111,6 +153,43 @@ class Lossy:
             return held_out
         measurement, _ = self._measured.parity.measure_loaded(runner, None)
         return accuracy_of(measurement, names).and_worse(held_out)
+
+    def _judged_by(self, runner: Runner, route: Route, *, anew: bool = False) -> Accuracy:
+        """The accuracy of a runner, with a quick test of the metric if it is within the rest of the budget.
+
+        Args:
+            anew: its file was written again under the same route.
+        """
+        accuracy = self.accuracy(runner)
+        if self._search is None or not self.searches or accuracy.why_not(self.budget) is not None:
+            return accuracy
+        kind = str(alike(route))
+        known = self._tested.get(kind)
+        if known is None or anew:
+            left = self.left()
+            until = math.inf if left is None else time.monotonic() + _QUICK_TEST * left
+            known = self._with_metric(accuracy, runner, route, self._search.quick(), "search", until)
+            self._tested[kind] = known
+        return replace(accuracy, metric=known.metric, problem=known.problem)
+
+    def _with_metric(
+        self,
+        accuracy: Accuracy,
+        runner: Runner,
+        route: Route,
+        test: PairedTest,
+        part: Literal["search", "final"],
+        until: float = math.inf,
+    ) -> Accuracy:
+        assert self._evaluation is not None
+        try:
+            metric = self._evaluation.metric(
+                str(route), runner, test, part, self.budget, lambda: time.monotonic() > until
+            )
+        except NotScored as error:
+            return replace(accuracy, problem=f"it has no score: {error}")
+        self.notes = tuple(dict.fromkeys([*self.notes, *self._evaluation.notes]))
+        return replace(accuracy, metric=metric)
 
     def made(self, format: str, files: Files, recipe: Recipe | None = None) -> dict[str, Any]:
         """Make a quantized file, or one in half precision, within the budget; return its entry for the manifest.
@@ -138,12 +217,12 @@ class Lossy:
         entry = self._further.write(format, files.folder, self.left())
         (route,) = own_routes([format])
         path = files.folder / entry["path"]
-        accuracy = self.accuracy(open_in_child(path, route, files.device, files.inputs))
+        accuracy = self._judged_by(open_in_child(path, route, files.device, files.inputs), route)
         if accuracy.why_not(self.budget) is not None:
             seconds = self.seconds_of(format, open_route(path, route, files.device))
-            raise Refused(f"outside the budget: it has {accuracy}", accuracy, seconds)
+            raise Refused(_refusal(accuracy, f"it has {accuracy}"), accuracy, seconds)
         self._accuracies[str(route)] = accuracy
-        return {**entry, **self._judged(accuracy)}
+        return {**entry, **self.judged(accuracy)}
 
     def _quantized(self, format: str, files: Files, recipe: Recipe | None) -> dict[str, Any]:
         source = files.folder / files.entry("onnx")["path"]
@@ -156,7 +235,7 @@ class Lossy:
 
         def accept(path: Path) -> bool:
             nonlocal best, seconds
-            found.append(self.accuracy(open_in_child(path, route, files.device, files.inputs)))
+            found.append(self._judged_by(open_in_child(path, route, files.device, files.inputs), route, anew=True))
             if found[-1].why_not(self.budget) is None:
                 return True
             if _closeness(found[-1]) >= _closeness(best):
@@ -179,7 +258,7 @@ class Lossy:
             if made is not None:
                 break
         else:
-            raise Refused(f"outside the budget: the best has {best}", best, seconds)
+            raise Refused(_refusal(best, f"the best has {best}"), best, seconds)
         self._accuracies[str(route)] = found[-1]
         return self._entry(format, files, made, found[-1])
 
@@ -194,11 +273,11 @@ class Lossy:
             "refused": [],
             "notes": [],
             "placement": None,
-            **self._judged(accuracy),
+            **self.judged(accuracy),
             "quantization": Recipe(made.kind, made.kept).to_json(),
         }
 
-    def _judged(self, accuracy: Accuracy) -> dict[str, Any]:
+    def judged(self, accuracy: Accuracy) -> dict[str, Any]:
         """The fields of an entry on its accuracy."""
         told = {
             "ok": True,
@@ -206,7 +285,7 @@ class Lossy:
             "reason": f"{accuracy} (budget: {self.budget})",
             "outputs": [output.to_json() for output in accuracy.outputs],
         }
-        budget = {"budget": asdict(self.budget), **accuracy.to_json()}
+        budget = {"budget": self.budget.to_json(), **accuracy.to_json()}
         return {"parity": told, "measurement": None, "accuracy": budget}
 
     @cached_property
@@ -233,8 +312,22 @@ class Lossy:
         return found
 
 
-def _closeness(accuracy: Accuracy) -> tuple[bool, float]:
-    return accuracy.problem is None, accuracy.cosine or 0.0
+def _closeness(accuracy: Accuracy) -> tuple[bool, float, float]:
+    drop = math.inf if accuracy.metric is None else accuracy.metric.drop
+    return accuracy.problem is None, -drop, accuracy.cosine or 0.0
+
+
+def _refusal(accuracy: Accuracy, told: str) -> str:
+    """Why a candidate isn't used: it is outside the budget, with what is told of it; or the examples are too few to say."""
+    metric = accuracy.metric
+    if metric is not None and metric.verdict == "undecided":
+        return metric.why_not or ""
+    return f"outside the budget: {told}"
+
+
+def alike(route: Route) -> Route:
+    """The route without the settings that change only how fast it is."""
+    return replace(route, settings={k: v for k, v in route.settings.items() if k in ("precision", "tf32")})
 
 
 @dataclass(frozen=True)
@@ -249,10 +342,56 @@ class Calibration:
     """Whether they were drawn at random, because the user has given none."""
 
 
+def evaluation_of(
+    job: ExportJob, measured: MeasuredExport, evaluate: Evaluate, aggregate: Aggregate | None
+) -> Evaluation:
+    """The user's metric of the original of an export."""
+    adapter, request, call = measured.adapter, measured.request, job.samples.given
+    example = adapter.flatten_inputs(call.args, call.kwargs)
+
+    def refuse(tensors: Sequence[torch.Tensor]) -> None:
+        for name, tensor, other in zip(adapter.input_names, tensors, example, strict=True):
+            if not _fits(tensor, other, _free(name, other, example, request)):
+                raise EvaluateError(
+                    f"evaluate calls run with `{name}` as {described(tensor)}, but the example input is {described(other)}: "
+                    "convert it, or open the dim by `dynamic`."
+                )
+
+    original = Adapter(
+        copy_for_export(measured.original, job.target, measured.reference.written),
+        call.args,
+        call.kwargs,
+        input_names=adapter.input_names,
+        output_names=adapter.output_names,
+        outputs=adapter.outputs,
+    )
+    evaluation = Evaluation(evaluate, aggregate, original, job.target, refuse, whole=not request.dynamic_batch)
+    evaluation.start()
+    return evaluation
+
+
 def calibration_of(
+    given: Iterable[CalibrationCall] | None,
+    samples: Samples,
+    adapter: Adapter,
+    request: ExportRequest,
+    evaluation: Evaluation | None = None,
+) -> Calibration:
+    """Take the user's calibration calls, or inputs of the evaluation, or draw random ones. Every fourth call is held out.
+
+    The evaluation leaves out these inputs from now on.
+    """
+    if given is None and evaluation is not None:
+        given = evaluation.calibration() or None
+    calibration = _calibration_of(given, samples, adapter, request)
+    if evaluation is not None:
+        evaluation.exclude([*calibration.used, *calibration.held_out])
+    return calibration
+
+
+def _calibration_of(
     given: Iterable[CalibrationCall] | None, samples: Samples, adapter: Adapter, request: ExportRequest
 ) -> Calibration:
-    """Take the user's calibration calls, or draw random ones. Every fourth call is held out."""
     if given is None:
         calls = [samples.at(samples.batch_size, _FIRST_DRAW + number) for number in range(_RANDOM)]
         flat = [adapter.flatten_inputs(call.args, call.kwargs) for call in calls]
@@ -266,9 +405,7 @@ def calibration_of(
             if _rows(whole) == 0 and _rows(example):
                 raise UsageError(f"{named} has a batch of no rows: use at least one row.")
             for name, tensor, part, other in zip(adapter.input_names, whole, parts[0], example, strict=True):
-                has_batch = request.dynamic_batch and other.dim() and other.shape[0] == _rows(example)
-                free = (*request.open_dims.get(name, ()), *([0] if has_batch else []))
-                _refuse_misfit(f"{named}: `{name}`", tensor, part, other, free)
+                _refuse_misfit(f"{named}: `{name}`", tensor, part, other, _free(name, other, example, request))
             flat += parts
     if not flat:
         raise UsageError("calibration is empty: pass at least one call.")
@@ -294,13 +431,23 @@ def _flat(call: CalibrationCall, named: str, adapter: Adapter) -> tuple[torch.Te
         raise UsageError(f"{named} doesn't fit the model: {error}") from error
 
 
+def _free(name: str, other: torch.Tensor, example: Sequence[torch.Tensor], request: ExportRequest) -> Collection[int]:
+    """The dims of an input that may have any size, from the example input."""
+    has_batch = request.dynamic_batch and other.dim() and other.shape[0] == _rows(example)
+    return (*request.open_dims.get(name, ()), *([0] if has_batch else []))
+
+
+def _fits(tensor: torch.Tensor, other: torch.Tensor, free: Collection[int]) -> bool:
+    sizes = zip(tensor.shape, other.shape, strict=False)
+    fits = tensor.dim() == other.dim() and all(a == b or dim in free for dim, (a, b) in enumerate(sizes))
+    return tensor.dtype == other.dtype and fits
+
+
 def _refuse_misfit(
     named: str, whole: torch.Tensor, part: torch.Tensor, other: torch.Tensor, free: Collection[int]
 ) -> None:
     """Compare the first part of a calibration input with the example input, whose `free` dims may have any size."""
-    sizes = zip(part.shape, other.shape, strict=False)
-    fits = part.dim() == other.dim() and all(a == b or dim in free for dim, (a, b) in enumerate(sizes))
-    if part.dtype != other.dtype or not fits:
+    if not _fits(part, other, free):
         raise UsageError(f"{named} is {described(whole)}, but the example input is {described(other)}.")
     # A mask may contain infinity.
     if bool(other.isfinite().all()) and not bool(whole.isfinite().all()):

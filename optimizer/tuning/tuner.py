@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from optimize_export.runtime import (
     own_routes,
     usable_cpus,
 )
+from optimizer.accuracy import EvaluateError
 from optimizer.tuning.benchmark import (
     Benchmark,
     Candidate,
@@ -34,9 +35,10 @@ from optimizer.tuning.benchmark import (
     interleaved,
     open_all,
     ratio,
+    recommendation,
 )
 from optimizer.tuning.candidates import Bench, frozen, in_graph
-from optimizer.tuning.lossy import Lossy, is_lossy
+from optimizer.tuning.lossy import Lossy, alike, is_lossy
 from passes.cast_precision import fast_dtypes
 
 # Seconds of the first timing of each candidate, next to the first file: eager would take several times as long.
@@ -50,6 +52,8 @@ _COMPILING = 25.0
 # The number of routes whose settings are tried, and of files that stay open for the last timing.
 _WITH_SETTINGS = 2
 _FINALISTS = 6
+# The number of kinds of lossy files that stay open for a last test of the metric, however fast the others are.
+_RESERVES = 2
 # The largest share of the time that is left for the last timing.
 _LAST_TIMING = 0.3
 _LEAST_LAST_TIMING = 0.15
@@ -87,6 +91,7 @@ class Tuner:
         if lossy is not None:
             lossy.left = self._left
             lossy.seconds_of = self._seconds_of
+            lossy.searches = True
 
     def run(self) -> Benchmark:
         """Try all candidates, and time the best of them side by side.
@@ -111,10 +116,46 @@ class Tuner:
         # The line of a stage has its last text.
         self._bench.job.progress("tune", self._tried, self._tried, f"{self._tried} ways to run the model")
         ready = [eager, *self._finalists(), *self._in_python]
-        spent = time.monotonic() - self._started
-        seconds = max(self._seconds - spent, _LEAST_LAST_TIMING * self._seconds)
-        found = self._bench.conclude(ready, self._dropped, seconds)
+        while True:
+            spent = time.monotonic() - self._started
+            seconds = max(self._seconds - spent, _LEAST_LAST_TIMING * self._seconds)
+            found = self._bench.conclude(ready, self._dropped, seconds)
+            chosen = next((each for each in ready if each.candidate.route == found.recommended), eager).candidate
+            if self._lossy is None or chosen.accuracy is None:
+                break
+            try:
+                found = self._shipped(self._lossy, chosen, found)
+                break
+            except Refused as refused:
+                ready = self._without(chosen, refused, ready)
         return replace(found, notes=(*found.notes, *self._notes))
+
+    def _shipped(self, lossy: Lossy, chosen: Candidate, found: Benchmark) -> Benchmark:
+        """The outcome with the last judgement of the lossy file that it recommends.
+
+        Raises:
+            Refused: it is outside the budget.
+        """
+        assert chosen.route is not None
+        self._bench.job.progress("tune", self._tried, self._tried, f"the last test of {chosen.name}")
+        accuracy = lossy.shipped(chosen, self._bench.files).accuracy
+        assert accuracy is not None
+        if chosen.route.format in self.entries:
+            self.entries[chosen.route.format] |= lossy.judged(accuracy)
+        figures = [replace(each, accuracy=accuracy) if each.name == chosen.name else each for each in found.figures]
+        return replace(found, figures=tuple(figures), reason=recommendation(figures, chosen.name))
+
+    def _without(self, chosen: Candidate, refused: Refused, ready: Sequence[Opened]) -> list[Opened]:
+        """The candidates without one that failed its last test, and without those that differ from it in speed only."""
+        assert chosen.route is not None
+        kept, kind = list[Opened](), alike(chosen.route)
+        for opened in ready:
+            route = opened.candidate.route
+            if route is None or alike(route) != kind:
+                kept.append(opened)
+            else:
+                self._dropped.append(dropped_figure(opened.candidate, str(refused), refused.accuracy))
+        return kept
 
     def _left(self) -> float:
         """The seconds until the last timing, which takes less where calls are short."""
@@ -296,11 +337,13 @@ class Tuner:
         for opened in self._opened(candidate):
             try:
                 gain = self._gain(opened)
-                if self._is_far_behind(gain):
+                if self._is_far_behind(gain) and not self._may_be_next(candidate, gain):
                     self._fit.add(candidate.name)
                     raise Refused(self._behind(gain))
                 self._ready.append((self._proven(opened), gain))
                 self._fit.add(candidate.name)
+            except EvaluateError:
+                raise
             except Exception as error:  # noqa: BLE001 - as in `open_all`
                 dropped = dropped_by(error, candidate)
                 # Those outside the budget are drawn with the time that they would take.
@@ -311,6 +354,25 @@ class Tuner:
 
     def _is_far_behind(self, gain: float) -> bool:
         return gain * _FAR_BEHIND < self._best_gain()
+
+    def _may_be_next(self, candidate: Candidate, gain: float) -> bool:
+        """Whether a slow file may be shipped, because the last test may refuse the faster ones."""
+        exact, route = self._fastest_exact(), candidate.route
+        if self._lossy is None or not self._lossy.tests_last or route is None or not is_lossy(route):
+            return False
+        kinds = {str(alike(each.route)) for each in self._reserves() if each.route is not None}
+        pays = all(gain > other for opened, other in self._ready if opened is exact)
+        return pays and (str(alike(route)) in kinds or len(kinds) < _RESERVES)
+
+    def _reserves(self) -> list[Candidate]:
+        """The fastest file of each of the fastest kinds of lossy ones, if the last test may refuse them."""
+        fastest: dict[str, Candidate] = {}
+        for opened, _ in _by_speed(self._ready):
+            route = opened.candidate.route
+            if route is not None and opened.candidate.accuracy is not None:
+                fastest.setdefault(str(alike(route)), opened.candidate)
+        tests_last = self._lossy is not None and self._lossy.tests_last
+        return list(fastest.values())[:_RESERVES] if tests_last else []
 
     def _behind(self, gain: float) -> str:
         best = max(self._ready, key=lambda each: each[1])[0].candidate.name
@@ -398,17 +460,20 @@ class Tuner:
 
         The exported files in their own runtimes stay. They are the simplest to ship if all are equally fast.
         """
-        exact = self._fastest_exact()
+        exact, reserves = self._fastest_exact(), self._reserves()
         for opened, _ in _by_speed(self._ready)[_FINALISTS:]:
-            if opened.candidate.route not in self._own and opened is not exact:
+            if opened.candidate.route not in self._own and opened is not exact and opened.candidate not in reserves:
                 self._ready = [each for each in self._ready if each[0] is not opened]
                 self._drop(opened.candidate, f"{_FINALISTS} others are at least as fast")
 
     def _finalists(self) -> list[Opened]:
-        """The files of the last timing; those far slower than the best are dropped, except for the fastest exact one."""
-        kept, exact = list[Opened](), self._fastest_exact()
+        """The files of the last timing; those far slower than the best are dropped, except for the fastest exact one.
+
+        Where a last test of the metric may refuse the best, the next kinds of lossy files stay too.
+        """
+        kept, exact, reserves = list[Opened](), self._fastest_exact(), self._reserves()
         for opened, gain in self._ready:
-            if self._is_far_behind(gain) and opened is not exact:
+            if self._is_far_behind(gain) and opened is not exact and opened.candidate not in reserves:
                 self._drop(opened.candidate, self._behind(gain))
             else:
                 kept.append(opened)

@@ -40,6 +40,7 @@ def test_the_settings_of_an_export_are_spelled_once():
         default = inspect.Parameter.empty if each.default is dataclasses.MISSING else each.default
         assert parameters[each.name].default == default, each.name
     python_only = {"model", "example_inputs", "example_kwargs", "further_inputs", "exporters", "calibration"}
+    python_only |= {"evaluate", "aggregate"}
     python_only |= {"source", "build", "progress"}
     assert parameters.keys() == {each.name for each in dataclasses.fields(ExportSettings)} | python_only
     options = {option.field.name for option in commands.COMMANDS["export"].options}

@@ -163,7 +163,7 @@ def prepare(folder: Path, formats: Sequence[str], model: nn.Module | None = None
     """Export a model, by default a `ConvNet`, and return the arguments of `choose`: the job, the measured export, the files, their folder."""
     found: list[Any] = []
 
-    def keep(job: Any, measured: Any, calibration: Any, written: Any, staging: Path, choices: Any) -> None:
+    def keep(job: Any, measured: Any, calibration: Any, written: Any, staging: Path, *rest: Any) -> None:
         shutil.copytree(staging, folder / "files")
         found.extend((job, measured, written))
 

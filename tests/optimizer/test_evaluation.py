@@ -1,0 +1,439 @@
+"""A user's metric: how `evaluate` is run for the original and candidates, and what is refused."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from exporters.base import Adapter
+from optimize_export.errors import UsageError
+from optimizer.accuracy import EvaluateError, Evaluation, NotScored, PairedTest, Search, check_evaluate
+from optimizer.accuracy.evaluation import row_hashes
+from optimizer.options import ExportSettings, parse_accuracy
+
+CPU = torch.device("cpu")
+BUDGET = parse_accuracy("drop<=2%")
+ROWS = 4000
+
+
+def inputs(rows: int = ROWS) -> torch.Tensor:
+    return torch.randn(rows, 3, generator=torch.Generator().manual_seed(0))
+
+
+X = inputs()
+
+
+class Net(nn.Module):
+    """The class of a row is its largest value."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"scores": x, "norm": x.norm(dim=1)}
+
+
+LABELS = X.argmax(1)
+Runner = Callable[..., tuple[torch.Tensor, ...]]
+
+
+def loses(share: float) -> Runner:
+    """A candidate that gives this share of rows another class, by their content."""
+
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hit = torch.frac(x.abs().sum(1) * 1000) < share
+        return torch.where(hit[:, None], -x, x), x.norm(dim=1)
+
+    return run
+
+
+def hits(run: Any, batch: int = 100, x: torch.Tensor = X, labels: torch.Tensor = LABELS) -> Iterator[torch.Tensor]:
+    for start in range(0, len(x), batch):
+        yield run(x[start : start + batch])["scores"].argmax(1) == labels[start : start + batch]
+
+
+def evaluation(evaluate: Any = hits, aggregate: Any = None, *, whole: bool = False) -> Evaluation:
+    made = Evaluation(evaluate, aggregate, Adapter(Net().eval(), (X[:2],)), CPU, lambda tensors: None, whole=whole)
+    made.start()
+    return made
+
+
+def judged(of: Evaluation, runner: Runner, part: Any = "final", alpha: float = 0.05) -> Any:
+    return of.metric("it", runner, PairedTest(0.02, alpha, of.aggregate), part, BUDGET)
+
+
+# Verdicts -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(0.0, "within"), (0.003, "within"), (0.2, "outside")])
+def test_a_drop_is_within_or_outside_the_budget(share, verdict):
+    found = judged(evaluation(), loses(share))
+    assert found.verdict == verdict
+    assert found.score == 1.0
+    assert found.examples < ROWS
+    assert (found.drop > 0.02) is (verdict == "outside")
+    assert found.upper > found.drop
+    assert (found.confidence, found.budget, found.percent) == (0.95, 0.02, True)
+    assert (found.why_not is None) is (verdict == "within")
+
+
+def test_too_few_examples_are_an_answer_with_how_many_would_do():
+    few = evaluation(lambda run: hits(run, x=X[:60], labels=LABELS[:60]))
+    found = judged(few, loses(0.0))
+    assert found.verdict == "undecided"
+    assert found.of == found.examples < 60
+    assert 60 < found.needed < 400
+    assert found.why_not is not None
+    assert found.why_not.startswith(
+        "too few examples to decide whether the metric drops at most 2 points: drop 0 points"
+    )
+    assert found.why_not.endswith(f"about {found.needed} would do")
+
+
+def test_the_figures_are_told_in_points_or_in_the_unit_of_the_score():
+    found = judged(evaluation(), loses(0.003))
+    assert str(found).startswith(f"drop {100 * found.drop:.3g} points, at most {100 * found.upper:.3g} (95 %, ")
+    assert str(found).endswith(" examples) from 100 %")
+    plain = parse_accuracy("drop<=0.02")
+    found = evaluation().metric("it", loses(0.003), PairedTest(0.02, 0.05), "final", plain)
+    assert str(found).startswith(f"drop {found.drop:.3g}, at most {found.upper:.3g} (95 %, ")
+
+
+def test_no_example_of_the_search_is_in_the_final_test_and_equal_rows_stay_together():
+    twice = torch.cat([X[:500], X[:500].flip(0)])
+    of = evaluation(lambda run: hits(run, x=twice, labels=twice.argmax(1)))
+    search, final = (judged(of, loses(0.012), part, alpha=1e-9) for part in ("search", "final"))
+    assert search.of + final.of == 1000
+    assert search.of % 2 == final.of % 2 == 0
+    assert 150 < search.of < 350
+
+
+def test_the_originals_scores_are_computed_once_and_as_far_as_needed():
+    calls = []
+
+    def counting(run):
+        def counted(x):
+            calls.append(len(x))
+            return run(x)
+
+        yield from hits(counted)
+
+    of = evaluation(counting)
+    found = judged(of, loses(0.5))
+    assert found.verdict == "outside"
+    read = len(calls)
+    assert read <= 6, "the original and the candidate, each a call ahead"
+    judged(of, loses(0.5))
+    assert len(calls) - read == read // 2
+
+
+def test_scores_may_be_numbers_bools_tensors_arrays_lists_and_pairs_with_weights():
+    def each_kind(run):
+        for row in range(0, 700, 7):
+            outputs = run(X[row : row + 7])["scores"].argmax(1) == LABELS[row : row + 7]
+            yield bool(outputs[0])
+            yield outputs[1]
+            yield float(outputs[2]), 0.5
+            yield outputs[3:4].numpy()
+            yield outputs[4:5].tolist()
+            yield outputs[5:].float(), torch.tensor([2.0, 0.0])
+
+    found = judged(evaluation(each_kind), loses(0.1), alpha=1e-9)
+    assert found.score == 1.0
+    assert 0.05 < found.drop < 0.2
+    assert found.of is not None
+    assert found.of < 600, "a weight of 0 is no example"
+
+
+def test_evaluate_may_return_all_scores_after_all_calls():
+    def whole(run):
+        return torch.cat(list(hits(run)))
+
+    by_row, at_once = (judged(evaluation(each), loses(0.01), alpha=1e-9) for each in (hits, whole))
+    assert (by_row.drop, by_row.verdict) == (at_once.drop, at_once.verdict)
+
+
+def test_scores_of_a_whole_call_belong_to_all_of_its_rows():
+    def means(run):
+        for scores in hits(run, batch=8):
+            yield scores.float().mean()
+
+    of = evaluation(means)
+    of.exclude([(X[:8],), (X[13:14],)])
+    found = judged(of, loses(0.0), alpha=1e-9), judged(of, loses(0.0), "search", alpha=1e-9)
+    assert sum(each.of for each in found) == ROWS // 8 - 2
+
+
+def test_an_aggregate_makes_the_metric_of_statistics():
+    def confusions(run):
+        for start in range(0, ROWS, 50):
+            guessed = run(X[start : start + 50])["scores"].argmax(1)
+            for guess, label in zip((guessed == 0).tolist(), (LABELS[start : start + 50] == 0).tolist(), strict=True):
+                yield guess and label, guess and not label, label and not guess
+
+    def f1(statistics):
+        right, false, missed = np.sum(np.array(statistics), axis=0)
+        return 2 * right / (2 * right + false + missed)
+
+    found = judged(evaluation(confusions, f1), loses(0.3))
+    assert (found.verdict, found.score) == ("outside", 1.0)
+    found = judged(evaluation(confusions, f1), loses(0.0))
+    assert (found.verdict, found.score, found.drop) == ("within", 1.0, 0.0)
+
+
+def test_a_stream_takes_constant_memory_but_for_its_scores():
+    batches: list[Any] = []
+
+    def stream(run):
+        for number in range(60):
+            x = torch.randn(100, 3, generator=torch.Generator().manual_seed(number))
+            batches.append(weakref.ref(x))
+            yield run(x)["scores"].argmax(1) == x.argmax(1)
+            alive.append(sum(each() is not None for each in batches))
+
+    alive: list[int] = []
+    of = evaluation(stream)
+    assert sum(len(call.args[0]) for call in of.calibration()) >= 64
+    of.exclude([])
+    judged(of, loses(0.02), alpha=1e-9)
+    gc.collect()
+    assert max(alive) <= 3
+
+
+# Calibration ----------------------------------------------------------------------------------------------------------
+
+
+def test_inputs_of_the_calibration_are_left_out_by_content():
+    of = evaluation()
+    calls = of.calibration()
+    rows = torch.cat([call.args[0] for call in calls])
+    assert torch.equal(rows, X[: 8 * len(rows) : 8])
+    assert 64 <= len(rows) <= 80
+    of.exclude([(rows,)])
+    parts = [judged(of, loses(0.0), part, alpha=1e-9).of for part in ("search", "final")]
+    assert sum(parts) == ROWS - len(rows)
+
+
+def test_whole_calls_are_taken_where_the_batch_size_is_fixed():
+    of = evaluation(whole=True)
+    calls = of.calibration()
+    assert [len(call.args[0]) for call in calls] == [100]
+    of.exclude([call.args for call in calls])
+    parts = [judged(of, loses(0.0), part, alpha=1e-9).of for part in ("search", "final")]
+    assert sum(parts) == ROWS - 100
+
+
+def test_only_some_calls_are_taken_where_a_score_belongs_to_a_whole_call():
+    def means(run):
+        for scores in hits(run, batch=8):
+            yield scores.float().mean()
+
+    of = evaluation(means)
+    rows = torch.cat([call.args[0] for call in of.calibration()])
+    of.exclude([(rows,)])
+    parts = [judged(of, loses(0.0), part, alpha=1e-9).of for part in ("search", "final")]
+    assert sum(parts) == ROWS // 8 - len(rows)
+    assert len(rows) == 16
+
+
+def test_a_row_has_the_same_hash_in_every_batch():
+    mask = torch.tensor([[True, False]])
+    together = row_hashes([X[:5], mask]).tolist()
+    assert together == [int(row_hashes([X[row : row + 1], mask])[0]) for row in range(5)]
+    assert row_hashes([X[2:4]]).tolist() == row_hashes([X[:5]])[2:4].tolist()
+    assert len(set(row_hashes([X[:5]]).tolist())) == 5
+    assert row_hashes([X[:2], torch.tensor(1)]).tolist() != row_hashes([X[:2], torch.tensor(2)]).tolist()
+    for odd in (X[:0], X[:2].bfloat16(), X[:2, :0], torch.zeros(2, dtype=torch.bool), torch.tensor(3.0)):
+        assert len(row_hashes([odd])) == (len(odd) if odd.dim() else 1)
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+def nothing(run):
+    return iter(())
+
+
+def text(run):
+    run(X)
+    yield "good"
+
+
+def table(run):
+    yield run(X)["scores"]
+
+
+def ragged(run):
+    yield [[1.0], [1.0, 2.0]]
+
+
+def triple(run):
+    yield 1.0, 1.0, 1.0
+
+
+def negative(run):
+    yield 1.0, -1.0
+
+
+def late(run):
+    for number, scores in enumerate(hits(run)):
+        yield scores
+        if number == 2:
+            raise RuntimeError("gone")
+
+
+def not_a_number(run):
+    scores = run(X)["norm"]
+    scores[7] = torch.nan
+    yield scores
+
+
+def raising(run):
+    for number, scores in enumerate(hits(run)):
+        yield scores / (number < 2) if number < 2 else 1 / 0
+
+
+def of_other_arguments(run):
+    yield run(X, X)
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "told"),
+    [
+        (nothing, "evaluate yields nothing: it must yield a score for each example."),
+        (lambda run: 0.93, "evaluate returns a float: it must yield a score for each example."),
+        (text, "evaluate yields a str as a score: it must yield a number, or a tensor, array or list of one dim"),
+        (table, "evaluate yields float32[4000, 3] as a score: it must"),
+        (ragged, "evaluate yields a list as a score: it must"),
+        (triple, "evaluate yields a tuple of 3 values: it must yield a score, or a pair (score, weight)."),
+        (negative, "evaluate yields 1 weights for 1 scores, or a weight below 0"),
+        (not_a_number, "the score of example 8 is nan."),
+        (raising, "evaluate raises after call 3 of run: ZeroDivisionError: division by zero (test_evaluation.py:"),
+        (late, "evaluate raises after call 3 of run: RuntimeError: gone (test_evaluation.py:"),
+        (of_other_arguments, "evaluate doesn't call run as the model is called: "),
+    ],
+)
+def test_an_evaluate_that_fails_for_the_original_is_an_error(evaluate, told):
+    with pytest.raises(EvaluateError) as error:
+        judged(evaluation(evaluate), loses(0.0))
+    assert str(error.value).startswith(told)
+    assert str(error.value).endswith(".")
+
+
+def test_other_inputs_in_the_second_run_are_an_error():
+    generator = torch.Generator().manual_seed(0)
+
+    def shuffled(run):
+        order = torch.randperm(ROWS, generator=generator)
+        yield from hits(run, x=X[order], labels=LABELS[order])
+
+    with pytest.raises(EvaluateError, match=r"gives run other inputs in its second run \(call 1\).* shuffling"):
+        judged(evaluation(shuffled), loses(0.0))
+
+
+def test_more_or_fewer_calls_and_scores_for_the_candidate_are_an_error():
+    calls = iter([1, 2])
+
+    def calling_more(run):
+        run(X[:100])
+        yield 1.0
+        for start in range(next(calls)):
+            run(X[start : start + 1])
+
+    def by_class(run):
+        for start in range(0, 400, 100):
+            guessed = run(X[start : start + 100])["scores"].argmax(1)
+            yield (guessed == LABELS[start : start + 100])[guessed == 0]
+
+    with pytest.raises(EvaluateError, match="calls run 2 times for the original, and more often for it"):
+        judged(evaluation(calling_more), loses(0.0))
+    with pytest.raises(EvaluateError, match=r"yields \d+ scores for the original and \d+ for it up to call 1 of run"):
+        judged(evaluation(by_class), loses(0.3))
+    lengths = iter([300, 200])
+    with pytest.raises(EvaluateError, match="yields 100 scores for the original and 0 for it up to call 3"):
+        judged(evaluation(lambda run: hits(run, x=X[: next(lengths)], labels=LABELS)), loses(0.0))
+
+
+def test_a_candidate_without_a_score_is_refused_alone():
+    def norms(run):
+        for start in range(0, ROWS, 100):
+            yield run(X[start : start + 100])["norm"]
+
+    def overflowing(x):
+        return x, torch.full((len(x),), torch.inf)
+
+    def crashing(x):
+        raise RuntimeError("no kernel")
+
+    of = evaluation(norms)
+    with pytest.raises(NotScored, match="the score of example 1 is inf"):
+        judged(of, overflowing)
+    with pytest.raises(NotScored, match="evaluate raises after call 1 of run: RuntimeError: no kernel"):
+        judged(of, crashing)
+    assert judged(of, loses(0.0)).drop == 0
+
+
+def test_an_aggregate_that_raises_or_gives_no_number_is_an_error():
+    def division(statistics):
+        return 1 / 0
+
+    with pytest.raises(EvaluateError, match=r"aggregate raises on \d+ statistics: ZeroDivisionError: division by zero"):
+        judged(evaluation(hits, division), loses(0.0))
+    with pytest.raises(EvaluateError, match="`aggregate` returned nan for"):
+        judged(evaluation(hits, lambda statistics: float("nan")), loses(0.0))
+
+
+def test_a_metric_that_says_nothing_is_told():
+    of = evaluation(lambda run: hits(run, labels=LABELS + 10))
+    assert judged(of, loses(0.0)).verdict == "within"
+    (note,) = of.notes
+    assert note.startswith("the original's score is 0 in each of ")
+    assert note.endswith("examples: check the labels that evaluate compares with")
+    of = evaluation(lambda run: hits(run, labels=LABELS.flip(0)))
+    judged(of, loses(0.0))
+    assert of.notes == []
+
+
+def test_evaluate_is_a_function_of_one_argument_and_needs_its_budget():
+    exact, drop = parse_accuracy("0.99"), BUDGET
+    check_evaluate(None, None, exact)
+    check_evaluate(hits, len, drop)
+    with pytest.raises(UsageError, match="evaluate has an effect only with a budget"):
+        check_evaluate(hits, None, exact)
+    with pytest.raises(UsageError, match="a metric needs `evaluate`"):
+        check_evaluate(None, None, drop)
+    with pytest.raises(
+        UsageError, match=r"evaluate is a float; it must be a function of one argument, evaluate\(run\)"
+    ):
+        check_evaluate(0.9, None, drop)
+    with pytest.raises(UsageError, match=r"evaluate takes 2 arguments; it must take one, evaluate\(run\)\."):
+        check_evaluate(lambda model, data: (), None, drop)
+    with pytest.raises(UsageError, match=r"aggregate takes 0 arguments; it must take one, aggregate\(statistics\)"):
+        check_evaluate(hits, lambda: 0.0, drop)
+
+
+# The budget -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_drop_is_parsed_with_its_unit_and_confidence():
+    budget = parse_accuracy("drop<=0.5%")
+    assert (budget.drop, budget.percent, budget.confidence, budget.is_exact) == (0.005, True, 0.95, False)
+    assert str(budget) == "drop 0.5 points at 95 %"
+    budget = parse_accuracy("0.99, drop<=0.3", 0.9)
+    assert (budget.cosine, budget.drop, budget.percent, budget.confidence) == (0.99, 0.3, False, 0.9)
+    assert str(budget) == "cosine 0.99 and drop 0.3 at 90 %"
+    for wrong in ("drop<=0%", "drop<=-1%", "drop<=", "drop=1%", "drop<1%", "drop<=1%,drop<=2%", "drop<=nan"):
+        with pytest.raises(UsageError):
+            parse_accuracy(wrong)
+    for wrong in ("100%", "sure", "20%", 1.5):
+        with pytest.raises(UsageError, match="confidence must be from 50% to below 100%"):
+            parse_accuracy("drop<=1%", wrong)
+    with pytest.raises(UsageError, match="confidence has an effect only with a budget"):
+        ExportSettings(output=None, accuracy="0.99", confidence="90%").check()  # type: ignore[arg-type]
+
+
+def test_a_search_shares_its_alpha():
+    search = Search(BUDGET.drop or 0, 0.05)
+    assert [search.final().alpha, search.final().alpha] == pytest.approx([0.0375, 0.0375 / 4])
