@@ -14,7 +14,7 @@ import torch
 
 from exporters.base import Adapter, ExportRequest
 from exporters.errors import ExporterError, StructureError
-from exporters.onnx_quantization import KINDS, QuantizedFile, quantized
+from exporters.onnx_quantization import KINDS, QuantizedFile, kinds, quantized
 from exporters.onnx_sensitivity import within_budget
 from exporters.registry import exported_format, half_of
 from optimize_export.errors import DeviceError, UsageError
@@ -62,8 +62,8 @@ class Recipe:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], format: str) -> Recipe:
         """The recipe that a manifest records for a file of this format; KeyError, TypeError or ValueError if none."""
-        kinds: tuple[str | None, ...] = KINDS.get(format, (half_of(format),))
-        if data["kind"] not in kinds:
+        known: tuple[str | None, ...] = KINDS.get(format, (half_of(format),))
+        if data["kind"] not in known:
             raise ValueError(f"{format} isn't made as {data['kind']}")
         return cls(data["kind"], tuple(map(str, data["kept"])))
 
@@ -249,7 +249,7 @@ class Lossy:
 
         last = KINDS[format][-1]
         made = None
-        for kind in (kind for kind in KINDS[format] if recipe is None or kind == recipe.kind):
+        for kind in (kind for kind in kinds(format, source) if recipe is None or kind == recipe.kind):
             if recipe is None and kind == last:
                 made = within_budget(source, target, last, self._rows, accept, check=stop_if_late).accepted
             else:
