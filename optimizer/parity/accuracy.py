@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from optimize_export.elementwise import is_exact
+from optimize_export.wording import listed
 from optimizer.model import Call
 from optimizer.options import AccuracyBudget, points
 from optimizer.parity.differences import Pool
 from optimizer.parity.golden import GoldenEntry, compare_stored
-from optimizer.parity.results import NOTHING_MEASURED, CallErrors, Measurement, OutputNoise, from_json, to_json
+from optimizer.parity.orders import RowOrder
+from optimizer.parity.results import (
+    NOTHING_MEASURED,
+    OMIT_IF_EMPTY,
+    CallErrors,
+    Measurement,
+    OutputNoise,
+    from_json,
+    to_json,
+)
 from optimizer.parity.verdict import worst_of
 
 WITHIN_BUDGET = "within budget"
@@ -32,6 +42,17 @@ class OutputAccuracy:
     calls: tuple[CallErrors, ...] = ()
     held_out: tuple[CallErrors, ...] = ()
     """The errors at each call that was held out of the calibration; `draw` is the number of the call."""
+    problem: str | None = None
+
+    def is_below(self, budget: AccuracyBudget) -> bool:
+        """Whether a figure of it is outside a budget."""
+        own = self.to_json()
+        # Integers have no cosine.
+        least = budget.top1 if own["cosine"] is not None else budget.top1 or budget.cosine
+        return self.problem is not None or any(
+            figure is not None and most is not None and not figure >= most
+            for figure, most in ((own["cosine"], budget.cosine), (own["agreement"], least))
+        )
 
     def to_json(self) -> dict[str, Any]:
         """As an `OutputParity` with the worst figures and without an allowed error."""
@@ -39,7 +60,7 @@ class OutputAccuracy:
         return {
             "name": self.name,
             "judged": True,
-            "problem": None,
+            "problem": self.problem,
             "tolerance": None,
             "by_user": False,
             **{name: worst_of(max, (getattr(call, name) for call in every)) for name in _LARGEST},
@@ -110,6 +131,8 @@ class Accuracy:
     """A difference that no budget allows, such as another shape; None where there is none."""
     metric: Metric | None = None
     """The user's metric; None if nobody asked for it. It isn't measured again where a bundle is verified."""
+    orders: tuple[RowOrder, ...] = field(default=(), compare=False, metadata=OMIT_IF_EMPTY)
+    """The outputs whose rows scores put in order, by the names in the files."""
     outputs: tuple[OutputAccuracy, ...] = field(default=(), repr=False, compare=False)
     """The figures of each output at each call; not part of the JSON."""
 
@@ -124,6 +147,7 @@ class Accuracy:
             self.calls + other.calls,
             self.problem or other.problem,
             self.metric or other.metric,
+            self.orders or other.orders,
             _joined(self.outputs, other.outputs),
         )
 
@@ -133,6 +157,8 @@ class Accuracy:
             return self.problem
         if budget.top1 is not None and self.top1 is None and self.equal is None:
             return "no output has classes, so there is no top-1 agreement"
+        if budget.cosine is None and (rows := [name for order in self.orders for name in order.unjudged]):
+            return f"a top-1 agreement doesn't judge {listed(rows)}, whose rows are in the order of scores"
         if budget.cosine is not None and self.cosine is None and self.equal is None:
             return "no output could be compared"
         if (below := next(self._below(budget), None)) is not None:
@@ -151,12 +177,15 @@ class Accuracy:
         ):
             if least is not None and figure is not None and not figure >= least:
                 yield f"{name} {_digits(figure)} is below {least}"
+        if budget.cosine is not None and self.snr is not None and self.snr < (least := _least_snr(budget.cosine)):
+            yield (
+                f"signal-to-noise ratio {self.snr:.1f} dB is below {least:.1f} dB, so an output is larger or smaller than the "
+                "original's, which its cosine doesn't show"
+            )
 
     def to_json(self) -> dict[str, Any]:
-        figures = {
-            each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("metric", "outputs")
-        }
-        return figures if self.metric is None else {**figures, "metric": asdict(self.metric)}
+        found = to_json(replace(self, outputs=()))
+        return {name: value for name, value in found.items() if name != "outputs" and (name, value) != ("metric", None)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Accuracy:
@@ -193,7 +222,10 @@ def accuracy_of(measurement: Measurement, names: Sequence[str]) -> Accuracy:
             found = found.and_worse(Accuracy(call.cosine, top1, equal, call.max_error))
         if not output.noise.is_exact:
             found = found.and_worse(Accuracy(snr=_decibels(output.noise.rms, output.rms_error)))
-    named = tuple(OutputAccuracy(name, each.calls) for name, each in zip(names, measurement.outputs, strict=False))
+    named = tuple(
+        OutputAccuracy(name, each.calls, problem=next(iter(each.problems), None))
+        for name, each in zip(names, measurement.outputs, strict=False)
+    )
     return replace(found, problem=next(iter(problems), None), outputs=named)
 
 
@@ -201,14 +233,16 @@ def accuracy_between(
     names: Sequence[str],
     pairs: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
     calls: Iterable[CallErrors] | None = None,
+    orders: tuple[RowOrder, ...] = (),
 ) -> Accuracy:
     """The accuracy over calls, each a pair (outputs of the candidate, outputs of the original).
 
     Args:
         names: of the outputs, in the files.
         calls: identifies each call of the export; None if the calls were held out of the calibration.
+        orders: the outputs whose rows scores put in order, by these names.
     """
-    found = Accuracy()
+    found = Accuracy(orders=orders)
     known = None if calls is None else iter(calls)
     for number, (outputs, originals) in enumerate(pairs):
         rows = next((tensor.shape[0] for tensor in originals if tensor.dim()), None)
@@ -216,9 +250,9 @@ def accuracy_between(
         stored = {name: value.cpu() for name, value in zip(names, originals, strict=True)}
         entry = GoldenEntry(call.batch_size, call.draw, Call((), {}), stored, {}, tuple(call.sizes.items()))
         noises = {name: _noise_of(name, value) for name, value in stored.items()}
-        seen = accuracy_of(compare_stored(noises, [(entry, outputs)]).finish(NOTHING_MEASURED), names)
+        seen = accuracy_of(compare_stored(noises, [(entry, outputs)], orders).finish(NOTHING_MEASURED), names)
         if known is None:
-            seen = replace(seen, outputs=tuple(OutputAccuracy(each.name, (), each.calls) for each in seen.outputs))
+            seen = replace(seen, outputs=tuple(replace(each, calls=(), held_out=each.calls) for each in seen.outputs))
         found = found.and_worse(replace(seen, calls=1))
     return found
 
@@ -229,6 +263,14 @@ def _noise_of(name: str, value: torch.Tensor) -> OutputNoise:
     if not is_exact(value):
         sizes.add_sizes(value)
     return replace(OutputNoise.unknown(name, value), rms=sizes.rms)
+
+
+def _least_snr(cosine: float) -> float:
+    """The signal-to-noise ratio of an output that has this cosine and also another size, each with the same error.
+
+    With the right size, the square of the error is 1 / cosine² - 1 of the original's, as noise at a right angle.
+    """
+    return -10 * math.log10(2 * (1 / cosine**2 - 1))
 
 
 def _decibels(signal: float, error: float) -> float | None:
@@ -243,7 +285,10 @@ def _joined(first: tuple[OutputAccuracy, ...], second: tuple[OutputAccuracy, ...
     for output in second:
         known = found.get(output.name, OutputAccuracy(output.name))
         found[output.name] = OutputAccuracy(
-            output.name, (*known.calls, *output.calls), (*known.held_out, *output.held_out)
+            output.name,
+            (*known.calls, *output.calls),
+            (*known.held_out, *output.held_out),
+            known.problem or output.problem,
         )
     return tuple(found.values())
 

@@ -18,6 +18,7 @@ from optimizer.parity.differences import (
     SliceNoise,
     Slices,
     WorstSlice,
+    cosine,
     error_statistics,
     has_classes,
     integer_agreement,
@@ -279,7 +280,14 @@ class Comparison:
             return
         everywhere: Any = ... if plain is None else plain
         statistics: dict[str, Any] = error_statistics(errors[everywhere], value[everywhere], target[everywhere])
-        if one.own.kinds.get(name) == "output" and has_classes(name, value):
+        orders = [order for order in one.orders if name in order.names]
+        for order in orders:
+            if order.scores == name and statistics:
+                # Coordinates next to the scores are larger, and would hide their error.
+                alone = (order.scores_in(each).flatten().nan_to_num() for each in (value, target))
+                statistics["cosine"] = min(statistics["cosine"], cosine(*alone))
+        # The largest of sorted scores is the first one, and rows of other numbers have no classes.
+        if one.own.kinds.get(name) == "output" and not orders and has_classes(name, value):
             agreement, undecided = top1_agreement(value, target, self.noises[name].noise)
             statistics |= {"agreement": agreement, "undecided": undecided}
         compared.calls.append(CallErrors(one.batch_size, one.draw, **statistics, sizes=dict(one.sizes)))
