@@ -157,7 +157,8 @@ class Accuracy:
             return self.problem
         if budget.top1 is not None and self.top1 is None and self.equal is None:
             return "no output has classes, so there is no top-1 agreement"
-        if budget.cosine is None and (rows := [name for order in self.orders for name in order.unjudged]):
+        alone = budget.top1 is not None and budget.cosine is None
+        if alone and (rows := [name for order in self.orders for name in order.unjudged]):
             return f"a top-1 agreement doesn't judge {listed(rows)}, whose rows are in the order of scores"
         if budget.cosine is not None and self.cosine is None and self.equal is None:
             return "no output could be compared"
