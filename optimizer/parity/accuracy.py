@@ -13,6 +13,7 @@ from optimize_export.elementwise import is_exact
 from optimize_export.wording import listed
 from optimizer.model import Call
 from optimizer.options import AccuracyBudget, points
+from optimizer.parity.comparison import OTHER_ROWS
 from optimizer.parity.differences import Pool
 from optimizer.parity.golden import GoldenEntry, compare_stored
 from optimizer.parity.orders import RowOrder
@@ -49,7 +50,7 @@ class OutputAccuracy:
         own = self.to_json()
         # Integers have no cosine.
         least = budget.top1 if own["cosine"] is not None else budget.top1 or budget.cosine
-        return self.problem is not None or any(
+        return _is_counted(self.problem, budget) or any(
             figure is not None and most is not None and not figure >= most
             for figure, most in ((own["cosine"], budget.cosine), (own["agreement"], least))
         )
@@ -128,7 +129,8 @@ class Accuracy:
     """Signal-to-noise ratio, 20 log10(rms of the original / rms of the error), in dB."""
     calls: int = 0
     problem: str | None = None
-    """A difference that no budget allows, such as another shape; None where there is none."""
+    """A difference that no budget allows, such as another shape; None where there is none. Of a model that chooses by
+    scores, another number of rows is one unless only the user's metric judges it."""
     metric: Metric | None = None
     """The user's metric; None if nobody asked for it. It isn't measured again where a bundle is verified."""
     orders: tuple[RowOrder, ...] = field(default=(), compare=False, metadata=OMIT_IF_EMPTY)
@@ -145,7 +147,7 @@ class Accuracy:
             worst_of(max, (self.max_error, other.max_error)),
             worst_of(min, (self.snr, other.snr)),
             self.calls + other.calls,
-            self.problem or other.problem,
+            _worse_problem(self.problem, other.problem),
             self.metric or other.metric,
             self.orders or other.orders,
             _joined(self.outputs, other.outputs),
@@ -153,11 +155,11 @@ class Accuracy:
 
     def why_not(self, budget: AccuracyBudget) -> str | None:
         """The reason why this is outside a budget; None if it is within."""
-        if self.problem is not None:
+        if _is_counted(self.problem, budget):
             return self.problem
         if budget.top1 is not None and self.top1 is None and self.equal is None:
             return "no output has classes, so there is no top-1 agreement"
-        alone = budget.top1 is not None and budget.cosine is None
+        alone = budget.top1 is not None and budget.cosine is None and budget.drop is None
         if alone and (rows := [name for order in self.orders for name in order.unjudged]):
             return f"a top-1 agreement doesn't judge {listed(rows)}, whose rows are in the order of scores"
         if budget.cosine is not None and self.cosine is None and self.equal is None:
@@ -168,7 +170,7 @@ class Accuracy:
 
     def is_below(self, budget: AccuracyBudget) -> bool:
         """Whether a figure is outside a budget, so that no further call can bring it within."""
-        return self.problem is not None or any(self._below(budget))
+        return _is_counted(self.problem, budget) or any(self._below(budget))
 
     def _below(self, budget: AccuracyBudget) -> Iterator[str]:
         for name, figure, least in (
@@ -224,10 +226,10 @@ def accuracy_of(measurement: Measurement, names: Sequence[str]) -> Accuracy:
         if not output.noise.is_exact:
             found = found.and_worse(Accuracy(snr=_decibels(output.noise.rms, output.rms_error)))
     named = tuple(
-        OutputAccuracy(name, each.calls, problem=next(iter(each.problems), None))
+        OutputAccuracy(name, each.calls, problem=_worse_problem(*each.problems))
         for name, each in zip(names, measurement.outputs, strict=False)
     )
-    return replace(found, problem=next(iter(problems), None), outputs=named)
+    return replace(found, problem=_worse_problem(*problems), outputs=named)
 
 
 def accuracy_between(
@@ -266,6 +268,18 @@ def _noise_of(name: str, value: torch.Tensor) -> OutputNoise:
     return replace(OutputNoise.unknown(name, value), rms=sizes.rms)
 
 
+def _worse_problem(*problems: str | None) -> str | None:
+    """The first problem that every budget counts, or else the first."""
+    known = [problem for problem in problems if problem is not None]
+    return min(known, key=lambda problem: problem.startswith(OTHER_ROWS), default=None)
+
+
+def _is_counted(problem: str | None, budget: AccuracyBudget) -> bool:
+    """Whether a problem puts a candidate outside a budget."""
+    is_metric_alone = budget.drop is not None and budget.cosine is None and budget.top1 is None
+    return problem is not None and not (is_metric_alone and problem.startswith(OTHER_ROWS))
+
+
 def _least_snr(cosine: float) -> float:
     """The signal-to-noise ratio of an output that has this cosine and also another size, each with the same error.
 
@@ -289,7 +303,7 @@ def _joined(first: tuple[OutputAccuracy, ...], second: tuple[OutputAccuracy, ...
             output.name,
             (*known.calls, *output.calls),
             (*known.held_out, *output.held_out),
-            known.problem or output.problem,
+            _worse_problem(known.problem, output.problem),
         )
     return tuple(found.values())
 

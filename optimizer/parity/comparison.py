@@ -38,6 +38,8 @@ DOUBTFUL = 64.0
 _MOST_EXPLAINED = 64
 # If a sum of gradients is zero, rounding may leave at most this number of units of the largest gradient.
 _LEFT_OF_A_SUM = 16
+OTHER_ROWS = "another number of rows is chosen"
+"""The start of a problem of a lossy candidate that chooses by scores; only the user's metric can judge it."""
 # A frontier has at most this number of pairs: one for each 1/64 of a binade of sizes (1.1 %), or for coarser steps.
 _FRONTIER = 256
 _FINEST_STEPS = 64
@@ -247,6 +249,8 @@ class Comparison:
         compared = self._compared.setdefault(name, _Compared(Pool(slices=slices)))
         own, truth = one.own.values[name], one.truth.values[name]
         if problem := _incomparable(own, value):
+            if any(name in order.names and order.has_other_rows(own, value) for order in one.orders):
+                problem = f"{OTHER_ROWS}: {problem}"
             append_once(compared.problems, f"{problem} at {one.where}")
             return
         if is_exact(own):

@@ -63,6 +63,11 @@ class RowOrder:
         own, unjudged = (tuple(names[name] for name in each) for each in (self.names, self.unjudged))
         return replace(self, names=own, scores=scores, unjudged=unjudged)
 
+    def has_other_rows(self, own: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether another run's output differs in the number of rows, and in nothing else of its shape and dtype."""
+        shapes = [(*each.shape[: self.dim], *each.shape[self.dim + 1 :]) for each in (own, value)]
+        return own.dtype == value.dtype and own.dim() == value.dim() and shapes[0] == shapes[1]
+
     def scores_in(self, value: torch.Tensor) -> torch.Tensor:
         """The scores in the output that has them, shape (lists, rows)."""
         return _rows_of(value, self.dim)[..., self.column]

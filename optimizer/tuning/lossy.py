@@ -191,6 +191,7 @@ class Lossy:
             return replace(accuracy, problem=f"it has no score: {error}")
         self.notes = tuple(dict.fromkeys([*self.notes, *self._evaluation.notes]))
         return replace(accuracy, metric=metric)
+
     @cached_property
     def _orders(self) -> tuple[tuple[RowOrder, ...], dict[str, str]]:
         """The outputs whose rows scores put in order, and the operation that chooses an output, by names in the files."""
@@ -213,7 +214,7 @@ class Lossy:
         rows, chosen = self._orders
         chosen = {**chosen, **{name: order.by for order in rows for name in order.names}}
         names = [output.name for output in accuracy.outputs if output.name in chosen and output.is_below(self.budget)]
-        if self.budget.top1 is not None and self.budget.cosine is None:
+        if self.budget.top1 is not None and self.budget.cosine is None and self.budget.drop is None:
             names = names or [name for order in accuracy.orders for name in order.unjudged]
         if names:
             names = [name for name in names if chosen[name] == chosen[names[0]]]

@@ -267,6 +267,17 @@ def test_another_box_among_the_chosen_is_outside():
     assert "cosine" in judged(Detector, Changed(Detector(ERROR), change))
 
 
+def test_only_a_metric_judges_another_number_of_rows():
+    fewer = Changed(Suppressed(), lambda out: {name: value[:-1] for name, value in out.items()})
+    assert judged(Suppressed, fewer).startswith("another number of rows is chosen: the shape is ")
+    by_metric = AccuracyBudget(drop=0.01, confidence=0.95)
+    assert judged(Suppressed, fewer, by_metric) is None
+    assert judged(Suppressed, fewer, AccuracyBudget(top1=0.5, drop=0.01, confidence=0.95)) is not None
+    # Columns are no rows.
+    narrow = Changed(Suppressed(), lambda out: {**out, "boxes": out["boxes"][:-1, :3], "scores": out["scores"][:-1]})
+    assert judged(Suppressed, narrow, by_metric).startswith("the shape is ")
+
+
 def test_many_rows_are_matched_one_to_one():
     generator = torch.Generator().manual_seed(0)
     scores = torch.rand(2, 300, generator=generator).sort(1, descending=True).values
