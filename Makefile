@@ -102,6 +102,7 @@ test-bench: $(VENV)/test $(TIMM)
 bench: $(VENV)/bench $(TIMM) test-bench
 	$(BIN)/python benchmarks/house.py --json benchmarks/results/house.json --markdown benchmarks/results/house.md
 	$(BIN)/python benchmarks/correctness.py --json benchmarks/results/correctness.json --markdown benchmarks/results/correctness.md
+	$(BIN)/python benchmarks/drops.py --json benchmarks/results/drops.json --markdown benchmarks/results/drops.md
 	$(BIN)/python benchmarks/locating.py --check --json benchmarks/results/locating.json --markdown benchmarks/results/locating.md
 	$(BIN)/python benchmarks/overhead.py --json benchmarks/results/overhead.json --markdown benchmarks/results/overhead.md
 	$(BIN)/python benchmarks/proof_cost.py --json benchmarks/results/proof_cost.json --markdown benchmarks/results/proof_cost.md

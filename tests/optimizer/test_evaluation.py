@@ -12,7 +12,7 @@ from torch import nn
 
 from exporters.base import Adapter
 from optimize_export.errors import UsageError
-from optimizer.accuracy import EvaluateError, Evaluation, NotScored, PairedTest, Search, check_evaluate
+from optimizer.accuracy import EvaluateError, Evaluation, NotScored, PairedTest, check_evaluate
 from optimizer.accuracy.evaluation import row_hashes
 from optimizer.options import ExportSettings, parse_accuracy
 
@@ -432,8 +432,3 @@ def test_a_drop_is_parsed_with_its_unit_and_confidence():
             parse_accuracy("drop<=1%", wrong)
     with pytest.raises(UsageError, match="confidence has an effect only with a budget"):
         ExportSettings(output=None, accuracy="0.99", confidence="90%").check()  # type: ignore[arg-type]
-
-
-def test_a_search_shares_its_alpha():
-    search = Search(BUDGET.drop or 0, 0.05)
-    assert [search.final().alpha, search.final().alpha] == pytest.approx([0.0375, 0.0375 / 4])
