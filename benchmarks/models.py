@@ -254,7 +254,7 @@ def whisper_encoder(scale: float) -> Subject:
 
 def deeplab(scale: float) -> Subject:
     """DeepLabV3 of torchvision on a ResNet-50; its output maps are as large as the image."""
-    _declare_torchvision()
+    declare_torchvision()
     from torchvision.models.segmentation import deeplabv3_resnet50
 
     model = deeplabv3_resnet50(weights=None, weights_backbone=None)
@@ -301,7 +301,7 @@ def _classifier(name: str) -> Callable[[float], Subject]:
     """A classifier of torchvision with random weights. torch.fx can trace all of these, so `fuse` supports them."""
 
     def make(scale: float) -> Subject:
-        _declare_torchvision()
+        declare_torchvision()
         from torchvision.models import get_model
 
         model = get_model(name, weights=None)
@@ -312,7 +312,7 @@ def _classifier(name: str) -> Callable[[float], Subject]:
 
 def mobilenetv3_large(scale: float) -> Subject:
     """timm's: depthwise convolutions, squeeze-and-excitation and hard activations. transformers has none."""
-    _declare_torchvision()
+    declare_torchvision()
     import timm
 
     model = timm.create_model("mobilenetv3_large_100")
@@ -322,7 +322,7 @@ def mobilenetv3_large(scale: float) -> Subject:
 def vit_small_patch16(scale: float) -> Subject:
     """timm's ViT-S/16; that of transformers, with the same layers, if timm isn't installed."""
     try:
-        _declare_torchvision()
+        declare_torchvision()
         import timm
     except ImportError:
         return vit_small(scale)
@@ -331,7 +331,7 @@ def vit_small_patch16(scale: float) -> Subject:
     return Subject("vit_small_patch16", bring_to_life(model), _images(size), transformer=True)
 
 
-def _declare_torchvision() -> None:
+def declare_torchvision() -> None:
     """Make torchvision and timm importable, as the tests do."""
     sys.path.insert(0, str(_SUPPORT))
     try:

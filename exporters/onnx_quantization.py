@@ -1,16 +1,25 @@
 """Quantize an ONNX file with onnxruntime: to 8-bit arithmetic, or to 4-bit weights.
 
     kind           weights                            activations            nodes
+    int8-maps      int8 (7 bits), one scale/channel   uint8, calibrated      as int8-static; every Conv, and what is
+                                                                             computed from its maps, see below
     int8-static    int8 (7 bits), one scale/channel   uint8, calibrated      Conv, MatMul, Gemm; Relu, Clip after a Conv
     int8-dynamic   int8 (7 bits), one scale/channel   uint8, at every call   MatMul, Gemm
     uint8-dynamic  uint8, one scale/channel           uint8, at every call   MatMul, Gemm
     int4-weights   int4, one scale per 32 inputs      float                  MatMul, Gemm
 
-The integer kinds quantize only nodes with a constant float32 weight. These stay in float, as measured on AVX2:
+The integer kinds quantize only nodes with a constant float32 weight. int8-static leaves these in float, as measured on
+AVX2:
 - products of two activations (attention), and the outputs of MatMul and Gemm: quantized, they cost accuracy and gain no
   time;
 - additions: a vision transformer loses nine times as much cosine, for 4 % of speed; a ResNet gains nothing;
 - depthwise convolutions: with so few products per output, the conversions cost more time than they save.
+
+Where a network has depthwise convolutions, its maps are converted, and copied to another layout and back, around each of
+the others, so int8-static is no faster than float. int8-maps keeps them as uint8 from the first convolution to the last:
+it also quantizes depthwise convolutions, Add, Mul, Sigmoid and poolings of maps. Means over a map become a pooling, and
+hard-swish and hard-sigmoid x and clip(x + 3, 0, 6) / 6, for which onnxruntime has integer kernels. Other networks don't
+gain from it.
 
 int8 weights use 7 of the 8 bits, because the file must run on any processor. Without VNNI, a processor adds two products
 of uint8 and int8 in 16 bits, which saturates with 8-bit weights and gives wrong results. uint8 weights don't have that
@@ -42,7 +51,7 @@ from exporters.isolation import silent
 from exporters.onnx import save
 from optimize_export.onnx_runtime import quantization
 
-Kind = Literal["int8-static", "int8-dynamic", "uint8-dynamic", "int4-weights"]
+Kind = Literal["int8-maps", "int8-static", "int8-dynamic", "uint8-dynamic", "int4-weights"]
 """How a file is quantized."""
 
 Calibration = Sequence[Mapping[str, np.ndarray]]
@@ -50,13 +59,16 @@ Calibration = Sequence[Mapping[str, np.ndarray]]
 
 _PRODUCTS = ("MatMul", "Gemm")
 _TYPES: dict[Kind, tuple[str, ...]] = {
+    "int8-maps": ("Conv", *_PRODUCTS),
     "int8-static": ("Conv", *_PRODUCTS),
     "int8-dynamic": _PRODUCTS,
     "uint8-dynamic": _PRODUCTS,
     "int4-weights": _PRODUCTS,
 }
+_STATIC: tuple[Kind, ...] = ("int8-maps", "int8-static")
 # After a convolution with a static range, clamping to that range computes these too.
 _FUSED_ACTIVATIONS = ("Relu", "Clip")
+_ON_MAPS = ("Add", "Mul", "Sigmoid", "GlobalAveragePool", "AveragePool", "MaxPool")
 
 # Of 32, 64 and 128, 32 was the most accurate, at the same speed. The scales add 1 bit per weight.
 _BLOCK = 32
@@ -67,11 +79,17 @@ _SHARE_IN_PRODUCTS = 1 / 3
 
 
 KINDS: Mapping[str, tuple[Kind, ...]] = {
-    "onnx-int8": ("int8-static",),
+    "onnx-int8": ("int8-maps", "int8-static"),
     "onnx-int8-dynamic": ("int8-dynamic", "uint8-dynamic"),
     "onnx-int4": ("int4-weights",),
 }
-"""How the file of each quantized format may be made, the fastest way first."""
+"""How the file of each quantized format may be made, the fastest way first; `kinds` has those that a file gains from."""
+
+
+def kinds(format: str, source: Path) -> tuple[Kind, ...]:
+    """The ways of `KINDS` to make a quantized format from the float32 file `source`: int8-maps only if it may be faster."""
+    has_depthwise = any(node.op_type == "Conv" and _is_depthwise(node) for node in ir.load(source).graph)
+    return tuple(kind for kind in KINDS[format] if kind != "int8-maps" or has_depthwise)
 
 
 @dataclass(frozen=True)
@@ -94,13 +112,13 @@ def quantized(
     Inputs, outputs and metadata stay the same. The same arguments give the same bytes.
 
     Args:
-        calibration: calls with typical inputs; only int8-static needs them.
-        keep: names of nodes to leave in float. They compute in float, but with int8-static they may read an activation
+        calibration: calls with typical inputs; only int8-static and int8-maps need them.
+        keep: names of nodes to leave in float. They compute in float, but with these two they may read an activation
             that was rounded for another node: a second copy costs time and gains no accuracy.
 
     Raises:
         NothingToQuantize: the file has nothing to quantize, or `keep` names all of it.
-        QuantizationError: int8-static has no calibration calls, or `keep` names a node that the file doesn't have.
+        QuantizationError: int8-static or int8-maps has no calibration calls, or `keep` names a node that the file doesn't have.
     """
     with prepared(source, target.parent, kind, calibration) as quantizer:
         return quantizer.write(target, keep)
@@ -114,7 +132,9 @@ def prepared(source: Path, folder: Path, kind: Kind, calibration: Calibration) -
     names = {node.name or "" for node in model.graph}
     _transpose_weights(model)
     chosen = _quantizable(model, kind)
-    if kind == "int8-static":
+    if kind == "int8-maps":
+        _use_integer_kernels(model)
+    if kind in _STATIC:
         if not calibration:
             raise QuantizationError("Quantizing activations needs calibration calls: pass some typical inputs.")
         _separate_weights(model, chosen)
@@ -148,6 +168,7 @@ class Quantizer:
         if not chosen:
             raise NothingToQuantize("All nodes that could be quantized are to be left in float.")
         writers: Mapping[Kind, Callable[[tuple[str, ...]], onnx.ModelProto]] = {
+            "int8-maps": self._static,
             "int8-static": self._static,
             "int8-dynamic": self._dynamic,
             "uint8-dynamic": self._dynamic,
@@ -174,8 +195,13 @@ class Quantizer:
         package, _ = quantization()
         model = onnx.load(self._float)
         convolutions = [node for node in model.graph.node if node.name in chosen and node.op_type == "Conv"]
-        after = {node.output[0] for node in convolutions}
-        fused = [n.name for n in model.graph.node if n.op_type in _FUSED_ACTIVATIONS and n.input[0] in after]
+        maps = {node.output[0] for node in convolutions}
+        others = []
+        for node in model.graph.node:
+            if node.op_type in self._others and not maps.isdisjoint(node.input):
+                others.append(node.name)
+                if self.kind == "int8-maps":
+                    maps.add(node.output[0])
         quantizer = package.QDQQuantizer(
             model,
             True,  # one scale per channel
@@ -183,13 +209,18 @@ class Quantizer:
             package.QuantType.QInt8,
             package.QuantType.QUInt8,
             self._ranges,
-            [*chosen, *fused],
+            [*chosen, *others],
             [],
-            [*_TYPES["int8-static"], *_FUSED_ACTIVATIONS],
+            [*_TYPES[self.kind], *self._others],
             {"OpTypesToExcludeOutputQuantization": list(_PRODUCTS)},
         )
         quantizer.quantize_model()
         return quantizer.model.model
+
+    @property
+    def _others(self) -> tuple[str, ...]:
+        """The types of nodes without a weight that are quantized where they read a map."""
+        return (*_FUSED_ACTIVATIONS, *_ON_MAPS) if self.kind == "int8-maps" else _FUSED_ACTIVATIONS
 
     @cached_property
     def _ranges(self) -> Any:
@@ -197,7 +228,7 @@ class Quantizer:
         package, _ = quantization()
         calibrator = package.create_calibrator(
             self._float,
-            [*_TYPES["int8-static"], *_FUSED_ACTIVATIONS],
+            [*_TYPES[self.kind], *self._others],
             augmented_model_path=str(self._work / "augmented.onnx"),
             calibrate_method=package.CalibrationMethod.MinMax,
             use_external_data_format=True,
@@ -256,10 +287,10 @@ class _Calls:
 
 def _quantizable(model: ir.Model, kind: Kind) -> tuple[str, ...]:
     """The names of the nodes to quantize; NothingToQuantize if there are none, or they hold few of the weights."""
-    nodes = [node for node in model.graph if node.op_type in _TYPES[kind] and _is_quantizable(node)]
+    nodes = [node for node in model.graph if node.op_type in _TYPES[kind] and _is_quantizable(node, kind)]
     if not nodes:
         raise NothingToQuantize(f"The file has no {' or '.join(_TYPES[kind])} with a constant float32 weight.")
-    if kind != "int8-static":
+    if kind not in _STATIC:
         weights = {value.name: value.const_value for node in nodes if (value := node.inputs[1]) is not None}
         inside = sum(tensor.nbytes for tensor in weights.values() if tensor is not None)
         everything = (value.const_value for value in model.graph.initializers.values())
@@ -269,19 +300,67 @@ def _quantizable(model: ir.Model, kind: Kind) -> tuple[str, ...]:
     return tuple(node.name or "" for node in nodes)
 
 
-def _is_quantizable(node: ir.Node) -> bool:
+def _is_depthwise(node: ir.Node) -> bool:
+    tensor = _constant(node.inputs[1])
+    return node.attributes.get_int("group", 1) > 1 and tensor is not None and tensor.shape[1] == 1
+
+
+def _is_quantizable(node: ir.Node, kind: Kind) -> bool:
     tensor = _constant(node.inputs[1])
     if node.domain or tensor is None or tensor.dtype != ir.DataType.FLOAT or len(tensor.shape) < 2:
         return False
     if node.op_type == "Conv":
         bias = node.inputs[2] if len(node.inputs) > 2 else None
-        is_depthwise = node.attributes.get_int("group", 1) > 1 and tensor.shape[1] == 1
-        return not is_depthwise and (bias is None or bias.is_initializer())
+        return (kind == "int8-maps" or not _is_depthwise(node)) and (bias is None or bias.is_initializer())
     if node.op_type == "Gemm":
         get = node.attributes
         plain = not get.get_int("transA", 0) and get.get_float("alpha", 1.0) == get.get_float("beta", 1.0) == 1.0
         return plain and all(value is None or value.is_initializer() for value in node.inputs[2:])
     return len(tensor.shape) == 2
+
+
+def _use_integer_kernels(model: ir.Model) -> None:
+    """Write means of maps and hard activations as nodes for which onnxruntime has integer kernels.
+
+    ReduceMean(x, (2, 3))  →  GlobalAveragePool(x)
+    HardSigmoid(x)         →  Clip(x + 3, 0, 6) · 1/6, if its slope is 1/6 and its offset 1/2
+    HardSwish(x)           →  x · (Clip(x + 3, 0, 6) · 1/6)
+    """
+    graph = model.graph
+    for node in list(graph):
+        x = node.inputs[0] if node.inputs else None
+        if x is None or x.dtype != ir.DataType.FLOAT:
+            continue
+        if node.op_type == "ReduceMean" and _is_mean_of_maps(node):
+            new = [ir.node("GlobalAveragePool", [x], name=node.name)]
+        elif node.op_type == "HardSwish" or (node.op_type == "HardSigmoid" and _is_hard_sigmoid(node)):
+            three, zero, six, sixth = (
+                _initializer(graph, f"{node.name}_{name}", np.array(value, np.float32))
+                for name, value in (("three", 3.0), ("zero", 0.0), ("six", 6.0), ("sixth", 1 / 6))
+            )
+            new = [ir.node("Add", [x, three], name=f"{node.name}_add")]
+            new.append(ir.node("Clip", [new[-1].outputs[0], zero, six], name=f"{node.name}_clip"))
+            new.append(ir.node("Mul", [new[-1].outputs[0], sixth], name=f"{node.name}_sixth"))
+            if node.op_type == "HardSwish":
+                new.append(ir.node("Mul", [x, new[-1].outputs[0]], name=node.name))
+        else:
+            continue
+        for part in new[:-1]:
+            part.outputs[0].name = _free_name(graph, f"{part.name}_output")
+            part.outputs[0].type, part.outputs[0].shape = node.outputs[0].type, node.outputs[0].shape
+        ir.convenience.replace_nodes_and_values(graph, node, [node], new, node.outputs, new[-1].outputs)
+
+
+def _is_mean_of_maps(node: ir.Node) -> bool:
+    x, axes = node.inputs[0], _constant(node.inputs[1]) if len(node.inputs) > 1 else None
+    if x is None or x.shape is None or len(x.shape) != 4 or axes is None:
+        return False
+    return bool(node.attributes.get_int("keepdims", 1)) and sorted(axes.numpy() % 4) == [2, 3]
+
+
+def _is_hard_sigmoid(node: ir.Node) -> bool:
+    slope, offset = node.attributes.get_float("alpha", 0.2), node.attributes.get_float("beta", 0.5)
+    return abs(slope - 1 / 6) < 1e-6 and offset == 0.5
 
 
 def _transpose_weights(model: ir.Model) -> None:

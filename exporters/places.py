@@ -67,12 +67,25 @@ def place_of(frame: FrameType | None, line_number: int, paths: Mapping[int, str]
     if frame is None:
         return "``"
     line, number = _quoted(frame.f_code.co_filename, line_number)
+    return f"{line}{_in_module(frame, paths)}{number}"
+
+
+def users_line(frame: FrameType | None, paths: Mapping[int, str]) -> str:
+    """The innermost line of user code: " in module `head` (net.py:17)"; empty if there is none."""
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f"{_in_module(frame, paths)} ({source_line(frame.f_code.co_filename, frame.f_lineno)})"
+
+
+def _in_module(frame: FrameType | None, paths: Mapping[int, str]) -> str:
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and id(owner) in paths:
-            return f"{line} in {_module(paths[id(owner)])}{number}"
+            return f" in {_module(paths[id(owner)])}"
         frame = frame.f_back
-    return f"{line}{number}"
+    return ""
 
 
 def place_in_stack(stack: str, model: nn.Module) -> str:

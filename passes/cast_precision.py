@@ -25,7 +25,7 @@ from passes.casting.forwards import (
     masks_of,
     takes_one_dtype,
 )
-from passes.casting.losses import LossWatch, TrialWatch, Way, by_share, share_lost
+from passes.casting.losses import Choices, LossWatch, TrialWatch, Way, by_share, share_lost
 from passes.errors import RequirementNotMet
 from passes.module_interface import (
     AttributeEdit,
@@ -267,7 +267,7 @@ class _Casting:
         worst = [key for key in by_share(losses) if not self._is_kept(self.modules[key]) and losses[key].share > 0]
         count = 1
         while True:
-            problem, lost = self._try(wanted)
+            problem, lost = self._try(wanted, watch.choices)
             if problem is None and lost <= self.most:
                 return True
             if problem is not None:
@@ -329,12 +329,12 @@ class _Casting:
             self._found = known, (below | known, tops)
         return self._found[1]
 
-    def _try(self, wanted: Any) -> tuple[str | None, float]:
+    def _try(self, wanted: Any, choices: Choices) -> tuple[str | None, float]:
         """Run the model with the current choice. Returns the error if it raises, and the precision loss of its outputs.
 
         A module that raises in the run is retried under autocast or in float32. If that works, it is chosen.
         """
-        trial = TrialWatch(self.root, self.besides, self._ways)
+        trial = TrialWatch(self.root, self.besides, self._ways, choices)
         with in_place(self._edits(self.root)):
             problem = self._run(trial)
         for module, way, error in trial.mended.values():

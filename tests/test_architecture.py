@@ -160,6 +160,7 @@ def test_a_floor_of_the_optimizer_knows_those_below_it_by_their_public_names() -
 # Files that look at frames, to name a line in a message.
 NAMING_LINES = {
     "optimizer/faults/locating.py",
+    "optimizer/parity/orders.py",
     "optimizer/diagnosis/evidence.py",
     "exporters/eager_runs.py",
     "exporters/tracing.py",

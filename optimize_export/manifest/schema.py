@@ -173,6 +173,15 @@ _ACCURACY = {
     "calls": _COUNT,
     "problem": (_TEXT, None),
     "metric?": (_METRIC, None),
+    "orders?": [
+        {
+            "by": _TEXT,
+            **_all(_COUNT, "dim", "column"),
+            **_all([_TEXT], "names", "unjudged"),
+            "scores": (_TEXT, None),
+            "descending": _FLAG,
+        }
+    ],
 }
 _ARTIFACT = {
     **_all(_TEXT, "format", "route"),

@@ -288,9 +288,10 @@ def _run_artifact(
         originals = [list(call.outputs.values()) for call in calls]
         names = [output["name"] for output in golden["outputs"]]
         places = [CallErrors(call.batch_size, call.draw, sizes=call.sizes) for call in calls]
-        accuracy = accuracy_between(names, zip(answers, originals, strict=True), places)
+        stored = Accuracy.from_json(allowed)
+        accuracy = accuracy_between(names, zip(answers, originals, strict=True), places, stored.orders)
         # The user's metric isn't here, but the file is the one that it judged.
-        accuracy = replace(accuracy, metric=Accuracy.from_json(allowed).metric)
+        accuracy = replace(accuracy, metric=stored.metric)
         outputs = [output.to_json() for output in accuracy.outputs]
         return replace(figures, accuracy=accuracy, budget=AccuracyBudget(**allowed["budget"]), outputs=outputs)
     return replace(figures, parity=_judged(golden, calls, answers, factor, device, settings))

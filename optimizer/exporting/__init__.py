@@ -1,5 +1,6 @@
 """The stages of an export: measure the original, write and prove each file, and build the manifest."""
 
+from optimizer.exporting.artifact_parity import ArtifactParity
 from optimizer.exporting.graph_files import remove
 from optimizer.exporting.job import (
     ExportJob,
@@ -13,6 +14,7 @@ from optimizer.exporting.measuring import MeasuredExport, measure
 from optimizer.exporting.writing import WrittenFiles, add_report, profiled, write_data, write_files
 
 __all__ = [
+    "ArtifactParity",
     "ExportJob",
     "MeasuredExport",
     "WrittenFiles",

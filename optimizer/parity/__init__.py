@@ -15,6 +15,7 @@ from optimizer.parity.accuracy import WITHIN_BUDGET, Accuracy, Metric, accuracy_
 from optimizer.parity.carried_state import describe_carried_state, measure_in_sequence
 from optimizer.parity.golden import GoldenEntry, compare_golden, golden_entries, golden_entry
 from optimizer.parity.observe import Flatten, Observation, RecordedRuns, input_names, observe
+from optimizer.parity.orders import RowOrder
 from optimizer.parity.outputs import BATCH_SIZES, OriginalOutputs, check_parity, measure_reference
 from optimizer.parity.reference import Reference, independent_rows, outputs_on
 from optimizer.parity.regions import (
@@ -56,6 +57,7 @@ __all__ = [
     "RecordedRuns",
     "Reference",
     "RegionParity",
+    "RowOrder",
     "Rows",
     "Tolerance",
     "accuracy_between",

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from optimize_export.elementwise import is_exact
+from optimize_export.wording import listed
 from optimizer.model import Call
 from optimizer.options import AccuracyBudget, points
+from optimizer.parity.comparison import OTHER_ROWS
 from optimizer.parity.differences import Pool
 from optimizer.parity.golden import GoldenEntry, compare_stored
-from optimizer.parity.results import NOTHING_MEASURED, CallErrors, Measurement, OutputNoise, from_json, to_json
+from optimizer.parity.orders import RowOrder
+from optimizer.parity.results import (
+    NOTHING_MEASURED,
+    OMIT_IF_EMPTY,
+    CallErrors,
+    Measurement,
+    OutputNoise,
+    from_json,
+    to_json,
+)
 from optimizer.parity.verdict import worst_of
 
 WITHIN_BUDGET = "within budget"
@@ -32,6 +43,17 @@ class OutputAccuracy:
     calls: tuple[CallErrors, ...] = ()
     held_out: tuple[CallErrors, ...] = ()
     """The errors at each call that was held out of the calibration; `draw` is the number of the call."""
+    problem: str | None = None
+
+    def is_below(self, budget: AccuracyBudget) -> bool:
+        """Whether a figure of it is outside a budget."""
+        own = self.to_json()
+        # Integers have no cosine.
+        least = budget.top1 if own["cosine"] is not None else budget.top1 or budget.cosine
+        return _is_counted(self.problem, budget) or any(
+            figure is not None and most is not None and not figure >= most
+            for figure, most in ((own["cosine"], budget.cosine), (own["agreement"], least))
+        )
 
     def to_json(self) -> dict[str, Any]:
         """As an `OutputParity` with the worst figures and without an allowed error."""
@@ -39,7 +61,7 @@ class OutputAccuracy:
         return {
             "name": self.name,
             "judged": True,
-            "problem": None,
+            "problem": self.problem,
             "tolerance": None,
             "by_user": False,
             **{name: worst_of(max, (getattr(call, name) for call in every)) for name in _LARGEST},
@@ -107,9 +129,12 @@ class Accuracy:
     """Signal-to-noise ratio, 20 log10(rms of the original / rms of the error), in dB."""
     calls: int = 0
     problem: str | None = None
-    """A difference that no budget allows, such as another shape; None where there is none."""
+    """A difference that no budget allows, such as another shape; None where there is none. Of a model that chooses by
+    scores, another number of rows is one unless only the user's metric judges it."""
     metric: Metric | None = None
     """The user's metric; None if nobody asked for it. It isn't measured again where a bundle is verified."""
+    orders: tuple[RowOrder, ...] = field(default=(), compare=False, metadata=OMIT_IF_EMPTY)
+    """The outputs whose rows scores put in order, by the names in the files."""
     outputs: tuple[OutputAccuracy, ...] = field(default=(), repr=False, compare=False)
     """The figures of each output at each call; not part of the JSON."""
 
@@ -122,17 +147,21 @@ class Accuracy:
             worst_of(max, (self.max_error, other.max_error)),
             worst_of(min, (self.snr, other.snr)),
             self.calls + other.calls,
-            self.problem or other.problem,
+            _worse_problem(self.problem, other.problem),
             self.metric or other.metric,
+            self.orders or other.orders,
             _joined(self.outputs, other.outputs),
         )
 
     def why_not(self, budget: AccuracyBudget) -> str | None:
         """The reason why this is outside a budget; None if it is within."""
-        if self.problem is not None:
+        if _is_counted(self.problem, budget):
             return self.problem
         if budget.top1 is not None and self.top1 is None and self.equal is None:
             return "no output has classes, so there is no top-1 agreement"
+        alone = budget.top1 is not None and budget.cosine is None and budget.drop is None
+        if alone and (rows := [name for order in self.orders for name in order.unjudged]):
+            return f"a top-1 agreement doesn't judge {listed(rows)}, whose rows are in the order of scores"
         if budget.cosine is not None and self.cosine is None and self.equal is None:
             return "no output could be compared"
         if (below := next(self._below(budget), None)) is not None:
@@ -141,7 +170,7 @@ class Accuracy:
 
     def is_below(self, budget: AccuracyBudget) -> bool:
         """Whether a figure is outside a budget, so that no further call can bring it within."""
-        return self.problem is not None or any(self._below(budget))
+        return _is_counted(self.problem, budget) or any(self._below(budget))
 
     def _below(self, budget: AccuracyBudget) -> Iterator[str]:
         for name, figure, least in (
@@ -151,12 +180,15 @@ class Accuracy:
         ):
             if least is not None and figure is not None and not figure >= least:
                 yield f"{name} {_digits(figure)} is below {least}"
+        if budget.cosine is not None and self.snr is not None and self.snr < (least := _least_snr(budget.cosine)):
+            yield (
+                f"signal-to-noise ratio {self.snr:.1f} dB is below {least:.1f} dB, so an output is larger or smaller than the "
+                "original's, which its cosine doesn't show"
+            )
 
     def to_json(self) -> dict[str, Any]:
-        figures = {
-            each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("metric", "outputs")
-        }
-        return figures if self.metric is None else {**figures, "metric": asdict(self.metric)}
+        found = to_json(replace(self, outputs=()))
+        return {name: value for name, value in found.items() if name != "outputs" and (name, value) != ("metric", None)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Accuracy:
@@ -193,22 +225,27 @@ def accuracy_of(measurement: Measurement, names: Sequence[str]) -> Accuracy:
             found = found.and_worse(Accuracy(call.cosine, top1, equal, call.max_error))
         if not output.noise.is_exact:
             found = found.and_worse(Accuracy(snr=_decibels(output.noise.rms, output.rms_error)))
-    named = tuple(OutputAccuracy(name, each.calls) for name, each in zip(names, measurement.outputs, strict=False))
-    return replace(found, problem=next(iter(problems), None), outputs=named)
+    named = tuple(
+        OutputAccuracy(name, each.calls, problem=_worse_problem(*each.problems))
+        for name, each in zip(names, measurement.outputs, strict=False)
+    )
+    return replace(found, problem=_worse_problem(*problems), outputs=named)
 
 
 def accuracy_between(
     names: Sequence[str],
     pairs: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
     calls: Iterable[CallErrors] | None = None,
+    orders: tuple[RowOrder, ...] = (),
 ) -> Accuracy:
     """The accuracy over calls, each a pair (outputs of the candidate, outputs of the original).
 
     Args:
         names: of the outputs, in the files.
         calls: identifies each call of the export; None if the calls were held out of the calibration.
+        orders: the outputs whose rows scores put in order, by these names.
     """
-    found = Accuracy()
+    found = Accuracy(orders=orders)
     known = None if calls is None else iter(calls)
     for number, (outputs, originals) in enumerate(pairs):
         rows = next((tensor.shape[0] for tensor in originals if tensor.dim()), None)
@@ -216,9 +253,9 @@ def accuracy_between(
         stored = {name: value.cpu() for name, value in zip(names, originals, strict=True)}
         entry = GoldenEntry(call.batch_size, call.draw, Call((), {}), stored, {}, tuple(call.sizes.items()))
         noises = {name: _noise_of(name, value) for name, value in stored.items()}
-        seen = accuracy_of(compare_stored(noises, [(entry, outputs)]).finish(NOTHING_MEASURED), names)
+        seen = accuracy_of(compare_stored(noises, [(entry, outputs)], orders).finish(NOTHING_MEASURED), names)
         if known is None:
-            seen = replace(seen, outputs=tuple(OutputAccuracy(each.name, (), each.calls) for each in seen.outputs))
+            seen = replace(seen, outputs=tuple(replace(each, calls=(), held_out=each.calls) for each in seen.outputs))
         found = found.and_worse(replace(seen, calls=1))
     return found
 
@@ -229,6 +266,26 @@ def _noise_of(name: str, value: torch.Tensor) -> OutputNoise:
     if not is_exact(value):
         sizes.add_sizes(value)
     return replace(OutputNoise.unknown(name, value), rms=sizes.rms)
+
+
+def _worse_problem(*problems: str | None) -> str | None:
+    """The first problem that every budget counts, or else the first."""
+    known = [problem for problem in problems if problem is not None]
+    return min(known, key=lambda problem: problem.startswith(OTHER_ROWS), default=None)
+
+
+def _is_counted(problem: str | None, budget: AccuracyBudget) -> bool:
+    """Whether a problem puts a candidate outside a budget."""
+    is_metric_alone = budget.drop is not None and budget.cosine is None and budget.top1 is None
+    return problem is not None and not (is_metric_alone and problem.startswith(OTHER_ROWS))
+
+
+def _least_snr(cosine: float) -> float:
+    """The signal-to-noise ratio of an output that has this cosine and also another size, each with the same error.
+
+    With the right size, the square of the error is 1 / cosine² - 1 of the original's, as noise at a right angle.
+    """
+    return -10 * math.log10(2 * (1 / cosine**2 - 1))
 
 
 def _decibels(signal: float, error: float) -> float | None:
@@ -243,7 +300,10 @@ def _joined(first: tuple[OutputAccuracy, ...], second: tuple[OutputAccuracy, ...
     for output in second:
         known = found.get(output.name, OutputAccuracy(output.name))
         found[output.name] = OutputAccuracy(
-            output.name, (*known.calls, *output.calls), (*known.held_out, *output.held_out)
+            output.name,
+            (*known.calls, *output.calls),
+            (*known.held_out, *output.held_out),
+            _worse_problem(known.problem, output.problem),
         )
     return tuple(found.values())
 

@@ -18,6 +18,7 @@ from optimizer.parity.differences import (
     SliceNoise,
     Slices,
     WorstSlice,
+    cosine,
     error_statistics,
     has_classes,
     integer_agreement,
@@ -37,6 +38,8 @@ DOUBTFUL = 64.0
 _MOST_EXPLAINED = 64
 # If a sum of gradients is zero, rounding may leave at most this number of units of the largest gradient.
 _LEFT_OF_A_SUM = 16
+OTHER_ROWS = "another number of rows is chosen"
+"""The start of a problem of a lossy candidate that chooses by scores; only the user's metric can judge it."""
 # A frontier has at most this number of pairs: one for each 1/64 of a binade of sizes (1.1 %), or for coarser steps.
 _FRONTIER = 256
 _FINEST_STEPS = 64
@@ -246,6 +249,8 @@ class Comparison:
         compared = self._compared.setdefault(name, _Compared(Pool(slices=slices)))
         own, truth = one.own.values[name], one.truth.values[name]
         if problem := _incomparable(own, value):
+            if any(name in order.names and order.has_other_rows(own, value) for order in one.orders):
+                problem = f"{OTHER_ROWS}: {problem}"
             append_once(compared.problems, f"{problem} at {one.where}")
             return
         if is_exact(own):
@@ -279,7 +284,14 @@ class Comparison:
             return
         everywhere: Any = ... if plain is None else plain
         statistics: dict[str, Any] = error_statistics(errors[everywhere], value[everywhere], target[everywhere])
-        if one.own.kinds.get(name) == "output" and has_classes(name, value):
+        orders = [order for order in one.orders if name in order.names]
+        for order in orders:
+            if order.scores == name and statistics:
+                # Coordinates next to the scores are larger, and would hide their error.
+                alone = (order.scores_in(each).flatten().nan_to_num() for each in (value, target))
+                statistics["cosine"] = min(statistics["cosine"], cosine(*alone))
+        # The largest of sorted scores is the first one, and rows of other numbers have no classes.
+        if one.own.kinds.get(name) == "output" and not orders and has_classes(name, value):
             agreement, undecided = top1_agreement(value, target, self.noises[name].noise)
             statistics |= {"agreement": agreement, "undecided": undecided}
         compared.calls.append(CallErrors(one.batch_size, one.draw, **statistics, sizes=dict(one.sizes)))

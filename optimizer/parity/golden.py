@@ -11,6 +11,7 @@ from optimize_export.elementwise import is_exact, special
 from optimizer.model import Call, Sizes
 from optimizer.parity.comparison import Comparison
 from optimizer.parity.observe import Observation
+from optimizer.parity.orders import RowOrder
 from optimizer.parity.original import OriginalCall
 from optimizer.parity.reference import Reference
 from optimizer.parity.results import NOTHING_MEASURED, OutputNoise, ParityReport
@@ -79,16 +80,21 @@ def _entry(reference: Reference, one: OriginalCall) -> GoldenEntry:
 
 
 def compare_stored(
-    noises: Mapping[str, OutputNoise], entries: Sequence[tuple[GoldenEntry, Sequence[torch.Tensor]]]
+    noises: Mapping[str, OutputNoise],
+    entries: Sequence[tuple[GoldenEntry, Sequence[torch.Tensor]]],
+    orders: Sequence[RowOrder] = (),
 ) -> Comparison:
-    """Compare a candidate's flat outputs with stored outputs, in the order of `entry.outputs`."""
+    """Compare a candidate's flat outputs with stored outputs, in the order of `entry.outputs`.
+
+    Args:
+        orders: of a lossy candidate, by the names of the stored outputs.
+    """
     comparison = Comparison(noises, flat=True)
     for entry, got in entries:
         own = Observation(dict(entry.outputs), dict.fromkeys(entry.outputs, "output"))
         none = {name: torch.zeros(value.shape, dtype=torch.bool) for name, value in entry.outputs.items()}
-        one = OriginalCall(
-            entry.batch_size, entry.draw, 0, entry.call, own, own, unstable=none | entry.tied, sizes=entry.sizes
-        )
+        one = OriginalCall(entry.batch_size, entry.draw, 0, entry.call, own, own, sizes=entry.sizes, orders=orders)
+        one.unstable = none | entry.tied
         one.excluded = {name: mask for name, mask in entry.tied.items() if not is_exact(entry.outputs[name])}
         values = {f"output_{index}": value.detach().cpu() for index, value in enumerate(got)}
         comparison.add(one, Observation(values, dict.fromkeys(values, "output")))

@@ -63,8 +63,9 @@ class RoundingNoise:
         self.notes: list[str] = []
         # Whether the original runs with inputs and weights off by one ulp.
         self.can_be_perturbed = True
-        # Whether the original chooses or orders elements by scores, as far as it is known.
-        self._chooses = False
+        # Whether the original chooses or orders elements by scores, and whether equal scores may decide there, both as far as
+        # it is known.
+        self.chooses = self._may_meet_ties = False
         self._gathered: dict[str, _Gathered] = {}
         # The response to rounding at every operator, if the original computes in float64 and has no error against it.
         self._inside: dict[str, Pool] = {}
@@ -169,7 +170,7 @@ class RoundingNoise:
 
     def _find_ties(self, one: OriginalCall) -> None:
         """Find the outputs of a call that equal scores choose or put in order, if the original chooses by scores."""
-        if not self._chooses or one.knows_ties or self.original.mode != "inference":
+        if not self._may_meet_ties or one.knows_ties or self.original.mode != "inference":
             return
         one.knows_ties = True
         call, modes = self.original.inputs_of(one), [BrokenTies(last=True), BrokenTies(last=False)]
@@ -178,7 +179,7 @@ class RoundingNoise:
             for mode in modes:
                 seen.append(run_in(lambda module, mode=mode: mode, self.original, one, call=call, training=False))  # type: ignore[misc]
                 if not mode.met:
-                    self._chooses = mode.chooses
+                    self._may_meet_ties = mode.chooses
                     return
         except Exception as error:  # noqa: BLE001 - foreign code may raise because each operator is watched
             logger.debug("the run with other ties raised: %s", error)
@@ -240,11 +241,12 @@ class RoundingNoise:
         except Exception as error:  # noqa: BLE001 - the original is foreign code; the reason is reported
             self.refused = f"the float64 run raised: {error_summary(error)}"
             # It may have raised before it came to such an operation.
-            self._chooses = True
+            self.chooses = self._may_meet_ties = True
             return None
         self.lowered |= mode.lowered
         self.coarsest = max(self.coarsest, mode.coarsest)
-        self._chooses |= mode.chooses
+        self.chooses |= mode.chooses
+        self._may_meet_ties |= mode.chooses
         if reason := _another_answer(one.own, truth):
             self.refused = f"the float64 run computes something different: {reason}"
             return None

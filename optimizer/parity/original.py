@@ -30,6 +30,7 @@ from optimizer.model import (
     refuse_arrays,
 )
 from optimizer.parity.observe import Observation, RecordedRuns, input_names, observe
+from optimizer.parity.orders import RowOrder
 from optimizer.parity.results import Measurement
 from optimizer.parity.ties import Tie, aligned
 from passes.graph.memory import same_values
@@ -74,10 +75,17 @@ class OriginalCall:
     """The operations that met the ties of `excluded`."""
     knows_ties: bool = False
     """Whether `ties`, `excluded` and `excluded_by` are known."""
+    orders: Sequence[RowOrder] = ()
+    """For a lossy candidate: the outputs whose rows may be in another order than here, by the rule of `RowOrder`."""
 
     def aligned(self, values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The outputs of another run, where equal scores decide as in this one."""
-        return aligned(self.ties, self.excluded, self.own.values, values) if self.ties or self.excluded else values
+        for order in self.orders:
+            values = order.aligned(self.truth.values, values)
+        # The rows of an order with scores are matched, those with equal scores too.
+        matched = {name for order in self.orders if order.scores is not None for name in order.names}
+        ties = [tie for tie in self.ties if matched.isdisjoint(tie.names)]
+        return aligned(ties, self.excluded, self.own.values, values) if ties or self.excluded else values
 
     def undecided(self, name: str) -> torch.Tensor:
         """A mask of the elements of an output that equal scores choose or put in order."""

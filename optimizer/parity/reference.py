@@ -21,9 +21,10 @@ from optimizer.parity.differences import Pool
 from optimizer.parity.half_precision import errors_at, noise_at
 from optimizer.parity.noise import MORE_SAMPLES, RoundingNoise
 from optimizer.parity.observe import Flatten, Observation, observe
+from optimizer.parity.orders import Orders, RowOrder, find_orders
 from optimizer.parity.original import Original, OriginalCall, without_warnings
 from optimizer.parity.results import Measurement, OutputNoise, RowMeasurement
-from optimizer.parity.rounding import in_float64, perturbed
+from optimizer.parity.rounding import ModeOf, in_float64, perturbed, run_in
 from optimizer.parity.rows import Batch, Rows, measure_rows
 from optimizer.parity.verdict import FACTOR, allowed_by, judge_rows, ratio_of
 from passes.base import DeclaredError, Precision
@@ -127,7 +128,8 @@ class Reference:
         Raises:
             UsageError: the original isn't a module, so its float32 parts have no paths.
         """
-        twin = self._twin()
+        # Close scores are equal at that precision.
+        twin = self.in_orders(self.find_orders().rows)
         with one_at_a_time:
             errors = errors_at(twin._rounding, precision)
         for name, noise in self.noises.items():
@@ -218,6 +220,33 @@ class Reference:
 
     def runs_of(self, target: Callable[..., Any]) -> Runs:
         return Runs(target, in_eval=self.original.runs.in_eval, written=self.written)
+
+    def find_orders(self) -> Orders:
+        """The outputs that the original chooses or orders by scores, from runs of its largest call."""
+        if not self._rounding.chooses:
+            return Orders()
+        one = max(
+            self.original.calls, key=lambda one: sum(one.own.values[n].numel() for n in one.own.of_kind("output"))
+        )
+        call = self.original.inputs_of(one)
+
+        def run(mode: ModeOf) -> dict[str, torch.Tensor]:
+            try:
+                seen = run_in(mode, self.original, one, call=call, training=False)
+            except Exception as error:  # noqa: BLE001 - foreign code may raise where it gets rows in another order
+                logger.debug("the run with rows in another order raised: %s", error)
+                return {}
+            return {name: seen.values[name] for name in seen.of_kind("output")}
+
+        with one_at_a_time, pinned_settings():
+            return find_orders(run)
+
+    def in_orders(self, orders: Sequence[RowOrder]) -> Reference:
+        """The reference for a lossy candidate, which may order rows with close scores otherwise."""
+        twin = self._twin()
+        for one in twin.original.calls:
+            one.orders = orders
+        return twin
 
     def run(self, call: Call) -> Observation:
         """The original's outputs at a further call, in the mode and under the settings of the compared calls."""

@@ -9,7 +9,7 @@ decides which rows are chosen (not all of its members fit into the k of a `topk`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,7 +128,7 @@ def find_ties(
     changed = {
         name: mask
         for name in same
-        if bool((mask := _differs(last[name], first[name]) | _differs(own[name], first[name])).any())
+        if bool((mask := differs(last[name], first[name]) | differs(own[name], first[name])).any())
     }
     ties, excluded = [], {}
     for tie in met:
@@ -147,12 +147,13 @@ def _explains(tie: Tie, own: Values, first: Values, last: Values) -> bool:
     """Whether the outputs of all runs differ only within the ties."""
     for other in (first, last):
         for name, value in tie.aligned(own, other).items():
-            if bool((_differs(value, own[name]) & ~tie.spread(tie.groups == _EXCLUDED, value)).any()):
+            if bool((differs(value, own[name]) & ~tie.spread(tie.groups == _EXCLUDED, value)).any()):
                 return False
     return True
 
 
-def _differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A mask of the elements of two outputs of one shape that differ by more than rounding."""
     if not a.is_floating_point():
         return a != b
     return ~torch.isclose(a, b, rtol=0.0, atol=_ROUNDING * unit(a.dtype) * _largest(b), equal_nan=True)
@@ -187,12 +188,15 @@ class BrokenTies(TorchDispatchMode):
             return func(*args, **given)
         name = func.name().partition("::")[2].partition(".")[0]
         choose = _CHOOSING.get(name)
-        # A stable sort decides ties itself.
-        if choose is None or given.get("stable") or schema.is_mutable:
+        if choose is None or self._decides_itself(given) or schema.is_mutable:
             return func(*args, **given)
         self.chooses = True
         arguments = [argument.name for argument in schema.arguments]
-        return choose(self, name, func, {**dict(zip(arguments, args, strict=False)), **given})
+        return getattr(self, choose)(name, func, {**dict(zip(arguments, args, strict=False)), **given})
+
+    def _decides_itself(self, given: Mapping[str, Any]) -> bool:
+        """Whether an operation with these arguments decides ties, as a stable sort does."""
+        return bool(given.get("stable"))
 
     def _order(self, name: str, scores: torch.Tensor, dim: int, *, descending: bool, first: int) -> torch.Tensor:
         """The indices of the `first` best scores along a dim."""
@@ -247,12 +251,13 @@ class BrokenTies(TorchDispatchMode):
         return len(scores) - 1 - func(**turned)
 
 
-_CHOOSING: dict[str, Callable[..., Any]] = {
-    "topk": BrokenTies._sorted,
-    "sort": BrokenTies._sorted,
-    "max": BrokenTies._extreme,
-    "min": BrokenTies._extreme,
-    "argmax": BrokenTies._extreme,
-    "argmin": BrokenTies._extreme,
-    "nms": BrokenTies._suppressed,
+# By operator, the method that computes it.
+_CHOOSING = {
+    "topk": "_sorted",
+    "sort": "_sorted",
+    "max": "_extreme",
+    "min": "_extreme",
+    "argmax": "_extreme",
+    "argmin": "_extreme",
+    "nms": "_suppressed",
 }

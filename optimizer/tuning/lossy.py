@@ -14,17 +14,17 @@ import torch
 
 from exporters.base import Adapter, ExportRequest
 from exporters.errors import ExporterError, StructureError
-from exporters.onnx_quantization import KINDS, QuantizedFile, quantized
+from exporters.onnx_quantization import KINDS, QuantizedFile, kinds, quantized
 from exporters.onnx_sensitivity import within_budget
 from exporters.registry import exported_format, half_of
 from optimize_export.errors import DeviceError, UsageError
 from optimize_export.runtime import Route, Runner, open_route, own_routes
-from optimize_export.wording import described
+from optimize_export.wording import described, listed
 from optimizer.accuracy import Aggregate, Evaluate, EvaluateError, Evaluation, NotScored, PairedTest, Search
-from optimizer.exporting import ExportJob, MeasuredExport, copy_for_export, remove
+from optimizer.exporting import ArtifactParity, ExportJob, MeasuredExport, copy_for_export, remove
 from optimizer.model import Call, Samples, errors_of_model
 from optimizer.options import AccuracyBudget
-from optimizer.parity import WITHIN_BUDGET, Accuracy, accuracy_between, accuracy_of
+from optimizer.parity import WITHIN_BUDGET, Accuracy, RowOrder, accuracy_between, accuracy_of
 from optimizer.tuning.benchmark import Candidate, Refused
 from optimizer.tuning.candidates import Files, open_in_child
 from optimizer.tuning.further_files import FurtherFiles
@@ -62,8 +62,8 @@ class Recipe:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], format: str) -> Recipe:
         """The recipe that a manifest records for a file of this format; KeyError, TypeError or ValueError if none."""
-        kinds: tuple[str | None, ...] = KINDS.get(format, (half_of(format),))
-        if data["kind"] not in kinds:
+        known: tuple[str | None, ...] = KINDS.get(format, (half_of(format),))
+        if data["kind"] not in known:
             raise ValueError(f"{format} isn't made as {data['kind']}")
         return cls(data["kind"], tuple(map(str, data["kept"])))
 
@@ -115,7 +115,7 @@ class Lossy:
         known = self._accuracies.get(str(candidate.route))
         accuracy = self._judged_by(files.open_for_proof(candidate.route), candidate.route) if known is None else known
         if (reason := accuracy.why_not(self.budget)) is not None:
-            raise Refused(_refusal(accuracy, reason), accuracy)
+            raise self._refused(reason, accuracy)
         return replace(candidate, accuracy=accuracy)
 
     @property
@@ -136,7 +136,7 @@ class Lossy:
         runner = files.open_for_proof(candidate.route)
         accuracy = self._with_metric(candidate.accuracy, runner, candidate.route, self._search.final(), "final")
         if (reason := accuracy.why_not(self.budget)) is not None:
-            raise Refused(_refusal(accuracy, f"{reason} in the final test"), accuracy)
+            raise self._refused(f"{reason} in the final test", accuracy)
         return replace(candidate, accuracy=accuracy)
 
     def is_judged(self, candidate: Candidate) -> bool:
@@ -148,10 +148,11 @@ class Lossy:
         names = self._measured.adapter.output_names
         apart = [tuple(tensor.to(runner.device) for tensor in call) for call in self.calibration.held_out]
         answers = ((runner(*call), target) for call, target in zip(apart, self._originals, strict=True))
-        held_out = accuracy_between(names, answers)
+        rows, _ = self._orders
+        held_out = accuracy_between(names, answers, orders=rows)
         if held_out.is_below(self.budget):
             return held_out
-        measurement, _ = self._measured.parity.measure_loaded(runner, None)
+        measurement, _ = self._parity.measure_loaded(runner, None)
         return accuracy_of(measurement, names).and_worse(held_out)
 
     def _judged_by(self, runner: Runner, route: Route, *, anew: bool = False) -> Accuracy:
@@ -191,6 +192,39 @@ class Lossy:
         self.notes = tuple(dict.fromkeys([*self.notes, *self._evaluation.notes]))
         return replace(accuracy, metric=metric)
 
+    @cached_property
+    def _orders(self) -> tuple[tuple[RowOrder, ...], dict[str, str]]:
+        """The outputs whose rows scores put in order, and the operation that chooses an output, by names in the files."""
+        reference = self._measured.reference
+        found = reference.find_orders()
+        names = dict(zip(reference.output_names, self._measured.adapter.output_names, strict=False))
+        chosen = {names[name]: by for name, by in found.chosen.items() if name in names}
+        return tuple(order.renamed(names) for order in found.rows), chosen
+
+    @cached_property
+    def _parity(self) -> ArtifactParity:
+        """Compares rows that scores put in order as sets, where the scores are equal for the candidate."""
+        names = dict(zip(self._measured.adapter.output_names, self._measured.reference.output_names, strict=False))
+        rows = [order.renamed(names) for order in self._orders[0]]
+        return replace(self._measured.parity, reference=self._measured.reference.in_orders(rows))
+
+    def _refused(self, told: str, accuracy: Accuracy, seconds: float | None = None) -> Refused:
+        """The refusal of a file, with the ways out where scores choose what the file is judged by."""
+        reason = _refusal(accuracy, told)
+        rows, chosen = self._orders
+        chosen = {**chosen, **{name: order.by for order in rows for name in order.names}}
+        names = [output.name for output in accuracy.outputs if output.name in chosen and output.is_below(self.budget)]
+        if self.budget.top1 is not None and self.budget.cosine is None and self.budget.drop is None:
+            names = names or [name for order in accuracy.orders for name in order.unjudged]
+        if names:
+            names = [name for name in names if chosen[name] == chosen[names[0]]]
+            reason += (
+                f"; {chosen[names[0]]} chooses what {listed(names)} has, and where scores are close another choice may be as "
+                "good, which this budget can't tell: judge the model by its metric (`evaluate` with `--accuracy "
+                '"drop<=0.5%"`), or export it before its post-processing, without this operation'
+            )
+        return Refused(reason, accuracy, seconds)
+
     def made(self, format: str, files: Files, recipe: Recipe | None = None) -> dict[str, Any]:
         """Make a quantized file, or one in half precision, within the budget; return its entry for the manifest.
 
@@ -220,7 +254,7 @@ class Lossy:
         accuracy = self._judged_by(open_in_child(path, route, files.device, files.inputs), route)
         if accuracy.why_not(self.budget) is not None:
             seconds = self.seconds_of(format, open_route(path, route, files.device))
-            raise Refused(_refusal(accuracy, f"it has {accuracy}"), accuracy, seconds)
+            raise self._refused(_figures("it has", accuracy, self.budget), accuracy, seconds)
         self._accuracies[str(route)] = accuracy
         return {**entry, **self.judged(accuracy)}
 
@@ -249,7 +283,7 @@ class Lossy:
 
         last = KINDS[format][-1]
         made = None
-        for kind in (kind for kind in KINDS[format] if recipe is None or kind == recipe.kind):
+        for kind in (kind for kind in kinds(format, source) if recipe is None or kind == recipe.kind):
             if recipe is None and kind == last:
                 made = within_budget(source, target, last, self._rows, accept, check=stop_if_late).accepted
             else:
@@ -258,7 +292,7 @@ class Lossy:
             if made is not None:
                 break
         else:
-            raise Refused(_refusal(best, f"the best has {best}"), best, seconds)
+            raise self._refused(_figures("the best has", best, self.budget), best, seconds)
         self._accuracies[str(route)] = found[-1]
         return self._entry(format, files, made, found[-1])
 
@@ -315,6 +349,11 @@ class Lossy:
 def _closeness(accuracy: Accuracy) -> tuple[bool, float, float]:
     drop = math.inf if accuracy.metric is None else accuracy.metric.drop
     return accuracy.problem is None, -drop, accuracy.cosine or 0.0
+
+
+def _figures(start: str, accuracy: Accuracy, budget: AccuracyBudget) -> str:
+    # What is told of a metric has the reason.
+    return f"{start} {accuracy}" if accuracy.metric is not None else f"{start} {accuracy}: {accuracy.why_not(budget)}"
 
 
 def _refusal(accuracy: Accuracy, told: str) -> str:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.base import training_flags
 from passes.casting.forwards import cast_leaf, finite_in, map_leaves, masks_of, takes_one_dtype, with_masks
 from passes.graph.forwards import intercepted_calls
-from passes.torch_private import without_torch_function
+from passes.torch_private import schema_of, without_torch_function
 
 # A context in which a module runs in the half precision, except for the submodules that stay in float32.
 Lowered = Callable[[nn.Module], AbstractContextManager[None]]
@@ -54,6 +55,53 @@ class _Watch(ABC):
     ) -> Any: ...
 
 
+# Operators that choose or order elements by scores; they return indices, the last of their results.
+_CHOOSING = frozenset({"topk", "sort", "max", "min", "argmax", "argmin", "nms"})
+
+
+class Choices(TorchDispatchMode):
+    """Keeps which elements a run chooses by scores, so that a run in half precision can take the same.
+
+    Close scores may be in another order there. That says nothing of the precision of a layer, but would look like a large
+    loss of all that is chosen.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, known: Choices | None = None) -> None:
+        super().__init__()
+        self.made: list[torch.Tensor] = []
+        # False while layers are repeated, and after a run has taken another path.
+        self.is_active = True
+        self._known = None if known is None else iter(known.made)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result, schema = func(*args, **(kwargs or {})), schema_of(func)
+        if not self.is_active or schema is None or schema.is_mutable:
+            return result
+        name = func.name().partition("::")[2].partition(".")[0]
+        # Without a dim, `max` returns a number.
+        if name not in _CHOOSING or (name in ("max", "min") and not isinstance(result, tuple)):
+            return result
+        own = result[-1] if isinstance(result, tuple) else result
+        if self._known is None:
+            self.made.append(own.clone())
+            return result
+        known = next(self._known, None)
+        if known is None or known.shape != own.shape:
+            self.is_active = False
+            return result
+        if not isinstance(result, tuple):
+            return known
+        given = {**dict(zip((argument.name for argument in schema.arguments), args, strict=False)), **(kwargs or {})}
+        scores, dim = given["self"], given.get("dim", -1)
+        if known.dim() == scores.dim():
+            return scores.gather(dim, known), known
+        return scores.gather(dim, known.unsqueeze(dim)).squeeze(dim), known
+
+
 class LossWatch(_Watch):
     """A context that repeats each call of a layer in a half precision and compares the results.
 
@@ -63,6 +111,7 @@ class LossWatch(_Watch):
     Attributes:
         losses: the largest loss of each layer that was called, by its id, in the order of the first calls.
         outputs: the output of the root; None until it returns.
+        choices: what the root chose.
     """
 
     def __init__(
@@ -78,6 +127,7 @@ class LossWatch(_Watch):
         self._layers = {id(layer) for layer in layers}
         self._dtype = dtype
         self._lowered = lowered
+        self.choices = Choices()
         self._busy = False
         self._inputs: dict[int, Any] = {}
 
@@ -91,15 +141,16 @@ class LossWatch(_Watch):
         is_layer = id(module) in self._layers and _is_plain((args, kwargs))
         given = self._rounded(module, args, kwargs) if is_layer else None
         before = torch.get_rng_state()
-        outputs = call(*args, **kwargs)
+        with self.choices if module is self.root else nullcontext():
+            outputs = call(*args, **kwargs)
         if given is not None:
-            self._busy = True
+            self._busy, self.choices.is_active = True, False
             try:
                 with torch.random.fork_rng(devices=()):
                     torch.set_rng_state(before)
                     self._measure(module, given, outputs)
             finally:
-                self._busy = False
+                self._busy, self.choices.is_active = False, True
         if module is self.root:
             self.outputs = map_leaves(_copied, outputs)
         return outputs
@@ -138,15 +189,23 @@ class LossWatch(_Watch):
 class TrialWatch(_Watch):
     """A context that runs the root in a half precision, and retries modules that raise in other ways.
 
+    Args:
+        choices: of the run to compare with.
+
     Attributes:
         outputs: the output of the root; None until it returns.
         mended: the modules that raised, by id, each with the name of the way in which it works, and the error.
     """
 
     def __init__(
-        self, root: nn.Module, besides: Iterable[nn.Module], ways: Callable[[nn.Module, Any], Iterator[Way]]
+        self,
+        root: nn.Module,
+        besides: Iterable[nn.Module],
+        ways: Callable[[nn.Module, Any], Iterator[Way]],
+        choices: Choices,
     ) -> None:
         super().__init__(root, besides)
+        self._choices = Choices(choices)
         self.mended: dict[int, tuple[nn.Module, str, str]] = {}
         self._ways = ways
         # Modules that are being retried; a retry may call a watched forward of the same module again.
@@ -158,10 +217,12 @@ class TrialWatch(_Watch):
         if id(module) in self._tried:
             return call(*args, **kwargs)
         try:
-            outputs = call(*args, **kwargs)
+            with self._choices if module is self.root else nullcontext():
+                outputs = call(*args, **kwargs)
         except Exception as error:
             if not _is_plain((args, kwargs)):
                 raise
+            self._choices.is_active = False
             outputs = self._again(module, (args, kwargs), error)
         if module is self.root:
             self.outputs = map_leaves(_copied, outputs)

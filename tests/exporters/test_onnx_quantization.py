@@ -13,11 +13,11 @@ from onnx import TensorProto, helper, numpy_helper
 import exporters.onnx
 import exporters.onnx_sensitivity
 from exporters.errors import NothingToQuantize, QuantizationError
-from exporters.onnx_quantization import quantized
+from exporters.onnx_quantization import kinds, quantized
 from exporters.onnx_sensitivity import sensitivities, within_budget
 from optimize_export.onnx_runtime import ort
 
-KINDS = ("int8-static", "int8-dynamic", "uint8-dynamic", "int4-weights")
+KINDS = ("int8-maps", "int8-static", "int8-dynamic", "uint8-dynamic", "int4-weights")
 RANDOM = np.random.default_rng(0)
 ROOT = str(Path(__file__).parents[2])
 
@@ -154,6 +154,65 @@ def test_convolutions_are_quantized_and_what_costs_more_than_it_gains_is_not(net
     assert 1e-4 < relative_error(network, record.files[0], rows(3, 8, 8)[0]) < 0.08
 
 
+@pytest.fixture
+def mobile(tmp_path):
+    """A depthwise convolution with hard-swish, squeeze-and-excitation and a sum; the scaling before is of no map."""
+    weights = {"a": weight(8, 3, 3, 3), "b": weight(8, 1, 3, 3), "c": weight(8, 8, 1, 1), "d": weight(8, 8, 1, 1)}
+    weights |= {"std": np.float32([[[2.0]]]), "axes": np.array([2, 3])}
+    nodes = [
+        node("Mul", ["x", "std"], "scaled"),
+        node("Conv", ["scaled", "a"], "first", pads=[1, 1, 1, 1]),
+        node("HardSwish", ["first"], "active"),
+        node("Conv", ["active", "b"], "deep", group=8, pads=[1, 1, 1, 1]),
+        node("Sigmoid", ["deep"], "soft"),
+        node("Mul", ["deep", "soft"], "silu"),
+        node("ReduceMean", ["silu", "axes"], "mean", keepdims=1),
+        node("Conv", ["mean", "c"], "squeezed"),
+        node("HardSigmoid", ["squeezed"], "gate", alpha=1 / 6, beta=0.5),
+        node("Mul", ["silu", "gate"], "excited"),
+        node("Conv", ["excited", "d"], "projected"),
+        node("Add", ["projected", "active"], "y"),
+    ]
+    path = written(tmp_path / "mobile.onnx", nodes, weights, {"x": ["batch", 3, 8, 8]}, {"y": ["batch", 8, 8, 8]})
+    # As exporters do, the file has the shapes of its values.
+    onnx.save(onnx.shape_inference.infer_shapes(onnx.load(path)), path)
+    return path
+
+
+def test_maps_stay_in_integers_from_the_first_convolution_to_the_last(mobile, mlp, tmp_path):
+    assert kinds("onnx-int8", mobile) == ("int8-maps", "int8-static")
+    assert kinds("onnx-int8", mlp) == ("int8-static",)
+    record = quantized(mobile, tmp_path / "small.onnx", "int8-maps", rows(3, 8, 8))
+    assert record.quantized == ("Conv_first", "Conv_deep", "Conv_squeezed", "Conv_projected")
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.optimized_model_filepath = str(tmp_path / "fused.onnx")
+    ort.InferenceSession(str(record.files[0]), options, providers=["CPUExecutionProvider"])
+    # Not one of the network's nodes runs in float but for the scaling of its input.
+    found = [name for name in op_types(tmp_path / "fused.onnx") if name not in ("QuantizeLinear", "DequantizeLinear")]
+    assert [name for name in found if not name.startswith(("QLinear", "Transpose"))] == ["Mul"]
+    assert 1e-4 < relative_error(mobile, record.files[0], rows(3, 8, 8)[0]) < 0.06
+    (target,) = quantized(mobile, tmp_path / "kept.onnx", "int8-maps", rows(3, 8, 8), keep=["Conv_deep"]).files
+    (kept,) = (tensor for tensor in onnx.load(target).graph.initializer if tensor.name == "b")
+    assert kept.data_type == TensorProto.FLOAT
+    assert 1e-4 < relative_error(mobile, target, rows(3, 8, 8)[0]) < 0.06
+
+
+def test_only_means_of_maps_and_hard_activations_of_the_usual_slope_are_rewritten(tmp_path):
+    weights = {"a": weight(8, 3, 1, 1), "b": weight(8, 1, 1, 1), "axes": np.array([1, 2])}
+    nodes = [
+        node("Conv", ["x", "a"], "first"),
+        node("HardSigmoid", ["first"], "gate", alpha=0.2, beta=0.5),
+        node("Conv", ["gate", "b"], "deep", group=8),
+        node("ReduceMean", ["deep", "axes"], "y"),
+    ]
+    path = written(tmp_path / "m.onnx", nodes, weights, {"x": ["batch", 3, 8, 8]}, {"y": ["batch", 1, 1, 8]})
+    onnx.save(onnx.shape_inference.infer_shapes(onnx.load(path)), path)
+    record = quantized(path, tmp_path / "small.onnx", "int8-maps", rows(3, 8, 8))
+    assert {"HardSigmoid", "ReduceMean"} <= set(op_types(record.files[0]))
+    assert 1e-4 < relative_error(path, record.files[0], rows(3, 8, 8)[0]) < 0.06
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_kept_nodes_compute_in_float(kind, mlp, tmp_path):
     record = quantized(mlp, tmp_path / "small.onnx", kind, rows(64), keep=["MatMul_second", "Relu_positive"])
@@ -238,7 +297,7 @@ import sys, numpy as np
 from pathlib import Path
 from exporters.onnx_quantization import quantized
 rows = [{"x": np.random.default_rng(1).standard_normal((2, 64)).astype(np.float32)}]
-for kind in ("int8-static", "int8-dynamic", "uint8-dynamic", "int4-weights"):
+for kind in ("int8-maps", "int8-static", "int8-dynamic", "uint8-dynamic", "int4-weights"):
     quantized(Path(sys.argv[1]), Path(sys.argv[2]) / kind, kind, rows)
 """
 
