@@ -307,11 +307,11 @@ def parse_accuracy(given: object, confidence: object = "95%") -> AccuracyBudget:
     Args:
         confidence: of the bound of a drop, such as "95%" or 0.95.
     """
+    if given == "exact":
+        return AccuracyBudget()
     sure = _share(confidence)
     if not 0.5 <= sure < 1:
         raise UsageError(f"The confidence must be from 50% to below 100%, such as 95%, not {confidence!r}.")
-    if given == "exact":
-        return AccuracyBudget()
     found: dict[str, Any] = {}
     for part in str(given).split(","):
         spelled, _, number = part.strip().rpartition("=")

@@ -204,6 +204,61 @@ def test_a_wrong_evaluate_ends_the_export_in_its_own_sentence(rounding, tmp_path
         assert not (tmp_path / "net").exists()
 
 
+def test_a_file_in_half_precision_is_judged_by_the_metric_alone(rounding, tmp_path, monkeypatch):
+    monkeypatch.setattr("optimizer.tuning.tuner.fast_dtypes", lambda device: ("bfloat16",))
+    fake_clock(monkeypatch).seconds = {"eager": 1.0, "bfloat16.torchscript.pt in torch": 0.1, "": 0.5}
+    bundle = made(tmp_path, "drop<=3%", formats=("torchscript",))
+    (entry,) = [each for each in bundle.manifest["artifacts"] if each["format"] == "torchscript-bfloat16"]
+    metric = entry["accuracy"]["metric"]
+    assert (metric["part"], metric["verdict"]) == ("final", "within")
+    assert metric["upper"] <= 0.03
+    refused = made(tmp_path / "small", "drop<=0.01%", formats=("torchscript",))
+    assert refused.manifest["benchmark"]["recommended"]["format"] == "torchscript"
+    told = {each["dropped"] for name, each in figures(refused).items() if "bfloat16" in name}
+    assert any(each.startswith(("outside the budget: it has drop", "too few examples")) for each in told)
+
+
+class Nested(nn.Module):
+    """Takes a keyword argument, and returns a dict with a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> dict[str, Any]:
+        scores = self.net(x) * scale
+        return {"all": (scores, scores.amax(1)), "kind": "scores"}
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_run_is_called_as_the_model_and_returns_what_it_returns(static, rounding, tmp_path):
+    batch, scale = 2 if static else 100, torch.tensor(2.0)
+    seen: list[str] = []
+
+    def nested(run):
+        for rows, labels in zip(X[:800].split(batch), LABELS[:800].split(batch), strict=True):
+            found = run(rows, scale=scale)
+            seen.append(f"{found['kind']} {[type(each).__name__ for each in found['all']]}")
+            assert torch.equal(found["all"][0].amax(1), found["all"][1])
+            yield found["all"][0].argmax(1) == labels
+
+    bundle = export(
+        Nested().eval(),
+        example_inputs=(X[:2],),
+        example_kwargs={"scale": scale},
+        output=tmp_path / "net",
+        formats=("onnx",),
+        effort="quick",
+        accuracy="drop<=15%",
+        evaluate=nested,
+        static_batch=static,
+    )
+    assert set(seen) == {"scores ['Tensor', 'Tensor']"}
+    metric = bundle.manifest["artifacts"][1]["accuracy"]["metric"]
+    assert (metric["part"], metric["verdict"]) == ("final", "within")
+    assert all(len(call["x"]) == 2 for calls in rounding.calibrated for call in calls) or not static
+
+
 # The command ----------------------------------------------------------------------------------------------------------
 
 MODEL = """
