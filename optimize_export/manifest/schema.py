@@ -162,7 +162,7 @@ _MEASUREMENT = {
 _BUDGET = {**_all((_FINITE, None), "cosine", "top1", "drop?", "confidence?"), "percent?": _FLAG}
 _METRIC = {
     **_all(_FINITE, "score", "drop", "upper", "confidence", "budget"),
-    "percent": _FLAG,
+    **_all(_FLAG, "percent", "late"),
     "examples": _COUNT,
     **_all((_COUNT, None), "of", "needed"),
     **_all(_TEXT, "verdict", "part"),

@@ -194,7 +194,7 @@ class Evaluation:
         Args:
             name: of the candidate, for messages.
             runner: runs it, from flat inputs to flat outputs.
-            is_late: whether to decide by the examples so far.
+            is_late: whether the time is up, so that the examples so far must do.
 
         Raises:
             EvaluateError: the original has no score, or the two runs have other inputs or another number of scores.
@@ -202,7 +202,7 @@ class Evaluation:
         """
         assert budget.drop is not None
         assert budget.confidence is not None
-        own = _Own()
+        own, late = _Own(), False
         try:
             with closing(_Run(self, runner, name)) as run:
                 for original, candidate in self._pairs(run, name):
@@ -211,7 +211,8 @@ class Evaluation:
                         scores, weights = original.taken(chosen)
                         own.add(scores, weights)
                         test.add(scores, candidate.taken(chosen)[0], weights)
-                    if test.verdict is not None or (test.count and is_late()):
+                    late = test.verdict is None and test.count > 0 and is_late()
+                    if test.verdict is not None or late:
                         break
             if not test.count:
                 raise NotScored(f"too few examples to decide: evaluate has none for the {part} part")
@@ -234,6 +235,7 @@ class Evaluation:
             needed=self._needed(test, part) if test.verdict is None else None,
             verdict=test.verdict or "undecided",
             part=part,
+            late=late and test.verdict is None,
         )
 
     def close(self) -> None:

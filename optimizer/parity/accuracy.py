@@ -94,14 +94,17 @@ class Metric:
     """One of "within", "outside" and "undecided"."""
     part: str
     """The examples: "search" for those that choose candidates, "final" for those that decide what is shipped."""
+    late: bool = False
+    """Whether the time was up before the data and a decision."""
 
     @property
     def why_not(self) -> str | None:
-        """The reason why the candidate can't be shipped; None if its drop is within the budget."""
-        if self.verdict == "within":
+        """The reason why it is no candidate, or isn't shipped; None if it is."""
+        # Where there was no time for more, the final test decides.
+        if self.verdict == "within" or (self.late and self.drop <= self.budget):
             return None
         allowed = points(self.budget, percent=self.percent)
-        if self.verdict == "outside":
+        if self.verdict == "outside" or self.late:
             return f"the metric may drop {allowed}, and it has {self}"
         more = "no number would do" if self.needed is None else f"about {self.needed:,} would do"
         return f"too few examples to decide whether the metric drops at most {allowed}: {self}; {more}"

@@ -360,19 +360,26 @@ class Tuner:
         exact, route = self._fastest_exact(), candidate.route
         if self._lossy is None or not self._lossy.tests_last or route is None or not is_lossy(route):
             return False
-        kinds = {str(alike(each.route)) for each in self._reserves() if each.route is not None}
+        kinds = {
+            str(alike(each.route)) for each in self._reserves() if each.route is not None and each.accuracy is not None
+        }
         pays = all(gain > other for opened, other in self._ready if opened is exact)
         return pays and (str(alike(route)) in kinds or len(kinds) < _RESERVES)
 
     def _reserves(self) -> list[Candidate]:
-        """The fastest file of each of the fastest kinds of lossy ones, if the last test may refuse them."""
+        """What may be shipped if the last test refuses the fastest files: the next lossy ones, and the exported files.
+
+        Of the lossy ones, the fastest of each of the fastest kinds.
+        """
+        if self._lossy is None or not self._lossy.tests_last:
+            return []
         fastest: dict[str, Candidate] = {}
         for opened, _ in _by_speed(self._ready):
             route = opened.candidate.route
             if route is not None and opened.candidate.accuracy is not None:
                 fastest.setdefault(str(alike(route)), opened.candidate)
-        tests_last = self._lossy is not None and self._lossy.tests_last
-        return list(fastest.values())[:_RESERVES] if tests_last else []
+        exported = [opened.candidate for opened, _ in self._ready if opened.candidate.route in self._own]
+        return [*list(fastest.values())[:_RESERVES], *exported]
 
     def _behind(self, gain: float) -> str:
         best = max(self._ready, key=lambda each: each[1])[0].candidate.name

@@ -92,6 +92,16 @@ def test_too_few_examples_are_an_answer_with_how_many_would_do():
     assert found.why_not.endswith(f"about {found.needed} would do")
 
 
+@pytest.mark.parametrize(("share", "stays"), [(0.0, True), (0.05, False)])
+def test_without_time_to_decide_the_drop_so_far_counts(share, stays):
+    test = PairedTest(0.02, 1e-9)
+    found = evaluation().metric("it", loses(share), test, "search", BUDGET, lambda: test.count >= 100)
+    assert (found.verdict, found.late, found.of) == ("undecided", True, None)
+    assert 100 <= found.examples < 200
+    assert (found.why_not is None) is stays
+    assert stays or found.why_not.startswith("the metric may drop 2 points, and it has drop ")
+
+
 def test_the_figures_are_told_in_points_or_in_the_unit_of_the_score():
     found = judged(evaluation(), loses(0.003))
     assert str(found).startswith(f"drop {100 * found.drop:.3g} points, at most {100 * found.upper:.3g} (95 %, ")
