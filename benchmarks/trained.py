@@ -28,8 +28,8 @@ FOLDER = Path(__file__).parents[1] / "build" / "trained"
 SIDE, LENGTH, WORDS, CLASSES = 40, 32, 2000, 32
 EXAMPLES = 20_480
 _CHUNK = 256
-# Seeds of the draws of a chunk; those of tests and of calibration are disjoint from those of training.
-_TEST, _CALIBRATION = 10_000_000, 20_000_000
+# The numbers of the first chunks, each of which is a seed; training has those from 0 on.
+_TEST, _CALIBRATION, _VALIDATION = 10_000_000, 20_000_000, 30_000_000
 _STYLES, _CANVAS = 48, 64
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -41,11 +41,16 @@ class Trained:
 
     name: str
     model: nn.Module
+    is_text: bool
     chunk: Callable[[int], Batch]
 
     def test(self, examples: int = EXAMPLES) -> Iterator[Batch]:
         """Examples that training hasn't seen, nor their styles of glyphs."""
         return (self.chunk(_TEST + number) for number in range(math.ceil(examples / _CHUNK)))
+
+    def validation(self, examples: int = EXAMPLES) -> Iterator[Batch]:
+        """As many others, for choices."""
+        return (self.chunk(_VALIDATION + number) for number in range(math.ceil(examples / _CHUNK)))
 
     def calibration(self, examples: int = 512) -> Iterator[Batch]:
         return (self.chunk(_CALIBRATION + number) for number in range(math.ceil(examples / _CHUNK)))
@@ -169,22 +174,6 @@ def resnet() -> nn.Module:
     return model
 
 
-class _Vit(nn.Module):
-    """Attention over 25 patches, whose mean is classified: so it learns in fewer steps than from a token of its own."""
-
-    def __init__(self) -> None:
-        from torchvision.models.vision_transformer import ConvStemConfig, VisionTransformer
-
-        super().__init__()
-        stem = [ConvStemConfig(32, 3, 2), ConvStemConfig(64, 3, 2), ConvStemConfig(128, 3, 2)]
-        self.vit = VisionTransformer(SIDE, 8, 4, 4, 128, 384, num_classes=CLASSES, conv_stem_configs=stem)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        patches = self.vit._process_input(x)
-        token = self.vit.class_token.expand(len(x), -1, -1)
-        return self.vit.heads(self.vit.encoder(torch.cat([token, patches], 1)).mean(1))
-
-
 class _Bert(nn.Module):
     """BERT with the mean over its words as the sentence's vector, as embeddings of sentences are made."""
 
@@ -215,7 +204,6 @@ NETWORKS = {
     "mobilenet_v3": _Recipe(mobilenet_v3, 480, 4e-3),
     "efficientnet": _Recipe(efficientnet, 400, 4e-3),
     "resnet": _Recipe(resnet, 320, 2e-3),
-    "vit": _Recipe(_Vit, 520, 1e-3),
     "text": _Recipe(_Bert, 600, 1e-3, is_text=True),
 }
 _pictures = _Pictures()
@@ -234,7 +222,7 @@ def trained(name: str) -> Trained:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(model.state_dict(), path)
     model.load_state_dict(torch.load(path, weights_only=True))
-    return Trained(name, model.eval(), chunk)
+    return Trained(name, model.eval(), recipe.is_text, chunk)
 
 
 def _train(model: nn.Module, recipe: _Recipe, chunk: Callable[[int], Batch]) -> None:
