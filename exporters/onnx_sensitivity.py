@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -33,6 +33,9 @@ class Search:
     last: QuantizedFile
     # How many files were written.
     tried: int
+    # By node, the error at the file's outputs if only that node is quantized, as in `sensitivities`; empty if the first
+    # file was accepted.
+    errors: Mapping[str, float] = field(default_factory=dict)
 
 
 def within_budget(
@@ -61,14 +64,15 @@ def within_budget(
         record = quantizer.write(target, ())
         if accept(target):
             return Search(record, record, 1)
-        worst = [name for name, _ in sensitivities(source, record, calibration, check)]
+        errors = dict(sensitivities(source, record, calibration, check))
+        worst = list(errors)
         tried = 1
         most = min(max(1, int(len(worst) * _MOST_KEPT)), len(worst) - 1)
         for count in sorted({min(2**step, most) for step in range(most)}):
             record, tried = quantizer.write(target, worst[:count]), tried + 1
             if accept(target):
-                return Search(record, record, tried)
-        return Search(None, record, tried)
+                return Search(record, record, tried, errors)
+        return Search(None, record, tried, errors)
 
 
 def sensitivities(

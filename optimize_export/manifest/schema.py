@@ -87,6 +87,10 @@ _DIMENSION = _Kind(
 _DIGEST = _Kind("a SHA-256 of 64 hexadecimal digits", _is_digest)
 _PATH = _Kind("the path of a file inside the bundle", lambda value: isinstance(value, str) and is_inside_path(value))
 _POINT = _Kind("two numbers", lambda value: isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)))
+_EXAMPLE = _Kind(
+    "a whole number and two finite numbers",
+    lambda value: isinstance(value, list) and len(value) == 3 and _is_whole(value[0]) and all(map(_is_finite, value)),
+)
 
 
 # ------------------------------------------------------------------------------------------------------------ fields
@@ -166,6 +170,8 @@ _METRIC = {
     "examples": _COUNT,
     **_all((_COUNT, None), "of", "needed"),
     **_all(_TEXT, "verdict", "part"),
+    "changed?": [_EXAMPLE],
+    "changed_count?": (_COUNT, None),
 }
 _ACCURACY = {
     **_all((_FINITE, None), "cosine", "top1", "equal", "snr"),
@@ -199,7 +205,7 @@ _ARTIFACT = {
     "opset?": (_COUNT, None),
     "metadata?": {str: _TEXT},
     "accuracy?": {"budget": _BUDGET, **_ACCURACY},
-    "quantization?": {"kind": _TEXT, "kept": [_TEXT]},
+    "quantization?": {"kind": _TEXT, **_all([_TEXT], "kept", "why?")},
     "limits?": [{**_all(_TEXT, "condition", "size"), "largest": _COUNT}],
     "without_passes?": [_all(_TEXT, "name", "reason")],
 }

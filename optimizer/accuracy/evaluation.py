@@ -41,6 +41,8 @@ Hashes = npt.NDArray[np.uint64]
 
 # One of this many examples is for the search; the others are for the final test.
 _SEARCH = 4
+# The largest number of changed examples that are told.
+_LISTED = 20
 # The calibration takes one of this many rows, until it has so many, or has seen so many.
 _CALIBRATION_STEP = 8
 _CALIBRATION_ROWS = 64
@@ -202,7 +204,7 @@ class Evaluation:
         """
         assert budget.drop is not None
         assert budget.confidence is not None
-        own, late = _Own(), False
+        own, changed, start, late = _Own(), _Changed(), 0, False
         try:
             with closing(_Run(self, runner, name)) as run:
                 for original, candidate in self._pairs(run, name):
@@ -210,7 +212,11 @@ class Evaluation:
                     if len(chosen):
                         scores, weights = original.taken(chosen)
                         own.add(scores, weights)
-                        test.add(scores, candidate.taken(chosen)[0], weights)
+                        others, _ = candidate.taken(chosen)
+                        test.add(scores, others, weights)
+                        if self.aggregate is None:
+                            changed.add(start + chosen, scores, others)
+                    start += len(original.scores)
                     late = test.verdict is None and test.count > 0 and is_late()
                     if test.verdict is not None or late:
                         break
@@ -236,6 +242,8 @@ class Evaluation:
             verdict=test.verdict or "undecided",
             part=part,
             late=late and test.verdict is None,
+            changed=changed.largest,
+            changed_count=changed.count if self.aggregate is None else None,
         )
 
     def close(self) -> None:
@@ -429,6 +437,20 @@ class _Run:
             weights = np.concatenate([np.ones(len(s)) if w is None else w for w, s in pairs])
         self._finished = Block(self._calls, rows, scores, weights, tuple(self._inputs))
         self._rows, self._scores, self._weights, self._inputs = [], [], [], []
+
+
+class _Changed:
+    """The examples whose score a candidate changes: their number, and those with the largest drops."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.largest: tuple[tuple[int, float, float], ...] = ()
+
+    def add(self, numbers: npt.NDArray[np.int64], original: Floats, candidate: Floats) -> None:
+        places = np.flatnonzero(original != candidate)
+        self.count += len(places)
+        new = [(int(numbers[each]), float(original[each]), float(candidate[each])) for each in places]
+        self.largest = tuple(sorted([*self.largest, *new], key=lambda each: each[2] - each[1])[:_LISTED])
 
 
 class _Own:

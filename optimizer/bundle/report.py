@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from optimize_export.manifest import PROGRAM, REPORT, REPORT_PAGE, local_roots, plain, to_json_text, without_local_paths
 from optimizer.parity import accuracy_text, allowed_share
 from optimizer.report import reason_shown
-from optimizer.showing import accuracy_plot, checkpoint_plot, fragment, memory_plot, page, parity_plot
+from optimizer.showing import (
+    accuracy_plot,
+    checkpoint_plot,
+    fragment,
+    memory_plot,
+    metric_bar,
+    metric_plot,
+    page,
+    parity_plot,
+)
 
 Manifest = Mapping[str, Any]
 
@@ -199,20 +209,31 @@ def fragment_of(manifest: Manifest) -> str:
 def facts_of(manifest: Manifest, report: BundleReport) -> dict[str, Any]:
     """What the page shows; the same facts give the same text."""
     figures = (manifest.get("benchmark") or {}).get("figures", ())
-    known = sorted((each for each in figures if each["seconds"] is not None), key=lambda each: each["seconds"])
+    told = ({**each, "said": accuracy_text(each["accuracy"]) if each["accuracy"] else ""} for each in figures)
+    known = sorted((each for each in told if each["seconds"] is not None), key=lambda each: each["seconds"])
     timed = [each for each in known if not each["dropped"]]
     refused = [each for each in known if each["dropped"]]
     passes = manifest.get("passes", ())
+    metric = _shipped_metric(manifest)
+    # A cosine says little where a metric was measured.
+    costs = metric_plot if metric else accuracy_plot
     return {
         "program": PROGRAM,
         "manifest": manifest,
         "report": report,
         "summary": report.summary,
-        "candidates": [{**each, "said": accuracy_text(each["accuracy"]) if each["accuracy"] else ""} for each in timed],
+        "candidates": timed,
         "longest": max((each["seconds"] for each in timed), default=1.0),
         "refused": refused,
         "dropped": [each for each in figures if each["dropped"]],
-        "plots": [plot for draw in (memory_plot, accuracy_plot) if (plot := draw(timed, refused)) is not None],
+        "plots": [plot for draw in (memory_plot, costs) if (plot := draw(timed, refused)) is not None],
+        "metric": metric,
+        "bar": metric_bar(metric) if metric else None,
+        "kept": [
+            (each["path"], list(zip_longest(made["kept"], made.get("why", ()), fillvalue="")))
+            for each in manifest["artifacts"]
+            if (made := each.get("quantization")) and made["kept"]
+        ],
         "passes": [{**each, "said": reason_shown(each)} for each in passes],
         "files": [(each, parity_plot(each.get("parity") or {})) for each in (*manifest["artifacts"], *report.unproven)],
         "curves": [
@@ -220,6 +241,15 @@ def facts_of(manifest: Manifest, report: BundleReport) -> dict[str, Any]:
         ],
         "tree": tree_of(report.graph, passes),
     }
+
+
+def _shipped_metric(manifest: Manifest) -> Mapping[str, Any] | None:
+    """The user's metric of the recommended way to run, or of a file; None if there is none."""
+    benchmark = manifest.get("benchmark") or {}
+    route = benchmark.get("recommended")
+    chosen = (each for each in benchmark.get("figures", ()) if route is not None and each["route"] == route)
+    found = ((each.get("accuracy") or {}).get("metric") for each in (*chosen, *manifest["artifacts"]))
+    return next(filter(None, found), None)
 
 
 def write_report(folder: Path, manifest: Manifest, graph: tuple[ModuleOperations, ...], **more: Any) -> None:

@@ -96,6 +96,11 @@ class Metric:
     """The examples: "search" for those that choose candidates, "final" for those that decide what is shipped."""
     late: bool = False
     """Whether the time was up before the data and a decision."""
+    changed: tuple[tuple[int, float, float], ...] = ()
+    """Examples with another score, at most 20, the largest drops first: the number of the example in the order of evaluate,
+    from 0, the original's score and the candidate's."""
+    changed_count: int | None = None
+    """The number of all examples with another score; None with an aggregate, which has no scores."""
 
     @property
     def why_not(self) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -155,6 +155,8 @@ class Point:
     """A sentence that shows when the mouse is over it."""
     label: str = ""
     """A short text in the mark, such as the number of a row; "" for a plain dot."""
+    top: float | None = None
+    """The place of a bound on the y axis, up to which a line goes; None for no line."""
 
 
 @dataclass(frozen=True)
@@ -173,12 +175,19 @@ class Plot:
 
 
 def linear(title: str, values: Iterable[float], text: Callable[[float], str]) -> Axis:
-    """An axis from 0 to a round number that isn't below any value."""
-    largest = max(values, default=0.0) or 1.0
-    power = 10 ** math.floor(math.log10(largest / _TICKS))
-    step = next(power * round_step for round_step in (1, 2, 2.5, 5, 10) if power * round_step * _TICKS >= largest)
-    ticks = tuple((number / _TICKS, text(number * step)) for number in range(_TICKS + 1))
-    return Axis(title, ticks, lambda value: value / (step * _TICKS))
+    """An axis of round numbers with 0 that has all values."""
+    known = [0.0, *values]
+    lowest, largest = min(known), max(known)
+    span = (largest - lowest) or 1.0
+    power = 10 ** math.floor(math.log10(span / _TICKS))
+    steps = (scale * round_step for scale in (power, 10 * power) for round_step in (1, 2, 2.5, 5))
+    first, step = next(
+        (first, step)
+        for step in steps
+        if (first := math.floor(lowest / step) if lowest else 0) * step + step * _TICKS >= (largest or span + lowest)
+    )
+    ticks = tuple((number / _TICKS, text((first + number) * step)) for number in range(_TICKS + 1))
+    return Axis(title, ticks, lambda value: (value / step - first) / _TICKS)
 
 
 def logarithmic(title: str, values: Sequence[float], text: Callable[[float], str], *, least: float) -> Axis:
@@ -289,10 +298,59 @@ def accuracy_plot(timed: Figures, refused: Figures = ()) -> Plot | None:
     return _trade_off("loss of accuracy", every, len(timed), axis, costs)
 
 
+def metric_plot(timed: Figures, refused: Figures = ()) -> Plot | None:
+    """Latency and the drop of the user's metric, with its bound and the budget; None if it wasn't measured.
+
+    Arguments as for `memory_plot`; each figure also has `said`, its accuracy in words.
+    """
+    every = (*timed, *refused)
+    metrics = {row: metric for row, each in enumerate(every) if (metric := (each["accuracy"] or {}).get("metric"))}
+    if not metrics:
+        return None
+    first = next(iter(metrics.values()))
+    unit = 0.01 if first["percent"] else 1.0
+    tops = {row: metric["upper"] / unit for row, metric in metrics.items()}
+    costs = {row: metric["drop"] / unit for row, metric in metrics.items()}
+    costs |= {row: 0.0 for row, each in enumerate(timed) if not each["accuracy"]}
+    budget = first["budget"] / unit
+    title = f"drop of the metric{', points' if first['percent'] else ''}"
+    axis = linear(title, [budget, *costs.values(), *tops.values()], "{:.3g}".format)
+    drawn = _trade_off("drop of the metric", every, len(timed), axis, costs, tops=tops)
+    return drawn and replace(drawn, limit=(axis.place(budget), "budget"))
+
+
+@dataclass(frozen=True)
+class Bar:
+    """The drop of a metric with its bound, next to the budget; places from 0 to 1."""
+
+    zero: float
+    drop: float
+    upper: float
+    budget: float
+
+
+def metric_bar(metric: Mapping[str, Any]) -> Bar:
+    """The bar of a metric of the manifest."""
+    values = 0.0, metric["drop"], metric["upper"], metric["budget"]
+    low, high = min(values), max(values)
+    return Bar(*((value - low) / (high - low) for value in values))
+
+
 def _trade_off(
-    what: str, every: Figures, usable: int, y: Axis, costs: Mapping[int, float], of: str = "a call"
+    what: str,
+    every: Figures,
+    usable: int,
+    y: Axis,
+    costs: Mapping[int, float],
+    of: str = "a call",
+    tops: Mapping[int, float] | None = None,
 ) -> Plot | None:
-    """The plot of all figures; those from the number `usable` on are refused."""
+    """The plot of all figures; those from the number `usable` on are refused.
+
+    Args:
+        tops: by figure, the bound of its cost.
+    """
+    tops = tops or {}
     if len(costs) < 2:
         return None
     seconds = {row: every[row]["seconds"] for row in costs}
@@ -307,8 +365,10 @@ def _trade_off(
             y.place(cost),
             "best" if row in best else "other" if row < usable else "refused",
             f"{every[row]['name']}: {seconds_text(seconds[row])}"
+            + (f", {every[row]['said']}" if row in tops else "")
             + (f", not used: {every[row]['dropped']}" if row >= usable else ""),
             str(row + 1) if row < usable else "",
+            y.place(tops[row]) if row in tops else None,
         )
         # The best ones are drawn last, over the others.
         for row, cost in sorted(costs.items(), key=lambda each: each[0] in best)

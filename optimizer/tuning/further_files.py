@@ -83,7 +83,11 @@ class FurtherFiles:
             return entry
         assert job.provenance is not None
         cast = next(each for each in reversed(job.provenance.precisions) if isinstance(each, Precision))
-        return entry | {"format": format, "quantization": {"kind": dtype, "kept": list(cast.kept)}}
+        made: dict[str, Any] = {"kind": dtype, "kept": list(cast.kept)}
+        if cast.kept:
+            told = _why_kept(job.model)
+            made["why"] = [told.get(path, "") for path in cast.kept]
+        return entry | {"format": format, "quantization": made}
 
     def begin(self, format: str) -> None:
         """Start to compile the file of a format, "aoti" or "aoti-float16", while this process goes on.
@@ -161,6 +165,14 @@ class FurtherFiles:
         """The error of an output, as a share of it, at which its cosine is that of the budget; None for 16 units."""
         least = self._job.budget.cosine
         return None if least is None else math.sqrt(2 * (1 - least))
+
+
+def _why_kept(module: nn.Module) -> dict[str, str]:
+    """By the path of a layer that cast-precision keeps in float32, what it would lose."""
+    record = next(each for each in report_of(module).passes if each.name == CastPrecision.name)
+    found = (change.text.partition("kept in float32") for change in record.changes)
+    places = zip(record.changes, found, strict=True)
+    return {change.where.partition(" ")[0]: rest.lstrip(":, ") for change, (_, kept, rest) in places if kept}
 
 
 def why_not_applied(module: nn.Module, name: str) -> str | None:

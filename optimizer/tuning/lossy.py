@@ -282,10 +282,12 @@ class Lossy:
                 raise Refused(f"the time was up, and the best so far has {best}", best, seconds)
 
         last = KINDS[format][-1]
-        made = None
+        made: QuantizedFile | None = None
+        errors: Mapping[str, float] = {}
         for kind in (kind for kind in kinds(format, source) if recipe is None or kind == recipe.kind):
             if recipe is None and kind == last:
-                made = within_budget(source, target, last, self._rows, accept, check=stop_if_late).accepted
+                search = within_budget(source, target, last, self._rows, accept, check=stop_if_late)
+                made, errors = search.accepted, search.errors
             else:
                 file = quantized(source, target, kind, self._rows, keep=() if recipe is None else recipe.kept)
                 made = file if accept(target) else None
@@ -294,7 +296,10 @@ class Lossy:
         else:
             raise self._refused(_figures("the best has", best, self.budget), best, seconds)
         self._accuracies[str(route)] = found[-1]
-        return self._entry(format, files, made, found[-1])
+        entry = self._entry(format, files, made, found[-1])
+        if errors:
+            entry["quantization"]["why"] = [_cost(errors[name]) for name in made.kept]
+        return entry
 
     def _entry(self, format: str, files: Files, made: QuantizedFile, accuracy: Accuracy) -> dict[str, Any]:
         return {
@@ -349,6 +354,11 @@ class Lossy:
 def _closeness(accuracy: Accuracy) -> tuple[bool, float, float]:
     drop = math.inf if accuracy.metric is None else accuracy.metric.drop
     return accuracy.problem is None, -drop, accuracy.cosine or 0.0
+
+
+def _cost(error: float) -> str:
+    """What it would cost to quantize a node, from its error in `onnx_sensitivity`."""
+    return f"quantized alone, it changes the outputs by {100 * math.sqrt(error):.2g} %"
 
 
 def _figures(start: str, accuracy: Accuracy, budget: AccuracyBudget) -> str:

@@ -111,6 +111,32 @@ def test_the_figures_are_told_in_points_or_in_the_unit_of_the_score():
     assert str(found).startswith(f"drop {found.drop:.3g}, at most {found.upper:.3g} (95 %, ")
 
 
+def test_the_examples_that_changed_are_told_by_their_number():
+    wrong = {3: 1.0, 7: 0.5, 8: -0.25, 64: 0.75}
+
+    def scores(run: Any) -> Iterator[float]:
+        # The first row of each call shows whose outputs these are.
+        for number in range(100):
+            kept = run(X[number : number + 1])["scores"][0, 0] == X[number, 0]
+            yield 1.0 if kept else 1.0 - wrong.get(number, 0.0)
+
+    def other(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x + 1, x.norm(dim=1)
+
+    of = evaluation(scores)
+    parts = [judged(of, other, part, alpha=1e-9) for part in ("search", "final")]
+    assert sum(each.changed_count for each in parts) == len(wrong)
+    found = [example for each in parts for example in each.changed]
+    assert sorted(found) == [(number, 1.0, 1.0 - drop) for number, drop in sorted(wrong.items())]
+    for each in parts:
+        drops = [before - after for _, before, after in each.changed]
+        assert drops == sorted(drops, reverse=True)
+    many = judged(evaluation(), loses(0.2), alpha=1e-9)
+    assert len(many.changed) == 20 < many.changed_count == round(many.drop * many.examples)
+    aggregated = judged(evaluation(scores, lambda statistics: sum(statistics) / len(statistics)), other)
+    assert (aggregated.changed, aggregated.changed_count) == ((), None)
+
+
 def test_no_example_of_the_search_is_in_the_final_test_and_equal_rows_stay_together():
     twice = torch.cat([X[:500], X[:500].flip(0)])
     of = evaluation(lambda run: hits(run, x=twice, labels=twice.argmax(1)))

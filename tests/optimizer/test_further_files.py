@@ -123,7 +123,8 @@ def test_a_layer_that_overflows_stays_in_float32_and_the_choice_is_made_again(sp
     fast = optimize(model, example_inputs=(images(),))
     bundle = export(fast, output=tmp_path / "net", **options)
     entry = next(each for each in bundle.manifest["artifacts"] if each["format"] == "torchscript-float16")
-    assert entry["quantization"] == {"kind": "float16", "kept": ["large"]}
+    why = "in float16 it is no longer finite"
+    assert entry["quantization"] == {"kind": "float16", "kept": ["large"], "why": [why]}
     assert verify_bundle(bundle).ok
     run = load(bundle)
     assert str(run.route) == "torchscript-float16 in torch"

@@ -15,7 +15,7 @@ from optimize_export.manifest import plain
 from optimizer import Bundle, check_parity, export, optimize, report_of, verify_bundle
 from optimizer.bundle.report import BundleReport, ModuleOperations, facts_of, graph_of, summary_of
 from optimizer.profiling import profile_lines
-from optimizer.showing import accuracy_plot, checkpoint_plot, memory_plot, parity_plot
+from optimizer.showing import accuracy_plot, checkpoint_plot, memory_plot, metric_bar, metric_plot, parity_plot
 from optimizer.showing import page as html_of
 
 
@@ -235,6 +235,87 @@ def test_candidates_outside_the_budget_are_hollow_and_beat_none() -> None:
         (hollow,) = (point for point in plot.points if point.kind == "refused")
         assert (hollow.label, hollow.hint) == ("", "int4: 10 ms, not used: outside the budget: …")
         assert sum(point.kind == "best" for point in plot.points) == len(plot.line) == 2
+
+
+METRIC = {
+    "score": 0.712, "drop": 0.0012, "upper": 0.0041, "confidence": 0.95, "budget": 0.005, "percent": True,
+    "examples": 2000, "of": 10000, "needed": None, "verdict": "within", "part": "final",
+    "changed": [[7, 1.0, 0.0], [1234, 0.0, 1.0]], "changed_count": 25,
+}  # fmt: skip
+
+
+def measured(figures: list[dict[str, Any]], metric: dict[str, Any]) -> list[dict[str, Any]]:
+    """The figures with a metric where they are lossy, and their accuracy in words."""
+    return [
+        {**each, "said": "told", "accuracy": each["accuracy"] and {**each["accuracy"], "metric": metric}}
+        for each in figures
+    ]
+
+
+def test_a_drop_has_its_bound_as_a_line_and_the_budget() -> None:
+    timed = measured(FIGURES[:3], METRIC)
+    plot = metric_plot(timed, measured([FIGURES[4]], {**METRIC, "drop": 0.02, "upper": 0.03}))
+    assert plot is not None
+    points = {point.label: point for point in plot.points}
+    assert [points[label].top for label in "12"] == [None, None]
+    lossy, refused = points["3"], points[""]
+    assert plot.limit is not None
+    assert points["1"].y < lossy.y < (lossy.top or 0) < plot.limit[0] < refused.y < (refused.top or 0) <= 1
+    assert (refused.kind, "told, not used" in refused.hint) == ("refused", True)
+    # Only figures with a metric have a cost besides exact ones.
+    assert metric_plot(FIGURES[:3]) is None
+
+
+def test_an_improvement_is_below_0() -> None:
+    plot = metric_plot(measured(FIGURES[:3], {**METRIC, "drop": -0.002, "upper": 0.001}))
+    assert plot is not None
+    points = {point.label: point for point in plot.points}
+    assert 0 <= points["3"].y < points["1"].y < (points["3"].top or 0)
+    assert ("0", points["1"].y) in [(text, place) for place, text in plot.y.ticks]
+
+
+@pytest.mark.parametrize(("drop", "upper"), [(0.0012, 0.0041), (-0.001, 0.002), (0.01, 0.02), (0.0, 0.0)])
+def test_the_bar_has_all_of_a_metric_in_its_order(drop: float, upper: float) -> None:
+    bar = metric_bar({**METRIC, "drop": drop, "upper": upper})
+    values = {bar.zero: 0.0, bar.drop: drop, bar.upper: upper, bar.budget: 0.005}
+    assert sorted(values.values()) == [values[place] for place in sorted(values)]
+    assert (min(values), max(values)) == (0.0, 1.0)
+
+
+def with_metric(manifest: Any, **changes: Any) -> dict[str, Any]:
+    """The manifest with a lossy recommended file whose metric was measured."""
+    shown = timed(manifest)
+    figures = measured(shown["benchmark"]["figures"], {**METRIC, **changes})
+    shown["benchmark"] = {**shown["benchmark"], "figures": figures, "recommended": FIGURES[2]["route"]}
+    made = {"kind": "int8-static", "kept": ["head", "<b>"], "why": ["quantized alone, it changes the outputs by 3 %"]}
+    shown["artifacts"] = [{**shown["artifacts"][0], "quantization": made}]
+    return shown
+
+
+def test_the_page_of_a_lossy_bundle_has_its_metric_and_what_changed(bundle: Bundle) -> None:
+    text = page(with_metric(bundle.manifest))
+    for part in (
+        '<svg class="budget"',
+        "a drop of 0.12 points",
+        "at most 0.41 at 95 % confidence, and 0.5 is allowed; from 71.2 %, on 2,000 examples of 10,000",
+        "25 examples of 2,000 have another score; these have the largest drops",
+        '<td class="n">1234</td><td class="n">0</td><td class="n">1</td><td class="n good">-1</td>',
+        "<td><code>head</code></td><td>quantized alone, it changes the outputs by 3 %</td>",
+        "<td><code>&lt;b&gt;</code></td><td>not measured</td>",
+        "drop of the metric, points",
+    ):
+        assert part in text, part
+    assert "1 - cosine" not in text
+    plain_number = page(with_metric(bundle.manifest, percent=False, changed=[], changed_count=None, of=None))
+    assert "a drop of 0.0012<" in plain_number.replace("</b>", "<")
+    assert "Examples that changed" not in plain_number
+
+
+def test_the_page_without_a_metric_has_the_cosine(bundle: Bundle) -> None:
+    text = page(timed(bundle.manifest))
+    assert "1 - cosine" in text
+    for part in ('svg class="budget"', "What it costs", "Examples that changed", "Left in float"):
+        assert part not in text
 
 
 def test_a_checkpoint_curve_has_all_plans_and_no_other_pass_has_one() -> None:

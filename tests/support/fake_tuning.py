@@ -94,8 +94,8 @@ class Rounding:
         for keep in ((), ("head",)):
             made = self.quantized(source, target, kind, calibration, keep=keep)
             if accept(target):
-                return SimpleNamespace(accepted=made)
-        return SimpleNamespace(accepted=None)  # and the last file stays
+                return SimpleNamespace(accepted=made, errors={"head": 0.01} if keep else {})
+        return SimpleNamespace(accepted=None, errors={})  # and the last file stays
 
 
 def fake_clock(monkeypatch: pytest.MonkeyPatch) -> Speeds:
