@@ -111,7 +111,7 @@ def ours(pairs: Sequence[Pair]) -> tuple[int | None, int]:
         taken += test.count
     for number in promising:
         original, candidate = pairs[number]
-        test = search.final()
+        test = search.final(is_last=number == promising[-1])
         verdict = outcome(test, original[QUARTER:], candidate[QUARTER:])
         taken += test.count
         if verdict == "within":

@@ -157,7 +157,7 @@ class Search:
     """The tests of a search over candidates, of which at most alpha ship one beyond the budget.
 
     Quick tests choose candidates, on examples of their own, so their errors cost no alpha. Final tests, on examples that no
-    quick test has seen, share it: the first gets a half, each further one half of what is left.
+    quick test has seen, share it: each gets half of what is left, and the last one all of it.
 
     Args:
         budget, alpha, aggregate: as of `PairedTest`.
@@ -170,9 +170,9 @@ class Search:
         """A test for the search part: only a candidate that is "within" at its end should come to a final test."""
         return PairedTest(self.budget, QUICK, self.aggregate)
 
-    def final(self) -> PairedTest:
-        """The next test for the final part."""
-        alpha = self.left * NEXT_FINAL
+    def final(self, *, is_last: bool) -> PairedTest:
+        """The next test for the final part; after the last one, there must be no further."""
+        alpha = self.left if is_last else self.left * NEXT_FINAL
         self.left -= alpha
         return PairedTest(self.budget, alpha, self.aggregate)
 

@@ -123,8 +123,11 @@ class Lossy:
         """Whether `shipped` may refuse a candidate."""
         return self._search is not None
 
-    def shipped(self, candidate: Candidate, files: Files) -> Candidate:
+    def shipped(self, candidate: Candidate, files: Files, *, is_last: bool = True) -> Candidate:
         """The candidate with the final test of the metric, if the budget limits its drop.
+
+        Args:
+            is_last: whether no other kind of file may be tested after this one.
 
         Raises:
             Refused: it is outside the budget, or the examples are too few to decide.
@@ -134,7 +137,8 @@ class Lossy:
         if self._search is None:
             return candidate
         runner = files.open_for_proof(candidate.route)
-        accuracy = self._with_metric(candidate.accuracy, runner, candidate.route, self._search.final(), "final")
+        test = self._search.final(is_last=is_last)
+        accuracy = self._with_metric(candidate.accuracy, runner, candidate.route, test, "final")
         if (reason := accuracy.why_not(self.budget)) is not None:
             raise self._refused(f"{reason} in the final test", accuracy)
         return replace(candidate, accuracy=accuracy)

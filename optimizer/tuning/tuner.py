@@ -124,13 +124,13 @@ class Tuner:
             if self._lossy is None or chosen.accuracy is None:
                 break
             try:
-                found = self._shipped(self._lossy, chosen, found)
+                found = self._shipped(self._lossy, chosen, found, is_last=len(_lossy_kinds(ready)) == 1)
                 break
             except Refused as refused:
                 ready = self._without(chosen, refused, ready)
         return replace(found, notes=(*found.notes, *self._notes))
 
-    def _shipped(self, lossy: Lossy, chosen: Candidate, found: Benchmark) -> Benchmark:
+    def _shipped(self, lossy: Lossy, chosen: Candidate, found: Benchmark, *, is_last: bool) -> Benchmark:
         """The outcome with the last judgement of the lossy file that it recommends.
 
         Raises:
@@ -138,7 +138,7 @@ class Tuner:
         """
         assert chosen.route is not None
         self._bench.job.progress("tune", self._tried, self._tried, f"the last test of {chosen.name}")
-        accuracy = lossy.shipped(chosen, self._bench.files).accuracy
+        accuracy = lossy.shipped(chosen, self._bench.files, is_last=is_last).accuracy
         assert accuracy is not None
         if chosen.route.format in self.entries:
             self.entries[chosen.route.format] |= lossy.judged(accuracy)
@@ -511,6 +511,12 @@ def settings_of(route: Route, device: str, *, exact: bool) -> list[dict[str, Set
     cpus = usable_cpus()
     found: list[dict[str, Setting]] = [{"threads": count} for count in sorted({1, max(1, cpus // 2), cpus})]
     return [*found, {"spinning": False}] if runtime == "onnxruntime" else found
+
+
+def _lossy_kinds(ready: Iterable[Opened]) -> set[str]:
+    """The lossy routes, without the settings that change only how fast they are."""
+    candidates = [each.candidate for each in ready]
+    return {str(alike(each.route)) for each in candidates if each.route is not None and each.accuracy is not None}
 
 
 def _by_speed(files: Iterable[tuple[Opened, float]]) -> list[tuple[Opened, float]]:
