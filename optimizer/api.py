@@ -250,8 +250,8 @@ def export(
             apart to judge the result. None takes inputs of `evaluate`, or draws random ones, and a note says so.
         evaluate: a function of `run`, which it calls as the model. It yields a score for each example, the higher the
             better: a number, a bool or a tensor without dims; a tensor, array or list of one dim has the scores of several
-            examples; a pair is (score, weight). Each time it is called, it must give the same inputs in the same order,
-            an order that says nothing about the examples, since a decision may come before the end.
+            examples; a pair is (score, weight). Each time it is called, it must give the same inputs in the same order.
+            If that is random, set `evaluate.shuffled = True`: then the final test ends as soon as it is sure.
         aggregate: a function that makes the metric of a list of what `evaluate` yields, such as an F1 score: one
             statistic of any type for each example. None for the mean of scores.
         choices: a bundle that was tuned, or its manifest: its recommended route is proven again, and nothing is timed.

@@ -57,21 +57,29 @@ ENDLESS = 10**9
 class PairedTest:
     """Test whether a metric drops by at most a budget, while the examples come in.
 
-    The examples must be independent and come in random order: a decision before the end of the data is one about the rest,
-    too. Scores between 0 and 1 are assumed to stay there; of other scores, no example is assumed to lose more than the
+    The examples must be independent. A decision before the end of the data is one about the rest, too, so the verdict is
+    "within" before the end only if their order is random. Scores between 0 and 1 are assumed to stay there; of other scores, no example is assumed to lose more than the
     difference between the largest and the smallest score so far.
 
     Args:
         budget: the largest allowed drop, in units of the metric.
         alpha: the largest allowed probability that the verdict is "within" where the drop is larger than the budget.
         aggregate: the metric of a list of statistics, one of each example; None for the mean of scores.
+        random_order: whether the order of the examples says nothing about them.
 
     Attributes:
         verdict: "within" or "outside" the budget, or None: not decided by the examples so far.
     """
 
-    def __init__(self, budget: float, alpha: float, aggregate: Callable[[Sequence[Any]], float] | None = None) -> None:
-        self.budget, self.alpha = budget, alpha
+    def __init__(
+        self,
+        budget: float,
+        alpha: float,
+        aggregate: Callable[[Sequence[Any]], float] | None = None,
+        *,
+        random_order: bool = True,
+    ) -> None:
+        self.budget, self.alpha, self.random_order = budget, alpha, random_order
         self.verdict: Verdict | None = None
         self._sample = _Scores() if aggregate is None else _Statistics(aggregate)
         self._within, self._outside = _Spending(alpha), _Spending(alpha)
@@ -108,7 +116,7 @@ class PairedTest:
     def _look(self) -> None:
         self._level = self._within.share
         # Where even an unchanged candidate couldn't be within the budget, the look would waste its share.
-        possible = self._sample.unchanged(self.budget, self._level)
+        possible = self.random_order and self._sample.unchanged(self.budget, self._level)
         self._decide(self._within.take() if possible else 0.0, self._outside.take())
 
     def _decide(self, within: float, outside: float) -> None:
@@ -160,11 +168,18 @@ class Search:
     quick test has seen, share it: each gets half of what is left, and the last one all of it.
 
     Args:
-        budget, alpha, aggregate: as of `PairedTest`.
+        budget, alpha, aggregate, random_order: as of `PairedTest`.
     """
 
-    def __init__(self, budget: float, alpha: float, aggregate: Callable[[Sequence[Any]], float] | None = None) -> None:
-        self.budget, self.left, self.aggregate = budget, alpha, aggregate
+    def __init__(
+        self,
+        budget: float,
+        alpha: float,
+        aggregate: Callable[[Sequence[Any]], float] | None = None,
+        *,
+        random_order: bool = True,
+    ) -> None:
+        self.budget, self.left, self.aggregate, self.random_order = budget, alpha, aggregate, random_order
 
     def quick(self) -> PairedTest:
         """A test for the search part: only a candidate that is "within" at its end should come to a final test."""
@@ -174,7 +189,7 @@ class Search:
         """The next test for the final part; after the last one, there must be no further."""
         alpha = self.left if is_last else self.left * NEXT_FINAL
         self.left -= alpha
-        return PairedTest(self.budget, alpha, self.aggregate)
+        return PairedTest(self.budget, alpha, self.aggregate, random_order=self.random_order)
 
 
 class _Spending:

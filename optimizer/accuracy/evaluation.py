@@ -156,6 +156,11 @@ class Evaluation:
         self._rest = self._run.blocks()
         self._ended = False
 
+    @property
+    def is_in_random_order(self) -> bool:
+        """Whether the user says that the order of the examples says nothing about them."""
+        return getattr(self.evaluate, "shuffled", False) is True
+
     def start(self) -> None:
         """Read the first scores of the original, so that what is wrong with `evaluate` is told early.
 

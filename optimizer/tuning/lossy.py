@@ -99,7 +99,8 @@ class Lossy:
         self._measured, self._further, self._evaluation = measured, further, evaluation
         self._search = None
         if evaluation is not None and budget.drop is not None and budget.confidence is not None:
-            self._search = Search(budget.drop, 1 - budget.confidence, evaluation.aggregate)
+            alpha, is_random = 1 - budget.confidence, evaluation.is_in_random_order
+            self._search = Search(budget.drop, alpha, evaluation.aggregate, random_order=is_random)
         # By route without the settings that change no precision: quick tests.
         self._tested: dict[str, Accuracy] = {}
         # By route, the accuracies of files that were made here: they are judged then.

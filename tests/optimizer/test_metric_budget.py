@@ -70,6 +70,7 @@ def test_a_file_within_the_budget_is_shipped_after_a_final_test(rounding, tmp_pa
     assert entry["accuracy"]["budget"]["drop"] == 0.06
     assert (metric["part"], metric["verdict"], metric["confidence"], metric["score"]) == ("final", "within", 0.95, 1.0)
     assert 0 < metric["drop"] < metric["upper"] <= 0.06
+    assert metric["examples"] == metric["of"], "the order isn't said to be random"
     assert metric == figures(bundle)[INT8]["accuracy"]["metric"]
     told = f"drop {100 * metric['drop']:.3g} points, at most {100 * metric['upper']:.3g} (95 %, {metric['examples']:,}"
     texts = {
@@ -86,6 +87,17 @@ def test_a_file_within_the_budget_is_shipped_after_a_final_test(rounding, tmp_pa
     assert verify_bundle(bundle).ok
     assert rejudge_bundle(bundle).ok
     assert "(budget: drop 6 points at 95 %)" in texts["README"]
+
+
+def test_the_final_test_of_shuffled_examples_ends_when_it_is_sure(rounding, tmp_path):
+    def shuffled(run):
+        yield from evaluate(run)
+
+    shuffled.shuffled = True
+    bundle = made(tmp_path, "drop<=30%", evaluate=shuffled)
+    metric = figures(bundle)[INT8]["accuracy"]["metric"]
+    assert (metric["part"], metric["verdict"]) == ("final", "within")
+    assert metric["examples"] < len(X) / 2
 
 
 def test_a_file_beyond_the_budget_is_refused_though_its_cosine_is_fine(rounding, tmp_path):

@@ -178,3 +178,16 @@ def test_the_final_tests_of_a_search_share_its_alpha():
     assert sum(levels) == pytest.approx(0.05)
     assert Search(0.005, 0.05).final(is_last=True).alpha == 0.05
     assert search.quick().alpha > 0.05
+
+
+def test_sorted_examples_are_within_the_budget_only_at_the_end():
+    test = PairedTest(0.005, 0.05, random_order=False)
+    test.add(np.ones(20_000), np.ones(20_000))
+    assert test.verdict is None
+    # The last class is lost.
+    test.add(np.ones(400), np.zeros(400))
+    assert test.finish() == "outside"
+    assert Search(0.005, 0.05, random_order=False).final(is_last=True).random_order is False
+    sure = PairedTest(0.005, 0.05, random_order=False)
+    sure.add(np.ones(2_000), np.ones(2_000))
+    assert sure.finish() == "within"
