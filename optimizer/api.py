@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,6 @@ from optimizer.model import (
     check_model,
     check_numbers,
     in_turn,
-    random_state,
     resolved_device,
     samples_of,
 )
@@ -313,13 +313,8 @@ def export(
         tell=progress or no_progress,
     )
     measured = measure(job)
-    calls, evaluation = None, None
-    # What evaluate draws is no business of the caller's.
-    with random_state():
-        if evaluate is not None:
-            evaluation = evaluation_of(job, measured, evaluate, aggregate)
-        if not job.budget.is_exact:
-            calls = calibration_of(calibration, samples, measured.adapter, measured.request, evaluation)
+    evaluation = None if evaluate is None else evaluation_of(job, measured, evaluate, aggregate)
+    calls = None
     written: list[WrittenFiles] = []
     benchmarks: list[Benchmark | None] = []
     profiles: dict[str, Any] = {}
@@ -338,7 +333,12 @@ def export(
     def report(folder: Path, manifest: Mapping[str, Any]) -> None:
         add_report(job, measured, written[0], profiles, folder, manifest)
 
-    bundle = write_bundle(job.output, fill, report=report, force=force)
+    with nullcontext() if evaluation is None else closing(evaluation):
+        if evaluation is not None:
+            evaluation.start()
+        if not job.budget.is_exact:
+            calls = calibration_of(calibration, samples, measured.adapter, measured.request, evaluation)
+        bundle = write_bundle(job.output, fill, report=report, force=force)
     missing = {name: str(error) for name, error in written[0].missing.items()}
     # The messages of this run, because those in the manifest name no folder of this machine.
     timed = None if benchmarks[0] is None else benchmarks[0].to_json()

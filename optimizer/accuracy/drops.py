@@ -58,8 +58,9 @@ class PairedTest:
     """Test whether a metric drops by at most a budget, while the examples come in.
 
     The examples must be independent. A decision before the end of the data is one about the rest, too, so the verdict is
-    "within" before the end only if their order is random. Scores between 0 and 1 are assumed to stay there; of other scores, no example is assumed to lose more than the
-    difference between the largest and the smallest score so far.
+    "within" before the end only if their order is random. Scores between 0 and 1 are assumed to stay there; of other
+    scores, no example is assumed to lose more than the difference between the largest and the smallest of 0 and the scores
+    so far.
 
     Args:
         budget: the largest allowed drop, in units of the metric.
@@ -218,7 +219,8 @@ class _Scores:
         # One complex number for each example, drop + i weight, so that equal ones are found by one sort.
         self._new: list[npt.NDArray[np.complex128]] = []
         self._pairs, self._counts = np.empty(0, np.complex128), np.empty(0, np.float64)
-        self._lowest, self._highest = math.inf, -math.inf
+        # Besides the scores, 0: where all are alike, their own range would say that none can be lost.
+        self._lowest = self._highest = 0.0
 
     def add(self, original: Any, candidate: Any, weights: Any) -> None:
         scores = np.array([original, candidate], np.float64)

@@ -27,7 +27,7 @@ from exporters.places import line_of_error
 from optimize_export.errors import LoadError, StructureError, UsageError
 from optimize_export.wording import a_type, described, error_summary
 from optimizer.accuracy.drops import PairedTest
-from optimizer.model import Call, required_arguments
+from optimizer.model import Call, OwnState, required_arguments, signature_of
 from optimizer.options import AccuracyBudget
 from optimizer.parity import Metric
 
@@ -82,8 +82,14 @@ def misfit(name: str, function: object) -> str:
     takes = "run" if name == "evaluate" else "statistics"
     if not callable(function):
         return f"{name} is {a_type(function)}; it must be a function of one argument, {name}({takes})"
-    needed = required_arguments(function)
-    return "" if len(needed) == 1 else f"{name} takes {len(needed)} arguments; it must take one, {name}({takes})"
+    if (signature := signature_of(function)) is None:
+        return ""
+    try:
+        signature.bind(None)
+    except TypeError:
+        needed = required_arguments(function)
+        return f"{name} takes {len(needed)} arguments; it must take one, {name}({takes})"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -151,7 +157,7 @@ class Evaluation:
         # Of each call of the original's run.
         self._hashes: list[int] = []
         self._blocks: list[Block] = []
-        self._run = _Run(self, lambda *tensors: original.run(tensors), "")
+        self._run = _Run(self, lambda *tensors: original.run(tensors), "", OwnState(device))
         self._run.picks = _picked_call if whole else _picked_rows
         self._rest = self._run.blocks()
         self._ended = False
@@ -165,9 +171,15 @@ class Evaluation:
         """Read the first scores of the original, so that what is wrong with `evaluate` is told early.
 
         Raises:
-            EvaluateError: there are none.
+            EvaluateError: there are none, or all of them follow all calls, so that they can't be divided.
         """
-        self._block(0)
+        first = self._block(0)
+        if first is not None and not first.by_row and self._block(1) is None:
+            raise EvaluateError(
+                f"evaluate yields {_counted(len(first.scores), 'score')} after {_counted(first.calls, 'call')} of run with "
+                f"{_counted(len(first.rows), 'row')}, and none before: it must yield a score for each example, after the call "
+                "of run that it comes from."
+            )
 
     def calibration(self) -> list[Call]:
         """Inputs to calibrate with, from the begin of the original's run."""
@@ -211,7 +223,7 @@ class Evaluation:
         assert budget.confidence is not None
         own, changed, start, late = _Own(), _Changed(), 0, False
         try:
-            with closing(_Run(self, runner, name)) as run:
+            with closing(_Run(self, runner, name, OwnState(self.device, self._run.state))) as run:
                 for original, candidate in self._pairs(run, name):
                     chosen = original.of_part(part, self._calibration)
                     if len(chosen):
@@ -233,7 +245,7 @@ class Evaluation:
             raise EvaluateError(str(error)) from error
         score = own.mean if self.aggregate is None else self.aggregate(own.statistics)
         if part == "final":
-            self._note_on(score, own.is_constant, test.count)
+            self._check_score(score, test, is_constant=own.is_constant)
         return Metric(
             score=score,
             drop=test.drop,
@@ -298,17 +310,25 @@ class Evaluation:
             None if needed is None else math.ceil(needed * (_SEARCH if part == "search" else _SEARCH / (_SEARCH - 1)))
         )
 
-    def _note_on(self, score: float, is_constant: bool, count: int) -> None:
-        said = f"the original's score is {score:g} in each of {count:,} examples" if is_constant else ""
+    def _check_score(self, score: float, test: PairedTest, *, is_constant: bool) -> None:
+        said = f"the original's score is {score:g} in each of {test.count:,} examples" if is_constant else ""
         said = said or ("the original's metric is 0" if score == 0 else "")
         if said:
             self.notes.append(f"{said}: check the labels that evaluate compares with")
+        # A score such as -error can be 0, and is lower for the candidate then.
+        if score == 0 and test.drop <= 0:
+            raise NotScored(
+                f"{said}, and no lower for the candidate, so a budget says nothing: check the labels that evaluate compares with"
+            )
 
 
 class _Run:
     """One run of `evaluate`, of the original if it has no name."""
 
-    def __init__(self, evaluation: Evaluation, runner: Callable[..., Sequence[torch.Tensor]], name: str) -> None:
+    def __init__(
+        self, evaluation: Evaluation, runner: Callable[..., Sequence[torch.Tensor]], name: str, state: OwnState
+    ) -> None:
+        self.state = state
         self.picks: Callable[[Sequence[torch.Tensor], int, int], tuple[torch.Tensor, ...] | None] | None = None
         self._of, self._runner, self._name = evaluation, runner, name
         self._values: Iterator[Any] | None = None
@@ -330,6 +350,10 @@ class _Run:
                 yield finished
             if not is_last:
                 self._keep(value)
+                if not self._calls:
+                    raise EvaluateError(
+                        "evaluate yields a score before it calls run: a score must be of run's outputs."
+                    )
         if self._scores:
             self._finish()
             assert self._finished is not None
@@ -338,17 +362,21 @@ class _Run:
     def close(self) -> None:
         close = getattr(self._values, "close", None)
         if close is not None:
-            close()
+            with self.state.step():
+                close()
 
     def _next(self) -> tuple[Any, bool]:
         """The next value of the user's function, and whether there was none any more."""
         try:
-            if self._values is None:
-                made: object = self._of.evaluate(self._called)
-                if not isinstance(made, Iterable) or isinstance(made, str | bytes):
-                    raise EvaluateError(f"evaluate returns {a_type(made)}: it must yield a score for each example.")
-                self._values = iter(made)
-            return next(self._values), False
+            with self.state.step():
+                if self._values is None:
+                    made: object = self._of.evaluate(self._called)
+                    # An array without dims has no iterator, though it has the method.
+                    is_one = isinstance(made, str | bytes) or getattr(made, "ndim", 1) == 0
+                    if is_one or not isinstance(made, Iterable):
+                        raise EvaluateError(f"evaluate returns {a_type(made)}: it must yield a score for each example.")
+                    self._values = iter(made)
+                return next(self._values), False
         except StopIteration:
             return None, True
         except (EvaluateError, NotScored):
@@ -359,7 +387,8 @@ class _Run:
             raise self._failed(f"{told} ({place})" if place else told) from error
 
     def _failed(self, clause: str) -> Exception:
-        if not self._name:
+        # Before its first call, a candidate has no part in it.
+        if not self._name or not self._calls:
             return EvaluateError(f"{clause}.")
         # If the original fails there too, that is raised: it isn't the candidate's fault.
         self._of.call_hash(self._calls)
@@ -382,7 +411,8 @@ class _Run:
             self._inputs += [] if picked is None else [picked]
         self._rows.append(rows)
         self._calls, self._seen_rows = self._calls + 1, self._seen_rows + len(rows)
-        with torch.no_grad():
+        # The exported files are the model without the autocast that evaluate may have.
+        with torch.no_grad(), torch.autocast(evaluation.device.type, enabled=False):
             outputs = self._runner(*move_to(tensors, evaluation.device))
         home = tensors[0].device if tensors else evaluation.device
         return evaluation.adapter.outputs.rebuild(move_to(outputs, home))
@@ -399,7 +429,7 @@ class _Run:
         if known != inputs:
             raise EvaluateError(
                 f"evaluate gives run other inputs in its second run (call {self._calls + 1}), so scores can't be compared "
-                "example by example: leave out shuffling and augmentation, or seed them inside evaluate, and use no "
+                "example by example: make random generators inside evaluate, don't change the data in place, and use no "
                 "persistent workers."
             )
 
@@ -549,7 +579,15 @@ def _numbers(value: Any, what: str) -> Floats:
 def _alike(original: Block | None, candidate: Block | None, name: str) -> Block:
     """The original's block, if the candidate's has the same calls and as many scores; otherwise raise `EvaluateError`."""
     sizes = [None if block is None else (block.calls, len(block.scores)) for block in (original, candidate)]
-    if original is not None and sizes[0] == sizes[1]:
+    if original is not None and candidate is not None and sizes[0] == sizes[1]:
+        own, other = (
+            np.ones(len(each.scores)) if each.weights is None else each.weights for each in (original, candidate)
+        )
+        if not np.array_equal(own, other):
+            raise EvaluateError(
+                f"evaluate yields other weights for {name} than for the original, up to call {original.calls} of run: a weight "
+                "must not depend on the outputs. Use an `aggregate` for such a metric, as a precision."
+            )
         return original
     calls = max(size[0] for size in sizes if size is not None)
     counts = [0 if size is None else size[1] for size in sizes]
@@ -557,6 +595,10 @@ def _alike(original: Block | None, candidate: Block | None, name: str) -> Block:
         f"evaluate yields {counts[0]} scores for the original and {counts[1]} for {name} up to call {calls} of run: it must "
         "yield one for each example, whatever the outputs are."
     )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def _checked(aggregate: Aggregate) -> Aggregate:

@@ -31,6 +31,7 @@ from optimizer.model.preparation import (
 from optimizer.model.reentrant import gradients_by_backward, is_reentrant
 from optimizer.model.runs import AsItIs, Runs, RunsOfCopy, Source, called, errors_of_model, named_tensors, refuse_arrays
 from optimizer.model.settings import (
+    OwnState,
     has_fast_path,
     in_turn,
     one_at_a_time,
@@ -77,6 +78,7 @@ __all__ = [
     "FurtherInputs",
     "Mode",
     "OpenDims",
+    "OwnState",
     "Runs",
     "RunsOfCopy",
     "Samples",

@@ -31,6 +31,9 @@ _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerE
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_Random = tuple[torch.Tensor, list[torch.Tensor], Any, Any]
+# Whether gradients are recorded; and by kind of device, whether autocast is on, and its dtype.
+_Modes = tuple[bool, list[tuple[str, bool, torch.dtype]]]
 
 
 def in_turn(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -97,7 +100,7 @@ def random_state(seed: int | None = None) -> Iterator[Callable[[], bool]]:
     Inside, all generators start from `seed`, if it is given. The yielded function tells whether any number was drawn
     since.
     """
-    cpu, on_gpus, of_numpy, of_python = _random_state()
+    state = _random_state()
     try:
         if seed is not None:
             seed_torch(seed)
@@ -106,13 +109,63 @@ def random_state(seed: int | None = None) -> Iterator[Callable[[], bool]]:
         before = _fingerprint()
         yield lambda: _fingerprint() != before
     finally:
-        torch.set_rng_state(cpu)
-        torch.cuda.set_rng_state_all(on_gpus)
-        numpy.random.set_state(of_numpy)
-        random.setstate(of_python)
+        _set_random_state(state)
 
 
-def _random_state() -> tuple[torch.Tensor, list[torch.Tensor], Any, Any]:
+class OwnState:
+    """The random state and torch's modes of code that runs in steps, such as a generator, apart from those of its callers.
+
+    A generator that stops inside `with torch.autocast(…)` leaves it in force for its caller, and two that draw numbers in
+    turn disturb each other. Own are whether gradients are recorded, inference mode, and autocast.
+
+    Args:
+        device: of which autocast is kept apart, besides the CPU's.
+        like: begin with the random state that this one began with; None for the present one.
+    """
+
+    def __init__(self, device: torch.device, like: OwnState | None = None) -> None:
+        self._kinds = sorted({"cpu", device.type})
+        self._first: _Random = _random_state() if like is None else like._first
+        self._random, self._modes = self._first, self._now()
+        self._callers = ExitStack()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run a step in the state in which the last one ended, and restore the caller's."""
+        state, modes, inference = _random_state(), self._now(), torch.is_inference_mode_enabled()
+        self._callers.close()
+        _set_random_state(self._random)
+        self._set(self._modes)
+        try:
+            yield
+        finally:
+            self._random, self._modes = _random_state(), self._now()
+            _set_random_state(state)
+            if torch.is_inference_mode_enabled() != inference:
+                self._callers.enter_context(torch.inference_mode(inference))
+            self._set(modes)
+
+    def _now(self) -> _Modes:
+        casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._kinds]
+        return torch.is_grad_enabled(), casts
+
+    def _set(self, modes: _Modes) -> None:
+        grad, casts = modes
+        torch.set_grad_enabled(grad)
+        for kind, is_enabled, dtype in casts:
+            torch.set_autocast_enabled(kind, is_enabled)
+            torch.set_autocast_dtype(kind, dtype)
+
+
+def _set_random_state(state: _Random) -> None:
+    cpu, on_gpus, of_numpy, of_python = state
+    torch.set_rng_state(cpu)
+    torch.cuda.set_rng_state_all(on_gpus)
+    numpy.random.set_state(of_numpy)
+    random.setstate(of_python)
+
+
+def _random_state() -> _Random:
     # Reading the random state of CUDA would initialize it.
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return torch.get_rng_state(), on_gpus, numpy.random.get_state(), random.getstate()

@@ -77,8 +77,6 @@ def choose(
             return _tune(bench, lossy, written) if job.tune else _timed(bench)
     finally:
         bench.further.close()
-        if evaluation is not None:
-            evaluation.close()
         if bench.settings is not None:
             bench.settings.put_in_force()
         release_memory()

@@ -419,9 +419,7 @@ def evaluation_of(
         output_names=adapter.output_names,
         outputs=adapter.outputs,
     )
-    evaluation = Evaluation(evaluate, aggregate, original, job.target, refuse, whole=not request.dynamic_batch)
-    evaluation.start()
-    return evaluation
+    return Evaluation(evaluate, aggregate, original, job.target, refuse, whole=not request.dynamic_batch)
 
 
 def calibration_of(

@@ -1,6 +1,7 @@
 """A user's metric: how `evaluate` is run for the original and candidates, and what is refused."""
 
 import gc
+import random
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -238,6 +239,42 @@ def test_a_stream_takes_constant_memory_but_for_its_scores():
     assert max(alive) <= 3
 
 
+def test_each_run_has_its_own_random_state_and_modes():
+    modes = []
+
+    def now() -> tuple[bool, ...]:
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+
+    def augmenting(run):
+        with torch.inference_mode(), torch.autocast("cpu"):
+            for x, labels in zip(X.split(100), LABELS.split(100), strict=True):
+                modes.append(now())
+                yield run(x + 0.01 * torch.randn_like(x))["scores"].argmax(1) == labels
+
+    def random_states() -> tuple[Any, ...]:
+        return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+
+    def seen(run: Runner) -> Runner:
+        def runner(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            modes.append((*now()[:2], True))
+            assert not torch.is_autocast_enabled("cpu"), "a file that is shipped has no autocast"
+            return run(*inputs)
+
+        return runner
+
+    before = random_states()
+    of = evaluation(augmenting)
+    assert now() == (True, False, False)
+    for share in (0.3, 0.0):
+        # The first ends early, so the original goes on while the second one runs.
+        assert judged(of, seen(loses(share)), "final").examples < ROWS
+        assert now() == (True, False, False)
+    of.close()
+    assert random_states() == before
+    assert now() == (True, False, False)
+    assert set(modes) == {(False, True, True)}
+
+
 # Calibration ----------------------------------------------------------------------------------------------------------
 
 
@@ -331,6 +368,14 @@ def raising(run):
         yield scores / (number < 2) if number < 2 else 1 / 0
 
 
+def without_calls(run):
+    yield from hits(lambda x: {"scores": x})
+
+
+def at_the_end(run):
+    yield torch.cat(list(hits(run))).float().mean()
+
+
 def of_other_arguments(run):
     yield run(X, X)
 
@@ -340,6 +385,9 @@ def of_other_arguments(run):
     [
         (nothing, "evaluate yields nothing: it must yield a score for each example."),
         (lambda run: 0.93, "evaluate returns a float: it must yield a score for each example."),
+        (lambda run: torch.tensor(0.93), "evaluate returns a Tensor: it must yield a score for each example."),
+        (without_calls, "evaluate yields a score before it calls run: "),
+        (at_the_end, "evaluate yields 1 score after 40 calls of run with 4,000 rows, and none before: it must yield"),
         (text, "evaluate yields a str as a score: it must yield a number, or a tensor, array or list of one dim"),
         (table, "evaluate yields float32[4000, 3] as a score: it must"),
         (ragged, "evaluate yields a list as a score: it must"),
@@ -365,7 +413,7 @@ def test_other_inputs_in_the_second_run_are_an_error():
         order = torch.randperm(ROWS, generator=generator)
         yield from hits(run, x=X[order], labels=LABELS[order])
 
-    with pytest.raises(EvaluateError, match=r"gives run other inputs in its second run \(call 1\).* shuffling"):
+    with pytest.raises(EvaluateError, match=r"gives run other inputs in its second run \(call 1\).* random generators"):
         judged(evaluation(shuffled), loses(0.0))
 
 
@@ -374,7 +422,7 @@ def test_more_or_fewer_calls_and_scores_for_the_candidate_are_an_error():
 
     def calling_more(run):
         run(X[:100])
-        yield 1.0
+        yield [1.0] * 100
         for start in range(next(calls)):
             run(X[start : start + 1])
 
@@ -383,10 +431,18 @@ def test_more_or_fewer_calls_and_scores_for_the_candidate_are_an_error():
             guessed = run(X[start : start + 100])["scores"].argmax(1)
             yield (guessed == LABELS[start : start + 100])[guessed == 0]
 
+    def precision(run):
+        for start in range(0, ROWS, 100):
+            guessed = run(X[start : start + 100])["scores"].argmax(1)
+            yield guessed == LABELS[start : start + 100], guessed == 0
+
     with pytest.raises(EvaluateError, match="calls run 2 times for the original, and more often for it"):
         judged(evaluation(calling_more), loses(0.0))
     with pytest.raises(EvaluateError, match=r"yields \d+ scores for the original and \d+ for it up to call 1 of run"):
         judged(evaluation(by_class), loses(0.3))
+    with pytest.raises(EvaluateError, match=r"yields other weights for it than for the original, up to call 1 of run"):
+        judged(evaluation(precision), loses(0.3))
+    assert judged(evaluation(precision), loses(0.0)).verdict == "within"
     lengths = iter([300, 200])
     with pytest.raises(EvaluateError, match="yields 100 scores for the original and 0 for it up to call 3"):
         judged(evaluation(lambda run: hits(run, x=X[: next(lengths)], labels=LABELS)), loses(0.0))
@@ -421,12 +477,36 @@ def test_an_aggregate_that_raises_or_gives_no_number_is_an_error():
         judged(evaluation(hits, lambda statistics: float("nan")), loses(0.0))
 
 
+def test_an_evaluate_that_fails_before_it_calls_a_candidate_is_an_error():
+    data = iter([X])
+
+    def once(run):
+        x = next(data, None)
+        yield run(x[:100])["scores"].argmax(1) == LABELS[:100]
+
+    of = evaluation(once)
+    with pytest.raises(
+        EvaluateError, match=r"evaluate raises after call 0 of run: TypeError: 'NoneType' object is not"
+    ):
+        judged(of, loses(0.0))
+
+
 def test_a_metric_that_says_nothing_is_told():
-    of = evaluation(lambda run: hits(run, labels=LABELS + 10))
+    of = evaluation()
     assert judged(of, loses(0.0)).verdict == "within"
     (note,) = of.notes
-    assert note.startswith("the original's score is 0 in each of ")
+    assert note.startswith("the original's score is 1 in each of ")
     assert note.endswith("examples: check the labels that evaluate compares with")
+    of = evaluation(lambda run: hits(run, labels=LABELS + 10))
+    with pytest.raises(
+        NotScored, match=r"the original's score is 0 in each of [\d,]+ examples, and no lower for the candidate"
+    ):
+        judged(of, loses(0.0))
+    of = evaluation(hits, lambda statistics: 0.0)
+    with pytest.raises(
+        NotScored, match="the original's metric is 0, and no lower for the candidate, so a budget says nothing"
+    ):
+        judged(of, loses(0.0))
     of = evaluation(lambda run: hits(run, labels=LABELS.flip(0)))
     judged(of, loses(0.0))
     assert of.notes == []
@@ -436,6 +516,7 @@ def test_evaluate_is_a_function_of_one_argument_and_needs_its_budget():
     exact, drop = parse_accuracy("0.99"), BUDGET
     check_evaluate(None, None, exact)
     check_evaluate(hits, len, drop)
+    check_evaluate(lambda *arguments: (), max, drop)
     with pytest.raises(UsageError, match="evaluate has an effect only with a budget"):
         check_evaluate(hits, None, exact)
     with pytest.raises(UsageError, match="a metric needs `evaluate`"):

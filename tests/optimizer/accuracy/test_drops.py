@@ -164,6 +164,13 @@ def test_an_aggregate_is_not_computed_of_a_few_statistics():
     assert test.drop == 0
 
 
+def test_equal_scores_beyond_1_can_be_lost():
+    test = PairedTest(0.5, 0.05)
+    test.add(np.full(40, 100.0), np.full(40, 100.0))
+    assert test.finish() is None
+    assert test.upper == pytest.approx(100 * (1 - 0.05 ** (1 / 40)), rel=0.3)
+
+
 def test_an_aggregate_without_a_finite_value_is_refused():
     test = PairedTest(0.005, 0.05, lambda statistics: math.nan)
     test.add([1.0] * 10, [1.0] * 10)
