@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from exporters.base import Adapter, move_to
+from exporters.base import Adapter, clones, move_to
 from exporters.places import line_of_error
 from optimize_export.errors import LoadError, StructureError, UsageError
 from optimize_export.wording import a_type, described, error_summary
@@ -157,7 +157,8 @@ class Evaluation:
         # Of each call of the original's run.
         self._hashes: list[int] = []
         self._blocks: list[Block] = []
-        self._run = _Run(self, lambda *tensors: original.run(tensors), "", OwnState(device))
+        # Copies, because evaluate may write to an output that the model holds.
+        self._run = _Run(self, lambda *tensors: clones(original.run(tensors)), "", OwnState(device))
         self._run.picks = _picked_call if whole else _picked_rows
         self._rest = self._run.blocks()
         self._ended = False

@@ -141,7 +141,8 @@ class Lossy:
         test = self._search.final(is_last=is_last)
         accuracy = self._with_metric(candidate.accuracy, runner, candidate.route, test, "final")
         if (reason := accuracy.why_not(self.budget)) is not None:
-            raise self._refused(f"{reason} in the final test", accuracy)
+            # A problem is a clause of its own.
+            raise self._refused(reason if accuracy.problem else f"{reason} in the final test", accuracy)
         return replace(candidate, accuracy=accuracy)
 
     def is_judged(self, candidate: Candidate) -> bool:

@@ -477,6 +477,22 @@ def test_an_aggregate_that_raises_or_gives_no_number_is_an_error():
         judged(evaluation(hits, lambda statistics: float("nan")), loses(0.0))
 
 
+def test_evaluate_may_write_to_outputs_that_the_model_holds():
+    class WithTable(Net):
+        table = torch.ones(2)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {**super().forward(x), "table": self.table}
+
+    def writing(run):
+        for x in X.split(100):
+            yield run(x)["table"].mul_(2).mean().repeat(100) == 2
+
+    of = Evaluation(writing, None, Adapter(WithTable().eval(), (X[:2],)), CPU, lambda tensors: None, whole=False)
+    found = judged(of, lambda x: (x, x.norm(dim=1), torch.ones(2)))
+    assert (found.score, found.drop) == (1.0, 0.0)
+
+
 def test_an_evaluate_that_fails_before_it_calls_a_candidate_is_an_error():
     data = iter([X])
 
