@@ -166,7 +166,7 @@ _MEASUREMENT = {
 _BUDGET = {**_all((_FINITE, None), "cosine", "top1", "drop?", "confidence?"), "percent?": _FLAG}
 _METRIC = {
     **_all(_FINITE, "score", "drop", "upper", "confidence", "budget"),
-    **_all(_FLAG, "percent", "late"),
+    "percent": _FLAG,
     "examples": _COUNT,
     **_all((_COUNT, None), "of", "needed"),
     **_all(_TEXT, "verdict", "part"),

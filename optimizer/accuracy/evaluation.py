@@ -222,7 +222,7 @@ class Evaluation:
         """
         assert budget.drop is not None
         assert budget.confidence is not None
-        own, changed, start, late = _Own(), _Changed(), 0, False
+        own, changed, start = _Own(), _Changed(), 0
         try:
             with closing(_Run(self, runner, name, OwnState(self.device, self._run.state))) as run:
                 for original, candidate in self._pairs(run, name):
@@ -235,8 +235,7 @@ class Evaluation:
                         if self.aggregate is None:
                             changed.add(start + chosen, scores, others)
                     start += len(original.scores)
-                    late = test.verdict is None and test.count > 0 and is_late()
-                    if test.verdict is not None or late:
+                    if test.verdict is not None or (test.count and is_late()):
                         break
             if not test.count:
                 raise NotScored(f"too few examples to decide: evaluate has none for the {part} part")
@@ -259,7 +258,6 @@ class Evaluation:
             needed=self._needed(test, part) if test.verdict is None else None,
             verdict=test.verdict or "undecided",
             part=part,
-            late=late and test.verdict is None,
             changed=changed.largest,
             changed_count=changed.count if self.aggregate is None else None,
         )

@@ -94,8 +94,6 @@ class Metric:
     """One of "within", "outside" and "undecided"."""
     part: str
     """The examples: "search" for those that choose candidates, "final" for those that decide what is shipped."""
-    late: bool = False
-    """Whether the time was up before the data and a decision."""
     changed: tuple[tuple[int, float, float], ...] = ()
     """Examples with another score, at most 20, the largest drops first: the number of the example in the order of evaluate,
     from 0, the original's score and the candidate's."""
@@ -105,11 +103,12 @@ class Metric:
     @property
     def why_not(self) -> str | None:
         """The reason why it is no candidate, or isn't shipped; None if it is."""
-        # Where there was no time for more, the final test decides.
-        if self.verdict == "within" or (self.late and self.drop <= self.budget):
+        # What the search part is too small to decide, or had no time for, the final test decides.
+        is_open = self.verdict == "undecided" and self.part == "search"
+        if self.verdict == "within" or (is_open and self.drop <= self.budget):
             return None
         allowed = points(self.budget, percent=self.percent)
-        if self.verdict == "outside" or self.late:
+        if self.verdict == "outside" or is_open:
             return f"the metric may drop {allowed}, and it has {self}"
         more = "no number would do" if self.needed is None else f"about {self.needed:,} would do"
         return f"too few examples to decide whether the metric drops at most {allowed}: {self}; {more}"

@@ -375,7 +375,7 @@ def _figures(start: str, accuracy: Accuracy, budget: AccuracyBudget) -> str:
 def _refusal(accuracy: Accuracy, told: str) -> str:
     """Why a candidate isn't used: it is outside the budget, with what is told of it; or the examples are too few to say."""
     metric = accuracy.metric
-    if metric is not None and metric.verdict == "undecided" and not metric.late:
+    if metric is not None and metric.verdict == "undecided" and metric.part == "final":
         return metric.why_not or ""
     return f"outside the budget: {told}"
 

@@ -12,7 +12,7 @@ def done(tmp_path_factory):
 
 def test_no_way_is_left_out(done):
     figures, markdown, _ = done
-    assert len(figures["searches"]) == 2 * 2 * 4
+    assert len(figures["searches"]) == 2 * 3 * 4
     assert len(figures["power"]) == 2 * 4 * 4
     for one in figures["searches"]:
         assert 0 <= one["wrong"] + one["right"] <= 1

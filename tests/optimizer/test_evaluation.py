@@ -94,13 +94,15 @@ def test_too_few_examples_are_an_answer_with_how_many_would_do():
 
 
 @pytest.mark.parametrize(("share", "stays"), [(0.0, True), (0.05, False)])
-def test_without_time_to_decide_the_drop_so_far_counts(share, stays):
+def test_where_a_quick_test_cant_decide_the_drop_so_far_counts(share, stays):
     test = PairedTest(0.02, 1e-9)
     found = evaluation().metric("it", loses(share), test, "search", BUDGET, lambda: test.count >= 100)
-    assert (found.verdict, found.late, found.of) == ("undecided", True, None)
+    assert (found.verdict, found.of) == ("undecided", None)
     assert 100 <= found.examples < 200
     assert (found.why_not is None) is stays
     assert stays or found.why_not.startswith("the metric may drop 2 points, and it has drop ")
+    few = judged(evaluation(lambda run: hits(run, x=X[:60], labels=LABELS[:60])), loses(0.0), "search")
+    assert (few.verdict, few.why_not) == ("undecided", None)
 
 
 def test_the_figures_are_told_in_points_or_in_the_unit_of_the_score():

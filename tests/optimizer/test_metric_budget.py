@@ -150,7 +150,7 @@ def test_with_too_few_examples_the_exact_file_is_shipped_and_told_how_many_would
     rounding.levels = {"int8-static": 100_000}
     bundle = made(tmp_path, "drop<=0.5%", evaluate=few)
     assert bundle.manifest["benchmark"]["recommended"]["format"] == "onnx"
-    told = figures(bundle)["onnx-int8"]["dropped"]
+    told = figures(bundle)[INT8]["dropped"]
     assert told.startswith("too few examples to decide whether the metric drops at most 0.5 points: drop 0 points, ")
     assert told.endswith(" would do")
 
