@@ -28,7 +28,7 @@ from optimize_export.errors import LoadError, StructureError, UsageError
 from optimize_export.wording import a_type, described, error_summary
 from optimizer.accuracy.drops import PairedTest
 from optimizer.model import Call, OwnState, required_arguments, signature_of
-from optimizer.options import AccuracyBudget
+from optimizer.options import AccuracyBudget, points
 from optimizer.parity import Metric
 
 Evaluate = Callable[[Callable[..., Any]], Iterable[Any]]
@@ -47,6 +47,8 @@ _LISTED = 20
 _CALIBRATION_STEP = 8
 _CALIBRATION_ROWS = 64
 _CALIBRATION_READ = 1024
+# A drop of a share of right answers that is hardly meant.
+_LARGE_SHARE = 0.1
 
 
 class EvaluateError(LoadError):
@@ -246,6 +248,11 @@ class Evaluation:
         score = own.mean if self.aggregate is None else self.aggregate(own.statistics)
         if part == "final":
             self._check_score(score, test, is_constant=own.is_constant)
+            if own.is_share and not budget.percent and budget.drop >= _LARGE_SHARE:
+                self.notes.append(
+                    f"all scores are between 0 and 1, where drop<={budget.drop:g} is {points(budget.drop, percent=True)}: "
+                    f"for {budget.drop:g} points write drop<={budget.drop:g}%"
+                )
         return Metric(
             score=score,
             drop=test.drop,
@@ -510,6 +517,10 @@ class _Own:
     @property
     def is_constant(self) -> bool:
         return self._lowest == self._highest
+
+    @property
+    def is_share(self) -> bool:
+        return self._lowest >= 0 and self._highest <= 1
 
 
 def row_hashes(tensors: Sequence[torch.Tensor]) -> Hashes:

@@ -509,6 +509,18 @@ def test_an_evaluate_that_fails_before_it_calls_a_candidate_is_an_error():
         judged(of, loses(0.0))
 
 
+def test_a_budget_that_forgot_its_percent_sign_is_told():
+    for budget, notes in (("drop<=0.5", 1), ("drop<=50%", 0), ("drop<=0.005", 0)):
+        of = evaluation(lambda run: (each * 1.0 for each in hits(run)))
+        test = PairedTest(0.5, 0.05)
+        of.metric("it", loses(0.1), test, "final", parse_accuracy(budget))
+        told = [note for note in of.notes if "between 0 and 1" in note]
+        assert len(told) == notes, budget
+        assert not told or told == [
+            "all scores are between 0 and 1, where drop<=0.5 is 50 points: for 0.5 points write drop<=0.5%"
+        ]
+
+
 def test_a_metric_that_says_nothing_is_told():
     of = evaluation()
     assert judged(of, loses(0.0)).verdict == "within"
