@@ -110,7 +110,7 @@ def test_an_export_within_a_drop_of_ones_own_metric(tmp_path):
         "--accuracy",
         "drop<=1%",
         "--tune-seconds",
-        "30",
+        "12",
         "--json",
     ]
     done = run(*command, cwd=tmp_path)
