@@ -183,7 +183,7 @@ class Search:
         self.budget, self.left, self.aggregate, self.random_order = budget, alpha, aggregate, random_order
 
     def quick(self) -> PairedTest:
-        """A test for the search part: only a candidate that is "within" at its end should come to a final test."""
+        """A test for the search part: a candidate comes to a final test if this is "within", or undecided with a small drop."""
         return PairedTest(self.budget, QUICK, self.aggregate)
 
     def final(self, *, is_last: bool) -> PairedTest:

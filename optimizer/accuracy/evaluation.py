@@ -43,7 +43,7 @@ Hashes = npt.NDArray[np.uint64]
 _SEARCH = 4
 # The largest number of changed examples that are told.
 _LISTED = 20
-# The calibration takes one of this many rows, until it has so many, or has seen so many.
+# The calibration takes every eighth row, until it has 64 of them or has read 1,024.
 _CALIBRATION_STEP = 8
 _CALIBRATION_ROWS = 64
 _CALIBRATION_READ = 1024
@@ -185,7 +185,7 @@ class Evaluation:
             )
 
     def calibration(self) -> list[Call]:
-        """Inputs to calibrate with, from the begin of the original's run."""
+        """Inputs to calibrate with, from the start of the original's run."""
         found: list[tuple[torch.Tensor, ...]] = []
         rows = read = number = 0
         while rows < _CALIBRATION_ROWS and read < _CALIBRATION_READ and (block := self._block(number)) is not None:

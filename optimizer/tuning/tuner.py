@@ -124,7 +124,8 @@ class Tuner:
             if self._lossy is None or chosen.accuracy is None:
                 break
             try:
-                found = self._shipped(self._lossy, chosen, found, is_last=len(_lossy_kinds(ready)) == 1)
+                is_last = len(_lossy_kinds(each.candidate for each in ready)) == 1
+                found = self._shipped(self._lossy, chosen, found, is_last=is_last)
                 break
             except Refused as refused:
                 ready = self._without(chosen, refused, ready)
@@ -360,9 +361,7 @@ class Tuner:
         exact, route = self._fastest_exact(), candidate.route
         if self._lossy is None or not self._lossy.tests_last or route is None or not is_lossy(route):
             return False
-        kinds = {
-            str(alike(each.route)) for each in self._reserves() if each.route is not None and each.accuracy is not None
-        }
+        kinds = _lossy_kinds(self._reserves())
         pays = all(gain > other for opened, other in self._ready if opened is exact)
         return pays and (str(alike(route)) in kinds or len(kinds) < _RESERVES)
 
@@ -513,9 +512,8 @@ def settings_of(route: Route, device: str, *, exact: bool) -> list[dict[str, Set
     return [*found, {"spinning": False}] if runtime == "onnxruntime" else found
 
 
-def _lossy_kinds(ready: Iterable[Opened]) -> set[str]:
+def _lossy_kinds(candidates: Iterable[Candidate]) -> set[str]:
     """The lossy routes, without the settings that change only how fast they are."""
-    candidates = [each.candidate for each in ready]
     return {str(alike(each.route)) for each in candidates if each.route is not None and each.accuracy is not None}
 
 
