@@ -1,15 +1,8 @@
 """How far a user's own metric drops from the original to a candidate, with a bound that holds at a stated confidence."""
 
 from optimizer.accuracy.drops import PairedTest, Search
-from optimizer.accuracy.evaluation import (
-    Aggregate,
-    Evaluate,
-    EvaluateError,
-    Evaluation,
-    NotScored,
-    check_evaluate,
-    misfit,
-)
+from optimizer.accuracy.evaluation import Evaluation
+from optimizer.accuracy.scores import Aggregate, Evaluate, EvaluateError, NotScored, Task, check_evaluate, misfit
 
 __all__ = [
     "Aggregate",
@@ -19,6 +12,7 @@ __all__ = [
     "NotScored",
     "PairedTest",
     "Search",
+    "Task",
     "check_evaluate",
     "misfit",
 ]

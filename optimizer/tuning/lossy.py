@@ -20,7 +20,7 @@ from exporters.registry import exported_format, half_of
 from optimize_export.errors import DeviceError, UsageError
 from optimize_export.runtime import Route, Runner, open_route, own_routes
 from optimize_export.wording import described, listed
-from optimizer.accuracy import Aggregate, Evaluate, EvaluateError, Evaluation, NotScored, PairedTest, Search
+from optimizer.accuracy import Aggregate, Evaluate, EvaluateError, Evaluation, NotScored, PairedTest, Search, Task
 from optimizer.exporting import ArtifactParity, ExportJob, MeasuredExport, copy_for_export, remove
 from optimizer.model import Call, Samples, errors_of_model
 from optimizer.options import AccuracyBudget
@@ -420,7 +420,7 @@ def evaluation_of(
         output_names=adapter.output_names,
         outputs=adapter.outputs,
     )
-    return Evaluation(evaluate, aggregate, original, job.target, refuse, whole=not request.dynamic_batch)
+    return Evaluation(Task(evaluate, aggregate, original, job.target, refuse, not request.dynamic_batch))
 
 
 def calibration_of(

@@ -13,8 +13,8 @@ from torch import nn
 
 from exporters.base import Adapter
 from optimize_export.errors import UsageError
-from optimizer.accuracy import EvaluateError, Evaluation, NotScored, PairedTest, check_evaluate
-from optimizer.accuracy.evaluation import row_hashes
+from optimizer.accuracy import EvaluateError, Evaluation, NotScored, PairedTest, Task, check_evaluate
+from optimizer.accuracy.scores import row_hashes
 from optimizer.options import ExportSettings, parse_accuracy
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def hits(run: Any, batch: int = 100, x: torch.Tensor = X, labels: torch.Tensor =
 
 
 def evaluation(evaluate: Any = hits, aggregate: Any = None, *, whole: bool = False) -> Evaluation:
-    made = Evaluation(evaluate, aggregate, Adapter(Net().eval(), (X[:2],)), CPU, lambda tensors: None, whole=whole)
+    made = Evaluation(Task(evaluate, aggregate, Adapter(Net().eval(), (X[:2],)), CPU, lambda tensors: None, whole))
     made.start()
     return made
 
@@ -490,7 +490,7 @@ def test_evaluate_may_write_to_outputs_that_the_model_holds():
         for x in X.split(100):
             yield run(x)["table"].mul_(2).mean().repeat(100) == 2
 
-    of = Evaluation(writing, None, Adapter(WithTable().eval(), (X[:2],)), CPU, lambda tensors: None, whole=False)
+    of = Evaluation(Task(writing, None, Adapter(WithTable().eval(), (X[:2],)), CPU, lambda tensors: None, False))
     found = judged(of, lambda x: (x, x.norm(dim=1), torch.ones(2)))
     assert (found.score, found.drop) == (1.0, 0.0)
 
