@@ -119,7 +119,7 @@ bench: $(VENV)/bench $(TIMM) test-bench
 	$(BIN)/python benchmarks/first_call.py --json benchmarks/results/first_call.json --markdown benchmarks/results/first_call.md
 	$(BIN)/python benchmarks/cold_start.py --json benchmarks/results/cold_start.json --markdown benchmarks/results/cold_start.md
 	$(BIN)/python benchmarks/checkpoints.py --compile unet,bert --llama70b --json benchmarks/results/checkpoints.json --markdown benchmarks/results/checkpoints.md
-	$(BIN)/python benchmarks/training.py --small --threads 1 --rounds 7 --tune-seconds 60 --limit 60 --json benchmarks/results/training_small_cpu.jsonl --markdown benchmarks/results/training_small_cpu.md
+	$(BIN)/python benchmarks/training.py --small --threads 1 --rounds 9 --limit 120 --json benchmarks/results/training_small_cpu.jsonl --markdown benchmarks/results/training_small_cpu.md
 
 gpu: $(VENV)/examples
 	$(BIN)/python benchmarks/gpu.py --seconds-left $(S) --markdown benchmarks/results/gpu_by_hand.md

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
@@ -11,9 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from optimize_export.errors import UsageError
+from optimize_export.errors import OptimizeExportError, UsageError
 from optimize_export.wording import error_summary
 from optimizer.model import clone, leaves_of, moved, random_state
 from optimizer.training.proof import Judgement, Proof
@@ -23,6 +25,8 @@ from optimizer.training.stepping import (
     RunnableStep,
     TrainingJob,
     Unavailable,
+    check_step,
+    loss_of,
     made_model,
     made_step,
     raises,
@@ -43,6 +47,10 @@ _SHARE = 0.25
 _LEAST_WAIT = 0.05
 _LOADER_ROUNDS = 3
 _MOST_BATCHES = 20
+# Where a step takes longer, all are compared at fewer rows.
+_SLOW_SECONDS = 1.0
+# A step takes about this many times as long as its forward.
+_STEP_OF_FORWARD = 3
 
 
 def timed(steps: Mapping[str, RunnableStep], seconds: float, job: TrainingJob) -> dict[str, Latency]:
@@ -55,6 +63,56 @@ def timed(steps: Mapping[str, RunnableStep], seconds: float, job: TrainingJob) -
         return interleaved(steps, seconds, job.finish)
     except Exception as error:  # the step is foreign code
         raise Unavailable(f"It raises {error_summary(error)}.") from error
+
+
+def compared_job(whole: TrainingJob, caller: nn.Module) -> tuple[TrainingJob, list[str]]:
+    """The step with the batch on which everything is compared, and notes on it: fewer rows where a step takes long.
+
+    Args:
+        caller: as in `check_step`, which also raises for it.
+    """
+    rows, seconds = _rows_to_compare(whole)
+    for fewer in (rows, 2 * rows):
+        if fewer >= whole.rows:
+            break
+        part = replace(whole, batch=with_rows(whole.batch, 0, fewer), is_part=True)
+        try:
+            notes = check_step(part, caller)
+        except OptimizeExportError:
+            # Such as a contrastive loss, which one row gives no gradient. What is wrong with the step itself shows at
+            # the whole batch, too.
+            continue
+        compared = f"all are compared at {fewer} row{'s' if fewer > 1 else ''}"
+        return part, [f"A step of {whole.rows} rows takes about {seconds:.0f} s, so {compared}.", *notes]
+    return whole, check_step(whole, caller)
+
+
+def _rows_to_compare(job: TrainingJob) -> tuple[int, float]:
+    """The rows whose step takes about `_SLOW_SECONDS` at most, and an estimate of a step of all rows in seconds.
+
+    Forwards of 1, 2, 4, … rows are timed: a step of all of them may take longer than all there is.
+    """
+    model, found, estimate, is_first = job.copied_model(), job.rows, 0.0, True
+    for rows in itertools.takewhile(lambda count: count < job.rows, (1 << n for n in itertools.count())):
+        batch = with_rows(job.batch, 0, rows)
+        try:
+            # The first forward makes kernels ready.
+            for _ in range(1 + is_first):
+                started = time.perf_counter()
+                with random_state(0):
+                    loss_of(job.step, model, batch)
+                job.finish()
+                seconds = _STEP_OF_FORWARD * (time.perf_counter() - started)
+        except OptimizeExportError:
+            # Such as a BatchNorm, which needs more than one row.
+            continue
+        is_slow, estimate = seconds > _SLOW_SECONDS, seconds * job.rows / rows
+        if not is_slow or is_first:
+            found = rows
+        is_first = False
+        if is_slow:
+            break
+    return (found if estimate > _SLOW_SECONDS else job.rows), estimate
 
 
 def bytes_to_use(memory: int | str) -> int:

@@ -10,6 +10,7 @@ from torch import nn
 
 from optimizer.training.setup import Setup
 from optimizer.training.stepping import TrainingJob
+from passes.cast_precision import fast_dtypes
 from passes.compiling.blocks import repeated_blocks
 from passes.torch_private import AnyBatchNorm
 
@@ -43,10 +44,19 @@ class Choice:
 
 
 def choices_for(job: TrainingJob) -> Iterator[Choice]:
-    """What may pay for this model on this device, cheapest to make first."""
+    """What may pay for this model on this device, what most often gains most first, and what takes long to make last."""
     on_gpu = job.device.type == "cuda"
     modules = list(job.model.modules())
     convolves = any(isinstance(each, _CONVOLUTIONS) for each in modules)
+    lower: list[Choice] = []
+    if any(one.dtype is torch.float32 for one in job.model.parameters()):
+        if on_gpu and torch.cuda.get_device_capability(job.device) >= (8, 0) and not _uses_tf32():
+            lower.append(Choice("TF32", Setup(precision="tf32")))
+        lower.append(Choice("bf16 autocast", Setup(precision="bf16")))
+        if on_gpu:
+            lower.append(Choice("fp16 autocast", Setup(precision="fp16")))
+    is_fast = bool(fast_dtypes(job.device))
+    yield from lower if is_fast else ()
     group = job.optimizer.param_groups[0]
     if not group.get("fused"):
         yield Choice("fused optimizer", Setup(optimizer="fused"))
@@ -58,12 +68,7 @@ def choices_for(job: TrainingJob) -> Iterator[Choice]:
         yield Choice("channels_last", Setup(channels_last=True))
     if on_gpu and convolves and not torch.backends.cudnn.benchmark:
         yield Choice("cudnn.benchmark", Setup(cudnn_benchmark=True))
-    if any(one.dtype is torch.float32 for one in job.model.parameters()):
-        if on_gpu and torch.cuda.get_device_capability(job.device) >= (8, 0) and not _uses_tf32():
-            yield Choice("TF32", Setup(precision="tf32"))
-        yield Choice("bf16 autocast", Setup(precision="bf16"))
-        if on_gpu:
-            yield Choice("fp16 autocast", Setup(precision="fp16"))
+    yield from () if is_fast else lower
     if convolves and any(isinstance(each, AnyBatchNorm) for each in modules):
         yield Choice("fold-conv-bias", Setup(passes=("fold-conv-bias",)), 3.0)
     yield Choice(CHECKPOINTS, Setup(passes=("insert-checkpoints:memory_budget=0.5",)), _seconds_to_plan(job))

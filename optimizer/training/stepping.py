@@ -91,6 +91,8 @@ class TrainingJob:
     batch: Any
     """The first batch, on `device`."""
     device: torch.device
+    is_part: bool = False
+    """Whether `batch` is a part of the user's, on which the step runs."""
 
     @cached_property
     def rows(self) -> int:
@@ -98,7 +100,9 @@ class TrainingJob:
 
     @cached_property
     def can_be_cut(self) -> bool:
-        """Whether the step runs on fewer rows, too."""
+        """Whether the step runs on fewer rows than the user's batch has, too."""
+        if self.is_part:
+            return True
         if self.rows < 2:
             return False
         try:

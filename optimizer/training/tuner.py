@@ -41,7 +41,7 @@ from optimizer.model import (
     unsynchronised,
 )
 from optimizer.report import Progress, ProgressFunction, no_progress
-from optimizer.training.batches import BatchTuning, LoaderTuning, bytes_to_use, generator_kept, timed
+from optimizer.training.batches import BatchTuning, LoaderTuning, bytes_to_use, compared_job, generator_kept, timed
 from optimizer.training.choices import CHECKPOINTS, Choice, choices_for, conflict, curve_points
 from optimizer.training.proof import Proof
 from optimizer.training.results import DECLARED, NOT_PROVEN, ORIGINAL, REFUSED, Candidate, TrainingTuning
@@ -55,7 +55,6 @@ from optimizer.training.stepping import (
     Unavailable,
     blocks_of,
     check_optimizer,
-    check_step,
     made_model,
     made_step,
     raises,
@@ -67,15 +66,13 @@ from passes.base import device_of
 from passes.compiling.compiler import missing_compiler
 from passes.torch_private import COMPILED_CALL
 
-# A step that takes longer is compared at a smaller batch.
-_SLOW_SECONDS = 1.0
 # The shares of the time: of each run of the proof, of the combination, and of batch sizes and the loader if there are any.
 _PROOF_SHARE = 1 / 300
 _SHARE_OF_COMBINATION = 0.35
 _SHARE_OF_BATCHES = 0.15
 _SHARE_OF_CURVE = 0.3
 _LONGEST_TIMING = 8.0
-# The number of batches of the proof, and the least rows of each: a BatchNorm needs two.
+# The number of batches of the proof, and the least rows of each where all are compared at more: a BatchNorm needs two.
 _BATCHES = 3
 _LEAST_ROWS = 2
 _SEEDS = 3
@@ -130,6 +127,7 @@ def tune_training(
         LoadError: the model can't be copied, or the step raises.
         DeviceError: the device is a GPU, and torch finds none.
     """
+    started = time.perf_counter()
     check_model(model, runs=True)
     if any(isinstance(vars(each).get(COMPILED_CALL), FunctionType) for each in model.modules()):
         raise UsageError("The model is compiled: pass it as it was before compile(), which is one of the choices here.")
@@ -159,9 +157,8 @@ def tune_training(
         placed = on_device(model, target)
         if placed is not model:
             own = optimizer_over(own, model, placed)
-        job = TrainingJob(placed, step, own, batches[0], target)
-        notes += check_step(job, model)
-        tuner = _Tuner(job, batches, notes, tune_seconds, progress or no_progress)
+        job, told = compared_job(TrainingJob(placed, step, own, batches[0], target), model)
+        tuner = _Tuner(job, batches, notes + told, started, tune_seconds, progress or no_progress)
         return tuner.tuned(loader, limit, batch_size or None, steps, curve=curve)
 
 
@@ -190,19 +187,22 @@ def _first_batches(batch: Any, loader: Iterable[Any] | None, device: torch.devic
 
 class _Tuner:
     def __init__(
-        self, job: TrainingJob, batches: Sequence[Any], notes: list[str], seconds: float, progress: ProgressFunction
+        self,
+        job: TrainingJob,
+        batches: Sequence[Any],
+        notes: list[str],
+        started: float,
+        seconds: float,
+        progress: ProgressFunction,
     ) -> None:
         self.job, self.batches, self.notes, self.seconds, self.progress = job, batches, notes, seconds, progress
-        self.started = time.perf_counter()
-        self.given_rows = job.rows
+        self.started = started
         self.rounds = 0
         try:
             self.original = made_step(job, Setup())
         except Unavailable as error:
             raise LoadError(f"A step of {type(job.optimizer).__name__} can't be made: {error}") from error
         self.step_seconds = min(self._once(self.original), self._once(self.original))
-        if self.step_seconds > _SLOW_SECONDS and job.rows > _LEAST_ROWS and job.can_be_cut:
-            self._take_fewer_rows()
         # Of the step as it is, by the row that it was timed with.
         self.latencies = {"": Latency(self.step_seconds, self.step_seconds, (self.step_seconds,))}
         self.proof = Proof(self.job, self._batches_of_proof())
@@ -258,7 +258,7 @@ class _Tuner:
         return TrainingTuning(
             model=type(self.job.model).__name__,
             device=torch.cuda.get_device_name(self.job.device) if self.job.device.type == "cuda" else "cpu",
-            batch=self.given_rows,
+            batch=rows_of(self.batches[0]),
             threads=torch.get_num_threads(),
             rounds=self.rounds,
             seconds=time.perf_counter() - self.started,
@@ -279,15 +279,6 @@ class _Tuner:
         self.job.finish()
         return time.perf_counter() - started
 
-    def _take_fewer_rows(self) -> None:
-        rows = max(_LEAST_ROWS, int(self.job.rows * _SLOW_SECONDS / self.step_seconds))
-        self.notes.append(
-            f"A step of {self.job.rows} rows takes {self.step_seconds:.1f} s, so all are compared at {rows} rows."
-        )
-        self.job = replace(self.job, batch=with_rows(self.job.batch, 0, rows))
-        self.original = made_step(self.job, Setup())
-        self.step_seconds = min(self._once(self.original), self._once(self.original))
-
     def _batches_of_proof(self) -> list[Any]:
         """Batches of the loader, or parts of the one batch; with fewer rows where the proof would take too long."""
         # The number of batches that one run of the proof may take, as a share for a part of one.
@@ -295,12 +286,14 @@ class _Tuner:
         batches = list(self.batches)
         if not self.job.can_be_cut or not all(map(rows_of, batches)):
             return batches[: max(1, min(_BATCHES, int(affordable)))]
+        least = min(_LEAST_ROWS, self.job.rows)
+        count = max(1, min(_BATCHES, int(affordable * self.job.rows / least)))
         if len(batches) == 1:
             rows = rows_of(batches[0])
-            count = max(1, min(_BATCHES, rows // _LEAST_ROWS))
+            count = max(1, min(count, rows // least))
             batches = [with_rows(batches[0], n * rows // count, (n + 1) * rows // count) for n in range(count)]
-        batches = batches[:_BATCHES]
-        most = max(_LEAST_ROWS, int(affordable * self.job.rows / len(batches)))
+        batches = batches[:count]
+        most = max(least, int(affordable * self.job.rows / len(batches)))
         return [with_rows(each, 0, min(most, rows_of(each))) for each in batches]
 
     # -------------------------------------------------------------------------------------------------- each one alone

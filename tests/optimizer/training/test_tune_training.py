@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -209,13 +209,39 @@ def test_nothing_is_recommended_where_nothing_pays(monkeypatch: pytest.MonkeyPat
     assert {each.standing for each in tuning.candidates[1:]} == {NOT_PROVEN}
 
 
-def test_a_slow_step_is_compared_at_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def contrastive(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """A loss of pairs of rows: one row has no other, and so no gradient."""
+    made = nn.functional.normalize(model(batch))
+    return nn.functional.cross_entropy(made @ made.T, torch.arange(len(batch)))
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "rows"),
+    [
+        (small_net, step, 1),
+        (lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(8), nn.BatchNorm1d(8), nn.Linear(8, 4)), step, 2),
+        (lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(8)), lambda model, batch: contrastive(model, batch[0]), 2),
+    ],
+    ids=["each row by itself", "a BatchNorm without maps", "a loss of pairs"],
+)
+def test_a_slow_step_is_compared_at_the_fewest_rows(
+    monkeypatch: pytest.MonkeyPatch, model: Callable[[], nn.Module], loss: Any, rows: int
+) -> None:
     without_slow_choices(monkeypatch)
     as_timed(monkeypatch, lambda setup: 1.0)
-    monkeypatch.setattr(tuner, "_SLOW_SECONDS", 1e-9)
-    tuning = tune_training(small_net(), step, images(), tune_seconds=60)
+    monkeypatch.setattr(batches, "_SLOW_SECONDS", 1e-9)
+    made, seen = model(), set[int]()
+    made(images()[0])
+
+    def counted(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen.add(len(batch[0]))
+        return loss(model, batch)
+
+    tuning = tune_training(made, counted, images(), tune_seconds=60)
     assert tuning.batch == 8
-    assert any("so all are compared at 2 rows" in note for note in tuning.notes)
+    assert 8 not in seen
+    compared = "1 row." if rows == 1 else f"{rows} rows."
+    assert any(note.endswith(f"so all are compared at {compared}") for note in tuning.notes)
 
 
 def deep_net() -> nn.Module:
@@ -365,7 +391,7 @@ def test_a_batch_without_rows_has_one_size(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_model_of_one_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
     without_slow_choices(monkeypatch)
     as_timed(monkeypatch, lambda setup: 0.5 if setup.optimizer == "fused" else 1.0)
-    monkeypatch.setattr(tuner, "_SLOW_SECONDS", 1e-9)
+    monkeypatch.setattr(batches, "_SLOW_SECONDS", 1e-9)
     tuning = tune_training(
         mlp(), lambda model, x: of_mlp(model, x.view(8, 16)), torch.randn(8, 16), batch_size=16, tune_seconds=60
     )
