@@ -99,7 +99,7 @@ lint: $(VENV)/dev
 test-bench: $(VENV)/test $(TIMM)
 	$(PYTEST) -m bench
 
-bench: $(VENV)/bench $(TIMM) test-bench
+bench: $(VENV)/bench $(TIMM) $(PACKAGES) test-bench
 	$(BIN)/python benchmarks/house.py --json benchmarks/results/house.json --markdown benchmarks/results/house.md
 	$(BIN)/python benchmarks/correctness.py --json benchmarks/results/correctness.json --markdown benchmarks/results/correctness.md
 	$(BIN)/python benchmarks/drops.py --json benchmarks/results/drops.json --markdown benchmarks/results/drops.md

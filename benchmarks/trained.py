@@ -2,7 +2,8 @@
 
 Random weights prove arithmetic, not accuracy: they lack the wide ranges and the outliers that training brings, and have
 no top-1 to lose. Pictures are glyphs of three strokes, some classes apart by one stroke, under random affine and elastic
-deformations, colors and noise. Texts are words from a distribution per class, some negated, so that order counts.
+deformations, colors and noise. Texts are words from a distribution per class, some negated, so that order counts. One
+network comes trained, with its package: see pitch.py.
 
 The weights are kept in build/trained/, and made again where they are missing:
 
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pitch
 import torch
 import torch.nn.functional as F
 from models import declare_torchvision
@@ -200,18 +202,23 @@ class _Recipe:
     is_text: bool = False
 
 
-NETWORKS = {
+RECIPES = {
     "mobilenet_v3": _Recipe(mobilenet_v3, 480, 4e-3),
     "efficientnet": _Recipe(efficientnet, 400, 4e-3),
     "resnet": _Recipe(resnet, 320, 2e-3),
     "text": _Recipe(_Bert, 600, 1e-3, is_text=True),
 }
+SHIPPED = {"pitch": (pitch.network, pitch.tones)}
+NETWORKS = (*RECIPES, *SHIPPED)
 _pictures = _Pictures()
 
 
 def trained(name: str) -> Trained:
     """The network of this name, trained now if its weights aren't kept."""
-    recipe = NETWORKS[name]
+    if name in SHIPPED:
+        build, chunk = SHIPPED[name]
+        return Trained(name, build(), False, chunk)
+    recipe = RECIPES[name]
     declare_torchvision()
     torch.manual_seed(0)
     model = recipe.build()

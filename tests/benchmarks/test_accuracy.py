@@ -7,12 +7,13 @@ from benchmark_runs import imported
 
 def test_a_chunk_is_the_same_in_each_draw_and_no_other_part_has_it():
     with imported("trained") as trained:
-        for is_text, shape in ((False, (256, 3, 40, 40)), (True, (256, 32))):
-            chunk = trained._texts if is_text else trained._pictures
-            network = trained.Trained("any", torch.nn.Identity(), is_text, chunk)
+        drawn = {trained._pictures: (256, 3, 40, 40), trained._texts: (256, 32), trained.pitch.tones: (256, 1024)}
+        for chunk, shape in drawn.items():
+            network = trained.Trained("any", torch.nn.Identity(), chunk is trained._texts, chunk)
             parts = [next(network.test()), next(network.validation()), next(network.calibration()), chunk(0)]
             assert {tuple(inputs.shape) for inputs, _ in parts} == {shape}
-            assert all(bool(((labels >= 0) & (labels < trained.CLASSES)).all()) for _, labels in parts)
+            classes = 360 if chunk is trained.pitch.tones else trained.CLASSES
+            assert all(bool(((labels >= 0) & (labels < classes)).all()) for _, labels in parts)
             assert len({inputs.double().sum().item() for inputs, _ in parts}) == 4
             assert torch.equal(next(network.test())[0], parts[0][0])
         assert sum(len(labels) for _, labels in network.test(1000)) == 1024
@@ -22,7 +23,7 @@ def test_a_chunk_is_the_same_in_each_draw_and_no_other_part_has_it():
 def test_each_network_learns(name):
     with imported("trained") as trained:
         trained.declare_torchvision()
-        recipe = trained.NETWORKS[name]
+        recipe = trained.RECIPES[name]
         torch.manual_seed(0)
         model = recipe.build()
         inputs, labels = (trained._texts if recipe.is_text else trained._pictures)(0)
