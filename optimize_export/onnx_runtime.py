@@ -16,7 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from optimize_export.errors import DeviceError
-from optimize_export.runtime.route import NUMPY_DTYPES, Route, is_installed, require_runtime, usable_cpus
+from optimize_export.runtime.cpus import own_threads, usable_cpus
+from optimize_export.runtime.route import NUMPY_DTYPES, Route, is_installed, require_runtime
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
@@ -99,8 +100,8 @@ class OnnxruntimeRunner:
         options = ort.SessionOptions()
         # Failures raise exceptions; onnxruntime's own lines on stderr would only repeat them.
         options.log_severity_level = 4
-        if (threads := route.settings.get("threads", _default_threads())) is not None:
-            options.intra_op_num_threads = int(threads)
+        if (threads := own_threads(route.settings.get("threads"), _default_threads())) is not None:
+            options.intra_op_num_threads = threads
             options.inter_op_num_threads = 1
         if route.settings.get("spinning") is False:
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")

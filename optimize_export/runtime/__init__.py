@@ -1,5 +1,6 @@
 """Run the artifacts of a bundle. An ONNX file needs numpy and onnxruntime only, not torch."""
 
+from optimize_export.runtime.cpus import processor, usable_cpus
 from optimize_export.runtime.loading import LoadedModel, load
 from optimize_export.runtime.openvino_runner import openvino_precisions
 from optimize_export.runtime.route import (
@@ -10,9 +11,7 @@ from optimize_export.runtime.route import (
     is_installed,
     open_route,
     own_routes,
-    processor,
     require_runtime,
-    usable_cpus,
 )
 
 __all__ = [

@@ -26,7 +26,8 @@ from optimize_export.manifest import (
     sums_problem,
 )
 from optimize_export.relations import Relation
-from optimize_export.runtime.route import NUMPY_DTYPES, SETTINGS, Route, Runner, open_route, own_routes, processor
+from optimize_export.runtime.cpus import processor, usable_cpus
+from optimize_export.runtime.route import NUMPY_DTYPES, SETTINGS, Route, Runner, open_route, own_routes
 from optimize_export.runtime.structure import Arguments, Outputs
 
 logger = logging.getLogger(__name__)
@@ -293,14 +294,20 @@ def _accuracy(manifest: Mapping[str, Any], artifact: Mapping[str, Any], route: R
 
 
 def _notes(manifest: Mapping[str, Any], model: LoadedModel) -> list[str]:
-    """A note if the route was chosen on another processor."""
+    """Notes if the route was chosen on another processor, or with more of them."""
     there, here = manifest["device"], processor()
-    if not manifest.get("benchmark") or there["type"] != "cpu" or model.device != "cpu" or there["name"] == here:
+    if not manifest.get("benchmark") or there["type"] != "cpu" or model.device != "cpu":
         return []
-    return [
-        f"{model.route} was chosen on {there['name']}, and this machine is {here}: `optimize-export bench` measures "
-        "again"
-    ]
+    again = "`optimize-export bench` measures again"
+    notes = []
+    if there["name"] != here:
+        notes.append(f"{model.route} was chosen on {there['name']}, and this machine is {here}: {again}")
+    if int(model.route.settings.get("threads", 0)) > (usable := usable_cpus()):
+        notes.append(
+            f"{model.route} has at most {usable} thread{'s' if usable > 1 else ''} here, one for each processor that "
+            f"this process may use: {again}"
+        )
+    return notes
 
 
 # The names of dtypes in safetensors files that numpy has too.

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from optimize_export.errors import DeviceError
+from optimize_export.runtime.cpus import own_threads, quota_threads
 from optimize_export.runtime.route import PRECISIONS, Route, require_runtime
 
 
@@ -30,8 +31,8 @@ class OpenvinoRunner:
             # By itself, OpenVINO computes in bfloat16 where the processor is faster at it.
             "INFERENCE_PRECISION_HINT": PRECISIONS[precision],
         }
-        if "threads" in route.settings:
-            config["INFERENCE_NUM_THREADS"] = int(route.settings["threads"])
+        if (threads := own_threads(route.settings.get("threads"), quota_threads())) is not None:
+            config["INFERENCE_NUM_THREADS"] = threads
         self._compiled = openvino_core().compile_model(str(path), "CPU", config)
         self._local = threading.local()
         self._openvino = package

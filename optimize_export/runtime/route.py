@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
-import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,21 +114,6 @@ def require_runtime(runtime: str) -> None:
     """Raise `DeviceError`, with the line that installs it, if a runtime isn't installed."""
     if not is_installed(runtime):
         raise DeviceError(f"{runtime} isn't installed here: {_INSTALL[runtime]}")
-
-
-def processor() -> str:
-    """The name of the processor, such as "AMD EPYC 7B13"; the architecture where the system doesn't tell."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def usable_cpus() -> int:
-    """The number of CPUs that this process may use: in a container often fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # A file in a runtime ---------------------------------------------------------------------------------------------------

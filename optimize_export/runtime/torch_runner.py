@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from optimize_export.errors import DeviceError
 from optimize_export.gpu_settings import GpuSettings
+from optimize_export.runtime.cpus import own_threads, quota_threads
 from optimize_export.runtime.cuda_graphs import Graphed
 from optimize_export.runtime.route import Route
 from optimize_export.shadowing import our_package
@@ -21,7 +23,8 @@ from optimize_export.shadowing import our_package
 class TorchRunner:
     """A file that torch runs. Calls may run in several threads at once.
 
-    `threads` of the route is set for the process, since torch has one pool of threads. On a GPU, each call also sets the
+    `threads` of the route is set for the process, since torch has one pool of threads; without it, torch's threads are cut
+    to the quota of the process's control group, unless OMP_NUM_THREADS sets them. On a GPU, each call also sets the
     process's TF32 settings and `cudnn.benchmark`, and leaves them so: another thread may run meanwhile.
     """
 
@@ -29,8 +32,7 @@ class TorchRunner:
         if device == "cuda" and not torch.cuda.is_available():
             raise DeviceError("The bundle is to run on a GPU, but torch finds none here: pass device='cpu'.")
         settings = route.settings
-        if "threads" in settings:
-            torch.set_num_threads(int(settings["threads"]))
+        keep_to_quota(settings.get("threads"))
         in_graphs = bool(settings.get("cuda_graph")) and device == "cuda"
         with _one_at_a_time:
             loaded = _load(path, route, device, in_graphs=in_graphs)
@@ -72,6 +74,13 @@ class TorchRunner:
 
 # While ours is imported, a user's own `exporters` is gone; and torch reads one pt2 file at a time.
 _one_at_a_time = Lock()
+
+
+def keep_to_quota(chosen: object = None) -> None:
+    """Set torch's threads to those chosen; else cut them to the quota of this process, unless OMP_NUM_THREADS sets them."""
+    threads = own_threads(chosen, None if "OMP_NUM_THREADS" in os.environ else quota_threads())
+    if threads is not None and (chosen is not None or threads < torch.get_num_threads()):
+        torch.set_num_threads(threads)
 
 
 def _load(path: Path, route: Route, device: str, *, in_graphs: bool) -> Any:

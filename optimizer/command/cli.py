@@ -199,8 +199,10 @@ def _torch_side() -> ModuleType:
     import_own_packages()
     # Python would print what the library logs, which the command prints itself.
     logging.getLogger("optimizer").addHandler(logging.NullHandler())
+    from optimize_export.runtime.torch_runner import keep_to_quota
     from optimizer.command import engine
 
+    keep_to_quota()
     return engine
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from optimize_export.errors import OptimizeExportError, UsageError
+from optimize_export.runtime import usable_cpus
 from optimize_export.wording import error_summary
 from optimizer.model import clone, leaves_of, moved, random_state
 from optimizer.training.proof import Judgement, Proof
@@ -400,7 +400,7 @@ class LoaderTuning:
         return gain
 
     def _ways(self, loader: DataLoader[Any]) -> Iterator[tuple[str, Setup]]:
-        cores = os.cpu_count() or 1
+        cores = usable_cpus()
         pins = self.job.device.type == "cuda"
         if pins and not loader.pin_memory:
             yield "pin_memory", Setup(pin_memory=True)

@@ -28,7 +28,7 @@ import optimize_export.runtime.route as route
 from exporters.aoti import missing_compiler
 from optimize_export.errors import BundleError, DeviceError, UsageError
 from optimize_export.manifest import MANIFEST, SUMS
-from optimize_export.runtime import Route, open_route, processor
+from optimize_export.runtime import Route, cpus, open_route, processor
 from optimizer import Bundle, LoadedModel, export, load
 
 RUNTIMES = [("onnx", "onnxruntime"), ("onnx", "openvino"), ("torchscript", "torch"), ("pt2", "torch")]
@@ -470,6 +470,17 @@ def test_another_processor_is_a_note(flat: Bundle, tmp_path: Path) -> None:
     (note,) = load(edited(flat, tmp_path, elsewhere)).notes
     assert f"was chosen on Another CPU, and this machine is {processor()}" in note
     assert load(flat).notes == ()
+
+
+def test_threads_that_were_chosen_with_more_processors_are_cut_with_a_note(
+    flat: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpus, "cgroup_cpus", lambda: 0.5)
+    path = edited(flat, tmp_path, recommending("torchscript", "torch", threads=64))
+    started: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", started.append)
+    assert "has at most 1 thread here" in load(path).notes[0]
+    assert started == [1]
 
 
 def test_a_bundle_for_a_gpu_runs_on_the_cpu_with_a_note(
