@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -46,7 +46,7 @@ from optimizer.parity import Tolerance
 from optimizer.pipeline import optimize_model, provenance_of, report_of
 from optimizer.report import ProgressFunction, no_progress
 from optimizer.training import TrainingTuning, left_to_the_loop, read_setup
-from optimizer.tuning import Benchmark, CalibrationCall, calibration_of, choose, evaluation_of, read_choices
+from optimizer.tuning import Benchmark, CalibrationCalls, calibration_of, choose, evaluation_of, read_choices
 from passes.base import Pass
 
 __all__ = ["export", "optimize", "report_of"]
@@ -176,7 +176,7 @@ def export(
     accuracy: str | float = "exact",
     confidence: str | float = "95%",
     finite_inputs: bool = False,
-    calibration: Iterable[CalibrationCall] | None = None,
+    calibration: CalibrationCalls | None = None,
     evaluate: Evaluate | None = None,
     aggregate: Aggregate | None = None,
     choices: str | Path | None = None,
@@ -246,8 +246,10 @@ def export(
             is shipped is at most the rest.
         finite_inputs: inputs never have NaN or infinity, so a route that turns them into finite numbers, or finite numbers
             into them, may be recommended; a note says which. Without it, none is, except of files in integers.
-        calibration: calls for static quantization: tensors, tuples or dicts of keyword arguments. Every fourth is kept
-            apart to judge the result. None takes inputs of `evaluate`, or draws random ones, and a note says so.
+        calibration: calls for static quantization, in a list, a data loader, a data set, an iterable or a function that
+            returns one of these. A call is a tensor, a tuple or a dict of keyword arguments, as the example inputs; labels
+            may follow. A list is used as a whole; of other data about 256 rows are read. Every fourth call is kept apart to
+            judge the result. None takes inputs of `evaluate`, or draws random ones, and a note says so.
         evaluate: a function of `run`, which it calls as the model. It yields a score for each example, the higher the
             better: a number, a bool or a tensor without dims; a tensor, array or list of one dim has the scores of several
             examples; a pair is (score, weight). Each time it is called, it must give the same inputs in the same order.

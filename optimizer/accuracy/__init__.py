@@ -2,6 +2,7 @@
 
 from optimizer.accuracy.drops import PairedTest, Search
 from optimizer.accuracy.evaluation import Evaluation
+from optimizer.accuracy.rows import RowDims
 from optimizer.accuracy.scores import Aggregate, Evaluate, EvaluateError, NotScored, Task, check_evaluate, misfit
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "Evaluation",
     "NotScored",
     "PairedTest",
+    "RowDims",
     "Search",
     "Task",
     "check_evaluate",

@@ -19,18 +19,17 @@ from exporters.places import line_of_error
 from optimize_export.errors import UsageError
 from optimize_export.wording import error_summary
 from optimizer.accuracy.drops import PairedTest
+from optimizer.accuracy.rows import Hashes
 from optimizer.accuracy.scores import (
     Aggregate,
     Block,
     CandidateRun,
     EvaluateError,
     Floats,
-    Hashes,
     NotScored,
     OriginalRun,
     Runner,
     Task,
-    row_hashes,
 )
 from optimizer.model import Call
 from optimizer.options import AccuracyBudget, points
@@ -81,7 +80,7 @@ class Evaluation:
 
     def exclude(self, calls: Iterable[Sequence[torch.Tensor]]) -> None:
         """Leave out examples with a row of these flat inputs, which files are calibrated with, and keep no inputs any more."""
-        self._calibration = np.unique(np.concatenate([self._calibration, *map(row_hashes, calls)]))
+        self._calibration = np.unique(np.concatenate([self._calibration, *map(self._task.rows.hashes, calls)]))
         self._original.forget_inputs()
 
     def metric(

@@ -10,7 +10,6 @@ example i is row i. Otherwise each of its examples belongs to all of its rows.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +22,7 @@ from exporters.base import Adapter, clones, move_to
 from exporters.places import line_of_error
 from optimize_export.errors import LoadError, StructureError, UsageError
 from optimize_export.wording import a_type, described, error_summary
+from optimizer.accuracy.rows import Flat, Hashes, RowDims
 from optimizer.model import OwnState, required_arguments, signature_of
 from optimizer.options import AccuracyBudget
 
@@ -32,9 +32,7 @@ Aggregate = Callable[[Sequence[Any]], float]
 """The metric of a list of statistics."""
 Runner = Callable[..., Sequence[torch.Tensor]]
 """Runs a model, from flat inputs to flat outputs."""
-Flat = tuple[torch.Tensor, ...]
 Floats = npt.NDArray[np.float64]
-Hashes = npt.NDArray[np.uint64]
 
 # The calibration takes every eighth row, until it has 64 of them or has read 1,024.
 _CALIBRATION_STEP = 8
@@ -98,6 +96,8 @@ class Task:
     """Of the original and of the candidates."""
     refuse: Callable[[Sequence[torch.Tensor]], None]
     """Raises `EvaluateError` for inputs of a call that the files don't take."""
+    rows: RowDims
+    """Of the inputs."""
     whole: bool
     """Whether the batch size is fixed, so that files are calibrated with whole calls."""
 
@@ -209,7 +209,7 @@ class _Run:
         task.refuse(tensors)
         if self._scores:
             self._finish()
-        rows = row_hashes(tensors)
+        rows = task.rows.hashes(tensors)
         self._check_inputs(hash(rows.tobytes()))
         self._inputs += self._picked(tensors)
         self._rows.append(rows)
@@ -294,7 +294,7 @@ class OriginalRun(_Run):
             # Without rows of its own, an example is lost with each row of its calls.
             if self.task.whole or block.by_row or number % _CALIBRATION_STEP == 0:
                 found += block.inputs
-                rows += sum(map(_rows, block.inputs))
+                rows += sum(map(self.task.rows.count, block.inputs))
             read, number = read + len(block.rows), number + 1
         return found
 
@@ -318,20 +318,17 @@ class OriginalRun(_Run):
         self._hashes.append(inputs)
 
     def _picked(self, tensors: Sequence[torch.Tensor]) -> list[Flat]:
-        if not self._picks or sum(map(_rows, self._inputs)) >= _CALIBRATION_ROWS:
+        if not self._picks or sum(map(self.task.rows.count, self._inputs)) >= _CALIBRATION_ROWS:
             return []
         if self.task.whole:
-            return [] if self._calls % _CALIBRATION_STEP else [tuple(map(_kept, tensors))]
-        # Every eighth row, counted over all calls.
-        count, start = _rows(tensors), -self._seen_rows % _CALIBRATION_STEP
-        if start >= count:
-            return []
-        return [
-            tuple(
-                _kept(tensor[start::_CALIBRATION_STEP] if tensor.dim() and tensor.shape[0] == count else tensor)
-                for tensor in tensors
-            )
-        ]
+            picked = slice(None)
+            if self._calls % _CALIBRATION_STEP:
+                return []
+        else:
+            # Every eighth row, counted over all calls.
+            picked = slice(-self._seen_rows % _CALIBRATION_STEP, None, _CALIBRATION_STEP)
+        call = tuple(tensor.detach().cpu().clone() for tensor in self.task.rows.taken(tensors, picked))
+        return [call] if self.task.rows.count(call) else []
 
 
 class CandidateRun(_Run):
@@ -361,32 +358,6 @@ class CandidateRun(_Run):
                 "example by example: make random generators inside evaluate, don't change the data in place, and use no "
                 "persistent workers."
             )
-
-
-def row_hashes(tensors: Sequence[torch.Tensor]) -> Hashes:
-    """A hash of each row of a call: of dim 0 of its first tensor with dims. What has no rows belongs to each."""
-    count = _rows(tensors)
-    found = np.zeros(count, np.uint64)
-    for place, tensor in enumerate(tensors):
-        plain = tensor.detach().cpu().contiguous()
-        rows = count if plain.dim() and plain.shape[0] == count else 1
-        if rows:
-            pieces = plain.reshape(rows, plain.numel() // rows).view(torch.uint8).numpy()
-            # A sum, so that a tensor without rows counts alike where the batch is one row.
-            found += np.array([_digest(piece, place) for piece in pieces], np.uint64)
-    return found
-
-
-def _digest(piece: npt.NDArray[np.uint8], place: int) -> int:
-    return int.from_bytes(hashlib.blake2b(piece.data, digest_size=8, key=bytes([place % 256])).digest(), "little")
-
-
-def _rows(call: Sequence[torch.Tensor]) -> int:
-    return next((tensor.shape[0] for tensor in call if tensor.dim()), 1)
-
-
-def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().clone()
 
 
 def _numbers(value: Any, what: str) -> Floats:

@@ -52,7 +52,7 @@ class LibraryModel:
     def inputs(self) -> tuple[tuple[torch.Tensor, ...] | None, dict[str, Any]]:
         return self.args or None, self.kwargs
 
-    def calibration(self) -> None:
+    def calibration(self, example: torch.Tensor | None) -> None:
         """None: a library has no calibration inputs."""
 
 

@@ -54,6 +54,7 @@ from optimizer.model import (
     refuse_unmade_module,
     required_arguments,
 )
+from optimizer.tuning import rows_in, some_of, spread
 
 FACTORY_NAMES = ("get_model", "build_model", "create_model")
 ExampleInputs = tuple[Any, ...] | Callable[[int, torch.Generator], Call]
@@ -199,9 +200,12 @@ def load(
     if calibration is not None:
         kind = finder.preprocessing and finder.preprocessing.kind
         files = files_of(calibration, SUFFIXES[kind] if kind else ())
-        loaded.calibration = read_calls(files, model, loaded.first_call(seed), finder.preprocessing)
+        samples = loaded.samples(seed)
+        (call,) = read_calls(files[:1], model, samples.given, finder.preprocessing)
+        chosen = [files[number] for number in spread(len(files), rows_in(call, samples.first))]
+        loaded.calibration = read_calls(chosen, model, samples.given, finder.preprocessing)
     elif calibrates:
-        loaded.calibration = finder.calibration()
+        loaded.calibration = finder.calibration(loaded.samples(seed).first)
     if evaluates:
         loaded.evaluate, loaded.aggregate = _evaluation(finder, label)
     if trains and isinstance(finder, _Finder):
@@ -288,19 +292,18 @@ class _Finder:
             raise LoadError(f"{twice[0]} is in both {name} and example_kwargs of {self.target.label}; set it once.")
         return call.args, {**call.kwargs, **kwargs}
 
-    def calibration(self) -> list[Any] | None:
-        """The calls of the file's `calibration_inputs` or `get_calibration_inputs()`; None if it has neither."""
+    def calibration(self, example: torch.Tensor | None) -> list[Any] | None:
+        """The calls of the file's `calibration_inputs` or `get_calibration_inputs()`; None if it has neither.
+
+        Args:
+            example: the first tensor with dims of the example inputs.
+        """
         name = self._first("calibration_inputs", "get_calibration_inputs")
         if name is None:
             return None
-        value = self._held(name)
-        calls = self._call(value, name) if callable(value) and not isinstance(value, torch.Tensor) else value
-        if isinstance(calls, torch.Tensor | str) or not isinstance(calls, Iterable):
-            raise LoadError(
-                f"{self.target.label}: {name} is {a_type(calls)}; it must be a list of calls: tensors, tuples of "
-                "arguments or dicts of keyword arguments."
-            )
-        return list(calls)
+        value, label = self._held(name), self.target.label
+        with errors_of_user_code(f"{name} in {label} failed", self.target.folder):
+            return some_of(value, example, f"{label}: {name}", LoadError)
 
     def evaluation(self) -> tuple[Evaluate, Aggregate | None] | None:
         """The file's `evaluate` and `aggregate`; None if it has no `evaluate`."""

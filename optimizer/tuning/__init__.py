@@ -1,12 +1,12 @@
 """Measure the ways to run a model, prove their accuracy, and recommend one."""
 
 from optimizer.tuning.benchmark import Benchmark, Latency, PeakMemory, Ratio, interleaved, ratio
+from optimizer.tuning.calibration import CalibrationCalls, calibration_of, evaluation_of, rows_in, some_of, spread
 from optimizer.tuning.choice import bench_bundle, choose, read_choices
-from optimizer.tuning.lossy import CalibrationCall, calibration_of, evaluation_of
 
 __all__ = [
     "Benchmark",
-    "CalibrationCall",
+    "CalibrationCalls",
     "Latency",
     "PeakMemory",
     "Ratio",
@@ -17,4 +17,7 @@ __all__ = [
     "interleaved",
     "ratio",
     "read_choices",
+    "rows_in",
+    "some_of",
+    "spread",
 ]

@@ -26,8 +26,9 @@ from optimizer.model import random_state, release_memory
 from optimizer.options import AccuracyBudget
 from optimizer.parity import Accuracy
 from optimizer.tuning.benchmark import Benchmark, Figure, Opened, Refused, budget_text, open_all, timed
+from optimizer.tuning.calibration import Calibration
 from optimizer.tuning.candidates import Bench, Files, frozen
-from optimizer.tuning.lossy import Calibration, Lossy, Recipe, is_lossy
+from optimizer.tuning.lossy import Lossy, Recipe, is_lossy
 from optimizer.tuning.tuner import Tuner
 
 # Seconds for all rounds of the timing that every export ends with.

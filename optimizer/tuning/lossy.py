@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,35 +12,23 @@ from typing import Any, Literal
 
 import torch
 
-from exporters.base import Adapter, ExportRequest
-from exporters.errors import ExporterError, StructureError
+from exporters.errors import ExporterError
 from exporters.onnx_quantization import KINDS, QuantizedFile, kinds, quantized
 from exporters.onnx_sensitivity import within_budget
 from exporters.registry import exported_format, half_of
-from optimize_export.errors import DeviceError, UsageError
+from optimize_export.errors import DeviceError
 from optimize_export.runtime import Route, Runner, open_route, own_routes
-from optimize_export.wording import described, listed
-from optimizer.accuracy import Aggregate, Evaluate, EvaluateError, Evaluation, NotScored, PairedTest, Search, Task
-from optimizer.exporting import ArtifactParity, ExportJob, MeasuredExport, copy_for_export, remove
-from optimizer.model import Call, Samples, errors_of_model
+from optimize_export.wording import listed
+from optimizer.accuracy import Evaluation, NotScored, PairedTest, Search
+from optimizer.exporting import ArtifactParity, MeasuredExport, remove
+from optimizer.model import Call, errors_of_model
 from optimizer.options import AccuracyBudget
 from optimizer.parity import WITHIN_BUDGET, Accuracy, RowOrder, accuracy_between, accuracy_of
 from optimizer.tuning.benchmark import Candidate, Refused
+from optimizer.tuning.calibration import Calibration
 from optimizer.tuning.candidates import Files, open_in_child
 from optimizer.tuning.further_files import FurtherFiles
 
-CalibrationCall = torch.Tensor | tuple[Any, ...] | Mapping[str, Any] | Call
-"""One call: a tensor, a tuple of positional arguments, a dict of keyword arguments, or a `Call` of both.
-
-A call with more rows than the example inputs is split.
-"""
-
-# The number of random calls to calibrate with; each has the batch size of the example inputs.
-_RANDOM = 8
-# The draws from this number on are used for nothing else.
-_FIRST_DRAW = 1000
-# One of this many calls is held out.
-_HELD_OUT = 4
 # The longest time of a quick test of the metric, as a share of what is left.
 _QUICK_TEST = 0.1
 
@@ -383,146 +371,3 @@ def _refusal(accuracy: Accuracy, told: str) -> str:
 def alike(route: Route) -> Route:
     """The route without the settings that change only how fast it is."""
     return replace(route, settings={k: v for k, v in route.settings.items() if k in ("precision", "tf32")})
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Flat inputs of the files, on the CPU."""
-
-    used: tuple[tuple[torch.Tensor, ...], ...]
-    """Calls to calibrate with."""
-    held_out: tuple[tuple[torch.Tensor, ...], ...]
-    """Calls to judge the result with, in addition to the golden calls."""
-    random: bool
-    """Whether they were drawn at random, because the user has given none."""
-
-
-def evaluation_of(
-    job: ExportJob, measured: MeasuredExport, evaluate: Evaluate, aggregate: Aggregate | None
-) -> Evaluation:
-    """The user's metric of the original of an export."""
-    adapter, request, call = measured.adapter, measured.request, job.samples.given
-    example = adapter.flatten_inputs(call.args, call.kwargs)
-
-    def refuse(tensors: Sequence[torch.Tensor]) -> None:
-        for name, tensor, other in zip(adapter.input_names, tensors, example, strict=True):
-            if not _fits(tensor, other, _free(name, other, example, request)):
-                raise EvaluateError(
-                    f"evaluate calls run with `{name}` as {described(tensor)}, but the example input is {described(other)}: "
-                    "convert it, or open the dim by `dynamic`."
-                )
-
-    original = Adapter(
-        copy_for_export(measured.original, job.target, measured.reference.written),
-        call.args,
-        call.kwargs,
-        input_names=adapter.input_names,
-        output_names=adapter.output_names,
-        outputs=adapter.outputs,
-    )
-    return Evaluation(Task(evaluate, aggregate, original, job.target, refuse, not request.dynamic_batch))
-
-
-def calibration_of(
-    given: Iterable[CalibrationCall] | None,
-    samples: Samples,
-    adapter: Adapter,
-    request: ExportRequest,
-    evaluation: Evaluation | None = None,
-) -> Calibration:
-    """Take the user's calibration calls, or inputs of the evaluation, or draw random ones. Every fourth call is held out.
-
-    The evaluation leaves out these inputs from now on.
-    """
-    if given is None and evaluation is not None:
-        given = evaluation.calibration() or None
-    calibration = _calibration_of(given, samples, adapter, request)
-    if evaluation is not None:
-        evaluation.exclude([*calibration.used, *calibration.held_out])
-    return calibration
-
-
-def _calibration_of(
-    given: Iterable[CalibrationCall] | None, samples: Samples, adapter: Adapter, request: ExportRequest
-) -> Calibration:
-    if given is None:
-        calls = [samples.at(samples.batch_size, _FIRST_DRAW + number) for number in range(_RANDOM)]
-        flat = [adapter.flatten_inputs(call.args, call.kwargs) for call in calls]
-    else:
-        example = adapter.flatten_inputs(samples.given.args, samples.given.kwargs)
-        flat = []
-        for number, call in enumerate(given):
-            named = call.file if isinstance(call, Call) and call.file else f"Calibration call {number}"
-            whole = _flat(call, named, adapter)
-            parts = _split(whole, example, open_batch=request.dynamic_batch)
-            if _rows(whole) == 0 and _rows(example):
-                raise UsageError(f"{named} has a batch of no rows: use at least one row.")
-            for name, tensor, part, other in zip(adapter.input_names, whole, parts[0], example, strict=True):
-                _refuse_misfit(f"{named}: `{name}`", tensor, part, other, _free(name, other, example, request))
-            flat += parts
-    if not flat:
-        raise UsageError("calibration is empty: pass at least one call.")
-    flat = [tuple(tensor.detach().cpu() for tensor in call) for call in flat]
-    held_out = flat[_HELD_OUT - 1 :: _HELD_OUT]
-    used = [call for number, call in enumerate(flat) if number % _HELD_OUT != _HELD_OUT - 1]
-    return Calibration(tuple(used), tuple(held_out), given is None)
-
-
-def _flat(call: CalibrationCall, named: str, adapter: Adapter) -> tuple[torch.Tensor, ...]:
-    if isinstance(call, Mapping):
-        call = Call((), dict(call))
-    elif isinstance(call, torch.Tensor | tuple | list):
-        call = Call((call,) if isinstance(call, torch.Tensor) else tuple(call))
-    elif not isinstance(call, Call):
-        raise UsageError(
-            f"{named} is of type {type(call).__name__}: pass a tensor, a tuple of arguments or a dict "
-            "of keyword arguments."
-        )
-    try:
-        return adapter.flatten_inputs(call.args, call.kwargs)
-    except StructureError as error:
-        raise UsageError(f"{named} doesn't fit the model: {error}") from error
-
-
-def _free(name: str, other: torch.Tensor, example: Sequence[torch.Tensor], request: ExportRequest) -> Collection[int]:
-    """The dims of an input that may have any size, from the example input."""
-    has_batch = request.dynamic_batch and other.dim() and other.shape[0] == _rows(example)
-    return (*request.open_dims.get(name, ()), *([0] if has_batch else []))
-
-
-def _fits(tensor: torch.Tensor, other: torch.Tensor, free: Collection[int]) -> bool:
-    sizes = zip(tensor.shape, other.shape, strict=False)
-    fits = tensor.dim() == other.dim() and all(a == b or dim in free for dim, (a, b) in enumerate(sizes))
-    return tensor.dtype == other.dtype and fits
-
-
-def _refuse_misfit(
-    named: str, whole: torch.Tensor, part: torch.Tensor, other: torch.Tensor, free: Collection[int]
-) -> None:
-    """Compare the first part of a calibration input with the example input, whose `free` dims may have any size."""
-    if not _fits(part, other, free):
-        raise UsageError(f"{named} is {described(whole)}, but the example input is {described(other)}.")
-    # A mask may contain infinity.
-    if bool(other.isfinite().all()) and not bool(whole.isfinite().all()):
-        raise UsageError(f"{named} contains NaN or infinity: leave out this call.")
-
-
-def _rows(call: Sequence[torch.Tensor]) -> int | None:
-    return next((tensor.shape[0] for tensor in call if tensor.dim()), None)
-
-
-def _split(
-    call: tuple[torch.Tensor, ...], example: Sequence[torch.Tensor], *, open_batch: bool
-) -> list[tuple[torch.Tensor, ...]]:
-    """Split a call with more rows than the example into calls with as many.
-
-    The last one has fewer rows; it is left out if the batch size is fixed.
-    """
-    rows, batch = _rows(call), _rows(example)
-    if not batch or rows is None or rows <= batch:
-        return [call]
-    starts = range(0, rows if open_batch else rows - batch + 1, batch)
-    return [
-        tuple(each[start : start + batch] if each.dim() and each.shape[0] == rows else each for each in call)
-        for start in starts
-    ]

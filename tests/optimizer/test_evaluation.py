@@ -13,8 +13,7 @@ from torch import nn
 
 from exporters.base import Adapter
 from optimize_export.errors import UsageError
-from optimizer.accuracy import EvaluateError, Evaluation, NotScored, PairedTest, Task, check_evaluate
-from optimizer.accuracy.scores import row_hashes
+from optimizer.accuracy import EvaluateError, Evaluation, NotScored, PairedTest, RowDims, Task, check_evaluate
 from optimizer.options import ExportSettings, parse_accuracy
 
 CPU = torch.device("cpu")
@@ -56,7 +55,9 @@ def hits(run: Any, batch: int = 100, x: torch.Tensor = X, labels: torch.Tensor =
 
 
 def evaluation(evaluate: Any = hits, aggregate: Any = None, *, whole: bool = False) -> Evaluation:
-    made = Evaluation(Task(evaluate, aggregate, Adapter(Net().eval(), (X[:2],)), CPU, lambda tensors: None, whole))
+    made = Evaluation(
+        Task(evaluate, aggregate, Adapter(Net().eval(), (X[:2],)), CPU, lambda tensors: None, RowDims((0,)), whole)
+    )
     made.start()
     return made
 
@@ -314,14 +315,23 @@ def test_only_some_calls_are_taken_where_a_score_belongs_to_a_whole_call():
 
 
 def test_a_row_has_the_same_hash_in_every_batch():
-    mask = torch.tensor([[True, False]])
-    together = row_hashes([X[:5], mask]).tolist()
-    assert together == [int(row_hashes([X[row : row + 1], mask])[0]) for row in range(5)]
-    assert row_hashes([X[2:4]]).tolist() == row_hashes([X[:5]])[2:4].tolist()
-    assert len(set(row_hashes([X[:5]]).tolist())) == 5
-    assert row_hashes([X[:2], torch.tensor(1)]).tolist() != row_hashes([X[:2], torch.tensor(2)]).tolist()
-    for odd in (X[:0], X[:2].bfloat16(), X[:2, :0], torch.zeros(2, dtype=torch.bool), torch.tensor(3.0)):
-        assert len(row_hashes([odd])) == (len(odd) if odd.dim() else 1)
+    mask, hashes = torch.tensor([[True, False]]), RowDims((0, None)).hashes
+    together = hashes([X[:5], mask]).tolist()
+    assert together == [int(hashes([X[row : row + 1], mask])[0]) for row in range(5)]
+    assert hashes([X[2:4], mask]).tolist() == together[2:4]
+    assert len(set(together)) == 5
+    assert hashes([X[:2], torch.tensor(1)]).tolist() != hashes([X[:2], torch.tensor(2)]).tolist()
+    assert RowDims((1,)).hashes([X[:5].T]).tolist() == RowDims((0,)).hashes([X[:5]]).tolist()
+    for odd in (X[:0], X[:2].bfloat16(), X[:2, :0], torch.zeros(2, dtype=torch.bool)):
+        assert len(RowDims((0,)).hashes([odd])) == len(odd)
+    assert len(RowDims((None,)).hashes([torch.tensor(3.0)])) == 1
+
+
+def test_a_table_with_as_many_rows_as_the_batch_is_not_cut():
+    rows, table = RowDims((0, None)), torch.ones(4, 3)
+    assert [len(tensor) for tensor in rows.taken([X[:4], table], slice(0, 4, 2))] == [2, 4]
+    hashed = rows.hashes([X[:4], table]).tolist()
+    assert hashed == [int(rows.hashes([X[row : row + 1], table])[0]) for row in range(4)]
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
@@ -490,7 +500,9 @@ def test_evaluate_may_write_to_outputs_that_the_model_holds():
         for x in X.split(100):
             yield run(x)["table"].mul_(2).mean().repeat(100) == 2
 
-    of = Evaluation(Task(writing, None, Adapter(WithTable().eval(), (X[:2],)), CPU, lambda tensors: None, False))
+    of = Evaluation(
+        Task(writing, None, Adapter(WithTable().eval(), (X[:2],)), CPU, lambda tensors: None, RowDims((0,)), False)
+    )
     found = judged(of, lambda x: (x, x.norm(dim=1), torch.ones(2)))
     assert (found.score, found.drop) == (1.0, 0.0)
 

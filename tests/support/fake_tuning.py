@@ -23,7 +23,7 @@ from exporters.errors import ExporterError
 from exporters.onnx_quantization import QuantizedFile
 from optimizer import export, optimize
 from optimizer.options import parse_accuracy
-from optimizer.tuning import Benchmark, CalibrationCall, calibration_of, candidates, choose
+from optimizer.tuning import Benchmark, CalibrationCalls, calibration_of, candidates, choose
 from optimizer.tuning.benchmark import Latency
 
 ROUNDS = 21
@@ -217,7 +217,7 @@ def chooser(prepared: Prepared, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     def choosing(
         tune: bool = False,
         accuracy: str = "exact",
-        calibration: list[CalibrationCall] | None = None,
+        calibration: CalibrationCalls | None = None,
         static: bool = False,
         tune_seconds: float = 600.0,
         finite_inputs: bool = False,
