@@ -1,6 +1,6 @@
 # make demo      install the project and run it on a ResNet-50
 # make test      install the test dependencies and run the fast tests (10 to 14 minutes on two cores)
-# make test-all  run the tests that are marked slow (25 minutes)
+# make test-all  run these and the tests that are marked slow (25 minutes)
 # make coverage  run the fast tests and measure their line coverage (at least 95 %)
 # make check     format, lint, type-check, run the fast and the slow tests
 # make matrix    run the fast tests with another Python and torch, in a virtual environment of their own below .venv:
@@ -47,8 +47,9 @@ demo: $(VENV)/examples
 test: $(VENV)/test $(TIMM)
 	$(PYTEST) -m "not slow and not zoo and not bench"
 
+# In one run with the fast ones: both share what is prepared once per process or file.
 test-all: $(VENV)/test $(TIMM)
-	$(PYTEST) -m "slow and not zoo and not bench"
+	$(PYTEST) -m "not zoo and not bench"
 
 coverage: $(VENV)/dev $(TIMM)
 	$(PYTEST) -m "not slow and not zoo and not bench" \
@@ -85,7 +86,7 @@ crash: $(VENV)/test
 	@echo "make crash N=$(N) SEED=$(SEED)"
 	OMP_NUM_THREADS=1 $(BIN)/python tests/crashes.py --runs $(N) --seed $(SEED)
 
-check: format lint test test-all
+check: format lint test-all
 
 format: $(VENV)/dev
 	$(BIN)/ruff format .

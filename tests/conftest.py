@@ -25,6 +25,10 @@ logging.getLogger("torch.__trace").propagate = True
 # Tests of the timing ask for it. All others export without it, which would take seconds each.
 os.environ.setdefault("OPTIMIZE_EXPORT_NO_BENCH", "1")
 
+# Inductor compiles a test program for each kind of vector instructions in each process and each new cache, which takes
+# ten seconds. It then believes the processor's flags only.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
