@@ -45,7 +45,8 @@ def captures(monkeypatch):
     return calls
 
 
-COMPILED = [pytest.mark.slow, pytest.mark.skipif(missing_compiler() is not None, reason="needs a C++ compiler")]
+# `test_aoti_compile.py` has the capture that a compiled file shares.
+COMPILED = [pytest.mark.zoo, pytest.mark.skipif(missing_compiler() is not None, reason="needs a C++ compiler")]
 ROUTES = {"onnx": "dynamo", "pt2": "export", "torchscript": "trace", "aoti": "aotinductor"}
 
 
@@ -54,7 +55,7 @@ ROUTES = {"onnx": "dynamo", "pt2": "export", "torchscript": "trace", "aoti": "ao
     [
         ["onnx", "pt2", "torchscript"],
         pytest.param(["aoti", "onnx", "torchscript", "pt2"], marks=COMPILED),
-        pytest.param(["torchscript", "onnx", "pt2", "aoti"], marks=[*COMPILED, pytest.mark.zoo]),
+        pytest.param(["torchscript", "onnx", "pt2", "aoti"], marks=COMPILED),
     ],
 )
 def test_an_export_to_several_formats_captures_once_whatever_their_order(formats, captures, tmp_path):

@@ -158,7 +158,10 @@ def assert_right(artifact, model, inputs):
     [
         *itertools.product(["text", "convolutional", "cross", "whole", "lstm"], FORMATS),
         ("gru", "torchscript"),
-        pytest.param("cross", "aoti", marks=pytest.mark.skipif(bool(missing_compiler()), reason="needs a compiler")),
+        pytest.param(
+            *("cross", "aoti"),
+            marks=[pytest.mark.zoo, pytest.mark.skipif(bool(missing_compiler()), reason="needs a compiler")],
+        ),
     ],
 )
 def test_a_file_is_right_at_sizes_that_no_call_has(name, format, tmp_path):
