@@ -50,7 +50,7 @@ class Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.blocks = nn.Sequential(*(Block(8) for _ in range(5)))
+        self.blocks = nn.Sequential(*(Block(8) for _ in range(3)))
         self.head = nn.Linear(8, 4)
 
     def forward(self, x):
@@ -78,7 +78,7 @@ class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(40, 16)
-        self.layers = nn.ModuleList([Layer(16) for _ in range(4)])
+        self.layers = nn.ModuleList([Layer(16) for _ in range(3)])
         self.head = nn.Linear(16, 40, bias=False)
         self.head.weight = self.table.weight
 
