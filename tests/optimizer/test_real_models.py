@@ -42,7 +42,10 @@ def check(fast, model, args, kwargs, folds):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REAL_MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.zoo if name == "mobilenet_v2" else ()) for name in REAL_MODELS],
+)
 def test_a_real_model_goes_the_whole_way(name, tmp_path):
     model, args, kwargs = REAL_MODELS[name]()
     inputs = {"example_inputs": args or None, "example_kwargs": kwargs}
@@ -75,7 +78,11 @@ def test_a_real_model_without_inputs_stays_as_it_is(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "format"), [("bert", "torchscript"), ("bert", "onnx"), ("bert", "pt2"), ("resnet", "torchscript")]
+    ("name", "format"),
+    [
+        *(("bert", format) for format in ("torchscript", "onnx", "pt2")),
+        pytest.param("resnet", "torchscript", marks=pytest.mark.zoo),
+    ],
 )
 def test_real_models_are_open_in_other_dims_than_the_batch(name, format, tmp_path):
     model, args, kwargs = REAL_MODELS[name]()
