@@ -786,8 +786,10 @@ def test_a_reader_that_goes_away_is_no_error():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streams", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
-@pytest.mark.parametrize("options", ["", "'--json'"])
+@pytest.mark.parametrize(
+    ("streams", "options"),
+    [(">&-", ""), (">&-", "'--json'"), ("2>&-", "'--json'"), (">&- 2>&-", "'--json'"), ("<&- >&- 2>&-", "")],
+)
 def test_streams_that_are_closed_from_the_start_are_no_error(tmp_path, streams, options):
     """A file that is opened in place of a closed stream doesn't receive the output, either."""
     written = tmp_path / "written"

@@ -138,8 +138,13 @@ CHANGES = [_scale, _train_dropout, _head, _write, _state_in_part, _root_hook, _d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["at once", "after a call"])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    ("change", "when"),
+    [
+        *((change, "after a call") for change in CHANGES),
+        *((change, "at once") for change in (_scale, _write, _root_hook)),
+    ],
+)
 def test_what_is_changed_counts(change: Callable[[nn.Module], None], when: str, pair: Any) -> None:
     model, fast = pair
     if when == "after a call":

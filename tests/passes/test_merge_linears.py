@@ -361,8 +361,7 @@ def test_the_joint_weight_is_kept_under_autocast(attention: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("is_cast_first", [True, False])
+@pytest.mark.parametrize(("is_cast_first", "dtype"), [(True, "bfloat16"), (False, "float16")])
 def test_weights_of_half_a_precision(is_cast_first: bool, dtype: str) -> None:
     cast = f"cast-precision:how=weights:dtype={dtype}"
     # Each cast layer casts the input itself. Simplify merges the casts, so that the layers share one input.
