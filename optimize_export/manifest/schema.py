@@ -174,7 +174,7 @@ _METRIC = {
     "changed_count?": (_COUNT, None),
 }
 _ACCURACY = {
-    **_all((_FINITE, None), "cosine", "top1", "equal", "snr"),
+    **_all((_FINITE, None), "cosine", "top1", "equal", "snr", "other_cosine?"),
     "max_error": (_SIZE, None),
     "calls": _COUNT,
     "problem": (_TEXT, None),

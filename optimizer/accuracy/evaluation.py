@@ -64,14 +64,33 @@ class Evaluation:
         """Read the first scores of the original, so that what is wrong with `evaluate` is told early.
 
         Raises:
-            EvaluateError: there are none, or all of them follow all calls, so that they can't be divided.
+            EvaluateError: there are none, or they follow all calls or other calls than their own, so that they can't be
+                divided.
         """
-        first = self._original.block(0)
-        if first is not None and not first.by_row and self._original.block(1) is None:
+        first, second = self._original.block(0), self._original.block(1)
+        if first is None or first.by_row:
+            return
+        if second is None:
             raise EvaluateError(
                 f"evaluate yields {_counted(len(first.scores), 'score')} after {_counted(first.calls, 'call')} of run with "
                 f"{_counted(len(first.rows), 'row')}, and none before: it must yield a score for each example, after the call "
                 "of run that it comes from."
+            )
+        if first.calls > 1:
+            self._refuse_late_scores(len(first.rows) - len(first.scores))
+
+    def _refuse_late_scores(self, missing: int) -> None:
+        """Raise if the last scores are too many by those that are missing after the first calls.
+
+        If not, the first calls may be a gallery that the others are compared with.
+        """
+        number = 1
+        while (block := self._original.block(number)) is not None and block.by_row:
+            number += 1
+        is_last = block is not None and self._original.block(number + 1) is None
+        if block is not None and is_last and len(block.scores) - len(block.rows) == missing > 0:
+            raise EvaluateError(
+                "evaluate yields the scores of a call of run after the next call: it must yield them before it calls run again."
             )
 
     def calibration(self) -> list[Call]:

@@ -50,9 +50,10 @@ class OutputAccuracy:
         own = self.to_json()
         # Integers have no cosine.
         least = budget.top1 if own["cosine"] is not None else budget.top1 or budget.cosine
+        least_cosine = _other_least(budget) if own["agreement"] is None else budget.cosine
         return _is_counted(self.problem, budget) or any(
             figure is not None and most is not None and not figure >= most
-            for figure, most in ((own["cosine"], budget.cosine), (own["agreement"], least))
+            for figure, most in ((own["cosine"], least_cosine), (own["agreement"], least))
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -144,6 +145,8 @@ class Accuracy:
     """The outputs whose rows scores put in order, by the names in the files."""
     outputs: tuple[OutputAccuracy, ...] = field(default=(), repr=False, compare=False)
     """The figures of each output at each call; not part of the JSON."""
+    other_cosine: float | None = None
+    """The cosine of outputs without a top-1 agreement, which a budget of that alone judges by it."""
 
     def and_worse(self, other: Accuracy) -> Accuracy:
         """The worse of both figures each."""
@@ -158,6 +161,7 @@ class Accuracy:
             self.metric or other.metric,
             self.orders or other.orders,
             _joined(self.outputs, other.outputs),
+            worst_of(min, (self.other_cosine, other.other_cosine)),
         )
 
     def why_not(self, budget: AccuracyBudget) -> str | None:
@@ -166,8 +170,7 @@ class Accuracy:
             return self.problem
         if budget.top1 is not None and self.top1 is None and self.equal is None:
             return "no output has classes, so there is no top-1 agreement"
-        alone = budget.top1 is not None and budget.cosine is None and budget.drop is None
-        if alone and (rows := [name for order in self.orders for name in order.unjudged]):
+        if _is_top1_alone(budget) and (rows := [name for order in self.orders for name in order.unjudged]):
             return f"a top-1 agreement doesn't judge {listed(rows)}, whose rows are in the order of scores"
         if budget.cosine is not None and self.cosine is None and self.equal is None:
             return "no output could be compared"
@@ -183,6 +186,7 @@ class Accuracy:
         for name, figure, least in (
             ("cosine", self.cosine, budget.cosine),
             ("top-1 agreement", self.top1, budget.top1),
+            ("cosine of an output without classes", self.other_cosine, _other_least(budget)),
             ("share of equal integers", self.equal, budget.top1 or budget.cosine),
         ):
             if least is not None and figure is not None and not figure >= least:
@@ -195,7 +199,8 @@ class Accuracy:
 
     def to_json(self) -> dict[str, Any]:
         found = to_json(replace(self, outputs=()))
-        return {name: value for name, value in found.items() if name != "outputs" and (name, value) != ("metric", None)}
+        optional = {"metric": None, "other_cosine": None}.items()
+        return {name: value for name, value in found.items() if name != "outputs" and (name, value) not in optional}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Accuracy:
@@ -229,7 +234,8 @@ def accuracy_of(measurement: Measurement, names: Sequence[str]) -> Accuracy:
     for output in measurement.outputs:
         for call in output.calls:
             top1, equal = (None, call.agreement) if output.noise.is_exact else (call.agreement, None)
-            found = found.and_worse(Accuracy(call.cosine, top1, equal, call.max_error))
+            other = call.cosine if call.agreement is None else None
+            found = found.and_worse(Accuracy(call.cosine, top1, equal, call.max_error, other_cosine=other))
         if not output.noise.is_exact:
             found = found.and_worse(Accuracy(snr=_decibels(output.noise.rms, output.rms_error)))
     named = tuple(
@@ -285,6 +291,15 @@ def _is_counted(problem: str | None, budget: AccuracyBudget) -> bool:
     """Whether a problem puts a candidate outside a budget."""
     is_metric_alone = budget.drop is not None and budget.cosine is None and budget.top1 is None
     return problem is not None and not (is_metric_alone and problem.startswith(OTHER_ROWS))
+
+
+def _is_top1_alone(budget: AccuracyBudget) -> bool:
+    return budget.top1 is not None and budget.cosine is None and budget.drop is None
+
+
+def _other_least(budget: AccuracyBudget) -> float | None:
+    """The least cosine of outputs without a top-1 agreement."""
+    return budget.top1 if _is_top1_alone(budget) else budget.cosine
 
 
 def _least_snr(cosine: float) -> float:

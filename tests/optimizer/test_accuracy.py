@@ -250,6 +250,20 @@ def test_why_a_budget_is_not_met(value: Any, target: Any, name: str, budget: Acc
     assert accuracy(value, target, name).why_not(budget) == why
 
 
+def test_a_top1_budget_alone_judges_other_float_outputs_by_their_cosine() -> None:
+    logits, boxes = torch.eye(4), torch.ones(4, 2, 2)
+    other = boxes.clone()
+    other[:, 0] = 0.5
+    found = accuracy_between(("logits", "boxes"), [((logits, other), (logits, boxes))])
+    assert (found.top1, found.cosine) == (1.0, found.other_cosine)
+    assert found.why_not(TOP1) is None
+    assert found.why_not(AccuracyBudget(top1=0.99)) == "cosine of an output without classes 0.9486 is below 0.99"
+    assert [each.name for each in found.outputs if each.is_below(AccuracyBudget(top1=0.99))] == ["boxes"]
+    assert Accuracy.from_json(found.to_json()) == found
+    assert found.why_not(AccuracyBudget(cosine=0.9, top1=0.99)) is None
+    assert "other_cosine" not in Accuracy(cosine=1.0, top1=1.0).to_json()
+
+
 def test_both_parts_of_a_budget_must_be_met() -> None:
     found = Accuracy(cosine=0.995, top1=0.97)
     assert found.why_not(AccuracyBudget(0.99, 0.96)) is None

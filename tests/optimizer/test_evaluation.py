@@ -418,6 +418,35 @@ def test_an_evaluate_that_fails_for_the_original_is_an_error(evaluate, told):
     assert str(error.value).endswith(".")
 
 
+@pytest.mark.parametrize("lag", [1, 3])
+@pytest.mark.parametrize("last", [100, 7])
+def test_scores_that_come_after_the_next_call_are_an_error(lag, last):
+    def late(run):
+        scores = []
+        for found in hits(run, x=X[: 900 + last], labels=LABELS[: 900 + last]):
+            scores.append(found)
+            if len(scores) > lag:
+                yield scores.pop(0)
+        yield from scores
+
+    with pytest.raises(EvaluateError, match="evaluate yields the scores of a call of run after the next call: it must"):
+        evaluation(late)
+
+
+def test_calls_before_the_first_scores_may_be_a_gallery():
+    def search(run):
+        gallery = [run(x)["scores"] for x in X[:300].split(100)]
+        for scores in hits(run):
+            yield scores & (len(gallery) == 3)
+
+    def pairs(run):
+        for one, other in zip(X[:2000].split(100), X[2000:].split(100), strict=True):
+            yield run(one)["scores"].argmax(1) != run(other)["scores"].argmax(1)
+
+    assert judged(evaluation(search), loses(0.0)).verdict == "within"
+    assert judged(evaluation(pairs), loses(0.0)).verdict == "within"
+
+
 def test_other_inputs_in_the_second_run_are_an_error():
     generator = torch.Generator().manual_seed(0)
 
