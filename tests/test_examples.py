@@ -191,7 +191,7 @@ def test_training_in_two_processes(tmp_path):
     assert done.stdout.count("gpt2: ") == 1, "each process prints"
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 def test_sharded_training_in_half_of_the_memory(tmp_path):
     launched = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLES / "train_fsdp2.py"))
     done = run(*launched, "--steps=2", "--batch=4", "--checkpoint=gpt2.pt", cwd=tmp_path)

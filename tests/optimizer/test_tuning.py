@@ -426,7 +426,9 @@ def test_a_quantized_file_that_was_made_in_time_is_judged_and_timed(levels, choo
     make = Lossy.made
 
     def late(self: Lossy, format: str, files: Files, recipe: Recipe | None = None) -> dict[str, Any]:
-        now[0] = 1000.0
+        # A processor with instructions for bfloat16 is offered files in it before.
+        if "int8" in format:
+            now[0] = 1000.0
         return make(self, format, files, recipe)
 
     monkeypatch.setattr(Lossy, "made", late)
