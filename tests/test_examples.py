@@ -260,7 +260,7 @@ def test_choices_of_a_tuned_step_under_ddp_and_fsdp2(tmp_path, monkeypatch):
 def test_resnet_by_the_command(tmp_path):
     """The demo's command on smaller images, so that it takes seconds."""
     command = ["-m", "optimizer", str(EXAMPLES / "resnet.py"), "--output", "dist/resnet", "--json"]
-    done = run(*command, "--input", "2x3x64x64", "--batch-sizes", "1,3", cwd=tmp_path)
+    done = run(*command, "--input", "2x3x32x32", "--batch-sizes", "1,3", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     changes = {record["name"]: len(record["changes"]) for record in document["passes"]}
@@ -276,7 +276,7 @@ warnings.simplefilter("ignore")
 session = onnxruntime.InferenceSession("dist/resnet/model.onnx", providers=["CPUExecutionProvider"])
 model = torch.jit.load("dist/resnet/model.torchscript.pt")
 for batch in (1, 7):
-    images = torch.randn(batch, 3, 64, 64)
+    images = torch.randn(batch, 3, 32, 32)
     logits, = session.run(None, {"pixel_values": images.numpy()})
     other = model(images)
     assert logits.shape == (batch, 1000) == tuple(other.shape)

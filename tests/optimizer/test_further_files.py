@@ -169,8 +169,20 @@ def test_a_compiled_file_that_is_the_fastest_is_added_without_naming_the_format(
     assert "torch.compile" not in {figure["name"] for figure in bundle.manifest["benchmark"]["figures"]}
     assert verify_bundle(bundle).ok
     run, x = load(bundle), images(rows=3, seed=7)
-    assert str(run.route) == "aoti in torch"
+    assert (str(run.route), run.notes) == ("aoti in torch", ())
     torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)
+    for name, other, reason in (
+        ("cpu.get_capabilities", dict, "but the processor here has no "),
+        ("__version__", "2.99.1", "torch 2.99.1: export it on the machine where it will run."),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"torch.{name}", other)
+            elsewhere = load(bundle)
+            torch.testing.assert_close(elsewhere(x), model(x), rtol=1e-4, atol=1e-5)
+        assert str(elsewhere.route) == "torchscript in torch"
+        (note,) = elsewhere.notes
+        assert note.startswith("aoti in torch isn't used on cpu: torch can't load model.aoti.pt2: ")
+        assert reason in note
 
     if made_again:
         again = export(model, output=tmp_path / "again", choices=bundle.path, **options)

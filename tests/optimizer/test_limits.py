@@ -44,7 +44,7 @@ def built(model, x, folder, formats=("onnx",), **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["onnx", "torchscript", "pt2", "aoti"])
+@pytest.mark.parametrize("format", ["onnx", "torchscript", "pt2", pytest.param("aoti", marks=pytest.mark.zoo)])
 def test_every_format_declares_the_limit_and_load_checks_it(format, tmp_path):
     bundle = built(Large(), torch.randn(2, 64), tmp_path / "net", (format,))
     (entry,) = bundle.manifest["artifacts"]

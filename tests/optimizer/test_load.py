@@ -25,7 +25,6 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import optimize_export.runtime.loading as loading
 import optimize_export.runtime.route as route
-from exporters.aoti import missing_compiler
 from optimize_export.errors import BundleError, DeviceError, UsageError
 from optimize_export.manifest import MANIFEST, SUMS
 from optimize_export.runtime import Route, cpus, open_route, processor
@@ -419,29 +418,6 @@ def test_signals_are_handled_after_models_in_openvino_are_freed(every: Bundle) -
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr
-
-
-@pytest.mark.slow
-def test_a_recommended_file_for_another_machine_leaves_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if missing_compiler():
-        pytest.skip("needs a C++ compiler")
-    bundle = exported(tmp_path / "bundle", net(), *images(2), formats=("torchscript", "aoti"))
-    path = edited(bundle, tmp_path / "edited", recommending("aoti", "torch"))
-    assert (load(path).route, load(path).notes) == (Route("aoti", "torch"), ())
-
-    def falls_back(reason: str) -> None:
-        run = load(path)
-        assert run.route == Route("torchscript", "torch")
-        (note,) = run.notes
-        assert note.startswith("aoti in torch isn't used on cpu: torch can't load model.aoti.pt2: ")
-        assert reason in note
-        assert_same(run(*images(3)), net()(*images(3)))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cpu, "get_capabilities", dict)
-        falls_back("but the processor here has no ")
-    monkeypatch.setattr(torch, "__version__", "2.99.1")
-    falls_back(", but the target here is torch 2.99.1: export it on the machine where it will run.")
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
