@@ -1,6 +1,6 @@
 """Write folders with `optimizer.bundle.exchange`, and kill the writer before each of its system operations.
 
-    python exchange_steps.py FOLDER fresh|exchange|renames|many|many-renames
+    python exchange_steps.py FOLDER
 
 Run this as a separate program, because it forks.
 """
@@ -119,14 +119,16 @@ def many_writers(parent: Path) -> None:
 
 
 def main() -> None:
-    parent, kind = Path(sys.argv[1]), sys.argv[2]
-    if kind.endswith("renames"):
-        exchange._exchange_in_one_step = lambda first, second: False
-    if kind.startswith("many"):
-        many_writers(parent)
-        return
-    steps, outcomes, recoveries = every_step(parent, None if kind == "fresh" else "o")
-    print(steps, "".join(sorted(letter or "-" for letter in outcomes)), recoveries)
+    for kind in ("fresh", "exchange", "many", "renames", "many-renames"):
+        if kind == "renames":
+            exchange._exchange_in_one_step = lambda first, second: False
+        parent = Path(sys.argv[1]) / kind
+        parent.mkdir()
+        if kind.startswith("many"):
+            many_writers(parent)
+        else:
+            steps, outcomes, recoveries = every_step(parent, None if kind == "fresh" else "o")
+            print(kind, steps, "".join(sorted(letter or "-" for letter in outcomes)), recoveries, flush=True)
 
 
 if __name__ == "__main__":
