@@ -15,12 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from exporters.base import clones
 from exporters.places import line_of_error
 from optimize_export.errors import UsageError
-from optimize_export.wording import error_summary
+from optimize_export.wording import a_type, error_summary
 from optimizer.accuracy.drops import PairedTest
-from optimizer.accuracy.rows import Hashes
+from optimizer.accuracy.rows import Flat, Hashes
 from optimizer.accuracy.scores import (
+    REPEATED,
     Aggregate,
     Block,
     CandidateRun,
@@ -50,10 +52,15 @@ class Evaluation:
 
     def __init__(self, task: Task) -> None:
         self.aggregate = None if task.aggregate is None else _checked(task.aggregate)
-        # Sentences for the user.
-        self.notes: list[str] = []
+        # Sentences for the user, by what they are about.
+        self._notes: dict[str, str] = {}
         self._task, self._original = task, OriginalRun(task)
         self._calibration: Hashes = np.zeros(0, np.uint64)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the user."""
+        return tuple(self._notes.values())
 
     @property
     def is_in_random_order(self) -> bool:
@@ -64,20 +71,50 @@ class Evaluation:
         """Read the first scores of the original, so that what is wrong with `evaluate` is told early.
 
         Raises:
-            EvaluateError: there are none, or they follow all calls or other calls than their own, so that they can't be
-                divided.
+            EvaluateError: there are none, there are others in a second run, or they follow all calls or other calls than their
+                own, so that they can't be divided.
         """
-        first, second = self._original.block(0), self._original.block(1)
-        if first is None or first.by_row:
+        first = self._original.block(0)
+        if first is None:
             return
-        if second is None:
+        self._refuse_other_scores(first)
+        if first.by_row:
+            return
+        if self._original.block(1) is None:
             raise EvaluateError(
                 f"evaluate yields {_counted(len(first.scores), 'score')} after {_counted(first.calls, 'call')} of run with "
                 f"{_counted(len(first.rows), 'row')}, and none before: it must yield a score for each example, after the call "
                 "of run that it comes from."
             )
+        if self.aggregate is None and len(first.scores) == 1:
+            self._notes["rows"] = (
+                f"evaluate yields one score for {_counted(len(first.rows), 'row')}, which counts as one example: with a score for "
+                "each row, fewer data decide"
+            )
         if first.calls > 1:
             self._refuse_late_scores(len(first.rows) - len(first.scores))
+
+    def _refuse_other_scores(self, first: Block) -> None:
+        """Raise if `evaluate` yields other first scores when it gets the same outputs again."""
+        outputs, self._original.outputs = self._original.outputs or [], None
+        if first.calls > REPEATED:
+            return
+
+        def replay(*tensors: torch.Tensor) -> Flat:
+            return clones(outputs.pop(0) if outputs else self._task.adapter.run(tensors))
+
+        with closing(CandidateRun(self._original, replay, "it")) as run:
+            try:
+                again = next(run.blocks(), None)
+            except NotScored as error:
+                raise EvaluateError(f"In its second run, {error}.") from error
+        sizes = again and (again.calls, len(again.scores))
+        alike = again is not None and (self.aggregate is not None or np.array_equal(first.scores, again.scores))
+        if sizes != (first.calls, len(first.scores)) or not alike:
+            raise EvaluateError(
+                "evaluate yields other scores in its second run, for the same outputs: make random generators inside evaluate, "
+                "and don't change the data in place."
+            )
 
     def _refuse_late_scores(self, missing: int) -> None:
         """Raise if the last scores are too many by those that are missing after the first calls.
@@ -146,13 +183,12 @@ class Evaluation:
             # The aggregate isn't finite.
             raise EvaluateError(str(error)) from error
         score = own.mean if self.aggregate is None else self.aggregate(own.statistics)
-        if part == "final":
-            self._check_score(score, test, is_constant=own.is_constant)
-            if own.is_share and not budget.percent and budget.drop >= _LARGE_SHARE:
-                self.notes.append(
-                    f"all scores are between 0 and 1, where drop<={budget.drop:g} is {points(budget.drop, percent=True)}: "
-                    f"for {budget.drop:g} points write drop<={budget.drop:g}%"
-                )
+        self._check_score(score, test, part, is_constant=own.is_constant)
+        if part == "final" and own.is_share and not budget.percent and budget.drop >= _LARGE_SHARE:
+            self._notes["percent"] = (
+                f"all scores are between 0 and 1, where drop<={budget.drop:g} is {points(budget.drop, percent=True)}: for "
+                f"{budget.drop:g} points write drop<={budget.drop:g}%"
+            )
         return Metric(
             score=score,
             drop=test.drop,
@@ -201,13 +237,13 @@ class Evaluation:
             None if needed is None else math.ceil(needed * (_SEARCH if part == "search" else _SEARCH / (_SEARCH - 1)))
         )
 
-    def _check_score(self, score: float, test: PairedTest, *, is_constant: bool) -> None:
+    def _check_score(self, score: float, test: PairedTest, part: Part, *, is_constant: bool) -> None:
         said = f"the original's score is {score:g} in each of {test.count:,} examples" if is_constant else ""
         said = said or ("the original's metric is 0" if score == 0 else "")
         if said:
-            self.notes.append(f"{said}: check the labels that evaluate compares with")
+            self._notes["labels"] = f"{said}: check the labels that evaluate compares with"
         # A score such as -error can be 0, and is lower for the candidate then.
-        if score == 0 and test.drop <= 0:
+        if part == "final" and score == 0 and test.drop <= 0:
             raise NotScored(
                 f"{said}, and no lower for the candidate, so a budget says nothing: check the labels that evaluate compares with"
             )
@@ -284,10 +320,14 @@ def _counted(count: int, what: str) -> str:
 def _checked(aggregate: Aggregate) -> Aggregate:
     def checked(statistics: Sequence[Any]) -> float:
         try:
-            return float(aggregate(statistics))
+            value: Any = aggregate(statistics)
         except Exception as error:
             place = line_of_error(error)
             told = f"aggregate raises on {len(statistics)} statistics: {error_summary(error)}"
             raise EvaluateError(f"{told} ({place})." if place else f"{told}.") from error
+        try:
+            return float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise EvaluateError(f"aggregate returns {a_type(value)}: it must return a number.") from error
 
     return checked

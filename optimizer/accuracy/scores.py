@@ -10,7 +10,8 @@ example i is row i. Otherwise each of its examples belongs to all of its rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +39,8 @@ Floats = npt.NDArray[np.float64]
 _CALIBRATION_STEP = 8
 _CALIBRATION_ROWS = 64
 _CALIBRATION_READ = 1024
+# The largest number of calls whose outputs are kept to run evaluate again.
+REPEATED = 8
 
 
 class EvaluateError(LoadError):
@@ -73,6 +76,8 @@ def misfit(name: str, function: object) -> str:
     takes = "run" if name == "evaluate" else "statistics"
     if not callable(function):
         return f"{name} is {a_type(function)}; it must be a function of one argument, {name}({takes})"
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        return f"{name} is an async function; it must be a plain one, {name}({takes})"
     if (signature := signature_of(function)) is None:
         return ""
     try:
@@ -130,10 +135,15 @@ class Block:
 class _Run:
     """One run of `evaluate`."""
 
+    # Who raises in it, for messages.
+    _model = "the model"
+
     def __init__(self, task: Task, runner: Runner, state: OwnState) -> None:
         self.task, self.state = task, state
         self._runner = runner
         self._values: Iterator[Any] | None = None
+        # The first error of a call of run.
+        self._error: Exception | None = None
         self._calls = self._seen_rows = self._seen_scores = 0
         # The block that is being made, and the one that the last call ended.
         self._rows: list[Hashes] = []
@@ -172,21 +182,26 @@ class _Run:
         try:
             with self.state.step():
                 if self._values is None:
-                    made: object = self.task.evaluate(self._called)
+                    made: object = self.task.evaluate(self._run)
                     # An array without dims has no iterator, though it has the method.
                     is_one = isinstance(made, str | bytes) or getattr(made, "ndim", 1) == 0
                     if is_one or not isinstance(made, Iterable):
                         raise EvaluateError(f"evaluate returns {a_type(made)}: it must yield a score for each example.")
                     self._values = iter(made)
-                return next(self._values), False
+                found: tuple[Any, bool] = next(self._values), False
         except StopIteration:
-            return None, True
+            found = None, True
         except (EvaluateError, NotScored):
             raise
         except Exception as error:
             place = line_of_error(error)
-            told = f"evaluate raises after call {self._calls} of run: {error_summary(error)}"
-            raise self._failed(f"{told} ({place})" if place else told) from error
+            when = f"after call {self._calls} of run" if self._calls else "before it calls run"
+            told = f"evaluate raises {when}: {error_summary(error)}"
+            raise self._error or self._failed(f"{told} ({place})" if place else told) from error
+        # evaluate may have caught it.
+        if self._error is not None:
+            raise self._error
+        return found
 
     def _failed(self, clause: str) -> Exception:
         return EvaluateError(f"{clause}.")
@@ -199,8 +214,15 @@ class _Run:
         """The rows of a call to calibrate with."""
         return []
 
-    def _called(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         """`run`, as the user's function calls it."""
+        try:
+            return self._called(args, kwargs)
+        except Exception as error:
+            self._error = self._error or error
+            raise
+
+    def _called(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         task = self.task
         try:
             tensors = task.adapter.flatten_inputs(args, kwargs)
@@ -216,7 +238,12 @@ class _Run:
         self._calls, self._seen_rows = self._calls + 1, self._seen_rows + len(rows)
         # The exported files are the model without the autocast that evaluate may have.
         with torch.no_grad(), torch.autocast(task.device.type, enabled=False):
-            outputs = self._runner(*move_to(tensors, task.device))
+            try:
+                outputs = self._runner(*move_to(tensors, task.device))
+            except Exception as error:
+                raise self._failed(
+                    f"{self._model} raises in call {self._calls} of run: {error_summary(error)}"
+                ) from error
         home = tensors[0].device if tensors else task.device
         return task.adapter.outputs.rebuild(move_to(outputs, home))
 
@@ -237,7 +264,10 @@ class _Run:
         for what, numbers in (("score", scores), ("weight", scores[:0] if weights is None else weights)):
             if not np.isfinite(numbers).all():
                 place = int(np.flatnonzero(~np.isfinite(numbers))[0])
-                raise self._failed(f"the {what} of example {self._seen_scores + place + 1} is {numbers[place]}")
+                number = self._seen_scores + place + 1
+                raise self._failed(
+                    f"evaluate yields {numbers[place]} as the {what} of example {number}: it must be finite"
+                )
         if weights is not None:
             if len(weights) not in (1, len(scores)) or (weights < 0).any():
                 raise EvaluateError(
@@ -265,14 +295,22 @@ class OriginalRun(_Run):
     """The run of the original, which goes on as far as the tests need it, and keeps its scores."""
 
     def __init__(self, task: Task) -> None:
-        # Copies, because evaluate may write to an output that the model holds.
-        super().__init__(task, lambda *tensors: clones(task.adapter.run(tensors)), OwnState(task.device))
+        super().__init__(task, self._run_model, OwnState(task.device))
+        self.outputs: list[Flat] | None = []
+        """Of the first calls, to run `evaluate` on them again; None after that."""
         self.kept: list[Block] = []
         self.ended = False
         # Of each call.
         self._hashes: list[int] = []
         self._rest = self.blocks()
         self._picks = True
+
+    def _run_model(self, *tensors: torch.Tensor) -> Flat:
+        outputs = self.task.adapter.run(tensors)
+        if self.outputs is not None and len(self.outputs) < REPEATED:
+            self.outputs.append(outputs)
+        # Copies, because evaluate may write to an output that the model holds.
+        return clones(outputs)
 
     def block(self, number: int) -> Block | None:
         """A block, by its number; None if there are fewer."""
@@ -308,7 +346,7 @@ class OriginalRun(_Run):
         block = None if self.ended else next(self._rest, None)
         if block is None:
             self.ended = True
-            if not self.kept:
+            if not any(len(block.scores) for block in self.kept):
                 raise EvaluateError("evaluate yields nothing: it must yield a score for each example.")
             return False
         self.kept.append(block)
@@ -333,6 +371,8 @@ class OriginalRun(_Run):
 
 class CandidateRun(_Run):
     """The run of a candidate, which must have the original's inputs."""
+
+    _model = "it"
 
     def __init__(self, original: OriginalRun, runner: Runner, name: str) -> None:
         super().__init__(original.task, runner, OwnState(original.task.device, original.state))

@@ -259,6 +259,6 @@ def _fits(tensor: torch.Tensor, other: torch.Tensor, free: Collection[int]) -> b
 
 
 def _other_than(tensor: torch.Tensor, other: torch.Tensor) -> str:
-    return (
-        f"{described(tensor)}, but the example input is {described(other)}: convert it, or open the dim by `dynamic`."
-    )
+    is_converted = tensor.dtype != other.dtype or tensor.dim() != other.dim()
+    what_to_do = "convert it" if is_converted else "resize it, or open the dim by `dynamic`"
+    return f"{described(tensor)}, but the example input is {described(other)}: {what_to_do}."

@@ -76,8 +76,7 @@ class Lossy:
     ) -> None:
         self.budget = budget
         self.calibration = calibration
-        # Sentences for the user.
-        self.notes: tuple[str, ...] = ()
+        self._notes: tuple[str, ...] = ()
         # The seconds that are left for making files; None for no limit.
         self.left: Callable[[], float | None] = lambda: None
         # Times a call of a file outside the budget, given its format.
@@ -106,6 +105,11 @@ class Lossy:
         if (reason := accuracy.why_not(self.budget)) is not None:
             raise self._refused(reason, accuracy)
         return replace(candidate, accuracy=accuracy)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the user."""
+        return (*self._notes, *(() if self._evaluation is None else self._evaluation.notes))
 
     @property
     def tests_last(self) -> bool:
@@ -183,7 +187,6 @@ class Lossy:
             )
         except NotScored as error:
             return replace(accuracy, problem=f"it has no score: {error}")
-        self.notes = tuple(dict.fromkeys([*self.notes, *self._evaluation.notes]))
         return replace(accuracy, metric=metric)
 
     @cached_property
@@ -230,7 +233,7 @@ class Lossy:
                 float. No file is left then.
         """
         if format == "onnx-int8" and self.calibration.random:
-            self.notes = ("int8 was calibrated with random inputs: pass real ones as the calibration",)
+            self._notes = ("int8 was calibrated with random inputs: pass real ones as the calibration",)
         before = set(files.folder.iterdir())
         try:
             return self._quantized(format, files, recipe) if half_of(format) is None else self._in_half(format, files)

@@ -1,5 +1,6 @@
 """A user's metric: how `evaluate` is run for the original and candidates, and what is refused."""
 
+import contextlib
 import gc
 import random
 import weakref
@@ -32,6 +33,8 @@ class Net(nn.Module):
     """The class of a row is its largest value."""
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        if not len(x):
+            raise ValueError("no rows")
         return {"scores": x, "norm": x.norm(dim=1)}
 
 
@@ -161,6 +164,8 @@ def test_the_originals_scores_are_computed_once_and_as_far_as_needed():
         yield from hits(counted)
 
     of = evaluation(counting)
+    assert len(calls) == 4, "the original, and again on its outputs, each a call ahead"
+    del calls[2:]
     found = judged(of, loses(0.5))
     assert found.verdict == "outside"
     read = len(calls)
@@ -341,6 +346,11 @@ def nothing(run):
     return iter(())
 
 
+def no_scores(run):
+    for rows in X.split(100):
+        yield run(rows)["scores"][:0].argmax(1)
+
+
 def text(run):
     run(X)
     yield "good"
@@ -392,10 +402,23 @@ def of_other_arguments(run):
     yield run(X, X)
 
 
+def catching(run):
+    for rows in X.split(100):
+        with contextlib.suppress(Exception):
+            yield run(rows, rows)
+
+
+def on_which_the_model_raises(run):
+    yield run(X[:2])["norm"]
+    yield run(X[:0])["norm"]
+
+
 @pytest.mark.parametrize(
     ("evaluate", "told"),
     [
         (nothing, "evaluate yields nothing: it must yield a score for each example."),
+        (no_scores, "evaluate yields nothing: it must yield a score for each example."),
+        (lambda run: None, "evaluate returns None: it must yield a score for each example."),
         (lambda run: 0.93, "evaluate returns a float: it must yield a score for each example."),
         (lambda run: torch.tensor(0.93), "evaluate returns a Tensor: it must yield a score for each example."),
         (without_calls, "evaluate yields a score before it calls run: "),
@@ -405,10 +428,12 @@ def of_other_arguments(run):
         (ragged, "evaluate yields a list as a score: it must"),
         (triple, "evaluate yields a tuple of 3 values: it must yield a score, or a pair (score, weight)."),
         (negative, "evaluate yields 1 weights for 1 scores, or a weight below 0"),
-        (not_a_number, "the score of example 8 is nan."),
+        (not_a_number, "evaluate yields nan as the score of example 8: it must be finite."),
         (raising, "evaluate raises after call 3 of run: ZeroDivisionError: division by zero (test_evaluation.py:"),
         (late, "evaluate raises after call 3 of run: RuntimeError: gone (test_evaluation.py:"),
         (of_other_arguments, "evaluate doesn't call run as the model is called: "),
+        (catching, "evaluate doesn't call run as the model is called: "),
+        (on_which_the_model_raises, "the model raises in call 2 of run: ValueError: no rows."),
     ],
 )
 def test_an_evaluate_that_fails_for_the_original_is_an_error(evaluate, told):
@@ -458,8 +483,22 @@ def test_other_inputs_in_the_second_run_are_an_error():
         judged(evaluation(shuffled), loses(0.0))
 
 
+def test_other_scores_in_the_second_run_are_an_error():
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(run):
+        for scores in hits(run):
+            yield scores + torch.rand(len(scores), generator=generator)
+
+    with pytest.raises(
+        EvaluateError, match=r"evaluate yields other scores in its second run, for the same outputs: make"
+    ):
+        evaluation(noisy)
+    evaluation(lambda run: (scores + torch.rand(len(scores)) for scores in hits(run)))
+
+
 def test_more_or_fewer_calls_and_scores_for_the_candidate_are_an_error():
-    calls = iter([1, 2])
+    calls = iter([1, 1, 2])
 
     def calling_more(run):
         run(X[:100])
@@ -484,7 +523,7 @@ def test_more_or_fewer_calls_and_scores_for_the_candidate_are_an_error():
     with pytest.raises(EvaluateError, match=r"yields other weights for it than for the original, up to call 1 of run"):
         judged(evaluation(precision), loses(0.3))
     assert judged(evaluation(precision), loses(0.0)).verdict == "within"
-    lengths = iter([300, 200])
+    lengths = iter([300, 300, 200])
     with pytest.raises(EvaluateError, match="yields 100 scores for the original and 0 for it up to call 3"):
         judged(evaluation(lambda run: hits(run, x=X[: next(lengths)], labels=LABELS)), loses(0.0))
 
@@ -501,9 +540,9 @@ def test_a_candidate_without_a_score_is_refused_alone():
         raise RuntimeError("no kernel")
 
     of = evaluation(norms)
-    with pytest.raises(NotScored, match="the score of example 1 is inf"):
+    with pytest.raises(NotScored, match="evaluate yields inf as the score of example 1: it must be finite"):
         judged(of, overflowing)
-    with pytest.raises(NotScored, match="evaluate raises after call 1 of run: RuntimeError: no kernel"):
+    with pytest.raises(NotScored, match=r"^it raises in call 1 of run: RuntimeError: no kernel"):
         judged(of, crashing)
     assert judged(of, loses(0.0)).drop == 0
 
@@ -514,6 +553,8 @@ def test_an_aggregate_that_raises_or_gives_no_number_is_an_error():
 
     with pytest.raises(EvaluateError, match=r"aggregate raises on \d+ statistics: ZeroDivisionError: division by zero"):
         judged(evaluation(hits, division), loses(0.0))
+    with pytest.raises(EvaluateError, match=r"aggregate returns None: it must return a number\."):
+        judged(evaluation(hits, lambda statistics: None), loses(0.0))
     with pytest.raises(EvaluateError, match="`aggregate` returned nan for"):
         judged(evaluation(hits, lambda statistics: float("nan")), loses(0.0))
 
@@ -537,7 +578,7 @@ def test_evaluate_may_write_to_outputs_that_the_model_holds():
 
 
 def test_an_evaluate_that_fails_before_it_calls_a_candidate_is_an_error():
-    data = iter([X])
+    data = iter([X, X])
 
     def once(run):
         x = next(data, None)
@@ -545,7 +586,7 @@ def test_an_evaluate_that_fails_before_it_calls_a_candidate_is_an_error():
 
     of = evaluation(once)
     with pytest.raises(
-        EvaluateError, match=r"evaluate raises after call 0 of run: TypeError: 'NoneType' object is not"
+        EvaluateError, match=r"evaluate raises before it calls run: TypeError: 'NoneType' object is not"
     ):
         judged(of, loses(0.0))
 
@@ -580,7 +621,7 @@ def test_a_metric_that_says_nothing_is_told():
         judged(of, loses(0.0))
     of = evaluation(lambda run: hits(run, labels=LABELS.flip(0)))
     judged(of, loses(0.0))
-    assert of.notes == []
+    assert of.notes == ()
 
 
 def test_evaluate_is_a_function_of_one_argument_and_needs_its_budget():
@@ -600,6 +641,12 @@ def test_evaluate_is_a_function_of_one_argument_and_needs_its_budget():
         check_evaluate(lambda model, data: (), None, drop)
     with pytest.raises(UsageError, match=r"aggregate takes 0 arguments; it must take one, aggregate\(statistics\)"):
         check_evaluate(hits, lambda: 0.0, drop)
+
+    async def waiting(run):
+        yield 1.0
+
+    with pytest.raises(UsageError, match=r"evaluate is an async function; it must be a plain one, evaluate\(run\)"):
+        check_evaluate(waiting, None, drop)
 
 
 # The budget -----------------------------------------------------------------------------------------------------------

@@ -323,6 +323,27 @@ def test_a_file_without_a_usable_evaluate_is_told(source, told, tmp_path, capsys
     assert document["error"]["message"].startswith(told)
 
 
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("run(rows)[:, 0] * torch.nan", "evaluate yields nan as the score of example 1: it must be finite."),
+        (
+            "run(rows).argmax(1) == wanted[:7]",
+            "evaluate raises after call 1 of run: RuntimeError: The size of tensor a",
+        ),
+        ("['right'] * 100", "evaluate yields a list as a score: it must yield a number, or a tensor, array or list"),
+        ("run(rows[:, :3])", "evaluate calls run with `input` as float32[100, 3], but the example input is float32[2"),
+        ("run(rows).sum(1) * generator.random()", "evaluate yields other scores in its second run, for the same outp"),
+    ],
+)
+def test_an_evaluate_that_fails_ends_the_command_in_one_sentence(value, told, tmp_path, capsys):
+    source = "import random\ngenerator = random.Random(0)\n" + MODEL
+    source += EVALUATE.replace("run(rows).argmax(1) == wanted", value)
+    code, document = run_command(tmp_path, capsys, source, "--accuracy", "drop<=1%")
+    assert code == LoadError.exit_code
+    assert document["error"]["message"].startswith(told)
+
+
 def test_evaluate_in_the_file_is_ignored_without_its_budget(tmp_path, capsys):
     code, document = run_command(tmp_path, capsys, MODEL + "def evaluate(model, data): ...", "--no-bench")
     assert code == 0, document
