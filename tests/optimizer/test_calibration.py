@@ -138,7 +138,5 @@ def test_an_error_of_the_users_data_is_told_with_its_line():
 
 
 def test_single_examples_dont_fill_a_fixed_batch():
-    with pytest.raises(
-        UsageError, match=r"`x` is float32\[3\], but the example input is float32\[2, 3\]: convert it"
-    ):
+    with pytest.raises(UsageError, match=r"`x` is float32\[3\], but the example input is float32\[2, 3\]: convert it"):
         calls(TensorDataset(X, LABELS), static=True)
