@@ -256,15 +256,29 @@ def test_choices_of_a_tuned_step_under_ddp_and_fsdp2(tmp_path, monkeypatch):
     assert max(peak, sharded_peak) <= 7.5
 
 
+FEW_LAYERS = """
+import functools, sys
+sys.path.insert(0, {folder!r})
+import resnet
+resnet.ResNetConfig = functools.partial(resnet.ResNetConfig, depths=[1, 1, 1, 1])
+get_model, get_example_inputs = resnet.get_model, resnet.get_example_inputs
+"""
+
+
 @pytest.mark.slow
-def test_resnet_by_the_command(tmp_path):
-    """The demo's command on smaller images, so that it takes seconds."""
-    command = ["-m", "optimizer", str(EXAMPLES / "resnet.py"), "--output", "dist/resnet", "--json"]
+@pytest.mark.parametrize(("layers", "folds"), [("few", 17), pytest.param("all", 53, marks=pytest.mark.zoo)])
+def test_resnet_by_the_command(tmp_path, layers, folds):
+    """The demo's command on smaller images, and on the example's model with fewer layers, so that it takes seconds."""
+    model = EXAMPLES / "resnet.py"
+    if layers == "few":
+        model = tmp_path / "few.py"
+        model.write_text(FEW_LAYERS.format(folder=str(EXAMPLES)), encoding="utf-8")
+    command = ["-m", "optimizer", str(model), "--output", "dist/resnet", "--json"]
     done = run(*command, "--input", "2x3x32x32", "--batch-sizes", "1,3", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     changes = {record["name"]: len(record["changes"]) for record in document["passes"]}
-    assert changes == {"fold-conv-bias": 0, "fold-conv-bn": 53, "channels-last": 53}
+    assert changes == {"fold-conv-bias": 0, "fold-conv-bn": folds, "channels-last": folds}
     assert document["parity"]["ok"]
     # The parameters of a result are the original's.
     assert document["report"]["before"]["parameters"] == document["report"]["after"]["parameters"]

@@ -102,11 +102,10 @@ def test_an_operation_of_a_modules_own_forward_is_named_by_that_module(net):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["torchscript", "onnx"])
-def test_a_result_that_was_spoilt_after_it_was_made_is_found_when_it_is_exported(net, tmp_path, name):
+def test_a_result_that_was_spoilt_after_it_was_made_is_found_when_it_is_exported(net, tmp_path):
     fast = optimize(net, example_inputs=(X,))
     # In the memory of the result alone: otherwise the model would have the fault too.
     fast.blocks[2].first.weight = nn.Parameter(1.01 * fast.blocks[2].first.weight.detach())
     with pytest.raises(ParityError, match=r"It first differs at blocks\.2\.first \(located_models\.py:") as caught:
-        export(fast, example_inputs=(X,), output=tmp_path / "net", formats=[name])
+        export(fast, example_inputs=(X,), output=tmp_path / "net", formats=["torchscript"])
     assert caught.value.figures["artifacts"][0]["divergence"]["module"] == "blocks.2.first"
