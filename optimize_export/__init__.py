@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from optimize_export.runtime import LoadedModel, load
+    from optimize_export.runtime import BatchedModel, Batching, LoadedModel, QueueFull, load
     from optimizer import (
         Bundle,
         Diagnosis,
@@ -34,12 +34,15 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "BatchedModel",
+    "Batching",
     "Bundle",
     "Diagnosis",
     "Finding",
     "LoadedModel",
     "ParityReport",
     "Profile",
+    "QueueFull",
     "Report",
     "TrainingTuning",
     "check_parity",
@@ -55,7 +58,7 @@ __all__ = [
     "verify_bundle",
 ]
 
-_HERE = ("LoadedModel", "load")
+_HERE = ("BatchedModel", "Batching", "LoadedModel", "QueueFull", "load")
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from optimize_export.runtime import LoadedModel, load
+    from optimize_export.runtime import BatchedModel, Batching, LoadedModel, QueueFull, load
     from optimizer.api import export, optimize
     from optimizer.bundle import Bundle, open_bundle, rejudge_bundle, verify_bundle
     from optimizer.diagnosis import Diagnosis, Finding, diagnose
@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     from optimizer.training import TrainingTuning, tune_training
 
 __all__ = [
+    "BatchedModel",
+    "Batching",
     "Bundle",
     "Diagnosis",
     "Finding",
     "LoadedModel",
     "ParityReport",
     "Profile",
+    "QueueFull",
     "Report",
     "TrainingTuning",
     "check_parity",
@@ -53,7 +56,7 @@ _NAMES = {
     "optimizer.profiling": ("Profile", "profile"),
     "optimizer.report": ("Report",),
     "optimizer.training": ("TrainingTuning", "tune_training"),
-    "optimize_export.runtime": ("LoadedModel", "load"),
+    "optimize_export.runtime": ("BatchedModel", "Batching", "LoadedModel", "QueueFull", "load"),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy
 
@@ -26,6 +26,7 @@ from optimize_export.manifest import (
     sums_problem,
 )
 from optimize_export.relations import Relation
+from optimize_export.runtime.batching import BatchedModel, Batching, why_not_joined
 from optimize_export.runtime.cpus import processor, usable_cpus
 from optimize_export.runtime.route import NUMPY_DTYPES, SETTINGS, Route, Runner, open_route, own_routes
 from optimize_export.runtime.structure import Arguments, Outputs
@@ -97,14 +98,17 @@ class LoadedModel:
         """
         tensors = self._arguments.flatten(args, kwargs)
         home = self._check(tensors)
-        outputs = self._runner(*tensors)
-        if home is not None and outputs[0].device != home:
-            outputs = tuple(output.to(home) for output in outputs)
-        return self._outputs.rebuild(outputs)
+        return self._outputs.rebuild(self._at_home(self._runner(*tensors), home))
 
     def __repr__(self) -> str:
         told = f", {self.accuracy}" if self.accuracy else ""
         return f"LoadedModel({str(self.path)!r}, {self.route}, device={self.device!r}{told})"
+
+    def _at_home(self, outputs: tuple[Any, ...], home: Any) -> tuple[Any, ...]:
+        """The outputs on the device of the arguments; as they are for arrays."""
+        if home is None or outputs[0].device == home:
+            return outputs
+        return tuple(output.to(home) for output in outputs)
 
     def _check(self, tensors: list[Any]) -> Any:
         """Refuse tensors that don't fit the file, and convert numpy's scalars to arrays, in the list.
@@ -151,6 +155,7 @@ class LoadedModel:
         return home
 
 
+@overload
 def load(
     bundle: str | PathLike[str],
     *,
@@ -160,7 +165,31 @@ def load(
     threads: int | None = None,
     expect: str | None = None,
     warm_up: bool = True,
-) -> LoadedModel:
+    batching: Literal[False] = False,
+) -> LoadedModel: ...
+@overload
+def load(
+    bundle: str | PathLike[str],
+    *,
+    device: str = "auto",
+    format: str | None = None,
+    runtime: str | None = None,
+    threads: int | None = None,
+    expect: str | None = None,
+    warm_up: bool = True,
+    batching: Literal[True] | Batching,
+) -> BatchedModel: ...
+def load(
+    bundle: str | PathLike[str],
+    *,
+    device: str = "auto",
+    format: str | None = None,
+    runtime: str | None = None,
+    threads: int | None = None,
+    expect: str | None = None,
+    warm_up: bool = True,
+    batching: bool | Batching = False,
+) -> LoadedModel | BatchedModel:
     """Load a bundle as a callable with the arguments and outputs of the original model.
 
     This runs the artifact that the manifest recommends, if this machine can; otherwise the next one, and `notes` says
@@ -178,11 +207,13 @@ def load(
             setting for the whole process, which this changes.
         expect: the SHA-256 that the bundle's SHA256SUMS must have.
         warm_up: run the inputs of the first golden call once, so that the first call of the user is fast.
+        batching: gather the calls of several threads, or of asyncio, into batches. On a CPU, each of the instances has
+            its share of the processors, unless `threads` is given.
 
     Raises:
         BundleError: there is no bundle, it is damaged, it isn't the expected one, or no artifact can run here.
         DeviceError: the requested device or runtime is missing.
-        UsageError: an argument is invalid.
+        UsageError: an argument is invalid; or with `batching`, nothing says that rows can be joined.
     """
     device = str(device)  # torch's devices, too
     if device not in ("auto", "cpu", "cuda"):
@@ -196,6 +227,9 @@ def load(
     manifest = read_manifest(folder)
     if problem := sums_problem(folder, manifest, None if expect is None else parse_digest("expect", expect)):
         raise BundleError(f"{folder} can't be used: {problem}")
+    gathered = Batching() if batching is True else batching
+    if gathered and threads is None and device != "cuda" and (device, manifest["device"]["type"]) != ("auto", "cuda"):
+        threads = max(1, usable_cpus() // (gathered.instances or usable_cpus()))
     model, refused = _first_that_runs(folder, manifest, _routes(manifest, format, runtime, threads), device)
     model.notes = (*refused, *_notes(manifest, model))
     for note in model.notes:
@@ -204,7 +238,19 @@ def load(
     model.batch_sizes = tuple(benchmark.get("batch_sizes", ()))
     if warm_up and model._not_in_numpy is None and (inputs := first_inputs(folder, manifest)) is not None:
         _warm_up(model, inputs)
-    return model
+    return _gathering(folder, manifest, model, gathered) if gathered else model
+
+
+def _gathering(folder: Path, manifest: Mapping[str, Any], model: LoadedModel, batching: Batching) -> BatchedModel:
+    artifact = next(each for each in manifest["artifacts"] if each["format"] == model.route.format)
+    if reason := why_not_joined(manifest, artifact):
+        raise UsageError(f"Calls of {folder} can't be joined into batches, because {reason}.")
+    settings = batching.for_device(model.device, manifest["parity"].get("batch_sizes") or ())
+    models = [model] * (settings.instances or 1)
+    if model.route.runtime == "openvino":
+        # A compiled model answers one request after another.
+        models[1:] = (_first_that_runs(folder, manifest, [model.route], model.device)[0] for _ in models[1:])
+    return BatchedModel(models, settings)
 
 
 def _warm_up(model: LoadedModel, inputs: list[Any]) -> None:

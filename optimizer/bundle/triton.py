@@ -15,7 +15,7 @@ from typing import Any
 
 from optimize_export.errors import BundleError, UsageError
 from optimize_export.manifest import MANIFEST, file_problem, sums_problem
-from optimize_export.runtime import Route, own_routes
+from optimize_export.runtime import Route, is_batched, own_routes
 from optimizer.bundle.bundle import new_folder, open_bundle
 from optimizer.bundle.exchange import absolute
 from optimizer.parity import WITHIN_BUDGET, accuracy_text
@@ -89,7 +89,7 @@ def _config(name: str, manifest: Mapping[str, Any], artifact: Mapping[str, Any])
         UsageError: Triton doesn't take the dtype of a tensor, or a scalar.
     """
     onnx = _is_onnx(artifact["format"])
-    batched = _is_batched(manifest, artifact)
+    batched = is_batched(manifest, artifact)
     yield f"name: {_quoted(name)}"
     yield 'backend: "onnxruntime"' if onnx else 'backend: "pytorch"\nplatform: "pytorch_libtorch"'
     yield f"default_model_filename: {_quoted(artifact['path'])}"
@@ -132,21 +132,6 @@ def _tensor(
     if not dims:
         yield "  reshape { shape: [ ] }"
     yield "} ]"
-
-
-def _is_batched(manifest: Mapping[str, Any], artifact: Mapping[str, Any]) -> bool:
-    """Whether dim 0 of every input and output is the batch, and no other dim is.
-
-    Rows of an adjacency matrix, whose dims are both the number of nodes, can't be joined with those of another.
-    """
-    shapes = [list(map(str, tensor["shape"])) or [""] for tensor in (*artifact["inputs"], *artifact["outputs"])]
-    first = {shape[0] for shape in shapes}
-    return (
-        len(first) == 1
-        and first.isdisjoint(manifest.get("example_sizes", {}))
-        and min(first).isidentifier()
-        and not any(first & set(shape[1:]) for shape in shapes)
-    )
 
 
 def _quoted(text: str) -> str:
