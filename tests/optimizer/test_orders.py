@@ -386,6 +386,7 @@ def test_a_detector_outside_the_budget_is_told_both_ways_out(accuracy, why, choo
 
 def test_a_bundle_with_a_lossy_detector_is_verified_and_judged_again(tmp_path, monkeypatch, rounding):
     monkeypatch.setattr("optimizer.tuning.candidates.missing_compiler", lambda device: "none here")
+    monkeypatch.setattr("optimizer.tuning.candidates.with_other_passes", lambda job: ())
     fake_clock(monkeypatch).seconds = {"eager": 1.0, "int8.onnx in onnxruntime": 0.1, "": 0.5}
     rounding.levels = {"int8-static": 400}
     bundle = export(
