@@ -76,7 +76,7 @@ class VacuousError(OptimizeExportError):
 
 
 class FindingsFound(OptimizeExportError):
-    """diagnose has findings of the level of --fail-on, or of a higher one."""
+    """diagnose has findings of the level of --fail-on, or of a higher one; or bench --soak found a leak."""
 
     exit_code = 10
 

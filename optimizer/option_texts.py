@@ -55,6 +55,19 @@ def above_zero(option: str, text: str) -> float:
     return value
 
 
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)", re.IGNORECASE)
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_duration(option: str, text: str) -> float:
+    """Parse a time such as `20ms`, `90s` or `10m` into seconds; raise `UsageError` for anything else, and for 0."""
+    found = _DURATION.fullmatch(text.strip())
+    seconds = 0.0 if found is None else float(found[1]) * _SECONDS[found[2].lower()]
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"{option}: {text!r} is not a time such as 20ms, 90s or 10m.")
+    return seconds
+
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 
 

@@ -18,6 +18,7 @@ from optimizer.option_texts import (
     above_zero,
     number_in,
     parse_batch_sizes,
+    parse_duration,
     parse_dynamic,
     parse_files,
     parse_metadata,
@@ -485,6 +486,10 @@ class BenchOptions:
 
     bundle: Path
     device: str = field(default="auto", metadata=_DEVICE)
+    soak: float | None = field(default=None, metadata=option(
+        "Call the recommended file for this time, and tell whether memory grows: 10m.", "speed", metavar="TIME", common=True,
+        parse=parse_duration,
+    ))
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ from optimizer.options import (
 )
 from optimizer.report import Progress, ProgressFunction
 from optimizer.training import tune_training
-from optimizer.tuning import bench_bundle, read_choices
+from optimizer.tuning import bench_bundle, read_choices, soak_bundle
 from passes.base import Pass
 from passes.registry import describe_passes, make_passes, parse_passes
 
@@ -374,11 +374,24 @@ def verify(options: VerifyOptions) -> Document:
 
 
 def bench(options: BenchOptions) -> Document:
-    """Time the files of a bundle on this machine."""
+    """Time the files of a bundle on this machine, or call one of them for long; then a leak has an `exit_code`."""
     device = _chosen_device(options.device, require_gpu=False)
+    if options.soak is not None:
+        return _soak(options.bundle, options.soak, device)
     with own_errors():
         found = bench_bundle(options.bundle, device=device)
     return dict(plain({"ok": True, "exit_code": 0, "bundle": str(options.bundle), "benchmark": found.to_json()}))
+
+
+def _soak(bundle: Path, seconds: float, device: str) -> Document:
+    with own_errors():
+        run, found = soak_bundle(bundle, seconds, device)
+    document: Document = {"ok": True, "exit_code": 0}
+    if found.leaks:
+        message = f"{bundle} leaks in {run.route}: over {found.calls:,} calls, {found.growth()}."
+        document = failure_document(FindingsFound.exit_code, FindingsFound.__name__, message)
+    told = {"bundle": str(bundle), "route": str(run.route), "soak": found.to_json(), "notes": [found.sentence()]}
+    return dict(plain({**document, **told}))
 
 
 def rejudge(options: RejudgeOptions) -> Document:

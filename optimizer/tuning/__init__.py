@@ -3,6 +3,7 @@
 from optimizer.tuning.benchmark import Benchmark, Latency, PeakMemory, Ratio, interleaved, ratio
 from optimizer.tuning.calibration import CalibrationCalls, calibration_of, evaluation_of, rows_in, some_of, spread
 from optimizer.tuning.choice import bench_bundle, choose, read_choices
+from optimizer.tuning.soak import soak_bundle
 
 __all__ = [
     "Benchmark",
@@ -18,6 +19,7 @@ __all__ = [
     "ratio",
     "read_choices",
     "rows_in",
+    "soak_bundle",
     "some_of",
     "spread",
 ]
