@@ -224,20 +224,19 @@ class _Expected:
         ) from first
 
     def _calls(self, item: Any) -> Iterator[Call]:
-        """The call itself; and without what a data set may add, such as a label."""
+        """The call, without what a data set may add to the arguments of the example inputs, such as a label."""
         if isinstance(item, Call):
             yield item
         elif isinstance(item, torch.Tensor):
             yield Call((item,))
         elif isinstance(item, Mapping):
-            yield Call((), dict(item))
             constants = {name: each for name, each in self._given.kwargs.items() if not leaves_of(each).tensors()}
             names = [*self.adapter.positional_names[: len(self._given.args)], *self._given.kwargs]
-            yield Call((), {**constants, **{name: item[name] for name in names if name in item}})
+            given = {**constants, **item}
+            yield Call((), {name: given[name] for name in names} if given.keys() >= set(names) else dict(item))
         else:
-            yield Call(tuple(item))
+            yield Call(tuple(item[: len(self._given.args)]) if self._given.args else tuple(item))
             if item:
-                yield Call(tuple(item[: len(self._given.args)]))
                 # A pair of the arguments and a label.
                 yield from () if isinstance(item[0], str) else self._calls(item[0])
 

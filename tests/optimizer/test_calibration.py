@@ -120,7 +120,10 @@ def raising() -> Iterator[torch.Tensor]:
         ([{"label": X[:2], "y": X[:2]}], "Calibration call 0 doesn't fit the model: .*; pass the arguments of the"),
         ([("a word", X[:2])], "Calibration call 0 doesn't fit the model: "),
         ([X[:2].numpy()], "Calibration call 0 is of type ndarray: pass a tensor"),
-        ([{"x": X[:2].tolist()}], "Calibration call 0 doesn't fit the model: "),
+        (
+            [{"x": X[:2].tolist(), "label": 1}],
+            "Calibration call 0 doesn't fit the model: argument `x` was a tensor .* a list",
+        ),
         ([{1: X[:2]}], "Calibration call 0 doesn't fit the model: "),
         ([[]], "Calibration call 0 doesn't fit the model: "),
         ([(LABELS[:2], X[:2])], r"Calibration call 0: `x` is int64\[2\], but the example input is float32\[2, 3\]"),
