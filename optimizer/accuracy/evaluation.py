@@ -92,7 +92,8 @@ class Evaluation:
                 "each row, fewer data decide"
             )
         if first.calls > 1:
-            self._refuse_late_scores(len(first.rows) - len(first.scores))
+            for by_row in (True, False):
+                self._refuse_late_scores(by_row=by_row)
 
     def _refuse_other_scores(self, first: Block) -> None:
         """Raise if `evaluate` yields other first scores when it gets the same outputs again."""
@@ -116,16 +117,20 @@ class Evaluation:
                 "and don't change the data in place."
             )
 
-    def _refuse_late_scores(self, missing: int) -> None:
+    def _refuse_late_scores(self, *, by_row: bool) -> None:
         """Raise if the last scores are too many by those that are missing after the first calls.
 
         If not, the first calls may be a gallery that the others are compared with.
+
+        Args:
+            by_row: whether an example is a row, and not a whole call.
         """
-        number = 1
-        while (block := self._original.block(number)) is not None and block.by_row:
-            number += 1
-        is_last = block is not None and self._original.block(number + 1) is None
-        if block is not None and is_last and len(block.scores) - len(block.rows) == missing > 0:
+        missing: list[int] = []
+        calls = 0
+        while not any(missing[1:]) and (block := self._original.block(len(missing))) is not None:
+            missing.append((len(block.rows) if by_row else block.calls - calls) - len(block.scores))
+            calls = block.calls
+        if missing[0] == -missing[-1] > 0 and self._original.block(len(missing)) is None:
             raise EvaluateError(
                 "evaluate yields the scores of a call of run after the next call: it must yield them before it calls run again."
             )

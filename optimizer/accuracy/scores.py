@@ -306,11 +306,11 @@ class OriginalRun(_Run):
         self._picks = True
 
     def _run_model(self, *tensors: torch.Tensor) -> Flat:
-        outputs = self.task.adapter.run(tensors)
-        if self.outputs is not None and len(self.outputs) < REPEATED:
-            self.outputs.append(outputs)
         # Copies, because evaluate may write to an output that the model holds.
-        return clones(outputs)
+        outputs = clones(self.task.adapter.run(tensors))
+        if self.outputs is not None and len(self.outputs) < REPEATED:
+            self.outputs.append(clones(outputs))
+        return outputs
 
     def block(self, number: int) -> Block | None:
         """A block, by its number; None if there are fewer."""

@@ -445,11 +445,12 @@ def test_an_evaluate_that_fails_for_the_original_is_an_error(evaluate, told):
 
 @pytest.mark.parametrize("lag", [1, 3])
 @pytest.mark.parametrize("last", [100, 7])
-def test_scores_that_come_after_the_next_call_are_an_error(lag, last):
+@pytest.mark.parametrize("score", [lambda found: found, lambda found: found.float().mean()])
+def test_scores_that_come_after_the_next_call_are_an_error(lag, last, score):
     def late(run):
         scores = []
         for found in hits(run, x=X[: 900 + last], labels=LABELS[: 900 + last]):
-            scores.append(found)
+            scores.append(score(found))
             if len(scores) > lag:
                 yield scores.pop(0)
         yield from scores
