@@ -245,7 +245,7 @@ class Evaluation:
     def _check_score(self, score: float, test: PairedTest, part: Part, *, is_constant: bool) -> None:
         said = f"the original's score is {score:g} in each of {test.count:,} examples" if is_constant else ""
         said = said or ("the original's metric is 0" if score == 0 else "")
-        if said:
+        if said and (part == "final" or score == 0):
             self._notes["labels"] = f"{said}: check the labels that evaluate compares with"
         # A score such as -error can be 0, and is lower for the candidate then.
         if part == "final" and score == 0 and test.drop <= 0:

@@ -615,6 +615,8 @@ def test_a_metric_that_says_nothing_is_told():
         NotScored, match=r"the original's score is 0 in each of [\d,]+ examples, and no lower for the candidate"
     ):
         judged(of, loses(0.0))
+    assert judged(of, loses(0.0), "search").verdict == "within", "the final test may have other examples"
+    assert len(of.notes) == 1
     of = evaluation(hits, lambda statistics: 0.0)
     with pytest.raises(
         NotScored, match="the original's metric is 0, and no lower for the candidate, so a budget says nothing"
