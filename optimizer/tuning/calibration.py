@@ -236,9 +236,9 @@ class _Expected:
             yield Call((), {name: given[name] for name in names} if given.keys() >= set(names) else dict(item))
         else:
             yield Call(tuple(item[: len(self._given.args)]) if self._given.args else tuple(item))
-            if item:
-                # A pair of the arguments and a label.
-                yield from () if isinstance(item[0], str) else self._calls(item[0])
+            # A pair of the arguments and a label.
+            if item and isinstance(item[0], torch.Tensor | tuple | list | Mapping):
+                yield from self._calls(item[0])
 
     def _batched(self, call: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """A call of one row, if each tensor lacks its batch dim."""

@@ -120,6 +120,7 @@ def raising() -> Iterator[torch.Tensor]:
         ([{"label": X[:2], "y": X[:2]}], "Calibration call 0 doesn't fit the model: .*; pass the arguments of the"),
         ([("a word", X[:2])], "Calibration call 0 doesn't fit the model: "),
         ([X[:2].numpy()], "Calibration call 0 is of type ndarray: pass a tensor"),
+        ([(X[:2].numpy(), 1)], "Calibration call 0 doesn't fit the model: argument `x` was a tensor .* a ndarray"),
         (
             [{"x": X[:2].tolist(), "label": 1}],
             "Calibration call 0 doesn't fit the model: argument `x` was a tensor .* a list",
