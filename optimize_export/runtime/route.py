@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ NUMPY_DTYPES = frozenset(
 # The runtimes, each with the types of its settings:
 #   threads          of one call; for torch, of the process
 #   precision        in which products are computed, the dtype of inputs and outputs stays
+#   shapes           of the inputs for which the file is compiled, such as "8x3x40x40,8"; others compile it again, for any
 #   spinning         whether idle threads wait busily for the next operation
 #   freeze           run torch.jit.optimize_for_inference after loading
 #   cuda_graph       record the kernels of each input shape once and replay them
@@ -31,11 +33,13 @@ NUMPY_DTYPES = frozenset(
 #   nhwc             run convolutions in channels-last
 SETTINGS: Mapping[str, Mapping[str, type]] = {
     "onnxruntime": {"threads": int, "spinning": bool, "cuda_graph": bool, "tf32": bool, "nhwc": bool},
-    "openvino": {"threads": int, "precision": str},
+    "openvino": {"threads": int, "precision": str, "shapes": str},
     "torch": {"threads": int, "freeze": bool, "cuda_graph": bool, "tf32": bool, "cudnn_benchmark": bool},
 }
 # The values of `precision`, by OpenVINO's names.
 PRECISIONS: Mapping[str, str] = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+# Of each input the sizes; a scalar has none.
+_SHAPES = re.compile(r"(\d{1,9}(x\d{1,9})*)?(,(\d{1,9}(x\d{1,9})*)?)*")
 _INSTALL = {
     "onnxruntime": "pip install onnxruntime-gpu, or pip install onnxruntime for the CPU alone",
     "openvino": "pip install 'optimize-export[openvino]'",
@@ -79,7 +83,8 @@ class Route:
                 raise BundleError(f"{name}={value!r} is not a setting of {runtime}.")
         if not 1 <= settings.get("threads", 1) <= MOST_THREADS:
             raise BundleError(f"threads={settings['threads']} is not a number from 1 to {MOST_THREADS}.")
-        if settings.get("precision", "float32") not in PRECISIONS:
+        is_known = settings.get("precision", "float32") in PRECISIONS
+        if not (is_known and _SHAPES.fullmatch(settings.get("shapes", ""))):
             raise BundleError(f"The settings {dict(settings)} of {runtime} are invalid.")
         return cls(format, runtime, dict(settings))
 
@@ -90,19 +95,25 @@ def _said(setting: tuple[str, Setting]) -> str:
         return f"{value} thread{'' if value == 1 else 's'}"
     if name == "precision":
         return str(value)
+    if name == "shapes":
+        # All inputs of a language model would fill the line.
+        return "fixed shapes"
     words = name.replace("_", " ")
     return words if value else f"no {words}"
 
 
 # The simplest to ship first: an ONNX file needs no torch.
 _SIMPLEST_FIRST = ("onnx", "torchscript", "pt2", "aoti")
+# onnxruntime has no kernels for what is quantized there.
+_FOR_OPENVINO = "onnx-int8-inputs"
 
 
 def own_routes(formats: Iterable[str]) -> list[Route]:
     """Each format in the runtime that it is made for, the simplest to ship first, and those of other packages last."""
     places = {name: place for place, name in enumerate(_SIMPLEST_FIRST)}
     ordered = sorted(formats, key=lambda name: places.get(name, len(places)))
-    return [Route(name, "onnxruntime" if name.startswith("onnx") else "torch") for name in ordered]
+    runtimes = {name: "onnxruntime" if name.startswith("onnx") else "torch" for name in ordered}
+    return [Route(name, "openvino" if name == _FOR_OPENVINO else runtimes[name]) for name in ordered]
 
 
 def is_installed(runtime: str) -> bool:

@@ -71,8 +71,11 @@ def _artifact(manifest: Mapping[str, Any], format: str | None) -> Mapping[str, A
     if format is not None and format not in artifacts:
         raise UsageError(f"The bundle has no {format!r} artifact; it has {', '.join(artifacts)}.")
     recommended = ((manifest.get("benchmark") or {}).get("recommended") or {}).get("format")
-    wanted = [recommended, *(route.format for route in own_routes(artifacts))] if format is None else [format]
-    found = next((each for each in wanted if each and (_is_onnx(each) or each == "torchscript")), None)
+    routes = own_routes(artifacts)
+    # Not those that only OpenVINO is fast with.
+    served = {route.format for route in routes if route.runtime == "onnxruntime" or route.format == "torchscript"}
+    wanted = [recommended, *(route.format for route in routes)] if format is None else [format]
+    found = next((each for each in wanted if each in served), None)
     if found is None:
         raise UsageError(f"Triton serves onnx and torchscript here, not {format or ', '.join(artifacts)}.")
     return artifacts[found]

@@ -316,6 +316,11 @@ class Bench:
         ]
 
     @property
+    def has_open_sizes(self) -> bool:
+        request = self.measured.request
+        return request.dynamic_batch or bool(request.open_dims)
+
+    @property
     def batch_sizes(self) -> tuple[int, ...]:
         size = self.job.samples.batch_size
         return () if size is None else (size,)

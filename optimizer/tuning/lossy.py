@@ -259,7 +259,7 @@ class Lossy:
         source = files.folder / files.entry("onnx")["path"]
         # Such as `model.int8.onnx`.
         target = source.with_suffix(format.removeprefix("onnx").replace("-", ".", 1) + source.suffix)
-        route = Route(format, "onnxruntime")
+        (route,) = own_routes([format])
         found: list[Accuracy] = []
         # The best file outside the budget, with the time of a call.
         best, seconds = Accuracy(problem="it wasn't judged"), None

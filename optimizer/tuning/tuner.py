@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from exporters.aoti import AotiExporter
+from exporters.onnx_quantization import kinds
 from exporters.registry import QUANTIZED, exported_format, half_of
 from optimize_export.runtime import (
     Route,
@@ -267,7 +268,12 @@ class Tuner:
         device = self._bench.files.device
         if self._lossy is None or all(route.format != "onnx" for route in self._own):
             return
+        source = self._bench.files.folder / self._bench.files.entry("onnx")["path"]
         for format in QUANTIZED:
+            (own,) = own_routes([format])
+            if own.runtime == "openvino" and not (is_installed("openvino") and kinds(format, source)):
+                # It wouldn't pay.
+                continue
             if device == "cuda" and format.startswith("onnx-int8"):
                 reason = "not tried: on a GPU, onnxruntime computes in int8 only with TensorRT"
                 self._dropped.append(Figure(format, None, dropped=reason))
@@ -298,6 +304,8 @@ class Tuner:
         precisions = ["float32"] if self._lossy is None else ["float32", *openvino_precisions()]
         for precision in precisions:
             settings: dict[str, Setting] = {} if precision == "float32" else {"precision": precision}
+            if self._bench.has_open_sizes:
+                settings["shapes"] = ",".join("x".join(map(str, each.shape)) for each in self._bench.files.inputs)
             yield self._bench.files.candidate(Route(format, "openvino", settings))
 
     def _lossy_file(self, lossy: Lossy, format: str) -> Iterator[Candidate]:
@@ -324,7 +332,8 @@ class Tuner:
         self.entries[format] = entry
         files.entries = [*files.entries, entry]
         (own,) = own_routes([format])
-        yield from self._run(own)
+        if own.runtime != "openvino":
+            yield from self._run(own)
         yield from self._otherwise(own)
 
     def _try_all(self, candidates: Iterable[Candidate]) -> None:

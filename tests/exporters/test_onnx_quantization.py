@@ -1,5 +1,6 @@
 """Quantized ONNX files: what is quantized, what isn't, and what the file keeps."""
 
+import collections
 import hashlib
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from exporters.onnx_quantization import kinds, quantized
 from exporters.onnx_sensitivity import sensitivities, within_budget
 from optimize_export.onnx_runtime import ort
 
-KINDS = ("int8-maps", "int8-static", "int8-dynamic", "uint8-dynamic", "int4-weights")
+KINDS = ("int8-maps", "int8-static", "int8-inputs", "int8-dynamic", "uint8-dynamic", "int4-weights")
 RANDOM = np.random.default_rng(0)
 ROOT = str(Path(__file__).parents[2])
 
@@ -182,6 +183,7 @@ def mobile(tmp_path):
 def test_maps_stay_in_integers_from_the_first_convolution_to_the_last(mobile, mlp, tmp_path):
     assert kinds("onnx-int8", mobile) == ("int8-maps", "int8-static")
     assert kinds("onnx-int8", mlp) == ("int8-static",)
+    assert (kinds("onnx-int8-inputs", mobile), kinds("onnx-int8-inputs", mlp)) == (("int8-inputs",), ())
     record = quantized(mobile, tmp_path / "small.onnx", "int8-maps", rows(3, 8, 8))
     assert record.quantized == ("Conv_first", "Conv_deep", "Conv_squeezed", "Conv_projected")
     options = ort.SessionOptions()
@@ -195,6 +197,23 @@ def test_maps_stay_in_integers_from_the_first_convolution_to_the_last(mobile, ml
     (target,) = quantized(mobile, tmp_path / "kept.onnx", "int8-maps", rows(3, 8, 8), keep=["Conv_deep"]).files
     (kept,) = (tensor for tensor in onnx.load(target).graph.initializer if tensor.name == "b")
     assert kept.data_type == TensorProto.FLOAT
+    assert 1e-4 < relative_error(mobile, target, rows(3, 8, 8)[0]) < 0.06
+
+
+def test_for_openvino_only_the_inputs_of_convolutions_are_rounded(mobile, tmp_path):
+    record = quantized(mobile, tmp_path / "small.onnx", "int8-inputs", rows(3, 8, 8))
+    assert record.quantized == ("Conv_first", "Conv_deep", "Conv_squeezed", "Conv_projected")
+    graph = onnx.load(record.files[0]).graph
+    readers = {name: node.op_type for node in graph.node for name in node.input}
+    rounded = [readers[node.output[0]] for node in graph.node if node.op_type == "DequantizeLinear"]
+    # Each by its last reader: four inputs and four weights. The sum reads an activation that was rounded for a convolution.
+    assert collections.Counter(rounded) == {"Conv": 7, "Add": 1}
+    produced = {name: node.op_type for node in graph.node for name in node.output}
+    sources = [produced[node.input[0]] for node in graph.node if node.op_type == "QuantizeLinear"]
+    assert sorted(sources) == ["HardSwish", "Mul", "Mul", "ReduceMean"]
+    assert 1e-4 < relative_error(mobile, record.files[0], rows(3, 8, 8)[0]) < 0.06
+    assert {name for name, _ in sensitivities(mobile, record, rows(3, 8, 8))} == set(record.quantized)
+    (target,) = quantized(mobile, tmp_path / "kept.onnx", "int8-inputs", rows(3, 8, 8), keep=["Conv_deep"]).files
     assert 1e-4 < relative_error(mobile, target, rows(3, 8, 8)[0]) < 0.06
 
 
@@ -297,7 +316,7 @@ import sys, numpy as np
 from pathlib import Path
 from exporters.onnx_quantization import quantized
 rows = [{"x": np.random.default_rng(1).standard_normal((2, 64)).astype(np.float32)}]
-for kind in ("int8-maps", "int8-static", "int8-dynamic", "uint8-dynamic", "int4-weights"):
+for kind in ("int8-maps", "int8-static", "int8-inputs", "int8-dynamic", "uint8-dynamic", "int4-weights"):
     quantized(Path(sys.argv[1]), Path(sys.argv[2]) / kind, kind, rows)
 """
 

@@ -28,6 +28,7 @@ import optimize_export.runtime.route as route
 from optimize_export.errors import BundleError, DeviceError, UsageError
 from optimize_export.manifest import MANIFEST, SUMS
 from optimize_export.runtime import Route, cpus, open_route, processor
+from optimize_export.runtime.openvino_runner import OpenvinoRunner
 from optimizer import Bundle, LoadedModel, export, load
 
 RUNTIMES = [("onnx", "onnxruntime"), ("onnx", "openvino"), ("torchscript", "torch"), ("pt2", "torch")]
@@ -379,6 +380,24 @@ def test_without_a_measurement_the_first_choice_is_onnx(every: Bundle) -> None:
     assert load(every).route == Route("onnx", "onnxruntime")
     assert load(every, runtime="torch").route == Route("torchscript", "torch")
     assert load(every).notes == ()
+
+
+def test_a_file_that_is_compiled_for_fixed_shapes_takes_others_too(tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    scaled = OfFunction(lambda self, x, factor: self.linear(x) * factor, linear=nn.Linear(4, 3))
+    x, factor = torch.randn(3, 4), torch.tensor(2.0)
+    made = exported(tmp_path, scaled, x, factor, formats=("onnx",))
+    run = load(edited(made, tmp_path, recommending("onnx", "openvino", shapes="3x4,")))
+    assert str(run.route) == "onnx in openvino, fixed shapes"
+    runner = run._runner
+    assert isinstance(runner, OpenvinoRunner)
+    assert runner._any is None, "the golden inputs have the fixed shapes"
+    for rows in (3, 5, 1, 3):
+        x = torch.randn(rows, 4)
+        assert_same(run(x, factor), scaled(x, factor))
+    assert runner._any is not None
+    with pytest.raises(BundleError, match="are invalid"):
+        load(edited(made, tmp_path / "other", recommending("onnx", "openvino", shapes="3x-1")))
 
 
 @pytest.mark.slow

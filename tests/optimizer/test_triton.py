@@ -100,8 +100,8 @@ def test_torchscript_inputs_are_named_by_position_and_the_measured_threads_are_u
 
 
 def test_the_recommended_file_is_taken_if_triton_serves_it() -> None:
-    made = [artifact("torchscript"), artifact("onnx"), artifact("aoti")]
-    for format, wanted in (("torchscript", "torchscript"), ("aoti", "onnx")):
+    made = [artifact("torchscript"), artifact("onnx"), artifact("aoti"), artifact("onnx-int8-inputs")]
+    for format, wanted in (("torchscript", "torchscript"), ("aoti", "onnx"), ("onnx-int8-inputs", "onnx")):
         found = _artifact(manifest(artifacts=made, benchmark={"recommended": {"format": format}}), None)
         assert found["format"] == wanted
 

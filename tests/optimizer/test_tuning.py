@@ -293,13 +293,13 @@ def openvino(choosing, monkeypatch):
 
 @pytest.mark.usefixtures("openvino")
 def test_tuning_tries_runtimes_and_then_settings_of_the_fastest(choosing, speeds):
-    speeds.seconds = {"eager": 1.0, "openvino, 1 thread": 0.2, "openvino": 0.3, "onnxruntime": 0.4, "": 0.9}
+    speeds.seconds = {"eager": 1.0, "fixed shapes, 1 thread": 0.2, "openvino": 0.3, "onnxruntime": 0.4, "": 0.9}
     found = choosing(tune=True)
-    assert found.route == "onnx in openvino, 1 thread"
+    assert found.route == "onnx in openvino, fixed shapes, 1 thread"
     tried = {*found.timed, *found.dropped}
     assert {
         "model.onnx in onnxruntime, no spinning",
-        "model.onnx in openvino, 1 thread",
+        "model.onnx in openvino, fixed shapes, 1 thread",
         "model.torchscript.pt in torch, freeze",
         "the optimized module",
     } <= tried
@@ -423,6 +423,8 @@ def test_a_quantized_file_that_was_made_in_time_is_judged_and_timed(levels, choo
     rounding.levels = {"int8-dynamic": levels, "uint8-dynamic": 100, "int8-static": 100}
     now = [0.0]
     monkeypatch.setattr("optimizer.tuning.tuner.time.monotonic", lambda: now[0])
+    # Files in half precision would come first.
+    monkeypatch.setattr("optimizer.tuning.tuner.fast_dtypes", lambda device: ())
     make = Lossy.made
 
     def late(self: Lossy, format: str, files: Files, recipe: Recipe | None = None) -> dict[str, Any]:
@@ -568,10 +570,10 @@ def test_a_lower_precision_of_openvino_is_judged_by_the_budget(choosing, speeds,
     monkeypatch.setattr("optimizer.tuning.tuner.openvino_precisions", lambda: ["bfloat16"])
     opening(monkeypatch, lambda runner, route: Wrong(runner) if "precision" in route.settings else runner)
     found = choosing(tune=True, accuracy="0.99")
-    assert found.route == "onnx in openvino, bfloat16"
+    assert found.route == "onnx in openvino, bfloat16, fixed shapes"
     found = choosing(tune=True, accuracy="0.99999999")
     assert found.route == ONNX
-    assert found.dropped["model.onnx in openvino, bfloat16"].startswith("outside the budget: cosine 0.99")
+    assert found.dropped["model.onnx in openvino, bfloat16, fixed shapes"].startswith("outside the budget: cosine 0.99")
 
 
 def test_the_formats_of_quantized_files_can_be_loaded_and_made():
@@ -719,6 +721,20 @@ def test_on_a_cpu_settings_come_before_slow_quantization(monkeypatch):
     onnx = "onnx in onnxruntime"
     assert tried(tuner) == [onnx, f"{onnx}, 1 thread", f"{onnx}, no spinning", *quantized]
     assert tuner._dropped == [], "half precision isn't even named"
+
+
+def test_with_openvino_a_file_for_it_is_made_of_a_network_that_gains(monkeypatch):
+    """A file with open sizes is compiled for the sizes of the example."""
+    more = {"has_open_sizes": True, "settings": None}
+    for kinds, wanted in ((("int8-inputs",), ["onnx-int8-inputs in openvino, fixed shapes"]), ((), [])):
+        tuner = planned("cpu", monkeypatch, **more)
+        tuner._bench.files.inputs = [torch.zeros(2, 3), torch.tensor(1.0)]
+        monkeypatch.setattr("optimizer.tuning.tuner.is_installed", lambda runtime: True)
+        monkeypatch.setattr("optimizer.tuning.tuner.openvino_precisions", lambda: [])
+        monkeypatch.setattr("optimizer.tuning.tuner.kinds", lambda format, source, kinds=kinds: kinds)
+        found = list(tuner._quantized_files())
+        assert [str(each.route) for each in found if each.route.format == "onnx-int8-inputs"] == wanted
+        assert found[1].route == Route("onnx-int8-dynamic", "openvino", {"shapes": "2x3,"})
 
 
 def test_settings_of_a_file_that_was_made_later_are_tried_too(monkeypatch):
