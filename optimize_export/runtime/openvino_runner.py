@@ -51,6 +51,7 @@ class OpenvinoRunner:
             fixed = self._model.clone()
             fixed.reshape(dict(zip(fixed.inputs, map(list, self._shapes), strict=True)))
             self._fixed = core.compile_model(fixed, "CPU", config)
+        self._count = len((self._any or self._fixed).outputs)
         self._local = threading.local()
         self._openvino = package
         self.device = "cpu"
@@ -71,7 +72,7 @@ class OpenvinoRunner:
             request.set_input_tensor(index, self._openvino.Tensor(array, shared_memory=shared))
         request.infer()
         # The request reuses the memory of its outputs.
-        outputs = tuple(tensor.data.copy() for tensor in request.output_tensors)
+        outputs = tuple(request.get_output_tensor(index).data.copy() for index in range(self._count))
         return tuple(map(torch.from_numpy, outputs)) if is_torch and torch is not None else outputs
 
     def _for_any_shape(self) -> Any:

@@ -18,7 +18,7 @@ from exporters.child_process import InChild, can_start
 from exporters.registry import exported_format
 from optimize_export.errors import DeviceError
 from optimize_export.gpu_settings import GpuSettings
-from optimize_export.runtime import Route, Runner, open_route, own_routes, require_runtime
+from optimize_export.runtime import Route, Runner, Setting, open_route, own_routes, require_runtime
 from optimize_export.wording import listed
 from optimizer.exporting import ExportJob, MeasuredExport, WrittenFiles, copy_for_export, optimize_again
 from optimizer.model import Call, keeps_values
@@ -61,6 +61,8 @@ class Files:
     """"cpu" or "cuda"."""
     inputs: Sequence[torch.Tensor]
     """The flat inputs of the call, on the device."""
+    has_open_sizes: bool = False
+    """Whether the files take other sizes than those of the inputs."""
     proven: Sequence[Route] = ()
     """The routes whose files have run: they are opened without a child process."""
     # The last route that was opened in the child, and its runner there: a proof mostly follows.
@@ -70,6 +72,13 @@ class Files:
     def own_routes(self) -> list[Route]:
         """Each file in the runtime that its format is made for, the simplest to ship first."""
         return own_routes(entry["format"] for entry in self.entries)
+
+    def in_openvino(self, format: str, precision: str = "float32") -> Route:
+        """A file in OpenVINO, compiled for the shapes of the inputs."""
+        settings: dict[str, Setting] = {} if precision == "float32" else {"precision": precision}
+        if self.has_open_sizes:
+            settings["shapes"] = ",".join("x".join(map(str, tensor.shape)) for tensor in self.inputs)
+        return Route(format, "openvino", settings)
 
     def entry(self, format: str) -> Mapping[str, Any]:
         return next(each for each in self.entries if each["format"] == format)
@@ -182,6 +191,7 @@ class Bench:
         # The proven files, with the example call.
         self.files = Files(folder, entries, job.target.type, inputs)
         self.files.proven = self.files.own_routes
+        self.files.has_open_sizes = measured.request.dynamic_batch or bool(measured.request.open_dims)
         self.further = FurtherFiles(job, measured)
         # By format, how long its file took to export and prove, in seconds.
         self.seconds = dict(written.seconds)
@@ -314,11 +324,6 @@ class Bench:
             *lost,
             f"eager runs under torch's settings, which allow TF32 in {where}; the files don't, unless named tf32",
         ]
-
-    @property
-    def has_open_sizes(self) -> bool:
-        request = self.measured.request
-        return request.dynamic_batch or bool(request.open_dims)
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:

@@ -260,6 +260,8 @@ class Lossy:
         # Such as `model.int8.onnx`.
         target = source.with_suffix(format.removeprefix("onnx").replace("-", ".", 1) + source.suffix)
         (route,) = own_routes([format])
+        if route.runtime == "openvino":
+            route = files.in_openvino(format)
         found: list[Accuracy] = []
         # The best file outside the budget, with the time of a call.
         best, seconds = Accuracy(problem="it wasn't judged"), None

@@ -303,10 +303,7 @@ class Tuner:
             return
         precisions = ["float32"] if self._lossy is None else ["float32", *openvino_precisions()]
         for precision in precisions:
-            settings: dict[str, Setting] = {} if precision == "float32" else {"precision": precision}
-            if self._bench.has_open_sizes:
-                settings["shapes"] = ",".join("x".join(map(str, each.shape)) for each in self._bench.files.inputs)
-            yield self._bench.files.candidate(Route(format, "openvino", settings))
+            yield self._bench.files.candidate(self._bench.files.in_openvino(format, precision))
 
     def _lossy_file(self, lossy: Lossy, format: str) -> Iterator[Candidate]:
         """Make a file of a lossy format within the budget, and run it in every runtime."""

@@ -725,9 +725,9 @@ def test_on_a_cpu_settings_come_before_slow_quantization(monkeypatch):
 
 def test_with_openvino_a_file_for_it_is_made_of_a_network_that_gains(monkeypatch):
     """A file with open sizes is compiled for the sizes of the example."""
-    more = {"has_open_sizes": True, "settings": None}
     for kinds, wanted in ((("int8-inputs",), ["onnx-int8-inputs in openvino, fixed shapes"]), ((), [])):
-        tuner = planned("cpu", monkeypatch, **more)
+        tuner = planned("cpu", monkeypatch)
+        tuner._bench.files.has_open_sizes = True
         tuner._bench.files.inputs = [torch.zeros(2, 3), torch.tensor(1.0)]
         monkeypatch.setattr("optimizer.tuning.tuner.is_installed", lambda runtime: True)
         monkeypatch.setattr("optimizer.tuning.tuner.openvino_precisions", lambda: [])
