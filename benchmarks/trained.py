@@ -176,15 +176,6 @@ def resnet() -> nn.Module:
     return model
 
 
-def vit() -> nn.Module:
-    """A vision transformer; with a stem of convolutions instead of large patches, it learns from few pictures."""
-    from torchvision.models.vision_transformer import ConvStemConfig as Stem
-    from torchvision.models.vision_transformer import VisionTransformer
-
-    stem = [Stem(32, 3, 2), Stem(64, 3, 2), Stem(96, 3, 1)]
-    return VisionTransformer(SIDE, 4, 4, 4, 128, 512, num_classes=CLASSES, conv_stem_configs=stem)
-
-
 class _Bert(nn.Module):
     """BERT with the mean over its words as the sentence's vector, as embeddings of sentences are made."""
 
@@ -215,7 +206,6 @@ RECIPES = {
     "mobilenet_v3": _Recipe(mobilenet_v3, 480, 4e-3),
     "efficientnet": _Recipe(efficientnet, 400, 4e-3),
     "resnet": _Recipe(resnet, 320, 2e-3),
-    "vit": _Recipe(vit, 480, 1.5e-3),
     "text": _Recipe(_Bert, 600, 1e-3, is_text=True),
 }
 SHIPPED = {"pitch": (pitch.network, pitch.tones)}
