@@ -24,9 +24,9 @@ gain from it.
 
 OpenVINO computes activations in float inside the convolution before them, and rounds their result there. It is quickest
 with int8-inputs, which rounds what a convolution or product reads, and nothing else. On an AMD EPYC with AVX-512 VNNI at
-224 × 224, batch 1, one thread, EfficientNet-B0 is 1.55 times as fast as float32 in onnxruntime, MobileNetV3-large 1.78
+224 × 224, batch 1, one thread, EfficientNet-B0 is 1.58 times as fast as float32 in onnxruntime, MobileNetV3-large 1.78
 times; with int8-maps in onnxruntime 1.41 and 1.31, in OpenVINO 0.91 and 1.45 times. onnxruntime has no kernels for
-int8-inputs: there it is a third as fast as float32. Without depthwise convolutions, it is no faster than int8-static.
+int8-inputs: there it is a quarter as fast as float32. Without depthwise convolutions, it is no faster than int8-static.
 
 int8 weights use 7 of the 8 bits, because the file must run on any processor. Without VNNI, a processor adds two products
 of uint8 and int8 in 16 bits, which saturates with 8-bit weights and gives wrong results. uint8 weights don't have that
