@@ -192,12 +192,21 @@ class Bench:
         self.files = Files(folder, entries, job.target.type, inputs)
         self.files.proven = self.files.own_routes
         self.files.has_open_sizes = measured.request.dynamic_batch or bool(measured.request.open_dims)
-        self.further = FurtherFiles(job, measured)
         # By format, how long its file took to export and prove, in seconds.
         self.seconds = dict(written.seconds)
         self.nonfinite = NonFinite(measured, inputs)
         # By route, how it differs from the original for NaN or infinity, where that is allowed.
         self.lost: dict[str, str] = {}
+
+    @cached_property
+    def further(self) -> FurtherFiles:
+        """Makes the files that tuning adds."""
+        return FurtherFiles(self.job, self.measured)
+
+    def end_compiling(self) -> None:
+        """End what compiles in the background."""
+        if "further" in vars(self):
+            self.further.close()
 
     def finished(self) -> None:
         """Wait for the device."""

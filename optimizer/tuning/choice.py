@@ -77,7 +77,7 @@ def choose(
                 return bench.unmeasured(reason)
             return _tune(bench, lossy, written) if job.tune else _timed(bench)
     finally:
-        bench.further.close()
+        bench.end_compiling()
         if bench.settings is not None:
             bench.settings.put_in_force()
         release_memory()

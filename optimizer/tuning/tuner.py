@@ -113,7 +113,7 @@ class Tuner:
         if all(exported_format(entry["format"]) != name for entry in self._bench.files.entries):
             self._in_python += self._opened(self._bench.compiled(), needed=self._making[name])
         # What still compiles would disturb the last timing.
-        self._bench.further.close()
+        self._bench.end_compiling()
         # The line of a stage has its last text.
         self._bench.job.progress("tune", self._tried, self._tried, f"{self._tried} ways to run the model")
         ready = [eager, *self._finalists(), *self._in_python]

@@ -35,7 +35,6 @@ from optimizer.pipeline import provenance_of
 from optimizer.tuning import choose
 from optimizer.tuning.benchmark import Candidate, Figure, PeakMemory, Ratio, Refused, recommendation
 from optimizer.tuning.candidates import Bench, Files, NonFinite, with_other_passes
-from optimizer.tuning.further_files import FurtherFiles
 from optimizer.tuning.lossy import Lossy, Recipe
 from optimizer.tuning.tuner import Tuner, settings_of
 
@@ -689,20 +688,20 @@ def test_a_file_that_compiles_already_is_waited_for_while_there_is_time(monkeypa
 
 def test_nothing_compiles_beside_the_last_timing(choosing, speeds, monkeypatch):
     order: list[str] = []
-    close, conclude = FurtherFiles.close, Bench.conclude
+    end, conclude = Bench.end_compiling, Bench.conclude
 
-    def closed(self: FurtherFiles) -> None:
-        order.append("closed")
-        close(self)
+    def ended(self: Bench) -> None:
+        order.append("ended")
+        end(self)
 
     def timed(self: Bench, *given: Any) -> Any:
         order.append("timed")
         return conclude(self, *given)
 
-    monkeypatch.setattr(FurtherFiles, "close", closed)
+    monkeypatch.setattr(Bench, "end_compiling", ended)
     monkeypatch.setattr(Bench, "conclude", timed)
     choosing(tune=True)
-    assert order[:2] == ["closed", "timed"]
+    assert order[:2] == ["ended", "timed"]
 
 
 def test_a_file_that_cannot_run_in_a_graph_runs_without(monkeypatch):
