@@ -77,6 +77,39 @@ class InChild:
                 self.close()
 
 
+class OwnChild:
+    """An object in a child process of its own, called there; `close` ends the process.
+
+    Raises:
+        RuntimeCrashed: the child ended, or didn't answer in time.
+        Exception: whatever the object raises.
+    """
+
+    def __init__(self, opener: Opener, what: str) -> None:
+        self._child, self._what = _Child(), what
+        try:
+            self._asked("open", pickle.dumps(opener), _LONGEST)
+        except BaseException:
+            self.close()
+            raise
+
+    def __call__(self, *args: Any, longest: float) -> Any:
+        return self._asked("run", args, longest)
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def _asked(self, kind: str, argument: Any, longest: float) -> Any:
+        try:
+            return self._child.asked((kind, 0, argument), longest)
+        except _Ended as ended:
+            raise RuntimeCrashed(f"{self._what} {ended}") from None
+
+    def close(self) -> None:
+        self._child.end()
+
+
 @contextlib.contextmanager
 def one_child() -> Iterator[None]:
     """Keep one child for all files inside; it starts with the first one, and ends with the outermost context.
@@ -129,6 +162,7 @@ class _Child:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        self.pid = self._process.pid
         self._lock = threading.Lock()
         self._how = ""
         self._send(list(sys.path))

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -116,11 +117,11 @@ class BatchedModel:
             QueueFull: as many calls wait as may.
             UsageError: as for `LoadedModel`; or it is closed, or was loaded before this process was forked.
         """
-        return self.model._outputs.rebuild(self._put(args, kwargs).outputs.result())
+        return self.model._outputs.rebuild(self._put(args, kwargs).result())
 
     async def submit(self, *args: Any, **kwargs: Any) -> Any:
         """The same for asyncio. A call that is cancelled while it waits isn't run."""
-        return self.model._outputs.rebuild(await asyncio.wrap_future(self._put(args, kwargs).outputs))
+        return self.model._outputs.rebuild(await asyncio.wrap_future(self._put(args, kwargs)))
 
     def close(self) -> None:
         """Refuse further calls, answer those that wait, and end the threads."""
@@ -132,14 +133,23 @@ class BatchedModel:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _put(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    def _put(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+        return self.put(self.model._arguments.flatten(args, kwargs))
+
+    def put(self, tensors: list[Any]) -> Future[Any]:
+        """The outputs of a call, in the file's order as its tensors are; raises what a call raises."""
         if os.getpid() != self._process:
             raise UsageError("The bundle was loaded before this process was forked: load it in each process.")
-        tensors = self.model._arguments.flatten(args, kwargs)
         home = self.model._check(tensors)
         call = _Call(tensors, int(tensors[0].shape[0]), home)
         self._line.put(call, tuple(map(_kind, tensors)))
-        return call
+        return call.outputs
+
+
+def refuse_unjoined(folder: Path, manifest: Mapping[str, Any], artifact: Mapping[str, Any]) -> None:
+    """Raise `UsageError` if calls of a file can't be joined."""
+    if reason := why_not_joined(manifest, artifact):
+        raise UsageError(f"Calls of {folder} can't be joined into batches, because {reason}.")
 
 
 def why_not_joined(manifest: Mapping[str, Any], artifact: Mapping[str, Any]) -> str | None:

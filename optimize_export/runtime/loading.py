@@ -26,7 +26,7 @@ from optimize_export.manifest import (
     sums_problem,
 )
 from optimize_export.relations import Relation
-from optimize_export.runtime.batching import BatchedModel, Batching, why_not_joined
+from optimize_export.runtime.batching import BatchedModel, Batching, refuse_unjoined
 from optimize_export.runtime.cpus import processor, usable_cpus
 from optimize_export.runtime.route import NUMPY_DTYPES, SETTINGS, Route, Runner, open_route, own_routes
 from optimize_export.runtime.structure import Arguments, Outputs
@@ -243,8 +243,7 @@ def load(
 
 def _gathering(folder: Path, manifest: Mapping[str, Any], model: LoadedModel, batching: Batching) -> BatchedModel:
     artifact = next(each for each in manifest["artifacts"] if each["format"] == model.route.format)
-    if reason := why_not_joined(manifest, artifact):
-        raise UsageError(f"Calls of {folder} can't be joined into batches, because {reason}.")
+    refuse_unjoined(folder, manifest, artifact)
     settings = batching.for_device(model.device, manifest["parity"].get("batch_sizes") or ())
     models = [model] * (settings.instances or 1)
     if model.route.runtime == "openvino":
