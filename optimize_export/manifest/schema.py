@@ -80,6 +80,8 @@ _SEED = _Kind("a whole number below 2**64", lambda value: _is_whole(value, 2**64
 _THREADS = _Kind(
     f"a number of threads from 1 to {MOST_THREADS}", lambda value: _is_whole(value, MOST_THREADS + 1) and value > 0
 )
+_FROM_ONE = _Kind("a whole number from 1", lambda value: _is_whole(value) and value > 0)
+_WAIT = _Kind("a number of seconds from 0 to 60", lambda value: _is_finite(value) and 0 <= value < 60)
 _DIMENSION = _Kind(
     "a whole number or the name of a dimension",
     lambda value: bool(value) if isinstance(value, str) else _is_whole(value),
@@ -244,6 +246,15 @@ _BENCHMARK = {
     "reason?": _TEXT,
     "notes?": [_TEXT],
 }
+_SERVICE = {
+    **_all(_THREADS, "instances", "threads"),
+    "max_batch": _FROM_ONE,
+    "max_wait": _WAIT,
+    "cpus": _FROM_ONE,
+    "processor": _TEXT,
+    **_all(_POSITIVE, "rate", "p95"),
+    "target": (_POSITIVE, None),
+}
 # In the order in which the fields are written.
 _MANIFEST = {
     "schema": {"name": _TEXT, "version": _COUNT},
@@ -265,6 +276,7 @@ _MANIFEST = {
     "parity": _PARITY,
     "golden": _GOLDEN,
     "benchmark?": (_BENCHMARK, None),
+    "service?": _SERVICE,
     "coverage?": (_OBJECT, None),
     "passes": [_PASS],
     "notes?": [_TEXT],

@@ -208,7 +208,8 @@ def load(
         expect: the SHA-256 that the bundle's SHA256SUMS must have.
         warm_up: run the inputs of the first golden call once, so that the first call of the user is fast.
         batching: gather the calls of several threads, or of asyncio, into batches. On a CPU, each of the instances has
-            its share of the processors, unless `threads` is given.
+            its share of the processors, unless `threads` is given. True takes the settings that `bench --throughput --save`
+            put into the manifest, if this process may use as many processors as that one, and the defaults otherwise.
 
     Raises:
         BundleError: there is no bundle, it is damaged, it isn't the expected one, or no artifact can run here.
@@ -229,7 +230,12 @@ def load(
         raise BundleError(f"{folder} can't be used: {problem}")
     gathered = Batching() if batching is True else batching
     if gathered and threads is None and device != "cuda" and (device, manifest["device"]["type"]) != ("auto", "cuda"):
-        threads = max(1, usable_cpus() // (gathered.instances or usable_cpus()))
+        service = manifest.get("service")
+        if batching is True and service and format is runtime is None and service["cpus"] == usable_cpus():
+            gathered = Batching(service["max_batch"], service["max_wait"], instances=service["instances"])
+            threads = service["threads"]
+        else:
+            threads = max(1, usable_cpus() // (gathered.instances or usable_cpus()))
     model, refused = _first_that_runs(folder, manifest, _routes(manifest, format, runtime, threads), device)
     model.notes = (*refused, *_notes(manifest, model))
     for note in model.notes:

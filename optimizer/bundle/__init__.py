@@ -1,6 +1,14 @@
 """The bundle that an export writes (manifest, artifacts, golden data), and its verification."""
 
-from optimizer.bundle.bundle import Bundle, artifact_entry, check_target, new_folder, open_bundle, write_bundle
+from optimizer.bundle.bundle import (
+    Bundle,
+    artifact_entry,
+    check_target,
+    keep_in_manifest,
+    new_folder,
+    open_bundle,
+    write_bundle,
+)
 from optimizer.bundle.golden import read_golden, write_golden
 from optimizer.bundle.manifest import (
     describe_device,
@@ -20,6 +28,7 @@ __all__ = [
     "describe_device",
     "factor_between",
     "graph_of",
+    "keep_in_manifest",
     "new_folder",
     "open_bundle",
     "read_golden",

@@ -11,6 +11,7 @@ bundle/
 """
 
 import os
+import shutil
 import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -300,16 +301,37 @@ def _complete(
         report(folder, manifest)
         files += _hashed_files(folder, known={file["path"] for file in files})
         files.sort(key=lambda file: str(file["path"]))
-    manifest["files"] = files
+    _write_manifest(folder, {**manifest, "files": files})
+
+
+def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Write the manifest and the hashes of a folder that has all other files."""
     first = [name for name in FIELDS[:-1] if name in manifest]
-    manifest = {
-        name: manifest[name] for name in (*first, *(n for n in manifest if n not in (*first, "files")), "files")
-    }
-    check_manifest(manifest)
-    (folder / MANIFEST).write_text(to_json_text(manifest), encoding="utf-8", newline="\n")
-    digests = {file["path"]: file["sha256"] for file in files} | {MANIFEST: file_digest(folder / MANIFEST)}
+    ordered = {name: manifest[name] for name in (*first, *(n for n in manifest if n not in (*first, "files")), "files")}
+    check_manifest(ordered)
+    (folder / MANIFEST).write_text(to_json_text(ordered), encoding="utf-8", newline="\n")
+    digests = {file["path"]: file["sha256"] for file in manifest["files"]} | {MANIFEST: file_digest(folder / MANIFEST)}
     (folder / SUMS).write_text(sums_text(digests), encoding="utf-8", newline="\n")
     _set_permissions(folder)
+
+
+def keep_in_manifest(path: Path, fields: Mapping[str, Any]) -> Bundle:
+    """Set fields of a bundle's manifest. The bundle is exchanged in one step, and its other files stay as they are.
+
+    Raises:
+        BundleError: the bundle must not be replaced, for example because a file was changed; or the disk fails.
+    """
+    manifest = open_bundle(path).manifest
+    with new_folder(path, force=True) as folder:
+        for file in manifest["files"]:
+            place = folder / file["path"]
+            place.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(path / file["path"], place)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(path / file["path"], place)
+        _write_manifest(folder, {**manifest, **fields})
+    return open_bundle(path)
 
 
 def _hashed_files(folder: Path, known: Collection[str] = ()) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from optimizer.tuning.benchmark import Benchmark, Latency, PeakMemory, Ratio, in
 from optimizer.tuning.calibration import CalibrationCalls, calibration_of, evaluation_of, rows_in, some_of, spread
 from optimizer.tuning.choice import bench_bundle, choose, read_choices
 from optimizer.tuning.soak import soak_bundle
+from optimizer.tuning.throughput import bench_throughput
 
 __all__ = [
     "Benchmark",
@@ -12,6 +13,7 @@ __all__ = [
     "PeakMemory",
     "Ratio",
     "bench_bundle",
+    "bench_throughput",
     "calibration_of",
     "choose",
     "evaluation_of",

@@ -204,9 +204,9 @@ class PeakMemory:
         self.bytes = 0 if peak is None else max(0, peak - self.before)
 
 
-def status(field: str) -> int | None:
-    """A size in bytes from the status of this process, such as "VmRSS"; None where the system doesn't tell."""
-    return _size_in(Path("/proc/self/status"), field)
+def status(field: str, process: int | str = "self") -> int | None:
+    """A size in bytes from the status of a process, such as "VmRSS"; None where the system doesn't tell."""
+    return _size_in(Path(f"/proc/{process}/status"), field)
 
 
 def available_memory() -> int | None:

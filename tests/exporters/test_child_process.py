@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from exporters import child_process
-from exporters.child_process import InChild
+from exporters.child_process import InChild, OwnChild
 from exporters.errors import RuntimeCrashed
 
 
@@ -168,3 +169,25 @@ def test_without_an_interpreter_to_start_files_run_in_this_process(monkeypatch: 
         monkeypatch.undo()
         child_process.can_start.cache_clear()
     assert child_process.can_start()
+
+
+def test_an_own_child_calls_an_object_and_ends_when_it_hangs() -> None:
+    child = OwnChild(partial(partial, pow, 2), "the service")
+    assert child(5, longest=60) == 32
+    child.close()
+    child = OwnChild(partial(partial, time.sleep, 600), "the service")
+    with pytest.raises(RuntimeCrashed, match=r"the service hangs \(it didn't answer in 0.5 seconds\)"):
+        child(longest=0.5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_busy_child_ends_after_its_parent() -> None:
+    code = "import os, threading, time; from functools import partial; from exporters.child_process import OwnChild\n"
+    code += "child = OwnChild(partial(partial, time.sleep, 600), 'it'); print(child.pid, flush=True)\n"
+    code += "threading.Timer(0.2, os._exit, [0]).start(); child(longest=600)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    place, end = Path(f"/proc/{int(done.stdout)}/cmdline"), time.monotonic() + 60
+    # The process may stay in the table until its new parent asks for its exit code.
+    while place.exists() and place.read_bytes():
+        assert time.monotonic() < end
+        time.sleep(0.05)
