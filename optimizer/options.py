@@ -490,6 +490,22 @@ class BenchOptions:
         "Call the recommended file for this time, and tell whether memory grows: 10m.", "speed", metavar="TIME", common=True,
         parse=parse_duration,
     ))
+    throughput: bool = field(default=False, metadata=option(
+        "Find the settings of the most calls a second.", "speed", common=True,
+        more="On the CPU, with the recommended file, for `load(bundle, batching=True)`.",
+    ))
+    p95: float | None = field(default=None, metadata=option(
+        "Limit of the 95th percentile of a call: 20ms.", "speed", metavar="TIME", common=True, parse=parse_duration,
+        default_text="none; goes with --throughput",
+    ))
+    seconds: float | None = field(default=None, metadata=option(
+        "About how long it may take.", "speed", metavar="N", common=True, parse=above_zero,
+        default_text="5; with --throughput 60",
+    ))
+    save: bool = field(default=False, metadata=option(
+        "Put the settings into the bundle's manifest.", "speed", common=True,
+        more="Its SHA-256 for --expect changes. Goes with --throughput.",
+    ))
 
 
 @dataclass(frozen=True)

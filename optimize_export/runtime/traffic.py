@@ -40,7 +40,7 @@ class Traffic:
     calls: int
     """Those that were answered."""
     failed: int
-    """Those that the full queue refused, and those that weren't answered in as long again as the load took."""
+    """Those that the full queue refused, and those that waited too long for a run."""
     rate: float
     """Answers a second."""
     p50: float
@@ -68,19 +68,26 @@ def at_rate(
     put: Put,
     rate: float,
     seconds: float,
+    patience: float,
     seed: int = 0,
     *,
     clock: Clock = time.perf_counter,
     sleep: Callable[[float], object] = time.sleep,
 ) -> Traffic:
-    """Open load: calls come at their times, whether or not earlier ones were answered."""
+    """Open load: calls come at their times, whether or not earlier ones were answered.
+
+    Args:
+        rate: calls a second.
+        seconds: in which they come.
+        patience: seconds after that in which answers count; calls that still wait for a run then are given up.
+    """
     schedule = arrivals(rate, seconds, seed)
     tally = _Tally(clock)
     for at in schedule:
         if (early := tally.started + at - clock()) > 0:
             sleep(early)
         tally.begin(put, tally.started + at)
-    return tally.result(rate, seconds)
+    return tally.result(rate, patience)
 
 
 def back_to_back(put: Put, callers: int, seconds: float, *, clock: Clock = time.perf_counter) -> Traffic:
@@ -199,17 +206,16 @@ class Service:
         self._rows = cycle([[each[row : row + 1] for each in inputs] for row in range(len(inputs[0]))])
         self.back_to_back(1 if batching is None else callers_of(self._run.batching), _WARM_UP)
 
-    def __call__(self, kind: str, amount: float, seconds: float, seed: int = 0) -> Traffic:
-        """A load by its kind: "back_to_back" with a number of callers, or "at_rate"."""
-        return (
-            self.back_to_back(int(amount), seconds) if kind == "back_to_back" else self._at_rate(amount, seconds, seed)
-        )
+    def __call__(self, kind: str, *args: Any) -> Traffic:
+        """A load by the name of its method, for a parent process."""
+        found: Traffic = getattr(self, kind)(*args)
+        return found
 
     def back_to_back(self, callers: int, seconds: float) -> Traffic:
         return back_to_back(self._call if self._alone else self._put, callers, seconds)
 
-    def _at_rate(self, rate: float, seconds: float, seed: int) -> Traffic:
-        return at_rate(self._put, rate, seconds, seed)
+    def at_rate(self, rate: float, seconds: float, patience: float, seed: int) -> Traffic:
+        return at_rate(self._put, rate, seconds, patience, seed)
 
     def _put(self) -> Future[Any]:
         return self._run.put(list(next(self._rows)))

@@ -180,7 +180,7 @@ def _work(options: Options, voice: Voice) -> dict[str, Any]:
             stages.start("importing torch")
         engine = _torch_side()
         if isinstance(options, BenchOptions):
-            stages.start("timing the files")
+            stages.start("putting the bundle under load" if options.throughput else "timing the files")
         if isinstance(options, DiagnoseOptions):
             return dict(engine.diagnose_model(options, stages))
         if isinstance(options, TuneTrainingOptions):

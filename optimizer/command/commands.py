@@ -372,6 +372,20 @@ def _verify(call: _Call) -> VerifyOptions:
     return VerifyOptions(call.bundle(), **values)
 
 
+def _bench(call: _Call) -> BenchOptions:
+    values = call.values(BenchOptions)
+    if not values.get("throughput"):
+        if alone := values.keys() & {"p95", "save"}:
+            raise UsageError(f"--{min(alone)} goes with --throughput only: add it.")
+    elif "soak" in values:
+        raise UsageError("--soak and --throughput contradict each other: use only one of them.")
+    elif values.get("device") == "cuda":
+        raise UsageError("--throughput measures on the CPU only: leave out --device cuda.")
+    if values.keys() >= {"soak", "seconds"}:
+        raise UsageError("--soak has its own time: leave out --seconds.")
+    return BenchOptions(call.bundle(), **values)
+
+
 def _triton(call: _Call) -> TritonOptions:
     values = call.values(TritonOptions)
     if "output" not in values:
@@ -476,7 +490,7 @@ COMMANDS = {
             "Time the files of a bundle on this machine.",
             "BUNDLE",
             [*field_options(BenchOptions)],
-            lambda call: BenchOptions(call.bundle(), **call.values(BenchOptions)),
+            _bench,
         ),
         _Command(
             "rejudge",

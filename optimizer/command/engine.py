@@ -55,7 +55,7 @@ from optimizer.options import (
 )
 from optimizer.report import Progress, ProgressFunction
 from optimizer.training import tune_training
-from optimizer.tuning import bench_bundle, read_choices, soak_bundle
+from optimizer.tuning import bench_bundle, bench_throughput, read_choices, soak_bundle
 from passes.base import Pass
 from passes.registry import describe_passes, make_passes, parse_passes
 
@@ -374,12 +374,17 @@ def verify(options: VerifyOptions) -> Document:
 
 
 def bench(options: BenchOptions) -> Document:
-    """Time the files of a bundle on this machine, or call one of them for long; then a leak has an `exit_code`."""
+    """Time the files of a bundle on this machine, find how to serve it, or call one of them for long.
+
+    Then a leak has an `exit_code`.
+    """
+    if options.throughput:
+        return _throughput(options)
     device = _chosen_device(options.device, require_gpu=False)
     if options.soak is not None:
         return _soak(options.bundle, options.soak, device)
     with own_errors():
-        found = bench_bundle(options.bundle, device=device)
+        found = bench_bundle(options.bundle, device=device, seconds=options.seconds or 5.0)
     return dict(plain({"ok": True, "exit_code": 0, "bundle": str(options.bundle), "benchmark": found.to_json()}))
 
 
@@ -392,6 +397,15 @@ def _soak(bundle: Path, seconds: float, device: str) -> Document:
         document = failure_document(FindingsFound.exit_code, FindingsFound.__name__, message)
     told = {"bundle": str(bundle), "route": str(run.route), "soak": found.to_json(), "notes": [found.sentence()]}
     return dict(plain({**document, **told}))
+
+
+def _throughput(options: BenchOptions) -> Document:
+    with own_errors():
+        found, sums = bench_throughput(
+            options.bundle, target=options.p95, seconds=options.seconds or 60.0, save=options.save
+        )
+    document: Document = {"ok": True, "exit_code": 0, "bundle": str(options.bundle), "service": found.to_json()}
+    return dict(plain(document if sums is None else {**document, "sha256sums": sums}))
 
 
 def rejudge(options: RejudgeOptions) -> Document:

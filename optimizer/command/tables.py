@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import plotext
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +19,7 @@ from optimizer.diagnosis import diagnosis_lines
 from optimizer.parity import WITHIN_BUDGET, accuracy_text, allowed_share
 from optimizer.profiling import profile_lines
 from optimizer.report import reason_shown, remark_lines
-from optimizer.showing import number_text, percent_text, seconds_text, size_text
+from optimizer.showing import number_text, percent_text, rate_text, seconds_text, size_text
 from optimizer.training import TABLE_COLUMNS, TrainingTuning, recommendation, table_rows
 
 # Without a terminal, lines are almost never wrapped, so that `grep` finds them whole.
@@ -82,6 +83,9 @@ def _lines(document: Document, *, details: bool) -> Iterable[Table | Text | str]
         yield ""
     if benchmark := document.get("benchmark"):
         yield from benchmark_lines(benchmark)
+        yield ""
+    if service := document.get("service"):
+        yield from _service_lines(service)
         yield ""
     for name, profile in document.get("profile", {}).items():
         yield from map(Text, profile_lines(profile, *_PROFILED[name]))
@@ -355,6 +359,56 @@ def _row(figure: Document) -> list[str]:
 
 def _accuracy(figure: Document) -> str:
     return accuracy_text(figure["accuracy"]) if figure["accuracy"] else "rounding only"
+
+
+# Calls a second ------------------------------------------------------------------------------------------------------
+
+# The settings besides calls one by one that are shown.
+_BEST_SHOWN = 4
+_PLOT_SIZE = (72, 18)
+_TIMES = ("p50", "p95", "p99", "processor")
+
+
+def _service_lines(service: Document) -> Iterable[Table | Text | str]:
+    """A table of calls one by one and the best settings, the plot of their rates against p95, and the choice."""
+    target, chosen = service["target"], service["chosen"]
+    shown = [each for each in service["figures"] if each["load"] and not each["dropped"]][: 1 + _BEST_SHOWN]
+    columns = ("calls", "a second", *_TIMES, "memory")
+    yield table(columns, [_service_row(each, is_chosen=each["setting"] == chosen) for each in shown])
+    if target is None:
+        yield "* the choice; callers back to back, as many as fill the batches twice"
+    else:
+        yield f"* the choice; at the highest rate tried that has a p95 of {seconds_text(target)}, or else the lowest"
+    if any(each["at_rates"] for each in shown):
+        yield ""
+        yield from map(Text, _rates_plot({each["name"]: each["at_rates"] for each in shown}))
+    yield from (f"not used: {each['name']}: {each['dropped']}" for each in service["figures"] if each["dropped"])
+    yield from (f"note: {note}" for note in service["notes"])
+    cpus = service["cpus"]
+    yield f"{service['reason']} ({cpus} processor{'' if cpus == 1 else 's'})"
+
+
+def _service_row(figure: Document, *, is_chosen: bool) -> list[str]:
+    load, memory = figure["load"], figure["memory"]
+    times = ["-" if isinstance(load[name], str) else seconds_text(load[name]) for name in _TIMES]
+    name = f"{figure['name']}{' *' if is_chosen else ''}"
+    return [name, rate_text(load["rate"]), *times, "" if memory is None else size_text(memory)]
+
+
+def _rates_plot(curves: Mapping[str, Sequence[Document]]) -> list[str]:
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.plot_size(*_PLOT_SIZE)
+    plotext.title("p95 of calls that come at a rate")
+    plotext.xlabel("calls a second")
+    plotext.ylabel("p95, ms")
+    # An overloaded service answers ever later, which would flatten all other curves.
+    plotext.yscale("log")
+    for marker, (name, loads) in zip("ox+#*", curves.items(), strict=False):
+        # JSON has infinity as a text: no call was answered.
+        if points := [(each["offered"], 1000 * each["p95"]) for each in loads if not isinstance(each["p95"], str)]:
+            plotext.plot(*zip(*points, strict=True), marker=marker, label=name)
+    return [line.rstrip() for line in plotext.uncolorize(plotext.build()).splitlines()]
 
 
 # Rows in columns ------------------------------------------------------------------------------------------------------

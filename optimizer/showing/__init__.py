@@ -12,6 +12,7 @@ from optimizer.showing.pages import (
     parity_plot,
     percent_text,
     profile_rows,
+    rate_text,
     seconds_text,
     size_text,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "parity_plot",
     "percent_text",
     "profile_rows",
+    "rate_text",
     "seconds_text",
     "size_text",
 ]

@@ -83,6 +83,11 @@ def seconds_text(seconds: float) -> str:
     raise AssertionError
 
 
+def rate_text(rate: float) -> str:
+    """Calls a second: "24,400"."""
+    return f"{float(f'{rate:.3g}'):,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
 def number_text(value: float | str | None, digits: int = 2) -> str:
     """A number with at most `digits` digits, "-" for None. JSON has infinity and NaN as texts, which stay as they are."""
     if value is None:

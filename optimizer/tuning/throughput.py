@@ -23,7 +23,7 @@ from optimize_export.runtime import Batching, processor, usable_cpus
 from optimize_export.runtime.traffic import Service, Traffic, callers_of
 from optimize_export.wording import quote
 from optimizer.bundle import keep_in_manifest, open_bundle
-from optimizer.showing import seconds_text
+from optimizer.showing import rate_text, seconds_text
 from optimizer.tuning.benchmark import status
 
 _MAX_BATCHES = (8, 16, 32, 4, 1)
@@ -37,6 +37,8 @@ _LEAST, _MOST = 0.3, 10.0
 _RATES = (0.5, 0.7, 0.8, 0.9)
 # The loads of a bisection: its last step is a 32nd of the rate back to back.
 _STEPS = 5
+# With fewer calls, the 95th percentile is the slowest one.
+_FEW = 20
 # The least gain over calls one by one that is worth the queue and the threads.
 _PAYS = 1.05
 # Seconds that a load may take longer than it should before the process counts as hanging.
@@ -76,7 +78,7 @@ class Load(Protocol):
     """A setting that runs, and can be put under load."""
 
     def back_to_back(self, callers: int, seconds: float) -> Traffic: ...
-    def at_rate(self, rate: float, seconds: float, seed: int) -> Traffic: ...
+    def at_rate(self, rate: float, seconds: float, patience: float, seed: int) -> Traffic: ...
     def memory(self) -> int | None:
         """The peak of its resident memory, in bytes; None where the system doesn't tell."""
 
@@ -102,11 +104,16 @@ class ServiceFigure:
             return self.closed
         return max((each for each in self.at_rates if meets(each, target)), key=lambda each: each.rate, default=None)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, target: float | None) -> dict[str, Any]:
+        """The figures; `load` is the one to compare, at the lowest rate if none meets the target."""
+        rates = sorted(self.at_rates, key=lambda each: each.offered or 0)
+        load = self.within(target) or next(iter(rates), self.closed)
         return {
+            "name": str(self.setting),
             "setting": asdict(self.setting),
+            "load": load and load.to_json(),
             "back_to_back": self.closed and self.closed.to_json(),
-            "at_rates": [each.to_json() for each in sorted(self.at_rates, key=lambda each: each.offered or 0)],
+            "at_rates": [each.to_json() for each in rates],
             "memory": self.memory,
             "dropped": self.dropped,
         }
@@ -136,7 +143,7 @@ class Throughput:
         return {
             "target": self.target,
             "cpus": self.cpus,
-            "figures": [each.to_json() for each in self.figures],
+            "figures": [each.to_json(self.target) for each in self.figures],
             "chosen": self.chosen and asdict(self.chosen),
             "reason": self.reason,
             "notes": list(self.notes),
@@ -188,13 +195,12 @@ class _Started:
         self._child = child
 
     def back_to_back(self, callers: int, seconds: float) -> Traffic:
-        return self._put("back_to_back", callers, seconds, 0)
+        found: Traffic = self._child("back_to_back", callers, seconds, longest=seconds + _HANGS)
+        return found
 
-    def at_rate(self, rate: float, seconds: float, seed: int) -> Traffic:
-        return self._put("at_rate", rate, seconds, seed)
-
-    def _put(self, kind: str, amount: float, seconds: float, seed: int) -> Traffic:
-        found: Traffic = self._child(kind, amount, seconds, seed, longest=seconds + _HANGS)
+    def at_rate(self, rate: float, seconds: float, patience: float, seed: int) -> Traffic:
+        longest = seconds + patience + _HANGS
+        found: Traffic = self._child("at_rate", rate, seconds, patience, seed, longest=longest)
         return found
 
     def memory(self) -> int | None:
@@ -250,6 +256,8 @@ class Search:
             self._at_rates(waiting, self._left())
             finalists.append(waiting)
         chosen, reason = self._choice(finalists)
+        if any(0 < each.calls + each.failed < _FEW for figure in finalists for each in figure.at_rates):
+            self._notes.append(f"some percentiles are of fewer than {_FEW} calls: more --seconds make them surer")
         figures = [*finalists, *(each for each in self._others if each not in finalists)]
         return Throughput(self._target, self._cpus, figures, chosen, reason, tuple(self._notes))
 
@@ -294,18 +302,16 @@ class Search:
         if not seconds:
             self._notes.append(f"{figure.setting} met no calls at rates: the time was up")
             return
-        top = figure.closed.rate
+        top, late = figure.closed.rate, max(2 * figure.closed.p95, self._target or 0)
+        low, high = 0.0, 1.0
+        count = len(_RATES) if self._target is None else _STEPS
         with self._running(figure, seconds) as (load, left):
-            if self._target is None:
-                for seed, share in enumerate(_RATES):
-                    figure.at_rates.append(load.at_rate(share * top, _within(left / len(_RATES)), seed))
-                return
-            low, high = 0.0, 1.0
-            for seed in range(_STEPS):
-                share = (low + high) / 2
-                found = load.at_rate(share * top, _within(left / _STEPS), seed)
+            each = _within(left / count)
+            for seed in range(count):
+                share = _RATES[seed] if self._target is None else (low + high) / 2
+                found = load.at_rate(share * top, each, max(each, late), seed)
                 figure.at_rates.append(found)
-                low, high = (share, high) if meets(found, self._target) else (low, share)
+                low, high = (share, high) if self._target and meets(found, self._target) else (low, share)
 
     def _waiting(self, figures: Sequence[ServiceFigure]) -> ServiceFigure | None:
         """The best setting with a wait of a quarter of the target."""
@@ -351,7 +357,7 @@ class Search:
         load = best.within(self._target)
         assert load is not None
         within = "" if self._target is None else f" within a p95 of {seconds_text(self._target)}"
-        told = f"{best.setting}: {load.rate:.3g} calls a second{within}, at {seconds_text(load.processor)} of a processor each"
+        told = f"{best.setting}: {rate_text(load.rate)} calls a second{within}, at {seconds_text(load.processor)} of a processor each"
         if best is base:
             return base.setting, f"{told}; batching doesn't pay here"
         if not self._rate(base):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from optimize_export.runtime import usable_cpus
 from optimize_export.runtime.traffic import Traffic
 from optimizer import Bundle, export, open_bundle, verify_bundle
 from optimizer.bundle import keep_in_manifest
+from optimizer.command.cli import main
 from optimizer.tuning.throughput import Search, Setting, Throughput, splits
 
 BASE = Setting(1, 4, 1, one_by_one=True)
@@ -67,7 +69,8 @@ class Running:
         assert callers == self._setting.callers
         return self._machine.put(self._setting, None, seconds)
 
-    def at_rate(self, rate: float, seconds: float, seed: int) -> Traffic:
+    def at_rate(self, rate: float, seconds: float, patience: float, seed: int) -> Traffic:
+        assert patience >= seconds
         return self._machine.put(self._setting, rate, seconds)
 
     def memory(self) -> int:
@@ -269,3 +272,58 @@ def test_the_schema_refuses_wrong_choices(bundle: Bundle, changes: Mapping[str, 
 
 
 # The command ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_measures_and_keeps_the_choice(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
+    before = bundle.sha256sums
+    assert main(["bench", str(bundle.path), "--throughput", "--p95", "10s", "--seconds", "6", "--save", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    service = document["service"]
+    assert service["chosen"] is not None
+    assert document["sha256sums"] == open_bundle(bundle.path).sha256sums != before
+    assert service["figures"][0]["setting"]["one_by_one"]
+    assert service["figures"][0]["load"]["p95"] < 10
+    kept = open_bundle(bundle.path).manifest["service"]
+    assert kept["target"] == 10
+    assert kept.items() >= {name: value for name, value in service["chosen"].items() if name != "one_by_one"}.items()
+    assert settings_of(load(bundle, batching=True)) == tuple(
+        kept[each] for each in ("instances", "max_batch", "max_wait", "threads")
+    )
+
+
+def test_without_save_the_bundle_stays(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
+    before = bundle.sha256sums
+    assert main(["bench", str(bundle.path), "--throughput", "--seconds", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert open_bundle(bundle.path).sha256sums == before
+    assert "one by one, " in shown
+    assert " *  " in shown
+    assert "calls a second, at " in shown
+    assert "p95 of calls that come at a rate" in shown
+
+
+def test_rows_that_may_depend_on_each_other_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = export(Doubled(), example_inputs=(torch.randn(3, 4),), output=tmp_path / "net", formats=("onnx",))
+    with pytest.raises(UsageError) as refused:
+        load(made, batching=True)
+    assert main(["bench", str(made.path), "--throughput", "--seconds", "2"]) == 2
+    assert f"error: {refused.value}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--throughput", "--p95", "0"], "--p95: '0' is not a time such as 20ms, 90s or 10m."),
+        (["--throughput", "--p95", "0ms"], "--p95: '0ms' is not a time such as 20ms"),
+        (["--throughput", "--p95", "20 parsecs"], "--p95: '20 parsecs' is not a time such as 20ms"),
+        (["--throughput", "--seconds", "0"], "--seconds: '0' is not a number above 0."),
+        (["--p95", "20ms"], "--p95 goes with --throughput only: add it."),
+        (["--save"], "--save goes with --throughput only: add it."),
+        (["--throughput", "--soak", "1m"], "--soak and --throughput contradict each other: use only one of them."),
+        (["--seconds", "9", "--soak", "1m"], "--soak has its own time: leave out --seconds."),
+        (["--throughput", "--device", "cuda"], "--throughput measures on the CPU only: leave out --device cuda."),
+    ],
+)
+def test_wrong_options_are_refused(options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "net", *options]) == 2
+    assert sentence in capsys.readouterr().err

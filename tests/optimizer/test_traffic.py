@@ -44,18 +44,18 @@ class OneAtATime:
 
 def test_a_stall_shows_in_all_calls_that_came_meanwhile() -> None:
     service = OneAtATime(0.001, stall_at=100, stall=1.0)
-    found = at_rate(service, 100, 10, clock=service.clock, sleep=service.sleep)
+    found = at_rate(service, 100, 10, 10, clock=service.clock, sleep=service.sleep)
     # One call in a thousand stalls, and a tenth of all wait for it: 100 calls a second come while it does.
     assert found.p99 > 0.8
     assert found.p50 < 0.002
     assert (found.calls, found.failed, found.offered) == (len(arrivals(100, 10, 0)), 0, 100)
     steady = OneAtATime(0.001)
-    assert at_rate(steady, 100, 10, clock=steady.clock, sleep=steady.sleep).p99 < 0.01
+    assert at_rate(steady, 100, 10, 10, clock=steady.clock, sleep=steady.sleep).p99 < 0.01
 
 
 def test_the_answers_of_an_overloaded_service_come_ever_later() -> None:
     service = OneAtATime(0.02)
-    found = at_rate(service, 100, 10, clock=service.clock, sleep=service.sleep)
+    found = at_rate(service, 100, 10, 10, clock=service.clock, sleep=service.sleep)
     assert found.rate == pytest.approx(50, rel=0.02)
     assert found.p95 > 8
 
@@ -78,7 +78,7 @@ def test_refused_and_forgotten_calls_are_failed() -> None:
         service.now += 0.01
         return forgotten[-1]
 
-    found = at_rate(put, 100, 0.1, clock=service.clock, sleep=service.sleep)
+    found = at_rate(put, 100, 0.1, 0.1, clock=service.clock, sleep=service.sleep)
     assert (found.calls, found.failed) == (0, len(arrivals(100, 0.1, 0)))
     assert (found.rate, found.p95, found.processor) == (0, math.inf, math.inf)
     assert all(each.cancelled() for each in forgotten)
@@ -92,7 +92,7 @@ def test_an_error_of_the_model_ends_the_load() -> None:
 
     service = OneAtATime(0.01)
     with pytest.raises(RuntimeError, match="out of range"):
-        at_rate(put, 100, 0.1, clock=service.clock, sleep=service.sleep)
+        at_rate(put, 100, 0.1, 0.1, clock=service.clock, sleep=service.sleep)
 
 
 def test_never_more_calls_wait_than_there_are_callers() -> None:
@@ -150,7 +150,7 @@ def test_a_bundle_is_put_under_load_in_a_child(bundle: Bundle) -> None:
     child = OwnChild(partial(Service, bundle.path, 1, Batching(4, instances=1)), "the service")
     try:
         closed = child("back_to_back", 8, 0.1, longest=60)
-        offered = child("at_rate", 50.0, 0.2, longest=60)
+        offered = child("at_rate", 50.0, 0.2, 60.0, 0, longest=60)
     finally:
         child.close()
     assert closed.calls > 0 < closed.processor
