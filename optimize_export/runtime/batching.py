@@ -7,6 +7,7 @@ call, so that only the calls at fault get an error.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import sys
 import threading
@@ -97,16 +98,17 @@ class BatchedModel:
             models: one for each instance; they may be the same.
         """
         self.model, self.batching = models[0], batching
-        self._process = os.getpid()
         self._line = _Line(batching)
+        # The threads don't hold this object, so it goes when its user drops it, and they end. Nothing waits for that: the
+        # garbage collector may run in one of the threads, or where locks are held that they need.
+        weakref.finalize(self, self._line.close).atexit = False
         self._threads = [
             threading.Thread(target=_serve, args=(self._line, each), name=f"batching-{number}", daemon=True)
             for number, each in enumerate(models)
         ]
         for thread in self._threads:
             thread.start()
-        # The threads don't hold this object, so it goes when its user drops it. At exit, it ends them before Python does.
-        self._end = weakref.finalize(self, _end, self._line, self._threads)
+            _running[thread] = self._line
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, perhaps together with calls of other threads.
@@ -125,7 +127,10 @@ class BatchedModel:
 
     def close(self) -> None:
         """Refuse further calls, answer those that wait, and end the threads."""
-        self._end()
+        self._line.close()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
 
     def __enter__(self) -> BatchedModel:
         return self
@@ -138,9 +143,9 @@ class BatchedModel:
 
     def put(self, tensors: list[Any]) -> Future[Any]:
         """The outputs of a call, in the file's order as its tensors are; raises what a call raises."""
-        if os.getpid() != self._process:
-            raise UsageError("The bundle was loaded before this process was forked: load it in each process.")
         home = self.model._check(tensors)
+        if home is not None and home.type == "cuda":
+            _refuse_other_stream(home)
         call = _Call(tensors, int(tensors[0].shape[0]), home)
         self._line.put(call, tuple(map(_kind, tensors)))
         return call.outputs
@@ -150,6 +155,15 @@ def refuse_unjoined(folder: Path, manifest: Mapping[str, Any], artifact: Mapping
     """Raise `UsageError` if calls of a file can't be joined."""
     if reason := why_not_joined(manifest, artifact):
         raise UsageError(f"Calls of {folder} can't be joined into batches, because {reason}.")
+
+
+def _refuse_other_stream(home: Any) -> None:
+    """Raise UsageError in a `torch.cuda.stream`: the threads would read tensors that it has yet to write."""
+    cuda = sys.modules["torch"].cuda
+    if cuda.current_stream(home) != cuda.default_stream(home):
+        raise UsageError(
+            "Calls are joined on the GPU's default stream: call the model outside of a stream of your own."
+        )
 
 
 def why_not_joined(manifest: Mapping[str, Any], artifact: Mapping[str, Any]) -> str | None:
@@ -188,8 +202,11 @@ class _Line:
         self._count = 0
         self._changed = threading.Condition()
         self._closed = False
+        self._process = os.getpid()
 
     def put(self, call: _Call, kind: Hashable) -> None:
+        if os.getpid() != self._process:
+            raise UsageError("The bundle was loaded before this process was forked: load it in each process.")
         with self._changed:
             if self._closed:
                 raise UsageError("The model was closed: load the bundle again.")
@@ -201,10 +218,11 @@ class _Line:
                 )
             self._queues.setdefault(kind, deque()).append(call)
             self._count += 1
-            self._changed.notify_all()
+            # One thread decides on everything that waits, and wakes the next one if it leaves something.
+            self._changed.notify()
 
     def take(self) -> list[_Call]:
-        """Wait for the calls of the next run, which have the kind of the oldest one; empty at the end."""
+        """Wait for the calls of the next run, which have the kind of the oldest one, or fill a batch; empty at the end."""
         with self._changed:
             while True:
                 if not self._queues:
@@ -212,21 +230,28 @@ class _Line:
                         return []
                     self._changed.wait()
                     continue
-                kind, queue = min(self._queues.items(), key=lambda item: item[1][0].came)
-                left = queue[0].came + self._wait - time.monotonic()
-                if left <= 0 or self._closed or sum(call.rows for call in queue) >= self._most:
-                    return self._taken(kind, queue)
-                self._changed.wait(left)
+                kind: Hashable = min(self._queues, key=lambda each: self._queues[each][0].came)
+                left = self._queues[kind][0].came + self._wait - time.monotonic()
+                if left > 0 and not self._closed:
+                    full = [
+                        each for each, queue in self._queues.items() if sum(one.rows for one in queue) >= self._most
+                    ]
+                    if not full:
+                        self._changed.wait(left)
+                        continue
+                    kind = full[0]
+                return self._taken(kind)
 
-    def _taken(self, kind: Hashable, queue: deque[_Call]) -> list[_Call]:
-        found = [queue.popleft()]
-        rows = found[0].rows
-        while queue and rows + queue[0].rows <= self._most:
-            rows += queue[0].rows
+    def _taken(self, kind: Hashable) -> list[_Call]:
+        queue, found, rows = self._queues[kind], list[_Call](), 0
+        while queue and (not rows or rows + queue[0].rows <= self._most):
+            rows += 0 if queue[0].outputs.cancelled() else queue[0].rows
             found.append(queue.popleft())
         if not queue:
             del self._queues[kind]
         self._count -= len(found)
+        if self._queues:
+            self._changed.notify()
         return found
 
     def _drop_cancelled(self) -> None:
@@ -240,6 +265,9 @@ class _Line:
                 del self._queues[kind]
 
     def close(self) -> None:
+        # In a fork, another thread of the original may have held the lock.
+        if os.getpid() != self._process:
+            return
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -251,11 +279,19 @@ def _kind(tensor: Any) -> Hashable:
     return where, tuple(tensor.shape[1:])
 
 
-def _end(line: _Line, threads: Sequence[threading.Thread]) -> None:
-    line.close()
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join()
+# The threads that run, and what they take from.
+_running: weakref.WeakKeyDictionary[threading.Thread, _Line] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end() -> None:
+    """End the threads before Python does."""
+    # In a fork, they don't exist.
+    found = [(thread, line) for thread, line in _running.items() if thread.is_alive()]
+    for _, line in found:
+        line.close()
+    for thread, _ in found:
+        thread.join()
 
 
 # -------------------------------------------------------------------------------------------------------------- their runs
@@ -265,30 +301,28 @@ def _serve(line: _Line, model: LoadedModel) -> None:
     """Run batches until the end."""
     while calls := line.take():
         running = [call for call in calls if call.outputs.set_running_or_notify_cancel()]
-        try:
-            if running:
-                _run(model, running)
-        except BaseException as error:
-            for call in running:
-                if not call.outputs.done():
-                    call.outputs.set_exception(error)
-            raise
+        if running:
+            _run(model, running)
         # Not until the next batch comes: callers may hold large tensors.
         del calls, running
 
 
 def _run(model: LoadedModel, calls: list[_Call]) -> None:
-    """Answer calls by one run; if that fails, each by its own."""
+    """Answer calls by one run; if that fails, each by its own, which empties the list."""
     try:
         answers = _outputs_of(model, calls)
-    # Each runtime has its own errors, and some derive from Exception alone.
-    except Exception as error:  # noqa: BLE001
+    # Each runtime has its own errors, and some derive from Exception alone. A thread that ended here would leave others
+    # waiting, whatever a model raises.
+    except BaseException as error:  # noqa: BLE001
         if len(calls) == 1:
-            calls[0].outputs.set_exception(error)
+            # The error holds this frame. If the frame held the call, both would stay until the garbage collector comes.
+            calls.pop().outputs.set_exception(error)
             return
-        for call in calls:
-            _run(model, [call])
-        return
+        answers = []
+    # Not where the batch's error is handled, which would become the context of theirs.
+    if not answers:
+        while calls:
+            _run(model, [calls.pop(0)])
     for call, outputs in zip(calls, answers, strict=True):
         call.outputs.set_result(outputs)
 
@@ -296,7 +330,11 @@ def _run(model: LoadedModel, calls: list[_Call]) -> None:
 def _outputs_of(model: LoadedModel, calls: Sequence[_Call]) -> list[tuple[Any, ...]]:
     """The outputs of each call."""
     rows = [call.rows for call in calls]
-    outputs = model._runner(*(_joined(each) for each in zip(*(call.tensors for call in calls), strict=True)))
+    joined = [_joined(each) for each in zip(*(call.tensors for call in calls), strict=True)]
+    if model._limits and len(calls) > 1:
+        # Each call is within them, but all of their rows may not be.
+        model._check(joined)
+    outputs = model._runner(*joined)
     if len(calls) == 1:
         return [model._at_home(outputs, calls[0].home)]
     if any(len(output) != sum(rows) for output in outputs):

@@ -224,6 +224,8 @@ def load(
         raise UsageError(f"threads must be a whole number from 1 to {MOST_THREADS}, not {threads!r}.")
     if runtime is not None and runtime not in SETTINGS:
         raise UsageError(f"There is no runtime {runtime!r}; the runtimes are {', '.join(SETTINGS)}.")
+    if not isinstance(batching, bool | Batching):
+        raise UsageError(f"batching must be True, False or a Batching, not {batching!r}.")
     folder = Path(os.path.expanduser(bundle))
     manifest = read_manifest(folder)
     if problem := sums_problem(folder, manifest, None if expect is None else parse_digest("expect", expect)):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,8 @@ from torch import nn
 
 from optimize_export import BatchedModel, Batching, LoadedModel, QueueFull, load
 from optimize_export.errors import UsageError
+from optimize_export.relations import Relation
+from optimize_export.runtime.batching import _refuse_other_stream
 from optimizer import Bundle, export
 
 
@@ -179,6 +182,55 @@ def test_a_call_that_fails_leaves_its_neighbours_alone(gated: Callable[..., Open
     assert gate.rows == [1, 3, 1, 1, 1]
 
 
+def test_an_error_tells_nothing_of_the_batch_and_keeps_no_call(gated: Callable[..., Opened]) -> None:
+    run, gate = gated()
+    first = run._put(a_call(), {})
+    assert gate.entered.wait(60)
+    calls = [a_call(1, start=1e7), a_call(1, start=1e8)]
+    kept = [weakref.ref(x) for x, _ in calls]
+    answers = [run._put(each, {}) for each in calls]
+    gc.disable()
+    try:
+        gate.opened.set()
+        errors = [each.exception(60) for each in answers]
+        assert [type(error) for error in errors] == [RuntimeError, RuntimeError]
+        assert [error.__context__ for error in errors if error is not None] == [None, None]
+        del calls, answers, errors
+        until(lambda: [each() for each in kept] == [None, None])
+    finally:
+        gc.enable()
+    assert_answers(run.model._outputs.rebuild(first.result(60)), a_call())
+
+
+def test_a_model_that_ends_its_thread_leaves_nobody_waiting(gated: Callable[..., Opened]) -> None:
+    run, gate = gated()
+    gate.opened.set()
+    own = gate.own
+
+    def exits(*tensors: Any) -> Any:
+        raise SystemExit(3)
+
+    gate.own = exits
+    with pytest.raises(SystemExit):
+        run(*a_call())
+    gate.own = own
+    assert_answers(run(*a_call()), a_call())
+
+
+def test_a_batch_beyond_the_limits_of_the_file_isnt_run(gated: Callable[..., Opened]) -> None:
+    run, gate = gated()
+    # x is [batch, 4].
+    batch = run.model._specs[0][2][0]
+    run.model._limits = (Relation(f"{batch} <= 4"),)
+    calls = [a_call(rows, start=100.0 * rows) for rows in (1, 2, 3)]
+    with ThreadPoolExecutor(3) as pool:
+        answers = asked(run, gate, pool, calls)
+        gate.opened.set()
+        for answer, call in zip(answers, calls, strict=True):
+            assert_answers(answer.result(60), call)
+    assert gate.rows == [1, 2, 3]
+
+
 def test_a_nan_stays_in_its_call(gated: Callable[..., Opened]) -> None:
     run, gate = gated()
     with ThreadPoolExecutor(3) as pool:
@@ -219,15 +271,21 @@ def test_a_call_waits_for_others_at_most_as_long_as_it_may(bundle: Bundle) -> No
     model = load(bundle)
     gate = Gate(model)
     gate.opened.set()
-    with BatchedModel([model], Batching(4, max_wait=0.2, instances=1)) as run, ThreadPoolExecutor(4) as pool:
+    with BatchedModel([model], Batching(4, max_wait=0.2, instances=1)) as run, ThreadPoolExecutor(5) as pool:
         started = time.monotonic()
         run(*a_call())
         assert time.monotonic() - started >= 0.2
         # As many as a batch takes don't wait.
         with BatchedModel([model], Batching(4, max_wait=50.0, instances=1)) as full:
+            # Nor behind a call of another shape that does.
+            other = pool.submit(full, *a_call(1, 6))
+            until(lambda: waiting(full) == 1)
             for answer in [pool.submit(full, *a_call()) for _ in range(4)]:
                 answer.result(30)
-    assert gate.rows == [1, 4]
+            assert not other.done()
+            full.close()
+            assert_answers(other.result(30), a_call(1, 6))
+    assert gate.rows == [1, 4, 1]
 
 
 def test_closing_answers_what_waits_and_refuses_the_rest(gated: Callable[..., Opened]) -> None:
@@ -253,6 +311,48 @@ def test_a_dropped_model_ends_its_threads(bundle: Bundle) -> None:
     del run
     gc.collect()
     until(lambda: not any(thread.is_alive() for thread in threads))
+
+
+def test_a_dropped_model_is_collected_wherever_the_collector_runs(bundle: Bundle) -> None:
+    """It may run in a thread of the model, where it has its lock."""
+    run = load(bundle, batching=Batching(instances=2))
+    line, threads = run._line, run._threads
+    cycle: list[Any] = [run]
+    cycle.append(cycle)
+    del run
+    with line._changed:
+        del cycle
+        gc.collect()
+        assert line._closed
+    until(lambda: not any(thread.is_alive() for thread in threads))
+
+
+def test_a_call_wakes_no_more_threads_than_it_needs(bundle: Bundle) -> None:
+    with load(bundle, batching=Batching(instances=16)) as run:
+        wait, woken = run._line._changed.wait, list[None]()
+
+        def counted(timeout: float | None = None) -> bool:
+            woken.append(None)
+            return wait(timeout)
+
+        run._line._changed.wait = counted  # type: ignore[method-assign]
+        for _ in range(20):
+            run(*a_call())
+    assert len(woken) <= 2 * 20 + 16
+
+
+def test_cancelled_calls_take_no_room_in_a_batch(gated: Callable[..., Opened]) -> None:
+    run, gate = gated(max_batch=4)
+    with ThreadPoolExecutor(8) as pool:
+        first = asked(run, gate, pool, [a_call()])
+        for _ in range(3):
+            run._put(a_call(1, start=50.0), {}).cancel()
+        rest = [run._put(a_call(1, start=number), {}) for number in range(4)]
+        gate.opened.set()
+        assert_answers(first[0].result(60), a_call())
+        for each in rest:
+            each.result(60)
+    assert gate.rows == [1, 4]
 
 
 def test_the_program_ends_though_nobody_closed_it(bundle: Bundle) -> None:
@@ -281,6 +381,32 @@ def test_a_fork_must_load_its_own(bundle: Bundle) -> None:
         child.join(60)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_a_fork_ends_though_the_lock_was_held(bundle: Bundle) -> None:
+    code = f"""
+import gc, os, threading, torch
+from optimize_export import load
+run = load({str(bundle.path)!r}, batching=True)
+held, done = threading.Event(), threading.Event()
+def hold(condition):
+    with condition:
+        held.set()
+        done.wait()
+threading.Thread(target=hold, args=(run._line._changed,), daemon=True).start()
+held.wait()
+if os.fork() == 0:
+    run.close()
+    del run
+    gc.collect()
+else:
+    os.wait()
+    done.set()
+    print(run(torch.ones(2, 4), torch.ones(2, 1))['sum'].tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "[8.0, 8.0]\n")
+
+
 def test_rows_that_may_depend_on_each_other_are_refused(tmp_path: Path) -> None:
     unchecked = made(tmp_path, "unchecked", Scaled(), *a_call(3))
     with pytest.raises(
@@ -293,7 +419,18 @@ def test_rows_that_may_depend_on_each_other_are_refused(tmp_path: Path) -> None:
         load(fixed, batching=True)
 
 
+def test_calls_in_a_stream_of_the_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "default")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "default")
+    _refuse_other_stream(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "other")
+    with pytest.raises(UsageError, match="outside of a stream of your own"):
+        _refuse_other_stream(torch.device("cuda"))
+
+
 def test_settings(bundle: Bundle) -> None:
+    with pytest.raises(UsageError, match="batching must be True, False or a Batching, not 'yes'"):
+        load(bundle, batching="yes")  # type: ignore[call-overload]
     for wrong in ({"max_batch": 0}, {"queue": None}, {"instances": True}, {"max_wait": -1}, {"max_wait": float("nan")}):
         with pytest.raises(UsageError, match=next(iter(wrong))):
             Batching(**wrong)  # type: ignore[arg-type]
