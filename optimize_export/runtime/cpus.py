@@ -59,8 +59,9 @@ def cgroup_cpus(folder: Path = Path("/sys/fs/cgroup"), membership: Path = Path("
     """
     quotas: list[float] = []
     for line in _lines_of(membership):
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
+        number, _, named = line.partition(":")
+        controllers, _, path = named.partition(":")
+        if number == "0" and not controllers:
             quotas += [_of_two(each / "cpu.max") for each in _groups(folder, path)]
         elif "cpu" in controllers.split(","):
             root = next((each for each in (folder / controllers, folder / "cpu") if each.is_dir()), folder)
@@ -79,18 +80,23 @@ def _groups(root: Path, path: str) -> Iterator[Path]:
 
 def _of_two(file: Path) -> float:
     """The quota of "150000 100000", microseconds of each period; infinite for "max 100000" or without the file."""
-    words = " ".join(_lines_of(file)).split()
-    return int(words[0]) / int(words[1]) if len(words) == 2 and words[0] != "max" else math.inf
+    return _ratio(" ".join(_lines_of(file)).split())
 
 
 def _of_one(group: Path) -> float:
-    quota, period = (" ".join(_lines_of(group / f"cpu.cfs_{name}_us")) for name in ("quota", "period"))
-    return int(quota) / int(period) if quota and period and int(quota) > 0 else math.inf
+    return _ratio([" ".join(_lines_of(group / f"cpu.cfs_{name}_us")).strip() for name in ("quota", "period")])
+
+
+def _ratio(words: list[str]) -> float:
+    """Of two numbers above zero; infinite for anything else, since a wrong number of threads is better than no model."""
+    numbers = [int(word) for word in words if word.isascii() and word.isdecimal()]
+    return numbers[0] / numbers[1] if len(words) == len(numbers) == 2 and min(numbers) > 0 else math.inf
 
 
 def _lines_of(file: Path) -> list[str]:
     """The lines of a file of the kernel; none where it doesn't exist, as on other systems, or may not be read."""
     try:
-        return file.read_text(encoding="ascii").splitlines()
+        # Names of groups may have any bytes.
+        return file.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return []

@@ -347,18 +347,19 @@ def _accuracy(manifest: Mapping[str, Any], artifact: Mapping[str, Any], route: R
 
 
 def _notes(manifest: Mapping[str, Any], model: LoadedModel) -> list[str]:
-    """Notes if the route was chosen on another processor, or with more of them."""
+    """Notes if the route was chosen on another processor, or has more threads than are usable here."""
     there, here = manifest["device"], processor()
-    if not manifest.get("benchmark") or there["type"] != "cpu" or model.device != "cpu":
+    if model.device != "cpu":
         return []
-    again = "`optimize-export bench` measures again"
+    is_chosen = bool(manifest.get("benchmark")) and there["type"] == "cpu"
+    again = ": `optimize-export bench` measures again" if is_chosen else ""
     notes = []
-    if there["name"] != here:
-        notes.append(f"{model.route} was chosen on {there['name']}, and this machine is {here}: {again}")
+    if is_chosen and there["name"] != here:
+        notes.append(f"{model.route} was chosen on {there['name']}, and this machine is {here}{again}")
     if int(model.route.settings.get("threads", 0)) > (usable := usable_cpus()):
         notes.append(
             f"{model.route} has at most {usable} thread{'s' if usable > 1 else ''} here, one for each processor that "
-            f"this process may use: {again}"
+            f"this process may use{again}"
         )
     return notes
 

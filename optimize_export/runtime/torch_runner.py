@@ -78,7 +78,7 @@ _one_at_a_time = Lock()
 
 def keep_to_quota(chosen: object = None) -> None:
     """Set torch's threads to those chosen; else cut them to the quota of this process, unless OMP_NUM_THREADS sets them."""
-    threads = own_threads(chosen, None if "OMP_NUM_THREADS" in os.environ else quota_threads())
+    threads = own_threads(chosen, None if os.environ.get("OMP_NUM_THREADS") else quota_threads())
     if threads is not None and (chosen is not None or threads < torch.get_num_threads()):
         torch.set_num_threads(threads)
 

@@ -46,11 +46,22 @@ V2, V1 = "0::{}", "4:memory:/x\n3:cpu,cpuacct:{}\n1:name=systemd:/x"
         # Both versions mounted: the processors belong to version 1.
         (f"{V1.format('/a')}\n0::/a", {"cpu/a/cpu.cfs_quota_us": "100000", "cpu/a/cpu.cfs_period_us": "50000"}, 2.0),
         ("", {"cpu.max": "150000 100000"}, None),
+        # Files as no kernel writes them, or another one.
+        ("0::/\nnothing\n7", {"cpu.max": "150000 100000"}, 1.5),
+        (V2.format("/"), {"cpu.max": "150000"}, None),
+        (V2.format("/"), {"cpu.max": "much 100000"}, None),
+        (V2.format("/"), {"cpu.max": "150000 0"}, None),
+        (V2.format("/"), {"cpu.max": "0 100000"}, None),
+        (V2.format("/pod"), {"cpu.max": "1.5 1", "pod/cpu.max": "200000 100000"}, 2.0),
+        (V2.format("/größe"), {"größe/cpu.max": "200000 100000"}, 2.0),
+        (V1.format("/"), {"cpu/cpu.cfs_quota_us": "0", "cpu/cpu.cfs_period_us": "100000"}, None),
+        (V1.format("/"), {"cpu/cpu.cfs_quota_us": "many", "cpu/cpu.cfs_period_us": "100000"}, None),
+        (V1.format("/"), {"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "0"}, None),
     ],
 )
 def test_the_quota_of_a_control_group(tmp_path: Path, groups: str, files: dict[str, str], expected: float) -> None:
     membership = tmp_path / "membership"
-    membership.write_text(groups)
+    membership.write_text(groups, encoding="utf-8")
     assert cgroup_cpus(written(tmp_path / "fs", files), membership) == expected
 
 
@@ -81,7 +92,8 @@ def test_torch_keeps_to_the_quota_unless_the_user_chose(monkeypatch: pytest.Monk
     monkeypatch.setenv("OMP_NUM_THREADS", "64")
     keep_to_quota()
     assert set_to == []
-    monkeypatch.delenv("OMP_NUM_THREADS")
+    # As good as unset.
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
     keep_to_quota()
     keep_to_quota(1)
     keep_to_quota(64)

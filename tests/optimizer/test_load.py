@@ -467,6 +467,14 @@ def test_another_processor_is_a_note(flat: Bundle, tmp_path: Path) -> None:
     assert load(flat).notes == ()
 
 
+def test_threads_of_the_user_are_cut_with_a_note(flat: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpus, "affine_cpus", lambda: 2)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    (note,) = load(flat, threads=64).notes
+    assert note.endswith("has at most 2 threads here, one for each processor that this process may use")
+    assert load(flat, threads=2).notes == ()
+
+
 def test_threads_that_were_chosen_with_more_processors_are_cut_with_a_note(
     flat: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
