@@ -395,7 +395,8 @@ def _soak(bundle: Path, seconds: float, device: str) -> Document:
     if found.leaks:
         message = f"{bundle} leaks in {run.route}: over {found.calls:,} calls, {found.growth()}."
         document = failure_document(FindingsFound.exit_code, FindingsFound.__name__, message)
-    told = {"bundle": str(bundle), "route": str(run.route), "soak": found.to_json(), "notes": [found.sentence()]}
+    told = {"bundle": str(bundle), "route": str(run.route), "soak": found.to_json()}
+    told["notes"] = [found.sentence(), *(["The GPU's memory wasn't read."] if run.device == "cuda" else [])]
     return dict(plain({**document, **told}))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import sys
 import threading
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from optimize_export import export, load
+from optimize_export.errors import BundleError
 from optimizer.command import engine
 from optimizer.options import BenchOptions
 from optimizer.tuning.soak import Soak, soak
@@ -137,9 +139,32 @@ def test_a_leak_of_the_heap_is_found_in_few_calls() -> None:
         assert len(kept) == kept_before
 
 
-def test_the_command_has_an_exit_code_for_a_leak(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     x = torch.randn(2, 4)
-    path = export(nn.Linear(4, 4), example_inputs=(x,), output=tmp_path / "net", formats=("torchscript",)).path
+    output = tmp_path_factory.mktemp("soak") / "net"
+    return export(nn.Linear(4, 4), example_inputs=(x,), output=output, formats=("torchscript",)).path
+
+
+def test_a_file_that_fails_after_some_calls_is_a_sentence(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    def failing(path: Path, device: str) -> Any:
+        model, calls = load(path, device=device), itertools.count()
+        own = model._runner
+
+        def runner(*tensors: Any) -> Any:
+            if next(calls) > 10:
+                raise RuntimeError("out of memory\nin line 7")
+            return own(*tensors)
+
+        model._runner = runner
+        return model
+
+    monkeypatch.setattr("optimizer.tuning.soak.load", failing)
+    with pytest.raises(BundleError, match="torchscript in torch fails after some calls: RuntimeError: out of memory"):
+        engine.bench(BenchOptions(path, "cpu", soak=5.0))
+
+
+def test_the_command_has_an_exit_code_for_a_leak(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     clean = engine.bench(BenchOptions(path, "cpu", soak=0.5))
     assert (clean["exit_code"], clean["route"]) == (0, "torchscript in torch")
     assert clean["soak"]["calls"] > 0
