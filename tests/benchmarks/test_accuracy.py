@@ -19,13 +19,13 @@ def test_a_chunk_is_the_same_in_each_draw_and_no_other_part_has_it():
         assert sum(len(labels) for _, labels in network.test(1000)) == 1024
 
 
-@pytest.mark.parametrize("name", ["mobilenet_v3", "efficientnet", "resnet", "text"])
+@pytest.mark.parametrize("name", ["mobilenet_v3", "efficientnet", "resnet", "vit", "text"])
 def test_each_network_learns(name):
     with imported("trained") as trained:
         trained.declare_torchvision()
         recipe = trained.RECIPES[name]
         torch.manual_seed(0)
-        model = recipe.build()
+        model = trained._Hybrid(trained.resnet()) if name == "vit" else recipe.build()
         inputs, labels = (trained._texts if recipe.is_text else trained._pictures)(0)
         optimizer = torch.optim.AdamW(model.parameters(), recipe.rate)
         losses = []
