@@ -40,7 +40,7 @@ class Traffic:
     calls: int
     """Those that were answered."""
     failed: int
-    """Those that the full queue refused, and those that waited too long for a run."""
+    """Those that the full queue refused, and at a rate those that waited too long for a run."""
     rate: float
     """Answers a second."""
     p50: float
@@ -55,13 +55,12 @@ class Traffic:
 
 
 def arrivals(rate: float, seconds: float, seed: int) -> list[float]:
-    """Random arrivals of independent callers (a Poisson process), in seconds after the start; at least one."""
-    draw, times = random.Random(seed), list[float]()
-    at = draw.expovariate(rate)
-    while at < seconds:
-        times.append(at)
-        at += draw.expovariate(rate)
-    return times or [0.0]
+    """Arrivals of independent callers, in seconds after the start; at least one.
+
+    They are a Poisson process of known number, which is evenly distributed: a short load has the rate that it should have.
+    """
+    draw = random.Random(seed)
+    return sorted(draw.uniform(0, seconds) for _ in range(max(1, round(rate * seconds))))
 
 
 def at_rate(
@@ -91,14 +90,14 @@ def at_rate(
 
 
 def back_to_back(put: Put, callers: int, seconds: float, *, clock: Clock = time.perf_counter) -> Traffic:
-    """Closed load: each caller calls again as soon as it has its answer."""
+    """Closed load: each caller calls again as soon as it has its answer; the last calls end with those that run."""
     room = threading.Semaphore(callers)
     tally = _Tally(clock)
     while True:
         room.acquire()
         since = clock()
         if since >= tally.started + seconds:
-            return tally.result(None, math.inf)
+            return tally.result(None, 0.0)
         tally.begin(put, since, room.release)
 
 
@@ -148,7 +147,7 @@ class _Tally:
             Exception: that of a call that failed for another reason than a full queue.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting, None if math.isinf(patience) else patience)
+            self._changed.wait_for(lambda: not self._waiting, patience)
             waiting = list(self._waiting)
         for answer in waiting:
             answer.cancel()
@@ -162,7 +161,7 @@ class _Tally:
         return Traffic(
             offered,
             len(found),
-            self._failed,
+            0 if offered is None else self._failed,
             len(found) / seconds if seconds > 0 else 0.0,
             p50,
             p95,
@@ -204,7 +203,9 @@ class Service:
         if inputs is None:
             raise UsageError(f"{path} has inputs of a dtype that numpy lacks, so its golden inputs can't be its load.")
         self._rows = cycle([[each[row : row + 1] for each in inputs] for row in range(len(inputs[0]))])
-        self.back_to_back(1 if batching is None else callers_of(self._run.batching), _WARM_UP)
+        joined = self._run.batching
+        # A full batch in each instance.
+        self.back_to_back(1 if self._alone else (joined.instances or 1) * (joined.max_batch or 1), _WARM_UP)
 
     def __call__(self, kind: str, *args: Any) -> Traffic:
         """A load by the name of its method, for a parent process."""

@@ -392,7 +392,7 @@ def _service_row(figure: Document, *, is_chosen: bool) -> list[str]:
     load, memory = figure["load"], figure["memory"]
     times = ["-" if isinstance(load[name], str) else seconds_text(load[name]) for name in _TIMES]
     name = f"{figure['name']}{' *' if is_chosen else ''}"
-    return [name, rate_text(load["rate"]), *times, "" if memory is None else size_text(memory)]
+    return [name, rate_text(load["offered"] or load["rate"]), *times, "" if memory is None else size_text(memory)]
 
 
 def _rates_plot(curves: Mapping[str, Sequence[Document]]) -> list[str]:

@@ -26,7 +26,8 @@ from optimizer.bundle import keep_in_manifest, open_bundle
 from optimizer.showing import rate_text, seconds_text
 from optimizer.tuning.benchmark import status
 
-_MAX_BATCHES = (8, 16, 32, 4, 1)
+# The largest last: it takes longest, where the time may be up.
+_MAX_BATCHES = (8, 4, 16, 1, 32)
 # The settings that meet calls at rates, besides the program that calls one by one.
 _FINALISTS = 3
 # The share of the time for the loads back to back.
@@ -102,7 +103,7 @@ class ServiceFigure:
         """The load of most calls a second: back to back without a target, else the highest rate that meets it."""
         if target is None:
             return self.closed
-        return max((each for each in self.at_rates if meets(each, target)), key=lambda each: each.rate, default=None)
+        return max((each for each in self.at_rates if meets(each, target)), key=_rate_of, default=None)
 
     def to_json(self, target: float | None) -> dict[str, Any]:
         """The figures; `load` is the one to compare, at the lowest rate if none meets the target."""
@@ -288,11 +289,15 @@ class Search:
             figure.closed = load.back_to_back(figure.setting.callers, _within(left))
 
     def _best_few(self, figures: Sequence[ServiceFigure]) -> list[ServiceFigure]:
-        """The fastest, and the fastest with another number of threads, whose single run takes another time."""
-        first = {each.setting.instances: each for each in reversed(figures)}
-        heads = sorted(first.values(), key=_closed_rate, reverse=True)
-        ranked = [*figures[:1], *(each for each in heads[1:2])]
-        return [*ranked, *(each for each in figures if each not in ranked)][:_FINALISTS]
+        """The fastest, and the fastest with another number of threads, whose single run takes another time.
+
+        Of those that are about as fast as the fastest, the one with the shortest calls comes first.
+        """
+        near = [each for each in figures if _closed_rate(each) * _PAYS >= _closed_rate(figures[0])]
+        ranked = sorted(near, key=lambda each: each.closed.p95 if each.closed else math.inf)
+        ranked += [each for each in figures if each not in ranked]
+        other = [each for each in ranked if each.setting.threads != ranked[0].setting.threads][:1]
+        return [*ranked[:1], *other, *(each for each in ranked[1:] if each not in other)][:_FINALISTS]
 
     # Loads at rates --------------------------------------------------------------------------------------------------
 
@@ -306,9 +311,13 @@ class Search:
         low, high = 0.0, 1.0
         count = len(_RATES) if self._target is None else _STEPS
         with self._running(figure, seconds) as (load, left):
-            each = _within(left / count)
+            end = self._clock() + left
             for seed in range(count):
                 share = _RATES[seed] if self._target is None else (low + high) / 2
+                # Fewer loads that tell, rather than more that don't.
+                each = _within(max(left / count, _FEW / (share * top)))
+                if seed and self._clock() + each > end + _LEAST:
+                    break
                 found = load.at_rate(share * top, each, max(each, late), seed)
                 figure.at_rates.append(found)
                 low, high = (share, high) if self._target and meets(found, self._target) else (low, share)
@@ -342,7 +351,11 @@ class Search:
 
     def _rate(self, figure: ServiceFigure) -> float:
         load = None if figure.dropped else figure.within(self._target)
-        return 0.0 if load is None else load.rate
+        return 0.0 if load is None else _rate_of(load)
+
+    def _p95(self, figure: ServiceFigure) -> float:
+        load = figure.within(self._target)
+        return math.inf if load is None else load.p95
 
     def _choice(self, figures: Sequence[ServiceFigure]) -> tuple[Setting | None, str]:
         base, best = self._base, max(figures, key=self._rate)
@@ -351,18 +364,22 @@ class Search:
             least = min((each.p95 for figure in figures for each in figure.at_rates), default=math.inf)
             told = "no calls came at rates" if math.isinf(least) else f"the least p95 was {seconds_text(least)}"
             return None, f"nothing meets a p95 of {seconds_text(self._target)} here: {told}"
-        pays = self._rate(best) > _PAYS * self._rate(base)
-        if not pays and self._rate(base):
-            best = base
+        # Of those that differ by less than what pays: calls one by one, or else the one that answers soonest.
+        near = [each for each in figures if self._rate(each) * _PAYS >= self._rate(best)]
+        best = base if base in near else min(near, key=self._p95)
         load = best.within(self._target)
         assert load is not None
         within = "" if self._target is None else f" within a p95 of {seconds_text(self._target)}"
-        told = f"{best.setting}: {rate_text(load.rate)} calls a second{within}, at {seconds_text(load.processor)} of a processor each"
+        told = f"{best.setting}: {rate_text(_rate_of(load))} calls a second{within}, at {seconds_text(load.processor)} of a processor each"
         if best is base:
             return base.setting, f"{told}; batching doesn't pay here"
         if not self._rate(base):
             return best.setting, f"{told}; calls one by one don't meet it at any rate that was tried"
         return best.setting, f"{told}; {self._rate(best) / self._rate(base):.2f} times as many as one by one"
+
+
+def _rate_of(load: Traffic) -> float:
+    return load.rate if load.offered is None else load.offered
 
 
 def _closed_rate(figure: ServiceFigure) -> float:

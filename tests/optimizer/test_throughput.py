@@ -148,10 +148,28 @@ def test_a_wait_for_other_calls_is_tried_for_the_best_alone() -> None:
     assert found.chosen == Setting(2, 2, 16, 0.01)
 
 
+def test_of_rates_that_are_close_the_soonest_answer_is_chosen() -> None:
+    def rate(setting: Setting) -> float:
+        return 100.0 if setting.one_by_one else 400 + setting.max_batch / 10
+
+    found = Machine(rate, lambda setting: 0.01 * setting.threads).searched()
+    assert found.chosen is not None
+    assert (found.chosen.instances, found.chosen.max_batch) == (4, 16)
+
+
+def test_slow_calls_get_fewer_rates() -> None:
+    machine = Machine(lambda setting: planted()(setting) / 50)
+    found = machine.searched(120, target=5.0)
+    assert machine.now - 50 <= 120 + 10
+    for figure in found.figures[:4]:
+        assert 1 <= len(figure.at_rates) < 5
+    assert not [note for note in found.notes if "fewer than" in note]
+
+
 def test_nothing_may_meet_the_target() -> None:
     found = Machine(planted()).searched(target=0.005)
     assert found.chosen is None
-    assert found.reason == "nothing meets a p95 of 5 ms here: the least p95 was 10.3 ms"
+    assert found.reason == "nothing meets a p95 of 5 ms here: the least p95 was 10.7 ms"
 
 
 def test_a_target_that_calls_one_by_one_miss_is_told() -> None:
