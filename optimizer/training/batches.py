@@ -82,7 +82,9 @@ def compared_job(whole: TrainingJob, caller: nn.Module) -> tuple[TrainingJob, li
             # Such as a contrastive loss, which one row gives no gradient. What is wrong with the step itself shows at
             # the whole batch, too.
             continue
-        compared = f"all are compared at {fewer} row{'s' if fewer > 1 else ''}"
+        compared = (
+            f"all are compared at {fewer} row{'s' if fewer > 1 else ''}, where the optimizer's update weighs more"
+        )
         return part, [f"A step of {whole.rows} rows takes about {seconds:.0f} s, so {compared}.", *notes]
     return whole, check_step(whole, caller)
 

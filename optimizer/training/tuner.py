@@ -223,7 +223,7 @@ class _Tuner:
     ) -> TrainingTuning:
         for_batches = _SHARE_OF_BATCHES * (limit is not None or wished is not None or loader is not None)
         for_rest = for_batches + _SHARE_OF_CURVE * curve
-        self._try_alone(steps, (_SHARE_OF_COMBINATION + for_rest) * self.seconds)
+        self._try_alone(steps, _SHARE_OF_COMBINATION * self.seconds, for_rest * self.seconds)
         taken, whole = self._combined()
         taken, whole = self._compiled(taken, whole, for_rest * self.seconds)
         for each in (each for each in self.every if each.name == CHECKPOINTS):
@@ -298,10 +298,14 @@ class _Tuner:
 
     # -------------------------------------------------------------------------------------------------- each one alone
 
-    def _try_alone(self, steps: int, reserved: float) -> None:
+    def _try_alone(self, steps: int, for_combination: float, for_rest: float) -> None:
         for number, choice in enumerate(self.choices):
             self.progress(Progress("tune", number, len(self.choices), choice.name, choice.name))
-            allowed = self.left() - reserved
+            allowed = self.left() - for_rest - for_combination
+            if all(row.latency is None for row in self.rows.values()):
+                # So far there is nothing to combine, so the first that is tried may use the time for that if it needs it.
+                needed = _seconds_for(choice.seconds, self.step_seconds)
+                allowed = max(allowed, min(needed, self.left() - for_rest))
             row = self._tried(choice, allowed, len(self.choices) - number)
             if steps and row.standing == DECLARED:
                 row = self._after_steps(row, steps)
