@@ -49,6 +49,8 @@ _LOADER_ROUNDS = 3
 _MOST_BATCHES = 20
 # Where a step takes longer, all are compared at fewer rows.
 _SLOW_SECONDS = 1.0
+# Fewer rows must make a step at least this many times as fast.
+_LEAST_SAVING = 2
 # A step takes about this many times as long as its forward.
 _STEP_OF_FORWARD = 3
 
@@ -92,29 +94,37 @@ def compared_job(whole: TrainingJob, caller: nn.Module) -> tuple[TrainingJob, li
 def _rows_to_compare(job: TrainingJob) -> tuple[int, float]:
     """The rows whose step takes about `_SLOW_SECONDS` at most, and an estimate of a step of all rows in seconds.
 
-    Forwards of 1, 2, 4, … rows are timed: a step of all of them may take longer than all there is.
+    Forwards of 1, 2, 4, … rows are timed: a step of all of them may take longer than all there is. Part of the time may be
+    the same for any number of rows, so it takes two of them to tell what a row adds.
     """
-    model, found, estimate, is_first = job.copied_model(), job.rows, 0.0, True
+    model, measured = job.copied_model(), dict[int, float]()
     for rows in itertools.takewhile(lambda count: count < job.rows, (1 << n for n in itertools.count())):
         batch = with_rows(job.batch, 0, rows)
         try:
             # The first forward makes kernels ready.
-            for _ in range(1 + is_first):
+            for _ in range(1 if measured else 2):
                 started = time.perf_counter()
                 with random_state(0):
-                    loss_of(job.step, model, batch)
+                    loss = loss_of(job.step, model, batch)
                 job.finish()
                 seconds = _STEP_OF_FORWARD * (time.perf_counter() - started)
         except OptimizeExportError:
             # Such as a BatchNorm, which needs more than one row.
             continue
-        is_slow, estimate = seconds > _SLOW_SECONDS, seconds * job.rows / rows
-        if not is_slow or is_first:
-            found = rows
-        is_first = False
-        if is_slow:
+        if not loss.isfinite():
+            # Such as the mean over rows that are all padding.
+            continue
+        measured[rows] = seconds
+        if seconds > _SLOW_SECONDS and len(measured) > 1:
             break
-    return (found if estimate > _SLOW_SECONDS else job.rows), estimate
+    if not measured:
+        return job.rows, 0.0
+    least, most = min(measured), max(measured)
+    of_row = (measured[most] - measured[least]) / (most - least) if most > least else measured[least] / least
+    estimate = measured[most] + max(0.0, of_row) * (job.rows - most)
+    found = max((rows for rows, seconds in measured.items() if seconds <= _SLOW_SECONDS), default=least)
+    saves = estimate > max(_SLOW_SECONDS, _LEAST_SAVING * measured[found])
+    return (found if saves else job.rows), estimate
 
 
 def bytes_to_use(memory: int | str) -> int:
@@ -144,6 +154,7 @@ class BatchTuning:
         limit: int | None,
         planning: float,
         left: Callable[[], float],
+        whole_batch: Any,
     ) -> None:
         """Take what was found before.
 
@@ -152,7 +163,9 @@ class BatchTuning:
             limit: bytes, for everything: parameters, gradients, the optimizer's state, the batch, and the peak.
             planning: about how many seconds it takes to plan checkpoints.
             left: tells the seconds that are left.
+            whole_batch: the user's, of which the job may have a part.
         """
+        self.whole_batch = whole_batch
         self.planning = planning
         self.judgements: dict[Setup, Judgement] = {}
         self.job, self.proof, self.best, self.original, self.limit, self.left = job, proof, best, original, limit, left
@@ -188,8 +201,9 @@ class BatchTuning:
             self.rows.append(replace(row, note=note))
             return None
         try:
-            high = max(2, self.job.rows)
-            low = max(1, high // 2)
+            # A part of the user's batch has as few rows as the step runs on.
+            low = self.job.rows if self.job.is_part else -(-self.job.rows // 2)
+            high = max(low + 1, 2 * low if self.job.is_part else self.job.rows)
             (_, small), (kept, large) = (self._use(setup, rows) for rows in (low, high))
             of_row = (large - small) / (high - low)
             if of_row <= 0:
@@ -272,7 +286,7 @@ class BatchTuning:
         best = self.best.setup
         if self.limit is None or (most is not None and wished <= most):
             yield Candidate(f"batch of {wished} rows", best | Setup(batch_size=wished), standing=self.best.standing)
-        parts = math.ceil(wished / (self.job.rows if self.limit is None else most or 0.5))
+        parts = math.ceil(wished / (rows_of(self.whole_batch) if self.limit is None else most or 0.5))
         # Parts of the same size, as a loader makes them, where it doesn't take many more.
         parts = next((number for number in range(parts, 2 * parts + 1) if not wished % number), parts)
         if 1 < parts <= wished:
@@ -304,8 +318,11 @@ class BatchTuning:
     def _proof_of_parts(self) -> Proof:
         """The proof, in eval mode if the step draws random numbers, since parts draw other ones."""
         batches = [each for each in self.proof.batches if rows_of(each) > 1]
+        batches = batches or [with_rows(self.whole_batch, 0, 2)]
         if not self.proof.reference.draws_random_numbers:
-            return self.proof
+            # One row has no two parts.
+            is_whole = len(batches) == len(self.proof.batches) and rows_of(self.proof.batches[0]) > 1
+            return self.proof if is_whole else Proof(self.job, batches)
         self.notes.append("Accumulation was proven in eval mode, because parts of a batch draw other random numbers.")
         model = self.job.copied_model().eval()
         return Proof(replace(self.job, model=model, optimizer=self.job.copied_optimizer(model, Setup())), batches)

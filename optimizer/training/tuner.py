@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from optimize_export.errors import LoadError, UsageError
+from optimize_export.errors import LoadError, OptimizeExportError, UsageError
 from optimize_export.wording import a_type
 from optimizer.model import (
     check_model,
@@ -55,6 +55,7 @@ from optimizer.training.stepping import (
     Unavailable,
     blocks_of,
     check_optimizer,
+    loss_of,
     made_model,
     made_step,
     raises,
@@ -235,7 +236,8 @@ class _Tuner:
         recommended = last.setup
         after = self._curve(for_batches * self.seconds) if curve else []
         if limit is not None or wished is not None:
-            batches = BatchTuning(self.job, self.proof, last, self.original, limit, self._planning(), self.left)
+            planning, whole_batch = self._planning(), self.batches[0]
+            batches = BatchTuning(self.job, self.proof, last, self.original, limit, planning, self.left, whole_batch)
             last = batches.tuned(wished) or last
             after += batches.rows
             self.notes += batches.notes
@@ -294,7 +296,29 @@ class _Tuner:
             batches = [with_rows(batches[0], n * rows // count, (n + 1) * rows // count) for n in range(count)]
         batches = batches[:count]
         most = max(least, int(affordable * self.job.rows / len(batches)))
-        return [with_rows(each, 0, min(most, rows_of(each))) for each in batches]
+        found = [self._first_rows(each, most) for each in batches]
+        if all(part is not None for part in found):
+            return found
+        # A loader's batch is shown as it is, so that the proof tells what is wrong with it.
+        if len(self.batches) == 1:
+            return [self.job.batch]
+        return [each if part is None else part for each, part in zip(batches, found, strict=True)]
+
+    def _first_rows(self, batch: Any, count: int) -> Any:
+        """The first rows of a batch, so many or as many more as a finite loss takes; None if not even all give one."""
+        model = self.job.copied_model()
+        while True:
+            part = with_rows(batch, 0, min(count, rows_of(batch)))
+            try:
+                with random_state(0):
+                    if loss_of(self.job.step, model, part).isfinite():
+                        return part
+            except OptimizeExportError:
+                # Such as a step that needs more rows than these.
+                pass
+            if count >= rows_of(batch):
+                return None
+            count *= 2
 
     # -------------------------------------------------------------------------------------------------- each one alone
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from tuned_steps import images, job_of, small_net, step
+from tuned_steps import as_timed, images, job_of, mlp, of_mlp, of_rows, small_net, step, without_slow_choices
 
 from optimize_export import TrainingTuning, tune_training
 from optimize_export.errors import LoadError, UsageError
@@ -23,32 +23,6 @@ from optimizer.training.results import BIT_IDENTICAL, DECLARED, NOT_PROVEN, ORIG
 from optimizer.training.setup import Setup
 from optimizer.training.stepping import RunnableStep
 from optimizer.training.tuner import conflict
-from optimizer.tuning import Latency
-
-
-def of_rows(tuning: TrainingTuning) -> dict[str, Any]:
-    return {each.name: each for each in tuning.candidates}
-
-
-def as_timed(monkeypatch: pytest.MonkeyPatch, seconds: Any) -> None:
-    """Steps take the seconds that a function says of their setups."""
-
-    def times(steps: Mapping[str, RunnableStep], allowed: float, job: Any) -> dict[str, Latency]:
-        found = {}
-        for name, each in steps.items():
-            each()
-            taken = seconds(each.setup)
-            found[name] = Latency(taken, taken, (taken,) * 9)
-        return found
-
-    monkeypatch.setattr(tuner, "timed", times)
-    monkeypatch.setattr(batches, "timed", times)
-
-
-def without_slow_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what needs neither a compiler nor a capture."""
-    every = tuner.choices_for
-    monkeypatch.setattr(tuner, "choices_for", lambda job: [one for one in every(job) if not one.seconds])
 
 
 def test_nothing_of_the_caller_changes() -> None:
@@ -209,41 +183,6 @@ def test_nothing_is_recommended_where_nothing_pays(monkeypatch: pytest.MonkeyPat
     assert {each.standing for each in tuning.candidates[1:]} == {NOT_PROVEN}
 
 
-def contrastive(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """A loss of pairs of rows: one row has no other, and so no gradient."""
-    made = nn.functional.normalize(model(batch))
-    return nn.functional.cross_entropy(made @ made.T, torch.arange(len(batch)))
-
-
-@pytest.mark.parametrize(
-    ("model", "loss", "rows"),
-    [
-        (small_net, step, 1),
-        (lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(8), nn.BatchNorm1d(8), nn.Linear(8, 4)), step, 2),
-        (lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(8)), lambda model, batch: contrastive(model, batch[0]), 2),
-    ],
-    ids=["each row by itself", "a BatchNorm without maps", "a loss of pairs"],
-)
-def test_a_slow_step_is_compared_at_the_fewest_rows(
-    monkeypatch: pytest.MonkeyPatch, model: Callable[[], nn.Module], loss: Any, rows: int
-) -> None:
-    without_slow_choices(monkeypatch)
-    as_timed(monkeypatch, lambda setup: 1.0)
-    monkeypatch.setattr(batches, "_SLOW_SECONDS", 1e-9)
-    made, seen = model(), set[int]()
-    made(images()[0])
-
-    def counted(model: nn.Module, batch: Any) -> torch.Tensor:
-        seen.add(len(batch[0]))
-        return loss(model, batch)
-
-    tuning = tune_training(made, counted, images(), tune_seconds=60)
-    assert tuning.batch == 8
-    assert 8 not in seen
-    compared = "1 row," if rows == 1 else f"{rows} rows,"
-    assert any(f"so all are compared at {compared} where the optimizer's" in note for note in tuning.notes)
-
-
 def test_the_first_choice_may_use_the_time_for_combining(monkeypatch: pytest.MonkeyPatch) -> None:
     without_slow_choices(monkeypatch)
     as_timed(monkeypatch, lambda setup: 1.0)
@@ -333,16 +272,6 @@ def test_the_loss_after_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ batches
-
-
-def mlp() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 16)) for _ in range(4)))
-
-
-def of_mlp(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(x).square().mean()
-    return loss
 
 
 def test_the_largest_batch_and_the_ways_to_a_wished_one(monkeypatch: pytest.MonkeyPatch) -> None:
