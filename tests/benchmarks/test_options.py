@@ -25,6 +25,7 @@ WRONG = (
     ("reach", "--models=nonsense", "there is no model 'nonsense'"),
     ("rule", "--models=nonsense", "there is no model 'nonsense'"),
     ("rule", "--part=3/2", "'3/2' is no share such as 1/2"),
+    ("service", "--models=resnet51", "there is no model 'resnet51'"),
     ("training", "--cases=resnet51", "there is no case 'resnet51'"),
     ("training", "--ways=apex", "there is no way 'apex'"),
 )
