@@ -360,7 +360,8 @@ class Search:
     def _choice(self, figures: Sequence[ServiceFigure]) -> tuple[Setting | None, str]:
         base, best = self._base, max(figures, key=self._rate)
         if not self._rate(best):
-            assert self._target is not None
+            if self._target is None:
+                return None, f"no setting kept running: {base.dropped}"
             least = min((each.p95 for figure in figures for each in figure.at_rates), default=math.inf)
             told = "no calls came at rates" if math.isinf(least) else f"the least p95 was {seconds_text(least)}"
             return None, f"nothing meets a p95 of {seconds_text(self._target)} here: {told}"

@@ -224,6 +224,17 @@ def test_without_calls_one_by_one_there_is_no_answer() -> None:
     assert len(machine.spent) == 0
 
 
+def test_settings_that_all_fail_later_leave_no_choice() -> None:
+    class Failing(Machine):
+        def put(self, setting: Setting, offered: float | None, seconds: float) -> Traffic:
+            if offered is not None or not setting.one_by_one:
+                raise RuntimeCrashed("the service crashes")
+            return super().put(setting, offered, seconds)
+
+    found = Failing(planted()).searched()
+    assert (found.chosen, found.reason) == (None, "no setting kept running: the service crashes")
+
+
 # The choice in the bundle ---------------------------------------------------------------------------------------------
 
 
