@@ -32,6 +32,8 @@ _MAX_BATCHES = (8, 4, 16, 1, 32)
 _FINALISTS = 3
 # The share of the time for the loads back to back.
 _BACK_TO_BACK = 0.5
+# The share of the time for the second load of the program that calls one by one.
+_SHARE_OF_BASE = 0.04
 # Seconds of one load: with fewer there is no percentile, and with more no news.
 _LEAST, _MOST = 0.3, 10.0
 # The rates of the curve without a target, as shares of the rate back to back.
@@ -248,6 +250,8 @@ class Search:
         if self._base.dropped:
             raise BundleError(f"The bundle can't be measured: {self._base.dropped}")
         best = self._best_few(self._halved())
+        # Again, near the loads of the best: a slow moment at the start would look like a gain.
+        self._back_to_back(self._base, _SHARE_OF_BASE * self._seconds)
         finalists = [self._base, *best]
         # One more, which waits for others to join.
         waits = self._target is not None
