@@ -98,12 +98,22 @@ def _config(name: str, manifest: Mapping[str, Any], artifact: Mapping[str, Any])
     yield f"default_model_filename: {_quoted(artifact['path'])}"
     if artifact.get("accuracy"):
         yield f"# {WITHIN_BUDGET}, which allows more than rounding: {accuracy_text(artifact['accuracy'])}"
+    recommended = (manifest.get("benchmark") or {}).get("recommended")
+    route = None if recommended is None else Route.from_json(recommended)
+    # What was measured in OpenVINO says nothing about onnxruntime.
+    settings = route.settings if route and (route.format, route.runtime) == _triton_runs(artifact["format"]) else None
+    service = manifest.get("service") if batched and settings is not None else None
     if batched:
         # Raising it needs no new file, but larger batches weren't compared.
-        yield f"# the largest batch that was compared with the original\nmax_batch_size: {max(manifest['parity'].get('batch_sizes') or [1])}"
+        compared = max(manifest["parity"].get("batch_sizes") or [1])
+        most, told = (
+            (compared, "compared with the original") if service is None else (service["max_batch"], "measured as best")
+        )
+        yield f"# the largest batch that was {told}\nmax_batch_size: {most}"
         if not (artifact.get("measurement") or {}).get("rows"):
             yield "# not checked: that no row depends on the others of its batch (build with --row-independence)"
-        yield "dynamic_batching { }"
+        wait = round(1e6 * service["max_wait"]) if service else 0
+        yield f"dynamic_batching {{ max_queue_delay_microseconds: {wait} }}" if wait else "dynamic_batching { }"
     else:
         yield "max_batch_size: 0"
     # pytorch_backend knows the inputs and outputs of a file by their positions.
@@ -111,14 +121,16 @@ def _config(name: str, manifest: Mapping[str, Any], artifact: Mapping[str, Any])
         for index, tensor in enumerate(tensors):
             own = tensor["name"] if onnx else f"{kind.upper()}__{index}"
             yield from _tensor(kind, own, tensor, batched=batched, types=_TYPES | (_ONNX_TYPES if onnx else {}))
-    yield f"instance_group [ {{ count: 1 kind: {'KIND_GPU' if manifest['device']['type'] == 'cuda' else 'KIND_CPU'} }} ]"
-    recommended = (manifest.get("benchmark") or {}).get("recommended")
-    route = None if recommended is None else Route.from_json(recommended)
-    # Threads that were measured in OpenVINO say nothing about onnxruntime.
-    is_measured = route is not None and route.format == artifact["format"] and route.runtime != "openvino"
-    if route is not None and is_measured and (threads := route.settings.get("threads")):
+    count, kind = (service or {}).get("instances", 1), "GPU" if manifest["device"]["type"] == "cuda" else "CPU"
+    yield f"instance_group [ {{ count: {count} kind: KIND_{kind} }} ]"
+    if threads := (service or settings or {}).get("threads"):
         key = "intra_op_thread_count" if onnx else "INTRA_OP_THREAD_COUNT"
         yield f'parameters {{ key: "{key}" value {{ string_value: "{threads}" }} }}'
+
+
+def _triton_runs(format: str) -> tuple[str, str]:
+    """A format with the runtime of Triton's backend for it."""
+    return format, "onnxruntime" if _is_onnx(format) else "torch"
 
 
 def _tensor(

@@ -99,6 +99,21 @@ def test_torchscript_inputs_are_named_by_position_and_the_measured_threads_are_u
     assert config(manifest(benchmark={"recommended": in_openvino}), artifact())[-1].startswith("instance_group")
 
 
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_the_measured_service_is_taken_where_triton_runs_what_was_measured(runtime: str) -> None:
+    recommended = {"format": "onnx", "runtime": runtime, "settings": {}}
+    service = {"instances": 3, "threads": 2, "max_batch": 16, "max_wait": 0.0025}
+    found = config(manifest(benchmark={"recommended": recommended}, service=service), artifact())
+    taken = [
+        "# the largest batch that was measured as best",
+        "max_batch_size: 16",
+        "dynamic_batching { max_queue_delay_microseconds: 2500 }",
+        "instance_group [ { count: 3 kind: KIND_CPU } ]",
+        'parameters { key: "intra_op_thread_count" value { string_value: "2" } }',
+    ]
+    assert [each for each in taken if each in found] == (taken if runtime == "onnxruntime" else [])
+
+
 def test_the_recommended_file_is_taken_if_triton_serves_it() -> None:
     made = [artifact("torchscript"), artifact("onnx"), artifact("aoti"), artifact("onnx-int8-inputs")]
     for format, wanted in (("torchscript", "torchscript"), ("aoti", "onnx"), ("onnx-int8-inputs", "onnx")):
