@@ -33,7 +33,8 @@ def test_a_cut_run_goes_on_and_ends_with_all_tables(tmp_path):
     assert len(rows["ours"]["seconds"]) == len(rows["ours"]["base_seconds"]) == 2
     assert rows["ours"]["best"] in ("eager", "channels-last")
     # Nothing that takes a compiler is tried in that time.
-    assert "torch.compile" in rows["ours"]["tuning"]["untried"]
+    # Its name says what else pays, such as "torch.compile with fused optimizer".
+    assert "torch.compile" in [each.split(" with ")[0] for each in rows["ours"]["tuning"]["untried"]]
     assert [len(each["goals"]) for each in entries if "goals" in each] == [3, 3]
     assert "| convnext_tiny | bf16 | – |" in (tmp_path / "training.md").read_text()
 
