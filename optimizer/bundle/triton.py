@@ -102,7 +102,9 @@ def _config(name: str, manifest: Mapping[str, Any], artifact: Mapping[str, Any])
     route = None if recommended is None else Route.from_json(recommended)
     # What was measured in OpenVINO says nothing about onnxruntime.
     settings = route.settings if route and (route.format, route.runtime) == _triton_runs(artifact["format"]) else None
-    service = manifest.get("service") if batched and settings is not None else None
+    on_gpu = manifest["device"]["type"] == "cuda"
+    # It is measured on the CPU.
+    service = manifest.get("service") if batched and settings is not None and not on_gpu else None
     if batched:
         # Raising it needs no new file, but larger batches weren't compared.
         compared = max(manifest["parity"].get("batch_sizes") or [1])
@@ -121,8 +123,8 @@ def _config(name: str, manifest: Mapping[str, Any], artifact: Mapping[str, Any])
         for index, tensor in enumerate(tensors):
             own = tensor["name"] if onnx else f"{kind.upper()}__{index}"
             yield from _tensor(kind, own, tensor, batched=batched, types=_TYPES | (_ONNX_TYPES if onnx else {}))
-    count, kind = (service or {}).get("instances", 1), "GPU" if manifest["device"]["type"] == "cuda" else "CPU"
-    yield f"instance_group [ {{ count: {count} kind: KIND_{kind} }} ]"
+    count = 1 if service is None else service["instances"]
+    yield f"instance_group [ {{ count: {count} kind: {'KIND_GPU' if on_gpu else 'KIND_CPU'} }} ]"
     if threads := (service or settings or {}).get("threads"):
         key = "intra_op_thread_count" if onnx else "INTRA_OP_THREAD_COUNT"
         yield f'parameters {{ key: "{key}" value {{ string_value: "{threads}" }} }}'

@@ -99,11 +99,16 @@ def test_torchscript_inputs_are_named_by_position_and_the_measured_threads_are_u
     assert config(manifest(benchmark={"recommended": in_openvino}), artifact())[-1].startswith("instance_group")
 
 
-@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
-def test_the_measured_service_is_taken_where_triton_runs_what_was_measured(runtime: str) -> None:
+@pytest.mark.parametrize(
+    ("runtime", "device", "is_taken"),
+    [("onnxruntime", "cpu", True), ("openvino", "cpu", False), ("onnxruntime", "cuda", False)],
+)
+def test_the_measured_service_is_taken_where_triton_runs_what_was_measured(
+    runtime: str, device: str, is_taken: bool
+) -> None:
     recommended = {"format": "onnx", "runtime": runtime, "settings": {}}
     service = {"instances": 3, "threads": 2, "max_batch": 16, "max_wait": 0.0025}
-    found = config(manifest(benchmark={"recommended": recommended}, service=service), artifact())
+    found = config(manifest(device, benchmark={"recommended": recommended}, service=service), artifact())
     taken = [
         "# the largest batch that was measured as best",
         "max_batch_size: 16",
@@ -111,7 +116,7 @@ def test_the_measured_service_is_taken_where_triton_runs_what_was_measured(runti
         "instance_group [ { count: 3 kind: KIND_CPU } ]",
         'parameters { key: "intra_op_thread_count" value { string_value: "2" } }',
     ]
-    assert [each for each in taken if each in found] == (taken if runtime == "onnxruntime" else [])
+    assert [each for each in taken if each in found] == (taken if is_taken else [])
 
 
 def test_the_recommended_file_is_taken_if_triton_serves_it() -> None:
