@@ -24,7 +24,7 @@ def usable_cpus() -> int:
 
     A quota is rounded up, so that 1.5 processors are two threads.
     """
-    return min(affine_cpus(), quota_threads() or affine_cpus())
+    return quota_threads() or affine_cpus()
 
 
 def affine_cpus() -> int:

@@ -296,7 +296,8 @@ class _Tuner:
             batches = [with_rows(batches[0], n * rows // count, (n + 1) * rows // count) for n in range(count)]
         batches = batches[:count]
         most = max(least, int(affordable * self.job.rows / len(batches)))
-        found = [self._first_rows(each, most) for each in batches]
+        model = self.job.copied_model()
+        found = [self._first_rows(model, each, most) for each in batches]
         if all(part is not None for part in found):
             return found
         # A loader's batch is shown as it is, so that the proof tells what is wrong with it.
@@ -304,9 +305,12 @@ class _Tuner:
             return [self.job.batch]
         return [each if part is None else part for each, part in zip(batches, found, strict=True)]
 
-    def _first_rows(self, batch: Any, count: int) -> Any:
-        """The first rows of a batch, so many or as many more as a finite loss takes; None if not even all give one."""
-        model = self.job.copied_model()
+    def _first_rows(self, model: nn.Module, batch: Any, count: int) -> Any:
+        """The first `count` rows of a batch, or as many more as a finite loss needs; None if all rows give none.
+
+        Args:
+            model: a copy of the model, since the step may change its buffers.
+        """
         while True:
             part = with_rows(batch, 0, min(count, rows_of(batch)))
             try:

@@ -277,7 +277,7 @@ def test_a_call_waits_for_others_at_most_as_long_as_it_may(bundle: Bundle) -> No
         assert time.monotonic() - started >= 0.2
         # As many as a batch takes don't wait.
         with BatchedModel([model], Batching(4, max_wait=50.0, instances=1)) as full:
-            # Nor behind a call of another shape that does.
+            # A call of another shape that waits doesn't hold them back.
             other = pool.submit(full, *a_call(1, 6))
             until(lambda: waiting(full) == 1)
             for answer in [pool.submit(full, *a_call()) for _ in range(4)]:
