@@ -268,19 +268,6 @@ def test_the_blocks_of_the_how_to_pages_run(page, block, with_bundle, monkeypatc
         assert all(isinstance(layer, distributed.fsdp.FSDPModule) for layer in names["fast"].layers)
 
 
-def _bodies(source: str) -> dict[str, str]:
-    """The statements of each method, by its name, without the docstring."""
-    methods = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
-    return {
-        method.name: "\n".join(ast.unparse(node) for node in method.body if node is not _docstring_of(method))
-        for method in methods
-    }
-
-
-def _docstring_of(method: ast.FunctionDef) -> ast.stmt | None:
-    return method.body[0] if ast.get_docstring(method) is not None else None
-
-
 def test_the_snippets_of_the_build_page_are_those_of_the_recipes():
     page = (ROOT / "docs" / "build.md").read_text(encoding="utf-8")
     (workflow,), (service,) = (re.findall(rf"```{name}\n(.*?)```", page, re.DOTALL) for name in ("yaml", "python"))
@@ -288,7 +275,4 @@ def test_the_snippets_of_the_build_page_are_those_of_the_recipes():
     steps = re.findall(r"(?:uses|run): .+", workflow)
     assert len(steps) == 5
     assert [step for step in steps if step not in (recipes / "github-actions.yml").read_text(encoding="utf-8")] == []
-    bodies, wanted = _bodies(service), _bodies((recipes / "serve.py").read_text(encoding="utf-8"))
-    # The recipe takes the folder as an argument.
-    assert bodies.pop("setup") == wanted.pop("setup").replace("self.bundle", "'dist/net'")
-    assert bodies == {name: body for name, body in wanted.items() if name != "__init__"}
+    assert service in (recipes / "serve.py").read_text(encoding="utf-8")

@@ -24,6 +24,7 @@ import numpy
 
 from optimize_export.errors import OptimizeExportError, UsageError
 from optimize_export.runtime.cpus import usable_cpus
+from optimize_export.runtime.metrics import Metrics
 
 if TYPE_CHECKING:
     from optimize_export.runtime.loading import LoadedModel
@@ -98,7 +99,7 @@ class BatchedModel:
             models: one for each instance; they may be the same.
         """
         self.model, self.batching = models[0], batching
-        self._line = _Line(batching)
+        self._line = _Line(batching, Metrics(self.model.path.resolve().name))
         # The threads don't hold this object, so it goes when its user drops it, and they end. Nothing waits for that: the
         # garbage collector may run in one of the threads, or where locks are held that they need.
         weakref.finalize(self, self._line.close).atexit = False
@@ -124,6 +125,15 @@ class BatchedModel:
     async def submit(self, *args: Any, **kwargs: Any) -> Any:
         """The same for asyncio. A call that is cancelled while it waits isn't run."""
         return self.model._outputs.rebuild(await asyncio.wrap_future(self._put(args, kwargs)))
+
+    def metrics(self) -> str:
+        """What happened to the calls since the model was loaded, as OpenMetrics 1.0 text.
+
+        It has counters of calls by outcome, histograms of their latency and of the rows of a run, and the calls that wait
+        now. Serve it as `application/openmetrics-text; version=1.0.0; charset=utf-8`. Calls with wrong arguments never reach
+        the queue and aren't counted.
+        """
+        return self._line.metrics.text(self._line.waiting, self._line.room)
 
     def close(self) -> None:
         """Refuse further calls, answer those that wait, and end the threads."""
@@ -196,10 +206,11 @@ def is_batched(manifest: Mapping[str, Any], artifact: Mapping[str, Any]) -> bool
 class _Line:
     """The calls that wait, in a queue for each kind that can be joined."""
 
-    def __init__(self, batching: Batching) -> None:
-        self._most, self._wait, self._room = batching.max_batch or 1, batching.max_wait, batching.queue
+    def __init__(self, batching: Batching, metrics: Metrics) -> None:
+        self.metrics, self.room = metrics, batching.queue
+        self._most, self._wait = batching.max_batch or 1, batching.max_wait
         self._queues: dict[Hashable, deque[_Call]] = {}
-        self._count = 0
+        self.waiting = 0
         self._changed = threading.Condition()
         self._closed = False
         self._process = os.getpid()
@@ -210,14 +221,15 @@ class _Line:
         with self._changed:
             if self._closed:
                 raise UsageError("The model was closed: load the bundle again.")
-            if self._count >= self._room:
+            if self.waiting >= self.room:
                 self._drop_cancelled()
-            if self._count >= self._room:
+            if self.waiting >= self.room:
+                self.metrics.add("refused")
                 raise QueueFull(
-                    f"{self._count} calls wait, as many as may: try again later, or start another instance."
+                    f"{self.waiting} calls wait, as many as may: try again later, or start another instance."
                 )
             self._queues.setdefault(kind, deque()).append(call)
-            self._count += 1
+            self.waiting += 1
             # One thread decides on everything that waits, and wakes the next one if it leaves something.
             self._changed.notify()
 
@@ -249,7 +261,7 @@ class _Line:
             found.append(queue.popleft())
         if not queue:
             del self._queues[kind]
-        self._count -= len(found)
+        self.waiting -= len(found)
         if self._queues:
             self._changed.notify()
         return found
@@ -258,7 +270,8 @@ class _Line:
         """Make room of the calls whose callers no longer wait."""
         for kind, queue in list(self._queues.items()):
             kept = deque(call for call in queue if not call.outputs.cancelled())
-            self._count -= len(queue) - len(kept)
+            self.waiting -= len(queue) - len(kept)
+            self.metrics.add("cancelled", len(queue) - len(kept))
             if kept:
                 self._queues[kind] = kept
             else:
@@ -301,13 +314,15 @@ def _serve(line: _Line, model: LoadedModel) -> None:
     """Run batches until the end."""
     while calls := line.take():
         running = [call for call in calls if call.outputs.set_running_or_notify_cancel()]
+        if len(running) < len(calls):
+            line.metrics.add("cancelled", len(calls) - len(running))
         if running:
-            _run(model, running)
+            _run(model, running, line.metrics)
         # Not until the next batch comes: callers may hold large tensors.
         del calls, running
 
 
-def _run(model: LoadedModel, calls: list[_Call]) -> None:
+def _run(model: LoadedModel, calls: list[_Call], metrics: Metrics) -> None:
     """Answer calls by one run; if that fails, each by its own, which empties the list."""
     try:
         answers = _outputs_of(model, calls)
@@ -315,6 +330,7 @@ def _run(model: LoadedModel, calls: list[_Call]) -> None:
     # waiting, whatever a model raises.
     except BaseException as error:  # noqa: BLE001
         if len(calls) == 1:
+            metrics.add("failed")
             # The error holds this frame. If the frame held the call, both would stay until the garbage collector comes.
             calls.pop().outputs.set_exception(error)
             return
@@ -322,7 +338,11 @@ def _run(model: LoadedModel, calls: list[_Call]) -> None:
     # Not where the batch's error is handled, which would become the context of theirs.
     if not answers:
         while calls:
-            _run(model, [calls.pop(0)])
+            _run(model, [calls.pop(0)], metrics)
+        return
+    # Before the answers: who has one finds it counted.
+    now = time.monotonic()
+    metrics.add_run(sum(call.rows for call in calls), [now - call.came for call in calls])
     for call, outputs in zip(calls, answers, strict=True):
         call.outputs.set_result(outputs)
 

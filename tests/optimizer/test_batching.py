@@ -19,12 +19,14 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from torch import nn
 
 from optimize_export import BatchedModel, Batching, LoadedModel, QueueFull, load
 from optimize_export.errors import UsageError
 from optimize_export.relations import Relation
 from optimize_export.runtime.batching import _refuse_other_stream
+from optimize_export.runtime.metrics import Metrics
 from optimizer import Bundle, export
 
 
@@ -100,7 +102,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 def waiting(run: BatchedModel) -> int:
-    return run._line._count
+    return run._line.waiting
 
 
 def asked(run: BatchedModel, gate: Gate, pool: ThreadPoolExecutor, calls: Sequence[Any]) -> list[Future[Any]]:
@@ -353,6 +355,57 @@ def test_cancelled_calls_take_no_room_in_a_batch(gated: Callable[..., Opened]) -
         for each in rest:
             each.result(60)
     assert gate.rows == [1, 4]
+
+
+def counts(run: BatchedModel) -> dict[str, float]:
+    """The samples of the metrics, without the name that all begin with; of the labels only the outcome or the bound."""
+    found = {}
+    for family in text_string_to_metric_families(run.metrics()):
+        for each in family.samples:
+            labels = {**each.labels}
+            assert labels.pop("model") == run.model.path.name
+            found[" ".join([each.name.removeprefix("optimize_export_"), *labels.values()])] = each.value
+    return found
+
+
+def test_the_metrics_count_each_call_once(gated: Callable[..., Opened]) -> None:
+    run, gate = gated(max_batch=4, queue=4)
+    with ThreadPoolExecutor(8) as pool:
+        first = asked(run, gate, pool, [a_call()])
+        bad = run._put(a_call(1, start=1e7), {})
+        given_up = run._put(a_call(1, start=50.0), {})
+        good = [run._put(a_call(1, start=number), {}) for number in range(2)]
+        with pytest.raises(QueueFull):
+            run(*a_call())
+        found = counts(run)
+        assert (found["waiting_calls"], found["queue_limit_calls"]) == (4, 4)
+        assert found["calls_total answered"] == 0
+        given_up.cancel()
+        gate.opened.set()
+        for each in (*first, *good):
+            each.result(60)
+        assert isinstance(bad.exception(60), RuntimeError)
+    found = counts(run)
+    outcomes = {name: found[f"calls_total {name}"] for name in ("answered", "failed", "refused", "cancelled")}
+    assert outcomes == {"answered": 3, "failed": 1, "refused": 1, "cancelled": 1}
+    # The batch that failed ran again call by call.
+    assert gate.rows == [1, 3, 1, 1, 1]
+    assert (found["batch_rows_count"], found["batch_rows_sum"], found["batch_rows_bucket 1.0"]) == (3, 3, 3)
+    assert found["latency_seconds_count"] == found["latency_seconds_bucket +Inf"] == 3
+    assert 0 < found["latency_seconds_sum"] < 60
+    assert found["waiting_calls"] == 0
+
+
+def test_the_metrics_of_a_model_with_an_odd_name_can_be_read() -> None:
+    metrics = Metrics('a"b\\c\nd')
+    metrics.add_run(200, [0.003, 20.0])
+    families = {each.name: each for each in text_string_to_metric_families(metrics.text(0, 1))}
+    latency = families["optimize_export_latency_seconds"]
+    assert (latency.unit, latency.samples[0].labels["model"]) == ("seconds", 'a"b\\c\nd')
+    buckets = {each.labels["le"]: each.value for each in latency.samples if "le" in each.labels}
+    assert (buckets["0.0025"], buckets["0.005"], buckets["10.0"], buckets["+Inf"]) == (0, 1, 1, 2)
+    rows = {each.labels.get("le"): each.value for each in families["optimize_export_batch_rows"].samples}
+    assert (rows["128.0"], rows["+Inf"]) == (0, 1)
 
 
 def test_the_program_ends_though_nobody_closed_it(bundle: Bundle) -> None:
