@@ -100,6 +100,18 @@ def path_of(what: str) -> Callable[[str, str], Path]:
     return parse
 
 
+def file_ending(*endings: str) -> Callable[[str, str], Path]:
+    """Make a parser of paths with one of these suffixes, so that a mistyped call replaces no other file."""
+
+    def parse(option: str, text: str) -> Path:
+        path = path_of("file")(option, text)
+        if not path.name.endswith(endings):
+            raise UsageError(f"{option}: {text!r} doesn't end with {' or '.join(endings)}.")
+        return path
+
+    return parse
+
+
 def parse_files(option: str, texts: Sequence[str]) -> tuple[Path, ...]:
     return tuple(path_of("file")(option, text) for text in texts)
 

@@ -16,6 +16,7 @@ from optimize_export.errors import UsageError
 from optimizer.option_texts import (
     Tolerance,
     above_zero,
+    file_ending,
     number_in,
     parse_batch_sizes,
     parse_duration,
@@ -148,6 +149,14 @@ _ATOL = option(
 _RTOL = option(
     "Relative part of that tolerance, in the same form; the part that isn't set is 0.", "proof", metavar="TOL",
     repeated=True, parse=parse_tolerance,
+)
+_JUNIT = option(
+    "Also write the result as JUnit XML.", "output", metavar="FILE", parse=file_ending(".xml"),
+    more="An earlier file is removed at once. An error is written too.",
+)
+_SARIF = option(
+    "Also write the result as SARIF 2.1.0.", "output", metavar="FILE", parse=file_ending(".sarif", ".json"),
+    more="An earlier file is removed at once. An error is written too.",
 )
 
 
@@ -423,6 +432,8 @@ class DiagnoseOptions:
         "Exit with 10 if there is a finding of this level or a higher one.", "output", metavar="LEVEL", common=True,
         choices=("error", "warning", "note"),
     ))
+    junit: Path | None = field(default=None, metadata=_JUNIT)
+    sarif: Path | None = field(default=None, metadata=_SARIF)
 
 
 DIAGNOSED = ("name", "inputs", "input_files", "weights", "device", "require_gpu", "seed")
@@ -478,6 +489,8 @@ class VerifyOptions:
             "no-run": (False, "Check hashes and golden data; load no model file.", ""),
         },
     ))
+    junit: Path | None = field(default=None, metadata=_JUNIT)
+    sarif: Path | None = field(default=None, metadata=_SARIF)
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,13 @@ from optimize_export.errors import (
     BundleError,
     OptimizeExportError,
     Terminated,
+    failure_document,
     missing_package,
     printable,
     with_causes,
 )
 from optimizer.command.build import builds, joined, summary
+from optimizer.command.ci_reports import CIReports
 from optimizer.command.commands import PROGRAM, field_options, option_names, parse, why_no_option
 from optimizer.command.early_checks import check_early
 from optimizer.command.output import (
@@ -128,10 +130,17 @@ def _run(arguments: list[str], voice: Voice) -> int:
         return options  # the help or the version is printed
     if isinstance(options, BuildOptions):
         return _build_all(options, voice)
+    reports = CIReports(options)
     with stdout_goes_to_stderr():
-        document = _work(options, voice)
+        try:
+            document = _work(options, voice)
+        except BaseException as error:
+            with contextlib.suppress(BundleError):  # the error itself is told
+                reports.write(failure_document(*_failure(error)))
+            raise
     known = option_names()
     document |= {key: with_options(document[key], known) for key in _WITH_SENTENCES if key in document}
+    reports.write(document)
     code = int(document.get("exit_code", 0))
     return code if voice.show(document) else code or BundleError.exit_code
 

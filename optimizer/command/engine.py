@@ -39,7 +39,7 @@ from optimizer.command.inputs import misfit, parse_input
 from optimizer.command.loading import Loaded, Training, load
 from optimizer.command.up_to_date import inputs_of, opened_files
 from optimizer.command.user_code import names_restored
-from optimizer.diagnosis import Diagnosis, diagnose
+from optimizer.diagnosis import RULES, Diagnosis, diagnose
 from optimizer.exporting import opened
 from optimizer.model import Call, Runs, batch_of, called, eager_only, in_turn, leaves_of, random_state
 from optimizer.options import (
@@ -287,7 +287,8 @@ def diagnose_model(options: DiagnoseOptions, progress: ProgressFunction) -> Docu
             device=device,
         )
         progress(Progress("diagnose", 1, 1, loaded.source))
-    return {**_failing(found, options.fail_on), "diagnosis": found.to_json(), "notes": notes}
+    rules = [{"name": each.name, "level": each.level, "description": each.description} for each in RULES]
+    return {**_failing(found, options.fail_on), "diagnosis": found.to_json(), "rules": rules, "notes": notes}
 
 
 def _failing(found: Diagnosis, fail_on: Any) -> Document:

@@ -51,9 +51,15 @@ class Finding:
         modules = f"in {listed(names, _NAMES_SHOWN)}" if names else ""
         return ", ".join(filter(None, (line, modules)))
 
+    @property
+    def sentence(self) -> str:
+        """The reason, the effect and the remedy."""
+        return f"{self.reason}: {self.effect}; {self.remedy}."
+
     def to_json(self) -> dict[str, Any]:
         """Convert to plain data."""
-        return {**asdict(self), "modules": list(self.modules), "module": self.module, "where": self.where}
+        derived = {"module": self.module, "where": self.where, "sentence": self.sentence}
+        return {**asdict(self), "modules": list(self.modules), **derived}
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ def diagnosis_lines(diagnosis: Mapping[str, Any]) -> Iterator[str]:
         yield "No findings."
     for each in diagnosis["findings"]:
         yield f"{each['level']:<7}  {each['rule']}  {each['where']}"
-        yield f"         {each['reason']}: {each['effect']}; {each['remedy']}."
+        yield f"         {each['sentence']}"
 
 
 # ---------------------------------------------------------------------------------------------------------------- rules
