@@ -103,3 +103,18 @@ def test_each_request_gets_the_answer_of_its_row(bundle: Path, port: int) -> Non
     assert samples["optimize_export_calls_total", "answered"] == 64
     assert samples["optimize_export_batch_rows_sum", None] == 64
     assert samples["optimize_export_waiting_calls", None] == 0
+
+
+def test_clients_that_go_away_leave_the_others_alone(bundle: Path, port: int) -> None:
+    row = numpy.ones((3, 32, 32), numpy.float32)
+    body = json.dumps({"image": row.tolist()}).encode()
+    head = f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    # Some go within their request, some before the answer.
+    for end in (len(head) + 100, len(head) + len(body)) * 8:
+        with closing(socket.create_connection(("127.0.0.1", port), timeout=60)) as connection:
+            connection.sendall((head + body)[:end])
+    wanted = load(bundle)(row[None])[0]
+    for _ in range(8):
+        status, _, text = ask(port, "POST", "/predict", {"image": row.tolist()})
+        assert status == 200
+        numpy.testing.assert_allclose(json.loads(text)["output"], wanted, rtol=1e-4, atol=1e-5)

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 import numpy
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -39,6 +39,8 @@ async def predict(request: Request) -> Response:
     """Answer one row."""
     try:
         row = numpy.asarray((await request.json())["image"], numpy.float32)
+    except ClientDisconnect:
+        return Response()  # which nobody reads
     except (KeyError, OverflowError, TypeError, ValueError):
         row = numpy.zeros(0, numpy.float32)
     if row.shape != SHAPE:
