@@ -5,7 +5,7 @@ A bundle is the folder that users deploy:
 bundle/
     manifest.json           the contents and the measurements
     SHA256SUMS              the hashes of all other files, for `sha256sum -c`
-    README.md               how to run the artifacts without this program
+    README.md               the model card: how to run the artifacts, with or without this program
     golden.safetensors      inputs and reference outputs
     model.onnx, …           the artifacts, and any other files of the writer
 """
@@ -293,14 +293,14 @@ def _complete(
         "program": describe_program(),
         "environment": describe_environment(),
     }
-    if not (folder / README).exists():
-        (folder / README).write_text(usage_text(manifest), encoding="utf-8", newline="\n")
     files = _hashed_files(folder)
     manifest["artifacts"] = [_with_hashes(artifact, files) for artifact in manifest["artifacts"]]
+    if not (folder / README).exists():
+        (folder / README).write_text(usage_text(manifest), encoding="utf-8", newline="\n")
     if report is not None:
         report(folder, manifest)
-        files += _hashed_files(folder, known={file["path"] for file in files})
-        files.sort(key=lambda file: str(file["path"]))
+    files += _hashed_files(folder, known={file["path"] for file in files})
+    files.sort(key=lambda file: str(file["path"]))
     _write_manifest(folder, {**manifest, "files": files})
 
 

@@ -1,4 +1,4 @@
-"""What a manifest says of the machine and the weights; and the README, which is made from a manifest.
+"""What a manifest says of the machine and the weights; and the README, a model card that is made from a manifest.
 
 docs/bundle.md explains every field.
 """
@@ -19,7 +19,8 @@ from optimize_export.errors import BundleError, printable, printable_lines
 from optimize_export.manifest import PROGRAM, SUMS, plain
 from optimize_export.runtime import processor
 from optimize_export.wording import dtype_name
-from optimizer.showing import number_text
+from optimizer.bundle.report import Summary, summary_of
+from optimizer.showing import count_text, number_text, percent_text, seconds_text, size_text
 
 _CHUNK = 1 << 24
 # A processor of the same kind has other vector widths and kernels. Another kind also blocks and splits sums, fuses
@@ -123,15 +124,39 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
 # ----------------------------------------------------------------------------------------------------------- the README
 
 
+# What only the user knows of a model: it is in the card if it was given as metadata of the files.
+_GIVEN = ("license", "base_model", "pipeline_tag", "language")
+
+
 def usage_text(manifest: Mapping[str, Any]) -> str:
-    """The README for the receiver of a bundle, in Markdown: how to run the artifacts without this program."""
+    """The README for the receiver of a bundle, in Markdown: how to run the artifacts, also without this program.
+
+    It is a model card: the Hugging Face Hub reads the YAML at its start, and shows the rest.
+    """
     model, parity, benchmark = manifest["model"], manifest["parity"], manifest.get("benchmark")
+    summary = summary_of(manifest)
     lines = [
+        *_front_matter(manifest),
         f"# {printable(model['class'])}",
         "",
         f"Written by {manifest['program']['name']} {manifest['program']['version']} on {manifest['created']}.",
         printable(f"Parity with the original model: {parity['verdict']}. {parity['reason']}").rstrip(),
         *([printable(f"Recommendation: {benchmark['reason']}.")] if benchmark else []),
+        "",
+        *_files(summary),
+        "## Run it",
+        "",
+        "`load` runs the recommended file, with the original's arguments and outputs:",
+        "",
+        "```py",
+        "from optimize_export import load",
+        "",
+        'run = load(".")',
+        "outputs = run(x)",
+        "```",
+        "",
+        *(_latency(manifest, benchmark) if benchmark else []),
+        "## Check it",
         "",
         f"`{PROGRAM} verify .` checks every file and runs the artifacts on the inputs of `{manifest['golden']['path']}`.",
         f"`sha256sum -c {SUMS}` checks the files alone. A model file is a program: load or verify it only if you trust its"
@@ -139,13 +164,67 @@ def usage_text(manifest: Mapping[str, Any]) -> str:
         " told you; `--no-run` loads no model file.",
         "",
     ]
-    if notes := [*notes_on_missing(manifest), *manifest.get("notes", ())]:
-        lines += [*(f"- {printable(' '.join(note.split()))}" for note in notes), ""]
+    compared = ", ".join(map(str, sorted(summary.batch_sizes)))
+    notes = [*([f"compared at batch {compared}"] if compared else []), *notes_on_missing(manifest)]
+    if notes := [*notes, *manifest.get("notes", ())]:
+        lines += ["## Limits", "", *(f"- {printable(' '.join(note.split()))}" for note in notes), ""]
     for artifact in manifest["artifacts"]:
         sized = {**artifact, "example_sizes": manifest.get("example_sizes", {})}
         lines += [f"## {artifact['path']} ({artifact['format']})", "", *_accuracy(artifact), *_table(artifact), ""]
         lines += [*_example(sized), ""]
+    lines += _origin(manifest)
     return printable_lines("\n".join(lines).rstrip() + "\n")
+
+
+def _front_matter(manifest: Mapping[str, Any]) -> list[str]:
+    """The metadata in YAML. A printable text in JSON's quotes is one in YAML too."""
+    artifacts = manifest["artifacts"]
+    metadata: dict[str, str] = next((each["metadata"] for each in artifacts if each.get("metadata")), {})
+    fields = {"library_name": PROGRAM, **{name: metadata[name] for name in _GIVEN if metadata.get(name)}}
+    tags = [PROGRAM, *dict.fromkeys(artifact["format"] for artifact in artifacts)]
+    lines = [f"{name}: {_quoted(value)}" for name, value in fields.items()]
+    return ["---", *lines, "tags:", *(f"- {_quoted(tag)}" for tag in tags), "---", ""]
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(printable(text), ensure_ascii=False)
+
+
+def _files(summary: Summary) -> list[str]:
+    rows = ["| file | format | size | proof |", "|---|---|---|---|"]
+    for file in summary.files:
+        said = file.said or ("" if file.share is None else f"{percent_text(file.share)} of the allowed error")
+        proof = printable(": ".join(filter(None, (file.verdict, said)))).replace("|", "\\|")
+        rows.append(f"| `{_cell(file.path)}` | {file.format} | {size_text(file.bytes)} | {proof} |")
+    return ["## Files", "", *rows, ""]
+
+
+def _latency(manifest: Mapping[str, Any], benchmark: Mapping[str, Any]) -> list[str]:
+    timed = [each for each in benchmark.get("figures", ()) if each["seconds"] is not None and not each["dropped"]]
+    if not timed:
+        return []
+    batches, threads = ", ".join(map(str, benchmark["batch_sizes"])), count_text(benchmark["threads"], "thread")
+    rows = ["| way to run it | median | p95 | speed-up |", "|---|---|---|---|"]
+    for each in timed:
+        gain = each["speed_up"]
+        speed = "" if gain is None else f"{gain['median']:.2f} ({gain['low']:.2f} to {gain['high']:.2f})"
+        times = f"{seconds_text(each['seconds'])} | {seconds_text(each['p95'])}"
+        rows.append(f"| {_cell(each['name'])} | {times} | {speed} |")
+    where = f"Of a call at batch {batches}, on {printable(manifest['device']['name'])} with {threads} of torch:"
+    return ["## Latency", "", where, "", *rows, ""]
+
+
+def _origin(manifest: Mapping[str, Any]) -> list[str]:
+    model, environment = manifest["model"], manifest["environment"]
+    applied = [each["name"] for each in manifest.get("passes", ()) if each["status"] == "applied"]
+    versions = {"Python": environment["python"], **environment["libraries"]}
+    lines = [
+        f"from `{_cell(model['source'])}`, with {count_text(model['parameters'], 'parameter')}",
+        f"passes that changed it: {', '.join(applied) or 'none'}",
+        f"versions: {', '.join(f'{name} {version}' for name, version in versions.items())}, on {environment['platform']}",
+        f"SHA-256 of the weights: {model['weights_sha256']}",
+    ]
+    return ["## How it was made", "", *(f"- {printable(line)}" for line in lines), ""]
 
 
 def notes_on_missing(manifest: Mapping[str, Any]) -> list[str]:

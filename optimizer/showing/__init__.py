@@ -3,6 +3,7 @@
 from optimizer.showing.pages import (
     accuracy_plot,
     checkpoint_plot,
+    count_text,
     fragment,
     memory_plot,
     metric_bar,
@@ -20,6 +21,7 @@ from optimizer.showing.pages import (
 __all__ = [
     "accuracy_plot",
     "checkpoint_plot",
+    "count_text",
     "fragment",
     "memory_plot",
     "metric_bar",

@@ -17,13 +17,14 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import yaml
 from changed_bundles import seal
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from exporters.base import Artifact, TensorSpec
 from exporters.errors import ExporterError, OtherMachine
-from optimize_export.errors import BundleError, DeviceError, UsageError
+from optimize_export.errors import BundleError, DeviceError, UsageError, printable
 from optimize_export.manifest import (
     check_manifest,
     file_digest,
@@ -269,6 +270,54 @@ def test_the_readme_shows_how_to_run_what_is_there(bundle: Bundle) -> None:
     assert "`[batch, 4]`" in text
     for snippet in text.split("```python")[1:]:
         compile(snippet.partition("```")[0], "README.md", "exec")
+
+
+HOSTILE = "a: b\n---\nlicense: mit # \"x\" 'y' | <b> \u2028 \x85 \ud800 🤗 `z`"
+
+
+def test_the_readme_is_a_model_card(bundle: Bundle) -> None:
+    manifest = json.loads(json.dumps(bundle.manifest))
+    text = usage_text(manifest)
+    matter, _, rest = text.removeprefix("---\n").partition("\n---\n\n")
+    # The user said neither the license nor what it was made from.
+    assert yaml.safe_load(matter) == {"library_name": "optimize-export", "tags": ["optimize-export", "affine"]}
+    assert rest.startswith("# ")
+    assert "| `model.affine` | affine | " in rest
+    assert f"- SHA-256 of the weights: {manifest['model']['weights_sha256']}\n" in rest
+    assert "## Latency" not in rest
+
+
+def test_the_card_has_what_the_user_gave_and_stays_valid(bundle: Bundle) -> None:
+    manifest = json.loads(json.dumps(bundle.manifest))
+    manifest["model"]["class"] = manifest["model"]["source"] = HOSTILE
+    manifest["artifacts"][0]["metadata"] = {"license": "apache-2.0", "base_model": HOSTILE, "author": "Jane"}
+    manifest["artifacts"][0]["format"] = HOSTILE
+    matter, _, rest = usage_text(manifest).removeprefix("---\n").partition("\n---\n\n")
+    told = yaml.safe_load(matter)
+    assert (told["license"], told["base_model"], told["tags"][1]) == (
+        "apache-2.0",
+        printable(HOSTILE),
+        printable(HOSTILE),
+    )
+    assert told.keys() == {"library_name", "license", "base_model", "tags"}
+    assert rest.startswith("# a: b\\n---\\nlicense: mit")
+
+
+def test_the_card_shows_times_with_the_processor_and_the_accuracy_with_its_budget(bundle: Bundle) -> None:
+    manifest = json.loads(json.dumps(bundle.manifest))
+    gain = {"median": 2.0, "low": 1.9, "high": 2.1, "rounds": 9}
+    figure = {"name": "model.affine", "seconds": 0.001, "p95": 0.002, "speed_up": gain, "dropped": None}
+    figure |= {"route": None, "accuracy": None}
+    dropped = {**figure, "name": "other", "dropped": "too large"}
+    manifest["benchmark"] = {"batch_sizes": [2], "threads": 1, "figures": [figure, dropped], "reason": "ship it"}
+    manifest["device"]["name"] = "AMD EPYC"
+    manifest["artifacts"][0]["accuracy"] = {"cosine": 0.9995, "budget": {"cosine": 0.999, "top1": None}}
+    manifest["artifacts"][0]["parity"] |= {"verdict": "within budget", "reason": "cosine 0.9995", "outputs": []}
+    text = usage_text(manifest)
+    assert "Of a call at batch 2, on AMD EPYC with 1 thread of torch:" in text
+    assert "| model.affine | 1 ms | 2 ms | 2.00 (1.90 to 2.10) |" in text
+    assert "| other |" not in text
+    assert "| within budget: cosine 0.999500 (budget: cosine 0.999) |" in text
 
 
 NOT_WRITTEN = {
