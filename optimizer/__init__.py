@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from optimizer.api import export, optimize
     from optimizer.bundle import Bundle, open_bundle, rejudge_bundle, verify_bundle
     from optimizer.diagnosis import Diagnosis, Finding, diagnose
+    from optimizer.hub import Pushed, push
     from optimizer.parity import ParityReport, check_parity
     from optimizer.pipeline import report_of
     from optimizer.profiling import Profile, profile
@@ -31,6 +32,7 @@ __all__ = [
     "LoadedModel",
     "ParityReport",
     "Profile",
+    "Pushed",
     "QueueFull",
     "Report",
     "TrainingTuning",
@@ -41,6 +43,7 @@ __all__ = [
     "open_bundle",
     "optimize",
     "profile",
+    "push",
     "rejudge_bundle",
     "report_of",
     "tune_training",
@@ -51,6 +54,7 @@ _NAMES = {
     "optimizer.api": ("export", "optimize"),
     "optimizer.bundle": ("Bundle", "open_bundle", "rejudge_bundle", "verify_bundle"),
     "optimizer.diagnosis": ("Diagnosis", "Finding", "diagnose"),
+    "optimizer.hub": ("Pushed", "push"),
     "optimizer.parity": ("ParityReport", "check_parity"),
     "optimizer.pipeline": ("report_of",),
     "optimizer.profiling": ("Profile", "profile"),

@@ -548,6 +548,23 @@ class TritonOptions:
 
 
 @dataclass(frozen=True)
+class PushOptions:
+    """Push a bundle to the Hugging Face Hub."""
+
+    bundle: Path
+    repo_id: str
+    private: bool = field(default=True, metadata=option(
+        "Whether a new repository is private.", "output", common=True,
+        flags={
+            "public": (False, "Make a new repository public; it is private otherwise.", ""),
+        },
+    ))
+    revision: str | None = field(default=None, metadata=option(
+        "The branch, made if it isn't there.", "output", metavar="BRANCH", common=True, default_text="main",
+    ))
+
+
+@dataclass(frozen=True)
 class ListOptions:
     """List the available passes."""
 
@@ -603,5 +620,6 @@ Options = (
     | BenchOptions
     | RejudgeOptions
     | TritonOptions
+    | PushOptions
     | ListOptions
 )

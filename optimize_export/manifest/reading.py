@@ -28,8 +28,9 @@ def open_regular(path: Path, *, follow: bool = False) -> io.BufferedReader:
 
     The type is checked twice: before opening, because opening a device may already have an effect, and again on the
     open file, because another process may have replaced the file in between. Links are followed only where the user
-    names the file: those of a bundle are never links.
+    names the file: those of a bundle are never links, except in the cache of the Hugging Face Hub.
     """
+    path = path if follow else _in_cache(path)
     _refuse_irregular(path, os.stat(path, follow_symlinks=follow))
     descriptor = os.open(path, os.O_RDONLY | (_FLAGS if follow else _FLAGS | _NO_LINKS))
     try:
@@ -38,6 +39,19 @@ def open_regular(path: Path, *, follow: bool = False) -> io.BufferedReader:
         os.close(descriptor)
         raise
     return os.fdopen(descriptor, "rb")
+
+
+def _in_cache(path: Path) -> Path:
+    """The file behind a link of the Hugging Face Hub's cache; else the path itself, also for any other link.
+
+    The cache keeps each file once: `snapshots/REVISION/model.onnx` is a link to a file in `blobs`, next to `snapshots`.
+    """
+    if path.is_symlink():
+        real = Path(os.path.realpath(path))
+        for folder in path.absolute().parents:
+            if folder.parent.name == "snapshots" and real.parent == Path(os.path.realpath(folder.parents[1]), "blobs"):
+                return real
+    return path
 
 
 def read_text_bytes(path: Path, *, follow: bool = False) -> bytes:
@@ -254,6 +268,10 @@ def changed_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
     return [*changed, f"{MANIFEST} or {SUMS}"] if sums_problem(folder, manifest) else changed
 
 
+# What git and a download from the Hugging Face Hub add to a folder. No reader of a bundle opens these.
+_DOWNLOADED = (".cache", ".git", ".gitattributes")
+
+
 def damage_of(
     folder: Path, manifest: Mapping[str, Any], *, hashed: bool = True, expect: str | None = None
 ) -> dict[str, str]:
@@ -269,4 +287,4 @@ def damage_of(
         extra = unlisted(folder, manifest)
     except OSError as error:
         return {**problems, ".": f"{folder} can't be read: {error.strerror or error}."}
-    return {**problems, **{path: f"{path} is not listed in {MANIFEST}." for path in extra}}
+    return {**problems, **{path: f"{path} is not listed in {MANIFEST}." for path in extra if path not in _DOWNLOADED}}

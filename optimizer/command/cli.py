@@ -52,6 +52,7 @@ from optimizer.options import (
     ExportOptions,
     ListOptions,
     Options,
+    PushOptions,
     RejudgeOptions,
     ShowOptions,
     TritonOptions,
@@ -67,6 +68,7 @@ _BUNDLE_WORK = {
     BenchOptions: "bench",
     RejudgeOptions: "rejudge",
     TritonOptions: "lay_out",
+    PushOptions: "push_bundle",
     ListOptions: "list_passes",
 }
 # The fields of a document that may have sentences of the library.

@@ -25,6 +25,7 @@ from optimizer.options import (
     ListOptions,
     Option,
     Options,
+    PushOptions,
     RejudgeOptions,
     ShowOptions,
     TritonOptions,
@@ -41,7 +42,7 @@ Make a PyTorch model faster and put it into deployable files, with proof that it
 MODEL is a file (model.py, model.py:NAME), package.module:factory, or a library model (timm:NAME, torchvision:NAME,
 transformers:FOLDER). --help-all shows all options, examples and exit codes.
 
-Commands, each with its --help: build [NAMES]; verify, bench, rejudge or triton BUNDLE; diagnose,
+Commands, each with its --help: build [NAMES]; verify, bench, rejudge, triton or push BUNDLE; diagnose,
 profile or tune-training MODEL; passes.
 """
 _EPILOG = """
@@ -62,6 +63,7 @@ Examples:
   optimize-export verify dist/net
   optimize-export rejudge dist/net --atol logits=1e-3
   optimize-export triton dist/net --output models
+  optimize-export push dist/net jane/net
 
 Inputs (--input), one for each argument of forward:
   2x3x224x224                 float32, standard normal
@@ -250,7 +252,7 @@ class _Command(click.Command):
         ]
         # Where the word is missing, our own sentence shows what it may be.
         shape: Any = {"nargs": -1} if word == "[NAMES]" else {"required": False}
-        arguments = [click.Argument([word.strip("[]").lower()], metavar=word, **shape)] if word else []
+        arguments = [click.Argument([one.strip("[]").lower()], metavar=one, **shape) for one in word.split()]
         super().__init__(
             name,
             params=[*arguments, *self.options, *eager],
@@ -393,6 +395,13 @@ def _triton(call: _Call) -> TritonOptions:
     return TritonOptions(call.bundle(), **values)
 
 
+def _push(call: _Call) -> PushOptions:
+    bundle = call.bundle()
+    if len(call.words) < 2:
+        raise UsageError(f"push has no repository: name one, as in push {bundle} jane/resnet18.")
+    return PushOptions(bundle, call.words[1], **call.values(PushOptions))
+
+
 def _build(call: _Call) -> ExportOptions | BuildOptions:
     """One model by its name, in this process; or several, each in its own."""
     own = call.values(BuildOptions)
@@ -506,6 +515,13 @@ COMMANDS = {
             "BUNDLE",
             [*field_options(TritonOptions)],
             _triton,
+        ),
+        _Command(
+            "push",
+            "Push a bundle to a repository of the Hugging Face Hub.",
+            "BUNDLE REPO_ID",
+            [*field_options(PushOptions)],
+            _push,
         ),
         _Command(
             "diagnose",

@@ -41,6 +41,7 @@ from optimizer.command.up_to_date import inputs_of, opened_files
 from optimizer.command.user_code import names_restored
 from optimizer.diagnosis import RULES, Diagnosis, diagnose
 from optimizer.exporting import opened
+from optimizer.hub import push
 from optimizer.model import Call, Runs, batch_of, called, eager_only, in_turn, leaves_of, random_state
 from optimizer.options import (
     LOAD_STAGE,
@@ -48,6 +49,7 @@ from optimizer.options import (
     DiagnoseOptions,
     ExportOptions,
     ListOptions,
+    PushOptions,
     RejudgeOptions,
     TritonOptions,
     TuneTrainingOptions,
@@ -423,6 +425,13 @@ def lay_out(options: TritonOptions) -> Document:
         folder = write_triton_model(options.bundle, options.output, options.format)
     model = str(options.output / folder.name)
     return {"ok": True, "exit_code": 0, "bundle": str(options.bundle), "triton_model": model}
+
+
+def push_bundle(options: PushOptions) -> Document:
+    """Push a bundle to the Hugging Face Hub."""
+    with own_errors():
+        pushed = push(options.bundle, options.repo_id, private=options.private, revision=options.revision)
+    return {"ok": True, "exit_code": 0, "bundle": str(options.bundle), **pushed.to_json()}
 
 
 def _checked(bundle: Path, report: VerifyReport) -> Document:

@@ -210,7 +210,8 @@ class Voice(ShowOptions):
         elif not self.quiet:
             written = print_tables(document, details=self.details)
         elif "bundle" in document:
-            written = print_line(printable(str(document.get("triton_model", document["bundle"]))))
+            made = next(document[name] for name in ("commit_url", "triton_model", "bundle") if name in document)
+            written = print_line(printable(str(made)))
         problems = [document["error"]["message"]] if "error" in document else document.get("problems", ())
         for problem in problems:
             say(f"error: {problem}")

@@ -136,6 +136,8 @@ def _lines(document: Document, *, details: bool) -> Iterable[Table | Text | str]
         yield from map(Text, ("", *tuned.code.splitlines()))
     if "bundle" in document:
         yield Text(f"bundle: {document['bundle']}")
+    if "commit_url" in document:
+        yield Text(f"pushed: {document['commit_url']}")
     if "triton_model" in document:
         yield Text(f"model of Triton: {document['triton_model']}")
 
