@@ -116,4 +116,7 @@ def _errors_of_hub(repo_id: str) -> Iterator[None]:
     except (HTTPError, OSError) as error:
         raise BundleError(f"The Hugging Face Hub can't be reached: {one_line(error).rstrip('.')}.") from error
     except ValueError as error:
+        # Its own check of the YAML at the start, such as a license that the Hub doesn't know.
+        if "README.md" not in str(error):
+            raise
         raise BundleError(f"The Hugging Face Hub refuses README.md: {one_line(error).rstrip('.')}.") from error

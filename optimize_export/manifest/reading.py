@@ -48,8 +48,8 @@ def _in_cache(path: Path) -> Path:
     """
     if path.is_symlink():
         real = Path(os.path.realpath(path))
-        for folder in path.absolute().parents:
-            if folder.parent.name == "snapshots" and real.parent == Path(os.path.realpath(folder.parents[1]), "blobs"):
+        for folder in Path(os.path.realpath(path.parent), path.name).parents:
+            if folder.parent.name == "snapshots" and real.parent == folder.parents[1] / "blobs":
                 return real
     return path
 

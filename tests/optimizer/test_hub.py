@@ -98,6 +98,9 @@ def test_a_download_has_the_card_is_verified_and_runs(
     for added in (".git", ".cache"):
         (snapshot / added).mkdir(exist_ok=True)
     assert verify_bundle(snapshot, run=False).ok
+    # A folder may be reached by a link.
+    (tmp_path / "link").symlink_to(run("-c", DOWNLOAD.format("")).stdout.strip())
+    assert verify_bundle(tmp_path / "link", run=False).ok
     # What else is in a snapshot is damage still, and so is a link to elsewhere.
     (snapshot / "other").touch()
     assert verify_bundle(snapshot).problems == ("other is not listed in manifest.json.",)
@@ -162,6 +165,15 @@ def test_without_huggingface_hub_the_error_has_the_line_that_installs_it(
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UsageError, match=r"isn't installed: pip install 'optimize-export\[hub\]'\.$"):
         push(written, "jane/net")
+
+
+@pytest.mark.slow
+def test_a_license_that_the_hub_does_not_know_is_one_sentence(hub: Hub, run: Command, written: Bundle) -> None:
+    hub.card_problem = '"license" must be one of a list'
+    done = run("-m", "optimizer", "push", written.path, "jane/net")
+    told = 'The Hugging Face Hub refuses README.md: Invalid metadata in README.md. - "license" must be one of a list.'
+    assert (done.returncode, done.stderr.endswith(f"error: {told}\n")) == (8, True), done.stderr
+    assert hub.repositories["jane/net"].branches["main"].keys() == {".gitattributes"}
 
 
 @pytest.mark.slow

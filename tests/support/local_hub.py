@@ -43,6 +43,8 @@ class Hub:
     repositories: dict[str, Repository] = field(default_factory=dict)
     refuses: tuple[int, str] | None = None
     """The status and message of every answer, instead of the right one."""
+    card_problem: str = ""
+    """What the Hub finds wrong in the YAML of README.md."""
     tokens: set[str | None] = field(default_factory=set)
     """The authorizations that came."""
 
@@ -86,7 +88,8 @@ class _Handler(BaseHTTPRequestHandler):
                 status, message = self.hub.refuses
                 status, made = status, {"error": message}
             else:
-                status, made = 200, make(unquote(urlsplit(self.path).path))
+                made = make(unquote(urlsplit(self.path).path))
+                status = 400 if isinstance(made, dict) and made.get("errors") else 200
         except LookupError:
             status, made = 404, {"error": "Not found"}
         headers, data = made if isinstance(made, tuple) else ({}, json.dumps(made).encode())
@@ -109,7 +112,8 @@ class _Handler(BaseHTTPRequestHandler):
             repositories.setdefault(name, new)
             return {"url": f"{self.hub.url}/{name}"}
         if path == "/api/validate-yaml":
-            return {"errors": [], "warnings": []}
+            problem = self.hub.card_problem
+            return {"errors": [{"message": problem}] if problem else [], "warnings": []}
         if path == "/api/models/jane/net/branch/next":
             repositories["jane/net"].branches.setdefault("next", dict(repositories["jane/net"].branches["main"]))
             return {}
