@@ -155,7 +155,7 @@ _JUNIT = option(
     more="An earlier file is removed at once. An error is written too.",
 )
 _SARIF = option(
-    "Also write the result as SARIF 2.1.0.", "output", metavar="FILE", parse=file_ending(".sarif", ".json"),
+    "Also write the result as SARIF 2.1.0.", "output", metavar="FILE", parse=file_ending(".sarif", ".sarif.json"),
     more="An earlier file is removed at once. An error is written too.",
 )
 

@@ -255,8 +255,9 @@ def test_an_earlier_file_is_gone_before_the_work(monkeypatch, tmp_path, capfd):
     ("arguments", "code", "part"),
     [
         (("--junit", "net.py"), 2, "--junit: 'net.py' doesn't end with .xml."),
-        (("--sarif", "ci.xml"), 2, "--sarif: 'ci.xml' doesn't end with .sarif or .json."),
-        (("--sarif", "b/manifest.json"), 2, "is inside the bundle, which it would damage"),
+        (("--sarif", "ci.xml"), 2, "--sarif: 'ci.xml' doesn't end with .sarif or .sarif.json."),
+        (("--sarif", "b/manifest.json"), 2, "doesn't end with .sarif or .sarif.json."),
+        (("--sarif", "b/ci.sarif"), 2, "is inside the bundle, which it would damage"),
         (("--junit", "folder.xml"), 8, "folder.xml can't be written: "),
     ],
 )
@@ -273,11 +274,11 @@ def test_no_other_file_is_replaced(monkeypatch, tmp_path, capfd, arguments, code
 def test_a_real_bundle(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     export(nn.Linear(4, 3), example_inputs=(torch.randn(2, 4),), output="net", formats=["torchscript"], bench=False)
-    command = ["verify", "net", "--device", "cpu", "--junit", "ci.xml", "--sarif", "ci.json"]
+    command = ["verify", "net", "--device", "cpu", "--junit", "ci.xml", "--sarif", "ci.sarif.json"]
     assert cli.main(command) == 0
     suite = checked_junit(Path("ci.xml").read_bytes())
     assert [each.get("name") for each in suite] == ["bundle", "model.torchscript.pt", "output"]
     Path("net/model.torchscript.pt").write_bytes(b"")
     assert cli.main(command) == 8
-    (result,) = checked_sarif(Path("ci.json").read_bytes())["runs"][0]["results"]
+    (result,) = checked_sarif(Path("ci.sarif.json").read_bytes())["runs"][0]["results"]
     assert result["message"]["text"].startswith("model.torchscript.pt was changed: it has 0 bytes")
