@@ -20,8 +20,8 @@ from torch.fx.experimental.optimization import fuse
 
 from exporters.isolation import silent, torchscript_allowed
 from optimize_export.gpu_settings import GpuSettings
+from optimize_export.runtime.cpus import available_memory
 from optimizer import export, optimize
-from optimizer.tuning.benchmark import available_memory
 
 Run = Callable[[], tuple[torch.Tensor, ...]]
 

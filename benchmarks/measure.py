@@ -20,7 +20,7 @@ import torch
 
 from optimize_export.manifest import version_of
 from optimize_export.runtime import processor, usable_cpus
-from optimizer.tuning.benchmark import settle
+from optimize_export.runtime.cpus import settle
 
 _PACKAGES = (
     "torch", "transformers", "timm", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "openvino",

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -85,8 +85,11 @@ class OwnChild:
         Exception: whatever the object raises.
     """
 
-    def __init__(self, opener: Opener, what: str) -> None:
-        self._child, self._what = _Child(), what
+    def __init__(
+        self, opener: Opener, what: str, python: Path | None = None, path: Sequence[Path] | None = None
+    ) -> None:
+        """Open it in this interpreter with its `sys.path`; or in another one, isolated, with its own packages and `path`."""
+        self._child, self._what = _Child(python, path), what
         try:
             self._asked("open", pickle.dumps(opener), _LONGEST)
         except BaseException:
@@ -152,11 +155,12 @@ class _Ended(Exception):
 
 
 class _Child:
-    def __init__(self) -> None:
+    def __init__(self, python: Path | None = None, path: Sequence[Path] | None = None) -> None:
         self.owner = os.getpid()
-        # -P: the folder of the script isn't searched. In a session of its own, Ctrl-C reaches this process only.
+        # -P: the folder of the script isn't searched; -I: nor is PYTHONPATH. In a session of its own, Ctrl-C reaches this
+        # process only.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", child_runtime.__file__],
+            [str(python or sys.executable), "-P" if python is None else "-I", child_runtime.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -165,7 +169,7 @@ class _Child:
         self.pid = self._process.pid
         self._lock = threading.Lock()
         self._how = ""
-        self._send(list(sys.path))
+        self._send(list(sys.path) if path is None else list(map(str, path)))
 
     @property
     def is_running(self) -> bool:

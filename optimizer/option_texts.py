@@ -131,6 +131,29 @@ def parse_shard(option: str, text: str) -> tuple[int, int]:
     return number, count
 
 
+_VERSIONS = r"(?:===?|[<>!~]=|[<>])[\w.*+!-]+"
+_REQUIREMENT = re.compile(rf"[a-z0-9](?:[\w.-]*[a-z0-9])?(?:{_VERSIONS}(?:,{_VERSIONS})*)?", re.IGNORECASE | re.ASCII)
+
+
+def parse_sets(option: str, texts: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Parse `["torch==2.12 numpy>=2,<3"]` to the requirements of each set; raise `UsageError` for anything else."""
+    found = []
+    for text in texts:
+        # A comma before an operator belongs to the requirement.
+        parts = re.split(r"\s+|,(?![<>=!~])", re.sub(r"\s*([<>=!~]+|,)\s*", r"\1", text.strip()))
+        if wrong := [part for part in parts if not _REQUIREMENT.fullmatch(part)]:
+            raise UsageError(
+                f"{option}: {wrong[0]!r} is not a package with its versions; use for example {option} onnxruntime==1.24.1."
+            )
+        found.append(tuple(parts))
+    return tuple(dict.fromkeys(found))
+
+
+def distribution_of(requirement: str) -> str:
+    """The normalized name in a requirement: "numpy" for "NumPy>=2"."""
+    return re.split(r"[<>=!~]", re.sub(r"[-_.]+", "-", requirement).lower())[0]
+
+
 def parse_metadata(option: str, texts: Sequence[str]) -> dict[str, str]:
     """Parse `["author=Jane"]` to texts by key; raise `UsageError` for a missing key or value, or a repeated key."""
     found: dict[str, str] = {}

@@ -25,6 +25,7 @@ from optimizer.option_texts import (
     parse_metadata,
     parse_names,
     parse_passes,
+    parse_sets,
     parse_shard,
     parse_size,
     parse_tolerance,
@@ -489,6 +490,16 @@ class VerifyOptions:
             "no-run": (False, "Check hashes and golden data; load no model file.", ""),
         },
     ))
+    sets: tuple[tuple[str, ...], ...] = field(default=(), metadata=option(
+        "Run the files with other versions: onnxruntime==1.24.1.", "proof", names=("--with",), metavar="SET", common=True,
+        repeated=True, parse=parse_sets,
+        more="Requirements for pip, separated by spaces. Each set gets an environment of its own, in the cache folder of the "
+        "user; repeat the option for another set.",
+    ))
+    seconds: float | None = field(default=None, metadata=option(
+        "About how long each file is timed in each set.", "speed", metavar="N", common=True, parse=above_zero,
+        default_text="10; goes with --with",
+    ))
     junit: Path | None = field(default=None, metadata=_JUNIT)
     sarif: Path | None = field(default=None, metadata=_SARIF)
 
@@ -518,6 +529,17 @@ class BenchOptions:
     save: bool = field(default=False, metadata=option(
         "Put the settings into the bundle's manifest.", "speed", common=True,
         more="Its SHA-256 for --expect changes. Goes with --throughput.",
+    ))
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """Compare two bundles."""
+
+    bundle: Path
+    other: Path
+    seconds: float | None = field(default=None, metadata=option(
+        "About how long they are timed in turn.", "speed", metavar="N", common=True, parse=above_zero, default_text="5",
     ))
 
 
@@ -618,6 +640,7 @@ Options = (
     | TuneTrainingOptions
     | VerifyOptions
     | BenchOptions
+    | CompareOptions
     | RejudgeOptions
     | TritonOptions
     | PushOptions

@@ -131,6 +131,7 @@ FLOORS = (
     "exporting",
     "tuning",
     "training",
+    "comparing",
     "command",
 )
 INSIDE = {file: tree for file, tree in TREES.items() if file.startswith("optimizer/")}

@@ -1,10 +1,14 @@
-"""The processors that this process may use: its affinity, and the quota of its control group (a container's limit)."""
+"""The processors that this process may use, and its use of them and of memory.
+
+It may use those of its affinity, within the quota of its control group (a container's limit).
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import platform
+import time
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -100,3 +104,41 @@ def _lines_of(file: Path) -> list[str]:
         return file.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return []
+
+
+# What this process uses --------------------------------------------------------------------------------------------
+
+# Threads of a runtime wait busily for about 0.1 s after a call, and would take cores from the next contender. So wait
+# until the process is idle: until it uses less than this share of one CPU, but not longer than the last number.
+PAUSE_SECONDS = 0.01
+_IDLE_SHARE = 0.2
+_LONGEST_PAUSE = 0.3
+
+
+def settle() -> None:
+    """Wait until no thread of this process is busy, for about 0.3 s at most."""
+    # Pauses are counted, because a clock that stands still would never reach an end.
+    for _ in range(round(_LONGEST_PAUSE / PAUSE_SECONDS)):
+        started, used = time.perf_counter(), time.process_time()
+        time.sleep(PAUSE_SECONDS)
+        if time.process_time() - used < _IDLE_SHARE * (time.perf_counter() - started):
+            return
+
+
+def status(field: str, process: int | str = "self") -> int | None:
+    """A size in bytes from the status of a process, such as "VmRSS"; None where the system doesn't tell."""
+    return _size_in(Path(f"/proc/{process}/status"), field)
+
+
+def available_memory() -> int | None:
+    """The memory that new programs can use without swapping, in bytes; None where the system doesn't tell."""
+    return _size_in(Path("/proc/meminfo"), "MemAvailable")
+
+
+def _size_in(path: Path, field: str) -> int | None:
+    try:
+        # The name of the process stands there too, in any bytes.
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None)

@@ -9,7 +9,7 @@ from optimizer.bundle.bundle import (
     open_bundle,
     write_bundle,
 )
-from optimizer.bundle.golden import read_golden, write_golden
+from optimizer.bundle.golden import GoldenCall, read_golden, write_golden
 from optimizer.bundle.manifest import (
     describe_device,
     factor_between,
@@ -18,16 +18,27 @@ from optimizer.bundle.manifest import (
 )
 from optimizer.bundle.report import graph_of, write_report
 from optimizer.bundle.triton import write_triton_model
-from optimizer.bundle.verify import VerifyReport, rejudge_bundle, verify_bundle
+from optimizer.bundle.verify import (
+    ArtifactFigures,
+    VerifyReport,
+    failed_artifact,
+    judge_answers,
+    rejudge_bundle,
+    verify_bundle,
+)
 
 __all__ = [
+    "ArtifactFigures",
     "Bundle",
+    "GoldenCall",
     "VerifyReport",
     "artifact_entry",
     "check_target",
     "describe_device",
     "factor_between",
+    "failed_artifact",
     "graph_of",
+    "judge_answers",
     "keep_in_manifest",
     "new_folder",
     "open_bundle",

@@ -278,12 +278,39 @@ def _run_artifact(
             f"it wasn't checked, because no package here has the format {artifact['format']!r}: install the package that "
             "wrote it"
         )
-        return ArtifactFigures(artifact["format"], artifact["path"], device, len(calls), None, placement, problem)
+        return replace(failed_artifact(artifact, calls, device, problem), placement=placement)
     # Any exception of a runtime that can't load or run a file is a failure of the artifact, and is reported as one.
     except Exception as error:  # noqa: BLE001
         problem = f"it can't be loaded or run: {quote(error, with_type=True)}"
-        return ArtifactFigures(artifact["format"], artifact["path"], device, len(calls), None, placement, problem)
-    figures = ArtifactFigures(artifact["format"], artifact["path"], device, len(calls), None, placement)
+        return replace(failed_artifact(artifact, calls, device, problem), placement=placement)
+    return replace(judge_answers(artifact, golden, calls, answers, factor, device, settings), placement=placement)
+
+
+def failed_artifact(
+    artifact: Mapping[str, Any], calls: Sequence[GoldenCall], device: str, problem: str
+) -> ArtifactFigures:
+    """The figures of an artifact that couldn't be loaded or run; the problem is a clause."""
+    return ArtifactFigures(artifact["format"], artifact["path"], device, len(calls), None, error=problem)
+
+
+def judge_answers(
+    artifact: Mapping[str, Any],
+    golden: Mapping[str, Any],
+    calls: Sequence[GoldenCall],
+    answers: Sequence[Sequence[torch.Tensor]],
+    factor: float,
+    device: str,
+    settings: Mapping[str, str],
+) -> ArtifactFigures:
+    """Judge the outputs of an artifact on the golden inputs.
+
+    Args:
+        golden: the manifest's.
+        answers: the outputs at each call, in the artifact's order.
+        factor: allowed error in units of the noise.
+        settings: those that were in force, for the record.
+    """
+    figures = ArtifactFigures(artifact["format"], artifact["path"], device, len(calls), None)
     if (allowed := artifact.get("accuracy")) is not None:
         originals = [list(call.outputs.values()) for call in calls]
         names = [output["name"] for output in golden["outputs"]]

@@ -48,6 +48,7 @@ from optimizer.command.user_code import import_own_packages
 from optimizer.options import (
     BenchOptions,
     BuildOptions,
+    CompareOptions,
     DiagnoseOptions,
     ExportOptions,
     ListOptions,
@@ -66,6 +67,7 @@ EXIT_DEFECT, EXIT_USAGE = 1, 2
 _BUNDLE_WORK = {
     VerifyOptions: "verify",
     BenchOptions: "bench",
+    CompareOptions: "compare",
     RejudgeOptions: "rejudge",
     TritonOptions: "lay_out",
     PushOptions: "push_bundle",
@@ -192,6 +194,10 @@ def _work(options: Options, voice: Voice) -> dict[str, Any]:
         engine = _torch_side()
         if isinstance(options, BenchOptions):
             stages.start("putting the bundle under load" if options.throughput else "timing the files")
+        if isinstance(options, CompareOptions):
+            stages.start("comparing the bundles")
+        if isinstance(options, VerifyOptions) and options.sets:
+            stages.start("running the files with other versions")
         if isinstance(options, DiagnoseOptions):
             return dict(engine.diagnose_model(options, stages))
         if isinstance(options, TuneTrainingOptions):

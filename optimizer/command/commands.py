@@ -20,6 +20,7 @@ from optimizer.options import (
     GROUPS,
     BenchOptions,
     BuildOptions,
+    CompareOptions,
     DiagnoseOptions,
     ExportOptions,
     ListOptions,
@@ -42,7 +43,7 @@ Make a PyTorch model faster and put it into deployable files, with proof that it
 MODEL is a file (model.py, model.py:NAME), package.module:factory, or a library model (timm:NAME, torchvision:NAME,
 transformers:FOLDER). --help-all shows all options, examples and exit codes.
 
-Commands, each with its --help: build [NAMES]; verify, bench, rejudge, triton or push BUNDLE; diagnose,
+Commands, each with its --help: build [NAMES]; verify, bench, compare, rejudge, triton or push BUNDLE; diagnose,
 profile or tune-training MODEL; passes.
 """
 _EPILOG = """
@@ -61,6 +62,8 @@ Examples:
   optimize-export diagnose model.py --fail-on error
   optimize-export tune-training model.py --memory 16GiB
   optimize-export verify dist/net
+  optimize-export verify dist/net --with onnxruntime==1.24.1
+  optimize-export compare dist/old dist/new
   optimize-export rejudge dist/net --atol logits=1e-3
   optimize-export triton dist/net --output models
   optimize-export push dist/net jane/net
@@ -370,7 +373,13 @@ def _verify(call: _Call) -> VerifyOptions:
         if values.keys() & {"device", "require_gpu"}:
             other = "--device" if "device" in values else "--require-gpu"
             raise UsageError(f"--no-run and {other} contradict each other.")
+        if "sets" in values:
+            raise UsageError("--no-run and --with contradict each other.")
         values["device"] = "cpu"  # nothing is run, so there is no device to choose
+    if "sets" not in values and "seconds" in values:
+        raise UsageError("--seconds goes with --with only: add it.")
+    if "sets" in values and (values.get("device") == "cuda" or "require_gpu" in values):
+        raise UsageError("--with runs the files on the CPU only: leave out --device and --require-gpu.")
     return VerifyOptions(call.bundle(), **values)
 
 
@@ -386,6 +395,13 @@ def _bench(call: _Call) -> BenchOptions:
     if values.keys() >= {"soak", "seconds"}:
         raise UsageError("--soak has its own time: leave out --seconds.")
     return BenchOptions(call.bundle(), **values)
+
+
+def _compare(call: _Call) -> CompareOptions:
+    if len(call.words) != 2 or not all(word.strip() for word in call.words):
+        raise UsageError(f"compare takes two bundles, not {len(call.words)}: {PROGRAM} compare dist/old dist/new.")
+    first, second = (Path(os.path.expanduser(word)) for word in call.words)
+    return CompareOptions(first, second, **call.values(CompareOptions))
 
 
 def _triton(call: _Call) -> TritonOptions:
@@ -500,6 +516,14 @@ COMMANDS = {
             "BUNDLE",
             [*field_options(BenchOptions)],
             _bench,
+        ),
+        _Command(
+            "compare",
+            "Show what differs between two bundles: files, outputs, latency and versions.",
+            "BUNDLE OTHER",
+            [*field_options(CompareOptions)],
+            _compare,
+            has_details=True,
         ),
         _Command(
             "rejudge",

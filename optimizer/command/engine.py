@@ -39,6 +39,7 @@ from optimizer.command.inputs import misfit, parse_input
 from optimizer.command.loading import Loaded, Training, load
 from optimizer.command.up_to_date import inputs_of, opened_files
 from optimizer.command.user_code import names_restored
+from optimizer.comparing import verify_with
 from optimizer.diagnosis import RULES, Diagnosis, diagnose
 from optimizer.exporting import opened
 from optimizer.hub import push
@@ -365,7 +366,12 @@ def _comparable(loaded: Loaded, model: str) -> Training:
 
 
 def verify(options: VerifyOptions) -> Document:
-    """Verify a bundle again. The `exit_code` is 8 if files are damaged, and 6 if an artifact isn't proven correct."""
+    """Verify a bundle again. The `exit_code` is 8 if files are damaged, and 6 if an artifact isn't proven correct.
+
+    With sets of other versions, it is the highest of theirs.
+    """
+    if options.sets:
+        return _upgraded(options)
     with own_errors():
         report = verify_bundle(
             options.bundle,
@@ -374,6 +380,14 @@ def verify(options: VerifyOptions) -> Document:
             run=options.run,
         )
     return _checked(options.bundle, report)
+
+
+def _upgraded(options: VerifyOptions) -> Document:
+    with own_errors():
+        found = verify_with(options.bundle, options.sets, expect=options.expect, seconds=options.seconds or 10.0)
+    document = {"ok": not found.exit_code, "exit_code": found.exit_code, "bundle": str(options.bundle)}
+    told = {"problems": found.problems, "upgrade": found.to_json()}
+    return dict(plain({**document, **told}))
 
 
 def bench(options: BenchOptions) -> Document:

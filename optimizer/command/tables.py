@@ -87,6 +87,9 @@ def _lines(document: Document, *, details: bool) -> Iterable[Table | Text | str]
     if service := document.get("service"):
         yield from _service_lines(service)
         yield ""
+    if upgrade := document.get("upgrade"):
+        yield from _upgrade_lines(upgrade)
+        yield ""
     for name, profile in document.get("profile", {}).items():
         yield from map(Text, profile_lines(profile, *_PROFILED[name]))
         yield ""
@@ -361,6 +364,52 @@ def _row(figure: Document) -> list[str]:
 
 def _accuracy(figure: Document) -> str:
     return accuracy_text(figure["accuracy"]) if figure["accuracy"] else "rounding only"
+
+
+# Other versions of the runtimes --------------------------------------------------------------------------------------
+
+
+def _upgrade_lines(upgrade: Document) -> Iterable[Table | str]:
+    """A table with a row for each file in each set, and the exit code and the versions of each set."""
+    ran = [each for each in (upgrade["installed"], *upgrade["sets"]) if each is not None and each["files"]]
+    columns = ("with", "file", "latency", "ratio", "memory per 1,000 calls", "bits", "outputs")
+    rows = [_upgrade_row(each["name"], file) for each in ran for file in each["files"]]
+    if rows:
+        yield table(columns, rows, wraps=True)
+    for each in upgrade["sets"]:
+        versions = ", ".join(f"{name} {version}" for name, version in each["libraries"].items())
+        yield f"{each['name']}: exit code {each['exit_code']}{f' ({versions})' if versions else ''}"
+        yield from (f"note: {sentence}" for sentence in each["left_out"])
+    rounds = [file["latency"]["ratio"]["rounds"] for each in ran for file in each["files"] if file["latency"]]
+    if rounds:
+        processors = f"{upgrade['cpus']} processor{'' if upgrade['cpus'] == 1 else 's'}"
+        yield (
+            f"ratio: the latency over that with the installed versions, in turn in {min(rounds)} rounds or more; in "
+            f"parentheses, the bounds of the noise ({upgrade['processor']}, {processors})"
+        )
+
+
+def _upgrade_row(name: str, file: Document) -> tuple[str | Text, ...]:
+    word, rest = _verdict(file)
+    latency, memory, same = file["latency"], file["memory"], file["identical"]
+    return (
+        name,
+        file["path"] if file["format"].startswith(file["runtime"][:4]) else f"{file['path']} in {file['runtime']}",
+        seconds_text(latency["seconds"]) if latency else "-",
+        _ratio_text(latency["ratio"]) if latency else "-",
+        _growth_text(memory["resident"]) if memory else "-",
+        "-" if same is None else "the same" if same else "others",
+        Text.assemble((word, _STYLES.get(word, "")), rest),
+    )
+
+
+def _ratio_text(found: Document) -> str:
+    return f"{found['median']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
+
+
+def _growth_text(growth: Document) -> str:
+    told = f"{growth['mean'] / 1000:+.3g} ± {growth['error'] / 1000:.3g} KB"
+    return f"{told}, a leak" if growth["leaks"] else told
 
 
 # Calls a second ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Measure the ways to run a model, prove their accuracy, and recommend one."""
 
-from optimizer.tuning.benchmark import Benchmark, Latency, PeakMemory, Ratio, interleaved, ratio
+from optimizer.tuning.benchmark import Benchmark, Latency, PeakMemory, Ratio, in_turn, interleaved, ratio
 from optimizer.tuning.calibration import CalibrationCalls, calibration_of, evaluation_of, rows_in, some_of, spread
 from optimizer.tuning.choice import bench_bundle, choose, read_choices
 from optimizer.tuning.soak import soak_bundle
@@ -17,6 +17,7 @@ __all__ = [
     "calibration_of",
     "choose",
     "evaluation_of",
+    "in_turn",
     "interleaved",
     "ratio",
     "read_choices",

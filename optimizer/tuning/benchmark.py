@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from optimize_export.errors import BundleError
 from optimize_export.manifest import check_benchmark, is_reproducible_build, plain
 from optimize_export.runtime import Route
+from optimize_export.runtime.cpus import PAUSE_SECONDS, settle, status
 from optimize_export.wording import quote
 from optimizer.model import release_memory
 from optimizer.parity import WITHIN_BUDGET, Accuracy
@@ -27,17 +28,14 @@ EAGER = "eager"
 _FOR_ALL = 0.7
 
 Run = Callable[[], object]
+Timer = Callable[[int], list[float]]
+"""Makes so many calls, and returns the seconds of each."""
 
 
 # ---------------------------------------------------------------------------------------------------- time and memory
 
 # The time of one contender in one round; shorter calls are repeated.
 _ROUND_SECONDS = 0.02
-# Threads of a runtime wait busily for about 0.1 s after a call, and would take cores from the next contender. So wait
-# until the process is idle: until it uses less than this share of one CPU, but not longer than the last number.
-_PAUSE_SECONDS = 0.01
-_IDLE_SHARE = 0.2
-_LONGEST_PAUSE = 0.3
 # No call of a runtime takes less. A clock that stands still for a moment, or goes back, can show less, even a time that
 # nothing can be divided by.
 _LEAST_SECONDS = 1e-6
@@ -102,9 +100,18 @@ def interleaved(
         finished: waits until the device has finished its work.
         most_seconds: if 3 rounds take longer, there are fewer, but at least one.
     """
-    alone = {name: _warm(call, finished) for name, call in calls.items()}
+
+    def timer(call: Run) -> Timer:
+        return lambda count: [_time(call, finished) for _ in range(count)]
+
+    return in_turn({name: timer(call) for name, call in calls.items()}, seconds, most_seconds)
+
+
+def in_turn(calls: Mapping[str, Timer], seconds: float, most_seconds: float = math.inf) -> dict[str, Latency]:
+    """As `interleaved`, for calls that are timed elsewhere, such as in other processes."""
+    alone = {name: _warm(timer) for name, timer in calls.items()}
     repeats = {name: max(1, math.ceil(_ROUND_SECONDS / each)) for name, each in alone.items()}
-    one_round = sum(repeats[name] * alone[name] + _PAUSE_SECONDS for name in calls)
+    one_round = sum(repeats[name] * alone[name] + PAUSE_SECONDS for name in calls)
     fewest = max(1, int(min(_FEWEST_ROUNDS, most_seconds / one_round)))
     rounds = min(_MOST_ROUNDS, max(fewest, int(seconds / one_round)))
     single: dict[str, list[float]] = {name: [] for name in calls}
@@ -118,7 +125,7 @@ def interleaved(
         random.Random(number).shuffle(order)
         for name in order:
             settle()
-            times = [_time(calls[name], finished) for _ in range(repeats[name])]
+            times = calls[name](repeats[name])
             single[name] += times
             medians[name].append(statistics.median(times))
     return {name: Latency(statistics.median(single[name]), _p95(single[name]), tuple(medians[name])) for name in calls}
@@ -126,7 +133,7 @@ def interleaved(
 
 def full_timing(latencies: Iterable[float]) -> float:
     """How long `timed` takes at most for calls that take these times, in seconds."""
-    return _MOST_ROUNDS * sum(max(_ROUND_SECONDS, each) + _PAUSE_SECONDS for each in latencies) / _FOR_ALL
+    return _MOST_ROUNDS * sum(max(_ROUND_SECONDS, each) + PAUSE_SECONDS for each in latencies) / _FOR_ALL
 
 
 def ratio(of: Latency, to: Latency) -> Ratio:
@@ -140,16 +147,6 @@ def ratio(of: Latency, to: Latency) -> Ratio:
     return Ratio(statistics.median(ratios), ratios[cut], ratios[-1 - cut], len(ratios))
 
 
-def settle() -> None:
-    """Wait until no thread of this process is busy, for about 0.3 s at most."""
-    # Pauses are counted, because a clock that stands still would never reach an end.
-    for _ in range(round(_LONGEST_PAUSE / _PAUSE_SECONDS)):
-        started, used = time.perf_counter(), time.process_time()
-        time.sleep(_PAUSE_SECONDS)
-        if time.process_time() - used < _IDLE_SHARE * (time.perf_counter() - started):
-            return
-
-
 def _cut(count: int) -> int:
     """The number of values to leave out at each end for the bounds of the median."""
     chance, left_out = 0.0, -1
@@ -159,9 +156,9 @@ def _cut(count: int) -> int:
     return max(left_out, 0)
 
 
-def _warm(call: Run, finished: Run) -> float:
-    first = _time(call, finished)
-    return first if first > _LONG_SECONDS else min(_time(call, finished), _time(call, finished))
+def _warm(timer: Timer) -> float:
+    (first,) = timer(1)
+    return first if first > _LONG_SECONDS else min(timer(2))
 
 
 def _time(call: Run, finished: Run) -> float:
@@ -202,25 +199,6 @@ class PeakMemory:
         # The kernel's counters lag by some pages, and under memory pressure it takes pages away: the peak that it tells
         # can be below the level that it told before.
         self.bytes = 0 if peak is None else max(0, peak - self.before)
-
-
-def status(field: str, process: int | str = "self") -> int | None:
-    """A size in bytes from the status of a process, such as "VmRSS"; None where the system doesn't tell."""
-    return _size_in(Path(f"/proc/{process}/status"), field)
-
-
-def available_memory() -> int | None:
-    """The memory that new programs can use without swapping, in bytes; None where the system doesn't tell."""
-    return _size_in(Path("/proc/meminfo"), "MemAvailable")
-
-
-def _size_in(path: Path, field: str) -> int | None:
-    try:
-        # The name of the process stands there too, in any bytes.
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None)
 
 
 # -------------------------------------------------------------------------------------------------------- candidates

@@ -19,6 +19,7 @@ from exporters.registry import exported_format
 from optimize_export.errors import DeviceError
 from optimize_export.gpu_settings import GpuSettings
 from optimize_export.runtime import Route, Runner, Setting, open_route, own_routes, require_runtime
+from optimize_export.runtime.cpus import available_memory
 from optimize_export.wording import listed
 from optimizer.exporting import ExportJob, MeasuredExport, WrittenFiles, copy_for_export, optimize_again
 from optimizer.model import Call, keeps_values
@@ -31,7 +32,6 @@ from optimizer.tuning.benchmark import (
     Opened,
     Refused,
     Run,
-    available_memory,
     open_all,
     recommendation,
     timed,

@@ -20,11 +20,11 @@ from exporters.errors import RuntimeCrashed
 from optimize_export.errors import BundleError, OptimizeExportError
 from optimize_export.manifest import damage_of, plain
 from optimize_export.runtime import Batching, processor, usable_cpus
+from optimize_export.runtime.cpus import status
 from optimize_export.runtime.traffic import Service, Traffic, callers_of
 from optimize_export.wording import quote
 from optimizer.bundle import keep_in_manifest, open_bundle
 from optimizer.showing import rate_text, seconds_text
-from optimizer.tuning.benchmark import status
 
 # The largest last: it takes longest, where the time may be up.
 _MAX_BATCHES = (8, 4, 16, 1, 32)

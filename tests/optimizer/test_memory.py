@@ -4,15 +4,18 @@ from pathlib import Path
 
 import pytest
 
+from optimize_export.runtime import cpus
+from optimize_export.runtime.cpus import available_memory
 from optimizer.tuning import benchmark
-from optimizer.tuning.benchmark import PeakMemory, available_memory
+from optimizer.tuning.benchmark import PeakMemory
 
 
 @pytest.fixture
 def told(tmp_path, monkeypatch):
     """The folder that stands for /proc; `self/clear_refs` can be written."""
     real = Path
-    monkeypatch.setattr(benchmark, "Path", lambda path: real(str(path).replace("/proc", str(tmp_path))))
+    for module in (benchmark, cpus):
+        monkeypatch.setattr(module, "Path", lambda path: real(str(path).replace("/proc", str(tmp_path))))
     (tmp_path / "self").mkdir()
     return tmp_path
 

@@ -17,9 +17,9 @@ from torch import nn
 
 from optimize_export import export, load
 from optimize_export.errors import BundleError
+from optimize_export.runtime.growth import Soak, soak
 from optimizer.command import engine
 from optimizer.options import BenchOptions
-from optimizer.tuning.soak import Soak, soak
 
 MEGABYTE = 1 << 20
 

@@ -1,0 +1,113 @@
+"""Run files in processes of their own, with the installed versions or those of another environment, and time two in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exporters.child_process import OwnChild
+from optimize_export.runtime import Route, own_routes
+from optimize_export.runtime.growth import MeasuredFile, Soak
+from optimize_export.runtime.route import NUMPY_DTYPES
+from optimizer.bundle import GoldenCall
+from optimizer.tuning import Ratio, in_turn, ratio
+
+# Seconds that a request may take longer than it should before the process counts as hanging.
+_HANGS = 600.0
+
+Place = tuple[Path, Path]
+"""The Python of an environment, and the folder of the packages of this program for it."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Two files that were timed in turn: the median of a call of each, in seconds."""
+
+    seconds: float
+    before: float
+    ratio: Ratio
+    """The latency over that before."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"seconds": self.seconds, "before": self.before, "ratio": vars(self.ratio)}
+
+
+class RunningFile:
+    """A file of a bundle that is open in a process of its own, on the CPU."""
+
+    def __init__(self, child: OwnChild) -> None:
+        self._child = child
+
+    def outputs(self, calls: Sequence[GoldenCall]) -> list[tuple[torch.Tensor, ...]]:
+        """The outputs at each call, in the file's order."""
+        found = [self._child("outputs", arrays_of(call), call.seed, longest=_HANGS) for call in calls]
+        return [tuple(map(torch.from_numpy, arrays)) for arrays in found]
+
+    def latencies(self, count: int) -> list[float]:
+        found: list[float] = self._child("latencies", count, longest=_HANGS)
+        return found
+
+    def soak(self, seconds: float) -> Soak | None:
+        found: Soak | None = self._child("soak", seconds, longest=seconds + _HANGS)
+        return found
+
+    def about(self) -> tuple[dict[str, str], dict[str, str]]:
+        """The versions of the libraries there, and the settings of the runtime."""
+        libraries, settings = self._child("about", longest=_HANGS)
+        return libraries, settings
+
+
+@contextmanager
+def running(
+    path: Path, route: Route, inputs: Sequence[Any], what: str, place: Place | None = None
+) -> Iterator[RunningFile]:
+    """Open a file in a process, which ends with the context.
+
+    Args:
+        inputs: numpy arrays, for its latency and its memory.
+        what: names the process in errors.
+        place: the environment; None for the installed versions.
+
+    Raises:
+        RuntimeCrashed: the runtime crashes on the file; also in the context.
+        Exception: the runtime can't load the file; also in the context, where it can't run it.
+    """
+    python, code = place or (None, None)
+    child = OwnChild(partial(MeasuredFile, path, route, inputs), what, python, None if code is None else [code])
+    try:
+        yield RunningFile(child)
+    finally:
+        child.close()
+
+
+def timed(file: RunningFile, before: RunningFile, seconds: float) -> Timing:
+    """Time two files in turn, for about this time."""
+    found = in_turn({"file": file.latencies, "before": before.latencies}, seconds)
+    return Timing(found["file"].median, found["before"].median, ratio(found["file"], found["before"]))
+
+
+def arrays_of(call: GoldenCall) -> list[Any]:
+    return [tensor.numpy() for tensor in call.inputs.values()]
+
+
+def not_in_numpy(artifact: Mapping[str, Any]) -> str | None:
+    """A sentence about a tensor of the file that can't be sent to a process; None if there is none."""
+    for each in (*artifact["inputs"], *artifact["outputs"]):
+        if each["dtype"] not in NUMPY_DTYPES:
+            return f"{artifact['path']} isn't run in other processes: `{each['name']}` is {each['dtype']}, which numpy lacks"
+    return None
+
+
+def route_of(manifest: Mapping[str, Any], format: str, runtime: str | None = None) -> Route:
+    """The route of a file in a runtime: with the settings of the recommended one, unless those lower its precision."""
+    own = own_routes([format])[0]
+    plain = Route(format, runtime or own.runtime)
+    recommended = (manifest.get("benchmark") or {}).get("recommended")
+    route = plain if recommended is None else Route.from_json(recommended)
+    return route if (route.format, route.runtime) == (format, plain.runtime) and not route.is_lowered else plain
